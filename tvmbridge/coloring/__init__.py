@@ -1,9 +1,9 @@
-"""Coloring: which bindings of the joint function run in forward, and what backward needs of them.
+"""Coloring: assign each binding of the joint function to forward, to backward, or to both.
 
-The forward color is everything the outputs depend on; the backward color everything else that the
-gradients depend on, and those forward values that backward computes again. What backward reads of
-forward's is a *residual*. A policy decides what backward computes rather than reads; each has a
-file.
+The forward color has all bindings that the outputs depend on. The backward color has all other
+bindings that the gradients depend on, and the forward bindings that backward computes again. A
+forward value that is kept for backward is a *residual*. A policy chooses the values that backward
+computes itself; each policy has a file of its own.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
         "keep_operands": keep_operands,
     }
 )
-# Those of which a minimum cut is what decides.
+# The policies that solve a minimum cut.
 _MINIMUM_CUTS = ("min_cut", "keep_casts", "keep_operands")
 
 
 def policy_for(name: str, device: torch.device) -> str:
-    """The key of :data:`POLICIES` that ``CompileOptions.residual_policy`` is on ``device``."""
+    """Resolve ``CompileOptions.residual_policy`` on ``device`` to a key of :data:`POLICIES`."""
     if name != "auto":
         return name
     return "keep_casts" if device.type == "cpu" else "keep_operands"
@@ -49,12 +49,14 @@ def policy_for(name: str, device: torch.device) -> str:
 
 @dataclass(frozen=True)
 class Coloring:
-    """The colors of a joint function's bindings.
+    """The bindings of a joint function, divided into forward and backward.
 
-    ``forward`` lists bindings in program order, ``backward`` too, but for those that it repeats:
-    they stand right before their first use, so that their results live no longer than needed.
-    ``residuals`` are the forward values that backward reads, ``reads`` the primals that it reads,
-    and ``drawn`` those of them that are random draws.
+    - ``forward``: the bindings that forward runs, in program order.
+    - ``backward``: the bindings that backward runs, in program order, except that a repeated
+      binding comes right before its first use: this keeps the lifetime of its result short.
+    - ``residuals``: the forward values that backward reads.
+    - ``reads``: the primals that backward reads.
+    - ``drawn``: the primals that backward reads and that are random draws.
     """
 
     forward: tuple[relax.Binding, ...]
@@ -65,23 +67,27 @@ class Coloring:
 
     @property
     def repeated(self) -> frozenset[relax.Var]:
-        """Variables that forward computes, and backward again."""
+        """The variables that both forward and backward compute."""
         return frozenset(b.var for b in self.forward) & frozenset(b.var for b in self.backward)
 
 
 def color(
     joint: JointModule, policy: str = "save_all", recompute: Collection[str] = ()
 ) -> Coloring:
-    """Color ``joint``; inputs are passed to backward rather than captured, constants repeated.
+    """Divide the bindings of ``joint`` into forward and backward, as a policy chooses.
 
     Args:
         joint: the joint function.
         policy: a key of :data:`POLICIES`.
-        recompute: operators that minimum cuts may repeat besides the cheap ones.
+        recompute: operators that backward may compute again in addition to the cheap ones; used
+            by the policies that solve a minimum cut.
+
+    Returns:
+        The bindings of forward and backward, and the values that backward reads.
 
     Raises:
-        ValueError: ``recompute`` names something that is no operator.
-        UnsupportedOperatorError: backward reads something of forward that is no tensor.
+        ValueError: a name in ``recompute`` is not an operator, or must not be repeated.
+        UnsupportedOperatorError: backward reads a forward value that is not a tensor.
     """
     check_names(recompute)
     graph = JointGraph(joint, recompute if policy in _MINIMUM_CUTS else ())
@@ -106,7 +112,7 @@ def _numbers(bindings: Sequence[relax.Binding], chosen: Collection[relax.Var]) -
 def _backward(
     graph: JointGraph, bindings: list[relax.Binding], repeated: Collection[relax.Var]
 ) -> tuple[relax.Binding, ...]:
-    """Backward's own bindings in program order, each behind what it reads and is repeated."""
+    """Return the bindings of backward: repeated ones right before their first use."""
     binding_of = {b.var: b for b in bindings}
     ordered: dict[relax.Var, None] = {}
 

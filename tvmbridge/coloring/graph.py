@@ -1,4 +1,4 @@
-"""What a policy sees of a joint function: its colors, its bytes, and what may run twice."""
+"""The joint function as a policy sees it: colors, sizes in bytes, and what may be repeated."""
 
 from __future__ import annotations
 
@@ -16,25 +16,27 @@ from tvmbridge.passes.base import dtype_of, flat_results, shape_of, storage_root
 
 
 class JointGraph:
-    """A joint function, read once.
+    """The data dependencies of a joint function, from which a policy chooses what to repeat.
 
     Args:
         joint: the joint function.
-        also: operators that may be repeated although they are dear (``relax.nn.softmax``, or the
-            overload of an ATen call).
+        also: operators that may be repeated although they are expensive: ``relax.nn.softmax``, or
+            the overload of an ATen call.
 
     Attributes:
-        bound: the values of the bindings, in program order.
+        bound: the value of each binding, by its variable, in program order.
         operands: the variables that each binding reads.
-        forward: the variables that the outputs depend on, and items of tuples among them.
-        backward: the variables that depend on a cotangent, and gradients on them.
-        early: the variables that only gradients depend on, but that no cotangent changes: backward
-            computes them, unless a policy has forward compute and keep them.
-        needed: what else backward's bindings read: forward and early variables, and primals.
-        movable: the variables that a policy decides about. Of the early ones these are what
-            follows from forward's without rounding, such as the sign of an activation.
-        fragile: forward variables that backward may not compute again, since the second
-            computation could differ by a rounding and something that jumps depends on them.
+        forward: the variables that the outputs depend on, and the items of tuples among them.
+        backward: the variables that depend on a cotangent and that a gradient depends on.
+        early: the variables that only gradients depend on, but that depend on no cotangent.
+            Backward computes them, unless a policy makes forward compute and keep them.
+        needed: the variables that backward reads and that depend on no cotangent: forward and
+            early variables, and primals.
+        movable: the variables that a policy decides about: all of ``forward``, and early variables
+            that follow from them without rounding, such as the sign of an activation.
+        fragile: variables that backward may compute again only by operators that do not round. An
+            operator that is not continuous, such as a comparison, depends on them in backward, and
+            a rounding difference could change its result.
     """
 
     def __init__(self, joint: JointModule, also: Collection[str] = ()) -> None:
@@ -61,7 +63,7 @@ class JointGraph:
         self.fragile = self._fragile()
 
     def may_repeat(self, var: relax.Var) -> bool:
-        """Whether backward may compute ``var``, which does not depend on a cotangent."""
+        """Whether backward may compute ``var``, which depends on no cotangent."""
         if var in self.early:
             return True
         value = self.bound[var]
@@ -73,11 +75,12 @@ class JointGraph:
         return operators.is_cheap(value) or operators.operator_name(value) in self._also
 
     def nbytes(self, var: relax.Var) -> int | None:
-        """Bytes that are held from forward to backward if ``var`` is kept; None: it cannot be.
+        """Return the additional bytes held until backward if ``var`` is kept; None: it cannot be.
 
-        Only tensors cross the border, and early variables only where they are movable.
-        Inputs, parameters and buffers live anyway, and so do the outputs; draws do not, and what
-        the user may write where eager PyTorch does not save it is copied.
+        Only tensors can be kept, and early variables only if they are movable. Primals and outputs
+        cost nothing, because they live anyway, with two exceptions. Random draws cost their size.
+        So do primals and outputs that eager PyTorch does not save: the user may write them, so
+        that backward needs a copy.
         """
         if not isinstance(var.ty, relax.TensorType):
             return None
@@ -88,10 +91,12 @@ class JointGraph:
         return 0 if storage_root(var, self.bound) in self._output_roots else tensor_bytes(var)
 
     def kept(self, repeated: Collection[relax.Var]) -> dict[relax.Var, None]:
-        """What backward reads of forward if it computes ``repeated`` itself.
+        """Return the values that forward keeps if backward computes ``repeated`` itself.
+
+        The result is an ordered set; it includes primals.
 
         Raises:
-            UnsupportedOperatorError: one of them is no tensor.
+            UnsupportedOperatorError: a value that must be kept cannot be: it is not a tensor.
         """
         kept: dict[relax.Var, None] = {}
         seen: set[relax.Var] = set()
@@ -113,15 +118,15 @@ class JointGraph:
         return kept
 
     def bytes_kept(self, repeated: Collection[relax.Var]) -> int:
-        """Bytes held from forward to backward if backward computes ``repeated`` itself."""
+        """Return the bytes held until backward if backward computes ``repeated`` itself."""
         return sum(self.nbytes(var) or 0 for var in self.kept(repeated))
 
     def with_forward(self, kept: Iterable[relax.Var]) -> frozenset[relax.Var]:
-        """The forward variables, and what else forward computes to keep ``kept``."""
+        """Return the forward variables, and all variables that ``kept`` depends on."""
         return self._with_items(self.forward | self._dependencies(kept))
 
     def _dependencies(self, roots: Iterable[relax.Expr]) -> set[relax.Var]:
-        """Bound variables that ``roots`` depend on, themselves included."""
+        """Return the bound variables that ``roots`` depend on, including the roots."""
         found: set[relax.Var] = set()
         pending = [r for r in roots if isinstance(r, relax.Var)]
         while pending:
@@ -133,7 +138,7 @@ class JointGraph:
         return found
 
     def _with_items(self, forward: Collection[relax.Var]) -> frozenset[relax.Var]:
-        """``forward`` and the items of tuples in it: only tensors cross the border."""
+        """Add to ``forward`` the items of its tuples, since only tensors can be kept."""
         found = set(forward)
         for var, value in self.bound.items():
             if isinstance(value, relax.TupleGetItem) and value.tuple_value in found:
@@ -143,7 +148,7 @@ class JointGraph:
     def _backward(
         self, parameters: Iterable[relax.Var]
     ) -> tuple[frozenset[relax.Var], frozenset[relax.Var], tuple[relax.Var, ...]]:
-        """What depends on cotangents, what else only backward computes, and what the first read."""
+        """Return ``backward``, ``early`` and ``needed``, as the class describes them."""
         own = self._dependencies(self.gradients) - self.forward
         arrived = set(parameters) - set(self.primals)
         for var in self.bound:
@@ -165,7 +170,11 @@ class JointGraph:
         return frozenset(movable)
 
     def _fragile(self) -> frozenset[relax.Var]:
-        """Floating forward values that decide something, through operators that keep every bit."""
+        """Return the floating-point values whose rounding could change a result in backward.
+
+        An operator that is not continuous, and that backward may run, reads them directly or
+        through operators that do not round.
+        """
         fragile: set[relax.Var] = set()
         in_question = self._dependencies(self.needed)
         for var, value in reversed(self.bound.items()):
@@ -179,7 +188,7 @@ class JointGraph:
 
 
 def tensor_bytes(var: relax.Var) -> int:
-    """Bytes of a dense tensor of the type of ``var``."""
+    """Return the bytes of a dense tensor with the shape and dtype of ``var``."""
     return math.prod(shape_of(var) or ()) * from_relax_dtype(dtype_of(var)).itemsize
 
 

@@ -1,8 +1,8 @@
-"""The policy ``keep_casts``: the fewest bytes, but a weight is cast once a step.
+"""The policy ``keep_casts``: as ``min_cut``, but weights that forward casts are kept.
 
-Under autocast forward and backward multiply by the same weights in a half precision. To cast them
-again takes longer than to read what forward has cast, and eager PyTorch keeps the casts too. Where
-nothing is cast this is ``min_cut``.
+Under autocast, forward and backward multiply by the same weights in half precision. Casting them
+again takes longer than reading the casts of forward, and eager PyTorch keeps the casts too. Without
+casts this policy equals ``min_cut``.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from tvmbridge.passes.base import dtype_of
 
 
 def keep_casts(graph: JointGraph) -> frozenset[relax.Var]:
-    """The variables that backward computes rather than reads."""
+    """Return the variables that backward computes itself, instead of reading forward's values."""
     once = {var for var in read_in_memory(graph) if _narrows_a_primal(graph, var)}
     return min_cut(graph, frozenset(once))
 
 
 def _narrows_a_primal(graph: JointGraph, var: relax.Var) -> bool:
-    """Whether ``var`` is a primal, or a view of one, in fewer bits."""
+    """Whether ``var`` is a cast of a primal, or of a view of one, to a narrower float dtype."""
     value = graph.bound.get(var)
     if value is None or operator_name(value) != "relax.astype":
         return False

@@ -1,8 +1,10 @@
-"""The policy ``keep_operands``: the fewest bytes, but what a kernel of PyTorch reads is kept.
+"""The policy ``keep_operands``: as ``min_cut``, but keep the operands that are read from memory.
 
-What backward computes again for loops of its own is never written to memory. For a product or an
-ATen call it would be, which on a GPU takes longer than to read what forward had written for the
-same kind of reader. Eager PyTorch keeps these values too.
+Operators that do not fuse, such as products, read their operands from memory.
+
+A value that backward computes again inside a fused loop is never written to memory. For a matrix
+product or an ATen call it would have to be written. On a GPU this takes longer than reading the
+value that forward has written. Eager PyTorch keeps these operands too.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from tvmbridge.passes.base import shape_of
 
 
 def keep_operands(graph: JointGraph) -> frozenset[relax.Var]:
-    """The variables that backward computes rather than reads."""
+    """Return the variables that backward computes itself, instead of reading forward's values."""
     return min_cut(graph, read_in_memory(graph) | _sums_in_memory(graph))
 
 
@@ -40,7 +42,10 @@ def _sums_in_memory(graph: JointGraph) -> frozenset[relax.Var]:
 
 
 def read_in_memory(graph: JointGraph) -> frozenset[relax.Var]:
-    """Forward variables that an operator of backward reads, through views, which does not fuse."""
+    """Return the forward variables that operators of backward read, directly or through views.
+
+    Only operators that do not fuse count, since they read their operands from memory.
+    """
     pending = [
         v for var in graph.backward if not fuses(graph.bound[var]) for v in graph.operands[var]
     ]

@@ -1,9 +1,11 @@
-"""The policy ``min_cut``: the fewest bytes between forward and backward.
+"""The policy ``min_cut``: keep the fewest bytes from forward to backward.
 
-A maximum-flow problem over the forward color. Every variable is an edge of its bytes from its
-computation to its use; the source is what may run only once, the sink what backward needs. The
-variables whose edges a minimum cut severs are kept, those behind it are computed again. (The idea
-is that of T. Chen et al., "Training Deep Nets with Sublinear Memory Cost", as a flow.)
+The policy solves a minimum cut of a flow network over the values that backward needs. Each variable
+is an edge from its computation to its uses, with its size in bytes as the capacity. The source
+feeds the variables that may be computed only once, and the variables that backward needs feed the
+sink. Variables whose edges are cut are kept. Variables between the cut and the sink are computed
+again. (The idea of recomputation is from T. Chen et al., "Training Deep Nets with Sublinear Memory
+Cost".)
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from tvmbridge.coloring.graph import JointGraph
 from tvmbridge.coloring.operators import is_view
 from tvmbridge.coloring.save_all import save_all
 
-# Imported when it is used: modules that serve inference alone take no flows.
+# networkx is imported on first use, because inference alone does not need it.
 if TYPE_CHECKING:
     import networkx
 
@@ -25,12 +27,16 @@ _SOURCE, _SINK = "source", "sink"
 
 
 def min_cut(graph: JointGraph, once: Collection[relax.Var] = frozenset()) -> frozenset[relax.Var]:
-    """The variables that backward computes rather than reads; ``once``: only forward does.
+    """Return the variables that backward computes itself, instead of reading forward's values.
 
-    Of several cuts of the same size it is one that keeps what forward has anyway, and of those
-    the one with the least to compute again.
+    Among cuts of equal size, prefer one that keeps values which forward computes anyway, and among
+    these the one that repeats least.
 
     Source of the method: L. R. Ford and D. R. Fulkerson, "Maximal flow through a network" (1956).
+
+    Args:
+        graph: the joint function.
+        once: variables that backward must not compute again.
     """
     import networkx
 
@@ -38,14 +44,15 @@ def min_cut(graph: JointGraph, once: Collection[relax.Var] = frozenset()) -> fro
     try:
         _, (_, behind) = networkx.minimum_cut(network, _SOURCE, _SINK)
     except networkx.NetworkXUnbounded:
-        return save_all(graph)  # what can be neither kept nor repeated is named by its caller
-    # The sink's side is what reaches the sink when the saturated edges are gone: the smallest one.
+        # A value can be neither kept nor repeated: the caller's check names it.
+        return save_all(graph)
+    # networkx returns the smallest side of the sink: the nodes that reach it by unsaturated edges.
     movable = frozenset(v for v in graph.movable if (v, "in") in behind)
     return movable | (graph.early - graph.movable)
 
 
 def _network(graph: JointGraph, once: Collection[relax.Var]) -> networkx.DiGraph:
-    """The flow network of what backward needs and what that depends on."""
+    """Build the flow network of the values that backward needs, and of their dependencies."""
     import networkx
 
     network = networkx.DiGraph()
@@ -74,7 +81,10 @@ def _network(graph: JointGraph, once: Collection[relax.Var]) -> networkx.DiGraph
 
 
 def _is_mere_view(graph: JointGraph, var: relax.Var, size: int) -> bool:
-    """Whether ``var`` is a view of what costs no more: kept, it would have to be written out."""
+    """Whether ``var`` is a repeatable view whose operands take no more bytes than it does.
+
+    Keeping such a view gains nothing, and forward would have to write it to memory.
+    """
     if var not in graph.bound or not is_view(graph.bound[var]) or not graph.may_repeat(var):
         return False
     return all((graph.nbytes(v) or 0) <= size for v in graph.operands[var])

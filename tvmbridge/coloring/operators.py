@@ -1,4 +1,4 @@
-"""What coloring knows of operators: which may run twice, and which of them repeat every bit."""
+"""Classify operators for coloring: cheap to repeat, bitwise repeatable, or continuous."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(f"relax.{name}" for name in text.split())
 
 
-# Their result is a rearrangement or a fill: keeping it would cost memory, repeating it nothing.
+# Rearrangements and fills: keeping a result would cost memory, and repeating it costs nothing.
 VIEWS = _names("reshape permute_dims expand_dims squeeze broadcast_to full ones zeros")
 
 _MOVES = _names(
@@ -24,7 +24,7 @@ _MOVES = _names(
     "ones_like zeros_like"
 )
 _CONTINUOUS_EXACT = _names("abs clip maximum minimum negative nn.relu where")
-# One unit in the last place of an operand may turn the result around.
+# A difference of one unit in the last place of an operand may change the result completely.
 _JUMPS = _names(
     "equal not_equal greater greater_equal less less_equal sign floor ceil round trunc isnan isinf "
     "isfinite logical_and logical_or logical_xor logical_not bitwise_and bitwise_or bitwise_xor "
@@ -36,7 +36,7 @@ _ROUNDED = _names(
     "nn.softplus nn.leakyrelu"
 )
 _REDUCTIONS = _names("sum mean max min")
-# Loops along rows.
+# Operators that tvmbridge computes in loops along rows.
 _ROW_WISE = _names("nn.softmax nn.log_softmax nn.layer_norm variance std prod")
 _SMOOTH_PRODUCTS = _names(
     "matmul nn.softmax nn.log_softmax nn.layer_norm variance std prod take scatter_elements "
@@ -65,19 +65,25 @@ _ELEMENTWISE = VIEWS | _MOVES | _CONTINUOUS_EXACT | _JUMPS | _ROUNDED
 _EXACT = VIEWS | _MOVES | _CONTINUOUS_EXACT | _JUMPS
 _SMOOTH = VIEWS | _MOVES | _CONTINUOUS_EXACT | _ROUNDED | _REDUCTIONS | _SMOOTH_PRODUCTS
 
-# A result that is smaller than its operands by more than this is worth its memory.
+# A reduction whose operand is more than this many times larger is kept rather than repeated.
 _SHORT = 4
 
 
 def operator_name(call: relax.Expr | None) -> str | None:
-    """``relax.add`` or, for an ATen call, its overload; None for what is no call of an operator."""
+    """Return the operator's name (``relax.add``), or an ATen call's overload; None if no operator.
+
+    An overload is written as in ``aten.avg_pool2d.default``.
+    """
     if not isinstance(call, relax.Call) or not isinstance(call.op, tvm.ir.Op):
         return None
     return aten_call_operator(call) or str(call.op.name)
 
 
 def check_names(names: Collection[str]) -> None:
-    """Raise ValueError for a name that is neither a Relax operator's nor an ATen overload's."""
+    """Raise ValueError for a name that is not an operator, or that must not be repeated.
+
+    Names are Relax operators (``relax.nn.conv2d``) or ATen overloads.
+    """
     for name in names:
         if name.startswith("tvmbridge.fused_attention"):
             raise ValueError(f"{name} may have dropout, which is drawn once")
@@ -94,10 +100,10 @@ def check_names(names: Collection[str]) -> None:
 
 
 def is_cheap(value: relax.Expr) -> bool:
-    """Whether ``value`` may be computed twice: what fuses into the loops around it.
+    """Whether computing ``value`` twice is cheap, because it fuses into the loops that read it.
 
-    These are element-wise operators, rearrangements, fills, constants, items of tuples, and
-    reductions whose result is not much smaller than what they read.
+    Cheap values are element-wise operators, rearrangements, fills, constants, tuples and their
+    items, and reductions whose result is not much smaller than their operand.
     """
     if isinstance(value, tvm.ir.GenericConst | relax.Tuple | relax.TupleGetItem | relax.Var):
         return True
@@ -108,9 +114,10 @@ def is_cheap(value: relax.Expr) -> bool:
 
 
 def fuses(value: relax.Expr) -> bool:
-    """Whether ``value`` is computed in loops of ours, which read what they fuse with as it is made.
+    """Whether ``value`` is computed in a generated loop, into which its operands can be fused.
 
-    Products, convolutions, and what PyTorch's kernels compute, read tensors in memory.
+    Products, convolutions and calls of PyTorch's kernels do not fuse: they read their operands
+    from memory.
     """
     name = operator_name(value)
     return name is None or name in _ELEMENTWISE or name in _REDUCTIONS or name in _ROW_WISE
@@ -129,7 +136,8 @@ def is_view(value: relax.Expr) -> bool:
 def repeats_every_bit(value: relax.Expr) -> bool:
     """Whether a second computation from the same operands gives the same bits.
 
-    A sum of products need not: fused into other loops, product and sum may be one operation.
+    Rounded arithmetic may not: in another fused loop the compiler may contract a product and a sum
+    into one operation, which rounds once.
     """
     if not isinstance(value, relax.Call):
         return True
@@ -137,9 +145,9 @@ def repeats_every_bit(value: relax.Expr) -> bool:
 
 
 def is_smooth(value: relax.Expr) -> bool:
-    """Whether operands that differ by rounding give a result that differs by rounding.
+    """Whether a rounding difference in the operands changes the result by a rounding difference.
 
-    Comparisons, rounding to integers, sorting and unknown kernels do not.
+    False for comparisons, rounding to integers, sorting and unknown kernels.
     """
     if not isinstance(value, relax.Call):
         return True
@@ -150,7 +158,7 @@ def is_smooth(value: relax.Expr) -> bool:
 
 
 def is_floating(value: relax.Expr) -> bool:
-    """Whether ``value`` is a tensor of a floating dtype."""
+    """Whether ``value`` is a tensor with a floating-point dtype."""
     return isinstance(value.ty, relax.TensorType) and "float" in dtype_of(value)
 
 

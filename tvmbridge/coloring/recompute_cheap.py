@@ -1,7 +1,7 @@
-"""The policy ``recompute_cheap``: what is element-wise in values that are kept anyway is repeated.
+"""The policy ``recompute_cheap``: repeat element-wise operators whose operands backward has anyway.
 
-A greedy rule over what ``save_all`` keeps: no value is kept for the sake of another, and nothing
-is searched.
+The policy goes once over the values that ``save_all`` keeps, in program order. It keeps no
+additional value in order to repeat another, and it searches no alternatives.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from tvmbridge.coloring.save_all import save_all
 
 
 def recompute_cheap(graph: JointGraph) -> frozenset[relax.Var]:
-    """The variables that backward computes rather than reads."""
+    """Return the variables that backward computes itself, instead of reading forward's values."""
     repeated = set(save_all(graph))
     kept = graph.kept(repeated)
-    # What backward has, or repeats from what it has. A value that moves from one to the other
-    # stays at hand.
+    # The values that are kept, or that backward repeats from these: operands at no extra cost.
     at_hand = set(kept) | {p for p in graph.primals if not graph.nbytes(p)}
     for var, value in graph.bound.items():
         if not all(v in at_hand for v in graph.operands[var]):

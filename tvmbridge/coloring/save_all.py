@@ -1,6 +1,7 @@
-"""The policy ``save_all``: every forward value that backward reads is kept.
+"""The policy ``save_all``: keep every forward value that backward reads.
 
-Constants, views and light functions of inputs are repeated: a mask is kept as its one byte.
+Exceptions are constants, views, and casts and simple arithmetic on primals, which are repeated. So
+a dropout mask is kept in its one byte an element, and not as the factor that is computed from it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ _LIGHT = frozenset(f"relax.{name}" for name in ("astype", "multiply", "power", "
 
 
 def save_all(graph: JointGraph) -> frozenset[relax.Var]:
-    """The variables that backward computes rather than reads."""
+    """Return the variables that backward computes itself, instead of reading forward's values."""
     repeated: set[relax.Var] = set()
     from_inputs: set[relax.Var] = set(graph.primals)
     for var, value in graph.bound.items():
@@ -22,7 +23,7 @@ def save_all(graph: JointGraph) -> frozenset[relax.Var]:
             continue
         light = is_view(value) or operator_name(value) in _LIGHT
         of_inputs = light and all(v in from_inputs for v in graph.operands[var])
-        # No tuple can be kept, but its items can.
+        # A tuple cannot be kept, but its items can.
         if (is_view(value) or graph.nbytes(var) is None or of_inputs) and graph.may_repeat(var):
             repeated.add(var)
         if of_inputs and var in repeated:

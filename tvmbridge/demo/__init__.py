@@ -1,6 +1,6 @@
-"""The demo: a trained BERT embeds and learns through TVM, beside PyTorch.
+"""The demo: run and fine-tune a trained BERT (MiniLM) in eager PyTorch and through TVM.
 
-``python -m tvmbridge demo`` compares the two in one run; see :mod:`tvmbridge.demo.command`.
+``python -m tvmbridge demo`` compares both in one run; see :mod:`tvmbridge.demo.command`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ _DESCRIPTION: Final = "MiniLM embeds and is fine-tuned, by PyTorch and through T
 
 
 def main(argv: Sequence[str] = ()) -> int:
-    """Run the demo; the exit status is 1 when TVM does not agree with PyTorch."""
+    """Run the demo; return the exit status, 1 if a difference is too large or a call fell back."""
     options = _parser().parse_args(list(argv))
-    # Behind the options: ``--help`` does not wait for PyTorch.
+    # Imported after the options are parsed, so that --help does not wait for PyTorch.
     from tvmbridge.demo.command import run
 
     return run(options)

@@ -1,4 +1,8 @@
-"""``python -m tvmbridge demo``: MiniLM embeds and is fine-tuned, by PyTorch and through TVM."""
+"""``python -m tvmbridge demo``: run and fine-tune MiniLM in eager PyTorch and through TVM.
+
+The demo embeds sentences, fine-tunes a classifier of topics, draws the graphs of one layer, and
+reports differences and times.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +32,14 @@ from tvmbridge.demo.minilm import Batch, embed, load_bert, load_tokenizer, token
 from tvmbridge.demo.pictures import draw_layer
 from tvmbridge.demo.remarks import Remarks, load_remarks
 
-# On a busy machine the timed calls stop after so many seconds.
+# The timed calls of embedding stop after this time, for slow or busy machines.
 _TIMING_SECONDS = 15.0
 # Compiled code is what is compared, also where PyTorch is faster.
 _COMPILED = CompileOptions(only_if_faster=False)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the demo; the exit status is 1 when TVM does not agree with PyTorch."""
+    """Run the demo; return the exit status, 1 if a difference is too large or a call fell back."""
     console = Console()
     started = time.perf_counter()
     with _progress(console) as progress:
@@ -67,7 +71,11 @@ def _progress(console: Console) -> Iterator[Progress]:
 
 
 class Demo:
-    """One run of the demo. ``pictures`` and ``fallbacks`` are filled by it."""
+    """One run of the demo.
+
+    - ``pictures``: the files that :meth:`run` has drawn.
+    - ``fallbacks``: the number of calls that ran eager PyTorch instead of TVM, by their reasons.
+    """
 
     def __init__(self, options: argparse.Namespace, progress: Progress) -> None:
         self.options = options
@@ -76,7 +84,7 @@ class Demo:
         self.fallbacks: dict[str, int] = {}
 
     def run(self) -> Figures:
-        """Embed, fine-tune, draw."""
+        """Embed sentences, fine-tune, draw graphs, and return the measured figures."""
         with self._task("load MiniLM"):
             eager, tvm = (load_bert(self.options.attention) for _ in range(2))
             remarks = load_remarks()
@@ -156,7 +164,7 @@ def _median_ms(seconds: list[float]) -> float:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without torch.export's warnings about its own parts."""
+    """Suppress FutureWarnings, which torch.export raises about its own code."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         yield

@@ -1,4 +1,4 @@
-"""What the demo measured: the report, the table, and the bounds that must hold."""
+"""The figures that the demo measures, their bounds, and their output as JSON and as a table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ LOSS_BOUND = 1e-4
 
 @dataclass(frozen=True)
 class Figures:
-    """The figures of one run; differences are TVM's from eager's, times are medians."""
+    """The figures of one run of the demo.
+
+    Differences are between TVM and eager PyTorch. Times are medians in ms: ``eager_ms`` and
+    ``tvm_ms`` for a call that embeds, ``eager_step_ms`` and ``tvm_step_ms`` for a training step.
+    ``fallbacks`` counts calls that ran eager PyTorch instead of TVM.
+    """
 
     embedding_max_abs_diff: float
     loss_max_rel_diff: float
@@ -27,7 +32,7 @@ class Figures:
     fallbacks: int
 
     def failures(self) -> list[str]:
-        """What does not hold, in words; NaN never holds."""
+        """Return a sentence for each bound that is exceeded; NaN exceeds every bound."""
         failed = []
         if not self.embedding_max_abs_diff <= EMBEDDING_BOUND:
             failed.append(f"embeddings differ by more than {EMBEDDING_BOUND:g}")
@@ -43,7 +48,7 @@ class Figures:
         path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
 
     def table(self) -> Table:
-        """The figures for a reader."""
+        """Return the figures as a table to print."""
         table = Table("", "PyTorch eager", "tvmbridge", "bound", title="MiniLM, side by side")
         for column in table.columns[1:]:
             column.justify = "right"

@@ -1,4 +1,4 @@
-"""Fine-tuning: the same steps from the same seed, by PyTorch and through TVM, in turns."""
+"""Fine-tuning: equal steps from equal seeds, in eager PyTorch and through TVM by turns."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ class TopicClassifier(nn.Module):
         self.head = nn.Linear(bert.config.hidden_size, topics)  # type: ignore[union-attr,arg-type]
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """The score of each topic for each sentence."""
+        """Return the score of each topic for each sentence."""
         hidden = self.bert(**batch.arguments).last_hidden_state
         scores: torch.Tensor = self.head(self.dropout(mean_pool(hidden, batch.attention_mask)))
         return scores
 
 
 class Learner:
-    """A classifier in training, with an optimizer and a random state of its own.
+    """A classifier in training, with its own optimizer and state of the random generator.
 
-    Two learners with the same seed can take turns in one process: each finds the generator as it
-    left it.
+    Two learners with one seed can take turns in one process, since each step restores the state
+    that the learner's last step left. ``losses`` and ``seconds`` have one number for each step.
     """
 
     def __init__(self, bert: nn.Module, topics: int, seed: int) -> None:
@@ -45,7 +45,7 @@ class Learner:
         self.seconds: list[float] = []
 
     def step(self, batch: Batch, labels: torch.Tensor) -> None:
-        """One step of AdamW; its loss and its time are appended."""
+        """Run one step of AdamW, and append its loss and its time."""
         torch.set_rng_state(self.random_state)
         start = time.perf_counter()
         self.optimizer.zero_grad()
@@ -58,9 +58,9 @@ class Learner:
 
 
 def draw_batches(sentences: int, size: int, steps: int, seed: int) -> Iterator[torch.Tensor]:
-    """For each step the numbers of its sentences: epoch after epoch, each in an order of its own.
+    """Yield the indices of the sentences of each step, in a new random order each epoch.
 
-    All have the same ``size``; the sentences left at the end of an epoch are left out.
+    Every batch has ``size`` sentences; an incomplete batch at the end of an epoch is dropped.
     """
     generator = torch.Generator().manual_seed(seed)
     done = 0
@@ -73,16 +73,16 @@ def draw_batches(sentences: int, size: int, steps: int, seed: int) -> Iterator[t
 
 
 def largest_relative_difference(values: list[float], references: list[float]) -> float:
-    """The largest of the differences, each relative to its reference."""
+    """Return the largest absolute difference between values and references, each relative."""
     return max(abs(v - r) / abs(r) for v, r in zip(values, references, strict=True))
 
 
 def largest_weight_difference(first: nn.Module, second: nn.Module) -> float:
-    """The largest difference of two modules' parameters.
+    """Return the largest absolute difference between the parameters of two modules.
 
-    Weights differ by more than rounding after AdamW: it divides each gradient by its own size, so
-    where the true gradient is zero (the bias of the keys, by softmax's shift invariance) it makes
-    full steps out of rounding.
+    After AdamW this is more than rounding, because AdamW divides each gradient by its own
+    magnitude. For a parameter whose true gradient is zero it makes full steps from rounding errors.
+    The bias of attention's keys is such a parameter, because softmax is invariant to shifts.
     """
     others = dict(second.named_parameters())
     return max(

@@ -1,4 +1,4 @@
-"""MiniLM, a small trained BERT, from the package that carries its weights, offline."""
+"""Load MiniLM, a small trained BERT, offline from an installed package with its weights."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Batch:
 
     @property
     def arguments(self) -> dict[str, torch.Tensor]:
-        """The keyword arguments of ``BertModel.forward``."""
+        """Return the keyword arguments of ``BertModel.forward``."""
         return {"input_ids": self.input_ids, "attention_mask": self.attention_mask}
 
     def rows(self, indices: torch.Tensor) -> Batch:
-        """The batch of some of the sentences, of the same length."""
+        """Return the batch of the sentences at ``indices``, padded to the same length."""
         return Batch(self.input_ids[indices], self.attention_mask[indices])
 
 
@@ -46,10 +46,10 @@ def _transformers() -> Any:
 
 
 def model_folder() -> str:
-    """The folder with MiniLM's weights, configuration and tokenizer.
+    """Return the folder with MiniLM's weights, configuration and tokenizer.
 
     Raises:
-        BridgeError: the package that carries them is not installed.
+        BridgeError: the package that contains them is not installed.
     """
     try:
         package = importlib.import_module(PACKAGE)
@@ -62,10 +62,10 @@ def model_folder() -> str:
 
 
 def load_bert(attention: str = "sdpa") -> nn.Module:
-    """A fresh ``BertModel`` with the trained weights, in eval mode.
+    """Return a new ``BertModel`` with the trained weights, in eval mode.
 
     Args:
-        attention: transformers' name of the implementation, ``"sdpa"`` or ``"eager"``.
+        attention: the attention implementation of transformers, ``"sdpa"`` or ``"eager"``.
     """
     bert: nn.Module = _transformers().BertModel.from_pretrained(
         model_folder(), attn_implementation=attention, local_files_only=True
@@ -74,23 +74,23 @@ def load_bert(attention: str = "sdpa") -> nn.Module:
 
 
 def load_tokenizer() -> Any:
-    """MiniLM's tokenizer."""
+    """Return MiniLM's tokenizer."""
     return _transformers().AutoTokenizer.from_pretrained(model_folder(), local_files_only=True)
 
 
 def tokenize(tokenizer: Any, sentences: Sequence[str]) -> Batch:
-    """``sentences`` as one batch, padded to the longest of them."""
+    """Tokenize ``sentences`` as one batch, padded to the longest sentence."""
     encoded = tokenizer(list(sentences), padding=True, return_tensors="pt")
     return Batch(encoded["input_ids"], encoded["attention_mask"])
 
 
 def mean_pool(hidden: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-    """The mean of each sentence's token vectors, padding left out."""
+    """Return the mean of each sentence's token vectors, without padding."""
     weights = attention_mask.unsqueeze(-1).to(hidden.dtype)
     return (hidden * weights).sum(1) / weights.sum(1)
 
 
 def embed(bert: nn.Module, batch: Batch) -> torch.Tensor:
-    """Sentence embeddings of length one."""
+    """Return the embeddings of the sentences of a batch, normalized to length one."""
     hidden = bert(**batch.arguments).last_hidden_state
     return nn.functional.normalize(mean_pool(hidden, batch.attention_mask), dim=-1)

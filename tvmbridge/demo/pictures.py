@@ -1,4 +1,4 @@
-"""Pictures of one BERT layer: as captured, lowered, and as the colored joint function."""
+"""Draw the graphs of one BERT layer: captured, lowered, and the colored joint function."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ from tvmbridge.pipeline import lowering_passes, run_passes
 
 
 def draw_layer(layer: nn.Module, hidden_states: torch.Tensor, folder: Path) -> list[Path]:
-    """Draw a layer in train mode; return the files that were written.
+    """Draw the graphs of a layer in train mode, and return the files that were written.
 
-    ``layer_before_passes`` is the graph as it comes from PyTorch, ``layer_after_passes`` with
-    dropout and layer norm spelled out, ``joint_colored`` forward and backward in one function:
-    forward red, what it keeps for backward yellow, backward blue, what both compute dashed. They
-    are SVG files, or their sources for graphviz where its program ``dot`` is not installed.
+    - ``layer_before_passes``: the Relax function of the captured graph.
+    - ``layer_after_passes``: the same with dropout and layer norm lowered to simpler operators.
+    - ``joint_colored``: forward and backward in one function. Forward is red, values that it keeps
+      for backward are yellow, backward is blue, and values that both compute are dashed.
+
+    The files are SVGs, or graphviz sources (``.dot``) if the program ``dot`` is not installed.
     """
     captured = capture(layer, hidden_states)
     before = to_relax(captured)

@@ -1,6 +1,6 @@
-"""``make demo-pipeline``: MiniLM is fine-tuned over two processes, beside one that does it alone.
+"""``make demo-pipeline``: fine-tune MiniLM in a pipeline of two processes, and in one process.
 
-The command starts the processes; each rank runs :func:`train`, which is what a user's script does.
+The command starts the processes. Each rank runs :func:`train`, as a script of a user would.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tvmbridge.distributed import draw_timelines, pipeline, plan_pipeline
 from tvmbridge.distributed.orders import Span, Timeline, Work
 
 MICROBATCHES = 4
-# Name, processes, schedule; the first plans the cut that all of them use.
+# Name, number of processes, and schedule of each run; the first is the reference of the losses.
 RUNS = (("one process", 1, "simple"), ("simple", 2, "simple"), ("interleaved", 2, "interleaved"))
 
 
@@ -40,14 +40,14 @@ class Classifier(nn.Module):
         self.head = nn.Linear(self.bert.config.hidden_size, topics)  # type: ignore[union-attr,arg-type]
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        """The score of each topic for each sentence."""
+        """Return the score of each topic for each sentence."""
         hidden = self.bert(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
         scores: torch.Tensor = self.head(self.dropout(mean_pool(hidden, attention_mask)))
         return scores
 
 
 def batches(steps: int, size: int) -> tuple[list[tuple[dict[str, torch.Tensor], Any]], int]:
-    """Inputs and labels of each step, and the number of topics; equal on every rank."""
+    """Return the inputs and labels of each step, and the number of topics; equal on all ranks."""
     remarks = load_remarks()
     batch = tokenize(load_tokenizer(), remarks.sentences)
     found = [
@@ -58,7 +58,7 @@ def batches(steps: int, size: int) -> tuple[list[tuple[dict[str, torch.Tensor], 
 
 
 def train(options: argparse.Namespace) -> dict[str, Any]:
-    """What each rank does: a model, a pipeline, and a loop of three lines."""
+    """Train on one rank with a pipeline, profile one more step, and return the measurements."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     data, topics = batches(options.steps, options.batch)
@@ -82,7 +82,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
     report = runner.report()
     assert runner.measured is not None
     number, predicted = runner.control.rank, runner.plan.predicted()
-    # Threads of a group that is not destroyed end while the interpreter does.
+    # Without this, the threads of the process group would end only as the interpreter exits.
     runner.close()
     dist.destroy_process_group()
     return {
@@ -96,12 +96,12 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def timeline(spans: Any) -> Timeline:
-    """A timeline from what a worker wrote."""
+    """Build a timeline from the spans that a worker wrote as JSON."""
     return Timeline(tuple(tuple(Span(Work(*w), a, b) for w, a, b in rank) for rank in spans))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the demo; the exit status is 1 where the losses differ or a stage is not compiled."""
+    """Run the demo; return the exit status, 1 if losses differ or a stage is not compiled."""
     options = _parser().parse_args(argv)
     if options.worker is not None:
         found = train(options)
@@ -119,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _plan(options: argparse.Namespace, console: Console) -> str:
-    """Where the second stage begins, chosen by measured times."""
+    """Plan two stages by measured times; return the submodule where the second one begins."""
     torch.set_num_threads(1)
     data, topics = batches(1, options.batch)
     plan = plan_pipeline(
@@ -149,7 +149,7 @@ def _run(options: argparse.Namespace, processes: int, schedule: str) -> dict[str
 
 
 def _tell(found: dict[str, Any], folder: Path, console: Console) -> int:
-    """The table of losses and idle shares; pictures of the timelines."""
+    """Print a table of losses and idle shares, draw the timelines, and return the exit status."""
     reference = found[RUNS[0][0]]["losses"]
     table = Table("", "first losses", "last loss", "difference", "idle, predicted", "measured")
     failed = False

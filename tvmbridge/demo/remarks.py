@@ -1,4 +1,4 @@
-"""The text task: short remarks about products, each labelled with what it is about."""
+"""The data of the demo: short remarks about products, each labelled with its topic."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Remarks:
 
 
 def load_remarks() -> Remarks:
-    """All remarks; the topics take turns, so that any stretch of them is balanced."""
+    """Load all remarks; their topics alternate, so that any part of the sequence is balanced."""
     with _FILE.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
     topics = tuple(dict.fromkeys(row["topic"] for row in rows))

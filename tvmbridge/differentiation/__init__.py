@@ -1,1 +1,1 @@
-"""The joint function of forward and backward, from either source."""
+"""Derive the joint function of forward and backward, by TVM's Gradient or PyTorch's autograd."""

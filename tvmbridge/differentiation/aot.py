@@ -1,4 +1,4 @@
-"""The joint function by PyTorch's own derivative formulas.
+"""Record the joint function from PyTorch's autograd, with PyTorch's own derivative formulas.
 
 The module's forward and its gradient run on fake tensors under PyTorch's autograd, and every ATen
 operator of both is recorded. The recorded graph is the joint function exactly as eager PyTorch
@@ -110,7 +110,7 @@ def trace_joint(
 def _in_calling_order(
     inputs: Sequence[GraphInput], noise: Sequence[NoiseDescriptor]
 ) -> list[GraphInput]:
-    """Return the inputs for the random draws in calling order: masks come last."""
+    """Return the inputs for the random draws in the order of the call: dropout masks come last."""
     pairs = list(zip(inputs, noise, strict=True))
     plain = [i for i, n in pairs if n.drop_probability is None]
     return plain + [i for i, n in pairs if n.drop_probability is not None]
@@ -170,7 +170,7 @@ def _refuse_unsaved(traced: fx.GraphModule, rehearsal: Rehearsal) -> None:
         tensor = getattr(traced, str(node.target), None)
         if not isinstance(tensor, torch.Tensor) or storage_key(tensor) in known:
             continue
-        # PyTorch lifts tensors that backward creates from numbers; they are no outside tensors.
+        # PyTorch lifts tensors that backward itself creates from numbers, which is fine.
         if not all(str(user.target).startswith("aten.lift_fresh") for user in node.users):
             raise UnsupportedOperatorError(
                 "the backward of a custom autograd function reads a tensor of shape "
@@ -207,7 +207,7 @@ def _batch_norm(
     momentum: float,
     eps: float,
 ) -> Any:
-    """Return the batch norm overload whose schema says whether it writes running statistics."""
+    """Run batch norm by an overload whose schema declares which running statistics it writes."""
     if not training:
         norm = aten._native_batch_norm_legit_no_training.default
         return norm(x, weight, bias, mean, variance, momentum, eps)
@@ -219,7 +219,7 @@ def _batch_norm(
 
 
 def _functionalize(traced: fx.GraphModule, rehearsal: Rehearsal) -> fx.GraphModule:
-    """Return the graph without writes, decomposed by our table, for dense inputs."""
+    """Trace ``traced`` again without writes, decomposed by tvmbridge's table, for dense inputs."""
     given = [n.meta["val"] for n in traced.graph.find_nodes(op="placeholder")]
     run = torch.func.functionalize(_SameDtypes(traced).run, remove="mutations")
     with rehearsal.mode, torch.no_grad():

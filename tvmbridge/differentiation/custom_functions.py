@@ -1,9 +1,9 @@
-"""Custom autograd functions: what backward of a module must know of the functions forward applies.
+"""Mark the backwards of custom autograd functions in the recorded gradient of a module.
 
-PyTorch calls the backward of a function when a gradient arrives for one of its outputs. The other
-gradients are zeros, or None if the function asked for that. Backward may do anything with them:
-multiply a zero by infinity, or branch. Boundaries in the recorded gradient therefore mark where
-each backward begins and ends.
+PyTorch calls a function's backward if a gradient arrives for at least one of its outputs. For the
+other outputs it passes zeros, or None if the function asked for that. Backward may do anything
+with these values: multiply a zero by infinity, or branch. Boundaries in the recorded gradient
+therefore mark where each backward begins and ends, so that it runs exactly when PyTorch runs it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.graph_capture.trace.patches import patched_here
 from tvmbridge.kernels.borders import enters, leaves
 
-# tvmbridge's own operators, whose backward has PyTorch's formulas.
+# The operators of tvmbridge, whose backward has PyTorch's formulas.
 _OURS = "GeneratedBackwardFor_tvmbridge_"
 _Edge = tuple[Any, int]
 
@@ -33,7 +33,8 @@ class AppliedFunction:
       gradient comes from.
     - ``zeros``: whether zeros replace gradients that do not arrive; otherwise None does.
     - ``cut_off``: a function between the outputs and this one may return no gradient to it.
-    - ``unfed``: no gradient reaches this function, or one between the outputs and this one.
+    - ``unfed``: no gradient reaches this function, or one between the outputs and this one, even
+      if all cotangents arrive.
     """
 
     name: str
@@ -43,12 +44,15 @@ class AppliedFunction:
     unfed: bool = False
 
     def is_called(self, absent: Collection[int]) -> bool:
-        """Whether PyTorch calls its backward if these cotangents do not arrive."""
+        """Whether PyTorch calls the backward if the ``absent`` cotangents do not arrive."""
         return bool(frozenset().union(*self.reads) - frozenset(absent))
 
 
 class FunctionWatch:
-    """Records the custom autograd functions of forward in ``reasons`` against TVM's Gradient."""
+    """Records the custom autograd functions that forward applies.
+
+    ``reasons`` receives a sentence for each function: TVM's Gradient does not know its backward.
+    """
 
     def __init__(self, reasons: dict[str, None]) -> None:
         self._reasons = reasons
@@ -56,10 +60,10 @@ class FunctionWatch:
 
     @contextmanager
     def noticing(self) -> Iterator[None]:
-        """Record the functions in this context, even if their ``apply`` was bound before."""
+        """Record the functions applied in this context, also by a stored reference to ``apply``."""
 
         def applied(genuine: Any, ctx: BackwardCFunction) -> None:
-            # Each call of Function.apply creates a node of autograd, in whichever language.
+            # Each call of Function.apply, from Python or C++, creates this autograd node.
             genuine(ctx)
             name = getattr(ctx._forward_cls, "__name__", "unnamed")  # type: ignore[attr-defined]
             self._reasons[f"the custom autograd function {name} has a backward of its own"] = None
@@ -77,12 +81,12 @@ class FunctionWatch:
             yield
 
     def bordered(self, outputs: Sequence[torch.Tensor]) -> Bordered:
-        """Return the functions behind ``outputs``, and mark their boundaries from now on."""
+        """Find the functions behind ``outputs``, and mark boundaries when their backwards run."""
         return Bordered(outputs, set(map(id, self._bare)))
 
 
 class Bordered:
-    """The custom functions behind outputs, with marked boundaries of their backwards.
+    """The custom functions behind outputs, with hooks that mark the boundaries of their backwards.
 
     Args:
         outputs: the outputs whose gradient will be recorded.
@@ -119,7 +123,7 @@ class Bordered:
         node.register_hook(leave)
 
     def functions(self) -> tuple[AppliedFunction, ...]:
-        """The functions in the order of their numbers, known once the gradient was recorded."""
+        """Return the functions by number; valid only once the gradient has been recorded."""
         cut_off = {other for node in self._nodes(self._cutting) for other in _behind(node)}
         unfed = self._nodes(self._unfed)
         unfed += [other for node in unfed for other in _behind(node)]
@@ -147,7 +151,10 @@ def _behind(node: Any) -> set[Any]:
 
 
 def _edges_behind(edge: _Edge) -> set[_Edge]:
-    """Return all edges (node and output number) that backward may visit from ``edge`` on."""
+    """Return all autograd edges that backward from ``edge`` may visit, including ``edge``.
+
+    An edge is a node and the number of one of its forward outputs.
+    """
     edges: set[_Edge] = {edge}
     waiting, visited = [edge[0]], set()
     while waiting:
@@ -164,8 +171,9 @@ def called(functions: Sequence[AppliedFunction], absent: Collection[int]) -> fro
     """Return the numbers of the functions whose backward runs without the ``absent`` cotangents.
 
     Raises:
-        UnsupportedOperatorError: a function takes None for a gradient that does not arrive, or it
-            is unknown whether a gradient arrives, or what a function that is not called would add.
+        UnsupportedOperatorError: a function gets None for a gradient that does not arrive; or it
+            is unknown whether a gradient arrives; or a function got no gradient in the recording,
+            so that its effect is unknown.
     """
     numbers = {i for i, function in enumerate(functions) if function.is_called(absent)}
     for number, function in enumerate(functions):

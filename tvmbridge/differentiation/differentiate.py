@@ -1,6 +1,7 @@
 """Differentiate a forward module into the joint function of forward and backward.
 
-``joint(primals..., cotangents...) -> (outputs..., gradients...)``, flat, in one dataflow block.
+The joint function is ``joint(primals..., cotangents...) -> (outputs..., gradients...)``. Its
+results are one flat tuple, and its body is one dataflow block.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ class JointModule:
 
     - ``primals``, ``cotangents``: the names of the parameters.
     - ``cotangent_of``: for each cotangent, the number of its output.
-    - ``gradient_reads``: for each gradient, the numbers of the cotangents of which eager PyTorch
-      needs at least one to compute it; None: the cotangents that it is computed from.
+    - ``gradient_reads``: for each gradient, a set of cotangents by their numbers. In eager PyTorch
+      the gradient is None unless at least one of them arrives. None: the cotangents that the
+      gradient is computed from.
     - ``drawn``: the primals that are random draws.
     - ``functions``: the custom autograd functions, in the order of their boundaries. Without any,
       the gradients are linear in the cotangents, as PyTorch's own formulas are.
@@ -84,7 +86,8 @@ def differentiate(
         records: receives a record of each pass.
 
     Raises:
-        UnsupportedOperatorError: names all operators without a gradient rule.
+        UnsupportedOperatorError: operators have no gradient rule (the message names all of them),
+            a tensor with a gradient is bfloat16, or no output depends on ``wanted``.
     """
     install_rules()
     mod = run_passes(mod, lowering_passes(), records)

@@ -1,4 +1,4 @@
-"""Describe random draws of eager PyTorch and of the captured graph in the same words.
+"""Describe random draws of eager PyTorch and of the captured graph in one format.
 
 Two draws with equal descriptions fill the same elements with the same numbers.
 """
@@ -17,7 +17,10 @@ from tvmbridge.graph_capture.noise import READS_VALUES, RRELU_NAME, base_name, m
 
 
 def eager_draw(op: Any, args: Any, kwargs: Any, result: Any) -> str:
-    """Describe an eager draw by operator, shape and memory order, equally for all its variants."""
+    """Describe an eager random draw by operator, shape and memory order.
+
+    Variants of an operator that draw equal numbers have equal descriptions.
+    """
     value = pytree.tree_leaves(result)[0]
     order = memory_order(value)
     if op is torch.ops.aten.native_dropout.default:
@@ -37,12 +40,15 @@ def _in_words(op: Any, drawn: TensorSpec, operands: Sequence[TensorSpec]) -> str
 
 
 def _nesting(order: tuple[int, ...]) -> list[int]:
-    """Return the dimensions from outermost to innermost; a mask's numbers depend only on these."""
+    """Return the dimensions from outermost to innermost in memory.
+
+    A mask's random numbers depend on this order alone.
+    """
     return sorted(range(len(order)), key=lambda dim: -order[dim])
 
 
 def captured_draw(noise: NoiseDescriptor) -> str:
-    """Describe a draw of the captured graph as :func:`eager_draw` does."""
+    """Describe a random draw of the captured graph in the format of :func:`eager_draw`."""
     filled = noise.args[0] if noise.op._schema.is_mutable else noise.spec
     if noise.op is torch.ops.aten.bernoulli_.float:
         return f"mask {noise.spec.shape} {_nesting(memory_order(filled))} {noise.args[1]}"

@@ -1,9 +1,13 @@
-"""How eager PyTorch differentiates a module, and what the captured graph does not show of it.
+"""Find out how eager PyTorch differentiates a module, beyond what the captured graph shows.
 
 The captured graph holds forward alone. TVM's Gradient of it would be silently wrong where PyTorch
-does not differentiate forward as written: at ``detach``, under ``no_grad``, in custom autograd
-functions, and at operators whose decomposition has another derivative than PyTorch's formula (at
-kinks, or where one side is infinite). An eager replay of forward finds these places.
+does not differentiate forward as written:
+
+- at ``detach``, under ``no_grad``, and in custom autograd functions;
+- at operators whose decomposition has another derivative than PyTorch's formula, at kinks or where
+  a side is infinite.
+
+An eager replay of forward finds these places.
 """
 
 from __future__ import annotations
@@ -37,10 +41,10 @@ class GradientFacts:
     - ``lost``: the reasons why the captured graph alone must not be differentiated.
     - ``cotangent_of``: the numbers of the outputs that require a gradient.
     - ``wanted``: the names of the primals that get a gradient.
-    - ``gradient_reads``: for each wanted primal, the cotangents (numbers among ``cotangent_of``)
-      that its gradient depends on; it is None if none of them arrives.
-    - ``layouts``: the memory layouts of the gradients, by number, if cotangents have the layouts
-      of their outputs.
+    - ``gradient_reads``: for each wanted primal, the cotangents (positions in ``cotangent_of``)
+      that its gradient depends on; the gradient is None if none of them arrives.
+    - ``layouts``: memory layouts of the gradients that are not contiguous, by number, if
+      cotangents have the layouts of their outputs.
     - ``draws``: the number of random draws of forward.
     - ``saved``: the user's tensors that autograd saves.
     """
@@ -117,7 +121,7 @@ def refuse_other_draws(rehearsal: Rehearsal) -> None:
     """Replay forward without gradients, and compare its random draws with the captured graph's.
 
     Raises:
-        UnsupportedOperatorError: the captured graph does not draw as eager PyTorch does.
+        UnsupportedOperatorError: the draws differ in number, operator, shape or memory order.
     """
     watch = FlowWatch()
     with rehearsal.mode, watch:

@@ -1,4 +1,4 @@
-"""How gradients flow while forward is rehearsed: where they stop, and by whose formulas."""
+"""Watch an eager replay of forward: where gradients stop, and which derivatives are PyTorch's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tvmbridge.graph_capture.hoist import is_random
 from tvmbridge.graph_capture.observe.effects import switches_gradients
 from tvmbridge.graph_capture.trace.attention import attention
 
-# They read no values of their operand, so that no gradient is expected of them.
+# Operators that read no values of their operand: a result without a gradient is no stop.
 _CREATES = frozenset(
     {
         "aten::empty_like",
@@ -38,16 +38,17 @@ _CREATES = frozenset(
 
 
 class AutogradWatch(TorchFunctionMode):
-    """Notes what forward installs that acts, in eager PyTorch, at each backward: ``found``.
+    """Records uses of autograd in forward: hooks, and reasons against TVM's Gradient.
 
-    Among the ``reasons`` against another derivative than PyTorch's are noted
+    ``found`` receives hooks and calls of ``backward``, which compiled code would not repeat. The
+    ``reasons`` against TVM's Gradient receive two uses:
 
-    - that it makes a tensor require a gradient: one may have been stopped that flows on in the
-      captured graph;
-    - attention with a floating mask, which may close a row with large finite numbers. The kernel
-      exponentiates the scores anew in backward, by a logarithm that has lost its digits in such a
-      row; TVM's Gradient gives the derivative of softmax. Masks of truth values close rows with
-      infinities, where both agree, and with dropout PyTorch does not take the kernel.
+    - Forward makes a tensor require a gradient. Forward may have stopped a gradient before, which
+      flows on in the captured graph.
+    - Attention has a floating-point mask, which may mask a whole row with large finite numbers.
+      PyTorch's kernel recomputes the probabilities in backward from a logarithm that has lost
+      precision in such a row; TVM's Gradient uses the derivative of softmax. Boolean masks use
+      infinities, where both agree. With dropout PyTorch does not use this kernel.
     """
 
     _MASKED = "attention has a floating mask, with which PyTorch's kernel has its own derivative"
@@ -79,11 +80,14 @@ class AutogradWatch(TorchFunctionMode):
 
 
 class FlowWatch(TorchDispatchMode):
-    """Notes where a gradient stops and where its formula is not that of the captured graph.
+    """Records where a gradient stops, and which operators' derivatives may differ from PyTorch's.
 
-    A floating-point result of operands that require a gradient, that itself requires none, is
-    *stopped*; it matters once another operator reads it, or an output is one. (PyTorch makes such
-    tensors for its own use too, and reads them in backward only.)
+    A floating-point result is *stopped* if it requires no gradient although an operand does. It is
+    a reason against TVM's Gradient only if another operator reads it, or if it is an output:
+    PyTorch also creates such tensors for its own use in backward.
+
+    - ``reasons``: the reasons against TVM's Gradient, in order.
+    - ``draws``: descriptions of the random draws, as :func:`eager_draw` returns them.
     """
 
     def __init__(self) -> None:
@@ -98,7 +102,7 @@ class FlowWatch(TorchDispatchMode):
             return self._drawing(func, args, kwargs)
         refuse_numbers(func)
         operands = _floating((args, kwargs))
-        # A view whose base was written is made anew when its flags are read: with autograd.
+        # Reading the flags of a view whose base was written makes autograd compute the view again.
         with enable_reentrant_dispatch():
             self.look_at(operands, str(func))
             self._look_at_writes(func, args, kwargs)
@@ -110,7 +114,7 @@ class FlowWatch(TorchDispatchMode):
         dtypes = {str(t.dtype).removeprefix("torch.") for t in results}
         if not has_same_derivative(func._schema.name, dtypes):
             self.reasons[f"the derivative of {func} is not known to be PyTorch's"] = None
-        # Kept alive, so that no other tensor gets the same id.
+        # The tensors are kept alive, so that no other tensor gets the same id.
         self._made_by.update({id(t): (t, str(func)) for t in results})
         return result
 
@@ -121,7 +125,7 @@ class FlowWatch(TorchDispatchMode):
         return result
 
     def _look_at_writes(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Note what is written out of autograd's sight: gradients flow as if it were not."""
+        """Record writes under no_grad into tensors with a gradient: autograd does not see them."""
         if torch.is_grad_enabled():
             return
         written = _floating(written_by(func, args, kwargs))
@@ -130,10 +134,10 @@ class FlowWatch(TorchDispatchMode):
             self.reasons[reason] = None
 
     def look_at(self, tensors: Sequence[torch.Tensor], reader: str) -> None:
-        """Note the stopped tensors among those that ``reader`` reads."""
+        """Record which of ``tensors``, the operands of ``reader``, are stopped."""
         for tensor in tensors:
             if _is_cut_off(tensor):
-                # Autograd makes such views anew, so that they are not found by their identity.
+                # Autograd creates such views again, so that their ids are not in _made_by.
                 reason = f"forward stops the gradient at a view, made under no_grad, for {reader}"
                 self.reasons[reason] = None
                 continue
@@ -144,16 +148,16 @@ class FlowWatch(TorchDispatchMode):
 
 
 def _is_cut_off(tensor: torch.Tensor) -> bool:
-    """Whether it is a view, made under no_grad, of a tensor that requires a gradient.
+    """Whether ``tensor`` is a view, created under no_grad, of a tensor that requires a gradient.
 
-    Such a view says that it requires one too, but autograd takes it for a leaf.
+    The ``requires_grad`` of such a view is True, but autograd treats it as a leaf.
     """
     base = tensor._base
     if base is None or not base.requires_grad:
         return False
     try:
         return tensor.grad_fn is None
-    except RuntimeError:  # Its base was written since: autograd makes no history for it.
+    except RuntimeError:  # The base was written since, and autograd has no history for the view.
         return True
 
 

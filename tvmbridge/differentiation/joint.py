@@ -1,4 +1,4 @@
-"""The choice between the two sources of the joint function."""
+"""Derive the joint function by TVM's Gradient or, if that is not exact, by PyTorch's autograd."""
 
 from __future__ import annotations
 
@@ -23,14 +23,18 @@ from tvmbridge.graph_capture.memory.layouts import Layout
 
 @dataclass(frozen=True)
 class Derivation:
-    """A joint function and where it comes from.
+    """A joint function of forward and backward, and how it was derived.
 
-    ``captured`` is the captured graph with the noise that the joint function takes; ``source`` is
-    ``"relax"`` or ``"aot"``, and ``reason`` says why it is ``aot`` (empty for ``relax``).
-    ``layouts`` are those of the gradients that eager PyTorch does not return contiguous, by number.
-    ``facts`` are those of the rehearsal. ``traced`` is the graph that was recorded from PyTorch's
-    autograd (None for ``relax``); its placeholders are the inputs and the state, the cotangents,
-    and the draws in program order.
+    - ``joint``: the joint function with its calling convention.
+    - ``captured``: the captured graph, with the random draws that the joint function takes.
+    - ``imported``: the Relax module that the joint function was derived from.
+    - ``source``: ``"relax"`` (TVM's Gradient) or ``"aot"`` (PyTorch's autograd).
+    - ``reason``: why the source is ``"aot"``; empty for ``"relax"``.
+    - ``layouts``: memory layouts of the gradients that eager PyTorch does not return contiguous,
+      by the number of the gradient.
+    - ``facts``: how eager PyTorch differentiates the module.
+    - ``traced``: the graph recorded from PyTorch's autograd; None for ``"relax"``. Its placeholders
+      are the primals, the cotangents, and the random draws in program order.
     """
 
     joint: JointModule
@@ -52,11 +56,19 @@ def derive(
     records: list[PassRecord],
     facts: GradientFacts | None = None,
 ) -> Derivation:
-    """The joint function of a captured module, from the source that ``options.joint`` names.
+    """Derive the joint function of a captured module from the source in ``options.joint``.
 
-    ``auto`` takes TVM's Gradient where the captured graph says all that PyTorch knows of the
-    gradient and every operator has an admitted rule, otherwise PyTorch's own derivatives. With
-    ``facts`` given, forward is not rehearsed for them.
+    ``auto`` uses TVM's Gradient if the captured graph alone gives PyTorch's gradient and every
+    operator has an admitted rule; otherwise it uses PyTorch's own derivatives.
+
+    Args:
+        module: the module, in the mode that it was captured in.
+        args: positional arguments of the sample.
+        kwargs: keyword arguments of the sample.
+        captured: the captured graph of forward.
+        options: the options of the compilation.
+        records: receives a record of each pass.
+        facts: how eager PyTorch differentiates the module; None: replay forward to find out.
 
     Raises:
         NothingToDifferentiateError: no computed output requires a gradient.
@@ -86,7 +98,10 @@ def derive(
 
 
 def _complex_reason(captured: CapturedGraph) -> str:
-    """Gradients of complex tensors are conjugated, which the rules for ATen calls do not do."""
+    """Name an operator with a complex result, or return an empty string if there is none.
+
+    PyTorch conjugates gradients of complex tensors; the rules for ATen calls do not.
+    """
     for node in captured.program.graph.nodes:
         values = node.meta.get("val")
         for value in values if isinstance(values, tuple | list) else [values]:

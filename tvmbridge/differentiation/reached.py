@@ -1,4 +1,4 @@
-"""Which outputs give which primals a gradient in eager PyTorch, and how these gradients lie."""
+"""Find which outputs send a gradient to which primals in eager PyTorch, and its memory layout."""
 
 from __future__ import annotations
 
@@ -20,9 +20,18 @@ def reached_by_gradients(
     outputs: Sequence[torch.Tensor],
     layouts: dict[int, Layout | None],
 ) -> dict[int, frozenset[int]]:
-    """For each wanted primal the numbers of the ``outputs`` that give it a gradient.
+    """Return, for each wanted primal, the numbers of the ``outputs`` that send it a gradient.
 
-    The ``layouts`` of those gradients are put there, the first where there are several.
+    Args:
+        rehearsal: the eager replay that computed the outputs.
+        leaves: the primals of the replay.
+        outputs: outputs of the replay that require a gradient.
+        layouts: receives, by the primal's position, the memory layout of its gradient. If several
+            outputs send one, the first output's counts.
+
+    Raises:
+        UnsupportedOperatorError: PyTorch cannot differentiate on fake tensors, or a gradient is
+            sparse.
     """
     wanted = rehearsal.wanted
     reached: dict[int, frozenset[int]] = {position: frozenset() for position in wanted}

@@ -1,9 +1,8 @@
-"""Rehearsal: the module's own forward, run on other tensors and in eager PyTorch.
+"""Eager replay: run the module's own forward again, in eager PyTorch, on other tensors.
 
-The captured graph says what forward computes, but not everything of how its gradient is to be
-computed: export drops ``detach``, ``no_grad`` regions and the backward of custom autograd
-functions. Whoever needs that knowledge runs the module's own Python again, on fake tensors, with
-PyTorch's autograd recording.
+The captured graph does not fully determine the gradient: torch.export drops ``detach``,
+``no_grad`` regions and the backward of custom autograd functions. An eager replay on fake tensors,
+recorded by PyTorch's autograd, has this information.
 """
 
 from __future__ import annotations
@@ -32,17 +31,23 @@ from tvmbridge.graph_capture.traced_forward import TracedForward
 
 
 class Rehearsal:
-    """A module's forward as a function of its primals.
+    """Replays a module's forward as a function of its primals (inputs, parameters, buffers).
 
-    ``inputs`` describes the primals (user inputs, parameters, buffers). A call returns the
-    computed outputs in the order of ``captured.outputs``: final values of written buffers, and
-    results. The module's own tensors, attributes and random state are left as they are.
+    A call returns the computed outputs in the order of ``captured.outputs``: final values of
+    written buffers and inputs, and results. It leaves the module's own tensors, attributes and
+    random state unchanged.
+
+    - ``inputs``: descriptions of the primals.
+    - ``originals``: the tensors of the sample and the module that the primals replace.
+    - ``outputs``: descriptions of the computed outputs.
+    - ``mode``: the fake tensor mode of the primals.
+    - ``stand_ins``: the tensors that the last call passed for the primals.
 
     Args:
         module: the captured module, in the mode that it was captured in.
         args: positional arguments of the sample.
-        kwargs: its keyword arguments.
-        captured: the captured graph, whose convention is followed.
+        kwargs: keyword arguments of the sample.
+        captured: the captured graph, which determines the order of primals and outputs.
     """
 
     def __init__(
@@ -60,7 +65,7 @@ class Rehearsal:
         self.originals = [self._original(d) for d in self.inputs]
         self.written = {o.target for o in captured.outputs if o.kind is OutputKind.INPUT_MUTATION}
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        # What stood for the primals in the last run: forward may write into clones.
+        # Clones of the primals that forward writes, otherwise the primals themselves.
         self.stand_ins: list[torch.Tensor] = []
 
     @property
@@ -76,21 +81,22 @@ class Rehearsal:
         return getattr(self.module.get_submodule(path), name)
 
     def fakes(self) -> list[torch.Tensor]:
-        """Fake primals with the shapes and strides of the sample; none requires a gradient."""
+        """Return fake primals with the sample's shapes and strides; none requires a gradient."""
         return [self.mode.from_tensor(t.detach(), static_shapes=True) for t in self.originals]
 
     def leaves_of(self, primals: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """``primals`` as leaves of an autograd graph: those wanted require a gradient."""
+        """Detach ``primals`` to leaves of a new autograd graph; wanted ones require a gradient."""
         detached = [p.detach() for p in primals]
         for position in self.wanted:
             detached[position].requires_grad_()
         return detached
 
     def __call__(self, primals: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Run forward on ``primals``.
+        """Run forward on ``primals``, and return the computed outputs.
 
         Raises:
-            UnsupportedOperatorError: it does not return what the captured graph returns.
+            UnsupportedOperatorError: forward fails, or its results differ in shape or dtype from
+                the captured outputs.
         """
         leaves = list(self.leaves)
         held: dict[int, torch.Tensor] = {}
@@ -126,7 +132,7 @@ class Rehearsal:
             return self._ordered(results, leaves)
 
     def _ordered(self, results: list[Any], leaves: list[Any]) -> list[torch.Tensor]:
-        """Written buffers and inputs, computed results, in the order of the captured outputs."""
+        """Return written buffers, written inputs and results in the order of captured outputs."""
         users = iter(results)
         positions = {d.name: d.position or 0 for d in self.inputs}
         ordered: list[torch.Tensor] = []
@@ -154,7 +160,7 @@ class Rehearsal:
 
 
 def _cloned(tensor: torch.Tensor) -> torch.Tensor:
-    """A clone of the same strides, by which draws into it go."""
+    """Clone a tensor with its strides, since random draws into it depend on the memory order."""
     return tensor.clone() if shares_elements(tensor) else laid_out(tensor, tensor.stride())
 
 

@@ -1,7 +1,8 @@
-"""What of the user's memory eager PyTorch saves for backward: primals, and outputs.
+"""Find which primals and outputs eager PyTorch saves for backward.
 
-Autograd raises where a saved tensor is written before backward has read it. Compiled code may read
-in backward what eager PyTorch saves, and nothing else that the user can write.
+Autograd raises an error if a saved tensor is written before backward has read it. So compiled
+backward may read the primals and outputs that eager PyTorch saves. It must not read other memory
+that the user can write, because no error would report the write.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from tvmbridge.core.torch_private import pytree, storage_key
 
 @dataclass(frozen=True)
 class SavedMemory:
-    """Which cotangents' backward reads the memory of a primal or an output in eager PyTorch.
+    """Which primals and outputs eager PyTorch saves, and for the backward of which cotangents.
 
-    ``primals``: by name, the numbers of the cotangents; of none where it is not saved.
-    ``outputs``: the same, by the number of the output.
-    ``copied_primals``: names of primals that compiled backward must read as copies.
-    ``copied_outputs``: numbers of outputs whose memory compiled backward must not read.
+    - ``primals``: for each primal by name, the numbers of the cotangents whose backward reads its
+      memory; empty if it is not saved.
+    - ``outputs``: the same for each output, by its number.
+    - ``copied_primals``: names of primals that compiled backward must read as copies.
+    - ``copied_outputs``: numbers of outputs whose memory compiled backward must not read.
     """
 
     primals: Mapping[str, frozenset[int]]
@@ -35,7 +37,7 @@ class SavedMemory:
     def of(
         cls, primals: Mapping[str, frozenset[int]], outputs: Mapping[int, frozenset[int]]
     ) -> SavedMemory:
-        """What is saved for no cotangent is copied."""
+        """Build from the readers of each primal and output; without readers it must be copied."""
         return cls(
             primals,
             outputs,
@@ -45,9 +47,12 @@ class SavedMemory:
 
 
 def readers_by_storage(outputs: Sequence[torch.Tensor]) -> dict[int, frozenset[int]]:
-    """For each storage that autograd has saved, the numbers of the ``outputs`` that read it."""
+    """Return, for each storage saved by autograd, the ``outputs`` whose backward reads it.
+
+    Storages are given by their keys, outputs by their numbers.
+    """
     readers: dict[int, frozenset[int]] = {}
-    # Nodes are kept alive, so that no other node has the same id.
+    # The nodes are kept alive, so that no other node gets the same id.
     known: dict[int, tuple[Any, frozenset[int]]] = {}
     for number, output in enumerate(outputs):
         for node in _nodes_of(output):
@@ -59,7 +64,7 @@ def readers_by_storage(outputs: Sequence[torch.Tensor]) -> dict[int, frozenset[i
 
 
 def _nodes_of(output: torch.Tensor) -> Iterator[Any]:
-    """The autograd nodes that a backward from ``output`` visits."""
+    """Yield the autograd nodes that a backward from ``output`` visits."""
     waiting, seen = [output.grad_fn], set()
     while waiting:
         node = waiting.pop()
@@ -75,7 +80,7 @@ def _storages_of(node: Any) -> Iterator[int]:
     for name in _names_of_saved(kind):
         try:
             saved = getattr(node, name)
-        except (RuntimeError, AttributeError):  # Written since, or freed: eager raises as well.
+        except (RuntimeError, AttributeError):  # Written since, or freed: eager raises too.
             continue
         for leaf in pytree.tree_leaves(saved):
             if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
@@ -84,5 +89,5 @@ def _storages_of(node: Any) -> Iterator[int]:
 
 @functools.cache
 def _names_of_saved(kind: Any) -> tuple[str, ...]:
-    """The attributes in which nodes of a class have what they save."""
+    """Return the names of the attributes that hold the saved tensors of a class of nodes."""
     return tuple(n for n in dir(kind) if n.startswith("_saved_") or n == "saved_tensors")

@@ -1,1 +1,1 @@
-"""``python -m tvmbridge doctor``: what is wrong with an installation, and how to mend it."""
+"""``python -m tvmbridge doctor``: check an installation, and say how to repair it."""

@@ -1,7 +1,7 @@
-"""Says whether tvmbridge works on this machine, and what to do where it does not.
+"""Check whether tvmbridge works on this machine, and advise what to do if it does not.
 
-A check is a function in :data:`CHECKS`. Nothing that may crash runs in this process: torch and TVM
-are imported by ``probes.py`` only, each probe in a process of its own with a time limit.
+A check is a function in :data:`CHECKS`. Experiments with torch and TVM may crash or hang: they are
+the probes of ``probes.py``, and each runs in a process of its own with a time limit.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ _OPTIONAL: Final = {
 
 
 class Status(Enum):
-    """How a check came out: a note is nothing wrong, only something that is not there."""
+    """The result of a check, with its color in the report.
+
+    ``NOTE`` means that something is absent or untested, but not that it is wrong.
+    """
 
     OK = "green"
     NOTE = "yellow"
@@ -47,9 +50,13 @@ class Status(Enum):
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One row of the report; the CPU path works when every ``essential`` finding is ok.
+    """One row of the report.
 
-    ``lacks`` says, behind "but", what does not work because of it.
+    - ``subject``: the thing that was checked.
+    - ``detail``: the finding, in words.
+    - ``advice``: what the user can do; empty if there is nothing to do.
+    - ``essential``: whether the CPU path works only if this result is ``OK``.
+    - ``lacks``: a clause for the verdict that says what does not work because of this result.
     """
 
     subject: str
@@ -62,7 +69,7 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """What a probe found, or the error that stopped it."""
+    """The facts that a probe found, or the error that stopped it (None: no error)."""
 
     facts: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
@@ -77,7 +84,7 @@ _OTHER_TORCH: Final = (
 
 
 def main() -> int:
-    """Prints the report; returns 0 when the CPU path works, otherwise 1."""
+    """Print the report; return 0 if the CPU path works, otherwise 1."""
     console = Console()
     with console.status("examining this machine"):
         findings = examine()
@@ -88,14 +95,18 @@ def main() -> int:
     console.print(table)
     for f in findings:
         if f.advice:
-            # Not in the table, whose narrow columns would break a command apart.
+            # The narrow columns of the table would break a command into lines.
             console.print(f"{f.subject}: {f.advice}", soft_wrap=True, markup=False, highlight=False)
     console.print(verdict(findings), soft_wrap=True, highlight=False)
     return 0 if cpu_path_works(findings) else 1
 
 
 def build() -> int:
-    """Compiles the missing halves, prints a line for each; returns 1 where one is still missing."""
+    """Compile the missing compiled halves, and print a line for each half.
+
+    A compiled half is an optional C++ module that replaces Python code. Return 1 if one is still
+    missing afterwards, otherwise 0.
+    """
     result = run_probe("build_halves", BUILD_SECONDS)
     if result.error is not None:
         print(f"the compiled halves cannot be compiled: {result.error}")
@@ -106,7 +117,7 @@ def build() -> int:
 
 
 def verdict(findings: list[CheckResult]) -> str:
-    """One sentence: whether the CPU path works, and what does not."""
+    """Return one sentence that says whether the CPU path works, and what does not work."""
     if not cpu_path_works(findings):
         return "The CPU path does not work."
     lacks = [f.lacks for f in findings if f.lacks]
@@ -114,19 +125,23 @@ def verdict(findings: list[CheckResult]) -> str:
 
 
 def examine(probe: Probe | None = None) -> list[CheckResult]:
-    """All findings about this machine, in the order of :data:`CHECKS`."""
+    """Run all checks, and return their results in the order of :data:`CHECKS`.
+
+    Args:
+        probe: runs a probe by its name; None is :func:`run_probe`.
+    """
     chosen = run_probe if probe is None else probe
     with ThreadPoolExecutor(max_workers=2) as pool:
         return [f for found in pool.map(lambda check: check(chosen), CHECKS) for f in found]
 
 
 def cpu_path_works(findings: list[CheckResult]) -> bool:
-    """Whether nothing that the CPU path needs is wrong."""
+    """Whether all essential results are ``OK``."""
     return all(f.status is Status.OK for f in findings if f.essential)
 
 
 def run_probe(name: str, seconds: float = PROBE_SECONDS) -> ProbeResult:
-    """Runs one probe in a process of its own; a crash or a hang becomes an error."""
+    """Run one probe in a process of its own, and return a crash or a hang as an error."""
     script = f"import runpy; runpy.run_path({str(PROBE_FILE)!r}, run_name='__main__')"
     command = [sys.executable, "-c", script, name]
     try:
@@ -190,7 +205,7 @@ def _compiler(probe: Probe) -> list[CheckResult]:
 
 
 def _halves(probe: Probe) -> list[CheckResult]:
-    """The compiled halves: without one the CPU path works, slower."""
+    """Check the compiled halves (C++ modules): without them calls work, but are slower."""
     subject = "compiled halves"
     result = probe("halves")
     if result.error is not None:
@@ -205,7 +220,7 @@ def _halves(probe: Probe) -> list[CheckResult]:
 
 
 def _code_on_disk(probe: Probe) -> list[CheckResult]:
-    """How compiled code is kept: as a shared library, or for LLVM to load."""
+    """Check how compiled code is stored: as a shared library, or without a linker as bitcode."""
     result = probe("linker")
     if result.error is not None or result.facts["linker"] is None:
         detail = "no C++ compiler links compiled code; it is kept as LLVM's bitcode"

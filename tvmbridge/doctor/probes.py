@@ -1,7 +1,7 @@
-"""The doctor's experiments, each run in a process of its own because it may crash.
+"""The probes of the doctor, each run in a process of its own because it may crash.
 
-Run as a script, it prints one line of JSON. Only the probes of compiled halves import tvmbridge:
-the others also work with an installation that tvmbridge refuses.
+As a script, this file runs one probe and prints its result as one line of JSON. Only the probes of
+compiled halves import tvmbridge: the others must work with package versions that it refuses.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PRIVATE_NAMES = Path(__file__).parents[1] / "core" / "torch_private" / "table" /
 
 
 def torch_facts() -> dict[str, Any]:
-    """What this PyTorch runs on."""
+    """Return the number of threads and the instruction set that PyTorch uses."""
     import torch
 
     return {
@@ -32,7 +32,7 @@ def torch_facts() -> dict[str, Any]:
 
 
 def compiler() -> dict[str, Any]:
-    """Runs a compiled addition on torch tensors and compares it with torch's."""
+    """Run an addition compiled by TVM on torch tensors, and compare it with torch's result."""
     import torch
     import tvm
     from tvm import relax
@@ -50,14 +50,17 @@ def compiler() -> dict[str, Any]:
 
 
 def halves() -> dict[str, Any]:
-    """Which compiled halves there are, and why one is missing."""
+    """Return the state of each compiled half: its path, or why it is missing.
+
+    A compiled half is a C++ module that does in one call the work of many lines of Python.
+    """
     from tvmbridge.core.compiled_half import states
 
     return {"halves": _as_facts(states())}
 
 
 def build_halves() -> dict[str, Any]:
-    """Compile the halves that are missing; the rest as :func:`halves`."""
+    """Compile the missing compiled halves, and return all states as :func:`halves` does."""
     from tvmbridge.core.compiled_half import build_halves as build
 
     return {"halves": _as_facts(build())}
@@ -71,14 +74,14 @@ def _as_facts(states: list[Any]) -> list[dict[str, Any]]:
 
 
 def linker() -> dict[str, Any]:
-    """The program that TVM links compiled code with; None where there is none."""
+    """Return the program that TVM links compiled code with; None if there is none."""
     from tvm.support.cc import get_cc
 
     return {"linker": get_cc()}
 
 
 def alignment() -> dict[str, Any]:
-    """Whether torch allocates as compiled code needs it, copies of misaligned views included."""
+    """Check that new tensors, and clones of misaligned views, start at multiples of 64 bytes."""
     import torch
 
     tensors = [torch.empty(n) for n in (1, 3, 17, 1000, 4097)]
@@ -87,7 +90,7 @@ def alignment() -> dict[str, Any]:
 
 
 def gpu() -> dict[str, Any]:
-    """The current GPU, if there is one, and whether its launches can be captured as a graph."""
+    """Describe the current GPU, if there is one, and try to capture and replay a CUDA graph."""
     import torch
 
     if not torch.cuda.is_available():
@@ -116,7 +119,7 @@ def gpu() -> dict[str, Any]:
 
 
 def _driver() -> str | None:
-    """The version of NVIDIA's driver, by its own program; None where that is not there."""
+    """Return the version of NVIDIA's driver as ``nvidia-smi`` reports it; None without it."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
@@ -127,7 +130,7 @@ def _driver() -> str | None:
 
 
 def private_names() -> dict[str, Any]:
-    """Which of the private names that tvmbridge uses this PyTorch lacks, or has otherwise."""
+    """Check that the private names of torch that tvmbridge uses are present and as expected."""
     name = "private_names_of_torch"
     spec = importlib.util.spec_from_file_location(name, PRIVATE_NAMES)
     assert spec is not None
@@ -150,7 +153,7 @@ PROBES: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def main(name: str) -> None:
-    """Runs a probe, and prints its result."""
+    """Run a probe by its name, and print its result or its error."""
     result: dict[str, Any]
     try:
         result = {"facts": PROBES[name](), "error": None}

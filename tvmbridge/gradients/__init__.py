@@ -1,7 +1,8 @@
-"""Gradient rules: which operators TVM's Gradient may differentiate, by whose rule.
+"""Gradient rules: which operators TVM's Gradient may differentiate, and by which rules.
 
-An operator is differentiated only when it stands in :data:`CLAIMED`, whose condition on the call
-says for which arguments the rule holds, and is admitted (``tvmbridge/core/admission.py``).
+A call is differentiated only if two conditions hold. :data:`CLAIMED` has the operator, with a
+condition that the call's arguments satisfy. The conformance tests have admitted the rule for the
+call's dtypes (``tvmbridge/core/admission.py``).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from tvmbridge.gradients.powers import has_short_form
 from tvmbridge.gradients.rules import OWN_RULES
 from tvmbridge.kernels.aten_call import aten_call_operator
 
-# Overrides TVM's own registrations, which have level 10.
+# TVM's own registrations have level 10, and a higher level overrides them.
 _LEVEL = 20
 
 Condition = Callable[[relax.Call], bool]
@@ -80,7 +81,7 @@ CLAIMED: dict[str, Condition] = {
 
 
 def rule_name(call: relax.Call) -> str:
-    """What the rule for ``call`` goes by: an ATen call's overload, else the Relax operator."""
+    """Return the key of the rule for ``call``: an ATen call's overload, or the Relax operator."""
     return aten_call_operator(call) or str(call.op.name)
 
 
@@ -92,7 +93,7 @@ def is_admitted(call: relax.Call) -> bool:
 
 
 def dtypes_of(call: relax.Call) -> set[str]:
-    """The floating dtypes of what a call returns."""
+    """Return the floating-point dtypes of a call's results."""
     types = call.ty.fields if isinstance(call.ty, relax.TupleType) else [call.ty]
     return {name for name in (str(t.dtype.dtype) for t in types) if "float" in name}
 
@@ -100,14 +101,14 @@ def dtypes_of(call: relax.Call) -> set[str]:
 def _packed_rule(
     var: relax.Var, call: relax.Call, cotangent: relax.Var, builder: relax.BlockBuilder
 ) -> list[relax.Expr]:
-    """The rule of ``relax.call_pure_packed``: that of the ATen operator which is called."""
+    """Return the gradients of a ``relax.call_pure_packed`` by the rule of its ATen operator."""
     rule = move_rule if rule_name(call) in MOVE_RULES else aten_rule
     return rule(var, call, cotangent, builder)
 
 
 @functools.cache
 def install_rules() -> None:
-    """Register our rules with TVM, above its own; done once, before the first gradient."""
+    """Register tvmbridge's rules with TVM, overriding its own, before the first gradient."""
     rules = {**OWN_RULES, **CONVOLUTION_RULES, "relax.call_pure_packed": _packed_rule}
     for name, rule in rules.items():
         relax.op.register_gradient(name, rule, level=_LEVEL)

@@ -1,6 +1,6 @@
-"""Gradient rules of ATen calls, by overload: PyTorch's own backward operators.
+"""Gradient rules of ATen calls for pooling and upsampling, by PyTorch's own backward operators.
 
-A call is differentiated where it reads one tensor and has one result, besides indices.
+A rule applies to a call with one tensor operand and one result; indices may be a second result.
 """
 
 from __future__ import annotations
@@ -23,14 +23,20 @@ from tvmbridge.kernels.aten_call import (
 from tvmbridge.legalize.aten.arguments import Arguments
 from tvmbridge.legalize.aten.windows import finds_places
 
-# The callee and the spec stand before the tensors.
+# The first two arguments of the Relax call are the packed function's name and the spec.
 _FIRST_TENSOR = 2
 _WITH_INDICES = [0, 1]
 
 
 @dataclass(frozen=True)
 class _Pulled:
-    """What a rule reads: an ATen call with its arguments by name, and its result's cotangent."""
+    """The input of a rule: an ATen call, and the cotangent of its first result.
+
+    - ``var``: the variable that the call is bound to.
+    - ``result``: the type of the first result.
+    - ``arguments``: the arguments of the ATen operator by name.
+    - ``builder``: emits the bindings of the gradient.
+    """
 
     var: relax.Var
     call: relax.Call
@@ -44,13 +50,13 @@ class _Pulled:
         return self.call.args[_FIRST_TENSOR]
 
     def back(self, overload: str, tensors: list[relax.Expr], *rest: Any) -> relax.Expr:
-        """The call of a backward operator on the cotangent, ``tensors`` and ``rest``."""
+        """Return a call of a backward operator on the cotangent, ``tensors`` and ``rest``."""
         operands = [self.cotangent, *tensors]
         args = [*({"tensor": i} for i in range(len(operands))), *rest]
         return call_overload(overload, args, operands, self.x.ty)
 
     def named(self, names: str) -> list[Any]:
-        """The call's arguments of these names."""
+        """Return the call's arguments by their names, which are separated by spaces."""
         return [self.arguments[name] for name in names.split()]
 
 
@@ -69,9 +75,10 @@ def _adaptive_average(rank: int) -> AtenRule:
 
 
 def _indices(pulled: _Pulled) -> relax.Expr:
-    """Where the call, a pooling by maxima, found them: its second result.
+    """Return the indices of the maxima that a max pooling chose.
 
-    Where forward does not read it, backward finds them again.
+    The indices are the second result of the call if the call returns them. Otherwise backward runs
+    the pooling again for its indices alone.
     """
     spec = spec_of(pulled.call)
     content = {**spec, "results": [1], "compiled": finds_places(spec)}
@@ -84,7 +91,7 @@ def _indices(pulled: _Pulled) -> relax.Expr:
 
 
 def _largest(rank: int) -> AtenRule:
-    """The cotangent goes to where the maximum was found, of equal ones to the first."""
+    """Return the rule of max pooling: the cotangent goes to the maximum, to the first of equals."""
     overload = f"aten.max_pool{rank}d_with_indices_backward.default"
 
     def rule(pulled: _Pulled) -> relax.Expr:
@@ -132,7 +139,7 @@ ATEN_RULES: dict[str, AtenRule] = {
 
 
 def is_pulled_back(call: relax.Call) -> bool:
-    """Whether an ATen call is one that its rule holds for."""
+    """Whether the rule of an ATen call applies: one tensor operand, and one result or indices."""
     tensors = call.args[_FIRST_TENSOR:]
     return spec_of(call)["results"] in (None, [0], _WITH_INDICES) and len(tensors) == 1
 
@@ -140,7 +147,7 @@ def is_pulled_back(call: relax.Call) -> bool:
 def aten_rule(
     var: relax.Var, call: relax.Call, cotangent: relax.Var, builder: relax.BlockBuilder
 ) -> list[relax.Expr]:
-    """The rule of ``relax.call_pure_packed``: that of the operator which is called."""
+    """Return the gradients of an ATen call's arguments by the operator's rule in ``ATEN_RULES``."""
     result, pulled = var.ty, cotangent
     if isinstance(result, relax.TupleType):
         result, pulled = result.fields[0], builder.emit(relax.TupleGetItem(cotangent, 0))

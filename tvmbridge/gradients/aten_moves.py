@@ -1,6 +1,6 @@
 """Gradient rules of ATen calls that move elements by indices, sort, scan or raise to powers.
 
-They are PyTorch's own formulas. What they emit for moves are ATen calls.
+The rules are PyTorch's own formulas, and emit ATen calls to move elements.
 """
 
 from __future__ import annotations
@@ -25,13 +25,17 @@ from tvmbridge.legalize.aten.arguments import Arguments
 
 op = relax.op
 
-# The callee and the spec stand before the tensors.
+# The first two arguments of the Relax call are the packed function's name and the spec.
 _FIRST_TENSOR = 2
 
 
 @dataclass(frozen=True)
 class _Pull:
-    """What a rule reads: the call, its arguments by name, its result and the result's cotangent."""
+    """The input of a rule: an ATen call, its result, and the cotangent of the result.
+
+    - ``arguments``: the arguments of the ATen operator by name; ``pull[name]`` returns one.
+    - ``builder``: emits the bindings of the gradient.
+    """
 
     call: relax.Call
     arguments: Arguments
@@ -43,7 +47,10 @@ class _Pull:
         return self.arguments[name]
 
     def aten(self, overload: str, like: relax.Expr, *args: Any) -> relax.Expr:
-        """An ATen call with a result of the type of ``like``; expressions in ``args`` are read."""
+        """Emit an ATen call whose result has the type of ``like``.
+
+        Relax expressions in ``args`` become the tensor operands, all other values constants.
+        """
         tensors: list[relax.Expr] = []
 
         def encoded(value: Any) -> Any:
@@ -58,7 +65,7 @@ class _Pull:
         return self.builder.emit(call_overload(overload, listed, tensors, like.ty))
 
     def zeros(self, like: relax.Expr) -> relax.Expr:
-        """Zeros in the shape of ``like`` and the cotangent's dtype."""
+        """Emit zeros with the shape of ``like`` and the cotangent's dtype."""
         number = constant_like(self.cotangent, 0.0)
         return self.builder.emit(op.full(list(shape_of(like)), number, str(number.ty.dtype)))
 
@@ -103,7 +110,7 @@ def _index_put(pull: _Pull) -> Gradients:
     axes = [axis for axis, i in enumerate(indices) if i is not None]
     kept = [n for axis, n in enumerate(shape_of(x)) if axis not in axes]
     start = axes[0] if axes == list(range(axes[0], axes[-1] + 1)) else 0
-    # The shape of what is read there.
+    # The shape of x[indices].
     extents = [*kept[:start], *shape_of(indices[axes[0]]), *kept[start:]]
     like = relax.Var("taken", relax.TensorType(extents, str(x.ty.dtype)))
     taken = pull.aten("aten.index.Tensor", like, pull.cotangent, list(indices))
@@ -123,7 +130,7 @@ def _cumsum(pull: _Pull) -> Gradients:
 
 
 def _ordered(pull: _Pull) -> Gradients:
-    """The cotangents of sorted elements go back to where these stood."""
+    """Scatter the cotangents of sorted elements to the elements' positions before sorting."""
     x = pull["self"]
     content = {**spec_of(pull.call), "results": [1], "compiled": False}
     type_ = relax.TupleType([relax.TensorType(list(shape_of(pull.cotangent)), "int64")])
@@ -135,23 +142,27 @@ def _ordered(pull: _Pull) -> Gradients:
 
 
 def _operand(pull: _Pull, name: str) -> relax.Expr:
-    """An operand of a power, a number as a constant."""
+    """Return an operand of a power as an expression: a number becomes a constant."""
     value = pull[name]
     return value if isinstance(value, relax.Expr) else constant_like(pull.cotangent, float(value))
 
 
 def _power(pull: _Pull) -> Gradients:
-    """e b^(e-1) for the base, where e is 0 it is 0; b^e log b for the exponent, of 0^e it is 0."""
+    """Return the gradients of ``b ** e`` for the base and the exponent, with PyTorch's exceptions.
+
+    The derivative by the base is e b^(e-1), but 0 if e is 0. The derivative by the exponent is
+    b^e log b, but 0 if b is 0 and e is not negative.
+    """
     emit, grad = pull.builder.emit, pull.cotangent
     base, exponent = _operand(pull, "self"), _operand(pull, "exponent")
     zero, one = constant_like(grad, 0.0), constant_like(grad, 1.0)
     found = {}
     if isinstance(pull["self"], relax.Expr):
         less = emit(op.subtract(exponent, one))
-        # A number stays one: PyTorch's kernel for it has short forms.
+        # A number stays a number, because PyTorch's kernel has short forms for some numbers.
         fixed = pull["exponent"]
         overload = "Tensor_Scalar" if isinstance(fixed, int | float) else "Tensor_Tensor"
-        # As a float, also where that is another number than the exponent of the result.
+        # PyTorch subtracts in double precision, not in the dtype of the result.
         power = float(fixed) - 1.0 if isinstance(fixed, int | float) else less
         lower = pull.aten(f"aten.pow.{overload}", pull.result, base, power)
         slope = op.multiply(grad, op.multiply(exponent, lower))
@@ -182,7 +193,10 @@ MOVE_RULES: dict[str, MoveRule] = {
 
 
 def can_move_back(call: relax.Call) -> bool:
-    """Whether the rule for an ATen call holds for it: one floating dtype, and no empty tensor."""
+    """Whether the rule of an ATen call applies: one floating-point dtype, and no empty tensor.
+
+    Some operators have further conditions, on dtypes or shapes.
+    """
     content, tensors = spec_of(call), call.args[_FIRST_TENSOR:]
     arguments = Arguments.of(content, list(tensors))
     dtypes = {str(t.ty.dtype) for t in tensors if "float" in str(t.ty.dtype)}
@@ -201,7 +215,7 @@ def can_move_back(call: relax.Call) -> bool:
     if overload in ("aten.scatter_add.default", "aten.scatter.src"):
         return shape_of(arguments["src"]) == shape_of(arguments["index"])
     if overload == "aten.index_put.default":
-        # Indices of one shape: what is read by them has it too.
+        # With indices of one shape, the elements that they select have this shape too.
         return len({shape_of(i) for i in arguments["indices"] if i is not None}) == 1
     return True
 
@@ -209,7 +223,10 @@ def can_move_back(call: relax.Call) -> bool:
 def move_rule(
     var: relax.Var, call: relax.Call, cotangent: relax.Var, builder: relax.BlockBuilder
 ) -> list[relax.Expr]:
-    """The rule of a call of one of :data:`MOVE_RULES`; integer operands get no gradient."""
+    """Return the gradients of an ATen call's arguments by its operator's rule in ``MOVE_RULES``.
+
+    Arguments that the rule names no gradient for, such as indices, get none.
+    """
     result, pulled = var, cotangent
     if isinstance(var.ty, relax.TupleType):
         result = builder.emit(relax.TupleGetItem(var, 0))

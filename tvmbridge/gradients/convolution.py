@@ -1,6 +1,6 @@
-"""Gradient rules of convolutions: PyTorch's own kernels, one call for each operand.
+"""Gradient rules of convolutions: calls of PyTorch's backward kernel, one for each operand.
 
-TVM's rule for ``nn.conv2d`` raises for a dilation, and it has none for the others.
+TVM has a rule for ``nn.conv2d`` only, and it raises an error if there is a dilation.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from tvmbridge.kernels.convolution import CONVOLUTIONS, Convolution
 def _convolution(
     var: relax.Var, call: relax.Call, cotangent: relax.Var, builder: relax.BlockBuilder
 ) -> list[relax.Expr]:
-    """The gradients of data and weight, computed apart: what nobody wants is dead code."""
+    """Return the gradients of data and weight from separate calls.
+
+    If a gradient is not wanted, dead code elimination removes its call.
+    """
     convolution = Convolution.of(call)
     assert convolution is not None, "the condition in CLAIMED asks for it"
     data, weight = call.args
@@ -25,7 +28,7 @@ def _convolution(
 
 
 def is_plain(call: relax.Call) -> bool:
-    """Whether the rule holds for ``call``: PyTorch has such a convolution."""
+    """Whether the rule applies to ``call``: PyTorch's layouts, symmetric padding, one dtype."""
     return Convolution.of(call) is not None
 
 

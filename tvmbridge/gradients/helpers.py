@@ -7,17 +7,17 @@ from tvm import relax
 
 
 def shape_of(expr: relax.Expr) -> tuple[int, ...]:
-    """The static shape of a tensor expression."""
+    """Return the static shape of a tensor expression."""
     return tuple(int(extent) for extent in expr.ty.shape.values)
 
 
 def constant_like(expr: relax.Expr, value: float) -> tvm.ir.GenericConst:
-    """``value`` as a 0-d constant of the dtype of ``expr``."""
+    """Return ``value`` as a 0-d constant with the dtype of ``expr``."""
     return relax.const(value, str(expr.ty.dtype))
 
 
 def fit_shape(builder: relax.BlockBuilder, grad: relax.Expr, operand: relax.Expr) -> relax.Expr:
-    """``grad`` summed to the shape of an operand that was broadcast."""
+    """Sum ``grad`` over the dimensions along which ``operand`` was broadcast."""
     grad = builder.emit(grad)
     if shape_of(grad) == shape_of(operand):
         return grad

@@ -1,14 +1,16 @@
-"""ATen operators whose gradient TVM's Gradient takes as PyTorch does.
+"""ATen operators whose derivative by TVM's Gradient equals PyTorch's everywhere.
 
-An operator reaches Relax by a decomposition or a converter, and TVM differentiates what came of it.
-That is PyTorch's derivative for the operators listed here, everywhere: also at kinks, where a side
-is infinite, for operands that are equal, and for rows that are masked as a whole. (The standard
-deviation, for one, is a square root of the variance, whose derivative is infinite at 0, where
-PyTorch's formula says 0.) Attention has the derivative of softmax; where a mask may close rows with
-large numbers, in which PyTorch's fused kernel has another, ``AutogradWatch`` notices.
+A decomposition or a converter turns an operator into Relax, and TVM differentiates the result. For
+the operators listed here this gives PyTorch's derivative also at kinks, where a side is infinite,
+for equal operands, and for fully masked rows. The standard deviation, for example, is not listed.
+Its decomposition takes the square root of the variance, whose derivative at 0 is infinite, but
+PyTorch's formula gives 0.
 
-Whether Relax has a rule for each of the parts is another question, which ``CLAIMED`` answers. Names
-are without overload and without the underscore of in-place variants.
+Attention has the derivative of softmax. PyTorch's fused kernel deviates from it if a floating-point
+mask masks a row with large numbers; ``AutogradWatch`` records such masks.
+
+``CLAIMED`` says whether Relax has a gradient rule for each part of an operator. Names here have no
+overload and no underscore of in-place variants.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ _WINDOWS = (
     "upsample_bilinear2d upsample_linear1d upsample_nearest2d upsample_trilinear3d"
 )
 
-# What is claimed; it counts where it is admitted (``tvmbridge/core/admission.py``).
+# A claim counts only for dtypes that conformance tests admitted (tvmbridge/core/admission.py).
 SAME_DERIVATIVE: frozenset[str] = frozenset(
     f"aten::{name}"
     for group in (_MOVES, _ELEMENTWISE, _PRODUCTS, _REDUCTIONS, _WINDOWS)
@@ -50,7 +52,10 @@ SAME_DERIVATIVE: frozenset[str] = frozenset(
 
 
 def has_same_derivative(schema_name: str, dtypes: Iterable[str]) -> bool:
-    """Whether the operator (``aten::add_``, say) may be left to TVM's Gradient in these dtypes."""
+    """Whether TVM's Gradient differentiates an operator as PyTorch does in all of ``dtypes``.
+
+    ``schema_name`` is a name such as ``aten::add_``.
+    """
     name = schema_name.removesuffix("_")
     if name not in SAME_DERIVATIVE:
         return False

@@ -1,6 +1,6 @@
 """Gradient rules of quotients and powers, with PyTorch's formulas.
 
-The order of their parts is PyTorch's too: where a part overflows, or a cotangent is infinite, it
+The operations have PyTorch's order too. If a part overflows or a cotangent is infinite, the order
 decides between an infinity and NaN.
 """
 
@@ -16,14 +16,17 @@ op = relax.op
 
 
 def has_short_form(call: relax.Call) -> bool:
-    """Whether ``call``, a ``relax.power``, raises to one of ``SHORT_EXPONENTS``."""
+    """Whether the exponent of ``call``, a ``relax.power``, is one of ``SHORT_EXPONENTS``."""
     return exponent_of(call) in SHORT_EXPONENTS
 
 
 def divide(
     var: relax.Var, call: relax.Call, cotangent: relax.Var, builder: relax.BlockBuilder
 ) -> list[relax.Expr]:
-    """g / b and -g ((a / b) / b); of the reciprocal 1 / b it is -g (1 / b)^2."""
+    """Return the gradients of ``a / b`` for a cotangent g: g / b for a, and -g ((a / b) / b) for b.
+
+    If ``a`` is the constant 1, the gradient for ``b`` is -g (1 / b)^2.
+    """
     left, right = call.args
     reciprocal = isinstance(left, GenericConst) and not left.value.shape
     if reciprocal and left.value.numpy().item() == 1:
@@ -40,7 +43,7 @@ def divide(
 def power(
     var: relax.Var, call: relax.Call, cotangent: relax.Var, builder: relax.BlockBuilder
 ) -> list[relax.Expr]:
-    """g (e x^(e - 1)) for an exponent of ``SHORT_EXPONENTS``."""
+    """Return the gradient g (e x^(e - 1)) of ``x ** e``, with e among ``SHORT_EXPONENTS``."""
     x, exponent = call.args
     number = exponent_of(call)
     one, infinity = constant_like(x, 1.0), constant_like(x, float("-inf"))
@@ -51,10 +54,10 @@ def power(
     elif number == -1:
         lower = op.divide(one, op.multiply(x, x))
     elif number == -2:
-        # In two steps: the cube overflows long before its reciprocal vanishes.
+        # In two steps, because the cube overflows long before its reciprocal underflows.
         lower = op.divide(op.divide(one, x), op.multiply(x, x))
     else:
-        # x^(-3/2) is no odd function of the zeros, and 0 at both infinities.
+        # x^(-3/2) is +inf at both zeros, and 0 at both infinities.
         cube = op.abs(op.multiply(op.multiply(var, var), var))
         lower = op.where(op.equal(x, infinity), constant_like(x, 0.0), cube)
     slope = op.multiply(exponent, lower)

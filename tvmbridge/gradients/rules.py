@@ -1,7 +1,7 @@
-"""Gradient rules of our own, for operators where TVM has none or a wrong one.
+"""Gradient rules for Relax operators for which TVM has no rule, or a wrong one.
 
-Each rule has TVM's signature: ``rule(var, call, cotangent, builder)`` returns one partial for each
-argument of ``call``; ``no_grad`` of an argument stops there.
+Each rule has TVM's signature: ``rule(var, call, cotangent, builder)`` returns one gradient for
+each argument of ``call``, which is bound to ``var``. ``no_grad`` of an argument means no gradient.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ no_grad = relax.op.grad.no_grad
 def _relu(
     var: relax.Var, call: relax.Call, cotangent: relax.Var, builder: relax.BlockBuilder
 ) -> list[relax.Expr]:
-    """d relu = 0 where the result is 0 (at x = 0 too, as in PyTorch), the cotangent elsewhere."""
+    """Return the gradient of relu: 0 where the result is 0, otherwise the cotangent.
+
+    At x = 0 it is 0, as in PyTorch.
+    """
     zero = constant_like(cotangent, 0.0)
     return [op.where(op.less_equal(var, zero), zero, cotangent)]
 
@@ -32,14 +35,14 @@ def _relu(
 def _abs(
     var: relax.Var, call: relax.Call, cotangent: relax.Var, builder: relax.BlockBuilder
 ) -> list[relax.Expr]:
-    """d |x| = cotangent * sign(x), with sign(0) = 0."""
+    """Return the gradient of abs: the cotangent times sign(x), with sign(0) = 0."""
     return [op.multiply(cotangent, op.sign(call.args[0]))]
 
 
 def _rsqrt(
     var: relax.Var, call: relax.Call, cotangent: relax.Var, builder: relax.BlockBuilder
 ) -> list[relax.Expr]:
-    """d x^(-1/2) = -1/2 y^3."""
+    """Return the gradient of y = x^(-1/2): the cotangent times -1/2 y^3."""
     cube = op.multiply(op.multiply(var, var), var)
     return [op.multiply(op.multiply(cotangent, constant_like(cotangent, -0.5)), cube)]
 
@@ -47,7 +50,7 @@ def _rsqrt(
 def _erf(
     var: relax.Var, call: relax.Call, cotangent: relax.Var, builder: relax.BlockBuilder
 ) -> list[relax.Expr]:
-    """d erf(x) = 2 / sqrt(pi) exp(-x^2)."""
+    """Return the gradient of erf: the cotangent times 2 / sqrt(pi) exp(-x^2)."""
     x = call.args[0]
     slope = op.exp(op.negative(op.multiply(x, x)))
     return [op.multiply(cotangent, op.multiply(slope, constant_like(x, 2.0 / math.sqrt(math.pi))))]
@@ -56,7 +59,10 @@ def _erf(
 def _gelu(
     var: relax.Var, call: relax.Call, cotangent: relax.Var, builder: relax.BlockBuilder
 ) -> list[relax.Expr]:
-    """d gelu(x) = Phi(x) + x phi(x), the normal distribution and its density."""
+    """Return the gradient of gelu: the cotangent times Phi(x) + x phi(x).
+
+    Phi is the distribution function of the normal distribution, phi its density.
+    """
     x = call.args[0]
     half, one = constant_like(x, 0.5), constant_like(x, 1.0)
     phi = op.multiply(half, op.add(one, op.erf(op.multiply(x, constant_like(x, 1 / math.sqrt(2))))))
@@ -70,7 +76,7 @@ def _gelu(
 def _gelu_tanh(
     var: relax.Var, call: relax.Call, cotangent: relax.Var, builder: relax.BlockBuilder
 ) -> list[relax.Expr]:
-    """The derivative of x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))."""
+    """Return the gradient of x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))."""
     x = call.args[0]
     emit = builder.emit
     beta, kappa = math.sqrt(2.0 / math.pi), 0.044715
@@ -88,7 +94,7 @@ def _gelu_tanh(
 def _silu(
     var: relax.Var, call: relax.Call, cotangent: relax.Var, builder: relax.BlockBuilder
 ) -> list[relax.Expr]:
-    """d silu(x) = s + x s (1 - s), with the sigmoid s."""
+    """Return the gradient of silu: the cotangent times s + x s (1 - s), with the sigmoid s of x."""
     x = call.args[0]
     one, sigmoid = constant_like(x, 1.0), builder.emit(op.sigmoid(x))
     rest = op.multiply(x, op.subtract(one, sigmoid))
@@ -98,7 +104,10 @@ def _silu(
 def _where(
     var: relax.Var, call: relax.Call, cotangent: relax.Var, builder: relax.BlockBuilder
 ) -> list[relax.Expr]:
-    """The cotangent goes to the chosen operand; operands that were broadcast get its sum."""
+    """Return the gradients of where: each operand gets the cotangent where it was chosen.
+
+    The gradient of an operand that was broadcast is summed to the operand's shape.
+    """
     condition, left, right = call.args
     zero = constant_like(cotangent, 0.0)
     return [
@@ -112,9 +121,10 @@ def _extremum(loses: Callable[[relax.Expr, relax.Expr], relax.Expr]) -> Rule:
     def rule(
         var: relax.Var, call: relax.Call, cotangent: relax.Var, builder: relax.BlockBuilder
     ) -> list[relax.Expr]:
-        """Nothing goes to the operand that loses; equal operands take half of the cotangent each.
+        """Return the gradients of maximum or minimum: the chosen operand gets the cotangent.
 
-        Where an operand is NaN none of them loses and both take all of it, as in PyTorch.
+        Equal operands get half of the cotangent each. If an operand is NaN, both operands get the
+        whole cotangent, as in PyTorch.
         """
         left, right = call.args
         zero = constant_like(cotangent, 0.0)
@@ -131,7 +141,10 @@ def _extremum(loses: Callable[[relax.Expr, relax.Expr], relax.Expr]) -> Rule:
 def _strided_slice(
     var: relax.Var, call: relax.Call, cotangent: relax.Var, builder: relax.BlockBuilder
 ) -> list[relax.Expr]:
-    """The cotangent in its place among zeros; steps of 1 only (see ``CLAIMED``)."""
+    """Return the gradient of a slice: zeros, with the cotangent at the slice's position.
+
+    Steps must be 1 (see ``CLAIMED``).
+    """
     source = shape_of(call.args[0])
     axes = [int(a.value) % len(source) for a in call.args[1].fields]
     begins = [int(b.value) for b in call.args[2].fields]
@@ -157,7 +170,7 @@ def _zeros(shape: list[int], like: relax.Expr) -> relax.Expr:
 def _concat(
     var: relax.Var, call: relax.Call, cotangent: relax.Var, builder: relax.BlockBuilder
 ) -> list[relax.Expr]:
-    """Each tensor takes its piece of the cotangent, a single one all of it."""
+    """Return the gradients of concat: each tensor gets its piece of the cotangent."""
     axis = int(call.attrs.axis)
     extents = [int(field.shape.values[axis]) for field in call.args[0].ty.fields]
     if len(extents) == 1:
@@ -172,7 +185,7 @@ def _dtype(expr: relax.Expr) -> str:
 def _extreme_of(
     var: relax.Var, call: relax.Call, cotangent: relax.Var, builder: relax.BlockBuilder
 ) -> list[relax.Expr]:
-    """amax and amin: the cotangent is shared evenly among the elements equal to the result."""
+    """Return the gradient of max or min over axes: ties share the cotangent evenly."""
     x = call.args[0]
     shape = shape_of(x)
     listed = range(len(shape)) if call.attrs.axis is None else call.attrs.axis
@@ -182,14 +195,14 @@ def _extreme_of(
     grad = builder.emit(op.reshape(cotangent, kept))
     ties = builder.emit(op.astype(op.equal(x, result), _dtype(cotangent)))
     count = builder.emit(op.sum(ties, axes, keepdims=True))
-    # In this order an infinity leaves NaN at the other elements, as in PyTorch.
+    # In this order an infinite cotangent gives NaN at the other elements, as in PyTorch.
     return [op.divide(op.multiply(grad, ties), count)]
 
 
 def _tile(
     var: relax.Var, call: relax.Call, cotangent: relax.Var, builder: relax.BlockBuilder
 ) -> list[relax.Expr]:
-    """The copies' cotangents, summed."""
+    """Return the gradient of tile: the sum of the cotangents of all copies."""
     shape = list(shape_of(call.args[0]))
     repeats = [int(r) for r in call.attrs.repeats]
     rank = max(len(shape), len(repeats))
@@ -210,7 +223,10 @@ def _flip(
 def _take(
     var: relax.Var, call: relax.Call, cotangent: relax.Var, builder: relax.BlockBuilder
 ) -> list[relax.Expr]:
-    """Rows of the cotangent added up by index (one-dimensional indices; see ``CLAIMED``)."""
+    """Return the gradient of take: add each row of the cotangent to the row that it was taken from.
+
+    Indices must be one-dimensional (see ``CLAIMED``).
+    """
     x, indices = call.args
     axis = int(call.attrs.axis) % len(shape_of(x))
     grad = op.grad.take_backward(cotangent, x, indices, axis=axis)

@@ -1,4 +1,4 @@
-"""Tools to look at what the toolkit made of a module."""
+"""Tools that inspect a module's compilation: drawings, explanations, comparisons, checked calls."""
 
 from tvmbridge.inspect.compare import ComparisonReport, Departure, compare
 from tvmbridge.inspect.explain import ExplainReport, explain

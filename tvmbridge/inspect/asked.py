@@ -1,4 +1,4 @@
-"""What a picture is asked to show beside the function: attributes, submodules, measured times."""
+"""Data that a picture shows in addition to the function: attributes, submodules, times."""
 
 from __future__ import annotations
 
@@ -14,19 +14,26 @@ from tvmbridge.inspect.styles import Attributes
 
 
 def handle(expr: relax.Expr) -> int:
-    """A number that two Python objects share if they are the same Relax expression."""
-    return hash(expr)  # of the TVM object: Python makes a new wrapper at each look
+    """Return a number that is equal for two Python objects of the same Relax expression."""
+    return hash(expr)  # of the TVM object, because each access creates a new Python wrapper
 
 
 @dataclass(frozen=True)
 class NodeAttributes:
-    """The attributes that a user asked for, by variable name and by expression."""
+    """The graphviz attributes that a user asked for.
+
+    - ``names``: attributes by variable name.
+    - ``handles``: attributes by the :func:`handle` of an expression.
+    """
 
     names: Mapping[str, Attributes]
     handles: Mapping[int, Attributes]
 
     def of(self, function: str, *expressions: relax.Expr) -> Attributes:
-        """What was asked for these expressions: by the expression goes before by its name."""
+        """Return the attributes of some expressions in a function.
+
+        Attributes by expression override attributes by name.
+        """
         variables = [expr.name for expr in expressions if isinstance(expr, relax.Var)]
         found: Attributes = {}
         for name in [*variables, *(f"{function}/{name}" for name in variables)]:
@@ -38,10 +45,12 @@ class NodeAttributes:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What is known of a function beside itself.
+    """Facts about a function that are not in the function itself.
 
-    The submodules of its variables, how long they took, and of which parameters or inputs its
-    results are the gradients, by the results' numbers.
+    - ``places``: the submodules of each variable.
+    - ``seconds``: for each variable whose time was measured, the seconds that its call takes.
+    - ``gradients``: for each result that is a gradient, by its number, the name of its parameter
+      or input.
     """
 
     places: Mapping[relax.Var, Modules] = field(default_factory=dict)
@@ -50,10 +59,10 @@ class Surroundings:
 
 
 def node_attributes(node_attr_dict: object) -> NodeAttributes:
-    """The attributes of a ``node_attr_dict``.
+    """Check a ``node_attr_dict``, and return its attributes by name and by expression.
 
     Raises:
-        TypeError: it is no dict of dicts, or has another key than a name or an expression.
+        TypeError: it is not a dict of dicts, or a key is neither a name nor an expression.
     """
     if not isinstance(node_attr_dict, Mapping):
         raise TypeError(
@@ -83,7 +92,7 @@ def node_attributes(node_attr_dict: object) -> NodeAttributes:
 
 
 def check_names(wanted: Iterable[str], drawn: Iterable[str]) -> None:
-    """Raises ValueError if a name that was asked for is none of those drawn; it suggests some."""
+    """Raise ValueError with suggestions if a wanted name is not among the drawn names."""
     known = set(drawn)
     unknown = sorted(set(wanted) - known)
     if not unknown:

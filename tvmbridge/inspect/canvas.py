@@ -1,4 +1,4 @@
-"""What a function is drawn on: nodes, edges, and the frames that they stand in."""
+"""Add nodes, edges and frames to the picture of a function."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +16,11 @@ from tvmbridge.inspect.styles import BRANCH_FRAME, KINDS, Attributes, submodule_
 
 @dataclass(frozen=True)
 class Operand:
-    """How a value looks where it is used: its text there, and the nodes that edges come from."""
+    """How a value appears where it is used.
+
+    - ``text``: the text inside the node that uses it.
+    - ``nodes``: the nodes that edges come from; empty if the text alone shows the value.
+    """
 
     text: str
     nodes: tuple[str, ...] = ()
@@ -24,7 +28,13 @@ class Operand:
 
 @dataclass(frozen=True)
 class Result:
-    """What an expression is bound to, as far as a node shows it."""
+    """The result of an expression, as its node shows it.
+
+    - ``name``: the name of the variable that it is bound to; empty if there is none.
+    - ``type``: its Relax type.
+    - ``asked``: the graphviz attributes that the user asked for.
+    - ``var``, ``value``: the variable and the expression, if it is bound.
+    """
 
     name: str
     type: Any
@@ -34,7 +44,7 @@ class Result:
 
 
 class Canvas:
-    """The picture of one function, as it grows."""
+    """The picture of one function while it is drawn."""
 
     def __init__(self, prefix: str, known: Surroundings) -> None:
         self.picture = Picture()
@@ -46,7 +56,7 @@ class Canvas:
 
     @contextmanager
     def _framed(self, label: str) -> Iterator[None]:
-        """What is drawn meanwhile goes into a frame of its own."""
+        """Put the nodes that are drawn in this context into a new frame."""
         outer = self._frames
         self._count += 1
         name = f"cluster_{self._prefix}{label}{self._count}"
@@ -56,13 +66,13 @@ class Canvas:
         self._frames = outer
 
     def _around(self, var: relax.Var | None) -> tuple[str, ...]:
-        """The frames around the node of a variable: branches, or else the submodules."""
+        """Return the frames of a variable's node: the current branches, or its submodules."""
         modules = self._known.places.get(var, ()) if var is not None else ()
         if self._frames or not modules:
             return self._frames
         names = []
         for depth, (path, title) in enumerate(modules, 1):
-            # A submodule that is called from two places has a frame in each.
+            # A submodule that two other submodules call has a frame in each of them.
             name = f"cluster_{self._prefix}{'/'.join(p for p, _ in modules[:depth])}"
             outer = modules[depth - 2][0] if depth > 1 else ""
             short = path.removeprefix(f"{outer}.") if outer else path
@@ -86,7 +96,7 @@ class Canvas:
         return Operand(DOT, (node,))
 
     def _edges(self, operands: Sequence[Operand], node: str, places: Sequence[str]) -> None:
-        """One edge from each node that is read, with its place among the operands at its head."""
+        """Add an edge from each node that is read, with the operand's position at its head."""
         sources = [
             (source, place)
             for place, operand in zip(places or [""] * len(operands), operands, strict=True)
@@ -100,7 +110,7 @@ class Canvas:
             self.picture.edges.append(Edge(source, node, head))
 
     def _leave_out_unread(self, nodes: Sequence[str]) -> None:
-        """Drops those of these nodes that nothing reads, unless they were asked for."""
+        """Remove the nodes that nothing reads, unless the user gave attributes for them."""
         read = {edge.source for edge in self.picture.edges}
         dropped = {n for n in nodes if n not in read and not self._asked_of_node[n]}
         self.picture.nodes = [n for n in self.picture.nodes if n.name not in dropped]

@@ -1,4 +1,4 @@
-"""The colors of a joint function's picture: forward, kept, backward, and computed twice."""
+"""The colors of a joint function's picture: forward, kept values, backward, and repeated values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ RESIDUAL = {"fillcolor": "#f9e08b", "color": "#b7950b", "penwidth": "2"}
 BACKWARD = {"fillcolor": "#aecdf2", "color": "#2460a7"}
 REPEATED = {"fillcolor": "#f4b6b0:#aecdf2", "color": "#7d3c98", "style": "filled,dashed"}
 
-#: What the legend says of a fill color.
+#: The legend's text for each fill color.
 COLOR_NAMES = (
     ("forward", FORWARD["fillcolor"]),
     ("kept for backward", RESIDUAL["fillcolor"]),
@@ -22,10 +22,10 @@ COLOR_NAMES = (
 
 
 def node_colors(coloring: Coloring) -> dict[Any, Attributes]:
-    """graphviz attributes of each variable of a joint function.
+    """Return the graphviz attributes of each variable of a joint function.
 
-    Forward is red, what is kept for backward yellow with a thick line, backward blue, and what
-    both compute red and blue with a dashed line.
+    Forward is red, and backward is blue. Values that are kept for backward are yellow with a thick
+    line. Values that both forward and backward compute are red and blue with a dashed line.
     """
     colors: dict[Any, Attributes] = {b.var: BACKWARD for b in coloring.backward}
     colors |= {b.var: FORWARD for b in coloring.forward}

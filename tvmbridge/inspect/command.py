@@ -1,4 +1,4 @@
-"""``python -m tvmbridge visualize``: stages of a module as pictures and pages."""
+"""``python -m tvmbridge visualize``: draw stages of a module as pictures or HTML pages."""
 
 from __future__ import annotations
 
@@ -20,10 +20,13 @@ from tvmbridge.inspect.visualize import picture_of
 
 @dataclass(frozen=True)
 class Wishes:
-    """What the command line asks for.
+    """The options of the command line.
 
-    ``stages`` is None for all that the module has, ``fold`` a depth, 0 for none, None for what is
-    readable.
+    - ``stages``: the stages to draw; None: all stages of the module, each in a file of its own.
+    - ``out``: the file to write; its suffix is the format.
+    - ``fold``: the depth of the submodules to fold; 0: none; None: enough for a readable picture.
+    - ``all_nodes``: whether small values have nodes of their own.
+    - ``times``: whether the time of each operator is measured and shown.
     """
 
     stages: Sequence[str] | None
@@ -34,10 +37,10 @@ class Wishes:
 
 
 def draw(module: nn.Module, sample_input: Any, wishes: Wishes) -> list[str]:
-    """Writes a file for each stage, and returns what to say of it.
+    """Write a file for each stage, and return a message for each file.
 
     Raises:
-        BridgeError: a stage cannot be drawn, or the program that draws is not installed.
+        BridgeError: a stage cannot be drawn, or the program or package that draws is missing.
     """
     kind = wishes.out.suffix.lstrip(".").lower()
     missing = missing_package() if kind == "html" else None

@@ -1,4 +1,4 @@
-"""Turns one Relax function into the nodes and edges of a graph."""
+"""Turn one Relax function into the nodes and edges of a picture."""
 
 from collections.abc import Iterator, Sequence
 
@@ -16,7 +16,15 @@ _SHOWN_FIELDS = 4
 
 
 class FunctionDrawing(Canvas):
-    """One function's nodes and edges, as a picture of its own. Call `draw` once."""
+    """Draws one function as a picture of its own; :meth:`draw` is called once.
+
+    Args:
+        name: the name of the function.
+        prefix: the prefix of the nodes' names, which must differ between functions of a picture.
+        collapse_small: whether small values are written inside the nodes that use them.
+        attributes: the graphviz attributes that the user asked for.
+        known: the submodules, times and gradients of the function's values.
+    """
 
     def __init__(
         self,
@@ -33,19 +41,19 @@ class FunctionDrawing(Canvas):
         self._collapse = collapse_small
         self._attributes = attributes
         self._values: dict[int, Operand] = {}
-        # Tuples that nothing has used yet: one that is only returned never becomes a node.
+        # Tuples that no drawn node uses yet: a tuple that is only returned never becomes a node.
         self._waiting: dict[int, tuple[relax.Tuple, Result]] = {}
         self._returned: set[int] = set()
 
     def draw(self, function: relax.Function) -> None:
-        """Draws the whole function."""
+        """Draw the whole function."""
         attrs = function.attrs or {}
         inputs = int(attrs["num_input"]) if "num_input" in attrs else len(function.params)
         leading = True
         for position, param in enumerate(function.params):
             self._note_name(param)
             kind = "weight" if position >= inputs or self._is_state(param) else "input"
-            # The arguments of forward come first, draws and cotangents behind the weights.
+            # Arguments of forward come first; random draws and cotangents come after the weights.
             leading = leading and kind == "input"
             around = () if leading else self._around(param)
             self._values[handle(param)] = self._variable(param, kind, around)
@@ -58,7 +66,7 @@ class FunctionDrawing(Canvas):
         self._leave_out_unread([node for param in params for node in param.nodes])
 
     def _output(self, expr: relax.Expr, path: tuple[int, ...], asked: Attributes) -> None:
-        """A node for a result; a gradient stands with what it is computed from."""
+        """Draw the node of a result; a gradient's node is in the frame of the gradient's value."""
         gradient = self._known.gradients.get(path[0]) if len(path) == 1 else None
         title = f"output {'.'.join(map(str, path))}".rstrip()
         shown = Result("", expr.ty, asked)
@@ -71,7 +79,7 @@ class FunctionDrawing(Canvas):
             self._operation(title, operands, shown, kind="gradient", around=around)
 
     def _is_state(self, param: relax.Var) -> bool:
-        """Whether it is a parameter or a buffer of a captured module, by the name that it has."""
+        """Whether the name of ``param`` is that of a captured module's parameter or buffer."""
         return bool(self._known.places) and param.name.startswith(("p_", "b_"))
 
     def _note_name(self, var: relax.Var) -> None:
@@ -80,7 +88,7 @@ class FunctionDrawing(Canvas):
     def _leaves(
         self, expr: relax.Expr, path: tuple[int, ...], asked: Attributes
     ) -> Iterator[tuple[relax.Expr, tuple[int, ...], Attributes]]:
-        """The values that a function returns, with place and attributes in the returned tuples."""
+        """Yield the values in a result, each with its path in nested tuples and its attributes."""
         value, result = self._waiting.get(handle(expr), (expr, None))
         if not (self._collapse and isinstance(value, relax.Tuple) and value.fields):
             yield expr, path, asked
@@ -91,7 +99,7 @@ class FunctionDrawing(Canvas):
             yield from self._leaves(item, (*path, position), asked)
 
     def _sequence(self, expr: relax.Expr) -> relax.Expr:
-        """Draws the bindings of a sequence, and returns its result, not yet drawn."""
+        """Draw the bindings of a sequence, and return its result, which is not drawn yet."""
         if not isinstance(expr, relax.SeqExpr):
             return expr
         for binding in [binding for block in expr.blocks for binding in block.bindings]:
@@ -126,7 +134,7 @@ class FunctionDrawing(Canvas):
         return not asked or any(asked == self._asked_of_node[node] for node in source.nodes)
 
     def _operand(self, expr: relax.Expr) -> Operand:
-        """How `expr` looks where it is used; draws it first if it needs a node and has none."""
+        """Return how ``expr`` appears where it is used; draw its node first if it needs one."""
         if handle(expr) in self._values:
             return self._values[handle(expr)]
         waiting = self._waiting.pop(handle(expr), None)
@@ -160,7 +168,7 @@ class FunctionDrawing(Canvas):
         return Operand(f"({', '.join(texts)})", tuple(n for item in fields for n in item.nodes))
 
     def _draw(self, expr: relax.Expr, result: Result) -> Operand:
-        """Gives the expression a node of its own."""
+        """Draw the expression as a node of its own."""
         if isinstance(expr, Call):
             parts = labels.call_parts(expr)
             operands = [self._operand(item) for item in parts.operands]
@@ -185,7 +193,7 @@ class FunctionDrawing(Canvas):
     def _draw_tuple(self, expr: relax.Tuple, result: Result) -> Operand:
         fields = []
         for item in expr.fields:
-            if isinstance(item, relax.Tuple):  # in place, it would hide what stands in which
+            if isinstance(item, relax.Tuple):  # inlined, its fields would seem to be this tuple's
                 asked = self._attributes.of(self.name, item)
                 fields.append(self._draw(item, Result("", item.ty, asked)))
             else:
@@ -224,7 +232,7 @@ class FunctionDrawing(Canvas):
         places: Sequence[str] = (),
         around: tuple[str, ...] | None = None,
     ) -> Operand:
-        """A node for an expression with operands, and the edges from these."""
+        """Draw a node for an expression with operands, and the edges from its operands."""
         texts = [operand.text for operand in operands]
         label = labels.operation_label(title, texts, detail, result.name, result.type)
         facts = facts_of(title, detail, result.var, result.value, self._known.seconds)

@@ -1,4 +1,4 @@
-"""What is known of one value of a drawn function: shape, bytes, where it comes from, its time."""
+"""Facts about one value of a drawn function: type, bytes, submodule, source line and time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,15 @@ def facts_of(
     expr: relax.Expr | None,
     seconds: Mapping[relax.Var, float],
 ) -> dict[str, Any]:
-    """The facts about a value, without those that are not known."""
+    """Return the known facts about a value by name; unknown facts are left out.
+
+    Args:
+        title: the name of the operator.
+        detail: the operator's attributes as text.
+        var: the variable that the value is bound to, if any.
+        expr: the expression that computes the value, if any.
+        seconds: the measured times of variables.
+    """
     known: dict[str, Any] = {"operator": title, "attributes": detail}
     if var is not None:
         known |= {"variable": var.name, "type": full_type_text(var.ty), "bytes": nbytes(var.ty)}
@@ -39,7 +47,7 @@ def facts_of(
 
 
 def nbytes(ty: Any) -> int | None:
-    """Bytes of a tensor, or of all tensors of a tuple; None where a size is not known."""
+    """Return the bytes of a tensor, or of all tensors of a tuple; None if a size is unknown."""
     if isinstance(ty, tvm.ir.TupleType):
         fields = [nbytes(field) for field in ty.fields]
         return None if None in fields else sum(f for f in fields if f is not None)
@@ -52,4 +60,4 @@ def nbytes(ty: Any) -> int | None:
             None if shape is None else math.prod(shape) * from_relax_dtype(dtype_of(value)).itemsize
         )
     except (AttributeError, KeyError, TypeError, ValueError):
-        return None  # a dtype that PyTorch does not have
+        return None  # PyTorch does not have the dtype

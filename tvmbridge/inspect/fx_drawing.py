@@ -1,6 +1,6 @@
-"""Draws fx graphs with graphviz: what passes over PyTorch's graphs start from, and what they make.
+"""Draw torch.fx graphs with graphviz, for example before and after fx passes.
 
-Weights stand together in one node for each reader; operators are boxes with their results' shapes.
+The weights that an operator reads share one node. Operators are boxes with their results' shapes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MOST_WEIGHTS = 3
 
 
 def draw_graph_module(graph_module: fx.GraphModule) -> graphviz.Digraph:
-    """A picture of the graph; `dot` is not run."""
+    """Draw the graph; `dot` is not run."""
     drawn = graphviz.Digraph()
     drawn.attr("graph", rankdir="TB")
     drawn.attr("node", fontname="Helvetica,sans-Serif", fontsize="11")

@@ -1,4 +1,4 @@
-"""What a drawing of Relax says about each expression: short texts, and their escaping."""
+"""The texts of a drawing: short labels of Relax expressions, and their escaping for graphviz."""
 
 import html
 import json
@@ -11,7 +11,7 @@ import tvm
 from tvm import relax
 from tvm.ir import Call, GenericConst, Op, StringImm, is_prim_expr
 
-#: Stands in a label for an operand that arrives by an edge.
+#: The text in a label for an operand that an edge shows.
 DOT = "·"
 #: A constant of at most this many elements is written out.
 SMALL_CONSTANT = 4
@@ -35,9 +35,9 @@ _FUNCTION_CALLS = {
     "relax.call_inplace_packed": "packed",
     "relax.call_builtin_with_ctx": "packed",
 }
-#: Calls whose arguments stand in one tuple.
+#: Calls whose arguments are in one tuple.
 _TUPLE_CALLS = frozenset(_FUNCTION_CALLS) - {"relax.call_pure_packed", "relax.call_inplace_packed"}
-#: Attribute values that say "nothing special", by attribute name.
+#: Default values of attributes, which are not shown, by attribute name.
 _NEUTRAL = {
     "strides": "1",
     "dilation": "1",
@@ -51,10 +51,11 @@ _NEUTRAL = {
 
 @dataclass(frozen=True)
 class CallParts:
-    """A call as the reader thinks of it.
+    """A call as its node shows it.
 
-    `title` is the operator or the callee, `kind` is "op", "tir", "packed", "aten" or "function",
-    and `operands` are the arguments without the callee and without an ATen call's description.
+    - ``title``: the name of the operator, or of the called function.
+    - ``kind``: ``"op"``, ``"tir"``, ``"packed"``, ``"aten"`` or ``"function"``.
+    - ``operands``: the arguments, without the called function and without an ATen call's spec.
     """
 
     title: str
@@ -64,14 +65,14 @@ class CallParts:
 
 @dataclass(frozen=True)
 class Label:
-    """A node's label as graphviz HTML, and the same unshortened as a plain text."""
+    """A node's label: shortened as graphviz HTML, and in full as plain text for the tooltip."""
 
     html: str
     tooltip: str
 
 
 def shorten(text: str, limit: int) -> str:
-    """`text` on one line of at most `limit` characters: a long one loses its middle."""
+    """Return ``text`` on one line of at most ``limit`` characters, without its middle if longer."""
     text = " ".join(text.split())
     if len(text) <= limit:
         return text
@@ -80,7 +81,7 @@ def shorten(text: str, limit: int) -> str:
 
 
 def variable_label(name: str, ty: Any) -> Label:
-    """The label of a variable that nothing binds: `x: (2, 128) float32`, long ones on two lines."""
+    """Return the label of a variable without binding, such as ``x: (2, 128) float32``."""
     short, kind = shorten(name, _NAME_CHARS), type_text(ty)
     line = _joined(short, kind)
     lines = [line] if len(line) <= _TITLE_CHARS else [f"{short}:", kind]
@@ -88,7 +89,11 @@ def variable_label(name: str, ty: Any) -> Label:
 
 
 def operation_label(title: str, operands: Sequence[str], detail: str, name: str, ty: Any) -> Label:
-    """The label of what has operands: those with a text in place, attributes, the result's type."""
+    """Return the label of an expression with operands.
+
+    It has the title, the operands unless edges show all of them, the attributes (``detail``), and
+    the result's name and type.
+    """
     texts = ", ".join(operands)
     arguments = "" if _ONLY_DOTS.fullmatch(texts) else f"({texts})"
     head = [shorten(title, _TITLE_CHARS), shorten(arguments, _LINE_CHARS)]
@@ -100,7 +105,7 @@ def operation_label(title: str, operands: Sequence[str], detail: str, name: str,
 
 
 def group_label(name: str, title: str, inside: int) -> str:
-    """The label of a folded submodule: its name and class, and how much is inside."""
+    """Return the label of a folded submodule: its name, its class, and its number of operators."""
     return _html([name, title], f"{inside} operator{'s' * (inside != 1)}")
 
 
@@ -110,7 +115,7 @@ def _joined(name: str, kind: str) -> str:
 
 def _tooltip(texts: Sequence[str]) -> str:
     text = shorten(" | ".join(text for text in texts if text), _TOOLTIP_CHARS)
-    # dot reads a tooltip's escapes twice, so that no number of backslashes stands for one.
+    # dot interprets a tooltip's escapes twice, so that no number of backslashes gives one.
     return _printable(text).replace("\\", "\N{SET MINUS}")
 
 
@@ -122,18 +127,18 @@ def _html(lines: Sequence[str], small: str = "") -> str:
 
 
 def escaped(text: str) -> str:
-    """``text`` for graphviz HTML."""
-    # dot reads backslash escapes even in HTML labels: one and an N would be the node's own name.
+    """Escape ``text`` for graphviz HTML."""
+    # dot interprets backslash escapes even in HTML labels: \N would become the node's name.
     return html.escape(_printable(text)).replace("\\", "\\\\")
 
 
 def _printable(text: str) -> str:
-    # XML has no place for control characters: dot would refuse the label, a browser the picture.
+    # XML allows no control characters: dot would refuse the label, and a browser the picture.
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def type_text(ty: Any, limit: int = _TYPE_CHARS) -> str:
-    """A Relax type in short: `(2, 128) float32`, `tuple of ...`, `shape (n, 4)`, `int64`."""
+    """Return a Relax type as a short text: `(2, 128) float32`, `tuple of 5`, `shape (n, 4)`."""
     return shorten(full_type_text(ty), limit)
 
 
@@ -169,7 +174,7 @@ def _row(values: Any) -> str:
 
 
 def _value_text(value: Any) -> str:
-    """A size, a literal or an attribute's value, without the wrapping of TVM's printer."""
+    """Return a size, a literal or an attribute as text, without the syntax of TVM's printer."""
     if isinstance(value, tvm.tirx.IntImm) and value.ty.dtype == "bool":
         return str(bool(value.value))
     if isinstance(value, tvm.tirx.IntImm):
@@ -189,10 +194,10 @@ def _float_text(value: float) -> str:
 
 
 def literal_text(expr: relax.Expr) -> str | None:
-    """The text of an expression small enough to be written where it is used.
+    """Return the text of an expression that is small enough to be written where it is used.
 
-    These are scalar and tiny constants, shapes, numbers, symbolic sizes and strings; for all else
-    the answer is None.
+    Small are scalars and tiny constants, shapes, numbers, symbolic sizes and strings. Return None
+    for all other expressions.
     """
     if isinstance(expr, GenericConst):
         return _constant_text(expr)
@@ -212,7 +217,7 @@ def _constant_text(expr: GenericConst) -> str | None:
     try:
         values = expr.value.numpy().tolist()
     except (AttributeError, TypeError, ValueError, RuntimeError):
-        return None  # a dtype that numpy does not have: drawn by its type
+        return None  # numpy does not have the dtype
     if not len(shape):
         values = [values]
     items = [_float_text(v) if isinstance(v, float) else str(v) for v in values]
@@ -220,7 +225,7 @@ def _constant_text(expr: GenericConst) -> str | None:
 
 
 def attributes_text(call: Call) -> str:
-    """The attributes of a call that are set, say something, and are short: `axis=1, keepdims`."""
+    """Return the short attributes of a call that differ from defaults: ``axis=1, keepdims``."""
     texts: list[str] = []
     for name, value in _attribute_items(call.attrs):
         if name == "out_dtype" and value == getattr(call.ty, "dtype", None):
@@ -253,7 +258,7 @@ def _attribute_text(name: str, value: Any) -> str:
 
 
 def call_parts(call: Call) -> CallParts:
-    """Takes a call apart into the name that the reader looks for and the operands that matter."""
+    """Return a call's name, kind and operands, as a drawing shows them."""
     arguments = tuple(call.args)
     if not isinstance(call.op, Op):
         callee = function_name(call.op)
@@ -274,7 +279,7 @@ def call_parts(call: Call) -> CallParts:
 
 
 def function_name(expr: Any) -> str | None:
-    """The name of a global or external function, None for any other expression."""
+    """Return the name of a global or external function; None for any other expression."""
     if isinstance(expr, tvm.ir.GlobalVar):
         return str(expr.name_hint)
     return str(expr.global_symbol) if isinstance(expr, relax.ExternFunc) else None

@@ -1,4 +1,4 @@
-"""How long each buffer of a function lives, and which of them lie in one memory: a table."""
+"""Draw the lifetimes of a function's buffers, and which buffers share memory, as a table."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from tvmbridge.backends import known_target
 from tvmbridge.compiler.buffers import Buffer, BufferPlan
 from tvmbridge.compiler.build import planned
 
-# Neighbours in one memory have different colors.
+# Consecutive buffers in one memory alternate between two colors.
 _COLORS = ("lightblue", "lightyellow")
 _RESULTS = "lightgrey"
 
 
 def draw_lifetimes(functions: dict[str, relax.Function]) -> graphviz.Digraph:
-    """A table for each function that sizes are known of: a row for a memory, a column for a step.
+    """Draw a table for each function with static sizes: a row for each memory, a column a step.
 
-    A buffer is a cell from the step that makes it to the last one that uses it. Results, which
-    nothing is shared with, come last.
+    A buffer is a cell from the step that writes it to the last step that uses it. Results share
+    no memory, and come last.
 
     Raises:
-        ValueError: no function has sizes that are all numbers.
+        ValueError: every function has a symbolic size.
     """
     mod = tvm.IRModule({tvm.ir.GlobalVar(name or "main"): f for name, f in functions.items()})
     plans = planned(mod, known_target("llvm"))
@@ -57,7 +57,7 @@ def _step(plan: BufferPlan, number: int) -> str:
 
 
 def _row(head: str, buffers: Sequence[Buffer], steps: int) -> str:
-    """One memory: its buffers by time, with empty cells between."""
+    """Return the row of one memory: its buffers in order of time, with empty cells between."""
     cells, at = [_cell(head)], 0
     for turn, buffer in enumerate(sorted(buffers, key=lambda b: b.first)):
         cells += [_cell("")] * (buffer.first - at)

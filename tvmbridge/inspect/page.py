@@ -1,7 +1,7 @@
-"""An interactive page of a picture: one HTML file, laid out by Graphviz within the browser.
+"""Write a picture as an interactive HTML page, which Graphviz lays out in the browser.
 
-Graphviz comes compiled to WebAssembly, in the package easydot, and is written into the page: it
-needs neither a server, nor a network, nor the program ``dot``.
+The package easydot provides Graphviz compiled to WebAssembly, which is embedded in the page. So
+the page needs no server, no network, and no program ``dot``.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ def visualize_html(
     title: str = "",
     seconds: Mapping[relax.Var, float] | None = None,
 ) -> str:
-    """The picture of :func:`tvmbridge.visualize` as an HTML page, to be written into a file.
+    """Return the picture of :func:`tvmbridge.visualize` as the text of an HTML page.
 
-    It pans, zooms and searches; submodules fold and unfold, and a click on a value shows its type,
-    bytes, submodule and line. A large picture begins with folded submodules.
+    The page pans, zooms and searches. Submodules fold and unfold, and a click on a value shows its
+    type, bytes, submodule and source line. A large picture begins with folded submodules.
 
     Args:
         mod_or_function: a ``relax.Function``, or an ``IRModule`` that holds at least one.
-        collapse_small: write small values where they are used.
+        collapse_small: whether small values are written inside the nodes that use them.
         coloring: the coloring of a joint function.
         title: the title of the page.
-        seconds: how long each variable took to compute, where that was measured.
+        seconds: for each variable whose time was measured, the seconds that its call takes.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -61,7 +61,13 @@ def visualize_html(
 
 
 def page(drawn: Picture, title: str = "", folded: Collection[str] | None = None) -> str:
-    """A picture as an HTML page, where ``folded`` groups are so at first; None: as is readable.
+    """Return a picture as the text of an HTML page.
+
+    Args:
+        drawn: the picture.
+        title: the title of the page; empty: the picture's title.
+        folded: the names of the groups that are folded at first; None: as many as make the
+            picture readable.
 
     Raises:
         BridgeError: the package that brings Graphviz for browsers is not installed.
@@ -71,18 +77,18 @@ def page(drawn: Picture, title: str = "", folded: Collection[str] | None = None)
         "DATA": json.dumps(_data(drawn, folded), separators=(",", ":")),
         "GRAPHVIZ": json.dumps(_graphviz().read_text(encoding="utf-8")),
     }
-    # Within a script HTML reads "</script" and "<!--<script" also where they are in a string.
+    # HTML ends or changes a script at "</script" and "<!--<script" even inside a string.
     parts = {name: text.replace("<", "\\u003c") for name, text in parts.items()}
     parts |= {
         "STYLE": _resource("page.css"),
         "SCRIPT": _resource("page.js") + _resource("page_facts.js"),
     }
-    # In one go: what is put in may look like a place to put something in.
+    # A single substitution, because an inserted text may contain a placeholder itself.
     return _PLACE.sub(lambda place: parts[place[1]], _resource("page.html"))
 
 
 def missing_package() -> str | None:
-    """What to do before pages can be made; None if they can."""
+    """Return what the user must install before pages can be written; None if nothing is missing."""
     if _module_path() is not None:
         return None
     return "pages need easydot: pip install 'tvmbridge[draw]', with Python 3.11 or newer"
@@ -96,7 +102,7 @@ def _graphviz() -> Path:
 
 
 def _module_path() -> Path | None:
-    """The WebAssembly build of Graphviz; the package itself is not imported."""
+    """Return the path of Graphviz's WebAssembly build, without importing its package; or None."""
     spec = importlib.util.find_spec(_PACKAGE)
     path = None if spec is None or spec.origin is None else Path(spec.origin).parent / _MODULE
     return path if path is not None and path.is_file() else None
@@ -107,7 +113,7 @@ def _resource(name: str) -> str:
 
 
 def _data(drawn: Picture, at_first: Collection[str] | None) -> dict[str, Any]:
-    """What the page needs: each part as a statement for dot, and the facts beside it."""
+    """Return the data of the page: each part as a statement of dot, with the facts about it."""
     submodules = [g for g in drawn.groups.values() if g.depth]
     folded = {n.name: n for n in drawn.folded_nodes([g.name for g in submodules])}
     return {

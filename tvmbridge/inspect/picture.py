@@ -1,4 +1,4 @@
-"""A picture as data: nodes, edges, and groups that can be folded; and what graphviz makes of it."""
+"""A picture as data (nodes, edges, and groups that can be folded), and its graphviz graph."""
 
 from __future__ import annotations
 
@@ -12,17 +12,23 @@ import graphviz
 from tvmbridge.inspect.labels import escaped, group_label
 from tvmbridge.inspect.styles import CALLS, EDGE, FOLDED, GRAPH, LEGEND, NODE, Attributes
 
-#: From so many nodes on, splines would take dot longer than the whole of its layout.
+#: With more nodes than this, dot would spend more time on splines than on the rest of the layout.
 _MANY_NODES = 1000
-#: What folds by itself shows at most so many nodes, where there is enough to fold.
+#: Automatic folding shows at most this many nodes, if there are enough groups to fold.
 READABLE = 150
 
 
 @dataclass(frozen=True)
 class Node:
-    """A node: its label as graphviz HTML, what its tooltip says, its kind, and facts about it.
+    """A node of a picture.
 
-    ``groups`` are the names of those around it, from the outside to the inside.
+    - ``label``: the label as graphviz HTML.
+    - ``tooltip``: the text of the tooltip.
+    - ``kind``: a key of ``styles.KINDS``.
+    - ``attributes``: graphviz attributes.
+    - ``groups``: the names of the groups that contain the node, from the outermost to the
+      innermost.
+    - ``facts``: facts about the value, such as its type and bytes, by name.
     """
 
     name: str
@@ -36,7 +42,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Edge:
-    """An edge, with the operand's place at its head."""
+    """An edge from one node to another; ``head`` is the operand's position or name, if shown."""
 
     source: str
     target: str
@@ -45,9 +51,11 @@ class Edge:
 
 @dataclass(frozen=True)
 class Frame:
-    """A frame around nodes: a submodule (``path`` and ``title`` its class), or something else.
+    """A frame around nodes: a submodule, a branch or a function.
 
-    ``depth`` counts the submodules around it, itself included; 0 for what is none.
+    - ``path``: the dotted path of a submodule; empty for other frames.
+    - ``title``: the class of a submodule; empty for other frames.
+    - ``depth``: the depth of a submodule, 1 for the outermost; 0 for other frames.
     """
 
     name: str
@@ -59,13 +67,16 @@ class Frame:
 
     @property
     def text(self) -> str:
-        """What its frame says, for graphviz."""
+        """The label of the frame, escaped for graphviz."""
         return graphviz.escape(": ".join(filter(None, (self.label, self.title))))
 
 
 @dataclass
 class Picture:
-    """Nodes and edges of one or several functions, ``title`` and the legend's entries."""
+    """The nodes and edges of one or several functions.
+
+    ``groups`` are the frames by name; ``legend`` has the text and the fill color of each entry.
+    """
 
     nodes: list[Node] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)
@@ -74,13 +85,14 @@ class Picture:
     legend: Sequence[tuple[str, str]] = ()
 
     def at_depth(self, depth: int) -> frozenset[str]:
-        """The names of the submodules at this depth."""
+        """Return the names of the groups of the submodules at a depth; 1 is the outermost."""
         return frozenset(g.name for g in self.groups.values() if g.depth == depth)
 
     def readable(self, most: int = READABLE) -> frozenset[str]:
-        """What to fold so that at most ``most`` nodes are seen; as little as is enough.
+        """Return the groups to fold so that at most ``most`` nodes are visible.
 
-        Where nothing is enough, all outermost submodules.
+        If the whole picture is too large, all submodules of one depth are folded: the deepest
+        depth that suffices. If no depth suffices, these are the outermost submodules.
         """
         deepest = max((g.depth for g in self.groups.values()), default=0)
         depths = range(deepest, 0, -1)
@@ -88,7 +100,7 @@ class Picture:
         return next((c for c in choices if len(self.folded(c).nodes) <= most), choices[-1])
 
     def folded(self, names: Collection[str]) -> Picture:
-        """The picture with these groups as one node each; what is within is not seen."""
+        """Return the picture with each of these groups drawn as one node without its content."""
         if not names:
             return self
         around = {n.name: next((g for g in n.groups if g in names), None) for n in self.nodes}
@@ -105,7 +117,7 @@ class Picture:
         return replace(self, nodes=list(nodes.values()), edges=list(edges.values()))
 
     def folded_nodes(self, names: Collection[str]) -> list[Node]:
-        """The nodes that stand for these groups when they are folded."""
+        """Return the nodes that replace these groups when they are folded."""
         made: dict[str, Node] = {}
         inside = Counter(g for n in self.nodes if n.kind in CALLS for g in n.groups)
         for node in self.nodes:
@@ -115,7 +127,7 @@ class Picture:
         return list(made.values())
 
     def digraph(self) -> graphviz.Digraph:
-        """The picture for graphviz."""
+        """Return the graphviz graph of the picture."""
         graph = graphviz.Digraph("relax", graph_attr=GRAPH, node_attr=NODE, edge_attr=EDGE)
         if len(self.nodes) > _MANY_NODES:
             graph.graph_attr.update(splines="polyline")
@@ -123,7 +135,7 @@ class Picture:
             graph.attr(label=graphviz.escape(self.title), labelloc="t")
         _draw(graph, self.nodes, self.groups, 0)
         for edge in self.edges:
-            # Outside of the frames: an edge would pull its nodes into the one that it stands in.
+            # Edges are added outside of the frames: an edge in a frame pulls its nodes into it.
             graph.edge(edge.source, edge.target, headlabel=edge.head)
         if self.legend:
             graph.node("legend", label=_legend(self.legend), **LEGEND)
@@ -152,7 +164,10 @@ def _draw(
 
 
 def _runs(nodes: Sequence[Node], level: int) -> Iterator[tuple[str | None, list[Node]]]:
-    """The nodes of each group at a level of nesting, where its first one stands."""
+    """Yield the groups at a level of nesting with their nodes, in the order of first nodes.
+
+    Nodes outside of all groups of this level have the name None.
+    """
     found: dict[str | None, list[Node]] = {}
     for node in nodes:
         found.setdefault(node.groups[level] if len(node.groups) > level else None, []).append(node)

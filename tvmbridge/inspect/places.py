@@ -1,8 +1,10 @@
-"""Which submodule each value of a Relax function belongs to.
+"""Find the submodule that each value of a Relax function belongs to.
 
-A call that came from PyTorch says so itself (:mod:`tvmbridge.frontend.origins`). What a pass has
-added stands where all that read it stand, and so does a parameter. What a gradient has added stands
-with what of forward it reads: the gradient of an operator reads its inputs or its result.
+A call imported from PyTorch has its submodule recorded in it (:mod:`tvmbridge.frontend.origins`).
+The others are inferred. A value that a pass has added, or a parameter, belongs to the innermost
+submodule that contains all values that read it. A value that differentiation has added belongs to
+the submodule of the forward value or parameter that it reads: the gradient of an operator reads the
+operator's inputs or result.
 """
 
 from __future__ import annotations
@@ -26,11 +28,15 @@ Modules = tuple[tuple[str, str], ...]
 def places(
     function: relax.Function, gradients: Mapping[relax.Expr, str] | None = None
 ) -> dict[relax.Var, Modules]:
-    """The submodules of each variable of ``function``, from the outside to the inside.
+    """Return the submodules of each variable of ``function``, from the outermost to the innermost.
+
+    Variables with unknown submodules are left out.
 
     Args:
-        gradients: of a joint function, its results that are gradients of parameters, with the
-            paths of the submodules that hold these. Of backward alone nothing is guessed.
+        function: the function.
+        gradients: for a joint function, its results that are gradients of parameters, each with
+            the path of the submodule that holds the parameter. None: do not infer the submodules
+            of backward's values from the forward values that they read.
     """
     bindings = _bindings(function)
     reads = {b.var: relax.analysis.free_vars(b.value) for b in bindings}
@@ -55,9 +61,9 @@ def places(
 
 
 def with_places(joint: JointModule, holders: Mapping[str, str]) -> JointModule:
-    """A joint function whose calls all say where they belong, so that its parts can be drawn.
+    """Record its submodule in each call of a joint function, so that forward and backward have it.
 
-    ``holders`` are the paths of the submodules that hold its parameters, by the parameters' names.
+    ``holders`` has, for each parameter by name, the path of the submodule that holds it.
     """
     function = joint.mod["joint"]
     results = flat_results(function)
@@ -65,7 +71,7 @@ def with_places(joint: JointModule, holders: Mapping[str, str]) -> JointModule:
     found = places(function, {g: holders[name] for g, name in gradients if name in holders})
     told = [_told(b, found.get(b.var)) for b in _bindings(function)]
     made = tvm.IRModule({"joint": build_function("joint", function.params, told, results)})
-    # The tuple of the old result is read by nothing.
+    # Nothing reads the tuple of the old result any more.
     return replace(joint, mod=DeadCodeElimination(("joint",))(made))
 
 
@@ -87,7 +93,7 @@ Reads = Mapping[relax.Var, Iterable[relax.Var]]
 def _from_operands(
     bindings: list[relax.Binding], reads: Reads, found: dict[relax.Var, Modules]
 ) -> None:
-    """Items of tuples, and other names of a value, stand with it."""
+    """Give items of tuples, and aliases of a value, the submodules of the tuple or the value."""
     for binding in bindings:
         if isinstance(binding.value, relax.TupleGetItem | relax.Var):
             known = [found[v] for v in reads[binding.var] if v in found]
@@ -98,7 +104,7 @@ def _from_operands(
 def _from_readers(
     bindings: list[relax.Binding], reads: Reads, found: dict[relax.Var, Modules]
 ) -> None:
-    """What is not known stands where all that read it stand."""
+    """Give each unplaced value the submodules that all its readers have in common."""
     readers: dict[relax.Var, list[Modules]] = defaultdict(list)
     for binding in reversed(bindings):
         if isinstance(binding.value, relax.Tuple):
@@ -117,9 +123,10 @@ def _behind_forward(
     forward: Mapping[relax.Var, Modules],
     parameters: Mapping[relax.Var, Modules],
 ) -> None:
-    """What is not known stands with the parameter that it reads, or the last value of forward.
+    """Place each unplaced call of backward with the values that it reads.
 
-    What reads neither stands where all that it reads stand.
+    It gets the submodules of a parameter that it reads, otherwise of the last forward value that
+    it reads. If it reads neither, it gets the submodules that all its operands have in common.
     """
     number = {b.var: i for i, b in enumerate(bindings)}
     for binding in bindings:
@@ -140,7 +147,7 @@ def _behind_forward(
 def _of_parameters(
     parameters: Iterable[relax.Var], reads: Reads, found: Mapping[relax.Var, Modules]
 ) -> dict[relax.Var, Modules]:
-    """What all readers of a parameter have in common."""
+    """Return, for each parameter, the submodules that all its readers have in common."""
     readers: dict[relax.Var, list[Modules]] = defaultdict(list)
     for var, operands in reads.items():
         if var in found:

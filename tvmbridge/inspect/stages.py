@@ -1,4 +1,4 @@
-"""The graphs of a module that can be drawn, from capture to the functions that are built."""
+"""The graphs of a module at each stage of compilation, for drawing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,13 @@ from tvmbridge.pipeline import lowering_passes, run_passes
 
 @dataclass(frozen=True)
 class Drawable:
-    """What is drawn of a stage; ``gradients`` names the results that are gradients, by number."""
+    """The graph of one stage.
+
+    - ``graph``: the module or function to draw.
+    - ``coloring``: the colors of a joint function; None for other functions.
+    - ``gradients``: for each result that is a gradient, by its number, the name of its parameter
+      or input.
+    """
 
     graph: tvm.IRModule | relax.Function
     coloring: Coloring | None = None
@@ -41,15 +47,12 @@ class Drawable:
 
 
 class Stages:
-    """The stages of a module, in the mode that it stands in; the module is left as it is.
+    """The stages of a module in its present mode; the module is not changed.
 
     Args:
         module: any module.
         sample_input: a tensor, or a tuple of positional arguments.
-        options: how the module would be compiled.
-
-    Raises:
-        BridgeError: the module cannot be captured or lowered.
+        options: the options of the compilation; None: the defaults.
     """
 
     def __init__(
@@ -61,11 +64,11 @@ class Stages:
         self.needs_grad = module.training and anything_requires_grad(module, (args, kwargs))
 
     def draw(self, name: str) -> Drawable:
-        """One of :data:`STAGES`.
+        """Return the graph of the stage ``name``, one of :data:`STAGES`.
 
         Raises:
-            BridgeError: the module cannot be lowered, or has no such stage.
-            KeyError: there is no stage of this name.
+            BridgeError: the module cannot be lowered, or it has no such stage.
+            KeyError: ``name`` is not among :data:`STAGES`.
         """
         with self._apart():
             return STAGES[name](self)
@@ -77,7 +80,7 @@ class Stages:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The stages that the module has: without gradients there are neither joint nor backward.
+        """The names of the module's stages; without gradients it has no joint and no backward.
 
         Raises:
             BridgeError: the module cannot be lowered.
@@ -87,13 +90,17 @@ class Stages:
         return tuple(n for n in STAGES if differentiated or n not in ("joint", "backward"))
 
     def captured(self) -> Drawable:
-        """Relax as it comes from PyTorch."""
+        """Return the Relax module as it is imported from PyTorch's graph."""
         args, kwargs, _ = self.sample.arguments()
         made = capture(self.sample.module, args, sample_kwargs=kwargs, needs_grad=self.needs_grad)
         return Drawable(to_relax(made))
 
     def passes(self) -> Drawable:
-        """Behind the graph passes; in training before the gradient, if that is TVM's."""
+        """Return the Relax module after the graph passes.
+
+        In training by TVM's Gradient it is forward before differentiation; in training by PyTorch's
+        derivatives it is the joint function.
+        """
         derivation = self._lowered.derivation
         if derivation is None:
             return Drawable(self._lowered.mod)
@@ -102,19 +109,19 @@ class Stages:
         return Drawable(run_passes(derivation.imported.mod, lowering_passes(), []))
 
     def joint(self) -> Drawable:
-        """The joint function, colored."""
+        """Return the joint function with its coloring."""
         joint = self._joint
         gradients = dict(enumerate(map(self._titled, joint.wanted), joint.num_outputs))
         return Drawable(joint.mod["joint"], self._colored()[1], gradients)
 
     def forward(self) -> Drawable:
-        """Forward as it is built."""
+        """Return the forward function that is built."""
         if self._lowered.derivation is None:
             return Drawable(self._lowered.mod["forward"])
         return Drawable(self._split("forward"))
 
     def backward(self) -> Drawable:
-        """Backward as it is built."""
+        """Return the backward function that is built."""
         gradients = dict(enumerate(map(self._titled, self._joint.wanted)))
         return Drawable(self._split("backward"), gradients=gradients)
 
@@ -126,13 +133,13 @@ class Stages:
         return colored(self._joint, policy, self.options.recompute)
 
     def _titled(self, name: str) -> str:
-        """What the user calls a parameter or an input of the joint function."""
+        """Return the user's name of a parameter or an input of the joint function."""
         inputs = self._lowered.captured.inputs
         return next((d.target or d.name for d in inputs if d.name == name), name)
 
     @cached_property
     def _joint(self) -> JointModule:
-        """The joint function that is split, whose calls say where they belong."""
+        """The joint function before the split, with the submodule of each call recorded in it."""
         derivation = self._lowered.derivation
         if derivation is None:
             raise BridgeError(

@@ -1,4 +1,4 @@
-"""How nodes, edges and frames look, by what they are; and what the legend calls it."""
+"""The graphviz attributes of each kind of node, edge and frame, and its name in the legend."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ FOLDED: Final = {"shape": "box3d", "style": "filled", "fillcolor": "#fff7e6", "m
 LEGEND: Final = {"shape": "plaintext", "style": "", "fontsize": "9"}
 FUNCTION_FRAME: Final = {"style": "rounded", "color": "#9aa0a6", "margin": "12"}
 BRANCH_FRAME: Final = {"style": "rounded,dashed", "color": "#9aa0a6"}
-# By depth, so that a frame is told from the one around it.
+# The fill of a frame by its depth, so that a frame differs from the one around it.
 _FILLS: Final = ("#f8fafd", "#f1f5fb", "#e9f0f9", "#e1eaf6")
 
-#: The looks of a kind of node.
+#: The graphviz attributes of each kind of node.
 KINDS: Final[dict[str, Attributes]] = {
     "input": {**_ROUND, "fillcolor": "#e8f0fe"},
     "weight": {**_ROUND, "fillcolor": "#f1f3f4"},
@@ -61,7 +61,7 @@ KINDS: Final[dict[str, Attributes]] = {
 }
 #: The kinds that are operators or calls of functions.
 CALLS: Final = frozenset({"op", "tir", "packed", "aten", "function"})
-#: What the legend says of a kind.
+#: The name of each kind in the legend.
 NAMES: Final = {
     "input": "input",
     "weight": "weight or buffer",
@@ -77,6 +77,6 @@ NAMES: Final = {
 
 
 def submodule_frame(depth: int) -> Attributes:
-    """The looks of the frame around a submodule."""
+    """Return the graphviz attributes of the frame around a submodule at a depth from 1 on."""
     fill = _FILLS[min(depth, len(_FILLS)) - 1]
     return {"style": "rounded,filled", "fillcolor": fill, "color": "#c3cfe2", "margin": "8"}

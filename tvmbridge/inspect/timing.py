@@ -1,4 +1,4 @@
-"""How long each operator of a graph takes alone, by PyTorch's kernel, or else by TVM's."""
+"""Measure each operator of a graph alone, in PyTorch's kernel if there is one, otherwise TVM's."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _ROUNDS = 3
 
 
 def seconds_alone(graph: tvm.IRModule | relax.Function) -> dict[relax.Var, float]:
-    """The shortest of a few runs of each call on numbers made up for it, in seconds.
+    """Return, for each call, the shortest time of a few runs on invented inputs, in seconds.
 
-    In compiled code operators are fused, so that the sum of these times is longer than a call.
+    In compiled code operators are fused, so that the sum of these times exceeds a call's time.
 
     Raises:
         BridgeError: a function cannot be evaluated.
@@ -40,7 +40,7 @@ def seconds_alone(graph: tvm.IRModule | relax.Function) -> dict[relax.Var, float
 
 
 class _TimedRun(RelaxRun):
-    """A run that notes how long each call takes."""
+    """A run of a Relax function that records the time of each call."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class _TimedRun(RelaxRun):
         super().__init__(function, arguments, masks)
 
     def _call(self, var: relax.Var, call: relax.Call, operands: list[Any]) -> Any:
-        rounds = 1 if _is_dropout(call) else _ROUNDS  # each takes a mask
+        rounds = 1 if _is_dropout(call) else _ROUNDS  # each run of a dropout consumes a mask
         taken = []
         for _ in range(rounds):
             start = time.perf_counter()
@@ -72,7 +72,7 @@ def _masks(function: relax.Function) -> list[torch.Tensor]:
 
 
 def _made_up(param: relax.Var) -> torch.Tensor:
-    """Numbers of the type of a parameter; integers may be indices, so that they are 0."""
+    """Return invented values for a parameter: random floats, but zeros for possible indices."""
     shape, dtype = shape_of(param) or (), from_relax_dtype(dtype_of(param))
     if not dtype.is_floating_point:
         return torch.zeros(shape, dtype=dtype)

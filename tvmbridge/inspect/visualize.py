@@ -1,4 +1,4 @@
-"""Draws Relax functions with graphviz, in the manner in which Relay graphs used to be drawn."""
+"""Draw Relax functions with graphviz."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -40,42 +40,44 @@ def visualize(
     legend: bool = True,
     memory: bool = False,
 ) -> graphviz.Digraph:
-    """Draws a Relax function, or every Relax function of a module with a frame around each.
+    """Draw a Relax function, or every Relax function of a module with a frame around each.
 
-    A GraphModule of torch.fx is drawn as it is, without the arguments that follow.
+    Inputs and outputs are ellipses. Calls are boxes with the operator's name, its attributes, and
+    the result's variable and type. Values of a submodule are in a frame with its name and class.
+    Inputs that nothing reads are left out, and the title counts them. A tooltip has the full text
+    of a label that was shortened.
 
-    Inputs and outputs are ellipses, calls are boxes that carry the operator's name, the attributes
-    that are set, and the result's variable and type. What came from a submodule stands in a frame
-    with its name and class. Inputs that nothing reads are left out, and the title counts them.
-    `dot` is not run: look at `.source`, or call `.render()` or `.pipe()` of the result. A tooltip
-    carries what a label had to shorten.
+    `dot` is not run: look at `.source`, or call `.render()` or `.pipe()` of the result.
 
     Args:
-        mod_or_function: A `relax.Function`, or an `IRModule` that holds at least one.
-        collapse_small: Writes small constants, shapes, numbers and tuple items in place, inside the
-            node that uses them, and draws one output for each item of a returned tuple. False
-            gives every expression a node.
-        node_attr_dict: graphviz attributes that override the node's own, as
+        mod_or_function: A `relax.Function`, or an `IRModule` that holds at least one. A
+            `torch.fx.GraphModule` is drawn too; the other arguments have no effect on it.
+        collapse_small: Whether small constants, shapes, numbers and tuple items are written inside
+            the node that uses them. Each item of a returned tuple is then an output of its own.
+            False draws a node for every expression.
+        node_attr_dict: graphviz attributes that override a node's own attributes, as
             `{variable: {"fillcolor": "lightblue"}}`. A key is a variable, an expression bound to
             one, or a variable's name; `"function/variable"` names it in one function of a module.
-            Relax expressions that are not in the drawing are ignored. A small value that has
-            attributes of its own is drawn as a node even where it would be written in place; a
-            tuple item only if they differ from the tuple's.
-        coloring: The coloring of a joint function (`tvmbridge.coloring.color`): forward is drawn
-            red, what it keeps for backward yellow, backward blue, and what both compute in both
-            colors with a dashed line. `node_attr_dict` goes before it.
-        groups: Draws frames around what belongs to one submodule of the PyTorch module. What a
-            pass has added stands with what reads it.
-        fold: Draws submodules as one node each: those at this depth (1 is the outermost), or those
-            with these dotted paths.
-        legend: Says what the colors mean.
-        memory: Draws in place of operators how long each buffer of compiled code lives, on the CPU:
-            a row for each piece of memory, a column for each step, without the arguments before.
+            Relax expressions that are not in the drawing are ignored. A small value with
+            attributes of its own is drawn as a node; a tuple item only if its attributes differ
+            from the tuple's.
+        coloring: The coloring of a joint function (`tvmbridge.coloring.color`). Forward is red,
+            and backward is blue. Values that forward keeps for backward are yellow. Values that
+            both compute have both colors and a dashed line. `node_attr_dict` overrides the colors.
+        groups: Whether a frame is drawn around the values of each submodule of the PyTorch module.
+            A value that a pass has added is in the frame of the values that read it.
+        fold: The submodules that are drawn as one node each: a depth (1 is the outermost), or
+            dotted paths.
+        legend: Whether a legend explains the colors.
+        memory: Draw the lifetimes of the buffers of compiled code on the CPU instead of operators:
+            a row for each piece of memory, a column for each step. The arguments above, except
+            the first, have no effect then.
 
     Raises:
         TypeError: An argument, a key or a value has the wrong type.
-        ValueError: The module has no Relax function, no variable has a name that is a key, or there
-            is no submodule to fold at that depth or with that path.
+        ValueError: The module has no Relax function; no variable has a name that is a key; there
+            is no submodule to fold at that depth or with that path; or `memory` is True and every
+            function has a symbolic size.
     """
     if isinstance(mod_or_function, fx.GraphModule):
         return draw_graph_module(mod_or_function)
@@ -102,10 +104,17 @@ def picture_of(
     seconds: Mapping[relax.Var, float] = MappingProxyType({}),
     gradients: Mapping[int, str] = MappingProxyType({}),
 ) -> Picture:
-    """The picture that :func:`visualize` draws, as data.
+    """Return the picture that :func:`visualize` draws, as data.
 
-    ``seconds`` are times of its values, ``gradients`` says of what a function's results are the
-    gradients, by their numbers.
+    Args:
+        mod_or_function: as for :func:`visualize`, as the next four arguments.
+        collapse_small: as for :func:`visualize`.
+        node_attr_dict: as for :func:`visualize`.
+        coloring: as for :func:`visualize`.
+        groups: as for :func:`visualize`.
+        seconds: for each variable whose time was measured, the seconds that its call takes.
+        gradients: for each result that is a gradient, by its number, the name of its parameter or
+            input.
     """
     functions = _relax_functions(mod_or_function)
     if not isinstance(collapse_small, bool):
@@ -133,7 +142,7 @@ def picture_of(
 
 
 def _folds(drawn: Picture, fold: int | Collection[str]) -> frozenset[str]:
-    """The names of the groups to fold."""
+    """Return the names of the groups that ``fold`` selects, by depth or by paths."""
     if isinstance(fold, int):
         names = drawn.at_depth(fold)
         if not names:
@@ -180,7 +189,7 @@ def _titled(name: str, remark: str) -> str:
 
 
 def _assembled(drawings: list[FunctionDrawing]) -> Picture:
-    """The functions of a module in one picture, each within a frame."""
+    """Combine the functions of a module into one picture, with a frame around each."""
     whole = Picture()
     for number, drawing in enumerate(drawings):
         drawn, frame = drawing.picture, f"cluster_{number}"
@@ -193,13 +202,13 @@ def _assembled(drawings: list[FunctionDrawing]) -> Picture:
 
 
 def _legend(drawn: Picture, colored: bool) -> list[tuple[str, str]]:
-    """What the colors of this picture mean."""
+    """Return the entries of the legend: a text and a fill color for each kind in the picture."""
     shown = {node.kind for node in drawn.nodes}
     fills = {node.attributes.get("fillcolor") for node in drawn.nodes}
     entries = []
     if colored:
         entries = [(text, color) for text, color in COLOR_NAMES if color in fills]
-        shown -= {"op", "tir", "packed", "aten"}  # the colors say which part they belong to
+        shown -= {"op", "tir", "packed", "aten"}  # their fill is the color of the coloring
     if any(group.depth for group in drawn.groups.values()):
         shown.add("folded")
     entries += [(t, KINDS[k].get("fillcolor", "#ffffff")) for k, t in NAMES.items() if k in shown]

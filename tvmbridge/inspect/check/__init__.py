@@ -1,4 +1,4 @@
-"""Checked calls: what compiled code made of a call beside what the module's own forward makes."""
+"""Checked calls: compare compiled code with the module's own forward during a call."""
 
 from tvmbridge.inspect.check.checker import Checker
 

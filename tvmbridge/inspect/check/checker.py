@@ -1,8 +1,9 @@
-"""The checker: serves calls as the dispatcher does, and checks those that are due.
+"""The checker: serve calls as the dispatcher does, and check the calls that the policy selects.
 
-A checked call runs twice: by the module's own forward, on copies, and by the compiled code.
-Outputs, state, arguments and the generator are compared at once, gradients when backward comes, for
-the cotangents that come. What is left behind is what compiled code alone leaves.
+A checked call runs twice: by the module's own forward on copies, and by the compiled code. Outputs,
+state, arguments and the random generator are compared after forward. Gradients are compared when
+backward runs, for the cotangents that arrive. All effects of the call are those of the compiled
+code.
 """
 
 from __future__ import annotations
@@ -35,24 +36,24 @@ logger = logging.getLogger(__name__)
 class Checker:
     """Checks calls of one dispatched module.
 
-    ``unchecked`` counts the calls that were due but could not be checked, by reason.
+    ``unchecked`` counts, by reason, the calls that were due but could not be checked.
 
     Args:
-        policy: which calls are due.
-        options: how the module is compiled.
+        policy: selects the calls that are due for a check.
+        options: the options that the module is compiled with.
     """
 
     def __init__(self, policy: CheckPolicy, options: CompileOptions) -> None:
         self.policy = policy
         self.options = options
         self.unchecked: Counter[str] = Counter()
-        # What float64 has shown to be rounding: forward and backward of these.
+        # The parts (forward, backward) whose doubtful values were compared in float64 already.
         self._settled: weakref.WeakKeyDictionary[CompiledEntry, set[str]] = (
             weakref.WeakKeyDictionary()
         )
 
     def renewed(self) -> Checker:
-        """A checker for a copy of the module."""
+        """Return a new checker with the same policy and options, for a copy of the module."""
         return Checker(self.policy, self.options)
 
     def run(
@@ -63,7 +64,7 @@ class Checker:
         tensors: Sequence[Any],
         arguments: Arguments,
     ) -> Any:
-        """Serve a call; it is checked if it is due.
+        """Serve a call, and check it if it is due.
 
         Raises:
             NumericsError: the compiled code departs from the module's own forward.
@@ -76,7 +77,7 @@ class Checker:
         if entry.compiled.captured.convention.left:
             self.unchecked["forward leaves values in attributes of the module"] += 1
             return entry.run(leaves, tensors, arguments)
-        if in_checkpoint():  # which takes what the check saves for what the call does
+        if in_checkpoint():  # a checkpoint would count the check's saved tensors as the call's
             self.unchecked["a checkpoint watches what the call saves"] += 1
             return entry.run(leaves, tensors, arguments)
         try:
@@ -92,7 +93,10 @@ class Checker:
         return _Check(self, module, entry, twin).run(leaves, tensors, arguments)
 
     def judged(self, judge: Judge, entry: CompiledEntry, part: str) -> tuple[str, str] | None:
-        """The mistake among doubtful values; forward and backward are settled once each."""
+        """Decide by float64 whether a doubtful value is a mistake; return its name and figures.
+
+        Return None if there is no mistake. For each entry, forward and backward are decided once.
+        """
         settled = self._settled.setdefault(entry, set())
         if not judge.doubtful or part in settled:
             return None
@@ -114,8 +118,8 @@ class _Check:
         captured = entry.compiled.captured
         primals = [d for d in captured.inputs if d.kind is not InputKind.CONSTANT]
         self._titles = [title(d) for d in primals]
-        # A tied parameter is several primals, of which one may have the gradient of all. Backward
-        # returns the gradients of those that it reaches.
+        # A tied parameter is several primals, whose gradients are summed; backward returns the
+        # gradients of the primals that it reaches.
         self._differentiated: dict[str, list[int]] = {}
         parts = entry.compiled.split
         place = {} if parts is None else {name: i for i, name in enumerate(parts.wanted)}
@@ -171,7 +175,7 @@ class _Check:
     def _compare(
         self, judge: Judge, actual: Mapping[str, Any], expected: Mapping[str, Any], part: str
     ) -> None:
-        """Raise for the first value that is wrong."""
+        """Raise an error for the first value that departs from the eager reference."""
         for name in [*expected, *(n for n in actual if n not in expected)]:
             fault = judge.fault(name, actual.get(name), expected.get(name))
             if fault is not None:
@@ -217,7 +221,10 @@ class _Check:
         self._entry.checked_gradients += 1
 
     def _output_names(self) -> list[str | None]:
-        """The names of the computed results, in order; None for state, and for checks."""
+        """Return the names of the computed outputs in order; None for outputs without a name.
+
+        Outputs without a name are state of the module, and checks inside of forward.
+        """
         names = iter(self._twin.outcome.differentiable)
         found: list[str | None] = []
         for output in self._entry.compiled.captured.outputs:
@@ -227,7 +234,7 @@ class _Check:
         return found
 
     def _all_cotangents(self, arrived: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """A cotangent for every output: zeros where none came."""
+        """Return a cotangent for every output, zeros for an output that none arrived for."""
         leaves = self._twin.outcome.differentiable.items()
         tensors = {name: leaf for name, leaf in leaves if isinstance(leaf, torch.Tensor)}
         return {n: arrived.get(n, torch.zeros_like(t.detach())) for n, t in tensors.items()}

@@ -1,4 +1,4 @@
-"""The judge of checked values: rounding or mistake, as comparison has it, and where it comes in."""
+"""Judge the values of a checked call: rounding or mistake, and which operator is wrong."""
 
 from __future__ import annotations
 
@@ -25,17 +25,19 @@ _NOT_AN_OPERATOR = (
 
 
 class Judge:
-    """Judges the values of one call, or of its backward.
+    """Judges the values of one call, or the gradients of its backward.
 
-    A value within the least bound of :mod:`tvmbridge.inspect.compare.verdict` agrees. For others
-    it is measured how far rounding moves them. What is beyond that is a mistake. What is not is
-    ``doubtful``, since a small mistake may hide there: float64 tells, by :meth:`settle`.
+    - A value within the smallest bound of :mod:`tvmbridge.inspect.compare.verdict` agrees.
+    - For any other value the judge measures how far rounding moves it in eager PyTorch. A value
+      beyond the bound of this measurement is a mistake.
+    - A value within that bound is ``doubtful``, since a small mistake may hide there.
+      :meth:`settle` decides by a comparison in float64.
 
     Args:
-        sample: the module and its arguments before the call; with the cotangents for backward.
-        states: of the generators before the call.
+        sample: the module and its arguments before the call, with the cotangents for backward.
+        states: the states of the random generators before the call.
         backward: whether gradients are compiled.
-        options: how the module is compiled.
+        options: the options that the module is compiled with.
     """
 
     def __init__(
@@ -53,7 +55,7 @@ class Judge:
             return run_eager(self._sample, backward=self._backward).measures
 
     def fault(self, name: str, actual: Any, expected: Any) -> str | None:
-        """What is wrong with ``actual``, with figures; None: nothing."""
+        """Return what is wrong with ``actual``, in words with figures; None if nothing is."""
         if not isinstance(actual, torch.Tensor) or not isinstance(expected, torch.Tensor):
             same = actual is expected or (type(actual) is type(expected) and actual == expected)
             return None if same else f"is {_kind(actual)} where PyTorch has {_kind(expected)}"
@@ -79,7 +81,7 @@ class Judge:
         return None
 
     def settle(self) -> tuple[str, str] | None:
-        """Decide by float64 whether what is doubtful is a mistake; its name and figures if so."""
+        """Compare doubtful values in float64; return the name and figures of a mistake, or None."""
         found = self._compared({"compiled"}, lambda c: c.run().mistakes)
         for departure in () if isinstance(found, str) else found:
             if departure.value in self.doubtful:
@@ -88,7 +90,7 @@ class Judge:
         return None
 
     def operator(self, name: str) -> str:
-        """The first operator that departs for the value called ``name``, in a sentence."""
+        """Return a sentence that names the first operator that departs for the value ``name``."""
         found = self._compared(STAGES, lambda c: c.run())
         if isinstance(found, str):
             return found
@@ -98,7 +100,7 @@ class Judge:
         return f"first departing operator: {mistakes[0]}" if mistakes else _NOT_AN_OPERATOR
 
     def _compared(self, stages: Any, look: Callable[[Comparison], Any]) -> Any:
-        """What ``look`` finds; a sentence where the comparison fails."""
+        """Call ``look`` on a new comparison; return its result, or a sentence if it fails."""
         with restarted(self._states), torch.enable_grad():
             try:
                 return look(Comparison(self._sample, self._backward, stages, self._options))

@@ -1,4 +1,4 @@
-"""The twin of a call: the module's own forward on copies of everything, with the same draws."""
+"""The eager reference of a call: the module's own forward on copies, with equal random draws."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GeneratorStates = list[tuple[torch.Generator, torch.Tensor]]
 
 
 def generator_states(device: torch.device) -> GeneratorStates:
-    """PyTorch's default generators that a call may draw from, and their states of now."""
+    """Return the default generators that a call may draw from, each with its present state."""
     generators = [torch.default_generator]
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
@@ -35,7 +35,7 @@ def generator_states(device: torch.device) -> GeneratorStates:
 
 @contextmanager
 def restarted(states: GeneratorStates) -> Iterator[None]:
-    """Within it the generators start from ``states``; then they are as they were."""
+    """Set the generators to ``states`` in this context, and restore their states afterwards."""
     now = [(g, g.get_state()) for g, _ in states]
     for generator, state in states:
         generator.set_state(state)
@@ -48,11 +48,14 @@ def restarted(states: GeneratorStates) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class CallOutcome:
-    """What one call of forward left behind.
+    """The results and effects of one call of forward.
 
-    ``returned`` is what forward returned; ``leaves`` are its leaves, and those of the arguments
-    that it changed, by name; ``structure`` is that of both. ``state`` are the tensors of the
-    module and the arguments after the call, ``bases`` the intermediate view bases of the outputs.
+    - ``returned``: the value that forward returned.
+    - ``leaves``: the leaves of the returned value and of changed arguments, by name.
+    - ``structure``: the pytree structure of ``leaves``.
+    - ``state``: the tensors of the module and of the arguments after the call, by name.
+    - ``bases``: the intermediate view bases of the outputs: tensors that are no outputs, but whose
+      views are.
     """
 
     returned: Any
@@ -63,7 +66,7 @@ class CallOutcome:
 
     @property
     def differentiable(self) -> Mapping[str, Any]:
-        """What gradients may arrive for: the leaves, and intermediate view bases, by name."""
+        """The values that gradients may arrive for, by name: leaves and intermediate bases."""
         return {**self.leaves, **self.bases}
 
 
@@ -74,9 +77,14 @@ def observed_call(
     inputs: Sequence[Any],
     bases: Sequence[IntermediateBase] = (),
 ) -> CallOutcome:
-    """Call ``forward`` on ``arguments``, whose leaves are ``inputs``, and see what it does.
+    """Call ``forward`` on ``arguments``, and return its results and effects.
 
-    The hidden ``bases`` of its outputs are kept too.
+    Args:
+        forward: the forward to call.
+        module: the module whose tensors are its state.
+        arguments: the arguments of the call.
+        inputs: the leaves of the arguments.
+        bases: the intermediate view bases of the outputs.
     """
     returned: list[Any] = []
 
@@ -100,19 +108,25 @@ def observed_call(
 
 
 class Twin:
-    """The same call by the module's own forward.
+    """The eager reference of a call: the module's own forward on a copy of the module.
 
-    It is made before the call, from copies of the module and the arguments, and runs at once; its
-    autograd graph is its own. Nothing that the caller holds is touched.
+    It is constructed before the call, and runs at once on copies of the arguments, with its own
+    autograd graph. The caller's module, arguments and generators are not changed.
+
+    - ``sample``: the copies of module and arguments before the call.
+    - ``states``, ``states_after``: the states of the generators before and after the call.
+    - ``error``: the error that forward raised; None if it returned.
+    - ``outcome``: the results and effects of forward, if it returned.
 
     Args:
         module: the dispatched module.
-        arguments: those of the call.
-        device: the one that the module computes on.
+        arguments: the arguments of the call.
+        device: the device that the module computes on.
         bases: intermediate view bases that gradients may arrive for.
 
     Raises:
-        Exception: the module cannot be copied, or its copy would not stand for itself.
+        Exception: the module cannot be copied, or an attribute is a closure over the module: the
+            copy's closure would still read the original.
     """
 
     def __init__(
@@ -144,7 +158,7 @@ class Twin:
     def gradients(
         self, cotangents: Mapping[str, torch.Tensor], wanted: Sequence[str]
     ) -> list[torch.Tensor | None]:
-        """Gradients of ``wanted`` for the cotangents of outputs; None where none flows."""
+        """Return the gradients of ``wanted`` for the outputs' cotangents; None if none flows."""
         outputs = {n: o for n, o in self.outcome.differentiable.items() if n in cotangents}
         flowing = [name for name, output in outputs.items() if output.requires_grad]
         leaves = [self._own.tensor(name) for name in wanted]
@@ -162,7 +176,7 @@ class Twin:
 
 
 def _closure_over(module: nn.Module) -> str | None:
-    """The name of a function among the attributes that reads the module past ``self``."""
+    """Return the name of an attribute that is a closure over the module or its parts, or None."""
     own = {id(t) for t in (*module.modules(), *module.parameters(), *module.buffers())}
     for path, part in module.named_modules():
         for name, value in vars(part).items():
@@ -177,7 +191,7 @@ def _reads(function: types.FunctionType, own: Collection[int]) -> bool:
     for cell in function.__closure__ or ():
         try:
             held = cell.cell_contents
-        except ValueError:  # a name that has no value yet
+        except ValueError:  # the cell has no value yet
             continue
         if id(held) in own or id(getattr(held, "__self__", None)) in own:
             return True

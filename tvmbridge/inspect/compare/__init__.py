@@ -1,4 +1,4 @@
-"""Numerical comparison: which stage departs from eager PyTorch, at which operator, and why."""
+"""Numerical comparison with eager PyTorch: find the stage and the operator that depart from it."""
 
 from tvmbridge.inspect.compare.comparison import STAGES, compare
 from tvmbridge.inspect.compare.report import ComparisonReport, Departure, Figure

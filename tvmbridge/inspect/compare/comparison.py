@@ -1,4 +1,4 @@
-"""The comparison itself: every stage of compilation beside eager PyTorch, in two precisions."""
+"""Compare every stage of compilation with eager PyTorch, in two precisions."""
 
 from __future__ import annotations
 
@@ -38,32 +38,32 @@ def compare(
     options: CompileOptions | dict[str, Any] | None = None,
     passes: Sequence[AnyPass] = (),
 ) -> ComparisonReport:
-    """Compare what each stage of compilation computes with eager PyTorch.
+    """Compare the results of each stage of compilation with eager PyTorch.
 
-    The module runs in eager PyTorch, as captured program, as Relax as it is imported and after
-    each pass that changes it, and as compiled code: each in its own dtype and in float64, with the
-    same numbers. :mod:`tvmbridge.inspect.compare.verdict` says how departures are judged.
-    The random numbers are those that the module would draw now; the module, its buffers, its
-    gradients and the state of the generator are left as they are.
+    The stages are the captured program, the imported Relax module, the module after each pass that
+    changes it, and the compiled code. Each stage runs in the module's own dtype and in float64,
+    with the same numbers. :mod:`tvmbridge.inspect.compare.verdict` explains how departures are
+    judged. Random draws are those that the module would make now. The module, its buffers, its
+    gradients and the state of the random generator are not changed.
 
     Args:
         module: any module, in the mode that it is to be compared in.
-        sample_input: a tensor, or a tuple of positional arguments; inputs whose gradients are to
-            be compared require one.
+        sample_input: a tensor, or a tuple of positional arguments. Inputs that require a gradient
+            have their gradients compared.
         sample_kwargs: keyword arguments of forward.
-        backward: compare gradients too, of every parameter and input that requires one.
-        stages: which of ``"eager"``, ``"captured"``, ``"imported"``, ``"passes"`` and
-            ``"compiled"`` are evaluated; all by default. Eager PyTorch, the reference, always is.
-        options: how the module is compiled.
+        backward: whether to compare the gradients of all parameters and inputs that require one.
+        stages: the stages to evaluate, among ``"eager"``, ``"captured"``, ``"imported"``,
+            ``"passes"`` and ``"compiled"``; None: all. Eager PyTorch always runs, as the reference.
+        options: the options of the compilation.
         passes: passes of your own (:class:`tvmbridge.passes.base.RelaxPass`, or any function of an
-            IRModule), run behind the pipeline's; each is a stage by its name.
+            IRModule), which run after the pipeline's. Each is a stage with the pass's name.
 
     Returns:
-        The report. A module that cannot be compared has one with the reason, and ``ok`` False.
+        The report. If the module cannot be compared, ``ok`` is False and ``reason`` says why.
 
     Raises:
-        TypeError: ``module`` is no module, or ``options`` has an unknown field.
-        ValueError: ``stages`` has a name that is none.
+        TypeError: ``module`` is not a module, or ``options`` has an unknown field.
+        ValueError: ``stages`` has an unknown name.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
@@ -83,7 +83,12 @@ def compare(
 
 
 class Comparison:
-    """A comparison that is under way; see :func:`compare` for the arguments."""
+    """A comparison in progress; see :func:`compare` for the arguments.
+
+    - ``own``: the comparison in the module's own dtype.
+    - ``wide``: the comparison in float64; None if the module is in float64 itself, or cannot run
+      or be compiled in it.
+    """
 
     def __init__(
         self,
@@ -107,7 +112,7 @@ class Comparison:
         self._rounded: set[str] = set()
 
     def run(self) -> ComparisonReport:
-        """Run the stages and compare them."""
+        """Run the stages, compare them, and return the report."""
         try:
             self.own = Precision(self.sample, self.backward)
         except Exception as error:
@@ -138,7 +143,7 @@ class Comparison:
         )
 
     def _widen(self) -> None:
-        """Eager PyTorch in float64."""
+        """Run eager PyTorch in float64."""
         try:
             self.wide = Precision(self.sample.in_float64(), self.backward)
         except Exception as error:
@@ -173,7 +178,7 @@ class Comparison:
     # The stages ----------------------------------------------------------------------------------
 
     def _compare_eager(self) -> None:
-        """Eager PyTorch itself: how far its own rounding takes it from float64."""
+        """Measure how far eager PyTorch in the module's dtype departs from float64."""
         if self.wide is None:
             return
         self.evaluated.append("eager")
@@ -216,7 +221,7 @@ class Comparison:
             precision.settle()
 
     def _expected(self, trace: Trace) -> list[str]:
-        """The values that a stage must have: gradients once it has any of them."""
+        """Return the values that a stage must have; gradients only if it has any gradient."""
         reference = self.own.reference
         names = [n for n in reference.measures if n not in reference.unwritten]
         names = list(dict.fromkeys([*names, *trace.results]))
@@ -237,7 +242,7 @@ class Comparison:
         figure = Figure(name, stage, error, bound, error64, bound64, kind)
         self.figures.append(figure)
         if kind == MISTAKE and new:
-            # A power of ten, so that values of one stage share their matching.
+            # Rounded up to a power of ten, so that values of one stage share a Matching.
             between = math.sqrt(min(1.0, size) * max(least, 1e-16))
             self._depart(wrong, figure, 10.0 ** math.ceil(math.log10(between)))
         elif kind == ROUNDING and name not in self._rounded:

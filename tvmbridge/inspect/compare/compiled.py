@@ -1,4 +1,4 @@
-"""The compiled code: what it computes, and which of its operators departs."""
+"""Run compiled code, and find the operator whose compiled code departs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class CompiledCode:
     """The compiled code of one precision.
 
     Args:
-        lowering: what is built, now.
+        lowering: the lowered module, which the constructor builds.
+        options: the options of the compilation.
 
     Raises:
         BuildError: TVM cannot compile it.
@@ -43,7 +44,7 @@ class CompiledCode:
             self._fused = after
 
     def run(self) -> Trace:
-        """Run it on the sample; the trace has the results alone."""
+        """Run the code on the sample; the trace has only the results."""
         primals = [p.clone() for p in self._lowering.primals()]
         if self._compiled.split is None:
             found: list[Any] = self._compiled.forward(primals)
@@ -68,10 +69,10 @@ class CompiledCode:
         return [*outputs, *gradients]
 
     def departing(self, name: str, tolerance: float) -> TraceStep | None:
-        """The operator whose compiled code departs for the result ``name``.
+        """Return the first operator behind the result ``name`` whose compiled code departs.
 
-        Each operator is compiled alone, and gets the operands of the interpreted program. None: all
-        are right, so the fault lies in how operators were fused or scheduled.
+        Each operator is compiled alone, and runs on the operands of the interpreted program. None:
+        all operators alone are right, so that the fault is in fusion or in a schedule.
         """
         function, position = self._function_of(name)
         needed = _ancestors(self._lowering.lowered.mod[function], position)
@@ -82,7 +83,7 @@ class CompiledCode:
 
     @cached_property
     def _each_alone(self) -> dict[str, list[tuple[relax.Var, TraceStep, float]]]:
-        """By function: how far each of its operators departs when it is compiled alone."""
+        """For each function, the departure of each of its operators when it is compiled alone."""
         mod, loaded = self._lowering.lowered.mod, dict[int, LoadedModule]()
         found: dict[str, list[tuple[relax.Var, TraceStep, float]]] = {}
         for name, run in self._lowering.run_split(mod).items():
@@ -95,7 +96,7 @@ class CompiledCode:
         return found
 
     def kernels(self, name: str) -> str:
-        """The kernels that lead to the result ``name``, in order."""
+        """Return the names of the kernels that the result ``name`` depends on, in order."""
         if self._fused is None:
             return ""
         function, position = self._function_of(name)
@@ -117,7 +118,7 @@ def _kernel_of(call: relax.Call) -> str:
 
 
 def _ancestors(function: relax.Function, position: int) -> set[relax.Var]:
-    """The variables that a result depends on."""
+    """Return the variables that the result at ``position`` depends on."""
     bindings = [b for block in function.body.blocks for b in block.bindings]
     found = set(relax.analysis.free_vars(flat_results(function)[position]))
     for binding in reversed(bindings):

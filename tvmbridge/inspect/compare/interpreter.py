@@ -1,7 +1,7 @@
-"""A Relax function, binding by binding, on PyTorch's tensors: all its values.
+"""Interpret a Relax function on PyTorch's tensors, binding by binding.
 
-Each operator is evaluated by its meaning in PyTorch (:mod:`operators`), ATen calls and other
-registered kernels by calling them, and what is left by TVM, compiled alone.
+An operator runs as an equal PyTorch function (:mod:`operators`) if there is one. ATen calls and
+other registered kernels are called. TVM compiles each remaining operator alone.
 """
 
 from __future__ import annotations
@@ -32,15 +32,17 @@ _PACKED = ("relax.call_pure_packed", "relax.call_dps_packed")
 
 
 class RelaxRun:
-    """One run of a Relax function; after it ``trace`` has its values and ``results`` its results.
+    """One run of a Relax function, which the constructor performs.
 
-    ``values`` are those of its variables: a tensor, or a list of values for a tuple.
+    - ``values``: the value of each variable: a tensor, or a list of values for a tuple.
+    - ``trace``: all computed tensors in order.
+    - ``results``: the results of the function.
 
     Args:
         function: a function of dataflow blocks, without control flow.
         arguments: one tensor for each parameter.
-        masks: what the dropouts that still stand in the function keep, in program order.
-        trace: where the values are added; those of arguments may be there already.
+        masks: the masks of dropout operators in the function, in program order.
+        trace: the trace to extend, which may have the arguments already; None: a new trace.
     """
 
     def __init__(
@@ -109,13 +111,13 @@ class RelaxRun:
 
 
 def calls_of(function: relax.Function) -> list[tuple[relax.Var, relax.Call]]:
-    """The calls of a function, with the variables that they bind, in order."""
+    """Return the calls of a function in order, each with the variable that it is bound to."""
     bindings = [b for block in function.body.blocks for b in block.bindings]
     return [(b.var, b.value) for b in bindings if isinstance(b.value, relax.Call)]
 
 
 def operator_of(call: relax.Call) -> str:
-    """The name of the operator or kernel that a call runs."""
+    """Return the name of the operator or kernel that a call runs."""
     overload = aten_call_operator(call)
     if overload is not None:
         return overload
@@ -124,7 +126,11 @@ def operator_of(call: relax.Call) -> str:
 
 
 def _checked(call: relax.Call, value: Any) -> Any:
-    """``value``, unless it is not of the type that Relax gives the call."""
+    """Return ``value`` if it has the shapes and dtypes of the call's Relax type.
+
+    Raises:
+        NotImplementedError: it has others.
+    """
     types = call.ty.fields if isinstance(call.ty, relax.TupleType) else [call.ty]
     for item, type_ in zip(value if isinstance(value, list) else [value], types, strict=True):
         dtype = from_relax_dtype(str(getattr(type_.dtype, "dtype", type_.dtype)))
@@ -135,7 +141,7 @@ def _checked(call: relax.Call, value: Any) -> Any:
 
 
 def _call_kernel(call: relax.Call, operands: list[Any], *, into: bool) -> Any:
-    """Run a registered kernel; ``into`` a result that is allocated for it."""
+    """Run a registered kernel; with ``into`` it writes into a result allocated here."""
     kernel = tvm_ffi.get_global_func(operands[0])
     arguments = operands[1] if into else operands[1:]
     dense = [o.contiguous() if isinstance(o, torch.Tensor) else o for o in arguments]
@@ -149,7 +155,7 @@ def _call_kernel(call: relax.Call, operands: list[Any], *, into: bool) -> Any:
     return from_dlpack(returned).clone()
 
 
-# Operators compiled alone, by what they are; they are few, and small.
+# Operators compiled alone, by the structural hash of their module; they are few and small.
 _LOADED: dict[int, LoadedModule] = {}
 
 
@@ -159,7 +165,10 @@ def run_alone(
     values: Mapping[relax.Var, torch.Tensor],
     loaded: dict[int, LoadedModule] = _LOADED,
 ) -> Any:
-    """What one operator computes when it is compiled alone; ``loaded`` has those that are."""
+    """Compile one operator alone, and run it on the values of its operands.
+
+    ``loaded`` caches the compiled operators.
+    """
     operands = list(relax.analysis.free_vars(call))
     fields = len(var.ty.fields) if isinstance(var.ty, relax.TupleType) else None
     results = [var] if fields is None else [relax.TupleGetItem(var, i) for i in range(fields)]

@@ -1,9 +1,9 @@
-"""Which operator a departure comes from: two traces, matched by their values.
+"""Find the operator behind a departure by matching the values of two traces.
 
-Programs before and after a stage have other operators, other names and another order; what they
-share are values. A value of one trace that stands nowhere in the other is *lost*. From a departing
-result one walks back through lost values only; where the walk ends, all operands agree and the
-value does not: there stands the operator that the stage gets wrong.
+The programs before and after a stage differ in operators, names and order, but share values. A
+value of one trace that the other trace does not have is *lost*. The search walks back from a
+departing result through lost values only. Where it ends, all operands of a value agree but the
+value does not: the stage gets the operator of this value wrong.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from tvmbridge.inspect.compare.trace import Trace, TraceStep
 
 @dataclass(frozen=True)
 class Finding:
-    """The operator of the program before a stage whose value the stage does not reproduce.
+    """The operator whose value a stage does not reproduce.
 
-    ``becomes`` are the operators of the stage that stand in its place, ``before`` is its step (None
-    where the stage only adds values), ``source`` the line of what has taken its place, if known.
+    - ``operator``: the operator in the program before the stage.
+    - ``becomes``: the names of the operators that replace it after the stage.
+    - ``before``: its step in the trace before the stage; None if the stage only adds values.
+    - ``source``: the user's source line of its replacement; empty if it is unknown.
     """
 
     operator: str
@@ -32,7 +34,7 @@ class Finding:
 
 
 class Values:
-    """The values of a trace, to be looked up by their numbers."""
+    """The values of a trace, for looking up a step by the elements of its value."""
 
     def __init__(self, steps: Sequence[TraceStep]) -> None:
         self._by_count: dict[int, list[int]] = defaultdict(list)
@@ -46,7 +48,10 @@ class Values:
             self._by_count[flat.numel()].append(number)
 
     def find(self, other: Values, number: int, tolerance: float) -> int | None:
-        """A value of this trace that equals value ``number`` of ``other``, in any shape."""
+        """Return a step of this trace whose value equals that of step ``number`` of ``other``.
+
+        The shapes may differ, but not the number of elements. None: there is no such step.
+        """
         flat, (total, size) = other._flat[number], other._sums[number]
         bound = tolerance * float(flat.abs().max()) if flat.numel() else 0.0
         for candidate in self._by_count[flat.numel()]:
@@ -58,7 +63,7 @@ class Values:
 
 
 class Matching:
-    """Two traces with their common values, to within ``tolerance`` of each value's magnitude."""
+    """Two traces with their common values, equal within ``tolerance`` times their magnitude."""
 
     def __init__(self, before: Trace, after: Trace, tolerance: float) -> None:
         self._before, self._after = before, after
@@ -67,7 +72,7 @@ class Matching:
         self._in_before = [left.find(right, n, tolerance) for n in range(len(after.steps))]
 
     def locate(self, result: str) -> Finding:
-        """The operator behind the departure of ``result``."""
+        """Find the operator behind the departure of ``result``."""
         new = _lost(self._after, result, self._in_before)
         fronts = _front(self._after, new)
         starts = {root for number in fronts for root in self._roots(number)}
@@ -78,7 +83,7 @@ class Matching:
         chosen = next((n for n in lost if self._operands(n) & starts), lost[0])
         operands = self._operands(chosen)
         placed = [n for n in fronts if operands & self._roots(n)] or fronts
-        # The first of them and the lost values behind it, at most a handful.
+        # The first replacing step and the lost values after it, at most eight.
         behind = [n for n in new if n >= placed[0]][:8] if placed else new[:1]
         return _finding(
             self._before.steps[chosen],
@@ -86,7 +91,10 @@ class Matching:
         )
 
     def _until_read_again(self, chosen: int, placed: list[int]) -> list[int]:
-        """``placed`` up to what reads the value as it was read before the stage."""
+        """Cut ``placed`` before the first step that corresponds to a reader of the lost value.
+
+        Such a step reads the same other operands as a reader of ``chosen`` before the stage.
+        """
         readers = [
             {self._in_after[o] for o in step.operands if o != chosen} - {None}
             for step in self._before.steps
@@ -99,11 +107,11 @@ class Matching:
         return placed
 
     def _operands(self, number: int) -> set[int | None]:
-        """The operands of a step before the stage, where they stand after it."""
+        """Return the operands of a step before the stage, by their numbers after the stage."""
         return {self._in_after[o] for o in self._before.steps[number].operands}
 
     def _roots(self, number: int) -> set[int | None]:
-        """The operands of a step after the stage, each by the same number as its equals."""
+        """Return the operands of a step after the stage, with one number for equal values."""
         roots: set[int | None] = set()
         for operand in self._after.steps[number].operands:
             counterpart = self._in_before[operand]
@@ -120,7 +128,7 @@ def _finding(before: TraceStep | None, after: Sequence[TraceStep]) -> Finding:
 
 
 def _lost(trace: Trace, result: str, matched: list[int | None]) -> list[int]:
-    """The lost values that lead to ``result`` through lost values, in order."""
+    """Return the lost values that lead to ``result`` through lost values only, in order."""
     start = trace.results.get(result)
     found: set[int] = set()
     pending = [] if start is None else [start]
@@ -134,12 +142,12 @@ def _lost(trace: Trace, result: str, matched: list[int | None]) -> list[int]:
 
 
 def _front(trace: Trace, lost: list[int]) -> list[int]:
-    """The lost values none of whose operands is lost."""
+    """Return the lost values that have no lost operands."""
     inside = set(lost)
     return [n for n in lost if not inside & set(trace.steps[n].operands)]
 
 
 def source_of(step: TraceStep, program: Trace, tolerance: float) -> str:
-    """The user's line that a step comes from: that of the same value in ``program``."""
+    """Return the user's source line of the step in ``program`` that has the same value."""
     found = Values(program.steps).find(Values([step]), 0, tolerance)
     return "" if found is None else program.steps[found].source

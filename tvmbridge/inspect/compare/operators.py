@@ -1,11 +1,11 @@
-"""What Relax operators mean, in PyTorch: an interpretation that is independent of compiled code.
+"""Relax operators as PyTorch functions: an interpretation independent of compiled code.
 
-``OPERATORS[name](call, *operands)`` returns the tensor (or the list of tensors) that a call makes
-of its operands: tensors, lists of tensors for tuples, lists of ints for shapes and tuples of
-numbers. An operator that is missing here is evaluated by TVM, one operator at a time.
+``OPERATORS[name](call, *operands)`` computes the result of a call, a tensor or a list of tensors.
+Operands are tensors, lists of tensors for tuples, and lists of ints for shapes and tuples of
+numbers. An operator that is missing here is compiled alone by TVM.
 
-TVM's own interpretation by PyTorch (``RelaxToPyFuncConverter``) means other things for several of
-them, GELU by tanh among them, and makes zeros of what it does not know.
+TVM's own interpreter on PyTorch (``RelaxToPyFuncConverter``) is not used: it computes several
+operators differently (GELU by tanh, for example), and returns zeros for unknown operators.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Meaning = Callable[..., Any]
 
 
 def _plain(function: Callable[..., Any]) -> Meaning:
-    """An operator without attributes."""
+    """Wrap a PyTorch function for an operator without attributes."""
     return lambda call, *operands: function(*operands)
 
 
@@ -45,7 +45,7 @@ def _prod(x: Tensor, axes: list[int], keepdim: bool) -> Tensor:
 
 
 def _to_type(call: relax.Call, *operands: Any) -> Tensor:
-    """The last operand broadcast and cast to the type of the call."""
+    """Broadcast and cast the last operand to the shape and dtype of the call."""
     value: Tensor = operands[-1].to(from_relax_dtype(dtype_of(call)))
     return value.expand(shape_of(call) or ()).clone()
 

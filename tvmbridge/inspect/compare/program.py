@@ -1,4 +1,4 @@
-"""The captured program, run node by node by PyTorch: its values, and those of its backward."""
+"""Run the captured program node by node in PyTorch, and record its values and its backward's."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ aten = torch.ops.aten
 
 
 class ProgramRun(fx.Interpreter):
-    """One run of a functional ATen graph; a step of its trace is a node.
+    """One run of a functional ATen graph; each node is a step of the trace.
 
-    What autograd computes in backward is recorded operator by operator, under the name of the node
-    whose gradient it is.
+    Backward is recorded operator by operator. The operators that compute the gradient of a node
+    are recorded as ``gradient of`` the node's operator.
 
     Args:
         module: the graph.
-        draws: values of the random draws that stand in the graph, by node name.
+        draws: the values of the random draws in the graph, by node name.
     """
 
     def __init__(self, module: fx.GraphModule, draws: Mapping[str, torch.Tensor]) -> None:
@@ -35,17 +35,17 @@ class ProgramRun(fx.Interpreter):
 
     @property
     def trace(self) -> Trace:
-        """The values so far."""
+        """The values recorded so far."""
         return self.recorder.trace
 
     def run_on(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Run on the values of the placeholders by name; returns those of all nodes."""
+        """Run on the placeholders' values by name, and return the values of all nodes by name."""
         arguments = [inputs.get(n.name) for n in self.graph.find_nodes(op="placeholder")]
         self.run(*arguments, enable_io_processing=False)
         return {node.name: value for node, value in self.env.items()}
 
     def run_node(self, n: fx.Node) -> Any:
-        """The value of a node, which is noted."""
+        """Compute the value of a node, and record it."""
         value = self._drawn(n) if n.name in self._draws else super().run_node(n)
         if n.op in ("placeholder", "get_attr"):
             for tensor in tensors_in(value):
@@ -67,7 +67,7 @@ class ProgramRun(fx.Interpreter):
         return kept if node.target is aten.dropout.default else (kept, draw.to(torch.bool))
 
     def _name_backward(self, function: Any, operator: str, source: str) -> None:
-        """Have the nodes of autograd that an operator made say whose gradient they compute."""
+        """Record the backward of an operator's new autograd nodes under ``operator``."""
         recorder = self.recorder
 
         def begin(_: Any) -> None:

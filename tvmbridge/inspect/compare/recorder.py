@@ -1,4 +1,4 @@
-"""What PyTorch computes, operator by operator: values, draws, and what rounding does to them."""
+"""Record PyTorch's values and random draws operator by operator, or round its results randomly."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ aten = torch.ops.aten
 
 
 class Recorder(TorchDispatchMode):
-    """Records what PyTorch computes while it is active, backward too.
+    """Records the operators that PyTorch runs while the mode is active, in forward and backward.
+
+    - ``trace``: the recorded values.
+    - ``draws``: the random draws that were made or replayed.
 
     Args:
-        draws: random numbers to use instead of drawing, in program order; None: draw, and keep
-            what was drawn in ``self.draws``.
-        rounding: where given, every floating-point result is moved by up to one unit of rounding
-            of its dtype, up or down at random: Monte Carlo arithmetic (Parker, 1997). Nothing is
-            recorded then.
+        draws: random draws to replay, in program order; None: draw new numbers.
+        rounding: a generator for Monte Carlo arithmetic (Parker, 1997). Every floating-point
+            result is changed randomly by up to one unit of rounding of its dtype, and nothing is
+            recorded. None: results are unchanged, and recorded.
     """
 
     def __init__(
@@ -34,9 +36,9 @@ class Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.trace = Trace(written=True)
         self.draws: list[torch.Tensor] = []
-        # What the operators that run now belong to, and its source; empty: they have names.
+        # The name and source line to record for the operators that run now; empty: their own.
         self.operator = self.source = ""
-        # Between two nodes of the graph of autograd adjoints are summed.
+        # Whether backward is between two autograd nodes, where autograd sums adjoints.
         self.between = False
         self._replayed = None if draws is None else list(draws)
         self._rounding = rounding
@@ -65,12 +67,12 @@ class Recorder(TorchDispatchMode):
         leaves: Mapping[str, torch.Tensor],
         cotangents: Mapping[str, torch.Tensor],
     ) -> None:
-        """Differentiate ``outputs`` and note the gradients of ``leaves``, all by name."""
+        """Differentiate ``outputs`` and record the gradients of ``leaves``, all by name."""
         if not outputs or not leaves:
             return
         arriving = [cotangents[name] for name in outputs]
         if self._rounding is not None:
-            # Sums of cotangents may cancel, of which nothing that is computed here would tell.
+            # A sum of cotangents may cancel. Rounding the cotangents shows how much.
             arriving = [c.clone() for c in arriving]
             for cotangent in arriving:
                 round_again(cotangent, self._rounding)
@@ -105,11 +107,11 @@ class Recorder(TorchDispatchMode):
             return args[0].copy_(product) if func._schema.name.endswith("_") else product
         if func._schema.is_mutable:
             return args[0].copy_(draw)
-        # The operator itself says the dtype and the strides of its result.
+        # Calling the operator gives a result with its dtype and strides.
         return func(*args, **kwargs).copy_(draw)
 
     def _move(self, result: Any, operands: list[torch.Tensor]) -> None:
-        """Round fresh floating-point results once more; views share memory and were rounded."""
+        """Round new floating-point results randomly; views share memory that was rounded before."""
         taken = {t.untyped_storage().data_ptr() for t in operands}
         for value in tensors_in(result):
             if value.untyped_storage().data_ptr() not in taken:
@@ -117,7 +119,10 @@ class Recorder(TorchDispatchMode):
 
 
 def round_again(value: torch.Tensor, generator: torch.Generator | None) -> None:
-    """Move the elements by up to one unit of rounding, in place; what would overflow stays."""
+    """Change the elements randomly by up to one unit of rounding, in place.
+
+    Elements that would overflow are not changed.
+    """
     if not value.is_floating_point() or value.numel() == 0:
         return
     eps = torch.finfo(value.dtype).eps

@@ -1,4 +1,4 @@
-"""Eager PyTorch as the reference, and the amount by which rounding moves each of its results."""
+"""Run eager PyTorch as the reference, and measure how far rounding moves each of its results."""
 
 from __future__ import annotations
 
@@ -22,17 +22,19 @@ from tvmbridge.inspect.compare.sample import Sample, state_name
 from tvmbridge.inspect.compare.trace import Trace
 from tvmbridge.inspect.compare.verdict import Measure
 
-# Runs with moved roundings; the largest of the departures is the scale of rounding.
+# The number of runs with random rounding; the largest change of a value counts.
 _RUNS = 3
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What eager PyTorch computes in one precision.
+    """The results of eager PyTorch in one precision, and how rounding affects them.
 
-    ``measures`` say for each result how far from it rounding explains a departure; ``unit`` is the
-    largest unit of rounding among the computed values. ``unwritten`` are the buffers and inputs,
-    results too, that the call left as they were.
+    - ``trace``: all values that the run computed.
+    - ``measures``: for each result by name, the scale of its departures and the bound that
+      rounding explains.
+    - ``unit``: the largest unit of rounding among the dtypes of the computed values.
+    - ``unwritten``: names of the results that are buffers or inputs which the call did not change.
     """
 
     trace: Trace
@@ -41,15 +43,18 @@ class Reference:
     unwritten: frozenset[str]
 
     def bound(self, name: str) -> float:
-        """What rounding explains of a departure."""
+        """Return the largest departure of the result ``name`` that rounding explains."""
         return self.measures[name].bound if name in self.measures else 0.0
 
 
 def run_eager(sample: Sample, *, backward: bool) -> Reference:
-    """Run ``sample``; the first run draws the random numbers and the cotangents, and keeps them.
+    """Run ``sample`` in eager PyTorch, once as it is, and several times with random rounding.
+
+    The first run draws the random numbers and the cotangents, and stores them in the sample.
 
     Args:
-        backward: also the gradients of parameters and inputs that require one.
+        sample: the module and its arguments.
+        backward: whether to compute gradients too, of all parameters and inputs that require one.
     """
     trace, unwritten = _run(sample, Recorder(sample.draws), backward)
     generator = torch.Generator().manual_seed(17)
@@ -75,7 +80,10 @@ def _largest_change(value: torch.Tensor | None, reference: torch.Tensor) -> floa
 def _run(
     sample: Sample, recorder: Recorder, backward: bool, rounding: torch.Generator | None = None
 ) -> tuple[Trace, frozenset[str]]:
-    """What one call computes, and the state that it left as it was."""
+    """Run one call; return its trace and the names of the state that it did not change.
+
+    With ``rounding``, the values of parameters, buffers and inputs are rounded randomly first.
+    """
     module, trace = copy.deepcopy(sample.module), recorder.trace
     args, kwargs, leaves = sample.arguments()
     inputs = {f"input {i}": x for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)}
@@ -111,7 +119,7 @@ def _run(
 
 
 def output_names(value: Any) -> list[str]:
-    """The names of the leaves of what forward returns, tensors or not."""
+    """Return the names of the leaves of a value that forward returned, tensors or not."""
     paths, _ = pytree.tree_flatten_with_path(value)
     return ["output" + pytree.keystr(path) for path, _ in paths]
 
@@ -119,7 +127,10 @@ def output_names(value: Any) -> list[str]:
 def named_bases(
     outputs: Mapping[str, Any], bases: Sequence[IntermediateBase]
 ) -> dict[str, torch.Tensor]:
-    """The intermediate view bases of ``outputs``, by name."""
+    """Return the intermediate view bases of ``outputs``, by name.
+
+    Such a base is a tensor that is no output itself, but that outputs are views of.
+    """
     names = list(outputs)
     found = bases_of(list(outputs.values()), bases)
     return {f"base of {names[b.output]}": t for b, t in zip(bases, found, strict=True)}
@@ -128,25 +139,26 @@ def named_bases(
 def _results(
     state: dict[str, torch.Tensor], returned: Any, inputs: list[Any]
 ) -> tuple[dict[str, Any], set[str]]:
-    """The outputs and their intermediate view bases, by name, and which of them are views.
+    """Return the outputs with their intermediate view bases by name, and the names of the views.
 
-    Compiled code does not compute views of others, of inputs or of state, so that their cotangents
-    arrive elsewhere.
+    Compiled code does not compute outputs that are views of other outputs, of inputs or of state.
+    Their cotangents arrive at the tensors that they view.
     """
     outputs = dict(zip(output_names(returned), pytree.tree_leaves(returned), strict=True))
     given = {i: x for i, x in enumerate(inputs) if isinstance(x, torch.Tensor)}
     try:
         sharing = aliases_of(list(outputs.values()), given, state)
     except UnsupportedOperatorError:
-        return outputs, set()  # it will not be compiled
+        return outputs, set()  # the module is not compiled
     views = {n for n, alias in zip(outputs, sharing.aliases, strict=True) if alias is not None}
     return outputs | named_bases(outputs, sharing.bases), views
 
 
 def _draw_cotangents(sample: Sample, outputs: Mapping[str, torch.Tensor]) -> None:
-    """Gradients that arrive for outputs: normal numbers, drawn once and kept.
+    """Draw a cotangent of normal random numbers for each output that has none in the sample yet.
 
-    Smooth numbers would not do: a norm takes them away, and little but rounding remains.
+    Constant or smooth cotangents would not do: the gradient of a norm removes them, and little
+    more than rounding errors remains.
     """
     for name, output in outputs.items():
         if name not in sample.cotangents:

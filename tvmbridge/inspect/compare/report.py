@@ -1,4 +1,4 @@
-"""What a comparison found, as data and as a table."""
+"""The report of a comparison, as data and as a table."""
 
 from __future__ import annotations
 
@@ -21,10 +21,14 @@ _STYLES = {AGREES: "dim", ROUNDING: "green", MISTAKE: "bold red"}
 class Figure:
     """The departure of one value at one stage from eager PyTorch.
 
-    ``error`` is in the module's own dtype and ``error_float64`` in float64, both relative to the
-    scale of the value; ``bound`` and ``bound_float64`` are what rounding explains. The float64
-    figures are None where the module does not run in float64. At the stage ``eager`` the error is
-    that of eager PyTorch itself, in the module's dtype against float64.
+    At the stage ``eager``, ``error`` compares eager PyTorch in the module's dtype with float64.
+
+    - ``value``: the name of the value.
+    - ``error``: the departure in the module's own dtype, relative to the scale of the value.
+    - ``bound``: the largest error that rounding explains.
+    - ``error_float64``, ``bound_float64``: the same in float64; None if the module does not run in
+      float64.
+    - ``verdict``: ``"agrees"``, ``"rounding"`` or ``"mistake"``.
     """
 
     value: str
@@ -38,11 +42,14 @@ class Figure:
 
 @dataclass(frozen=True)
 class Departure:
-    """The first stage at which a value departs, and the operator that it departs at.
+    """A stage at which a value departs from eager PyTorch, and the operator responsible.
 
-    ``operator`` is the one that stands in the stage before and whose value the stage does not
-    reproduce, ``becomes`` what the stage has in its place, ``source`` the user's line it comes
-    from. ``verdict`` is ``"rounding"`` or ``"mistake"``; the errors are those of the figures.
+    - ``value``: the name of the value.
+    - ``operator``: the operator of the stage before whose value this stage does not reproduce.
+    - ``source``: the user's source line of the operator; empty if it is unknown.
+    - ``verdict``: ``"rounding"`` or ``"mistake"``.
+    - ``error``, ``error_float64``: the errors of the :class:`Figure` of this value and stage.
+    - ``becomes``: the operators that replace it at this stage; empty if they are unknown.
     """
 
     value: str
@@ -70,11 +77,14 @@ class Departure:
 class ComparisonReport:
     """The result of :func:`tvmbridge.compare`.
 
-    ``stages`` are the stages that were evaluated, in order (passes that changed nothing are left
-    out); ``values`` the compared outputs and gradients by name. ``departures`` has for each value
-    the first stage where rounding shows, and each stage that makes a mistake, in order of stages.
-    ``reason`` says why nothing could be compared (empty otherwise), ``notes`` what else there is
-    to know.
+    - ``dtype``: the module's own dtype.
+    - ``stages``: the evaluated stages, in order, without passes that changed nothing.
+    - ``values``: the names of the compared outputs and gradients.
+    - ``figures``: the departure of each value at each stage.
+    - ``departures``: for each value, the first stage with a rounding difference and each stage
+      that introduces a mistake, in the order of the stages.
+    - ``reason``: why the comparison failed; empty if it did not.
+    - ``notes``: limits of the comparison, in words.
     """
 
     dtype: str
@@ -87,7 +97,7 @@ class ComparisonReport:
 
     @classmethod
     def refused(cls, reason: str) -> ComparisonReport:
-        """The report of a module that cannot be compared at all."""
+        """Return the report of a module that cannot be compared at all."""
         return cls("", (), (), (), (), reason)
 
     @property
@@ -97,7 +107,7 @@ class ComparisonReport:
 
     @property
     def first(self) -> Departure | None:
-        """The first mistake; None: there is none."""
+        """The first mistake; None if there is none."""
         return next(iter(self.mistakes), None)
 
     @property
@@ -106,7 +116,7 @@ class ComparisonReport:
         return not self.reason and not self.mistakes
 
     def figure(self, value: str, stage: str) -> Figure:
-        """The figure of one value at one stage.
+        """Return the figure of one value at one stage.
 
         Raises:
             KeyError: there is no such value or stage.
@@ -120,11 +130,11 @@ class ComparisonReport:
         return found[value, stage]
 
     def raise_for_mistakes(self) -> None:
-        """Raise if something is wrong.
+        """Raise an error if there is a mistake, or if nothing could be compared.
 
         Raises:
-            NumericsError: the first mistake, by value, stage and operator; or why nothing could
-                be compared.
+            NumericsError: its message names the first mistake by value, stage and operator, or
+                says why nothing could be compared.
         """
         if self.reason:
             raise NumericsError(f"nothing could be compared: {self.reason}")
@@ -134,7 +144,7 @@ class ComparisonReport:
             raise NumericsError(f"{self.first}{more}")
 
     def to_json(self) -> str:
-        """Everything that the report holds, as JSON."""
+        """Return all fields of the report, and ``ok``, as JSON."""
         return json.dumps({**asdict(self), "ok": self.ok}, indent=2)
 
     def __str__(self) -> str:
@@ -157,9 +167,9 @@ class ComparisonReport:
 
 
 def _table(report: ComparisonReport) -> Table:
-    """A row for each stage, with the value that departs most in units of its bound.
+    """Return a table with a row for each stage: the value that departs most, relative to its bound.
 
-    Stages whose figures are all those of the stage before share its row.
+    Consecutive stages with equal figures share a row.
     """
     own = report.dtype
     columns = ("stage", "value that departs most", own, "rounding up to", "float64", "up to", "")
@@ -185,6 +195,6 @@ def _figures(report: ComparisonReport, stage: str) -> list[Figure]:
 
 
 def _excess(figure: Figure) -> float:
-    """The departure in units of its bound, the larger of the two precisions'."""
+    """Return the departure divided by its bound: the larger quotient of the two precisions."""
     error64, bound64 = figure.error_float64 or 0.0, figure.bound_float64 or 1.0
     return max(figure.error / (figure.bound or 1.0), error64 / bound64)

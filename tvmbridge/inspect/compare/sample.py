@@ -1,7 +1,6 @@
-"""A sample: the module, its arguments, draws and cotangents, in one precision.
+"""A sample: a module, its arguments, random draws and cotangents, in one precision.
 
-The same numbers stand in every precision: what the module holds in its own dtype is converted,
-never drawn again.
+A sample in another precision has the same numbers: they are converted, and never drawn again.
 """
 
 from __future__ import annotations
@@ -21,12 +20,15 @@ from tvmbridge.graph_capture.trace.standins import without_dispatch
 
 @dataclass
 class Sample:
-    """A module and what one call of it gets, in one precision.
+    """A copy of a module and the inputs of one call, in one precision.
 
-    ``draws`` are the random numbers of a call in program order, ``cotangents`` the gradients that
-    arrive for its outputs by name, ``output_names`` the names of the leaves of what forward
-    returns; the first run of eager PyTorch fills them. The module is a copy that nobody else holds
-    and that no run writes into.
+    No run writes into the module or the leaves. The first run of eager PyTorch fills the last three
+    fields.
+
+    - ``leaves``, ``structure``: the arguments as leaves, and their pytree structure.
+    - ``draws``: the random draws of a call, in program order; None before the first run.
+    - ``cotangents``: the cotangents of the outputs, by name.
+    - ``output_names``: the names of the leaves of the value that forward returns.
     """
 
     module: nn.Module
@@ -38,7 +40,7 @@ class Sample:
 
     @classmethod
     def of(cls, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sample:
-        """A copy of the module, without dispatch and gradients, and of the arguments."""
+        """Copy the module, without dispatch and gradients, and the arguments."""
         register_containers(module)
         leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
         made = without_dispatch(module)
@@ -47,7 +49,7 @@ class Sample:
         return cls(made, _fresh(leaves), structure)
 
     def in_float64(self) -> Sample:
-        """The same numbers in float64."""
+        """Return a copy of the sample with the same numbers in float64."""
         return Sample(
             copy.deepcopy(self.module).double(),
             _fresh(self.leaves, torch.float64),
@@ -58,13 +60,13 @@ class Sample:
         )
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any], list[Any]]:
-        """Arguments of one call, which it may write into, and their leaves."""
+        """Return new copies of args and kwargs, which a call may write into, and their leaves."""
         leaves = _fresh(self.leaves)
         args, kwargs = pytree.tree_unflatten(leaves, self.structure)
         return args, kwargs, leaves
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The input with this title, or the module's tensor with this dotted name."""
+        """Return the input ``input N``, or the module's tensor with the dotted name ``name``."""
         if name.startswith("input "):
             value: torch.Tensor = self.leaves[int(name.removeprefix("input "))]
         else:
@@ -81,7 +83,7 @@ class Sample:
 
 
 def _fresh(leaves: Sequence[Any], dtype: torch.dtype | None = None) -> list[Any]:
-    """Copies of the tensors, which require a gradient as they do; floats in ``dtype``."""
+    """Copy the tensors with their ``requires_grad``; convert floats to ``dtype`` if given."""
     made = []
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
@@ -94,5 +96,5 @@ def _fresh(leaves: Sequence[Any], dtype: torch.dtype | None = None) -> list[Any]
 
 
 def state_name(name: str) -> str:
-    """The name of an input or a buffer as a result of the call."""
+    """Return the result's name for the value of an input or buffer after the call."""
     return f"{name} after the call"

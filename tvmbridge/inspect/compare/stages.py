@@ -1,4 +1,4 @@
-"""The stages of compilation in one precision, and what each of them computes."""
+"""Run the stages of compilation in one precision on a sample."""
 
 from __future__ import annotations
 
@@ -37,9 +37,12 @@ from tvmbridge.pipeline import AnyPass, observed_passes
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage: its name, the group it belongs to, and its module, None for a captured program.
+    """One stage of compilation.
 
-    ``changed`` is False for a pass that left its module as it was: it need not be run again.
+    - ``name``: the name in the report; for a pass, the pass's name.
+    - ``group``: ``"captured"``, ``"imported"`` or ``"passes"``.
+    - ``mod``: the Relax module after the stage; None for the captured program.
+    - ``changed``: whether the module differs from the stage before, so that it must run.
     """
 
     name: str
@@ -49,12 +52,17 @@ class Stage:
 
 
 class Lowering:
-    """A sample's module on its way from capture to the functions that are built.
+    """The stages of a sample's module, from capture to the functions that are built.
 
-    ``stages`` are the stages in order, ``records`` say what each pass did.
+    - ``stages``: the stages in order.
+    - ``records``: a record of each pass.
+    - ``lowered``: the result of lowering; ``captured`` is its captured graph.
 
     Args:
-        sample: the module and its arguments; eager PyTorch has run on it.
+        sample: the module and its arguments, with the draws and cotangents of an eager run.
+        needs_grad: whether gradients are compiled.
+        options: the options of the compilation.
+        passes: additional passes, run after the pipeline's.
 
     Raises:
         BridgeError: the module cannot be captured or lowered.
@@ -86,7 +94,7 @@ class Lowering:
                 "forward has an eager epilogue (results that depend on the values of tensors: "
                 f"{', '.join(self.captured.epilogue.functions)}), which is not compared"
             )
-        # Gradients by one source may have been tried, and given up.
+        # Steps of a source of the joint function that was tried and given up have no record.
         kept = [step for step in seen if any(step[0] is record for record in self.records)]
         self.stages = list(_stages(self.lowered, kept))
         noise, draws = self.captured.noise, sample.draws or []
@@ -97,7 +105,7 @@ class Lowering:
         pairs = zip(noise, draws, strict=True)
         self._draws = {n.name: d.to(n.spec.dtype).contiguous() for n, d in pairs}
 
-    # What the functions get -----------------------------------------------------------------------
+    # Arguments of the functions ------------------------------------------------------------------
 
     @property
     def _inputs(self) -> list[InputDescriptor]:
@@ -107,32 +115,35 @@ class Lowering:
         return self.sample.tensor(title(descriptor)).detach().contiguous()
 
     def _noise(self, *, masks: bool) -> list[torch.Tensor]:
-        """The masks of dropout, or all other draws, in program order."""
+        """Return the masks of dropout, or all other random draws, in program order."""
         noise = self.captured.noise
         return [self._draws[n.name] for n in noise if (n.drop_probability is not None) is masks]
 
     def primals(self, *, masks: bool = True, packed: bool = True) -> list[torch.Tensor]:
-        """Inputs, state, draws, masks and packed weights, in calling order."""
+        """Return inputs, state, random draws, masks and packed weights in calling order.
+
+        Packed weights are weights of several products, concatenated for one product.
+        """
         values = [*map(self._value, self._inputs), *self._noise(masks=False)]
         if masks:
             values += self._noise(masks=True)
-        if packed:  # concatenated here: the module's own stay where they are
+        if packed:  # concatenated here, so that the module's own weights stay separate
             parts = [[self.sample.tensor(n).detach() for n in p] for p in self.lowered.packs]
             values += map(torch.cat, parts)
         return values
 
     def cotangents(self) -> list[torch.Tensor]:
-        """The gradients that arrive, in the order of the joint function."""
+        """Return the cotangents in the order of the joint function."""
         if self.lowered.derivation is None:
             return []
         numbers = self.lowered.derivation.joint.cotangent_of
         return [self.sample.cotangents[self.output_names[i]] for i in numbers]
 
-    # What they return -----------------------------------------------------------------------------
+    # Results of the functions --------------------------------------------------------------------
 
     @cached_property
     def _outputs(self) -> list[tuple[str, OutputDescriptor]]:
-        """The outputs of the captured graph with the names that the report gives them."""
+        """The outputs of the captured graph, each with its name in the report."""
         users = iter(self.sample.output_names)
         titles = {d.name: title(d) for d in self.captured.inputs}
         return [
@@ -156,10 +167,11 @@ class Lowering:
         return [f"gradient of {titles[name]}" for name in wanted]
 
     def with_results(self, trace: Trace, values: Sequence[torch.Tensor | None]) -> Trace:
-        """``trace`` with the computed outputs, and gradients if there are any, as its results.
+        """Record in ``trace`` the results of a run by their names, and return it.
 
-        And with those that are not computed: inputs and state given back, views of them or of
-        other outputs. What is written during the call is seen in them.
+        ``values`` are the computed outputs, then the gradients if there are any. Outputs that are
+        not computed are recorded too: inputs and state that forward returns, and views of them or
+        of other outputs. Values that the call has written show in all of them.
         """
         names = [*self.output_names, *self.gradient_names]
         for name, value in zip(names[: len(values)], values, strict=True):
@@ -168,7 +180,7 @@ class Lowering:
         users = [name for name, output in self._outputs if output.kind is OutputKind.USER]
         outputs = sorted(self._outputs, key=lambda pair: pair[1].kind is not OutputKind.USER)
         aliased = [(n, o.alias) for n, o in outputs if o.alias is not None]
-        # Views of outputs come after what they are views of, exchanged buffers after these.
+        # Each base must be recorded before its views: aliases of inputs and state come first.
         for name, alias in sorted(aliased, key=lambda pair: pair[1].kind is None):
             base = users[int(alias.key)] if alias.kind is None else state_name(_base_name(alias))
             number = trace.results.get(base)
@@ -184,7 +196,7 @@ class Lowering:
     # The stages -----------------------------------------------------------------------------------
 
     def run(self, stage: Stage) -> Trace:
-        """Run a stage on the sample."""
+        """Run a stage on the sample, and return its trace."""
         if stage.mod is None:
             return self.program
         functions = {g.name_hint: f for g, f in stage.mod.functions_items()}
@@ -196,19 +208,19 @@ class Lowering:
         name = next(n for n in ("main_adjoint", "joint", "main") if n in functions)
         function = functions[name]
         lifted = any(p.name.startswith(LiftPackedWeights.prefix) for p in function.params)
-        # Dropouts that still stand in it take the masks as they come.
+        # Dropout operators that are still in the function take their masks in program order.
         arguments = self.primals(masks=not _has_dropout(function), packed=lifted)
         differentiated = len(function.params) > len(arguments)
         if differentiated:
             arguments += self.cotangents()
         run = RelaxRun(function, arguments, self._noise(masks=True))
-        # The scalar that is differentiated stands first.
+        # The function of TVM's Gradient returns the scalar that it differentiates first.
         first = int(differentiated and name != "joint")
         count = len(self.output_names) if name == "main" else None
         return self.with_results(run.trace, run.results[first:][:count])
 
     def run_split(self, mod: tvm.IRModule) -> dict[str, RelaxRun]:
-        """Run forward, then backward on what forward keeps."""
+        """Run forward, then backward on the values that forward keeps."""
         primals = self.primals()
         forward = RelaxRun(mod["forward"], primals)
         parts = self.lowered.split
@@ -226,7 +238,7 @@ class Lowering:
 
     @cached_property
     def program(self) -> Trace:
-        """The captured program, or the joint one that was recorded from PyTorch's autograd."""
+        """The trace of the captured program, or of the joint graph recorded from autograd."""
         derivation = self.lowered.derivation
         values = [self._value(d) for d in self._inputs]
         if derivation is not None and derivation.traced is not None:
@@ -251,7 +263,7 @@ class Lowering:
 
 
 def title(descriptor: InputDescriptor) -> str:
-    """The name of an input as users know it."""
+    """Return the name of an input as users know it: ``input 0``, or a parameter's dotted name."""
     if descriptor.kind is InputKind.USER:
         return f"input {descriptor.position}"
     return descriptor.target or descriptor.name
@@ -269,7 +281,7 @@ def _has_dropout(function: relax.Function) -> bool:
 def _stages(
     lowered: LoweredModule, seen: Sequence[tuple[PassRecord, tvm.IRModule, tvm.IRModule]]
 ) -> Iterator[Stage]:
-    """The captured program, the imported module, the module after each pass, and the split."""
+    """Yield the captured program, the imported module, the module after each pass, the split."""
     yield Stage("captured", "captured", None)
     last = seen[0][1] if seen else lowered.mod
     yield Stage("imported", "imported", last)

@@ -1,4 +1,4 @@
-"""A trace: every value that a program computed, in order, and what it was computed from."""
+"""A trace: every value that a program computed, in order, with its operator and operands."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from tvmbridge.frontend.origins import user_frame
 class TraceStep:
     """One value of a trace.
 
-    ``operator`` is empty for an input, ``operands`` are the numbers of the steps that it was
-    computed from, ``source`` is the line of Python that it comes from, where that is known.
+    - ``operator``: the operator that computed it; empty for an input.
+    - ``source``: the user's source line; empty if it is unknown.
+    - ``operands``: the numbers of the steps that it was computed from.
     """
 
     operator: str
@@ -28,13 +29,16 @@ class TraceStep:
 
 
 class Trace:
-    """The values of one run; ``results`` gives the number of the step of each result, by name.
+    """The values of one run.
 
-    Tensors are told apart by their memory, so that nobody has to number them: saved for backward,
-    one comes back as another object. They are kept alive, or others would get their memory.
+    A tensor is identified by its memory, because autograd returns a saved tensor as another Python
+    object. All tensors are kept alive, so that no other tensor gets their memory.
+
+    - ``steps``: the values in the order of their computation.
+    - ``results``: for each result by name, the number of its step.
 
     Args:
-        written: the program may write into its values, so that copies of them are noted.
+        written: whether the program may write into its values, so that copies are recorded.
     """
 
     def __init__(self, *, written: bool = False) -> None:
@@ -51,7 +55,14 @@ class Trace:
         operands: Sequence[torch.Tensor] = (),
         source: str = "",
     ) -> int:
-        """Note a value, without operator an input; returns the number of its step."""
+        """Record a value, and return the number of its step.
+
+        Args:
+            value: the value.
+            operator: the operator that computed it; empty for an input.
+            operands: the operands of the operator.
+            source: the user's source line; empty if it is unknown.
+        """
         numbers = dict.fromkeys(n for n in map(self.number, operands) if n is not None)
         kept = value.detach().clone() if self._written else value.detach()
         self.steps.append(TraceStep(operator, source, tuple(numbers), kept))
@@ -63,12 +74,15 @@ class Trace:
         return number
 
     def number(self, value: torch.Tensor) -> int | None:
-        """The step of a value, or the last one in its memory; None: it was not noted."""
+        """Return the number of the step of a value.
+
+        If this value was not recorded, return the last step with the same memory, or None.
+        """
         found = self._numbers.get(_place(value))
         return self._numbers.get(value.untyped_storage().data_ptr()) if found is None else found
 
     def note_result(self, name: str, value: torch.Tensor) -> None:
-        """Note that ``value`` is the result called ``name``."""
+        """Record ``value`` as the result called ``name``."""
         number = self.number(value)
         known = None if number is None else self.steps[number].value
         alike = known is not None and (known.shape, known.dtype) == (value.shape, value.dtype)
@@ -77,7 +91,7 @@ class Trace:
         self.results[name] = number
 
     def result(self, name: str) -> torch.Tensor | None:
-        """The result called ``name``; None: the program has no such result."""
+        """Return the result called ``name``; None if the program has no such result."""
         number = self.results.get(name)
         return None if number is None else self.steps[number].value
 
@@ -87,7 +101,7 @@ def _place(tensor: torch.Tensor) -> Any:
 
 
 def user_source(stack_trace: str | None) -> str:
-    """The user's own line in a Python traceback, as ``file:line in function: code``."""
+    """Return the user's own line in a Python traceback, as ``file:line in function: code``."""
     frame = user_frame(stack_trace or "")
     if frame is None:
         return ""
@@ -98,6 +112,6 @@ def user_source(stack_trace: str | None) -> str:
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors in a nested structure of lists, tuples and dicts."""
+    """Return the tensors in a nested structure of lists, tuples and dicts."""
     leaves = pytree.tree_leaves(value)
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]

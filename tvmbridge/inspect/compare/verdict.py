@@ -1,25 +1,25 @@
-"""Rounding or mistake: the measure of a departure and the bound that tells them apart.
+"""Distinguish rounding from mistakes: the departure of a value, its bound, and the verdict.
 
-**Measure.** The *departure* of a value is the largest absolute difference of its elements from
-eager PyTorch in the same precision, over the *scale* of the value: the largest magnitude of its
-elements. A value that is what cancellation left (the gradient of a key's bias is zero, since
-softmax does not see a shift) has another scale: the magnitude of what was summed up, which shows in
-how far rounding moves the value. NaN and infinities must stand in the same places; where they do
-not, the departure is infinite.
+**Departure.** The *departure* of a value is its largest absolute difference from eager PyTorch in
+the same precision, divided by the *scale* of the value. The scale is the largest magnitude of the
+value's elements. After cancellation the scale is larger: the magnitude of the summands, which is
+estimated from how far rounding moves the value. An example is the gradient of the bias of
+attention's keys: it is zero, since softmax is invariant to shifts. If NaN and infinities are not at
+the same elements, the departure is infinite.
 
-**Bound.** Eager PyTorch runs again with every result of every operation moved by up to one unit of
-rounding (Monte Carlo arithmetic: Parker, 1997). How far that moves a value is its *noise*: what
-rounding does to this value, in this module, on these numbers, in this precision. Compiled code may
-add in another order and use other kernels for exp or tanh, so its error is not that of eager, but
-of the same size: up to about 5 times the noise in the modules of the tests. The bound is
-:data:`FACTOR` times the noise, and at least :data:`FLOOR` units of rounding of the scale (a short
-value is sometimes computed without error, by luck).
+**Bound.** Eager PyTorch runs again several times, with the result of every operation changed
+randomly by up to one unit of rounding (Monte Carlo arithmetic: Parker, 1997). The largest change of
+a value is its *rounding noise*, in this module, on these inputs, in this precision. Compiled code
+may add in another order and use other kernels for exp or tanh. So its rounding errors differ from
+eager PyTorch's, but have the same size: up to about 5 times the rounding noise in the modules of
+the tests. The bound is :data:`FACTOR` times the rounding noise, but at least :data:`FLOOR` units of
+rounding of the scale. The minimum is needed because a value may show no rounding by chance.
 
-**Verdict.** Noise shrinks with the precision: from float32 to float64 by 5e8. A departure by
-rounding shrinks with it and stays under the bound in both. A mistake does not: GELU by tanh is off
-by 1e-4 in float32, which some modules' rounding explains, and by 1e-4 in float64, which none does.
-So a departure is a *mistake* when it is over the bound in either precision, *rounding* when it is
-not zero, otherwise the value *agrees*.
+**Verdict.** From float32 to float64, rounding noise shrinks by 5e8. A departure by rounding shrinks
+with it, and stays within the bound in both precisions. A mistake does not shrink. GELU by tanh, for
+example, departs by 1e-4 in both. Rounding may explain this in float32, but never in float64. So a
+departure is a *mistake* if it exceeds the bound in either precision, *rounding* if it is not zero,
+and otherwise the value *agrees*.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ import torch
 FACTOR = 50.0
 FLOOR = 16.0
 
-# Where rounding moves a value by more than so many units of its own magnitude, it is a remainder.
+# If rounding moves a value by more than this many units of rounding of its magnitude, the value is
+# the rest of a cancellation.
 _CANCELLED = 1000.0
 
 AGREES, ROUNDING, MISTAKE = "agrees", "rounding", "mistake"
@@ -40,7 +41,13 @@ AGREES, ROUNDING, MISTAKE = "agrees", "rounding", "mistake"
 
 @dataclass(frozen=True)
 class Measure:
-    """How to measure departures of one value in one precision."""
+    """Measures departures of one value in one precision.
+
+    - ``reference``: the value in eager PyTorch.
+    - ``noise``: how far rounding moves the value, absolute.
+    - ``scale``: the magnitude that departures are relative to.
+    - ``bound``: the largest departure that rounding explains.
+    """
 
     reference: torch.Tensor
     noise: float
@@ -49,12 +56,12 @@ class Measure:
 
     @classmethod
     def of(cls, reference: torch.Tensor, noise: float, eps: float) -> Measure:
-        """The measure of a value.
+        """Compute scale and bound of a value.
 
         Args:
-            reference: what eager PyTorch computes.
-            noise: by how much rounding moves it (absolute).
-            eps: the unit of rounding of the computation, the largest of its dtypes'.
+            reference: the value in eager PyTorch.
+            noise: how far rounding moves the value, absolute.
+            eps: the largest unit of rounding among the dtypes of the computation.
         """
         magnitude = float(_finite(reference).abs().max()) if reference.numel() else 0.0
         scale = magnitude
@@ -65,7 +72,10 @@ class Measure:
         return cls(reference, noise, scale, bound)
 
     def departure(self, value: torch.Tensor | None, other: torch.Tensor | None = None) -> float:
-        """The departure of ``value`` from ``other``, by default from the reference."""
+        """Return the departure of ``value`` from ``other``, by default from the reference.
+
+        It is infinite if the value is absent, or has another shape or dtype.
+        """
         against = self.reference if other is None else other
         if value is None or value.shape != against.shape or value.dtype != against.dtype:
             return math.inf
@@ -86,7 +96,7 @@ def _finite(value: torch.Tensor) -> torch.Tensor:
 
 
 def verdict(error: float, bound: float, error_float64: float, bound_float64: float) -> str:
-    """The verdict on a departure in the module's dtype and in float64."""
+    """Return the verdict on a departure in the module's dtype and in float64."""
     if error > bound or error_float64 > bound_float64:
         return MISTAKE
     return ROUNDING if error > 0 or error_float64 > 0 else AGREES

@@ -1,4 +1,4 @@
-"""Explanation: what would become of a module, told before anything is compiled."""
+"""Explain how a module would be compiled, without compiling it."""
 
 from tvmbridge.inspect.explain.explanation import explain
 from tvmbridge.inspect.explain.report import Draw, ExplainReport, Mutation, OperatorUse

@@ -1,4 +1,4 @@
-"""The explanation itself: the graph stages without the build, and what they say."""
+"""Explain how a module would be compiled: run the graph stages without the build."""
 
 from __future__ import annotations
 
@@ -40,25 +40,27 @@ def explain(
     sample_kwargs: Mapping[str, Any] | None = None,
     options: CompileOptions | dict[str, Any] | None = None,
 ) -> ExplainReport:
-    """What :func:`tvmbridge.add_tvm_dispatch` would make of ``module``, without compiling it.
+    """Report how :func:`tvmbridge.add_tvm_dispatch` would compile ``module``, without compiling it.
 
     A copy of the module goes through the graph stages: capture, import, differentiation, passes.
-    The module, its tensors and the generators are left as they are; it may be dispatched already.
+    The module, its tensors and the random generators are not changed. The module may be dispatched
+    already.
 
     Args:
-        module: any module, in the mode that is of interest.
+        module: any module, in train or eval mode as it would be compiled.
         sample_input: a tensor, or a tuple of positional arguments (nested structures allowed).
         sample_kwargs: keyword arguments of forward.
-        options: how the module would be compiled. With ``fx_passes`` the report has what each of
-            them would do, and what it declined (``tvmbridge.fx_passes()`` are those of
-            ``optimize_fx``).
+        options: the options of the compilation. With ``fx_passes`` the report says for each fx
+            pass what it would do and what it declined. ``tvmbridge.fx_passes()`` returns the
+            passes of ``optimize_fx``.
 
     Returns:
-        The report. A module that would keep its own forward has one with the reason, ``ok`` False.
+        The report. If the module would keep its own forward, ``ok`` is False and ``reason`` says
+        why.
 
     Raises:
-        TypeError: ``module`` is no module, ``sample_kwargs`` no dict, or ``options`` has an unknown
-            field.
+        TypeError: ``module`` is not a module, ``sample_kwargs`` is not a dict, or ``options`` has
+            an unknown field.
         ValueError: an option has a value that is not among its choices.
     """
     if not isinstance(module, nn.Module):
@@ -71,7 +73,13 @@ def explain(
 
 @dataclass
 class _Explanation:
-    """An explanation that is under way; ``stage`` is the one that runs."""
+    """An explanation in progress.
+
+    - ``name``: the class of the module.
+    - ``stage``: the graph stage that runs now, or that failed.
+    - ``known``: the fields of the report that are known so far.
+    - ``records``: a record of each pass that has run.
+    """
 
     name: str
     options: CompileOptions
@@ -125,7 +133,7 @@ class _Explanation:
         )
 
     def _look_at_graph(self, sample: Sample, needs_grad: bool) -> None:
-        """Capture again, to tell what the graph has although it goes no further."""
+        """Capture a refused module again, and record which operators of its graph are refused."""
         args, kwargs, _ = sample.arguments()
         try:
             if self.stage != "capture":
@@ -133,7 +141,7 @@ class _Explanation:
                 self.known |= _of_captured(captured)
                 graph = captured.program.graph
             else:
-                # PyTorch may have a graph all the same, whose operators are what is refused.
+                # torch.export alone may succeed, and then the graph has the refused operators.
                 with warnings.catch_warnings():
                     # torch.export copies its own tree specs in a way that torch deprecates.
                     warnings.filterwarnings("ignore", "`isinstance.treespec", FutureWarning)
@@ -141,7 +149,7 @@ class _Explanation:
                     with composites_prepared_for(program):
                         graph = program.run_decompositions().graph
         except Exception:
-            return  # the reason is known already
+            return  # the report has the reason of the refusal already
         self.known["refused"] = tuple(_refused_operators(graph))
 
     def _of_lowered(self, lowered: LoweredModule) -> dict[str, Any]:
@@ -185,7 +193,11 @@ def _of_captured(captured: CapturedGraph) -> dict[str, Any]:
 
 
 def _draws(captured: CapturedGraph) -> Iterator[Draw]:
-    """The draws; where PyTorch's own derivatives were recorded, with other names than captured."""
+    """Yield the random draws with their source lines.
+
+    With PyTorch's own derivatives the draws have other names than in the captured graph. If the
+    shapes agree in order, the draws are matched by position.
+    """
     graph = captured.program.graph
     nodes = {n.name: n for n in graph.nodes}
     original = find_noise(graph)
@@ -200,7 +212,7 @@ def _draw(descriptor: NoiseDescriptor, node: fx.Node | None) -> Draw:
         purpose = f"a mask of dropout, p={descriptor.drop_probability:g}"
     elif descriptor.spec.dtype is torch.bool:
         purpose = "a mask"
-    # A draw among several results of an operator is called as the item of it.
+    # For one of several results of an operator the node is a getitem, which names no operator.
     whole = node is not None and descriptor.result is None
     operator = str(node.target if node is not None and whole else descriptor.op)
     source = "" if node is None else user_source(node.meta.get("stack_trace"))
@@ -226,9 +238,9 @@ def _shown(value: Any) -> str:
 
 
 def _uses(counts: Mapping[str, int], captured: fx.Graph) -> tuple[OperatorUse, ...]:
-    """The operators, those with the most uses first, with the lines they come from.
+    """Return the operators, the most used first, with the source lines that they come from.
 
-    A backward operator comes from the lines of its forward one.
+    A backward operator without lines of its own gets the lines of its forward operator.
     """
     lines: dict[str, dict[str, None]] = {}
     for node in captured.nodes:
@@ -263,5 +275,5 @@ def _refused_operators(graph: fx.Graph) -> Iterator[OperatorUse]:
 
 
 def _tells_sizes(target: OpOverload) -> bool:
-    """Whether it is about sizes, or checks something, and computes no tensor."""
+    """Whether the operator computes sizes or checks an assertion, and returns no tensor."""
     return target._schema.name.startswith(("aten::_assert", "aten::sym_"))

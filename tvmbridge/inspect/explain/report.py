@@ -1,4 +1,4 @@
-"""What an explanation says, as data and as tables."""
+"""The report of an explanation, as data and as text."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ _LINES = 3
 class OperatorUse:
     """An ATen operator of the graph.
 
-    ``count`` says how often it is used, ``sources`` the user's lines that it comes from (empty
-    where they are not known). ``reason`` is set where it is refused.
+    - ``count``: the number of its uses.
+    - ``sources``: the user's source lines that it comes from; empty if they are unknown.
+    - ``reason``: why it is refused; empty if it is not.
     """
 
     name: str
@@ -32,7 +33,13 @@ class OperatorUse:
 
 @dataclass(frozen=True)
 class Draw:
-    """Random numbers that PyTorch draws before each call: the operator, what for, and the line."""
+    """A random draw that PyTorch makes before each call.
+
+    - ``operator``: the ATen operator that draws.
+    - ``purpose``: the use of the numbers, in words.
+    - ``spec``: their shape and dtype.
+    - ``source``: the user's source line; empty if it is unknown.
+    """
 
     operator: str
     purpose: str
@@ -42,7 +49,7 @@ class Draw:
 
 @dataclass(frozen=True)
 class Mutation:
-    """What forward changes: ``kind`` is buffer, input, argument or attribute."""
+    """A change that forward makes: ``kind`` (buffer, input, argument or attribute) and its name."""
 
     kind: str
     target: str
@@ -52,18 +59,28 @@ class Mutation:
 class ExplainReport:
     """The result of :func:`tvmbridge.explain`.
 
-    ``mode`` is the one that the module stands in. Where it would keep its own forward, ``ok`` is
-    False, ``stage`` is where it fails (``capture``, ``import``, ``differentiate`` or ``passes``),
-    ``reason`` why, and ``source`` the user's line where it is known; what was found out until then
-    is in the other fields. ``native`` are the operators that TVM compiles, ``aten_calls`` those
-    that stay PyTorch's kernels, ``refused`` those that can be neither. ``joint`` and
-    ``joint_reason`` tell where the joint function comes from (None in inference) and why it is not
-    ``relax``. ``residuals`` are the values that forward keeps for backward by ``residual_policy``,
-    the largest first. ``frozen`` are numbers, strings and containers that would be constants of the
-    code, by name: arguments that are no tensors, and attributes that forward reads; calls that come
-    with others are not served by this code. ``packs`` names the weights of products that would
-    become one. ``eager_functions`` would run in eager PyTorch after the compiled code.
-    ``fx_passes`` is what the fx passes of the options did.
+    - ``module``: the class of the module.
+    - ``mode``: train or eval, and whether gradients are compiled.
+    - ``ok``: whether the module would be compiled. If not, the other fields hold only the findings
+      before the failure.
+    - ``stage``: the failing stage: ``capture``, ``import``, ``differentiate`` or ``passes``.
+    - ``reason``: why the module would keep its own forward.
+    - ``source``: the user's source line of the failure; empty if it is unknown.
+    - ``native``: the operators that TVM compiles.
+    - ``aten_calls``: the operators that stay kernels of PyTorch.
+    - ``refused``: the operators that can be neither.
+    - ``noise``: the random draws.
+    - ``mutations``: the buffers, inputs, arguments and attributes that forward changes.
+    - ``joint``: the source of the joint function, ``relax`` or ``aot``; None in inference.
+    - ``joint_reason``: why the source is not ``relax``.
+    - ``residual_policy``: the policy that chooses the residuals.
+    - ``residuals``: the values that forward keeps for backward, the largest first.
+    - ``frozen``: numbers, strings and containers that would be constants of the code, by name:
+      arguments that are not tensors, and attributes that forward reads. This code serves no calls
+      in which they differ.
+    - ``packs``: for each group of products that would become one, the names of their weights.
+    - ``eager_functions``: functions that would run in eager PyTorch after the compiled code.
+    - ``fx_passes``: records of the fx passes of the options.
     """
 
     module: str
@@ -88,12 +105,12 @@ class ExplainReport:
 
     @property
     def residual_bytes(self) -> int:
-        """Bytes that forward would keep for backward."""
+        """The bytes that forward would keep for backward."""
         return sum(r.spec.nbytes for r in self.residuals)
 
     @property
     def combined_products(self) -> int:
-        """How many products would become part of another one."""
+        """The number of products that would be combined with others into one product."""
         return sum(len(names) for names in self.packs)
 
     def __str__(self) -> str:
@@ -116,7 +133,7 @@ class ExplainReport:
         return file.getvalue()
 
     def _lines(self) -> list[str]:
-        """The rest, a line each."""
+        """Return all findings but the table of operators, as lines of text."""
         lines = []
         for draw in self.noise:
             at = f", {draw.source}" if draw.source else ""
@@ -146,7 +163,7 @@ def _operators(report: ExplainReport) -> Table:
     ]
     for kind, operators in rows:
         for operator in operators:
-            # Lines are of interest where something is not as fast as it could be.
+            # Native operators need no source lines: they are compiled as well as possible.
             lines = () if kind == "native" else operator.sources
             shown = [*lines[:_LINES], *([f"{len(lines) - _LINES} more"] * (len(lines) > _LINES))]
             if operator.reason:
@@ -156,5 +173,5 @@ def _operators(report: ExplainReport) -> Table:
 
 
 def _plain(text: str) -> str:
-    """``text`` without what rich would take for markup."""
+    """Escape the brackets in ``text`` that rich would interpret as markup."""
     return text.replace("[", r"\[")
