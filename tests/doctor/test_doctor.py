@@ -222,3 +222,9 @@ def test_the_whole_command_on_this_machine(capfd: pytest.CaptureFixture[str]) ->
     command = [sys.executable, "-m", "tvmbridge", "doctor"]
     assert subprocess.run(command, check=False, timeout=300).returncode == 0
     assert "The CPU path works" in capfd.readouterr().out
+
+
+def test_the_doctor_itself_imports_neither_torch_nor_tvm() -> None:
+    code = "import sys, tvmbridge.doctor.command; print({'torch', 'tvm'} & set(sys.modules))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "set()"

@@ -23,7 +23,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tvmbridge.backends.cuda.source import cuda_compiler
 from tvmbridge.core import versions
 from tvmbridge.doctor.probes import ALIGNMENT, RESULT_MARK
 
@@ -270,6 +269,9 @@ def _gpu(probe: Probe) -> list[CheckResult]:
 def _gpu_compiler(facts: dict[str, Any]) -> list[CheckResult]:
     if not facts["needs_nvcc"]:
         return []
+    # It imports torch and TVM, which a process without a working GPU must not depend on.
+    from tvmbridge.backends.cuda.source import cuda_compiler
+
     found = cuda_compiler()
     if found is not None:
         return [CheckResult("CUDA's compiler", Status.OK, found)]
