@@ -56,7 +56,7 @@ class _AtenRewriter(PyExprMutator):
     def visit_call_(self, call: relax.Call) -> relax.Expr:
         call = self.builder_.normalize(super().visit_call_(call))
         if getattr(call.op, "name", "") == "relax.take":
-            return _take(call)
+            return self._take(call)
         operator = aten_call_operator(call)
         if operator is None or compiled_call(call) is not None or operator not in SPELLED:
             return call
@@ -68,14 +68,13 @@ class _AtenRewriter(PyExprMutator):
         self.report.rewrote()
         return spelled
 
-
-def _take(call: relax.Call) -> relax.Expr:
-    """A look-up that finds NaN where PyTorch raises: at an index beyond the table."""
-    if call.attrs.mode != "fast" or call.attrs.axis is None:
-        return call
-    floating = "float" in dtype_of_tensor(call)
-    axis = int(call.attrs.axis)
-    return relax.op.take(call.args[0], call.args[1], axis, "nan" if floating else "clip")
+    def _take(self, call: relax.Call) -> relax.Expr:
+        """Return a look-up that finds NaN at an index beyond the table, where PyTorch raises."""
+        if call.attrs.mode != "fast" or call.attrs.axis is None:
+            return call
+        self.report.rewrote()
+        mode = "nan" if "float" in dtype_of_tensor(call) else "clip"
+        return relax.op.take(call.args[0], call.args[1], int(call.attrs.axis), mode)
 
 
 def _index(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr | None:
