@@ -57,7 +57,7 @@ def lost(error: BaseException) -> CommunicationError:
 def _announce(ended: Sequence[int]) -> None:
     """Record for the other ranks which ranks ended first.
 
-    They would otherwise take this rank, which ends next, for a cause.
+    Otherwise the others would take this rank, which ends next, for a cause.
     """
     try:
         default_store().set(_KEY.format(dist.get_rank()), " ".join(map(str, ended)))
@@ -68,7 +68,7 @@ def _announce(ended: Sequence[int]) -> None:
 def _first(ended: list[int]) -> list[int]:
     """Return the ranks that ended first.
 
-    They are those of ``ended`` that named no other rank, or else the ranks that were named.
+    Return those of ``ended`` that named no other rank; if each named one, the ranks named.
     """
     named: set[int] = set()
     own: list[int] = []
