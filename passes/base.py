@@ -137,7 +137,7 @@ def flat_results(function: relax.Function) -> list[relax.Expr]:
     return list(result.fields) if isinstance(result, relax.Tuple) else [result]
 
 
-# These operators compile to views of the same memory.
+# Operators that compile to views of their operand's memory.
 _SHARES_MEMORY = ("relax.reshape", "relax.expand_dims", "relax.squeeze")
 
 

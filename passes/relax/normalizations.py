@@ -102,7 +102,7 @@ class Formulas:
     ) -> relax.Expr:
         """Return ``normed * gamma + beta``, in the dtype of the operand of the norm ``call``.
 
-        ``gamma`` and ``beta`` are arguments of ``call``. They have one number for each index along
+        ``gamma`` and ``beta`` are arguments of ``call``. Each has one number for each index along
         the dimension ``channel``, or, if it is None, the shape of the last dimensions.
         """
         x = call.args[0]
