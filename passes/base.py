@@ -21,7 +21,7 @@ class RelaxPass:
     """
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
-        """Return the rewritten module and record the rewrites in ``report``; subclasses do this."""
+        """Return the rewritten module; record rewrites in ``report``. Subclasses implement this."""
         raise NotImplementedError
 
     def __call__(self, mod: tvm.IRModule) -> tvm.IRModule:
@@ -57,8 +57,8 @@ def map_calls(
 ) -> tvm.IRModule:
     """Return a new module with every call replaced by ``rewrite(call, builder)``.
 
-    The operands of ``call`` have been rewritten before. ``rewrite`` emits the bindings that its
-    result needs by ``builder``. The new calls get the span of the old one.
+    The operands of ``call`` have been rewritten before. ``rewrite`` uses ``builder`` to emit the
+    bindings that its result needs. New calls get the span of the old one.
     """
     return map_functions(mod, lambda f: _CallMutator(rewrite).visit_expr(f))
 
@@ -99,7 +99,7 @@ class _CallMutator(PyExprMutator):
 
 
 def free_prefix(prefix: str, names: Iterable[str]) -> str:
-    """Return ``prefix`` after as many underscores as it takes that none of ``names`` begins so.
+    """Return ``prefix``, with underscores in front until none of ``names`` begins with it.
 
     ``names`` are chosen by the user, so one of them may begin with ``prefix``.
     """
@@ -142,9 +142,11 @@ _SHARES_MEMORY = ("relax.reshape", "relax.expand_dims", "relax.squeeze")
 
 
 def storage_root(result: relax.Expr, bound: Mapping[relax.Var, relax.Expr]) -> relax.Var | None:
-    """Return the variable that owns the memory of ``result``, a view or not; None for a constant.
+    """Return the variable whose memory ``result`` has, through views; None for a constant.
 
-    ``bound`` has the values of the function's variables.
+    Args:
+        result: a variable or constant.
+        bound: the values of the function's variables.
     """
     while isinstance(result, relax.Var):
         value = bound.get(result)

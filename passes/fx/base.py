@@ -94,7 +94,7 @@ def shape_of(node: Any) -> tuple[Any, ...] | None:
 
 
 def known(size: Any) -> Any:
-    """Return a size as a number if the graph's guards fix its symbol, and otherwise the symbol."""
+    """Return a size as an int if the graph's guards allow its symbol one value, else unchanged."""
     if not isinstance(size, torch.SymInt):
         return size
     found = size.node.shape_env.replace(size.node.expr)
@@ -189,9 +189,9 @@ def nbytes(node: fx.Node) -> int:
 
 
 def erase_items(nodes: Sequence[fx.Node]) -> None:
-    """Remove those of ``nodes`` that nothing reads, and inputs of theirs that became unread.
+    """Remove those of ``nodes`` that nothing reads, and splits whose items nothing reads any more.
 
-    Only inputs that return a tuple or list, such as a split, are removed, with their items.
+    A split is any input of a removed node that returns a tuple or list; its items are removed too.
     """
     unread = [node for node in nodes if not node.users]
     inputs = {i: None for n in unread for i in n.all_input_nodes}

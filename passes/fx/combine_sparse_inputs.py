@@ -1,4 +1,4 @@
-"""CombineSparseInputs: 2N inputs, indices and lengths of N features, become two.
+"""CombineSparseInputs: indices and lengths of N sparse features become one input each, and splits.
 
     def forward(a_indices, a_lengths, ...):   def forward(indices, lengths, splits):
         f(a_indices, a_lengths)          ->       parts = split_features(indices, splits, order)
@@ -25,15 +25,19 @@ from tvmbridge.passes.fx.base import FxPass, evaluated
 
 aten = torch.ops.aten
 COMBINED = ("combined_indices", "combined_lengths", "combined_splits", "combined_weights")
-#: Keys in the meta of a graph module: its features, and a record of what the pass has combined.
+#: Keys in the meta of a graph module: its features, and, after the pass, the names of the combined
+#: features and of the remaining inputs.
 FEATURES, DONE = "tvmbridge_features", "tvmbridge_combined"
 
 
 @dataclass(frozen=True)
 class Feature:
-    """A sparse feature: its name, and the placeholders of its tensors by name.
+    """A sparse feature of a recommendation model: a list of indices for each row of a batch.
 
-    ``weights`` is None if the feature has no weight for each index.
+    - ``name``: the name of the feature.
+    - ``indices``: the name of the placeholder with the indices of all rows.
+    - ``lengths``: the name of the placeholder with the number of indices of each row.
+    - ``weights``: the name of the placeholder with a weight for each index; None without weights.
     """
 
     name: str

@@ -26,7 +26,12 @@ class Costs:
         return BY_DEVICE.get(device.type, BY_DEVICE["cpu"])
 
     def gain(self, launches: int, copied: int) -> float:
-        """Return the seconds saved by ``launches`` fewer operators and ``copied`` more bytes."""
+        """Return the seconds that a fusion saves.
+
+        Args:
+            launches: how many fewer operators run.
+            copied: how many more bytes are copied.
+        """
         return launches * self.launch - copied / self.bytes_per_second
 
 

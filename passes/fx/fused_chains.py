@@ -1,4 +1,7 @@
-"""Fuse N equal chains of operators, one operator after the other, from their common start."""
+"""Fuse N equal chains of operators, one operator after the other, from their common start.
+
+A *family* is a :class:`~.stacking.ParallelSlices`: N equal nodes, its *members*, computed as one.
+"""
 
 from __future__ import annotations
 
@@ -156,7 +159,7 @@ class Chains:
         return family
 
     def _equal_users(self, family: ParallelSlices) -> Iterator[tuple[fx.Node, ...]]:
-        """Yield N equal operators, one for each member, for each reader of the first member."""
+        """For each reader of the first member, yield N equal readers, one of each member."""
         for first in list(family.nodes[0].users):
             if first in self.fused or not is_operator(first):
                 continue

@@ -1,4 +1,4 @@
-"""OverlapCommunication: a collective begins where its input is ready, and ends where it is used.
+"""OverlapCommunication: a collective begins when its input is ready, and ends before its first use.
 
     a = all_to_all_single(x)                  a = request(x)
     b = wait_tensor(a)                        d = dense(y)
@@ -242,9 +242,9 @@ def _schedule(
 def _ancestors(
     requests: list[fx.Node], before: Mapping[fx.Node, set[fx.Node]], stop: set[fx.Node]
 ) -> set[fx.Node]:
-    """Return the requests and the nodes that they depend on, not looking beyond those of ``stop``.
+    """Return the requests and the nodes that they depend on, without following nodes of ``stop``.
 
-    ``stop`` has the waits: the results of other collectives.
+    ``stop`` has the waits, which return the results of other collectives.
     """
     found: set[fx.Node] = set()
     todo = list(requests)

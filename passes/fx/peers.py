@@ -1,4 +1,4 @@
-"""Peers: the processes of the other ranks, and which of them has ended where a collective fails."""
+"""The processes of the other ranks, to report which of them ended when a collective fails."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Rules that replace N equal operators by one, on tensors with one more dimension, of extent N.
 
-A :class:`ParallelSlices` is N nodes and the node that computes all of them. A rule gets each
-argument of the N operators as :class:`Members`, as :class:`Each`, or as a value that they share,
-and emits one operator.
+A *family* is a :class:`ParallelSlices`: N nodes, its *members*, and the node that computes all of
+them. A rule gets each argument of the N operators as :class:`Members`, as :class:`Each`, or as a
+value that they share. It emits one operator, and returns it with its dimension of extent N.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ParallelSlices:
 
 @dataclass(frozen=True)
 class Members:
-    """An argument of N equal operators: operator ``i`` reads ``family.nodes[i]``."""
+    """An argument of N equal operators: operator ``i`` reads member ``i`` of a family."""
 
     family: ParallelSlices
 

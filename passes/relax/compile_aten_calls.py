@@ -8,7 +8,7 @@ After::
 
     lv = R.call_tir(log1p, (x,), out_ty=...)
 
-A call is marked by ``"compiled": true`` in its spec.
+A call is marked by ``"compiled": true`` in its spec, the JSON that describes the operator.
 
 Requires: the operator of each marked call is in ``tvmbridge.legalize.aten.COMPILED``.
 Guarantees: no marked call of the chosen operators is left; others are untouched.

@@ -10,9 +10,9 @@ After::
     lv: R.Tensor((3, 4), "float32") = R.call_pure_packed(
         "tvmbridge.aten", '{"op": "my.scan.default", ..., "declared": [[[3, 4], "float32"]]}', x)
 
-Compiled code that reads a result assumes memory of the declared size, without a check. So the call
-itself raises if a kernel returns another shape or dtype than its fake kernel
-(``kernels/results.py``).
+The spec is the JSON that describes the operator and its arguments. Compiled code that reads a
+result assumes memory of the declared size, without a check. So the call itself raises if a kernel
+returns another shape or dtype than its fake kernel (``kernels/results.py``).
 
 Requires: static shapes. Guarantees: the spec of every ATen call declares its results.
 Runs after: all passes that read specs or change shapes. Runs before: NameSpecs.

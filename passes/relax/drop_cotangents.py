@@ -40,8 +40,8 @@ class DropCotangents(RelaxPass):
     """Remove the parameters of absent cotangents; replace values that need only them by zeros.
 
     Args:
-        cotangents: names of the parameters that are cotangents; if several parameters have one
-            name, the last of them.
+        cotangents: names of the parameters that are cotangents; if several parameters have the
+            same name, the last of them.
         absent: names of the cotangents that do not arrive.
         called: numbers of the custom autograd functions whose backward is called although no
             cotangent arrives. Zeros that enter them are created when backward runs, so that no

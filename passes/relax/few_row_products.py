@@ -10,8 +10,9 @@ After::
     lv1 = R.call_tir(few_row_product, (x, w), out_ty=R.Tensor((14, 768), "float32"))
 
 Requires: products of matrices have been reshaped to two dimensions, if possible. Guarantees:
-products that the kernel does not fit (``schedules/gpu/few_rows.py``) are untouched. If the user
-lets PyTorch multiply in TF32 or bfloat16, all are, because PyTorch's libraries are as fast then.
+products that the kernel does not fit (``schedules/gpu/few_rows.py``) are untouched. All products
+are untouched if the user lets PyTorch multiply in TF32 or bfloat16, as its libraries are as fast
+then.
 Runs after: the split into forward and backward. Runs before: DispatchKernels.
 """
 

@@ -118,7 +118,7 @@ class _Finder:
         return None
 
     def _shifted(self, var: relax.Var) -> relax.Var | None:
-        """Return the variable that adds a vector to ``var``, if it alone reads ``var``."""
+        """Return the variable of the sum of ``var`` and a vector, if nothing else reads ``var``."""
         reader = self.reader.get(var) if self.uses[var] == 1 else None
         if reader is None or self._with_row(reader, "relax.add")[0] is None:
             return None

@@ -27,7 +27,11 @@ class Flow:
 
 @dataclass(frozen=True)
 class Sum:
-    """The variable ``root``, the sum of the flows' products and of the terms ``others``."""
+    """A sum of the products of several flows and of other terms.
+
+    - ``root``: the variable of the sum.
+    - ``others``: the other terms.
+    """
 
     root: relax.Var
     others: tuple[relax.Expr, ...]
@@ -60,9 +64,9 @@ class GradientGraph:
         self.products = [v for v, e in self.bound.items() if is_call(e, "relax.matmul")]
 
     def flows(self, names: tuple[str, ...]) -> list[Flow] | str:
-        """Return the gradient of the common input through each of the weights ``names``.
+        """Return, for each of the weights ``names``, the product that is the input's gradient.
 
-        If it cannot be found, return the reason.
+        If there is not one product for each weight, return the reason.
         """
         if not self.simple:
             return "not one dataflow block"

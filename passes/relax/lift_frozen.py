@@ -14,7 +14,7 @@ After::
     def forward(x, frozen_0):
         y = R.matmul(x, R.permute_dims(frozen_0))
 
-Operators that cost nothing at their readers stay in ``forward``: reshapes, transposes that only
+Operators that cost nothing at each call stay in ``forward``: reshapes, transposes that only
 products read, broadcasts, and tensors filled with one number.
 
 Requires: one dataflow block. Guarantees: ``forward`` keeps its parameters in their order, without

@@ -1,4 +1,4 @@
-"""Calls of kernels pass short keys instead of their specs.
+"""Calls of kernels pass short keys instead of their specs, the JSON that describes the operator.
 
 Before::
 

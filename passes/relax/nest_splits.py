@@ -1,4 +1,4 @@
-"""A split into n pieces becomes splits of splits, as TVM's Gradient emits n * n values for it.
+"""A split into n pieces becomes splits of splits: TVM's Gradient would emit n * n values for it.
 
 Before::
 

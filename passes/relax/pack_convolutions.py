@@ -10,7 +10,8 @@ After::
 
     y = R.call_pure_packed("tvmbridge.packed_convolution", spec, x, packed_0, b)
 
-where ``packed_0``, a new parameter, identifies the packed weight.
+where ``packed_0``, a new parameter with one integer, identifies the packed weight
+(``tvmbridge.kernels.packed``).
 
 Requires: :func:`packable_convolutions` accepts all two-dimensional convolutions. Guarantees: no
 such convolution is left, and there is one new parameter for each of the packings.

@@ -11,7 +11,8 @@ After::
     lv = R.call_pure_packed("tvmbridge.packed_matmul", spec, x, packed_0, b)
     y = R.reshape(lv, (1, 14, 3072))
 
-where ``packed_0``, a new parameter, identifies the packed weight (``tvmbridge.kernels.packed``).
+where ``packed_0``, a new parameter with one integer, identifies the packed weight
+(``tvmbridge.kernels.packed``).
 
 Requires: products as :func:`frozen_products` finds them. Guarantees: one new parameter for each of
 the packings. Runs after: LiftFrozen. Runs before: DispatchKernels.

@@ -42,7 +42,7 @@ class Product:
     - ``var``: the variable that is bound to it; ``call`` is its call.
     - ``weight``: the tensor that the right operand is, or is the transpose of.
     - ``transposed``: whether the right operand is the transpose of ``weight``.
-    - ``key``: equal for products that can be combined; empty for a product of no matrices.
+    - ``key``: equal for products that can be combined; empty if an operand is no matrix.
     """
 
     var: relax.Var
@@ -146,7 +146,7 @@ def _left_key(
 
 
 def _form(call: relax.Call, transposed: bool) -> tuple[object, ...]:
-    """Return a key that is equal for products that can be combined; empty if of no matrices."""
+    """Return a key that is equal for products that can be combined; empty without matrices."""
     shapes = [shape_of(operand) for operand in call.args]
     if any(s is None or len(s) < 2 for s in shapes):
         return ()
@@ -179,7 +179,7 @@ def views_of(expr: relax.Expr, bound: Mapping[relax.Var, relax.Expr]) -> Views:
 
 
 def _step(value: relax.Expr | None, shape: tuple[int, ...] | None) -> _Step | None:
-    """Describe the view that ``value``, of shape ``shape``, is of its operand; None if of none."""
+    """Describe ``value``, of shape ``shape``, as a view of its operand; None if it is no view."""
     if not isinstance(value, relax.Call) or shape is None:
         return None
     if is_call(value, "relax.reshape") and shape_of(value.args[0]) is not None:

@@ -1,4 +1,4 @@
-"""A function returns one tensor instead of several results that are its pieces.
+"""If several results of a function are the pieces of one tensor, it returns that tensor instead.
 
 Before::
 
@@ -72,7 +72,7 @@ def wholes_of(function: relax.Function) -> list[Whole]:
 
 @dataclass(frozen=True)
 class ReturnWhole(RelaxPass):
-    """Return tensors that are split into results of ``function`` whole.
+    """Let a function return a tensor itself instead of the pieces that it is split into.
 
     Args:
         function: the name of the function.

@@ -1,4 +1,4 @@
-"""Calls of loops that copy all elements in their order become reshapes, which copy nothing.
+"""Calls of TIR functions that only copy a tensor in its order become reshapes, without a copy.
 
 TVM's pass of this name computes offsets within a buffer in 32 bits, and raises if a buffer has more
 than 2**31 elements.

@@ -82,7 +82,7 @@ def from_bits(x: Expr) -> Expr:
 
 
 def is_nan(x: Expr) -> Expr:
-    """Return whether a float32 is NaN, by its bits: the simplifier folds ``x != x`` to false."""
+    """Return whether a float32 is NaN, by its bits: TVM would simplify ``x != x`` to false."""
     return (bits(x) & _i32(0x7FFFFFFF)) > _i32(0x7F800000)
 
 
@@ -102,20 +102,23 @@ def _power_of_two(n: Expr) -> Expr:
 
 
 def _rounded(lets: Lets, x: Expr) -> tuple[Expr, Expr]:
-    """Return (x rounded to an integer, bits whose low ones are that integer) for ``|x| < 2^22``."""
+    """Return x rounded to an integer, and an int32 with that integer in its low bits.
+
+    ``|x|`` must be below 2^22.
+    """
     shifted = bits(lets.bind(x + _f32(_ROUND), "shifted"))
-    # Through the bits: the simplifier would take (x + c) - c for x.
+    # Reinterpreted twice: TVM would simplify (x + c) - c to x.
     return lets.bind(from_bits(shifted) - _f32(_ROUND), "n"), shifted
 
 
 def _reduce(lets: Lets, x: Expr) -> tuple[Expr, Expr]:
-    """Return (n as int32, r) with ``x = n ln 2 + r`` and ``|r| <= ln 2 / 2``."""
+    """Return n, as int32, and r with ``x = n ln 2 + r`` and ``|r| <= ln 2 / 2``."""
     n, shifted = _rounded(lets, x * _f32(_LOG2_E))
     r = lets.bind(x - n * _f32(_LN2_HIGH) - n * _f32(_LN2_LOW), "r")
     return lets.bind(shifted - _i32(_ROUND_BITS), "k"), r
 
 
-# The largest float32 whose exponential is one.
+# The largest float32 whose exponential is a finite float32.
 _EXP_LARGEST = 88.72283172607422
 
 
@@ -158,7 +161,7 @@ def exp_nonpositive(x: Expr) -> Expr:
 
 
 def reduce_exponent(lets: Lets, x: Expr) -> tuple[Expr, Expr]:
-    """Return (n as int32, e^r - 1) with ``x = n ln 2 + r`` and ``|r| <= ln 2 / 2``."""
+    """Return n, as int32, and e^r - 1 with ``x = n ln 2 + r`` and ``|r| <= ln 2 / 2``."""
     n, r = _reduce(lets, x)
     return n, lets.bind(r + r * r * horner(r, _EXP), "p")
 
