@@ -1,4 +1,4 @@
-"""What every Relax pass is made of: a frozen dataclass with ``apply``, and a report it writes."""
+"""The base class of all Relax passes, and functions that rewrite and inspect Relax modules."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RelaxPass:
     """
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
-        """The rewritten module; subclasses implement it."""
+        """Return the rewritten module; record rewrites in ``report``. Subclasses implement this."""
         raise NotImplementedError
 
     def __call__(self, mod: tvm.IRModule) -> tvm.IRModule:
@@ -31,7 +31,7 @@ class RelaxPass:
 def map_functions(
     mod: tvm.IRModule, rewrite: Callable[[relax.Function], relax.Function]
 ) -> tvm.IRModule:
-    """A new module with every Relax function of ``mod`` replaced by ``rewrite`` of it."""
+    """Return a new module in which ``rewrite`` was applied to every Relax function of ``mod``."""
     functions = {}
     for global_var, function in mod.functions_items():
         if isinstance(function, relax.Function):
@@ -41,7 +41,11 @@ def map_functions(
 
 
 def with_functions(mod: tvm.IRModule, rewriter: PyExprMutator) -> tvm.IRModule:
-    """``mod``, which ``rewriter`` was made of, with all Relax functions rewritten and its own."""
+    """Return ``mod`` with every Relax function rewritten by ``rewriter``.
+
+    ``rewriter`` must have been constructed from ``mod``. The result also has the functions that
+    ``rewriter`` added.
+    """
     for global_var, function in mod.functions_items():
         if isinstance(function, relax.Function):
             rewriter.builder_.update_func(global_var, rewriter.visit_expr(function))
@@ -51,9 +55,10 @@ def with_functions(mod: tvm.IRModule, rewriter: PyExprMutator) -> tvm.IRModule:
 def map_calls(
     mod: tvm.IRModule, rewrite: Callable[[relax.Call, relax.BlockBuilder], relax.Expr]
 ) -> tvm.IRModule:
-    """A new module with every call replaced by ``rewrite`` of it, whose operands are rewritten.
+    """Return a new module with every call replaced by ``rewrite(call, builder)``.
 
-    The builder is for what ``rewrite`` emits before its result. All of it has the span of the call.
+    The operands of ``call`` have been rewritten before. ``rewrite`` uses ``builder`` to emit the
+    bindings that its result needs. New calls get the span of the old one.
     """
     return map_functions(mod, lambda f: _CallMutator(rewrite).visit_expr(f))
 
@@ -74,7 +79,7 @@ class SpanBuilder:
 
 
 def with_span(expr: relax.Expr, span: tvm.ir.Span | None) -> relax.Expr:
-    """``expr`` with ``span`` if it is a call without one."""
+    """Return ``expr``; if it is a call without a span, return it with ``span``."""
     if span is None or not isinstance(expr, relax.Call) or expr.span is not None:
         return expr
     return relax.Call(expr.op, expr.args, expr.attrs, expr.ty_args, span)
@@ -94,7 +99,10 @@ class _CallMutator(PyExprMutator):
 
 
 def free_prefix(prefix: str, names: Iterable[str]) -> str:
-    """``prefix``, behind underscores where one of ``names``, which the user chose, begins so."""
+    """Return ``prefix``, with underscores in front until none of ``names`` begins with it.
+
+    ``names`` are chosen by the user, so one of them may begin with ``prefix``.
+    """
     taken = tuple(names)
     while any(name.startswith(prefix) for name in taken):
         prefix = f"_{prefix}"
@@ -102,7 +110,7 @@ def free_prefix(prefix: str, names: Iterable[str]) -> str:
 
 
 def shape_of(expr: relax.Expr) -> tuple[int, ...] | None:
-    """The static shape of a tensor expression; None where it is not a static tensor."""
+    """Return the shape of a tensor expression; None if it is no tensor of static shape."""
     type_ = expr.ty
     if not isinstance(type_, relax.TensorType) or type_.shape is None:
         return None
@@ -115,13 +123,13 @@ def shape_of(expr: relax.Expr) -> tuple[int, ...] | None:
 
 
 def dtype_of(expr: relax.Expr) -> str:
-    """The dtype name of a tensor expression."""
+    """Return the dtype of a tensor expression, by name."""
     dtype = expr.ty.dtype
     return str(getattr(dtype, "dtype", dtype))
 
 
 def flat_results(function: relax.Function) -> list[relax.Expr]:
-    """The tensors that a function with one dataflow block returns, in order."""
+    """Return the tensors that a function with one dataflow block returns, in order."""
     result = function.body.body
     bound = {b.var: b.value for block in function.body.blocks for b in block.bindings}
     while isinstance(result, relax.Var) and isinstance(bound.get(result), relax.Var | relax.Tuple):
@@ -129,12 +137,17 @@ def flat_results(function: relax.Function) -> list[relax.Expr]:
     return list(result.fields) if isinstance(result, relax.Tuple) else [result]
 
 
-# Compiled to views of the same memory.
+# Operators that compile to views of their operand's memory.
 _SHARES_MEMORY = ("relax.reshape", "relax.expand_dims", "relax.squeeze")
 
 
 def storage_root(result: relax.Expr, bound: Mapping[relax.Var, relax.Expr]) -> relax.Var | None:
-    """The variable whose memory ``result`` is, through views; None for a constant."""
+    """Return the variable whose memory ``result`` has, through views; None for a constant.
+
+    Args:
+        result: a variable or constant.
+        bound: the values of the function's variables.
+    """
     while isinstance(result, relax.Var):
         value = bound.get(result)
         if isinstance(value, relax.Var | tvm.ir.GenericConst):
@@ -147,7 +160,10 @@ def storage_root(result: relax.Expr, bound: Mapping[relax.Var, relax.Expr]) -> r
 
 
 def _shares_memory(call: relax.Call) -> bool:
-    """Whether it compiles to a view, as a permutation does that moves extents of 1 alone."""
+    """Whether the call compiles to a view of its first operand.
+
+    A permutation does so if it keeps the order of all dimensions larger than 1.
+    """
     name, shape = getattr(call.op, "name", ""), shape_of(call.args[0])
     if name != "relax.permute_dims" or shape is None:
         return name in _SHARES_MEMORY
@@ -157,13 +173,16 @@ def _shares_memory(call: relax.Call) -> bool:
 
 
 def storage_roots(function: relax.Function) -> list[relax.Var | None]:
-    """:func:`storage_root` of each result of ``function``."""
+    """Return :func:`storage_root` of each result of ``function``."""
     bound = {b.var: b.value for block in function.body.blocks for b in block.bindings}
     return [storage_root(result, bound) for result in flat_results(function)]
 
 
 def shared_results(mod: tvm.IRModule, name: str) -> frozenset[int]:
-    """Results of a function that share memory with an argument or with an earlier result."""
+    """Return the numbers of the results that share memory with an argument or an earlier result.
+
+    A result that is a constant counts as shared, too.
+    """
     function = mod[name]
     seen = set(function.params)
     shared = set()

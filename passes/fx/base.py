@@ -1,7 +1,7 @@
-"""What every fx pass is made of: torch.fx's PassBase, applied to a copy of the graph, and a report.
+"""The base class of all fx passes, and functions that read, create and remove nodes of a graph.
 
-Operators are ATen overloads, and every node has its fake value in ``meta["val"]``, as torch.export
-leaves them.
+Passes expect graphs of torch.export: operators are ATen overloads, and every node has its fake
+value in ``meta["val"]``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tvmbridge.core.pass_report import PassReport
 from tvmbridge.core.torch_private import OpOverload, enable_python_dispatcher
 
 HELD = ("_parameters", "_buffers", "_modules")
-# Nodes that name a tensor which is there before the graph runs.
+# Kinds of nodes whose tensor exists before the graph runs.
 LEAVES = ("get_attr", "placeholder")
 
 
@@ -28,23 +28,26 @@ LEAVES = ("get_attr", "placeholder")
 class FxPass(PassBase):
     """Base of all fx passes; the fields of a subclass are its options.
 
-    ``pass_(graph_module)`` returns a ``PassResult``. The graph module that it gets stays as it was;
-    the new one holds the same parameters, buffers and submodules under the same names.
+    ``pass_(graph_module)`` returns a ``PassResult`` and leaves ``graph_module`` unchanged. The new
+    graph module has the same parameters, buffers and submodules under the same names.
     """
 
     def applies(self, graph_module: fx.GraphModule) -> bool:
-        """Whether there may be something to rewrite; it is asked before the graph is copied."""
+        """Whether there may be something to rewrite; called before the graph is copied."""
         return True
 
     def rewrite(self, graph_module: fx.GraphModule, report: PassReport) -> None:
-        """Rewrite the graph in place; subclasses implement it."""
+        """Rewrite the graph in place and record it in ``report``; subclasses implement this."""
         raise NotImplementedError
 
     def apply(self, graph_module: fx.GraphModule, report: PassReport) -> PassResult:
-        """The rewritten graph module; what was done and declined goes into ``report``.
+        """Rewrite a copy of ``graph_module``, and record in ``report`` what was done or declined.
+
+        Returns:
+            The rewritten copy, or ``graph_module`` itself if there was nothing to rewrite.
 
         Raises:
-            PassError: the graph that the pass has made is not well-formed.
+            PassError: the rewritten graph is not well-formed.
         """
         if not self.applies(graph_module):
             return PassResult(graph_module, False)
@@ -60,19 +63,19 @@ class FxPass(PassBase):
         return PassResult(changed, True)
 
     def abandon(self, error: BaseException) -> None:
-        """Called where the pass is not run, since ``error`` came before it."""
+        """Handle that this pass will not run because of an earlier ``error``; does nothing here."""
 
     def call(self, graph_module: fx.GraphModule) -> PassResult:
-        """torch.fx's entry: :meth:`apply` without a report."""
+        """Call :meth:`apply` without a report; torch.fx calls this method."""
         return self.apply(graph_module, PassReport())
 
 
 def copied(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """A graph module with a graph of its own that shares the tensors and submodules."""
+    """Copy the graph of a graph module; the copy shares the tensors and submodules."""
     graph = copy.deepcopy(graph_module.graph)
     made = fx.GraphModule(graph_module, graph, type(graph_module).__name__)
     for held in HELD:
-        # GraphModule copies only what the graph names, into modules of its own.
+        # GraphModule copies only attributes that the graph reads, into new modules.
         made.__dict__[held] = dict(graph_module.__dict__[held])
     made.training = graph_module.training
     made.meta.update(graph_module.meta)
@@ -80,18 +83,18 @@ def copied(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 
 def value_of(node: Any) -> Any:
-    """The fake value of a node; None where it has none."""
+    """Return the fake value of a node, or None if it has none; return other values as they are."""
     return node.meta.get("val") if isinstance(node, fx.Node) else node
 
 
 def shape_of(node: Any) -> tuple[Any, ...] | None:
-    """The shape of a tensor, whose sizes may be symbols; None where it is no tensor."""
+    """Return the shape of a node's tensor; sizes may be symbols. None if it is no tensor."""
     value = value_of(node)
     return tuple(map(known, value.shape)) if isinstance(value, torch.Tensor) else None
 
 
 def known(size: Any) -> Any:
-    """A size as a number, where the graph's guards leave a symbol only one."""
+    """Return a size as an int if the graph's guards allow its symbol one value, else unchanged."""
     if not isinstance(size, torch.SymInt):
         return size
     found = size.node.shape_env.replace(size.node.expr)
@@ -99,12 +102,12 @@ def known(size: Any) -> Any:
 
 
 def is_operator(node: fx.Node) -> bool:
-    """Whether the node calls an operator, an overload such as ``aten.tanh.default``."""
+    """Whether the node calls an operator overload such as ``aten.tanh.default``."""
     return node.op == "call_function" and isinstance(node.target, OpOverload)
 
 
 def bound_arguments(node: fx.Node) -> dict[str, Any]:
-    """The arguments of an operator by their names in its schema, with the defaults."""
+    """Return the arguments of an operator by their names in its schema, including defaults."""
     target: Any = node.target
     bound: dict[str, Any] = {}
     for index, argument in enumerate(target._schema.arguments):
@@ -118,15 +121,15 @@ def bound_arguments(node: fx.Node) -> dict[str, Any]:
 
 
 class Emitter:
-    """Makes nodes at the end of a graph, with the fake values of what they compute.
+    """Creates nodes at the end of a graph, with fake values.
 
-    The graph is to be sorted afterwards (``effects.sort``) by ``places``, where a new node gets the
+    The caller sorts the graph afterwards by ``places`` (``effects.sort``): a new node gets the
     place of the last node that it reads.
 
     Args:
-        graph: where the nodes are put.
-        places: of the nodes that were there before; new ones are added.
-        like: the node that they take the place of: its line of the user's code is theirs.
+        graph: the graph that gets the nodes.
+        places: the position of each existing node; new nodes are added.
+        like: a node that the new ones replace: they get its stack trace and module stack.
     """
 
     def __init__(self, graph: fx.Graph, places: dict[fx.Node, float], like: fx.Node) -> None:
@@ -139,11 +142,11 @@ class Emitter:
         }
 
     def __call__(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
-        """A call of ``target``."""
+        """Create a node that calls ``target``, and compute its fake value."""
         return self.valued(evaluated(target, args, kwargs), target, *args, **kwargs)
 
     def valued(self, value: Any, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
-        """A call of ``target``, of which the fake value is known."""
+        """Create a node that calls ``target``, with the fake value ``value``."""
         with self.graph.inserting_before(self.end):
             node = self.graph.call_function(target, args, kwargs)
         node.meta.update(self.origin)
@@ -153,7 +156,7 @@ class Emitter:
         return node
 
     def erase_unused(self) -> None:
-        """Remove those that nothing reads."""
+        """Remove the created nodes that nothing reads."""
         for node in reversed(self.made):
             if not node.users:
                 self.graph.erase_node(node)
@@ -162,7 +165,7 @@ class Emitter:
 
 
 def evaluated(target: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """What ``target`` computes of the fake values of nodes."""
+    """Run ``target`` on the fake values of the nodes in ``args`` and ``kwargs``."""
     nodes: list[fx.Node] = []
     fx.map_arg((args, dict(kwargs)), nodes.append)
     given, named = fx.map_arg((args, dict(kwargs)), value_of)
@@ -174,19 +177,22 @@ def evaluated(target: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) 
 
 
 def positions(graph: fx.Graph) -> dict[fx.Node, int]:
-    """The place of each node in the order of the program."""
+    """Return the position of each node in the graph's order."""
     return {node: place for place, node in enumerate(graph.nodes)}
 
 
 def nbytes(node: fx.Node) -> int:
-    """Bytes of a tensor; symbols count as their hints."""
+    """Return the bytes of a node's tensor; a symbolic size counts as its hint."""
     value = value_of(node)
     sizes = [s if isinstance(s, int) else s.node.hint or 1 for s in value.shape]
     return int(torch.Size(sizes).numel()) * int(value.element_size())
 
 
 def erase_items(nodes: Sequence[fx.Node]) -> None:
-    """Remove the nodes that nothing reads, and splits and tuples of which nothing reads an item."""
+    """Remove those of ``nodes`` that nothing reads, and splits whose items nothing reads any more.
+
+    A split is any input of a removed node that returns a tuple or list; its items are removed too.
+    """
     unread = [node for node in nodes if not node.users]
     inputs = {i: None for n in unread for i in n.all_input_nodes}
     for node in unread:

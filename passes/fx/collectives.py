@@ -1,9 +1,9 @@
 """Collectives in two parts, a request and a wait, with gradients in two parts as well.
 
-In backward the wait comes first, and requests what the gradient needs; the request comes last and
-waits for it. Autograd runs what was recorded between the two in forward between them in backward.
-Waits are tied one to the next by a token of no elements, so that the gradients of all ranks are
-requested in one order.
+Backward visits the wait first, which begins the collective of the gradient. It visits the request
+last, which waits for that collective. Autograd runs the backward of all operators between the two
+in the meantime. A token without elements connects each wait to the next one, so that all ranks
+begin the collectives of their gradients in the same order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tvmbridge.core.torch_private import functional_collectives
 from tvmbridge.passes.fx.peers import lost
 
 _PLAIN = torch.ops._c10d_functional
-# Namespaces of collectives: the second has gradients in every version of PyTorch.
+# Only collectives of the second namespace have gradients in every version of PyTorch.
 NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd")
 NAMES = ("all_reduce", "all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor")
 
@@ -28,7 +28,13 @@ Plain: TypeAlias = tuple[str, bool, str, Any]
 
 @dataclass(frozen=True)
 class Collective:
-    """Which collective it is: by name, whether it has a gradient, its reduction and group."""
+    """The kind of a collective.
+
+    - ``name``: the operator's name without its namespace, one of ``NAMES``.
+    - ``differentiable``: whether it has a gradient.
+    - ``reduction``: the reduction, such as ``"sum"``; empty if it reduces nothing.
+    - ``group``: the process group, or its name.
+    """
 
     name: str
     differentiable: bool
@@ -37,14 +43,14 @@ class Collective:
 
     @classmethod
     def of(cls, target: Any, reduction: str, group: Any) -> Collective:
-        """That of an operator."""
+        """Describe the collective that the operator ``target`` performs."""
         namespace, _, name = target._schema.name.partition("::")
         has_gradient = hasattr(functional_collectives(), f"{name}_backward")
         return cls(name, namespace == NAMESPACES[1] or has_gradient, reduction, group)
 
     @property
     def plain(self) -> Plain:
-        """Its fields, as a graph can hold them."""
+        """The fields as a tuple of plain values, which can be an argument of a node."""
         return self.name, self.differentiable, self.reduction, self.group
 
 
@@ -52,8 +58,10 @@ class Collective:
 class Begun:
     """A collective that is under way.
 
-    ``pending`` is its result, not to be read yet. ``link`` has no elements; through it autograd
-    knows that the wait belongs to the request. ``gradient`` is under way in backward.
+    - ``pending``: its result, which must not be read before :func:`wait`.
+    - ``link``: a tensor without elements by which autograd connects the wait to the request; None
+      if no gradient is needed.
+    - ``gradient``: the result of the collective that backward has begun; None if there is none.
     """
 
     pending: torch.Tensor
@@ -67,11 +75,11 @@ def request(
     """Begin a collective, whose result :func:`wait` returns.
 
     Args:
-        tensor: what is sent.
-        plain: which one, as :attr:`Collective.plain` tells it.
-        sizes: of all_to_all_single, how many rows come from each rank; otherwise the number of
-            ranks.
-        sent: of all_to_all_single, how many rows go to each rank.
+        tensor: the tensor to send.
+        plain: the kind of collective, from :attr:`Collective.plain`.
+        sizes: for all_to_all_single, the number of rows to receive from each rank; otherwise a
+            list of one item, the number of ranks.
+        sent: for all_to_all_single, the number of rows to send to each rank.
 
     Raises:
         CommunicationError: a rank has ended.
@@ -90,7 +98,9 @@ def wait(
     sizes: Sequence[int],
     sent: Sequence[int] = (),
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The result of a collective, and the token for the next wait.
+    """Wait for a collective; return its result, and the token for the next wait.
+
+    The arguments ``plain``, ``sizes`` and ``sent`` are those of :func:`request`.
 
     Raises:
         CommunicationError: a rank has ended.
@@ -134,7 +144,7 @@ def _ended(pending: torch.Tensor) -> torch.Tensor:
 def _gradient(
     grad: torch.Tensor, collective: Collective, sizes: Sequence[int], sent: Sequence[int]
 ) -> torch.Tensor:
-    """Begin the collective that the gradient of another one is."""
+    """Begin the collective that computes the gradient of ``collective``."""
     name, group = collective.name, collective.group
     if collective.reduction not in ("", "sum"):
         raise RuntimeError(f"the gradient of {name} is that of sums, not of {collective.reduction}")

@@ -1,12 +1,12 @@
-"""CombineSparseInputs: 2N inputs, indices and lengths of N features, become two.
+"""CombineSparseInputs: indices and lengths of N sparse features become one input each, and splits.
 
     def forward(a_indices, a_lengths, ...):   def forward(indices, lengths, splits):
         f(a_indices, a_lengths)          ->       parts = split_features(indices, splits, order)
                                                   f(parts[0], lengths[0])
 
-Requires: inputs that are features, as ``features`` says or as the graph module's meta does.
-Guarantees: every feature is a view of the combined tensors; the number of indices of each comes
-with the batch, on the host, so that nothing waits for a device. Runs before HorizontalFusion.
+Requires: ``features``, or the graph module's meta, says which inputs are features. Guarantees:
+every feature is a view of the combined tensors. ``splits``, the number of indices of each feature,
+is a host tensor of the batch, so that nothing waits for a device. Runs before HorizontalFusion.
 """
 
 from __future__ import annotations
@@ -25,14 +25,20 @@ from tvmbridge.passes.fx.base import FxPass, evaluated
 
 aten = torch.ops.aten
 COMBINED = ("combined_indices", "combined_lengths", "combined_splits", "combined_weights")
-#: In the meta of a graph module: its features. The pass leaves what it has combined under the
-#: second one.
+#: Keys in the meta of a graph module: its features, and, after the pass, the names of the combined
+#: features and of the remaining inputs.
 FEATURES, DONE = "tvmbridge_features", "tvmbridge_combined"
 
 
 @dataclass(frozen=True)
 class Feature:
-    """A feature by the names of the placeholders that have its tensors."""
+    """A sparse feature of a recommendation model: a list of indices for each row of a batch.
+
+    - ``name``: the name of the feature.
+    - ``indices``: the name of the placeholder with the indices of all rows.
+    - ``lengths``: the name of the placeholder with the number of indices of each row.
+    - ``weights``: the name of the placeholder with a weight for each index; None without weights.
+    """
 
     name: str
     indices: str
@@ -41,16 +47,19 @@ class Feature:
 
 
 def split_features(joined: torch.Tensor, splits: torch.Tensor, order: Sequence[int]) -> Any:
-    """The parts of a combined tensor as views, in the ``order`` that the graph has them.
+    """Split a combined tensor into its features; return views in the ``order`` of the graph.
 
-    ``splits`` (on the host) are the numbers of their elements.
+    ``splits``, a tensor on the host, has the number of elements of each feature.
     """
     parts = joined.split(splits.tolist())
     return [parts[index] for index in order]
 
 
 def combined_of(parts: Sequence[fx.Node]) -> tuple[fx.Node, fx.Node] | None:
-    """The combined tensor of which ``parts`` are all features in its order, and its splits."""
+    """Return the combined tensor that ``parts`` are all features of, and its splits.
+
+    None if ``parts`` are no such features, or not in the order of the combined tensor.
+    """
     whole = parts[0].args[0] if parts[0].target is operator.getitem else None
     if not isinstance(whole, fx.Node) or whole.target is not split_features:
         return None
@@ -63,21 +72,21 @@ def combined_of(parts: Sequence[fx.Node]) -> tuple[fx.Node, fx.Node] | None:
 
 @dataclass(frozen=True)
 class CombineSparseInputs(FxPass):
-    """Take all features by one tensor of indices, one of lengths, and one of weights.
+    """Replace the inputs of all features by one tensor of indices, of lengths, and of weights.
 
-    The graph then takes, behind its other inputs, ``indices``, ``lengths``, ``splits`` and, if
-    there are any, ``weights`` of a :class:`~.sparse_features.CombinedFeatures`.
+    After its other inputs, the graph then takes the fields ``indices``, ``lengths``, ``splits``
+    and, if there are weights, ``weights`` of a :class:`~.sparse_features.CombinedFeatures`.
 
     Args:
-        features: those of the graph, in its order; empty: those of its meta.
-        names: the order in which the combined tensors have them; empty: the same one.
+        features: the features of the graph, in its order; empty: the features in its meta.
+        names: the order of the features in the combined tensors; empty: the graph's order.
     """
 
     features: tuple[Feature, ...] = ()
     names: tuple[str, ...] = ()
 
     def rewrite(self, graph_module: fx.GraphModule, report: PassReport) -> None:
-        """Exchange the inputs."""
+        """Replace the inputs of the features by the combined inputs."""
         features = self.features or graph_module.meta.get(FEATURES, ())
         if len(features) < 2:
             report.decline("the inputs", "there are no features among them to combine")
@@ -136,7 +145,7 @@ def _hand_back(
     combined: Sequence[fx.Node],
     order: Sequence[int],
 ) -> None:
-    """The nodes that give each feature to what used it, with the fake values of the inputs."""
+    """Replace each feature's inputs by parts of the combined ones, with the same fake values."""
     indices, lengths, splits, *weights = combined
     parts = {"indices": graph.call_function(split_features, (indices, splits, list(order)))}
     if weights:
@@ -163,7 +172,7 @@ def _stand_for(node: fx.Node, given: fx.Node) -> None:
 
 
 def _respecify(graph: fx.Graph, kept: Sequence[str], gone: set[Any], count: int) -> None:
-    """Let a graph that takes nested arguments take those that are left, and the combined ones."""
+    """Change the argument structure of a graph with nested arguments to the new, flat inputs."""
     codegen: Any = graph._codegen
     info = getattr(codegen, "pytree_info", None)
     if info is None:

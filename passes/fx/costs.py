@@ -1,4 +1,4 @@
-"""Costs: what a launch and a copied byte take, by which fusion is weighed against copies."""
+"""The time of a kernel launch and of a copied byte, to decide whether a fusion is worth it."""
 
 from __future__ import annotations
 
@@ -11,18 +11,27 @@ import torch
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds that eager PyTorch takes for one more operator, and bytes that it copies a second."""
+    """The costs of eager PyTorch on a device.
+
+    - ``launch``: seconds that one more operator takes.
+    - ``bytes_per_second``: bytes that it copies in a second.
+    """
 
     launch: float
     bytes_per_second: float
 
     @classmethod
     def of(cls, device: torch.device) -> Costs:
-        """Those of a type of device (``benchmarks/recommender.py`` measures them)."""
+        """Return the costs on a type of device; ``benchmarks/recommender.py`` measures them."""
         return BY_DEVICE.get(device.type, BY_DEVICE["cpu"])
 
     def gain(self, launches: int, copied: int) -> float:
-        """Seconds saved by ``launches`` operators less and ``copied`` bytes more."""
+        """Return the seconds that a fusion saves.
+
+        Args:
+            launches: how many fewer operators run.
+            copied: how many more bytes are copied.
+        """
         return launches * self.launch - copied / self.bytes_per_second
 
 

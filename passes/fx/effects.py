@@ -1,4 +1,4 @@
-"""Effects: which nodes of a graph must keep their order, and the order of the others."""
+"""Side effects: which nodes of a graph must keep their order, and how to sort the others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import fx
 
 from tvmbridge.passes.fx.base import LEAVES, is_operator
 
-# Their results may be, or are, views of their first argument, whatever the schema says.
+# Operators whose results may be views of their first argument although the schema does not say so.
 _MAY_ALIAS = frozenset(
     {"reshape", "reshape_as", "contiguous", "flatten", "unflatten", "ravel", "to", "type_as"}
     | {"expand_as", "view_as", "dropout", "movedim", "moveaxis", "swapaxes", "chunk", "narrow"}
@@ -31,11 +31,14 @@ _MAY_ALIAS = frozenset(
 
 
 class CircularError(Exception):
-    """No order of the nodes fits what they read and the effects that must keep theirs."""
+    """No order of the nodes satisfies both their data dependences and the order of side effects."""
 
 
 def is_pure(node: fx.Node) -> bool:
-    """Whether the node neither draws random numbers, writes, nor is unknown to the bridge."""
+    """Whether the node has no side effect: it draws no random numbers and writes no tensor.
+
+    Higher-order operators count as impure: their graphs may do anything.
+    """
     if node.op in LEAVES or node.op == "output":
         return True
     if is_operator(node):
@@ -45,7 +48,7 @@ def is_pure(node: fx.Node) -> bool:
 
 
 def draws(node: fx.Node) -> bool:
-    """Whether the operator draws random numbers; dropout in evaluation does not."""
+    """Whether the operator draws random numbers; dropout in eval mode does not."""
     target: Any = node.target
     if not is_operator(node) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
@@ -55,7 +58,7 @@ def draws(node: fx.Node) -> bool:
 
 
 def _runs_graphs(node: fx.Node) -> bool:
-    """Whether it is a higher-order operator, whose graphs may do anything."""
+    """Whether the node calls a higher-order operator, whose graphs may do anything."""
     return any(a.op == "get_attr" and "." not in str(a.target) for a in node.all_input_nodes) and (
         type(node.target).__module__.startswith("torch._higher_order_ops")
         or getattr(node.target, "__module__", "").startswith("torch._higher_order_ops")
@@ -65,7 +68,7 @@ def _runs_graphs(node: fx.Node) -> bool:
 def views_of(node: fx.Node) -> bool:
     """Whether the result may share memory with an argument."""
     if node.op == "call_function" and not is_operator(node):
-        return True  # getitem and the like
+        return True  # such as getitem
     if not is_operator(node):
         return False
     target: Any = node.target
@@ -74,7 +77,7 @@ def views_of(node: fx.Node) -> bool:
 
 
 def written(graph: fx.Graph) -> frozenset[fx.Node]:
-    """Nodes whose memory is, or may be, written by an operator of the graph."""
+    """Return the nodes whose memory an operator of the graph writes, or may write."""
     roots: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         inputs = node.all_input_nodes
@@ -99,7 +102,10 @@ def _writes(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def ordered(graph: fx.Graph) -> list[fx.Node]:
-    """The nodes that must keep their order: those with effects, and those that effects reach."""
+    """Return the nodes that must keep their order.
+
+    A node must keep it if it has a side effect, or reads or returns a tensor that is written.
+    """
     reached = written(graph)
     return [
         node
@@ -112,7 +118,10 @@ def ordered(graph: fx.Graph) -> list[fx.Node]:
 
 
 def needs(graph: fx.Graph, chains: Sequence[Sequence[fx.Node]]) -> dict[fx.Node, set[fx.Node]]:
-    """What each node must stand behind: what it reads, and those before it in the ``chains``."""
+    """Return, for each node, its predecessors: the nodes it reads, and its neighbour in a chain.
+
+    ``chains`` are lists of nodes that must keep their order.
+    """
     before: dict[fx.Node, set[fx.Node]] = {n: set(n.all_input_nodes) for n in graph.nodes}
     for chain in chains:
         for earlier, later in pairwise(n for n in chain if n in before):
@@ -123,10 +132,14 @@ def needs(graph: fx.Graph, chains: Sequence[Sequence[fx.Node]]) -> dict[fx.Node,
 def sort(
     graph: fx.Graph, priority: Mapping[fx.Node, float], chains: Sequence[Sequence[fx.Node]]
 ) -> None:
-    """Put the nodes in an order in which each stands behind what it reads.
+    """Reorder the graph so that each node comes after the nodes that it reads.
 
-    Among those that may come next the one with the least ``priority`` does. The nodes of each of
-    the ``chains`` keep their order. The placeholders stay first, the output last.
+    The placeholders stay first, the output last.
+
+    Args:
+        graph: the graph, which is reordered in place.
+        priority: of the nodes that may come next, the one with the least priority does.
+        chains: lists of nodes that keep their order.
 
     Raises:
         CircularError: there is no such order.
@@ -159,7 +172,7 @@ def sort(
 
 
 def arrange(nodes: Sequence[fx.Node]) -> None:
-    """Let the nodes of a graph, all of them, stand in this order."""
+    """Reorder a graph in place; ``nodes`` are all its nodes in the new order."""
     for earlier, later in pairwise(nodes):
         if earlier.next is not later:
             earlier.append(later)

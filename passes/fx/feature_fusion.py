@@ -1,4 +1,4 @@
-"""FeatureFusion: N lookups in equal tables become one, and so do the chains behind them.
+"""FeatureFusion: N lookups in tables of equal shape become one, and so do the chains after them.
 
     a = embedding_bag(A, i, p)         n = on_device(sizes_of([i, j]))
     b = embedding_bag(B, j, q)   ->    s = embedding_bag(cat([A, B]),
@@ -6,10 +6,10 @@
                                                          joined_offsets(stack([p, q]), n))
     cat([tanh(a), tanh(b)], 1)         flatten(movedim(tanh(unflatten(s, 0, [2, -1])), 0, 1), 1)
 
-Requires: ATen operators with fake values, as torch.export leaves them. Guarantees: the tables stay
-the parameters of the N modules and get their gradients, as pieces of one; an index beyond its own
-table, or a bag beyond its own indices, is an error as it was. Tables are concatenated at each call,
-where that costs less than the launches that it saves. Runs after CombineSparseInputs, before
+Requires: ATen operators with fake values, as torch.export leaves them. Guarantees: the N modules
+keep their tables, which get their gradients as pieces of one tensor. An index beyond its own table,
+or a bag beyond its own indices, is still an error. The graph concatenates the tables at each call,
+if that costs less than the launches that it saves. Runs after CombineSparseInputs, before
 HorizontalFusion.
 """
 
@@ -48,19 +48,24 @@ _ROWS = aten.embedding.default
 
 
 def sizes_of(indices: Sequence[torch.Tensor]) -> torch.Tensor:
-    """How many indices each feature has, on the host."""
+    """Return the number of indices of each feature, as a tensor on the host."""
     return torch.tensor([len(each) for each in indices])
 
 
 def on_device(sizes: torch.Tensor, joined: torch.Tensor) -> torch.Tensor:
-    """``sizes`` where ``joined`` is, without waiting for the device."""
+    """Copy ``sizes`` to the device of ``joined``, without waiting for the device."""
     return sizes.pin_memory().to(joined.device, non_blocking=True) if joined.is_cuda else sizes
 
 
 def joined_indices(joined: torch.Tensor, sizes: torch.Tensor, rows: int) -> torch.Tensor:
-    """Concatenated indices of tables of so many ``rows`` as indices of the concatenated tables.
+    """Turn concatenated indices of N tables into indices of the concatenated table.
 
-    One that is not in its table is not in the concatenated ones either.
+    An index outside its own table becomes -1, which is outside the concatenated table as well.
+
+    Args:
+        joined: the indices of all tables, one table after the other.
+        sizes: the number of indices of each table, on the device of ``joined``.
+        rows: the number of rows of each table.
     """
     table = torch.arange(len(sizes), device=joined.device, dtype=joined.dtype)
     table = table.repeat_interleave(sizes, output_size=len(joined))
@@ -71,11 +76,15 @@ def joined_indices(joined: torch.Tensor, sizes: torch.Tensor, rows: int) -> torc
 
 
 def joined_offsets(offsets: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-    """Where bags begin among concatenated indices: ``offsets`` has those of each table in a row.
+    """Return where the bags begin among the concatenated indices of all tables.
+
+    Args:
+        offsets: a row for each table: where its bags begin among its own indices.
+        sizes: the number of indices of each table, on the same device.
 
     Raises:
-        RuntimeError: the bags of a table do not begin at its first index, or end behind its last
-            one; on a GPU an assertion there fails.
+        RuntimeError: the first bag of a table does not begin at its first index, or a bag begins
+            after its last one. On a GPU an assertion fails there instead.
     """
     if offsets.numel():
         right = (offsets[:, 0] == 0) & (offsets[:, -1] <= sizes)
@@ -86,23 +95,23 @@ def joined_offsets(offsets: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class FeatureFusion(FxPass):
-    """Look all equal features up at once.
+    """Replace equal embedding lookups by one, and fuse the chains of operators after them.
 
     Args:
-        least: how many lookups there must be.
-        costs: what a launch and a copied byte take, by which a candidate is declined that would
-            cost more than it saves; None: by the type of device.
+        least: the smallest number of lookups that is fused.
+        costs: the time of a launch and of a copied byte; a fusion that would cost more than it
+            saves is declined. None: the costs of the device's type.
     """
 
     least: int = 2
     costs: Costs | None = None
 
     def applies(self, graph_module: fx.GraphModule) -> bool:
-        """Whether there are as many equal lookups."""
+        """Whether there are at least ``least`` equal lookups."""
         return any(len(g) >= self.least for g in _groups(graph_module.graph))
 
     def rewrite(self, graph_module: fx.GraphModule, report: PassReport) -> None:
-        """Fuse every group of equal lookups, and what is computed of them."""
+        """Fuse every group of equal lookups, and the equal chains that read them."""
         graph = graph_module.graph
         groups = [group for group in _groups(graph) if len(group) >= self.least]
         read = [each.given["indices"] for group in groups for each in group]
@@ -117,7 +126,12 @@ class FeatureFusion(FxPass):
 
 @dataclass(frozen=True)
 class Lookup:
-    """One lookup: the node of its result, the call, and its arguments by name."""
+    """An embedding lookup.
+
+    - ``node``: the node of its result.
+    - ``call``: the node of the operator, which is ``node`` unless the operator returns a tuple.
+    - ``given``: the arguments of the operator by name.
+    """
 
     node: fx.Node
     call: fx.Node
@@ -125,20 +139,20 @@ class Lookup:
 
     @property
     def tensors(self) -> list[fx.Node]:
-        """What it reads."""
+        """The tensors that the operator reads."""
         return self.call.all_input_nodes
 
     @property
     def options(self) -> tuple[Any, ...]:
-        """Its arguments that are no tensors, and which ones are."""
+        """All arguments by name, with an empty string for each tensor."""
         return tuple((k, "" if isinstance(v, fx.Node) else v) for k, v in self.given.items())
 
 
 class Lookups:
-    """Equal lookups in tables of one shape, as a start of chains.
+    """A start of chains (:class:`~.starts.Start`) at equal lookups in tables of one shape.
 
     Raises:
-        Declined: they cannot be one.
+        NotStackedError: the lookups cannot become one.
     """
 
     replaces = True
@@ -160,7 +174,7 @@ class Lookups:
         self._group = group
 
     def value(self, emit: Emitter) -> tuple[fx.Node, int]:
-        """The rows of all lookups, counted by a new first dimension."""
+        """Emit one lookup; return the rows of all, and 0, the dimension that counts the lookups."""
         given = dict(self._group[0].given)
         given["weight"] = emit(aten.cat.default, self._each("weight"))
         rows = (shape_of(self._group[0].given["weight"]) or (0,))[0]
@@ -181,7 +195,7 @@ class Lookups:
         return [each.given[name] for each in self._group]
 
     def _indices(self, emit: Emitter) -> tuple[fx.Node, fx.Node]:
-        """The concatenated indices, and how many are of each feature, on the device."""
+        """Emit the concatenated indices, and the number of each feature's, on the device."""
         parts = self._each("indices")
         whole = combined_of(parts)
         if whole is None:
@@ -204,7 +218,7 @@ def _start(group: Sequence[Lookup], touched: frozenset[fx.Node]) -> Lookups:
 
 
 def _groups(graph: fx.Graph) -> list[list[Lookup]]:
-    """Lookups that are alike but for their tables and indices."""
+    """Return groups of lookups that differ only in their tables and indices."""
     found: dict[Any, list[Lookup]] = {}
     for each in _lookups(graph):
         found.setdefault(_kind(each), []).append(each)
@@ -229,7 +243,7 @@ def _lookups(graph: fx.Graph) -> Iterator[Lookup]:
 
 
 def _kind(lookup: Lookup) -> Any:
-    """What equal lookups have in common."""
+    """Return a key that equal lookups have in common."""
     table, indices = value_of(lookup.given["weight"]), value_of(lookup.given["indices"])
     shape = tuple(map(size_key, value_of(lookup.node).shape))
     kinds = [

@@ -1,4 +1,7 @@
-"""The fusion of equal chains, operator by operator, from where they begin: slices, or lookups."""
+"""Fuse N equal chains of operators, one operator after the other, from their common start.
+
+A *family* is a :class:`~.stacking.ParallelSlices`: N equal nodes, its *members*, computed as one.
+"""
 
 from __future__ import annotations
 
@@ -45,12 +48,16 @@ def fuse_all(
 ) -> None:
     """Fuse the chains of every candidate that is not declined, and sort the graph.
 
+    If side effects leave no order of the nodes, ``report`` counts no rewrite, and the caller must
+    discard the graph.
+
     Args:
-        graph: is rewritten.
-        candidates: a name, and what makes a start, told which nodes are written, or is Declined.
-        costs: by which it is decided; None: by the device.
-        report: says that nothing was done where no order of the nodes is left.
-        what: all of it, in words.
+        graph: the graph, which is rewritten in place.
+        candidates: pairs of a name and a function. The function gets the nodes that are written in
+            place, and returns a start or raises :class:`NotStackedError`.
+        costs: decide whether a fusion is worth it; None: the costs of the device's type.
+        report: records the rewrites, and the candidates that were declined.
+        what: describes all candidates, for the report.
     """
     places = {node: float(place) for node, place in positions(graph).items()}
     order, touched = ordered(graph), written(graph)
@@ -69,14 +76,14 @@ def fuse_all(
 
 
 class Chains:
-    """The chains that begin at equal tensors.
+    """The equal chains of operators that begin at one :class:`~.starts.Start`.
 
     Args:
-        graph: which is rewritten.
-        start: where they begin.
-        costs: by which it is decided; None: by the device.
-        touched: nodes whose memory the graph writes.
-        places: of the nodes in the program.
+        graph: the graph, which is rewritten in place.
+        start: the equal tensors that the chains begin at.
+        costs: decide whether the fusion is worth it; None: the costs of the device's type.
+        touched: the nodes whose memory the graph writes.
+        places: the positions of the nodes in the graph's order.
     """
 
     def __init__(
@@ -99,10 +106,10 @@ class Chains:
         self.redrawn: list[tuple[fx.Node, fx.Node]] = []
 
     def fuse(self) -> int:
-        """Rewrite the graph; the number of operators that there are less.
+        """Fuse the chains in the graph; return how many fewer kernels the graph launches.
 
         Raises:
-            Declined: nothing was fused, and the graph is as it was.
+            NotStackedError: nothing was fused, and the graph is unchanged.
         """
         start = self._start()
         todo = [start]
@@ -132,7 +139,7 @@ class Chains:
         return launches
 
     def _reason(self) -> str:
-        """Why operators on the slices stay as they are."""
+        """Return why operators that read the chains were not fused."""
         return "; ".join(dict.fromkeys(v for k, v in self.reasons.items() if k not in self.fused))
 
     def _start(self) -> ParallelSlices:
@@ -152,7 +159,7 @@ class Chains:
         return family
 
     def _equal_users(self, family: ParallelSlices) -> Iterator[tuple[fx.Node, ...]]:
-        """For each operator that reads the first member, the equal ones of all members."""
+        """For each reader of the first member, yield N equal readers, one of each member."""
         for first in list(family.nodes[0].users):
             if first in self.fused or not is_operator(first):
                 continue
@@ -170,7 +177,7 @@ class Chains:
         return next(alike, None)
 
     def _grow(self, users: tuple[fx.Node, ...]) -> ParallelSlices | None:
-        """The family of what equal operators compute; None where they stay as they are."""
+        """Fuse N equal operators; return the family of their results, or None if they stay."""
         if len(set(users)) < len(users) or any(u in self.fused for u in users):
             return None
         target: Any = users[0].target
@@ -210,7 +217,10 @@ class Chains:
         return rule(target, given, self.emit)
 
     def _dropout(self, given: dict[str, Any], users: tuple[fx.Node, ...]) -> tuple[fx.Node, int]:
-        """Each mask is drawn where it was, as the dropout of ones."""
+        """Emit one product with N dropout masks.
+
+        Each dropout stays in its place and draws its mask, now as the dropout of a tensor of ones.
+        """
         family = given["input"].family
         if not given["p"] or not given["train"]:
             return family.value, family.dim
@@ -221,12 +231,16 @@ class Chains:
         self.places[ones] = self.places[one]
         self.redrawn += [(user, ones) for user in users]
         masks = self.emit(aten.stack.default, list(users), family.dim)
-        # The dropouts stay, to draw the masks: nothing but one product for each is saved.
+        # The dropouts stay to draw the masks, so their launches are not saved.
         self.launches -= len(users)
         return self.emit(aten.mul.Tensor, family.value, masks), family.dim
 
     def _arguments(self, users: tuple[fx.Node, ...]) -> dict[str, Any]:
-        """The arguments of equal operators, merged; Declined where they differ."""
+        """Merge the arguments of N equal operators, by name.
+
+        Raises:
+            NotStackedError: they differ in a way that no rule supports.
+        """
         bound = [bound_arguments(u) for u in users]
         if any(b.keys() != bound[0].keys() for b in bound):
             raise NotStackedError(f"{users[0].target} is called in several ways")
@@ -258,7 +272,7 @@ class Chains:
         return Each(tuple(values))
 
     def _reads_chains(self, node: fx.Node) -> bool:
-        """Whether ``node`` is computed of a member."""
+        """Whether ``node`` depends on a member of a family."""
         seen, todo = set(), [node]
         while todo:
             each = todo.pop()
@@ -280,7 +294,7 @@ class Chains:
 
 
 def _is_contiguous(node: fx.Node) -> bool:
-    """Whether it is for all sizes; no symbol is asked for its value."""
+    """Whether the tensor is contiguous for all sizes; compares symbols without adding a guard."""
     value = value_of(node)
     expected: Any = 1
     for size, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):
@@ -294,7 +308,7 @@ _VIEWS = frozenset({aten.movedim.int, aten.flatten.using_ints, aten.unflatten.in
 
 
 def _launches(node: fx.Node) -> int:
-    """Whether the operator starts a kernel: all but views do."""
+    """Return 1 if the node launches a kernel, and 0 if it is a view, an item or no call."""
     target: Any = node.target
     if target in _VIEWS or target is operator.getitem:
         return 0

@@ -1,4 +1,8 @@
-"""Handing back: whoever reads a member of a family that is not fused itself gets a view of it."""
+"""Give readers that were not fused their tensors: views of the value that was computed at once.
+
+A *family* is a :class:`~.stacking.ParallelSlices`, N nodes computed as one value; its *members* are
+these nodes.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +21,15 @@ aten = torch.ops.aten
 
 
 class HandBack:
-    """What is left of the readers of families: concatenations become views, others get parts.
+    """Redirects the readers of fused nodes to the fused values.
+
+    A concatenation of all members of a family becomes a view of the family's value. Other readers
+    that are not fused themselves get one slice of it.
 
     Args:
-        emit: which makes the views.
-        families: those that are computed at once.
-        fused: all nodes that are members.
+        emit: creates the views.
+        families: the families whose members are computed as one value.
+        fused: the members of all families.
     """
 
     def __init__(
@@ -30,14 +37,14 @@ class HandBack:
     ) -> None:
         self.emit = emit
         self.families = families
-        # Members, and what was made of them.
+        # Members, and the nodes that replace them.
         self.made = frozenset(emit.made)
         self.inner = fused | self.made
         self._joined = [(f, c, at) for f in families for c, at in self._concatenations(f)]
         self._readers = Counter(self._root(f.value) for f in families for _ in self._outer(f))
 
     def launches(self) -> int:
-        """How many kernels it starts more than there were."""
+        """Return how many more kernels the redirected readers launch; negative if fewer."""
         more = 0
         for family, cat, _ in self._joined:
             whole = len(_list(cat)) == len(family.nodes)
@@ -47,11 +54,11 @@ class HandBack:
         return more
 
     def copied(self) -> int:
-        """Bytes that it copies more; symbols count as their hints."""
+        """Return how many more bytes are copied; a symbolic size counts as its hint."""
         return sum(2 * nbytes(f.value) for f, cat, _ in self._joined if _copies(f, cat))
 
     def replace(self) -> None:
-        """Rewrite the readers."""
+        """Redirect the readers, in the graph."""
         for family, cat, _ in self._joined:
             self._join(family, cat)
         for family in self.families:
@@ -59,7 +66,7 @@ class HandBack:
                 self._give(family, index, node)
 
     def _concatenations(self, family: ParallelSlices) -> Iterator[tuple[fx.Node, int]]:
-        """Concatenations of which all members are items in a row."""
+        """Yield concatenations with all members as consecutive items, and the first one's index."""
         for user in family.nodes[0].users:
             if user in self.inner or user.target not in (aten.cat.default, aten.stack.default):
                 continue
@@ -85,19 +92,20 @@ class HandBack:
             cat.args = (items, *cat.args[1:])
 
     def _outer(self, family: ParallelSlices) -> set[fx.Node]:
-        """Who reads members, and is not fused."""
+        """Return the nodes that read members and are not fused themselves."""
         return {u for node in family.nodes for u in node.users if u not in self.inner}
 
     def _root(self, value: fx.Node) -> fx.Node:
-        """Whose memory ``value`` is."""
+        """Return the node that owns the memory of ``value``."""
         while value in self.made and views_of(value):
             value = value.all_input_nodes[0]
         return value
 
     def _must_own(self, family: ParallelSlices, cat: fx.Node) -> bool:
-        """Whether a concatenation that is returned would share memory that others can see.
+        """Whether the concatenation is returned by the graph, but would share memory as a view.
 
-        The caller may write into what it gets.
+        The caller of the graph may write into the tensors that it returns, so they must own their
+        memory.
         """
         root = self._root(family.value)
         return _returned(cat) and (self._readers[root] > 1 or root not in self.made)
@@ -128,7 +136,7 @@ def _dim(cat: fx.Node) -> int:
 
 
 def _copies(family: ParallelSlices, cat: fx.Node) -> bool:
-    """Whether the members lie otherwise than the concatenation has them."""
+    """Whether the concatenation needs a copy, as its dimension is not the family's."""
     return family.dim != _dim(cat) and cat.target is aten.cat.default
 
 

@@ -5,10 +5,10 @@
     z_i = tanh(y_i)                              t = tanh(addcmul(stack(b), n, stack(w)))
     cat([z_0, z_1, z_2], 1)                      flatten(t, 1, 2)
 
-Requires: ATen operators with fake values, as torch.export leaves them. Guarantees: the parameters
-stay those of the N modules and get their gradients: what each chain has of its own is stacked in
-the graph at each call. Draws keep their order: each dropout of training draws its own mask, at its
-place. Runs after CombineSparseInputs, before OverlapCommunication.
+Requires: ATen operators with fake values, as torch.export leaves them. Guarantees: the N modules
+keep their parameters, which get their gradients: the graph stacks the chains' weights at each
+call. Random draws keep their order: in training each dropout draws its own mask, at its place.
+Runs after CombineSparseInputs, before OverlapCommunication.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from tvmbridge.passes.fx.starts import Slices
 
 @dataclass(frozen=True)
 class HorizontalFusion(FxPass):
-    """Make one chain of N equal ones on slices of a tensor.
+    """Fuse N equal chains of operators, on slices of one tensor, into one chain.
 
     Args:
-        least: how many chains there must be.
-        costs: what a launch and a copied byte take, by which a candidate is declined that would
-            cost more than it saves; None: by the type of device.
+        least: the smallest number of chains that is fused.
+        costs: the time of a launch and of a copied byte; a fusion that would cost more than it
+            saves is declined. None: the costs of the device's type.
     """
 
     least: int = 2
     costs: Costs | None = None
 
     def applies(self, graph_module: fx.GraphModule) -> bool:
-        """Whether there are as many equal chains on slices of one tensor."""
+        """Whether at least ``least`` slices of one tensor are used alike."""
         return bool(self._candidates(graph_module.graph))
 
     def rewrite(self, graph_module: fx.GraphModule, report: PassReport) -> None:
-        """Fuse every group of slices of which more is computed than a concatenation."""
+        """Fuse the chains of every group of equal slices that are used alike."""
         graph = graph_module.graph
         candidates = [
             (f"{len(each)} slices of {each[0].source.name}", partial(_start, each))
@@ -57,7 +57,7 @@ class HorizontalFusion(FxPass):
         fuse_all(graph, candidates, self.costs, report, "all chains")
 
     def _candidates(self, graph: fx.Graph) -> list[list[Slice]]:
-        """Groups of equal slices that are used alike."""
+        """Return groups of equal slices that the same operators read."""
         found = []
         for group in groups(list(slices_of(graph))):
             alike: dict[Any, list[Slice]] = {}
@@ -76,7 +76,10 @@ def _start(slices: Sequence[Slice], touched: frozenset[fx.Node]) -> Slices:
 
 
 def _uses(node: fx.Node, depth: int) -> tuple[Any, ...]:
-    """What is computed of a node, in a form that equal chains have equal."""
+    """Describe the operators that read a node, up to ``depth`` of them in a chain.
+
+    Equal chains have equal descriptions.
+    """
     users = [u for u in node.users if u.op == "call_function" and len(u.all_input_nodes) < 8]
     if not depth or not users:
         return ()

@@ -1,13 +1,13 @@
-"""OverlapCommunication: a collective begins where its input is ready, and ends where it is used.
+"""OverlapCommunication: a collective begins when its input is ready, and ends before its first use.
 
     a = all_to_all_single(x)                  a = request(x)
     b = wait_tensor(a)                        d = dense(y)
     d = dense(y)                       ->     b = wait(a)
     e = f(b, d)                               e = f(b, d)
 
-Requires: the functional collectives of torch.distributed. Guarantees: the collectives of all ranks
-keep one order, in backward too; that they are the same collectives is checked across the ranks, all
-of which must apply the pass. Runs after all other passes.
+Requires: the functional collectives of torch.distributed; all ranks apply the pass, which checks
+that they have the same collectives. Guarantees: all ranks run their collectives in the same order,
+in backward too. Runs after all other passes.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from tvmbridge.passes.fx.peers import exchange
 
 @dataclass(frozen=True)
 class OverlapCommunication(FxPass):
-    """Let operators that need no collective's result run while it is under way.
+    """While a collective is under way, run operators that do not need its result.
 
     Args:
-        durations: seconds that nodes take, by name, those of collectives as well
-            (:func:`durations_of` measures them): a wait then moves no further than the collective
-            lasts. Without them it moves as far as it can.
-        check: compare the collectives of all ranks; every rank must apply the pass then.
+        durations: seconds that each node takes, by name, collectives included
+            (:func:`durations_of` measures them). A wait then moves no further than the collective
+            lasts. If empty, a wait moves as far as it can.
+        check: whether to compare the collectives of all ranks; every rank must apply the pass then.
     """
 
     durations: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     check: bool = True
 
     def rewrite(self, graph_module: fx.GraphModule, report: PassReport) -> None:
-        """Split the collectives and move their parts.
+        """Split each collective into a request and a wait, and move both.
 
         Raises:
             PassError: the ranks have different collectives.
@@ -77,7 +77,7 @@ class OverlapCommunication(FxPass):
         report.rewrote(max(len(pairs), moved))
 
     def abandon(self, error: BaseException) -> None:
-        """Tell the other ranks, which compare their collectives, that this one has none."""
+        """Report to the other ranks, which compare collectives, that this rank has no graph."""
         if self.check:
             exchange(f"{type(error).__name__}: {error}")
 
@@ -96,10 +96,10 @@ def _is_wait(node: fx.Node) -> bool:
 
 
 def check_across_ranks(found: list[fx.Node]) -> None:
-    """Compare the collectives of this rank's graph with those of the others.
+    """Compare the collectives of this rank's graph with those of the other ranks.
 
     Raises:
-        PassError: on every rank, where they differ.
+        PassError: the collectives differ; it is raised on every rank.
     """
     own: dict[str, tuple[list[int], list[str]]] = {}
     for node in found:
@@ -146,7 +146,7 @@ def _described(node: fx.Node) -> str:
 def _split(
     graph: fx.Graph, pairs: list[tuple[fx.Node, fx.Node]]
 ) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Requests and waits in the place of collectives and their waits."""
+    """Replace collectives and their waits by calls of ``request`` and ``wait``; return both."""
     requests, waits = [], []
     token: fx.Node | None = None
     for node, waited in pairs:
@@ -179,10 +179,20 @@ def _schedule(
     waits: list[fx.Node],
     durations: Mapping[str, float],
 ) -> list[fx.Node]:
-    """An order in which requests come early and waits late.
+    """Return all nodes in an order in which requests come early and waits late.
 
-    What leads to a request goes before all else. A wait goes when its collective has ended by
-    ``durations``, or when nothing else can run.
+    Nodes that a request depends on come before all others. A wait comes when, by ``durations``,
+    its collective has ended, or when nothing else can run.
+
+    Args:
+        graph: the graph of the nodes.
+        chains: lists of nodes that must keep their order.
+        requests: the nodes that begin a collective.
+        waits: the nodes that wait for the collectives, in the order of ``requests``.
+        durations: seconds that each node takes, by name.
+
+    Raises:
+        PassError: there is no such order.
     """
     before = needs(graph, chains)
     nodes = list(graph.nodes)
@@ -232,7 +242,10 @@ def _schedule(
 def _ancestors(
     requests: list[fx.Node], before: Mapping[fx.Node, set[fx.Node]], stop: set[fx.Node]
 ) -> set[fx.Node]:
-    """What requests are computed of, up to the results of other collectives."""
+    """Return the requests and the nodes that they depend on, without following nodes of ``stop``.
+
+    ``stop`` has the waits, which return the results of other collectives.
+    """
     found: set[fx.Node] = set()
     todo = list(requests)
     while todo:
@@ -244,7 +257,7 @@ def _ancestors(
 
 
 def _between(order: list[fx.Node], requests: list[fx.Node], waits: list[fx.Node]) -> int:
-    """How many operators run while a collective is under way."""
+    """Return how many nodes are between a request and its wait, summed over all collectives."""
     places = {n: i for i, n in enumerate(order)}
     return sum(places[w] - places[r] - 1 for r, w in zip(requests, waits, strict=True))
 
@@ -252,10 +265,18 @@ def _between(order: list[fx.Node], requests: list[fx.Node], waits: list[fx.Node]
 def durations_of(
     graph_module: fx.GraphModule, *inputs: Any, rounds: int = 3
 ) -> Mapping[str, float]:
-    """Seconds that each node of a graph takes on these inputs, the least of some rounds.
+    """Measure the seconds that each node takes on these inputs, as the minimum over the rounds.
 
-    Collectives are told by the time until they are waited for, under the name that their requests
-    will have. All ranks must call it, for the graph before the pass.
+    The time of a collective includes the wait for it. Its name is the one that the pass will give
+    to its request. All ranks must call this function, with the graph as it is before the pass.
+
+    Args:
+        graph_module: the graph, not yet rewritten by :class:`OverlapCommunication`.
+        *inputs: the inputs of the graph.
+        rounds: how often the graph runs.
+
+    Returns:
+        The seconds by the names of the nodes.
     """
     timer = _Timer(graph_module)
     for _ in range(rounds):
@@ -271,12 +292,12 @@ class _Timer(fx.Interpreter):
         self._requests = 0
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """One round."""
+        """Run the graph once."""
         self._requests = 0
         return super().run(*args, **kwargs)
 
     def run_node(self, n: fx.Node) -> Any:
-        """A node, and how long it takes until the device is done."""
+        """Run a node and record the seconds until the device has finished."""
         start = _now()
         result = super().run_node(n)
         if is_collective(n):

@@ -1,4 +1,4 @@
-"""Peers: the processes of the other ranks, and which of them has ended where a collective fails."""
+"""The processes of the other ranks, to report which of them ended when a collective fails."""
 
 from __future__ import annotations
 
@@ -14,15 +14,19 @@ import torch.distributed as dist
 from tvmbridge.core.errors import CommunicationError
 from tvmbridge.core.torch_private import default_store
 
-# By rank, on which host it runs and as which process.
+# Host name and process id, by rank.
 _peers: list[tuple[str, int]] = []
-# So long it may take until the process that closed its connections is seen to have ended.
+# Seconds to wait until a process that closed its connections is seen to have ended.
 _GRACE = 3.0
 _KEY = "tvmbridge/lost/{}"
 
 
 def exchange(value: Any) -> list[Any]:
-    """What each rank of the default group has given, by rank; remembers who they are."""
+    """Gather ``value`` from each rank of the default group, and remember the ranks' processes.
+
+    Returns:
+        The values by rank; a list of one value if there is no process group.
+    """
     if not (dist.is_available() and dist.is_initialized()):
         return [value]
     given = (socket.gethostname(), os.getpid(), value)
@@ -33,7 +37,7 @@ def exchange(value: Any) -> list[Any]:
 
 
 def lost(error: BaseException) -> CommunicationError:
-    """The error to raise for one of a collective: it names the ranks that have ended."""
+    """Return the error to raise after a collective failed: it names the ranks that have ended."""
     end = time.monotonic() + _GRACE
     ended = _first(ended_ranks(_peers))
     while not ended and _peers and time.monotonic() < end:
@@ -51,15 +55,21 @@ def lost(error: BaseException) -> CommunicationError:
 
 
 def _announce(ended: Sequence[int]) -> None:
-    """Tell the others, who will find that this rank has ended as well, which ranks did first."""
+    """Record for the other ranks which ranks ended first.
+
+    Otherwise the others would take this rank, which ends next, for a cause.
+    """
     try:
         default_store().set(_KEY.format(dist.get_rank()), " ".join(map(str, ended)))
     except Exception:
-        return  # the store went with a rank: the others know as much as this one
+        return  # The store ended with its rank, so nothing can be recorded.
 
 
 def _first(ended: list[int]) -> list[int]:
-    """Those of ``ended`` who did not end because of others, or whom these have named."""
+    """Return the ranks that ended first.
+
+    Return those of ``ended`` that named no other rank; if each named one, the ranks named.
+    """
     named: set[int] = set()
     own: list[int] = []
     for rank in ended:
@@ -75,7 +85,10 @@ def _first(ended: list[int]) -> list[int]:
 
 
 def ended_ranks(peers: Sequence[tuple[str, int]]) -> list[int]:
-    """The ranks whose processes have ended, as far as they ran on this host."""
+    """Return the ranks of this host whose processes have ended.
+
+    ``peers`` has the host name and process id of each rank.
+    """
     host = socket.gethostname()
     return [r for r, (where, process) in enumerate(peers) if where == host and not _runs(process)]
 

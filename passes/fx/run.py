@@ -1,4 +1,4 @@
-"""The runner of fx passes: it times them, records what they did, and lets the caller undo one."""
+"""The runner of fx passes: it times each pass, records its rewrites, and can discard its result."""
 
 from __future__ import annotations
 
@@ -14,17 +14,21 @@ from tvmbridge.core.pass_report import PassReport
 from tvmbridge.core.types import PassRecord
 from tvmbridge.passes.fx.base import is_operator
 
-# Of the graph before a pass and the one after it: why the first is kept; None: it is not.
+# Called with the graphs before and after a pass. It returns why the second is to be discarded, or
+# None to keep it.
 Veto = Callable[[fx.GraphModule, fx.GraphModule], str | None]
 
 
 def run_fx_passes(
     graph_module: fx.GraphModule, passes: Sequence[Any], veto: Veto | None = None
 ) -> tuple[fx.GraphModule, tuple[PassRecord, ...]]:
-    """Run ``passes`` in order; what ``veto`` gives a reason against is undone.
+    """Run ``passes`` in order; discard the result of a pass if ``veto`` returns a reason.
+
+    Returns:
+        The last graph module, and the record of each pass.
 
     Raises:
-        PassError: one failed.
+        PassError: a pass failed.
     """
     records = []
     for number, pass_ in enumerate(passes):
@@ -49,7 +53,7 @@ def run_fx_passes(
 
 
 def abandon(passes: Sequence[Any], error: BaseException) -> None:
-    """Tell ``passes`` that they are not run."""
+    """Call ``abandon(error)`` on each of ``passes`` that has the method: it will not run."""
     for pass_ in passes:
         tell = getattr(pass_, "abandon", None)
         if tell is not None:
@@ -81,8 +85,11 @@ def _operators(graph_module: fx.GraphModule) -> int:
 def rewrite_program(program: ExportedProgram, passes: Sequence[Any]) -> tuple[PassRecord, ...]:
     """Run ``passes`` on a program of torch.export, in place; its inputs and outputs stay.
 
+    Returns:
+        The record of each pass.
+
     Raises:
-        PassError: one failed, or has changed what the program takes and returns.
+        PassError: a pass failed, or changed the inputs or outputs of the program.
     """
     before = program.graph_module
     made, records = run_fx_passes(before, passes)
@@ -93,7 +100,7 @@ def rewrite_program(program: ExportedProgram, passes: Sequence[Any]) -> tuple[Pa
         raise PassError("an fx pass has changed the inputs of the program")
     (results,) = made.graph.output_node().args
     signature = program.graph_signature
-    # A copy of a graph gives other names to nodes that are called as Python's functions are.
+    # The copy of a graph renames nodes that have the name of a Python builtin.
     for spec, node in zip(signature.input_specs, inputs, strict=True):
         spec.arg.name = node.name
     if not isinstance(results, list | tuple) or len(results) != len(signature.output_specs):
@@ -106,7 +113,7 @@ def rewrite_program(program: ExportedProgram, passes: Sequence[Any]) -> tuple[Pa
 
 
 def lines_of(record: PassRecord) -> list[str]:
-    """A record in words."""
+    """Describe a record of a pass in lines of text."""
     before, after = record.bindings_before, record.bindings_after
     lines = [f"{record.name}: {before} operators became {after}"]
     if not record.rewrites:

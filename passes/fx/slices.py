@@ -1,4 +1,4 @@
-"""Slices: which nodes are equal slices of one tensor, and that tensor with a dimension for them."""
+"""Find equal slices of one tensor, and view that tensor with a dimension that counts them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,14 @@ _SPLITS = (
 
 @dataclass(frozen=True)
 class Slice:
-    """``node`` is ``source`` from ``start`` on in ``dim``, which it lacks if ``width`` is None."""
+    """A node that is a slice of another node's tensor.
+
+    - ``node``: the slice.
+    - ``source``: the node that is sliced.
+    - ``dim``: the dimension that is sliced.
+    - ``start``: the first index of the slice in ``dim``.
+    - ``width``: the extent of the slice in ``dim``; None if the slice lacks the dimension.
+    """
 
     node: fx.Node
     source: fx.Node
@@ -33,7 +40,7 @@ class Slice:
 
 
 def slices_of(graph: fx.Graph) -> Iterator[Slice]:
-    """All slices at known places of the dimensions of static extent."""
+    """Yield all slices of the graph whose start is known."""
     for node in graph.nodes:
         source = node.args[0] if node.args else None
         shape = shape_of(source)
@@ -54,7 +61,7 @@ def slices_of(graph: fx.Graph) -> Iterator[Slice]:
 
 
 def _parts(node: fx.Node, source: fx.Node) -> Iterator[Slice]:
-    """The items of a split, whose widths are those of its fake values."""
+    """Yield the items of a split; nothing if a width is a symbol."""
     dim = int(bound_arguments(node)["dim"]) % len(node.meta["val"][0].shape)
     starts, start = [], 0
     for part in node.meta["val"]:
@@ -91,7 +98,7 @@ def _cut(node: fx.Node, source: fx.Node, shape: tuple[Any, ...]) -> Iterator[Sli
 
 
 def groups(slices: Sequence[Slice]) -> list[list[Slice]]:
-    """Slices of one tensor, dimension and width, in the order of their places."""
+    """Group slices by tensor, dimension and width; sort each group by start."""
     found: dict[object, list[Slice]] = {}
     for each in slices:
         found.setdefault((each.source, each.dim, each.width), []).append(each)
@@ -99,13 +106,13 @@ def groups(slices: Sequence[Slice]) -> list[list[Slice]]:
 
 
 def side_by_side(group: Sequence[Slice]) -> bool:
-    """Whether the slices lie without gaps, so that no copy brings them together."""
+    """Whether the slices adjoin without gaps, so that a view covers all of them."""
     step = group[0].width or 1
     return all(s.start == group[0].start + i * step for i, s in enumerate(group))
 
 
 def stacked(group: Sequence[Slice], emit: Emitter) -> tuple[fx.Node, int]:
-    """The slices as one tensor, and its dimension that counts them: a view."""
+    """Emit a view of adjoining slices; return it and its dimension that counts the slices."""
     first = group[0]
     step = first.width or 1
     length, node = step * len(group), first.source

@@ -1,8 +1,8 @@
-"""Stacking: one operator for N equal ones, on tensors with one more dimension that counts them.
+"""Rules that replace N equal operators by one, on tensors with one more dimension, of extent N.
 
-A :class:`ParallelSlices` is N nodes and the node that computes them all. Each rule gets the
-arguments of N equal operators as :class:`Members`, :class:`Each` or shared values, and emits one
-operator.
+A *family* is a :class:`ParallelSlices`: N nodes, its *members*, and the node that computes all of
+them. A rule gets each argument of the N operators as :class:`Members`, as :class:`Each`, or as a
+value that they share. It emits one operator, and returns it with its dimension of extent N.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ aten = torch.ops.aten
 
 
 class NotStackedError(Exception):
-    """N operators are not made one; the text says why."""
+    """N equal operators cannot become one; the text says why."""
 
 
 @dataclass(frozen=True)
 class ParallelSlices:
-    """``nodes`` are the parts of ``value`` along its dimension ``dim``."""
+    """N nodes that are computed as one: ``nodes`` are the slices of ``value`` along ``dim``."""
 
     nodes: tuple[fx.Node, ...]
     value: fx.Node
@@ -40,20 +40,20 @@ class ParallelSlices:
 
 @dataclass(frozen=True)
 class Members:
-    """An argument that is, for each operator, its member of a family."""
+    """An argument of N equal operators: operator ``i`` reads member ``i`` of a family."""
 
     family: ParallelSlices
 
 
 @dataclass(frozen=True)
 class Each:
-    """An argument that is, for each operator, a tensor of its own: a weight."""
+    """An argument of N equal operators: operator ``i`` reads ``nodes[i]``, a weight of its own."""
 
     nodes: tuple[fx.Node, ...]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of them; symbols count as 1."""
+        """Bytes of all the tensors; a symbolic size counts as 1."""
         value = value_of(self.nodes[0])
         sizes = [s if isinstance(s, int) else 1 for s in value.shape]
         return int(torch.Size(sizes).numel()) * value.element_size() * len(self.nodes)
@@ -63,7 +63,10 @@ Rule = Callable[[Any, Mapping[str, Any], Emitter], tuple[fx.Node, int]]
 
 
 def stacked_weights(each: Each, right: int, emit: Emitter) -> fx.Node:
-    """The weights stacked for an operand of which ``right`` dimensions stand behind the count."""
+    """Emit the weights as one tensor that broadcasts with a stacked operand.
+
+    The operand has ``right`` dimensions after the one that counts the operators.
+    """
     shape = shape_of(each.nodes[0]) or ()
     if len(shape) >= right:
         return emit(aten.stack.default, list(each.nodes), len(shape) - right)
@@ -74,14 +77,14 @@ def stacked_weights(each: Each, right: int, emit: Emitter) -> fx.Node:
 
 
 def with_dim(family: ParallelSlices, dim: int, emit: Emitter) -> fx.Node:
-    """The value of the family with its members counted by dimension ``dim``."""
+    """Return the family's value, with the dimension that counts the members moved to ``dim``."""
     if family.dim == dim:
         return family.value
     return emit(aten.movedim.int, family.value, family.dim, dim)
 
 
 def pointwise(target: Any, given: Mapping[str, Any], emit: Emitter) -> tuple[fx.Node, int]:
-    """An operator that works element by element, with broadcasting."""
+    """Emit an elementwise operator on stacked operands, which broadcast against each other."""
     families = [v.family for v in given.values() if isinstance(v, Members)]
     first = max(families, key=lambda f: f.rank)
     rank, dim = first.rank, first.dim
@@ -134,7 +137,7 @@ def _tensors(given: Mapping[str, Any]) -> list[fx.Node]:
 
 
 def same_for_all(target: Any, given: Mapping[str, Any], emit: Emitter) -> tuple[fx.Node, int]:
-    """An operator of one tensor that works element by element, called as for one of them."""
+    """Emit an elementwise operator of one tensor, with the arguments of the single operators."""
     family = given[next(iter(given))].family
     rest = list(given.values())[1:]
     if any(isinstance(v, Members | Each | fx.Node) for v in rest):
@@ -143,14 +146,14 @@ def same_for_all(target: Any, given: Mapping[str, Any], emit: Emitter) -> tuple[
 
 
 def softmax(target: Any, given: Mapping[str, Any], emit: Emitter) -> tuple[fx.Node, int]:
-    """Softmax along a dimension of the members."""
+    """Emit one softmax along a dimension of the members."""
     family = given["self"].family
     dim = int(given["dim"]) % family.rank
     return emit(target, family.value, dim + (dim >= family.dim), given["dtype"]), family.dim
 
 
 def cumulative(target: Any, given: Mapping[str, Any], emit: Emitter) -> tuple[fx.Node, int]:
-    """A running sum along a dimension of the members."""
+    """Emit one running sum along a dimension of the members."""
     family = given["self"].family
     dim = int(given["dim"]) % family.rank
     value = emit(target, family.value, dim + (dim >= family.dim), dtype=given["dtype"])
@@ -165,7 +168,7 @@ def _normalized(target: Any, given: Mapping[str, Any], emit: Emitter) -> tuple[P
 
 
 def layer_norm(target: Any, given: Mapping[str, Any], emit: Emitter) -> tuple[fx.Node, int]:
-    """Layer norm: one of all, then the weights and biases by broadcasting."""
+    """Emit one layer norm of all members; multiply and add stacked weights and biases after it."""
     family, right = _normalized(target, given, emit)
     weight, bias = given["weight"], given["bias"]
     shape, eps = given["normalized_shape"], given["eps"]
@@ -187,7 +190,7 @@ def _affine(value: fx.Node, weight: Any, bias: Any, right: int, emit: Emitter) -
 
 
 def rms_norm(target: Any, given: Mapping[str, Any], emit: Emitter) -> tuple[fx.Node, int]:
-    """RMS norm: one of all, then the weights by broadcasting."""
+    """Emit one RMS norm of all members; multiply by stacked weights after it."""
     family, right = _normalized(target, given, emit)
     weight, shape, eps = given["weight"], given["normalized_shape"], given["eps"]
     if not isinstance(weight, Each):
@@ -197,7 +200,7 @@ def rms_norm(target: Any, given: Mapping[str, Any], emit: Emitter) -> tuple[fx.N
 
 
 def linear(target: Any, given: Mapping[str, Any], emit: Emitter) -> tuple[fx.Node, int]:
-    """Linear layers: one product, batched where each has its own weight."""
+    """Emit one matrix product for N linear layers; a batched one if each has its own weight."""
     family, weight, bias = given["input"].family, given["weight"], given["bias"]
     if family.dim >= family.rank:
         raise NotStackedError("the slices are cut within the features of a product")
@@ -234,7 +237,7 @@ RULES: Mapping[Any, Rule] = MappingProxyType(
 
 
 def rule_for(target: Any) -> Rule | None:
-    """The rule of an operator; None: there is none."""
+    """Return the rule that stacks an operator; None if there is none."""
     if target in RULES:
         return RULES[target]
     tags, schema = target.tags, target._schema
@@ -245,7 +248,7 @@ def rule_for(target: Any) -> Rule | None:
 
 
 def equal_shapes(nodes: Sequence[fx.Node]) -> bool:
-    """Whether the tensors are alike in shape, dtype and device."""
+    """Whether the tensors have the same shape, dtype and device."""
     values = [value_of(n) for n in nodes]
     if not all(isinstance(v, torch.Tensor) for v in values):
         return False
@@ -257,7 +260,7 @@ def equal_shapes(nodes: Sequence[fx.Node]) -> bool:
 
 
 def _same(shape: Sequence[Any], other: Sequence[Any]) -> bool:
-    """Whether sizes are equal without asking symbols, which would be a guard."""
+    """Whether two shapes are equal; symbols compare by expression, which adds no guard."""
     return len(shape) == len(other) and all(
         size_key(a) == size_key(b) for a, b in zip(shape, other, strict=True)
     )

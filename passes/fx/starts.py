@@ -1,4 +1,4 @@
-"""What chains begin at: equal tensors that become one."""
+"""Starts of chains: equal tensors, such as slices of one tensor, that a pass fuses into one."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ aten = torch.ops.aten
 
 
 class Start(Protocol):
-    """What chains begin at: equal tensors, and how all of them are one.
+    """The equal tensors that N equal chains of operators begin at, and how they become one tensor.
 
-    ``replaces``: its value takes the place of the nodes, which are erased where nothing reads them;
-    otherwise they stay, as views. ``copied``: the bytes that are copied for it.
+    - ``nodes``: the nodes of the tensors, one for each chain.
+    - ``replaces``: whether :meth:`value` replaces ``nodes``, which are then erased if nothing
+      reads them any more. Otherwise the nodes stay, as views.
+    - ``copied``: bytes that are copied to make one tensor of them.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -26,15 +28,15 @@ class Start(Protocol):
     copied: int
 
     def value(self, emit: Emitter) -> tuple[fx.Node, int]:
-        """One tensor of all, and its dimension that counts them.
+        """Emit one tensor of all nodes; return it and its dimension that counts the nodes.
 
         Raises:
-            Declined: there is none.
+            NotStackedError: the nodes cannot become one tensor.
         """
 
 
 class Slices:
-    """Chains that begin at equal slices of one tensor, in the order of their places."""
+    """A start at equal slices of one tensor, in the order of their positions in it."""
 
     replaces = False
 
@@ -45,7 +47,7 @@ class Slices:
         self.copied = 0 if self._is_view else 2 * len(slices) * nbytes(slices[0].node)
 
     def value(self, emit: Emitter) -> tuple[fx.Node, int]:
-        """A view of the tensor, or the slices stacked."""
+        """Emit a view of the tensor if the slices adjoin, and otherwise a stack of the slices."""
         if self._is_view:
             return stacked(self._slices, emit)
         dim = self._slices[0].dim

@@ -1,1 +1,1 @@
-"""Passes over TVM Relax modules, each an IRModule to IRModule rewrite in a file of its own."""
+"""Passes over TVM Relax modules, each in a file of its own: an IRModule in, an IRModule out."""

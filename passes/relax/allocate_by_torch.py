@@ -1,4 +1,4 @@
-"""PyTorch's allocator makes the tensors of a function: it counts them, and reuses their memory.
+"""PyTorch's allocator, which counts and reuses memory, allocates the tensors of compiled functions.
 
 Before::
 
@@ -10,7 +10,7 @@ After::
 
 Requires: calls of kernels are in destination-passing style (CallTIRRewrite).
 Guarantees: no tensor is allocated by TVM.
-Runs after: CallTIRRewrite. Runs before: KillAfterLastUse, which gives the tensors back.
+Runs after: CallTIRRewrite. Runs before: KillAfterLastUse, which frees the tensors.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ALLOC = "relax.builtin.alloc_tensor"
 
 @dataclass(frozen=True)
 class AllocateByTorch(RelaxPass):
-    """Replace TVM's allocations by calls of :data:`EMPTY`."""
+    """Replace TVM's allocations by calls of :data:`EMPTY`, which allocates by PyTorch."""
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
         def allocate(call: relax.Call, _: relax.BlockBuilder) -> relax.Expr:

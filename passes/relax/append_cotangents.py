@@ -1,4 +1,4 @@
-"""The scalar that TVM's Gradient wants: the outputs times their cotangents, summed.
+"""Add the scalar that TVM's Gradient differentiates: the sum of outputs times their cotangents.
 
 Before::
 
@@ -10,8 +10,8 @@ After::
     def main(x, w, ct_0, ct_1):
         return (R.sum(y * ct_0) + R.sum(z * ct_1), y, z)
 
-The gradient of that scalar is the product of the Jacobian with the cotangents, which is what
-backward has to return.
+The gradient of that scalar is the product of the cotangents with the Jacobian, which backward has
+to return.
 
 Requires: one dataflow block whose result is a tensor or a flat tuple of tensors.
 Guarantees: the first item of the result is a scalar. Runs before: Gradient.
@@ -41,8 +41,8 @@ class AppendCotangents(RelaxPass):
     """Append a cotangent parameter for each of ``outputs`` and return the scalar first.
 
     Args:
-        outputs: which items of the result have a cotangent; they must be floating point.
-        prefix: cotangents are called by it and the number of their output.
+        outputs: numbers of the results that have a cotangent; they must be floating point.
+        prefix: the name of a cotangent is ``prefix`` and the number of its output.
     """
 
     outputs: tuple[int, ...]
@@ -82,7 +82,7 @@ class AppendCotangents(RelaxPass):
 
 
 def _add(builder: relax.BlockBuilder, total: relax.Expr, term: relax.Expr) -> relax.Expr:
-    """``total + term`` where outputs may differ in precision."""
+    """Return ``total + term``, cast to the dtype of ``total``: outputs may differ in precision."""
     if dtype_of(total) != dtype_of(term):
         term = builder.emit(relax.op.astype(term, dtype_of(total)))
     return relax.op.add(total, term)

@@ -1,4 +1,4 @@
-"""What forward keeps for backward is returned, and taken, as one tuple.
+"""Forward returns its residuals as one tuple, and backward takes them as one parameter.
 
 Before, with two results of which the second is a residual, parameter 1 of backward::
 
@@ -15,11 +15,12 @@ After::
         results = (y, residuals)
         return results
 
-The caller hands one object from forward to backward, and none of the tensors in it is converted.
+The caller passes one object from forward to backward, so no tensor in it is converted between TVM
+and PyTorch.
 
-Requires: one dataflow block; forward returns a tuple. Guarantees: the order of results and of
-parameters. Runs after: whatever numbers results or parameters. Runs before: the lowering to the
-virtual machine.
+Requires: one dataflow block; forward returns a tuple. Guarantees: the other results and parameters
+keep their order. Runs after: all passes that refer to results or parameters by number. Runs before:
+the lowering to the virtual machine.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ _NAME = "residuals"
 
 @dataclass(frozen=True)
 class BundleResiduals(RelaxPass):
-    """Make one result and one parameter of the residuals.
+    """Bundle the residuals as one result of ``forward`` and one parameter of ``backward``.
 
     Args:
-        num_outputs: how many results of ``forward`` come before them.
-        first: the number of the first parameter of ``backward`` that is one.
-        count: how many there are.
+        num_outputs: the number of results of ``forward`` that come before the residuals.
+        first: the index of the first parameter of ``backward`` that is a residual.
+        count: the number of residuals.
     """
 
     num_outputs: int

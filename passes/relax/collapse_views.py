@@ -1,4 +1,4 @@
-"""Chains of reshapes become one, and so do chains of permutations; what is left over goes away.
+"""A chain of reshapes becomes one reshape, a chain of permutations one permutation, or nothing.
 
 Before::
 
@@ -13,11 +13,11 @@ After::
     c = R.permute_dims(b, [0, 2, 1, 3])
     d = b
 
-``expand_dims`` and ``squeeze`` are reshapes too. A link of the chain that nothing else reads is
-left to dead code elimination.
+``expand_dims`` and ``squeeze`` are reshapes too. Dead code elimination later removes the links of a
+chain that nothing reads any more.
 
 Requires: static shapes (others are declined). Guarantees: no reshape of a reshape, no permutation
-of a permutation, and none of either that changes nothing.
+of a permutation, and no reshape or permutation that changes nothing.
 Runs after: ZappLike, whose sums and broadcasts end in reshapes.
 """
 
@@ -37,7 +37,7 @@ _PERMUTATION = "relax.permute_dims"
 
 @dataclass(frozen=True)
 class CollapseViews(RelaxPass):
-    """Let reshapes read what the first of their chain reads, and permutations likewise."""
+    """Let each reshape read the operand of its chain's first reshape; likewise permutations."""
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
         return map_functions(mod, lambda f: _CollapseMutator(report).visit_expr(f))
@@ -90,9 +90,10 @@ class _CollapseMutator(PyExprMutator):
         return call.args[0] if inner is None else inner.args[0]
 
     def _producer(self, operand: relax.Expr, names: tuple[str, ...]) -> relax.Call | None:
-        """The call that makes ``operand``, through copies, if it is one of ``names``.
+        """Return the call that computes ``operand`` if it calls one of ``names``, otherwise None.
 
-        It reads no other such call: those before it have been collapsed already.
+        Bindings that only copy a variable are followed. The operand of the call is no such call
+        itself, because calls further up have been collapsed already.
         """
         while isinstance(operand, relax.Var):
             bound = self.lookup_binding(operand)

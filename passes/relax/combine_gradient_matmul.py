@@ -1,4 +1,4 @@
-"""The gradients of combined products are combined too: one for the input, one for the weights.
+"""Gradients of combined products are combined: one product for the input, one for the weights.
 
 Before, for ``y_i = x @ permute_dims(w_i)`` with the cotangents ``g_i``::
 
@@ -16,11 +16,11 @@ After::
     dw = R.matmul(R.permute_dims(g), x)
     dw_q, dw_k = R.strided_slice(dw, [0], ...), R.strided_slice(dw, [0], ...)
 
-What waits for the last of the cotangents is moved behind it.
+Bindings that need the combined products are moved behind the last of the cotangents.
 
-Requires: one dataflow block. Guarantees: the same values up to rounding: what was added up after
-the products is added up within one. Runs after: CombineParallelBatchMatmul on the joint function.
-Runs before: LiftPackedWeights, which takes the concatenated weights.
+Requires: one dataflow block. Guarantees: the same values up to rounding, as the sum over the
+products is computed within one product. Runs after: CombineParallelBatchMatmul on the joint
+function. Runs before: LiftPackedWeights, which takes the concatenated weights.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ class CombineGradientMatmul(RelaxPass):
     """Combine the products by which gradients flow back through combined products.
 
     Args:
-        groups: names of the function's parameters that are the weights of one combined product.
-        input_refusal: says why the gradient of the input is not worth it; None where it is.
-        weight_refusal: the same of the gradients of the weights.
+        groups: for each combined product, the names of the parameters that are its weights.
+        input_refusal: called with a combined product; returns why combining the gradient of its
+            input is not worth it, or None if it is.
+        weight_refusal: the same for the gradients of its weights.
     """
 
     groups: tuple[tuple[str, ...], ...]
@@ -128,7 +129,7 @@ class _GradientMutator(PyExprMutator):
             self._bind(binding)
 
     def _release(self) -> None:
-        """Bind what waits for nothing that is still to come."""
+        """Emit the waiting bindings that read no variable that is still to be bound."""
         waiting, self.waiting = self.waiting, {}
         for var, binding in waiting.items():
             read = relax.analysis.free_vars(binding.value)

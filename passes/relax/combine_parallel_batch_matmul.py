@@ -14,17 +14,17 @@ After::
     k = R.strided_slice(y, [1], [width_q], [width_q + width_k])
     q1 = R.add(q, b_q)
 
-The left operand is the same through reshapes and transposes; the right operands are concatenated
-below their transposes, so that the weights of linear layers are joined by whole rows. TVM's
-``CombineParallelMatmul`` does neither, fails where a bias is a scalar or has one element, and
-cannot leave a single weight out.
+Left operands count as the same if they are equal reshapes and transposes of one tensor. Right
+operands are concatenated before they are transposed, so that the weights of linear layers are
+joined by whole rows. TVM's ``CombineParallelMatmul`` does neither, fails if a bias is a scalar or
+has one element, and cannot exclude a single weight.
 
-Biases stay behind the slices, where one kernel takes slice, bias and layout together; with
-``join_biases`` they are concatenated too, and added to the one product.
+Biases are added after the slices, because one kernel then computes slice, bias and layout together.
+With ``join_biases`` the biases are concatenated too, and added to the combined product.
 
 Requires: nothing; products of anything but matrices of static shape are declined.
-Guarantees: products combined have the same result up to rounding.
-Runs after: common subexpressions are eliminated. Runs before: DispatchKernels.
+Guarantees: the combined products have the same results up to rounding.
+Runs after: common subexpression elimination. Runs before: DispatchKernels.
 """
 
 from __future__ import annotations
@@ -52,11 +52,12 @@ class CombineParallelBatchMatmul(RelaxPass):
 
     Args:
         min_products: the smallest number of different right operands that is combined.
-        weight_refusal: says why a parameter of the function, given by name, must not be
-            concatenated, or None where it may be. Without it every right operand may be, those
-            that are computed at each call too.
-        group_refusal: says why a group is not worth it, or None where it is.
-        join_biases: concatenate also the rows that are added to all products of a group.
+        weight_refusal: called with the name of a parameter; returns why it must not be
+            concatenated, or None if it may be. If it is given, right operands that are computed at
+            each call are not concatenated; without it every right operand may be.
+        group_refusal: called with a group of products; returns why combining them is not worth it,
+            or None if it is.
+        join_biases: whether to concatenate also the biases of the products of a group.
     """
 
     min_products: int = 2
@@ -78,7 +79,10 @@ class CombineParallelBatchMatmul(RelaxPass):
 
 
 class _Additions:
-    """The biases of a function: rows that alone are added to a product, known at the start."""
+    """The biases of a function: vectors added to a product by the only reader of that product.
+
+    A bias must be a parameter that may be concatenated, or a constant.
+    """
 
     def __init__(
         self, function: relax.Function, refusal: Callable[[str], str | None] | None
@@ -101,7 +105,7 @@ class _Additions:
         self._uses = uses
 
     def of(self, product: Product) -> tuple[relax.Var, relax.Expr] | None:
-        """The sum that alone reads ``product``, and the row that it adds; None: there is none."""
+        """Return the sum that alone reads ``product``, and its bias; None if there is none."""
         sum_, row = self._added.get(product.var, (None, None))
         if sum_ is None or self._uses[product.var] != 1 or shape_of(row) != (product.width,):
             return None
@@ -117,14 +121,19 @@ class _Additions:
 
 @dataclass
 class _Plan:
-    """How a group is rewritten: what is replaced, what is dropped, and what is added."""
+    """How a group of products is rewritten.
+
+    - ``group``: the products.
+    - ``rows``: the biases that are added to the combined product; empty if none are joined.
+    - ``combined``: the variable of the combined product; None until it has been emitted.
+    """
 
     group: ProductGroup
     rows: list[relax.Expr]
     combined: relax.Var | None = None
 
     def span(self, weight: relax.Expr) -> tuple[int, int]:
-        """First and last column of the product with ``weight`` in the combined one."""
+        """Return the columns of the product with ``weight`` in the combined product: begin, end."""
         start = 0
         for product in self.group.different:
             if product.weight.same_as(weight):

@@ -1,4 +1,4 @@
-"""ATen calls that compiled code has loops for become calls of these loops.
+"""Calls of ATen kernels become loops of compiled code, for operators that tvmbridge has loops for.
 
 Before::
 
@@ -8,9 +8,12 @@ After::
 
     lv = R.call_tir(log1p, (x,), out_ty=...)
 
+A call is marked by ``"compiled": true`` in its spec, the JSON that describes the operator.
+
 Requires: the operator of each marked call is in ``tvmbridge.legalize.aten.COMPILED``.
 Guarantees: no marked call of the chosen operators is left; others are untouched.
-Runs after: the split (until then an ATen call says what it means). Runs before: FuseOps.
+Runs after: the split into forward and backward, which reads the operators of ATen calls. Runs
+before: FuseOps.
 """
 
 from __future__ import annotations
@@ -28,7 +31,11 @@ from tvmbridge.passes.base import PassReport, RelaxPass
 
 @dataclass(frozen=True)
 class CompileAtenCalls(RelaxPass):
-    """Replace marked ATen calls by loops: those of ``operators``, or all."""
+    """Replace marked ATen calls by loops.
+
+    Args:
+        operators: names of the operators whose calls are replaced; None: all operators.
+    """
 
     operators: frozenset[str] | None = None
 

@@ -1,4 +1,4 @@
-"""What the zapp passes ask of an expression: is every element of it this number?"""
+"""Find expressions whose elements all equal one known number, for OneZapp and ZeroZapp."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ _LARGEST = 1 << 16
 
 
 def uniform_value(expr: relax.Expr, lookup: Lookup) -> float | None:
-    """The number that every element of ``expr`` is known to be, else None."""
+    """Return the number that all elements of ``expr`` are known to equal, or None.
+
+    ``lookup`` returns the value that a variable is bound to, or None.
+    """
     while isinstance(expr, relax.Var):
         bound = lookup(expr)
         if bound is None:
@@ -40,7 +43,7 @@ def uniform_value(expr: relax.Expr, lookup: Lookup) -> float | None:
 
 
 def _converted(value: float | None) -> float | None:
-    """``value`` where it is the same in every dtype, else None: 2.5 as an integer is 2."""
+    """Return ``value`` if it is the same in every dtype, otherwise None: 2.5 as an integer is 2."""
     return value if value in (0.0, 1.0) else None
 
 

@@ -1,16 +1,16 @@
-"""Convolutions of 3x3 and their gradients become loops of our own, where these are faster.
+"""3x3 convolutions and their gradients become loops of tvmbridge, if the loops are faster.
 
 Before, with a weight of 3x3, stride 1 and padding 1::
 
     lv = R.call_pure_packed("tvmbridge.aten", '{"op": "aten.convolution.default", ...}', x, w, b)
 
-After, where that was measured to be faster::
+After, if that was measured to be faster::
 
     lv = R.call_tir(convolution, (x, w, b), out_ty=R.Tensor((2, 64, 48, 48), "float32"))
 
-Requires: nothing; what is no float32 convolution of this kind stays, and so does what is not
-faster. Guarantees: the same operands and results. Runs after: DispatchConvolutions and the split.
-Runs before: FuseOps.
+Requires: nothing; other convolutions, and those that loops do not make faster, stay as they are.
+Guarantees: the same operands and results. Runs after: DispatchConvolutions and the split into
+forward and backward. Runs before: FuseOps.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from tvmbridge.schedules import alone, convolutions
 
 @dataclass(frozen=True)
 class ConvolutionsInLoops(RelaxPass):
-    """Compute convolutions in loops where they are faster.
+    """Replace calls of PyTorch's float32 convolutions by loops, if those are faster.
 
     Args:
-        measure: whether kernels may be measured on this machine; otherwise nothing changes.
+        measure: whether kernels may be timed on this machine; if not, the pass changes nothing.
     """
 
     measure: bool = False
@@ -75,7 +75,7 @@ class _Rewriter(PyExprMutator):
         callee = self.builder_.add_func(function, "convolution")
         type_ = relax.TensorType(form.shapes[-1], "float32")
         result = relax.call_tir(callee, [tensors[i] for i in places], type_)
-        # A gradient is the only one of a tuple.
+        # PyTorch's backward operator returns a tuple; here it has one gradient.
         return (
             result
             if form.part is ConvolutionResult.RESULT

@@ -1,4 +1,4 @@
-"""Concatenations and splits of many pieces become calls of PyTorch's kernels, which copy them.
+"""Concatenations and splits of many pieces become calls of PyTorch's kernels.
 
 Before::
 
@@ -11,12 +11,12 @@ After::
         "tvmbridge.aten", '{"op": "aten.split_with_sizes_copy.default", ...}', x)
     gv = R.call_pure_packed("tvmbridge.aten", '{"op": "aten.cat.default", ...}', b0, b1, ..., b99)
 
-As loops a concatenation would ask for each element which piece that is from, one after the other;
-and what computes the pieces would be fused into these choices, as one large function where equal
-parts are one small function each. A split would be one function of as many results, which takes
-LLVM longer than as many functions.
+As a loop, a concatenation would select the piece of each element by a chain of comparisons. FuseOps
+would also fuse the computations of all pieces into that loop: one large function instead of small
+ones that are shared by equal pieces. As a loop, a split of n pieces would be one function of n
+results, which takes LLVM longer to compile than n functions.
 
-Requires: static shapes. Guarantees: fewer pieces are untouched.
+Requires: static shapes. Guarantees: concatenations and splits of fewer pieces are untouched.
 Runs after: the split into forward and backward (TVM's Gradient does not go through external calls).
 Runs before: LegalizeOps, DeclareResults.
 """
@@ -35,7 +35,7 @@ from tvmbridge.passes.base import PassReport, RelaxPass, map_calls
 
 @dataclass(frozen=True)
 class CopyPieces(RelaxPass):
-    """Let PyTorch concatenate, or split into, more than ``most`` tensors."""
+    """Call PyTorch's kernel for concatenations of, and splits into, more than ``most`` tensors."""
 
     most: int = 16
 

@@ -1,7 +1,7 @@
-"""Bindings that nothing reads go away, and functions that nothing calls.
+"""Remove bindings that nothing reads, and functions that nothing calls.
 
-TVM's pass of this name takes the square of the number of dead bindings: four thousand of them
-take four seconds.
+The time of TVM's pass of this name grows with the square of the number of dead bindings: for four
+thousand of them it takes four seconds.
 
 Before::
 
@@ -22,8 +22,8 @@ After::
 
 Requires: nothing.
 Guarantees: every variable bound in a dataflow block is read; results stay as they are.
-Runs after: whatever leaves bindings behind. Runs before: FoldConstant, whose own cleaning takes
-the same square.
+Runs after: all passes that leave unread bindings. Runs before: FoldConstant, which removes dead
+bindings itself, in quadratic time as well.
 """
 
 from __future__ import annotations
@@ -38,17 +38,18 @@ from tvmbridge.passes.base import PassReport, RelaxPass, map_functions
 
 @dataclass(frozen=True)
 class DeadCodeElimination(RelaxPass):
-    """Remove what nothing reads or calls.
+    """Remove unread bindings and uncalled functions.
 
     Args:
-        entries: names of functions that stay although nothing calls them, besides public ones.
+        entries: names of functions that stay although nothing calls them; public functions always
+            stay.
     """
 
     entries: tuple[str, ...] = ()
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
         live = map_functions(mod, lambda function: _live(function, report))
-        # What is left for TVM's pass: functions, and bindings outside of dataflow blocks.
+        # TVM's pass removes the rest: functions, and bindings outside of dataflow blocks.
         cleaned = relax.transform.DeadCodeElimination(list(self.entries))(
             live if report.rewrites else mod
         )
@@ -56,7 +57,7 @@ class DeadCodeElimination(RelaxPass):
 
 
 def _live(function: relax.Function, report: PassReport) -> relax.Function:
-    """``function`` without the bindings of its dataflow blocks that nothing reads."""
+    """Return ``function`` without the bindings of its dataflow blocks that nothing reads."""
     if not isinstance(function.body, relax.SeqExpr):
         return function
     read = set(relax.analysis.free_vars(function.body.body))

@@ -1,4 +1,4 @@
-"""ATen calls carry what the graph takes their results for.
+"""The spec of each ATen call gets the shapes and dtypes that the graph expects of its results.
 
 Before::
 
@@ -10,11 +10,12 @@ After::
     lv: R.Tensor((3, 4), "float32") = R.call_pure_packed(
         "tvmbridge.aten", '{"op": "my.scan.default", ..., "declared": [[[3, 4], "float32"]]}', x)
 
-The code behind a call reads memory of the declared size and does not look at the tensor. A kernel
-that returns another one, against its fake kernel, is refused at the call (``kernels/results.py``).
+The spec is the JSON that describes the operator and its arguments. Compiled code that reads a
+result assumes memory of the declared size, without a check. So the call itself raises if a kernel
+returns another shape or dtype than its fake kernel (``kernels/results.py``).
 
-Requires: static shapes. Guarantees: every ATen call says the shapes and dtypes of its results.
-Runs after: whatever reads specs or changes shapes. Runs before: NameSpecs.
+Requires: static shapes. Guarantees: the spec of every ATen call declares its results.
+Runs after: all passes that read specs or change shapes. Runs before: NameSpecs.
 """
 
 from __future__ import annotations

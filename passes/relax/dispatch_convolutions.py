@@ -1,4 +1,4 @@
-"""Convolutions go to PyTorch's kernel, which adds the bias too.
+"""Convolutions become calls of PyTorch's kernel, which adds the bias too.
 
 Before::
 
@@ -10,10 +10,10 @@ After::
 
     lv2 = R.call_pure_packed("tvmbridge.aten", '{"op": "aten.convolution.default", ...}', x, w, b)
 
-Requires: nothing; what PyTorch has no kernel for (see ``Convolution.of``) is declined.
-Guarantees: no other convolution is left, and the bias of one is added outside only where the bare
-result is read too. Runs after: the split (TVM's Gradient does not go through kernels). Runs before:
-LegalizeOps.
+Requires: nothing; convolutions that PyTorch has no kernel for (see ``Convolution.of``) are
+declined. Guarantees: no other convolution is left; a bias is added outside of the kernel only if
+something else reads the result without it. Runs after: the split into forward and backward (TVM's
+Gradient does not go through kernels). Runs before: LegalizeOps.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _RESHAPES = ("relax.reshape", "relax.expand_dims")
 
 @dataclass(frozen=True)
 class DispatchConvolutions(RelaxPass):
-    """Call PyTorch's kernel for convolutions."""
+    """Replace convolutions, with the additions of their biases, by calls of PyTorch's kernel."""
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
         def rewrite(function: relax.Function) -> relax.Function:
@@ -44,7 +44,7 @@ class DispatchConvolutions(RelaxPass):
 
 @dataclass(frozen=True)
 class _Biased:
-    """A convolution, bound to ``bare``, that only an addition of ``bias`` (a vector) reads."""
+    """A convolution, bound to ``bare``, whose only reader adds the vector ``bias`` to it."""
 
     bare: relax.Var
     convolution: relax.Call
@@ -52,7 +52,7 @@ class _Biased:
 
 
 def _biases(function: relax.Function) -> dict[relax.Var, _Biased]:
-    """The convolutions with a bias, by the variable of the sum."""
+    """Return the convolutions with a bias, by the variable of the sum."""
     bound = {b.var: b.value for block in function.body.blocks for b in block.bindings}
     uses: Counter[relax.Var] = Counter()
     for value in [*bound.values(), function.body.body]:
@@ -74,7 +74,10 @@ def _biases(function: relax.Function) -> dict[relax.Var, _Biased]:
 def _vector(
     row: relax.Expr, bound: dict[relax.Var, relax.Expr], result: tuple[int, ...] | None
 ) -> relax.Var | None:
-    """The vector with a number for each channel of ``result`` that ``row`` is a reshape of."""
+    """Return the vector, one number a channel, that ``row`` is a reshape of; None if it is none.
+
+    ``result`` is the shape of the convolution's result.
+    """
     if result is None or shape_of(row) != (1, result[1], *[1] * (len(result) - 2)):
         return None
     while isinstance(row, relax.Var):
@@ -96,7 +99,7 @@ class _ConvolutionMutator(PyExprMutator):
         self.report = report
 
     def visit_var_binding_(self, binding: relax.VarBinding) -> None:
-        # The addition that alone reads the bare result calls the kernel for both.
+        # The call for the addition, which is the only reader, computes the convolution too.
         if binding.var in self.bare:
             return
         biased = self.biased.get(binding.var)

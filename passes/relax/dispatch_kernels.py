@@ -1,4 +1,4 @@
-"""Large products and table look-ups go to PyTorch's kernels; views before them are folded in.
+"""Matrix products and embedding lookups become calls of PyTorch's kernels, which also read views.
 
 Before::
 
@@ -10,13 +10,14 @@ After::
 
     lv2 = R.call_dps_packed("tvmbridge.matmul", (spec, x, w, bias), out_ty=...)
 
-where ``spec`` says that ``w`` is read with its strides exchanged. Where loops are measured to be
-faster, it becomes ``R.call_tir(product, (x, w))`` of a function of our own.
+where ``spec`` says that ``w`` is read with its strides exchanged. If loops of tvmbridge are
+measured to be faster, the product becomes ``R.call_tir(product, (x, w))``.
 
-Requires: nothing; what is not a product of floating-point (equal batches of) matrices of static
-shape is declined, and so is a look-up of anything but rows. Guarantees: no other product
-and no look-up of rows of a matrix is left.
-Runs after: the split (TVM's Gradient does not go through external calls). Runs before: LegalizeOps.
+Requires: nothing; the pass declines products of anything but floating-point matrices, or equal
+batches of matrices, of static shape, and lookups of anything but rows. Guarantees: no other product
+and no lookup of rows of a matrix is left.
+Runs after: the split into forward and backward (TVM's Gradient does not go through external calls).
+Runs before: LegalizeOps.
 """
 
 from __future__ import annotations
@@ -47,15 +48,15 @@ _VIEWS = ("relax.permute_dims", "relax.reshape", "relax.expand_dims")
 
 @dataclass(frozen=True)
 class DispatchKernels(RelaxPass):
-    """Call PyTorch's kernels for matrix products and embedding look-ups.
+    """Replace matrix products and embedding lookups by calls of PyTorch's kernels.
 
     Args:
-        fuse_bias: dtypes of products that add a bias row themselves, where nothing else reads the
-            bare product. In half precision it saves a rounding. Of any dtype those do whose sum is
-            a result of the function.
-        measure: measure on this machine which library, or loops of ours, multiply each shape
-            faster; otherwise take the library behind ``torch.mm``.
-        dtypes: those that products are dispatched of.
+        fuse_bias: dtypes of products whose kernel also adds the bias, if nothing else reads the
+            product without it. In half precision that saves a rounding. If the sum is a result of
+            the function, the kernel adds the bias for every dtype.
+        measure: whether to measure on this machine if a library, or loops of tvmbridge, multiply
+            each shape fastest; otherwise the library behind ``torch.mm`` is called.
+        dtypes: the dtypes of the products that are replaced.
     """
 
     fuse_bias: tuple[str, ...] = HALVES
@@ -78,8 +79,10 @@ def _is_call(expr: relax.Expr | None, name: str) -> bool:
 def _biased_products(
     function: relax.Function, options: DispatchKernels
 ) -> dict[relax.Var, relax.Call]:
-    """Products that nothing reads but one addition of a row, by their own variable and by what is
-    added to, which may be the product in another shape.
+    """Return the products whose only reader adds a bias vector.
+
+    Keys are the variable of the product and the variable that the bias is added to, which may be a
+    reshape of the product.
     """
     bound = {b.var: b.value for block in function.body.blocks for b in block.bindings}
     readers: dict[relax.Var, list[relax.Expr]] = {}
@@ -100,7 +103,7 @@ def _biased_products(
         shape, sum_shape = shape_of(call), shape_of(value)
         if shape is None or len(shape) != 2 or shape_of(bias) != shape[1:]:
             continue
-        # Loops that go on with the sum add the row on their way.
+        # If loops read the sum, they add the bias at no cost.
         is_last = all(isinstance(r, relax.Tuple | relax.Var) for r in readers.get(var, ()))
         allowed = options.dtypes if is_last else options.fuse_bias
         if sum_shape is None or sum_shape[-1:] != shape[1:]:
@@ -111,7 +114,7 @@ def _biased_products(
 
 
 def _no_product_of_matrices(call: relax.Call, allowed: Sequence[str]) -> str | None:
-    """Why a ``relax.matmul`` is not for the kernel; None when it is."""
+    """Return why the kernel cannot compute a ``relax.matmul``; None if it can."""
     shapes = [shape_of(operand) for operand in call.args]
     left, right = shapes
     if left is None or right is None:
@@ -135,7 +138,7 @@ class _KernelMutator(PyExprMutator):
         self.report = report
 
     def visit_var_binding_(self, binding: relax.VarBinding) -> None:
-        # The addition that alone reads the bare product calls the kernel for both.
+        # The call for the addition, which is the only reader, computes the product too.
         if binding.var not in self.biased:
             super().visit_var_binding_(binding)
 
@@ -182,7 +185,10 @@ class _KernelMutator(PyExprMutator):
         bias: Sequence[relax.Expr],
         result: relax.Call,
     ) -> relax.Expr | None:
-        """The product with loops of ours, where it is measured to be faster."""
+        """Return the product computed, or one operand transposed, by loops, if that is faster.
+
+        None if calling the library alone is faster, or may not be measured.
+        """
         if not self.options.measure or dtype_of(result) != "float32":
             return None
         left, right = ((_extents(b), v) for b, v in zip(bases, views, strict=True))
@@ -208,10 +214,10 @@ class _KernelMutator(PyExprMutator):
         return self.builder_.emit(relax.op.reshape(tensor, shape))
 
     def _fold_views(self, operand: relax.Expr) -> tuple[relax.Expr, View]:
-        """The tensor whose memory ``operand`` is a view of, and that view as a (batch of) matrix.
+        """Return the tensor that ``operand`` is a view of, and the view as a matrix or batch.
 
-        Strides are computed by PyTorch on meta tensors; where a view would need a copy, the copy
-        is left to TVM and the view starts behind it.
+        PyTorch computes the strides on meta tensors. If a reshape needs a copy, TVM copies, and the
+        view begins at the copy.
         """
         chain = [operand]
         calls: list[relax.Call] = []
@@ -273,7 +279,7 @@ def _flatten_batch(shape: tuple[int, ...]) -> tuple[int, ...]:
 def _meta_view(
     base: relax.Expr, calls: list[relax.Call], target: tuple[int, ...]
 ) -> torch.Tensor | None:
-    """The view of contiguous ``base`` that ``calls`` make, shaped ``target``; None: it is none."""
+    """Return contiguous ``base`` viewed by ``calls``, in shape ``target``; None if that copies."""
     tensor = torch.empty(_extents(base), dtype=getattr(torch, dtype_of(base)), device="meta")
     try:
         for call in calls:

@@ -1,4 +1,4 @@
-"""Cotangents that do not arrive go away, and all that only they flow through.
+"""Remove the parameters of absent cotangents, and the gradients that depend on them alone.
 
 Before, with ``b`` absent::
 
@@ -12,9 +12,10 @@ After::
         zeros = R.zeros((4,))
         lv1 = R.add(a, zeros)
 
-PyTorch does not visit what no gradient flows through. A zero cotangent in its place is not the
-same: zero times an infinite derivative is NaN. So what reads cotangents, and of these only absent
-ones, becomes zeros, whatever else it reads.
+A cotangent is absent if no gradient arrives for its output; PyTorch's autograd then skips the
+operators that lead to it. Computing with a zero cotangent differs from that: zero times an infinite
+derivative is NaN. So a value that depends on absent cotangents, and on no other cotangent, becomes
+zeros, whatever else it depends on.
 
 Requires: one dataflow block of variable bindings, gradients linear in the cotangents, static
 shapes. Guarantees: no parameter is an absent cotangent. Runs before: ZeroZapp, which removes the
@@ -36,16 +37,16 @@ from tvmbridge.passes.base import PassReport, RelaxPass, dtype_of, map_functions
 
 @dataclass(frozen=True)
 class DropCotangents(RelaxPass):
-    """Replace what reads absent cotangents alone by zeros, and remove their parameters.
+    """Remove the parameters of absent cotangents; replace values that need only them by zeros.
 
     Args:
-        cotangents: names of the parameters that are cotangents; of several parameters of one name
-            it is the last.
-        absent: names of those that do not arrive.
-        called: numbers of the custom autograd functions that are called nevertheless. What enters
-            them of what is zero are zeros with which they may do anything: they are made when
-            backward runs, out of the compiler's sight.
-        device: where, as PyTorch names it.
+        cotangents: names of the parameters that are cotangents; if several parameters have the
+            same name, the last of them.
+        absent: names of the cotangents that do not arrive.
+        called: numbers of the custom autograd functions whose backward is called although no
+            cotangent arrives. Zeros that enter them are created when backward runs, so that no
+            pass simplifies a computation with them: these functions need not be linear.
+        device: PyTorch's name of the device of such zeros.
     """
 
     cotangents: tuple[str, ...]
@@ -89,7 +90,11 @@ class DropCotangents(RelaxPass):
 
 
 class _Flow:
-    """Which variables depend on a cotangent, and which of them on absent ones alone."""
+    """Tracks which variables depend on a cotangent.
+
+    - ``dependent``: variables that depend on a cotangent.
+    - ``zero``: variables that depend on absent cotangents alone, and are replaced by zeros.
+    """
 
     def __init__(self, cotangents: set[relax.Var], absent: set[relax.Var]) -> None:
         self.dependent = cotangents
@@ -97,7 +102,7 @@ class _Flow:
         self._fields: dict[relax.Var, list[relax.Expr]] = {}
 
     def visit(self, binding: relax.Binding) -> bool:
-        """Whether the value bound, of which all that it reads was visited, is zero."""
+        """Visit the next binding in order; return whether its value is zero."""
         var, value = binding.var, binding.value
         reads = [v for v in relax.analysis.free_vars(value) if v in self.dependent]
         if not reads:
@@ -122,9 +127,10 @@ class _Flow:
 
 
 def _zeros(var: relax.Var, opaque_on: str = "") -> list[relax.Binding]:
-    """Bindings that make ``var``, a tensor or a tuple of tensors, zeros of its type.
+    """Return bindings that set ``var``, a tensor or a tuple of tensors, to zeros of its type.
 
-    ``opaque_on`` a device: by an ATen call, of whose result no pass knows that it is zero.
+    If ``opaque_on`` names a device, an ATen call creates the zeros, so that no pass knows that the
+    result is zero.
     """
     if not isinstance(var.ty, relax.TupleType):
         shape = shape_of(var)

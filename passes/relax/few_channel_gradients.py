@@ -1,18 +1,18 @@
-"""Gradients of pictures with few channels go to the kernel that is faster for them.
+"""Gradients of images with few channels become calls of another kernel, if that is faster.
 
 Before, with ``x`` of three channels::
 
     lv = R.call_pure_packed("tvmbridge.aten", '{"op": "aten.convolution_backward.default", ...}',
                             dy, x, w)
 
-After, where that was measured to be faster::
+After, if that was measured to be faster::
 
     lv = R.call_pure_packed("tvmbridge.aten",
                             '{"op": "aten._slow_conv2d_backward.output_mask", ...}', dy, x, w)
 
-Requires: nothing; what is no float32 gradient of data alone stays, and so does what is not
-faster. Guarantees: the same operands and results. Runs after: the split. Runs before: nothing
-needs to wait for it.
+Requires: nothing; the pass changes only float32 gradients of the data alone, and only if the other
+kernel is faster. Guarantees: the same operands and results. Runs after: the split into forward and
+backward. Runs before: no pass depends on it.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from tvmbridge.passes.base import PassReport, RelaxPass, dtype_of, map_calls, sh
 
 @dataclass(frozen=True)
 class FewChannelGradients(RelaxPass):
-    """Call another kernel of PyTorch's where it is faster.
+    """Call another kernel of PyTorch for gradients of convolutions, if it is faster.
 
     Args:
-        measure: whether kernels may be measured on this machine; otherwise nothing changes.
+        measure: whether kernels may be timed on this machine; if not, the pass changes nothing.
     """
 
     measure: bool = False

@@ -1,4 +1,4 @@
-"""A float32 product of few rows with the transpose of a matrix becomes a kernel of our own.
+"""A float32 product of few rows with a transposed matrix becomes a GPU kernel of tvmbridge.
 
 Before::
 
@@ -9,10 +9,11 @@ After::
 
     lv1 = R.call_tir(few_row_product, (x, w), out_ty=R.Tensor((14, 768), "float32"))
 
-Requires: products of matrices have two dimensions where they can. Guarantees: what does not fit
-(``schedules/gpu/few_rows.py``) is untouched, and everything where the user lets PyTorch multiply
-in TF32 or bfloat16: its libraries are as fast then.
-Runs after: the split. Runs before: DispatchKernels.
+Requires: products of matrices have been reshaped to two dimensions, if possible. Guarantees:
+products that the kernel does not fit (``schedules/gpu/few_rows.py``) are untouched. All products
+are untouched if the user lets PyTorch multiply in TF32 or bfloat16, as its libraries are as fast
+then.
+Runs after: the split into forward and backward. Runs before: DispatchKernels.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from tvmbridge.schedules.gpu.few_rows import few_row_product, fits
 
 @dataclass(frozen=True)
 class FewRowProducts(RelaxPass):
-    """Replace products of few rows."""
+    """Replace float32 products of few rows with a transposed matrix by a kernel of tvmbridge."""
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
         reduced = dict(reduced_precisions()).get("CUDA")
@@ -66,7 +67,7 @@ class _ProductMutator(PyExprMutator):
         return relax.call_tir(product, [x, w], relax.TensorType([rows, columns], "float32"))
 
     def _transposed(self, operand: relax.Expr) -> relax.Expr | None:
-        """The matrix of static shape that ``operand`` is the transpose of."""
+        """Return the matrix of static shape that ``operand`` is the transpose of, or None."""
         value = self.lookup_binding(operand) if isinstance(operand, relax.Var) else None
         if not isinstance(value, relax.Call) or getattr(value.op, "name", "") != (
             "relax.permute_dims"

@@ -1,4 +1,4 @@
-"""Factors of channels that depend on weights alone go into the convolutions before them.
+"""Convolution weights absorb the factor per channel that their result is multiplied by.
 
 Before (``w``, ``b``, ``scale`` and ``shift`` are known before any call)::
 
@@ -11,10 +11,10 @@ After::
     lv = R.nn.conv2d(x, w * R.reshape(scale, (8, 1, 1, 1)))
     y = lv + R.reshape(b * scale + shift, (1, 8, 1, 1))
 
-which is what batch norm by moving statistics is after ``LowerBatchNorm(fold=True)``.
+Batch norm by moving statistics has this form after ``LowerBatchNorm(fold=True)``.
 
-Requires: names of parameters whose values do not change. Guarantees: no such factor stands behind
-a convolution whose bare result nothing else reads; what it computes differs by rounding.
+Requires: names of parameters whose values do not change. Guarantees: no such factor follows a
+convolution, unless something else reads the result without the factor. Results differ by rounding.
 Runs after: LowerBatchNorm. Runs before: LiftFrozen, DispatchConvolutions.
 """
 
@@ -43,7 +43,7 @@ op = relax.op
 
 @dataclass(frozen=True)
 class FoldBatchNorm(RelaxPass):
-    """Multiply weights of convolutions with the factors behind them.
+    """Multiply the weights of convolutions by the factors of their results.
 
     Args:
         frozen: names of the function's parameters whose values do not change.
@@ -61,7 +61,7 @@ class FoldBatchNorm(RelaxPass):
 
 @dataclass(frozen=True)
 class _Scaled:
-    """A convolution, and the vectors that its result is added to, multiplied with, added to."""
+    """The value ``(convolution + bias) * scale + shift``; bias or shift is None if not added."""
 
     convolution: relax.Call
     bias: relax.Var | None
@@ -87,7 +87,7 @@ class _Finder:
             self.reader.pop(read, None)
 
     def found(self) -> dict[relax.Var, _Scaled]:
-        """The convolutions by the variable whose value takes all of it in."""
+        """Return the scaled convolutions by the variable of the last product or sum."""
         found = {}
         for var in self.bound:
             scaled = self._at(var)
@@ -96,7 +96,7 @@ class _Finder:
         return found
 
     def _at(self, var: relax.Var) -> _Scaled | None:
-        """What the product ``var`` scales; None where it is no such product."""
+        """Return the scaled convolution that the product ``var`` ends; None if there is none."""
         operand, scale = self._with_row(var, "relax.multiply")
         if operand is None or scale is None:
             return None
@@ -118,15 +118,18 @@ class _Finder:
         return None
 
     def _shifted(self, var: relax.Var) -> relax.Var | None:
-        """The sum that alone reads ``var``, if it adds a vector."""
+        """Return the variable of the sum of ``var`` and a vector, if nothing else reads ``var``."""
         reader = self.reader.get(var) if self.uses[var] == 1 else None
         if reader is None or self._with_row(reader, "relax.add")[0] is None:
             return None
         return reader
 
     def _with_row(self, var: relax.Var, name: str) -> tuple[relax.Var | None, relax.Var | None]:
-        """The operands of the call ``name`` that ``var`` is bound to: a tensor, and the vector of
-        numbers for its channels."""
+        """Return the operands of ``var``'s value, a call of ``name``: a tensor and a vector.
+
+        The vector has one number for each channel, and depends on weights alone. Both are None if
+        the value of ``var`` is no such call.
+        """
         value = self.bound.get(var)
         if not isinstance(value, relax.Call) or getattr(value.op, "name", "") != name:
             return None, None
@@ -155,7 +158,10 @@ class _Finder:
         return None
 
     def _convolution(self, var: relax.Var) -> tuple[relax.Call | None, relax.Var | None]:
-        """The convolution that ``var`` alone reads, or is, and the vector added to it."""
+        """Return the convolution that ``var`` is, with or without a bias, and the bias.
+
+        Both are None if ``var`` is no convolution, or has several readers.
+        """
         if self.uses[var] != 1:
             return None, None
         value = self.bound.get(var)

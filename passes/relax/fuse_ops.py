@@ -1,8 +1,9 @@
-"""TVM's FuseOps, kept from groups that it would put together wrongly.
+"""TVM's FuseOps, without groups that it would fuse into ill-formed functions.
 
-FuseOps of TVM 0.27 makes a group's parameters of the fields that the group reads of a tuple. Where
-it reads several tuples it may replace the wrong parameter, by the order of a hash table, and leaves
-an ill-formed function. So no group may read several tuples: their fields are bound outside of it.
+FuseOps of TVM 0.27 replaces a tuple that a group reads by parameters for the fields that are read.
+If a group reads several tuples, FuseOps may replace the wrong parameter, depending on the order of
+a hash table, and leaves an ill-formed function. So no group may read several tuples: this pass
+binds their fields outside of the group.
 
 Before::
 
@@ -24,9 +25,9 @@ After::
         b0 = b[0]
         out = fused_add_add(a0, a1, b0)
 
-Requires: operators are legalised and their functions say how they fuse.
-Guarantees: what FuseOps fuses, but for groups through the fields of tuples, and in groups of at
-most 64 operators: a chain of 1,000 equal layers becomes calls of few functions.
+Requires: operators are legalized, and their functions have the attribute ``op_pattern``.
+Guarantees: the same groups as FuseOps, except that no group reads fields of several tuples or has
+more than 64 operators: a chain of 1,000 equal layers becomes calls of few functions.
 Runs after: AnnotateTIROpPattern. Runs before: FuseTIR.
 """
 
@@ -52,9 +53,10 @@ _MAX_DEPTH = "relax.FuseOps.max_depth"
 
 @dataclass(frozen=True)
 class FuseOps(RelaxPass):
-    """Fuse operators; fields of tuples that a group would mix up stay outside of all groups.
+    """Fuse operators, and keep the fields of tuples that FuseOps would mix up out of all groups.
 
-    First the fields of tuples that nothing is fused with anyway, then, if need be, of all.
+    The first attempt does so only for tuples of operators that FuseOps does not fuse anyway, the
+    second one for all tuples.
     """
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
@@ -83,7 +85,7 @@ def _bound(function: relax.Function) -> dict[relax.Var, relax.Expr]:
 
 
 def _is_opaque(value: relax.Expr, mod: tvm.IRModule) -> bool:
-    """Whether FuseOps fuses nothing with ``value``."""
+    """Whether FuseOps fuses no other operator with ``value``."""
     if isinstance(value, relax.Call) and getattr(value.op, "name", "") == "relax.call_tir":
         attrs = mod[value.args[0]].attrs
         return int(attrs.get("op_pattern", OPAQUE)) == OPAQUE
@@ -91,9 +93,9 @@ def _is_opaque(value: relax.Expr, mod: tvm.IRModule) -> bool:
 
 
 def _mixed(mod: tvm.IRModule) -> int:
-    """How many calls of fused functions take more than two fields, of more than one tuple.
+    """Count the calls of fused functions whose parameters FuseOps may have mixed up.
 
-    What was mixed up takes as many arguments that are tuples or their fields.
+    Such a call has more than two arguments that are tuples or fields, from more than one tuple.
     """
     count = 0
     for _, function in mod.functions_items():
@@ -113,7 +115,7 @@ def _is_fused(function: relax.Function) -> bool:
 
 
 def _tuple_of(arg: relax.Expr, bound: dict[relax.Var, relax.Expr]) -> relax.Var | None:
-    """The variable that ``arg`` is a field of, or that it is, if that is a tuple."""
+    """Return the tuple that ``arg`` is, or is a field of; None if it is neither."""
     value = bound.get(arg)
     if isinstance(value, relax.TupleGetItem):
         return value.tuple_value
@@ -121,9 +123,9 @@ def _tuple_of(arg: relax.Expr, bound: dict[relax.Var, relax.Expr]) -> relax.Var 
 
 
 def _with_fields_outside(mod: tvm.IRModule, chosen: Callable[[relax.Expr], bool]) -> tvm.IRModule:
-    """``mod`` with fields of the chosen tuples bound to variables that leave the dataflow block.
+    """Return ``mod`` with fields of the chosen tuples bound to outputs of the dataflow block.
 
-    FuseOps takes such a variable into no group of those that read it.
+    FuseOps does not fuse such a variable with its readers.
     """
 
     def rewrite(function: relax.Function) -> relax.Function:

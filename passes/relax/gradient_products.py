@@ -1,4 +1,4 @@
-"""Finds the products by which gradients flow back through products with a common left operand."""
+"""Find the gradients of products with a common left operand, for CombineGradientMatmul."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tvmbridge.passes.relax.parallel_products import Views, is_call, views_of
 
 @dataclass(frozen=True)
 class Flow:
-    """The product ``var`` = ``cotangent`` @ ``weight`` of one weight."""
+    """The gradient of a product's input: ``var`` = ``cotangent`` @ ``weight``."""
 
     var: relax.Var
     cotangent: relax.Var
@@ -21,20 +21,31 @@ class Flow:
 
     @property
     def width(self) -> int:
-        """How many rows of the concatenated weights are those of this one."""
+        """The number of rows of ``weight``."""
         return (shape_of(self.weight) or ())[0]
 
 
 @dataclass(frozen=True)
 class Sum:
-    """A sum of products' gradients and of ``others``, bound to ``root``."""
+    """A sum of the products of several flows and of other terms.
+
+    - ``root``: the variable of the sum.
+    - ``others``: the other terms.
+    """
 
     root: relax.Var
     others: tuple[relax.Expr, ...]
 
 
 class GradientGraph:
-    """Who reads what in a function with one dataflow block."""
+    """The bindings of a function with one dataflow block, and the readers of each variable.
+
+    - ``parameters``: the parameters by name.
+    - ``bound``: the value of each variable; ``order`` its position.
+    - ``simple``: whether there is one block, of variable bindings alone.
+    - ``readers``: the variables whose values read a variable; None stands for the result.
+    - ``products``: the variables that are bound to a matrix product.
+    """
 
     def __init__(self, function: relax.Function) -> None:
         bindings = [b for block in function.body.blocks for b in block.bindings]
@@ -53,7 +64,10 @@ class GradientGraph:
         self.products = [v for v, e in self.bound.items() if is_call(e, "relax.matmul")]
 
     def flows(self, names: tuple[str, ...]) -> list[Flow] | str:
-        """The products by which the gradient of the common input flows; or why there are none."""
+        """Return, for each of the weights ``names``, the product that is the input's gradient.
+
+        If there is not one product for each weight, return the reason.
+        """
         if not self.simple:
             return "not one dataflow block"
         if len(set(names)) < len(names):
@@ -86,7 +100,7 @@ class GradientGraph:
         return all(shape_of(a) is not None and shape_of(a) == shape_of(var) for a in value.args)
 
     def sum_of(self, flows: Sequence[Flow]) -> Sum | str:
-        """The one sum that all the products are terms of; or why there is none."""
+        """Return the one sum that all the products are terms of, or the reason if there is none."""
         leaves = []
         roots = set()
         for flow in flows:
@@ -114,7 +128,10 @@ class GradientGraph:
         return [t for operand in self.bound[var].args for t in self._terms(operand, root)]
 
     def stack_of(self, flows: Sequence[Flow]) -> dict[relax.Var, relax.Expr] | str:
-        """The weights' gradients, in order, with the input they read; or why there are none."""
+        """Return the gradients of the weights, in order, with the common input that they read.
+
+        If they cannot be combined, return the reason.
+        """
         found: dict[relax.Var, relax.Expr] = {}
         inputs = []
         for flow in flows:
@@ -131,7 +148,7 @@ class GradientGraph:
         return found
 
     def _transposed(self, expr: relax.Expr) -> Views | None:
-        """What ``expr`` is the transpose of; None where it is no transpose."""
+        """Return what ``expr`` is the transpose of, as views of a tensor; None if it is none."""
         value = self.bound.get(expr) if isinstance(expr, relax.Var) else None
         if not isinstance(value, relax.Call) or not is_call(value, "relax.permute_dims"):
             return None

@@ -1,4 +1,4 @@
-"""Results are returned, and parameters taken, with their dimensions in another order.
+"""A function returns results, and takes parameters, with their dimensions in another order.
 
 Before, with result 0 and parameter 1 in the order ``(0, 2, 1)``::
 
@@ -14,12 +14,13 @@ After::
         lv1 = R.permute_dims(x, [0, 2, 1])
         return lv1, a
 
-The caller permutes them back, which moves nothing: so results lie in memory in the order that eager
-PyTorch gives them, and tensors that lie so are taken as they come.
+The caller permutes them back, by strides, without a copy. So results have the memory layout that
+eager PyTorch gives them, and tensors with such a layout are taken without a copy.
 
-Requires: one dataflow block of variable bindings; static shapes. Guarantees: the number of results
-and of parameters, and the names of these.
-Runs after: the split. Runs before: CollapseViews, which joins the permutations with others.
+Requires: one dataflow block of variable bindings; static shapes. Guarantees: the numbers of results
+and parameters, and the names of parameters, stay the same.
+Runs after: the split into forward and backward. Runs before: CollapseViews, which joins the
+permutations with others.
 """
 
 from __future__ import annotations
@@ -35,9 +36,11 @@ from tvmbridge.passes.base import PassReport, RelaxPass, dtype_of, flat_results,
 
 @dataclass(frozen=True)
 class Permuted:
-    """A result or a parameter, by its ``number``, whose dimensions stand in ``order`` outside.
+    """A result or a parameter whose dimensions are permuted at the boundary of the function.
 
-    ``shape`` is that before it is permuted, of which a parameter may be a reshape.
+    - ``number``: its index among the results or the parameters.
+    - ``order``: the order of its dimensions outside of the function.
+    - ``shape``: its shape before it is permuted. A parameter inside may be a reshape of it.
     """
 
     number: int
@@ -50,9 +53,9 @@ class LayOut(RelaxPass):
     """Permute results and parameters of one function.
 
     Args:
-        function: its name.
-        results: those that are permuted before they are returned.
-        parameters: those that arrive permuted.
+        function: the function's name.
+        results: the results that are permuted before they are returned.
+        parameters: the parameters that arrive permuted.
     """
 
     function: str

@@ -1,4 +1,4 @@
-"""Operators become calls of loops.
+"""Relax operators become calls of TIR functions, which compute them in loops.
 
 Before::
 
@@ -10,8 +10,8 @@ After::
     lv = R.call_tir(add, (x, y), out_ty=...)
     lv1 = R.call_tir(add, (lv, y), out_ty=...)
 
-Requires: static shapes. Guarantees: TVM's LegalizeOps with the legalisations of
-``tvmbridge/legalize/``; calls that are alike are legalised once.
+Requires: static shapes. Guarantees: the result of TVM's LegalizeOps with the legalizations of
+``tvmbridge/legalize/``; equal calls share one function.
 Runs after: DispatchKernels, CompileAtenCalls. Runs before: AnnotateTIROpPattern.
 """
 
@@ -28,7 +28,7 @@ from tvmbridge.passes.base import PassReport, RelaxPass
 
 @dataclass(frozen=True)
 class LegalizeOps(RelaxPass):
-    """TVM's LegalizeOps with our legalisations."""
+    """Run TVM's LegalizeOps with the legalizations of tvmbridge."""
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
         return relax.transform.LegalizeOps(legalize_map())(mod)

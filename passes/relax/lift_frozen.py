@@ -1,4 +1,4 @@
-"""What depends on frozen weights alone is computed once, by a function of its own.
+"""Values that depend on frozen weights alone are computed once, by a separate function.
 
 Before (``w`` and ``s`` are frozen)::
 
@@ -14,12 +14,12 @@ After::
     def forward(x, frozen_0):
         y = R.matmul(x, R.permute_dims(frozen_0))
 
-Views and what is made larger stay where they are read, for they cost nothing there: reshapes,
-transposes that products alone read, broadcasts, and tensors of one number.
+Operators that cost nothing at each call stay in ``forward``: reshapes, transposes that only
+products read, broadcasts, and tensors filled with one number.
 
-Requires: one dataflow block. Guarantees: ``forward`` has its parameters in their order, without
-those frozen ones that it does not read, and behind them one for each result of
-``transform_params``, which is there if it has a result.
+Requires: one dataflow block. Guarantees: ``forward`` keeps its parameters in their order, without
+frozen ones that it does not read any more. After them it has one for each result of
+``transform_params``, a function that exists only if it has results.
 Runs after: the graph passes. Runs before: PackProducts, DispatchKernels.
 """
 
@@ -43,12 +43,12 @@ _MADE = ("relax.full", "relax.zeros", "relax.ones", "relax.broadcast_to")
 
 @dataclass(frozen=True)
 class LiftFrozen(RelaxPass):
-    """Compute what depends on some parameters of ``forward`` alone in ``transform_params``.
+    """Move values that depend on frozen parameters alone from ``forward`` to ``transform_params``.
 
     Args:
         frozen: names of the parameters whose values do not change.
-        prefix: the new parameters are called ``prefix0``, ``prefix1`` ...
-        transposes: transposed operands of products are computed once, too.
+        prefix: the new parameters are named ``prefix0``, ``prefix1`` ...
+        transposes: whether transposed operands of products are computed once, too.
     """
 
     frozen: tuple[str, ...]
@@ -66,7 +66,7 @@ class LiftFrozen(RelaxPass):
         return tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
 
     def _without(self, forward: relax.Function, found: _Found) -> relax.Function:
-        """``forward`` with parameters for what is lifted, and without frozen ones not read."""
+        """Return ``forward`` with new parameters for lifted values, without unread frozen ones."""
         prefix = free_prefix(self.prefix, [p.name for p in forward.params])
         added = {v: relax.Var(f"{prefix}{i}", v.ty) for i, v in enumerate(found.lifted)}
         body = _LiftMutator(added, found.left_out).visit_expr(forward.body)
@@ -80,12 +80,15 @@ class LiftFrozen(RelaxPass):
 
 
 def bindings_of(function: relax.Function) -> dict[relax.Var, relax.Expr]:
-    """The values of a function's variables, in order."""
+    """Return the values of a function's variables, in the order of the bindings."""
     return {b.var: b.value for block in function.body.blocks for b in block.bindings}
 
 
 def weights_alone(function: relax.Function, frozen: Collection[str]) -> set[relax.Var]:
-    """The variables of ``function`` that depend on no other parameters than those ``frozen``."""
+    """Return the variables of ``function`` that depend on no parameters but the frozen ones.
+
+    The frozen parameters themselves are included.
+    """
     known = {p for p in function.params if p.name in frozen}
     for var, value in bindings_of(function).items():
         if known.issuperset(relax.analysis.free_vars(value)):
@@ -95,7 +98,11 @@ def weights_alone(function: relax.Function, frozen: Collection[str]) -> set[rela
 
 @dataclass(frozen=True)
 class _Found:
-    """The variables that are ``lifted``, and those whose bindings ``forward`` loses."""
+    """The variables to lift.
+
+    - ``lifted``: variables that become results of ``transform_params``.
+    - ``left_out``: variables whose bindings ``forward`` does not need any more.
+    """
 
     lifted: tuple[relax.Var, ...]
     left_out: frozenset[relax.Var]
@@ -129,7 +136,7 @@ def _costs_nothing(
     readers: Collection[relax.Expr | None],
     transposes: bool,
 ) -> bool:
-    """Whether ``value`` may as well be computed at each call, where ``readers`` read it."""
+    """Whether computing ``value`` at each call is free, given the values that read it."""
     if not isinstance(var.ty, relax.TensorType) or not isinstance(value, relax.Call):
         return True
     name = getattr(value.op, "name", "")
@@ -143,7 +150,7 @@ def _is_product(value: relax.Expr | None) -> bool:
 
 
 def _transform(forward: relax.Function, found: _Found) -> relax.Function:
-    """What computes the lifted values from the frozen parameters that they depend on."""
+    """Return the function that computes the lifted values from frozen parameters."""
     bound = bindings_of(forward)
     needed: set[relax.Var] = set(found.lifted)
     for var, value in reversed(bound.items()):

@@ -1,4 +1,4 @@
-"""Concatenations of whole parameters become a parameter of their own.
+"""A concatenation of whole parameters becomes a new parameter.
 
 Before::
 
@@ -11,12 +11,13 @@ After::
     def main(x, w_q, w_k, packed_0):
         y = R.matmul(x, R.permute_dims(packed_0))
 
-The caller passes the concatenated values, which are the memory of the parameters where they lie
-side by side. Nothing is concatenated by compiled code.
+The caller passes the concatenated values, without a copy if the parameters adjoin in memory. So
+compiled code concatenates nothing.
 
 Requires: parameters that are concatenated along their first dimension, as
 :func:`concatenated_parameters` lists them. Guarantees: one new parameter for each of the groups.
-Runs after: CombineParallelBatchMatmul. Runs before: the split, DispatchKernels.
+Runs after: CombineParallelBatchMatmul. Runs before: the split into forward and backward,
+DispatchKernels.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ from tvmbridge.passes.relax.parallel_products import is_call
 
 @dataclass(frozen=True)
 class LiftPackedWeights(RelaxPass):
-    """Take concatenated parameters as one.
+    """Replace concatenations of parameters by new parameters.
 
     Args:
-        groups: names of the function's parameters that are concatenated, in their order.
-        position: where the new parameters stand among the function's; None: at the end.
-        prefix: the new parameters are called ``prefix0``, ``prefix1`` ...
+        groups: for each concatenation, the names of its parameters, in order.
+        position: the index of the first new parameter among the function's; None: at the end.
+        prefix: the new parameters are named ``prefix0``, ``prefix1`` ...
     """
 
     groups: tuple[tuple[str, ...], ...]
@@ -65,10 +66,14 @@ class LiftPackedWeights(RelaxPass):
 def concatenated_parameters(
     function: relax.Function, allowed: Collection[str]
 ) -> tuple[tuple[str, ...], ...]:
-    """Names of the parameters that ``function`` concatenates along the first dimension.
+    """Return the groups of parameters that ``function`` concatenates along the first dimension.
 
     Args:
-        allowed: the names among which they must be.
+        function: the function.
+        allowed: names of the parameters that may be in a group.
+
+    Returns:
+        For each group the names of its parameters, in order.
     """
     found: dict[tuple[str, ...], None] = {}
     among, parameters = set(allowed), set(function.params)
@@ -81,7 +86,7 @@ def concatenated_parameters(
 
 
 def _members(value: relax.Expr, parameters: Set[relax.Var]) -> tuple[str, ...]:
-    """Names of the ``parameters`` whose concatenation ``value`` is; empty for anything else."""
+    """Return the names of the parameters that ``value`` concatenates; empty if it does not."""
     if not is_call(value, "relax.concat") or not isinstance(value.args[0], relax.Tuple):
         return ()
     if value.attrs.axis is None or int(value.attrs.axis) != 0:
@@ -109,7 +114,7 @@ class _PackedWeightMutator(PyExprMutator):
             if names not in self.added:
                 number = self.lift.groups.index(names)
                 self.added[names] = relax.Var(f"{self.lift.prefix}{number}", binding.value.ty)
-            # Not a copy: what reads a weight must be seen to read an input.
+            # Without a copying binding: passes must see that the readers read a parameter.
             self.renamed[binding.var] = self.added[names]
             return
         if names:

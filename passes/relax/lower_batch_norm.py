@@ -1,4 +1,4 @@
-"""Batch norm spelled out, with the statistics that it leaves behind.
+"""Batch norm becomes elementary operators, which also compute the new moving statistics.
 
 Before::
 
@@ -16,14 +16,15 @@ After::
     new_mean = moving_mean * 0.9 + R.reshape(mean, (8,)) * 0.1
     new_var = moving_var * 0.9 + R.reshape(variance, (8,)) * 0.1
 
-No gradient flows into the mean that is subtracted: by the variance it would be none, and by ``y``
-it is that of ``zero``, which is 0. So backward needs two sums over the batch, of the cotangent and
-of its product with ``centered``, and then one pass over the elements.
+No gradient flows into the mean that is subtracted in ``centered``. Through the variance its
+gradient is zero anyway; through ``y`` the gradient flows by ``zero``, whose value is 0. So backward
+needs two sums over the batch, of the cotangent and of its product with ``centered``, and then one
+pass over the elements.
 
-A momentum of 1 leaves the statistics of the batch alone. Not in training mode the moving
-statistics take the place of the batch's; with ``fold`` they and the parameters become one factor
-and one summand a channel, which is one step less for each element, but costs digits in the
-gradient of gamma. Half precisions are computed in float32.
+A momentum of 1 makes the statistics of the batch the new statistics. In eval mode the moving
+statistics replace those of the batch. With ``fold`` they and the parameters become one factor and
+one summand a channel: one operation less for each element, but fewer correct digits in the gradient
+of gamma. Half precisions are computed in float32.
 
 Requires: static shapes. Guarantees: no other ``relax.nn.batch_norm`` is left.
 Runs before: AppendCotangents. Runs after: the frontend.
@@ -52,7 +53,7 @@ class LowerBatchNorm(RelaxPass):
     """Replace every ``relax.nn.batch_norm`` by its definition.
 
     Args:
-        fold: outside of training mode, compute ``x * factor + summand``.
+        fold: whether batch norms in eval mode become ``x * factor + summand``.
     """
 
     fold: bool = False
@@ -102,7 +103,7 @@ def _with_batch_statistics(call: relax.Call, formulas: Formulas) -> relax.Expr:
 
 
 def _moved(formulas: Formulas, old: relax.Expr, new: relax.Expr, momentum: float) -> relax.Expr:
-    """(1 - momentum) old + momentum new."""
+    """Return ``(1 - momentum) * old + momentum * new``."""
     dtype = dtype_of(old)
     kept = formulas.emit(op.multiply(old, relax.const(1.0 - momentum, dtype)))
     taken = formulas.emit(op.multiply(formulas.cast(new, dtype), relax.const(momentum, dtype)))

@@ -5,13 +5,13 @@ Before::
     lv = R.nn.dropout(x, rate=0.1)
     y = lv[0]
 
-After, with the new parameter ``dropout_mask_0: bool`` behind the others::
+After, with the new parameter ``dropout_mask_0: bool`` after the others::
 
     keep = R.astype(dropout_mask_0, "float32")
     y = R.multiply(x, R.multiply(keep, 1 / 0.9))
 
 Requires: static shapes and rates between 0 and 1 (others are declined). Guarantees: no other
-``relax.nn.dropout`` is left; masks stand in program order.
+``relax.nn.dropout`` is left; the mask parameters are in program order.
 Runs before: AppendCotangents. Runs after: the frontend.
 """
 
@@ -35,10 +35,11 @@ from tvmbridge.passes.base import (
 
 @dataclass(frozen=True)
 class LowerDropout(RelaxPass):
-    """Replace every ``relax.nn.dropout`` by a product with a mask parameter of one byte.
+    """Replace every ``relax.nn.dropout`` by a product with a mask, a new parameter of dtype bool.
 
     Args:
-        mask_prefix: the mask parameters are called by it and their number in program order.
+        mask_prefix: the mask parameters are named ``mask_prefix0``, ``mask_prefix1`` ... in
+            program order.
     """
 
     mask_prefix: str = "dropout_mask_"

@@ -1,4 +1,4 @@
-"""Group norm spelled out: each group of channels is a row of its own.
+"""Group norm becomes elementary operators, which normalize each group of channels as one row.
 
 Before::
 
@@ -14,11 +14,11 @@ After::
     normed = R.reshape(centered * R.rsqrt(variance + 1e-5), (2, 8, 5, 5))
     y = normed * R.reshape(gamma, (8, 1, 1)) + R.reshape(beta, (8, 1, 1))
 
-Half precisions are computed in float32. (TVM's own legalisation takes the variance as
-E[x^2] - E[x]^2, which loses all digits where the mean is large.)
+Half precisions are computed in float32. (TVM's own legalization computes the variance as
+E[x^2] - E[x]^2, which loses all digits if the mean is large.)
 
-Requires: static shapes, the channels in dimension 1, and all dimensions behind them (others are
-declined). Guarantees: no other ``relax.nn.group_norm`` is left.
+Requires: static shapes, the channels in dimension 1, and ``axes`` with all dimensions after it
+(others are declined). Guarantees: no other ``relax.nn.group_norm`` is left.
 Runs before: AppendCotangents. Runs after: the frontend.
 """
 

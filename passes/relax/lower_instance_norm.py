@@ -1,4 +1,4 @@
-"""Instance norm spelled out: each channel of each sample is normalised by itself.
+"""Instance norm becomes elementary operators, which normalize each channel of each sample.
 
 Before::
 

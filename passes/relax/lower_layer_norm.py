@@ -1,4 +1,4 @@
-"""Layer norm spelled out in operators that TVM can differentiate.
+"""Layer norm becomes elementary operators, which TVM can differentiate.
 
 Before::
 

@@ -1,4 +1,4 @@
-"""RMS norm spelled out in operators that TVM can differentiate.
+"""RMS norm becomes elementary operators, which TVM can differentiate.
 
 Before::
 

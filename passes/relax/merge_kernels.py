@@ -1,7 +1,7 @@
 """Kernels whose loops run over the same rows become one kernel of several results.
 
-TVM's FuseOps makes a group of what has one result. What forward keeps for backward, and what
-several gradients are made of, are results in the middle of a chain, and end a group each.
+TVM's FuseOps forms groups of one result. Residuals, and values that several gradients depend on,
+are results in the middle of a chain of operators, and each of them ends a group.
 
 Before::
 
@@ -18,10 +18,10 @@ After::
         centered = both[1]
         R.output(mean, centered)
 
-Requires: kernels are functions of loops which are not scheduled; a target is set.
-Guarantees: a kernel and one that reads its result are one where the rule for loops computes both in
-one nest, row by row; what only they read of each other is no longer a result. Kernels of ours and
-PyTorch's are left alone.
+Requires: kernels are TIR functions without a schedule; a target is set.
+Guarantees: a kernel and a reader of its result are merged if the schedule rule for loops computes
+both in one loop nest, row by row. A value that only the two kernels read is no longer a result.
+Kernels of tvmbridge and of PyTorch stay as they are.
 Runs after: FuseTIR, RewriteDataflowReshape. Runs before: schedules.
 """
 
@@ -39,14 +39,14 @@ from tvmbridge.passes.base import PassReport, RelaxPass, with_span
 from tvmbridge.passes.relax.merged_functions import merged, stage_count
 from tvmbridge.schedules import is_one_nest
 
-# Longer bodies of loops take long to compile, and need more registers than there are.
+# Longer loop bodies take long to compile, and need more registers than the machine has.
 _MOST_STAGES = 48
 _LONGEST_NAME = 200
 
 
 @dataclass(frozen=True)
 class MergeKernels(RelaxPass):
-    """Merge kernels with those that read their results, where one nest computes both."""
+    """Merge kernels with readers of their results, if one loop nest computes both."""
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
         merging = _Merging(mod, tvm.target.Target.current())
@@ -64,9 +64,12 @@ class MergeKernels(RelaxPass):
 
 @dataclass(frozen=True)
 class _Kernel:
-    """A call of a function of loops; ``results`` are the variables of its results, in order.
+    """A call of a TIR function.
 
-    ``binding`` is that of a kernel that is as it was.
+    - ``callee``: the function.
+    - ``args``: the arguments without the results.
+    - ``results``: the variables of the results, in order.
+    - ``binding``: the binding of the call in the module; None for a merged kernel.
     """
 
     callee: tvm.ir.GlobalVar
@@ -77,7 +80,7 @@ class _Kernel:
 
     @property
     def reads(self) -> Counter[relax.Var]:
-        """How often it reads each variable."""
+        """How often the call reads each variable."""
         return Counter(arg for arg in self.args if isinstance(arg, relax.Var))
 
 
@@ -85,11 +88,11 @@ _Node: TypeAlias = _Kernel | relax.Binding
 
 
 class _Line:
-    """The nodes of a block, in order; None stands where one was taken out."""
+    """The kernels and other bindings of a block, in order; None in place of removed ones."""
 
     def __init__(self) -> None:
         self.nodes: list[_Node | None] = []
-        # Of each result of a kernel the place of the kernel.
+        # The place of the kernel, by each variable of its results.
         self._places: dict[relax.Var, int] = {}
 
     def extend(self, nodes: Iterable[_Node]) -> None:
@@ -100,16 +103,16 @@ class _Line:
             self.nodes.append(node)
 
     def behind(self, place: int) -> list[_Node]:
-        """The nodes behind ``place``."""
+        """Return the nodes after ``place``."""
         return [node for node in self.nodes[place + 1 :] if node is not None]
 
     def source_before(self, place: int, kernel: _Kernel) -> int | None:
-        """The place of the last kernel before ``place`` of which ``kernel`` reads a result."""
+        """Return the place of the last kernel before ``place`` whose result ``kernel`` reads."""
         found = (self._places.get(var, place) for var in kernel.reads)
         return max((p for p in found if p < place), default=None)
 
     def take_out(self, place: int, others: Iterable[_Node]) -> None:
-        """Remove the kernel at ``place``, and ``others``, which stand behind it."""
+        """Remove the kernel at ``place``, and the nodes ``others`` after it."""
         gone = {id(node) for node in others}
         for at in range(place, len(self.nodes)):
             node = self.nodes[at]
@@ -120,7 +123,7 @@ class _Line:
 
 
 class _Merging:
-    """Merges the kernels of a module; ``made`` are the functions of merged ones."""
+    """Merges the kernels of a module; ``made`` has the functions of the merged kernels."""
 
     def __init__(self, mod: tvm.IRModule, target: tvm.target.Target) -> None:
         self.mod, self.target, self.count = mod, target, 0
@@ -130,7 +133,7 @@ class _Merging:
         self._simple: dict[tvm.ir.GlobalVar, bool] = {}
 
     def rewrite(self, function: relax.Function) -> relax.Function:
-        """``function`` with merged kernels in its dataflow blocks."""
+        """Return ``function`` with merged kernels in its dataflow blocks."""
         before, uses = self.count, _uses(function)
         blocks = [
             self._block(block, uses) if isinstance(block, relax.DataflowBlock) else block
@@ -152,9 +155,11 @@ class _Merging:
         return relax.DataflowBlock([b for node in nodes for b in _bindings(node, self.builder)])
 
     def _grown(self, line: _Line, kernel: _Kernel, uses: Counter[relax.Var]) -> list[_Node]:
-        """``kernel`` with all nodes that it is merged with, and what must stand behind it.
+        """Merge ``kernel`` with as many kernels of ``line`` as possible.
 
-        They are taken out of ``line``.
+        Returns:
+            The merged kernel, followed by the nodes that read its results. The nodes, and the
+            kernels that were merged, are removed from ``line``.
         """
         behind: list[_Node] = []
         place = line.source_before(len(line.nodes), kernel)
@@ -173,7 +178,7 @@ class _Merging:
         return [kernel, *behind]
 
     def _both(self, first: _Kernel, second: _Kernel, uses: Counter[relax.Var]) -> _Kernel | None:
-        """One kernel for two, or None where they would not be one nest."""
+        """Return one kernel for two; None if they would not be one loop nest."""
         reads = second.reads
         kept = [place for place, var in enumerate(first.results) if uses[var] > reads[var]]
         known = [*first.args, *first.results]
@@ -200,7 +205,11 @@ class _Merging:
         given: tuple[int, ...],
         kept: tuple[int, ...],
     ) -> tvm.ir.GlobalVar | None:
-        """The function of both, made once for all calls of the two with like arguments."""
+        """Return the merged function of two; calls with arguments in the same places share it.
+
+        ``given`` and ``kept`` are those of :func:`~.merged_functions.merged`. None if the functions
+        would not be one loop nest.
+        """
         if not (self._is_simple(first) and self._is_simple(second)):
             return None
         functions = self._function(first), self._function(second)
@@ -232,7 +241,7 @@ class _Merging:
 
 
 def _kernel(binding: relax.Binding) -> _Kernel | None:
-    """The call of a function of loops with one result that ``binding`` binds, if it does."""
+    """Return the call of a TIR function with one result that ``binding`` binds, or None."""
     call = binding.value
     if not isinstance(call, relax.Call) or getattr(call.op, "name", "") != "relax.call_tir":
         return None
@@ -254,7 +263,7 @@ def _defined(node: _Node) -> tuple[relax.Var, ...]:
 
 
 def _uses(function: relax.Function) -> Counter[relax.Var]:
-    """How often each variable is read; what leaves its block is read once more."""
+    """Count how often each variable is read; one that leaves its block is read once more."""
     uses: Counter[relax.Var] = Counter(relax.analysis.free_vars(function.body.body))
     for block in function.body.blocks:
         for binding in block.bindings:
@@ -265,7 +274,7 @@ def _uses(function: relax.Function) -> Counter[relax.Var]:
 
 
 def _readers(nodes: list[_Node], results: tuple[relax.Var, ...]) -> list[_Node]:
-    """Those of ``nodes`` that depend on ``results``."""
+    """Return those of ``nodes`` that depend on ``results``."""
     reached, found = set(results), []
     for node in nodes:
         if reached & set(_reads(node)):
@@ -281,7 +290,7 @@ def _bindings(node: _Node, builder: relax.BlockBuilder) -> list[relax.Binding]:
         return [node.binding]
     types = [var.ty for var in node.results]
     call = with_span(relax.call_tir(node.callee, list(node.args), types), node.span)
-    call = builder.normalize(call)  # infers its type
+    call = builder.normalize(call)  # infers the type
     if len(types) == 1:
         return [relax.VarBinding(node.results[0], call)]
     whole = relax.DataflowVar("merged", relax.TupleType(types))

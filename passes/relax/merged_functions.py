@@ -1,4 +1,4 @@
-"""Two functions of loops as one, which does what the one does and then what the other does."""
+"""Merge two TIR functions into one, which runs the loops of the first and then of the second."""
 
 from __future__ import annotations
 
@@ -13,12 +13,19 @@ from tvm.s_tir import SBlock, SBlockRealize
 def merged(
     first: tirx.PrimFunc, second: tirx.PrimFunc, given: Sequence[int], kept: Sequence[int]
 ) -> tirx.PrimFunc:
-    """The function of both: what they read, the kept results of ``first``, those of ``second``.
+    """Merge two TIR functions into one.
 
     Args:
-        given: for each input of ``second``, which parameter of ``first`` it is; numbers from their
-            count on are further inputs.
-        kept: which results of ``first`` are results; the others are seen by nobody else.
+        first: the function that runs first.
+        second: the function that runs after it, and may read its results.
+        given: for each input of ``second``, the number of the parameter of ``first`` that it is;
+            numbers from the count of these parameters on are further inputs.
+        kept: numbers of the results of ``first`` that the merged function returns; the others
+            become temporary buffers.
+
+    Returns:
+        The function; its parameters are the inputs of ``first``, the further inputs of ``second``,
+        the kept results of ``first``, and the results of ``second``.
     """
     first, second = _renamed(first, {}), _renamed(second, {})
     params = list(first.params)
@@ -69,7 +76,7 @@ def _statements(block: SBlock) -> list[tirx.Stmt]:
 
 
 def _renamed(func: tirx.PrimFunc, names: dict[Any, Any]) -> tirx.PrimFunc:
-    """``func`` over variables of its own, or those of ``names`` in place of some."""
+    """Return ``func`` with each variable replaced: by ``names``, or by a new one, added there."""
 
     def rename(var: tirx.Var, _: Any) -> tirx.Var:
         if var not in names:

@@ -1,4 +1,4 @@
-"""Kernels are handed the keys of their specs, which are shorter.
+"""Calls of kernels pass short keys instead of their specs, the JSON that describes the operator.
 
 Before::
 
@@ -10,9 +10,9 @@ After::
     lv = R.call_pure_packed("tvmbridge.aten", "0", x)
     gv = R.call_dps_packed("tvmbridge.matmul", ("1", lv, w), out_ty=...)
 
-Requires: the called functions are those of ``tvmbridge.kernels``, which look their keys up.
-Guarantees: no call of theirs has a string of more than seven bytes, see ``kernels/keys.py``.
-Runs after: whatever reads specs. Runs before: the lowering to the virtual machine.
+Requires: the called functions are those of ``tvmbridge.kernels``, which look keys up.
+Guarantees: no call of such a kernel has a string of more than seven bytes (``kernels/keys.py`` says
+why). Runs after: all passes that read specs. Runs before: the lowering to the virtual machine.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class NameSpecs(RelaxPass):
 
 
 def specs_by_key(mod: tvm.IRModule) -> dict[str, str]:
-    """The specs that the kernels called in ``mod`` are handed, by the keys that stand for them."""
+    """Return the specs of all kernel calls in ``mod``, by their keys."""
     found: dict[str, str] = {}
 
     def note(call: relax.Expr) -> None:
@@ -55,7 +55,7 @@ def specs_by_key(mod: tvm.IRModule) -> dict[str, str]:
 
 
 def _arguments(call: relax.Call) -> list[relax.Expr]:
-    """What the kernel called is handed; nothing where it is none of ours."""
+    """Return the arguments of a kernel call; empty if it calls no kernel of tvmbridge."""
     if getattr(call.op, "name", "") not in _CALLS:
         return []
     callee, *args = call.args

@@ -1,4 +1,4 @@
-"""A split into many pieces becomes splits of splits: TVM's Gradient makes of each the square.
+"""A split into n pieces becomes splits of splits: TVM's Gradient would emit n * n values for it.
 
 Before::
 
@@ -15,11 +15,11 @@ After::
     a: R.Tuple(...) = (lv3, ...)
     a0 = a[0]
 
-The adjoint of a tuple is a tuple, which Gradient makes anew for each field that something reads: of
-n pieces n * n fields. In groups of the square root of n they are fewer by that root.
+The adjoint of a tuple is a tuple, which Gradient emits anew for each field that is read: n * n
+fields for n pieces. With groups of about sqrt(n) pieces the number is about n * sqrt(n).
 
-Requires: static shapes. Guarantees: fewer pieces are untouched.
-Runs before: CanonicalizeBindings, which opens the tuple; Gradient.
+Requires: static shapes. Guarantees: splits into at most ``most`` pieces are untouched.
+Runs before: CanonicalizeBindings, which replaces fields of the tuple by its members; Gradient.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tvmbridge.passes.base import PassReport, RelaxPass, map_calls
 
 @dataclass(frozen=True)
 class NestSplits(RelaxPass):
-    """Split in two steps where that makes more than ``most`` tensors."""
+    """Replace splits into more than ``most`` tensors by splits in two steps."""
 
     most: int = 16
 

@@ -1,4 +1,4 @@
-"""The mutator that OneZapp and ZeroZapp share: an operand that changes nothing goes away."""
+"""The mutator of OneZapp and ZeroZapp, which removes operands that do not change the result."""
 
 from __future__ import annotations
 
@@ -14,10 +14,15 @@ from tvmbridge.passes.relax.constants import uniform_value
 
 @mutator
 class NeutralElementMutator(PyExprMutator):
-    """Remove ``neutral`` from both sides of ``commutative``, from the right of ``one_sided``.
+    """Replaces calls with a neutral operand, such as ``x + 0``, by their other operand.
 
-    ``changes(call, number)`` says whether the operand ``number``, which equals ``neutral``,
-    changes the result of ``call`` all the same.
+    Args:
+        neutral: the number that does not change the result.
+        commutative: the name of an operator, whose left or right operand may be neutral.
+        one_sided: the name of an operator whose right operand may be neutral.
+        report: records the rewrites, and calls that were declined.
+        changes: called with a call and the number that fills its operand; says whether the operand
+            changes the result although the number equals ``neutral``, as -0.0 equals 0.0.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""What the lowerings of the norms share: their operators, spelled out so that TVM differentiates.
+"""Formulas that the passes LowerBatchNorm, LowerLayerNorm and others share.
 
-Mean and variance are taken in two passes, so that a large mean costs no digits, and in float32 for
-half precisions, as PyTorch does.
+TVM can differentiate the operators of the formulas. As in PyTorch, mean and variance are computed
+in two passes, so that a large mean costs no digits, and in float32 for half precisions.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tvmbridge.passes.base import PassReport, dtype_of, map_calls, shape_of
 
 op = relax.op
 
-# (call, formulas, report) -> the definition of the call, or None where it was declined.
+# (call, formulas, report) -> the expression that replaces the call, or None if it was declined.
 Definition = Callable[[relax.Call, "Formulas", PassReport], relax.Expr | None]
 
 _HALVES = ("float16", "bfloat16")
@@ -24,7 +24,12 @@ _HALVES = ("float16", "bfloat16")
 
 @dataclass(frozen=True)
 class Moments:
-    """``x - mean``, the mean and the biased variance; the reduced axes of the two have extent 1."""
+    """The moments of a tensor ``x``.
+
+    - ``centered``: ``x - mean``.
+    - ``mean``: the mean, in which the reduced axes have extent 1.
+    - ``variance``: the biased variance, in which the reduced axes have extent 1.
+    """
 
     centered: relax.Expr
     mean: relax.Expr
@@ -33,7 +38,7 @@ class Moments:
 
 @dataclass(frozen=True)
 class Formulas:
-    """Formulas of norms; each emits its parts through ``builder``."""
+    """Formulas of norms; each method emits its operators through ``builder``."""
 
     builder: relax.BlockBuilder
 
@@ -42,31 +47,31 @@ class Formulas:
         return self.builder.emit(expr)
 
     def cast(self, x: relax.Expr, dtype: str) -> relax.Expr:
-        """``x`` in another dtype."""
+        """Return ``x`` in ``dtype``."""
         return x if dtype_of(x) == dtype else self.emit(op.astype(x, dtype))
 
     def wide(self, x: relax.Expr) -> relax.Expr:
-        """``x`` in the dtype in which its sums are taken: float32 for half precisions."""
+        """Return ``x`` in the dtype of its sums: float32 if ``x`` has half precision."""
         return self.cast(x, "float32") if dtype_of(x) in _HALVES else x
 
     def moments(self, x: relax.Expr, axes: Sequence[int]) -> Moments:
-        """Mean and variance over ``axes``, in two passes."""
+        """Return mean and variance over ``axes``, computed in two passes."""
         mean = self.emit(op.mean(x, list(axes), keepdims=True))
         centered = self.emit(op.subtract(x, mean))
         return Moments(centered, mean, self.mean_square(centered, axes))
 
     def mean_square(self, x: relax.Expr, axes: Sequence[int]) -> relax.Expr:
-        """The mean of squares over ``axes``, whose extent becomes 1."""
+        """Return the mean of squares over ``axes``, whose extent becomes 1."""
         squares = self.emit(op.multiply(x, x))
         return self.emit(op.mean(squares, list(axes), keepdims=True))
 
     def inverse_root(self, variance: relax.Expr, epsilon: float) -> relax.Expr:
-        """1 / sqrt(variance + epsilon)."""
+        """Return ``1 / sqrt(variance + epsilon)``."""
         shifted = self.emit(op.add(variance, relax.const(epsilon, dtype_of(variance))))
         return self.emit(op.rsqrt(shifted))
 
     def standardized(self, x: relax.Expr, axes: Sequence[int], epsilon: float) -> relax.Expr:
-        """(x - mean) / sqrt(variance + epsilon), the moments over ``axes``."""
+        """Return ``(x - mean) / sqrt(variance + epsilon)``, with the moments over ``axes``."""
         moments = self.moments(x, axes)
         return self.emit(
             op.multiply(moments.centered, self.inverse_root(moments.variance, epsilon))
@@ -79,7 +84,10 @@ class Formulas:
         beta: relax.Expr | None,
         shape: Sequence[int] | None = None,
     ) -> relax.Expr:
-        """``x * gamma + beta``, both reshaped to ``shape`` and in the dtype of ``x``."""
+        """Return ``x * gamma + beta``, in the dtype of ``x``; either may be None.
+
+        ``gamma`` and ``beta`` are reshaped to ``shape``, if it is given.
+        """
         for parameter, combine in ((gamma, op.multiply), (beta, op.add)):
             if parameter is None:
                 continue
@@ -92,10 +100,10 @@ class Formulas:
     def result(
         self, call: relax.Call, normed: relax.Expr, channel: int | None = None
     ) -> relax.Expr:
-        """``normed`` times gamma plus beta of the norm ``call``, in the dtype of its operand.
+        """Return ``normed * gamma + beta``, in the dtype of the operand of the norm ``call``.
 
-        There is one gamma and one beta for each place along the dimension ``channel``; without it
-        they have the shape of the last dimensions.
+        ``gamma`` and ``beta`` are arguments of ``call``. Each has one number for each index along
+        the dimension ``channel``, or, if it is None, the shape of the last dimensions.
         """
         x = call.args[0]
         shape = None
@@ -106,20 +114,20 @@ class Formulas:
 
 
 def affine_parameters(call: relax.Call) -> tuple[relax.Expr | None, relax.Expr | None]:
-    """``(gamma, beta)`` of a norm, None for those that its attributes switch off."""
+    """Return gamma and beta of a norm; None for one that the attributes of the call switch off."""
     gamma, beta = call.args[1:3]
     return gamma if call.attrs.scale else None, beta if call.attrs.center else None
 
 
 def channel_shape(rank: int, channels: int, axis: int) -> list[int]:
-    """The shape that broadcasts one number a channel along ``axis`` over ``rank`` dimensions."""
+    """Return the shape of ``rank`` dimensions with extent ``channels`` at ``axis``, 1 elsewhere."""
     return [channels if i == axis else 1 for i in range(rank)]
 
 
 def lower_calls(
     mod: tvm.IRModule, name: str, definition: Definition, report: PassReport
 ) -> tvm.IRModule:
-    """``mod`` with each call of the operator ``name`` replaced by its definition."""
+    """Return ``mod`` with each call of the operator ``name`` replaced by its definition."""
     operator = tvm.ir.Op.get(name)
 
     def lowered(call: relax.Call, builder: relax.BlockBuilder) -> relax.Expr:

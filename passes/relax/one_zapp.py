@@ -1,4 +1,4 @@
-"""Multiplications by one, and divisions by one, go away.
+"""Remove multiplications by one and divisions by one.
 
 Before::
 
@@ -10,8 +10,8 @@ After::
 
     h = dy
 
-Requires: nothing. Guarantees: no multiplication by ones whose other operand has the shape and
-dtype of the product; where the other operand has to be broadcast, only that is left.
+Requires: nothing. Guarantees: no multiplication by ones whose other operand has the dtype of the
+product; if that operand has another shape, the product becomes a broadcast of it.
 Runs after: ZappLike. Runs before: ZeroZapp.
 """
 

@@ -1,4 +1,4 @@
-"""Residuals have memory of their own: those that are an argument or an output are copied.
+"""Forward copies residuals that share memory with an argument or an output.
 
 Before, with one output::
 
@@ -11,7 +11,7 @@ After::
 
     def forward(x):
         lv = R.sigmoid(x)
-        lv1 = clone(lv)                     # calls of PyTorch's kernel
+        lv1 = clone(lv)                     # clone is a call of PyTorch's kernel
         lv2 = clone(x)
         gv = (lv, lv1, lv2)
         return gv
@@ -19,8 +19,8 @@ After::
 The user may write into arguments and outputs before backward reads the residuals.
 
 Requires: one dataflow block; forward returns a tuple. Guarantees: no residual shares memory with an
-argument or an output; the order of results. Runs after: fusion, which makes some operators views.
-Runs before: DeclareResults.
+argument or an output; results keep their order. Runs after: fusion, which turns some operators into
+views. Runs before: DeclareResults.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from tvmbridge.passes.base import (
 
 @dataclass(frozen=True)
 class OwnResiduals(RelaxPass):
-    """Copy the residuals of ``forward`` that the user could write.
+    """Copy the residuals of ``forward`` whose memory the user could write.
 
     Args:
-        num_outputs: how many results of ``forward`` come before the residuals.
+        num_outputs: the number of results of ``forward`` that come before the residuals.
     """
 
     num_outputs: int

@@ -1,4 +1,4 @@
-"""Convolutions with frozen weights read them packed, in a network whose channels lie last.
+"""Convolutions in channels-last layout call a kernel that reads frozen weights in packed form.
 
 Before, as ``relax.transform.ConvertLayout`` leaves it (``w`` and ``b`` are frozen)::
 
@@ -10,10 +10,11 @@ After::
 
     y = R.call_pure_packed("tvmbridge.packed_convolution", spec, x, packed_0, b)
 
-where ``packed_0``, a new parameter, stands for the packed weight.
+where ``packed_0``, a new parameter with one integer, identifies the packed weight
+(``tvmbridge.kernels.packed``).
 
-Requires: that all two-dimensional convolutions are such as :func:`packable_convolutions` says.
-Guarantees: none of them is left, and there is one new parameter for each of the packings.
+Requires: :func:`packable_convolutions` accepts all two-dimensional convolutions. Guarantees: no
+such convolution is left, and there is one new parameter for each of the packings.
 Runs after: LiftFrozen, PackProducts. Runs before: DispatchConvolutions.
 """
 
@@ -45,7 +46,14 @@ def _is_convolution(value: relax.Expr) -> bool:
 def packable_convolutions(
     forward: relax.Function, frozen: tuple[str, ...]
 ) -> list[tuple[str, PackedForm]] | str:
-    """The weights of all convolutions of pictures, and their forms; or why one is none of these."""
+    """Return the name of the weight and the form of each two-dimensional convolution.
+
+    If the weight of one cannot be packed, return the reason.
+
+    Args:
+        forward: the function.
+        frozen: names of the parameters whose values do not change.
+    """
     found = []
     for value in bindings_of(forward).values():
         if not _is_convolution(value):
@@ -66,7 +74,7 @@ def packable_convolutions(
 
 
 def otherwise_laid_out(forward: relax.Function) -> bool:
-    """Whether another operator than a convolution was told that channels lie last."""
+    """Whether an operator that is no convolution has a layout with the channels last."""
     for value in bindings_of(forward).values():
         if isinstance(value, relax.Call) and not _is_convolution(value):
             for name in ("layout", "data_layout"):
@@ -77,11 +85,11 @@ def otherwise_laid_out(forward: relax.Function) -> bool:
 
 @dataclass(frozen=True)
 class PackConvolutions(RelaxPass):
-    """Call the kernel that reads packed weights.
+    """Replace convolutions by calls of the kernel that reads packed weights.
 
     Args:
-        packings: the weights by name, and the forms of the convolutions that read them.
-        prefix: the new parameters are called ``prefix0``, ``prefix1`` ... in the order of packings.
+        packings: pairs of the name of a weight and the form of the convolution that reads it.
+        prefix: the new parameters are named ``prefix0``, ``prefix1`` ... in the order of packings.
     """
 
     packings: Packings
@@ -135,7 +143,7 @@ class _ConvolutionPackMutator(PyExprMutator):
             read for v in self.bound.values() for read in relax.analysis.free_vars(v)
         )
         self.uses.update(relax.analysis.free_vars(forward.body.body))
-        # By the variable of the sum: the bare result, and the vector that is added to it.
+        # By the variable of the sum: the convolution's variable, and the bias that is added to it.
         self.biased: dict[relax.Var, tuple[relax.Var, relax.Var]] = {}
         for var, value in self.bound.items():
             self._note_bias(var, value)
@@ -152,7 +160,7 @@ class _ConvolutionPackMutator(PyExprMutator):
                 return
 
     def visit_var_binding_(self, binding: relax.VarBinding) -> None:
-        # The addition that alone reads the bare result calls the kernel for both.
+        # The call for the addition, which is the only reader, computes the convolution too.
         if binding.var in self.bare:
             return
         bare, bias = self.biased.get(binding.var, (None, None))
@@ -175,7 +183,10 @@ class _ConvolutionPackMutator(PyExprMutator):
         return packed_call(PACKED_CONVOLUTION, _form_of(value).spec, operands, value.ty)
 
     def _ticket(self, value: relax.Expr | None) -> relax.Var | None:
-        """The packed weight of a convolution; None where ``value`` is no such one."""
+        """Return the parameter for the packed weight of ``value``.
+
+        None if ``value`` is no convolution, or is not among the packings.
+        """
         if not isinstance(value, relax.Call) or not _is_convolution(value):
             return None
         weight = value.args[1]

@@ -1,4 +1,4 @@
-"""Products with frozen weights read them packed, and take bias and activation along.
+"""Products with frozen weights become kernel calls that read packed weights, with bias and GELU.
 
 Before (``w`` is frozen)::
 
@@ -11,7 +11,8 @@ After::
     lv = R.call_pure_packed("tvmbridge.packed_matmul", spec, x, packed_0, b)
     y = R.reshape(lv, (1, 14, 3072))
 
-where ``packed_0``, a new parameter, stands for the packed weight (``tvmbridge.kernels.packed``).
+where ``packed_0``, a new parameter with one integer, identifies the packed weight
+(``tvmbridge.kernels.packed``).
 
 Requires: products as :func:`frozen_products` finds them. Guarantees: one new parameter for each of
 the packings. Runs after: LiftFrozen. Runs before: DispatchKernels.
@@ -32,7 +33,7 @@ from tvmbridge.passes.base import PassReport, RelaxPass, dtype_of, free_prefix, 
 from tvmbridge.passes.relax.lift_frozen import bindings_of
 from tvmbridge.passes.relax.parallel_products import is_call
 
-# oneDNN's relu makes 0 of NaN, and is none of them.
+# oneDNN's relu is missing because it turns NaN into 0.
 _ACTIVATIONS = {
     "relax.nn.gelu": ("gelu", "none"),
     "relax.nn.gelu_tanh": ("gelu", "tanh"),
@@ -41,7 +42,14 @@ _ACTIVATIONS = {
 
 @dataclass(frozen=True)
 class FrozenProduct:
-    """A product whose right operand is the frozen parameter ``weight``, or that transposed."""
+    """A matrix product whose right operand is the parameter ``weight``, or its transpose.
+
+    - ``weight``: the name of the parameter.
+    - ``transposed``: whether the right operand is the transpose of the parameter.
+    - ``rows``: rows of the left operand.
+    - ``depth``: columns of the left operand.
+    - ``columns``: columns of the right operand.
+    """
 
     weight: str
     transposed: bool
@@ -52,11 +60,11 @@ class FrozenProduct:
 
 @dataclass(frozen=True)
 class PackProducts(RelaxPass):
-    """Call kernels that read packed weights.
+    """Replace products by calls of the kernel that reads packed weights.
 
     Args:
-        packings: the products by the weight's name, and how the weight of each is packed.
-        prefix: the new parameters are called ``prefix0``, ``prefix1`` ... in the order of packings.
+        packings: pairs of the name of a weight and how it is packed.
+        prefix: the new parameters are named ``prefix0``, ``prefix1`` ... in the order of packings.
     """
 
     packings: tuple[tuple[str, WeightPacking], ...]
@@ -92,7 +100,14 @@ def _fits(product: FrozenProduct, packing: WeightPacking) -> bool:
 
 @dataclass(frozen=True)
 class _Chain:
-    """A product and what follows it: a bias, up to ``sum``, and an activation, up to ``last``."""
+    """A product, the bias that is added to it, and the activation that follows.
+
+    - ``product``: describes the product; ``call`` is its call.
+    - ``bias``: the bias; None if there is none.
+    - ``sum``: the variable of the product with bias.
+    - ``then``: the activation and its variant; ``NOTHING`` if there is none.
+    - ``last``: the variable of the activation's result, or else ``sum``.
+    """
 
     product: FrozenProduct
     call: relax.Call
@@ -102,7 +117,10 @@ class _Chain:
     last: relax.Var
 
     def end(self, packing: WeightPacking) -> tuple[relax.Var, tuple[str, str]]:
-        """The variable that the kernel's result takes the place of, and its activation."""
+        """Return the variable that the kernel's result replaces, and the kernel's activation.
+
+        Only the library oneDNN computes activations.
+        """
         return (self.last, self.then) if packing.library == ONEDNN else (self.sum, NOTHING)
 
 
@@ -114,7 +132,7 @@ class _Packed:
 
 
 def frozen_products(forward: relax.Function, frozen: tuple[str, ...]) -> tuple[FrozenProduct, ...]:
-    """The products of ``forward`` that read one of the parameters ``frozen`` as a matrix."""
+    """Return the products of ``forward`` whose right operand is one of the frozen parameters."""
     found = {c.product: None for c in _chains(forward) if c.product.weight in frozen}
     return tuple(found)
 

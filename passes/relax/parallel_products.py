@@ -1,4 +1,4 @@
-"""Finds the products of a Relax function that share their left operand: what may become one."""
+"""Find groups of products with a common left operand, for CombineParallelBatchMatmul."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tvm import relax
 
 from tvmbridge.passes.base import PassReport, dtype_of, shape_of
 
-# Views of an operand: the tensor at their root, and what was done to it, in order.
+# An operand as a view: the tensor that is viewed, and the reshapes and transposes, in order.
 _Step = tuple[str, tuple[int, ...]]
 Views = tuple[relax.Expr, tuple[_Step, ...]]
 
@@ -18,10 +18,13 @@ Views = tuple[relax.Expr, tuple[_Step, ...]]
 class ParallelProducts:
     """A group of products with a common left operand, before they are combined.
 
-    ``names`` are those of the parameters that are the right operands (empty for another
-    expression), ``left`` the shape of the left operand, ``batch`` and ``widths`` say that the
-    right operands have the shapes ``(*batch, depth, width)``, or with the last two exchanged where
-    they are ``transposed``, as the weight of a linear layer is.
+    - ``names``: the names of the parameters that are the right operands; empty strings for other
+      expressions.
+    - ``left``: the shape of the left operand, ``(..., rows, depth)``.
+    - ``batch``, ``widths``: the right operands have the shapes ``(*batch, depth, width)``.
+    - ``transposed``: whether the right operands are transposes of weights of shapes
+      ``(*batch, width, depth)``, as in linear layers.
+    - ``dtype``: the dtype of the products.
     """
 
     names: tuple[str, ...]
@@ -34,7 +37,13 @@ class ParallelProducts:
 
 @dataclass(frozen=True)
 class Product:
-    """One product: ``var`` is bound to it; ``weight`` is what its right operand is a view of."""
+    """A product in a function.
+
+    - ``var``: the variable that is bound to it; ``call`` is its call.
+    - ``weight``: the tensor that the right operand is, or is the transpose of.
+    - ``transposed``: whether the right operand is the transpose of ``weight``.
+    - ``key``: equal for products that can be combined; empty if an operand is no matrix.
+    """
 
     var: relax.Var
     call: relax.Call
@@ -44,20 +53,21 @@ class Product:
 
     @property
     def width(self) -> int:
-        """Columns of the right operand."""
+        """The number of columns of the right operand."""
         return (shape_of(self.call.args[1]) or ())[-1]
 
     @property
     def label(self) -> str:
-        """How reports name the product: by its right operand."""
+        """The product's name in reports, by its right operand."""
         return f"product with {getattr(self.weight, 'name', 'a constant')}"
 
 
 @dataclass(frozen=True)
 class ProductGroup:
-    """Products that become one, in the order in which they stand.
+    """Products that become one.
 
-    ``different`` leaves out those with the right operand of an earlier one.
+    - ``products``: the products in the order of the function.
+    - ``different``: the first product with each right operand.
     """
 
     products: tuple[Product, ...]
@@ -76,7 +86,16 @@ def find_groups(
     group_refusal: Callable[[ParallelProducts], str | None] | None,
     report: PassReport,
 ) -> list[ProductGroup]:
-    """The groups of ``function`` that may be combined; the others are declined in ``report``."""
+    """Return the groups of products in ``function`` that may be combined.
+
+    Args:
+        function: the function.
+        min_products: the smallest number of different right operands in a group.
+        weight_refusal: called with the name of a parameter; returns why it must not be
+            concatenated, or None. If it is given, other right operands are declined.
+        group_refusal: called with a group; returns why combining it is not worth it, or None.
+        report: records the products and groups that are declined.
+    """
     if not isinstance(function.body, relax.SeqExpr):
         return []
     groups = []
@@ -112,7 +131,10 @@ def _with_a_common_left_operand(
 def _left_key(
     left: relax.Expr, right: relax.Expr, bound: Mapping[relax.Var, relax.Expr]
 ) -> tuple[object, ...]:
-    """Equal for left operands with the same rows: one and the same tensor, or equal views of it."""
+    """Return a key that is equal for equal left operands: one tensor, or equal views of it.
+
+    A reshape that only flattens leading dimensions counts as the tensor itself.
+    """
     root, steps = views_of(left, bound)
     shape = shape_of(root)
     if len(shape_of(right) or ()) == 2 and shape is not None and len(steps) == 1:
@@ -124,19 +146,22 @@ def _left_key(
 
 
 def _form(call: relax.Call, transposed: bool) -> tuple[object, ...]:
-    """Equal for products that can be one; empty for a product that is not of matrices."""
+    """Return a key that is equal for products that can be combined; empty without matrices."""
     shapes = [shape_of(operand) for operand in call.args]
     if any(s is None or len(s) < 2 for s in shapes):
         return ()
     right = shapes[1] or ()
     dtypes = tuple(dtype_of(e) for e in (*call.args, call))
-    # Batches that are broadcast may not differ in how they are.
+    # The left batch dimensions decide how batches are broadcast.
     left_batch = (shapes[0] or ())[:-2] if len(right) > 2 else ()
     return (right[:-1], left_batch, transposed, dtypes, str(call.attrs.out_dtype))
 
 
 def views_of(expr: relax.Expr, bound: Mapping[relax.Var, relax.Expr]) -> Views:
-    """What ``expr`` is a view of by reshapes and transposes, in a form equal for equal views."""
+    """Return the tensor that ``expr`` views, and the reshapes and transposes that lead to it.
+
+    Equal views have equal results.
+    """
     steps: list[_Step] = []
     while isinstance(expr, relax.Var):
         value = bound.get(expr)
@@ -154,7 +179,7 @@ def views_of(expr: relax.Expr, bound: Mapping[relax.Var, relax.Expr]) -> Views:
 
 
 def _step(value: relax.Expr | None, shape: tuple[int, ...] | None) -> _Step | None:
-    """The view that ``value``, of that ``shape``, makes of its operand; None: it is no view."""
+    """Describe ``value``, of shape ``shape``, as a view of its operand; None if it is no view."""
     if not isinstance(value, relax.Call) or shape is None:
         return None
     if is_call(value, "relax.reshape") and shape_of(value.args[0]) is not None:
@@ -167,7 +192,7 @@ def _step(value: relax.Expr | None, shape: tuple[int, ...] | None) -> _Step | No
 
 
 def _before(step: _Step, steps: list[_Step]) -> list[_Step]:
-    """``step`` and then ``steps``, in the shortest form."""
+    """Return the views ``step`` and then ``steps``, in the shortest form."""
     kind, extents = step
     if not steps or steps[0][0] != kind:
         return [step, *steps]
@@ -179,7 +204,7 @@ def _before(step: _Step, steps: list[_Step]) -> list[_Step]:
 
 
 def _weight(right: relax.Expr, bound: Mapping[relax.Var, relax.Expr]) -> tuple[relax.Expr, bool]:
-    """The tensor whose matrices, or transposed matrices, ``right`` consists of."""
+    """Return the tensor that ``right`` is or is the transpose of, and whether it is transposed."""
     root, steps = views_of(right, bound)
     rank = len(shape_of(right) or ())
     if not steps:

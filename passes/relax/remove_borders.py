@@ -1,4 +1,4 @@
-"""Borders of custom autograd functions go away: they have told what they are there for.
+"""Remove the operators that mark the boundaries of custom autograd functions.
 
 Before::
 
@@ -12,9 +12,11 @@ After::
     lv1 = R.multiply(lv, x)
     gv = lv1
 
-Requires: nothing. Guarantees: there are no borders, and every value is as before. Runs after:
-whatever changes which cotangents arrive. Runs before: tidying, which removes the bindings that are
-left.
+The operators mark where gradients enter and leave the backward of a custom autograd function, for
+DropCotangents.
+
+Requires: nothing. Guarantees: there are no boundary operators, and every value is the same. Runs
+after: DropCotangents. Runs before: tidying, which removes the bindings that are left.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from tvmbridge.passes.base import PassReport, RelaxPass, map_calls
 
 @dataclass(frozen=True)
 class RemoveBorders(RelaxPass):
-    """Replace each border by what it hands on."""
+    """Replace each boundary operator by the operand that it passes through."""
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
         def inside_of(call: relax.Call, _: relax.BlockBuilder) -> relax.Expr:

@@ -1,4 +1,4 @@
-"""A cast to a wider dtype is repeated for each of its readers.
+"""Repeat each cast to a wider dtype for each of its readers.
 
 Before::
 
@@ -13,8 +13,8 @@ After::
     wide1 = R.astype(x, "float32")
     b = R.sum(wide1, axis=0)
 
-Readers that are not fused with one another would share the wide tensor through memory, where the
-narrow one takes half the bytes; a cast fuses with any loop.
+Readers that are not fused with one another would read the wide tensor from memory, with twice the
+bytes of the narrow one. A cast fuses with any loop, so each reader can read the narrow tensor.
 
 Requires: no later pass merges equal expressions.
 Guarantees: each cast that widens a floating dtype has one reader.
@@ -41,10 +41,9 @@ CHEAP_ON_GPUS = frozenset(f"relax.{name}" for name in _CHEAP)
 
 @dataclass(frozen=True)
 class RepeatCasts(RelaxPass):
-    """Give each reader of a widening cast a cast of its own.
+    """Emit a separate cast for each reader of a cast to a wider floating-point dtype.
 
-    ``functions`` are operators of one tensor. What they make of a widening cast is repeated too,
-    for readers that become loops.
+    ``functions`` are operators of one tensor that are also repeated, if they read such a cast.
     """
 
     functions: frozenset[str] = frozenset()

@@ -1,4 +1,4 @@
-"""Gradients that are the pieces of one tensor are returned as that tensor.
+"""If several results of a function are the pieces of one tensor, it returns that tensor instead.
 
 Before::
 
@@ -11,17 +11,17 @@ Before::
 
 After::
 
-    gv = (x, y)                         # attribute: result 0 is 2, 0 and 3 of those before
+    gv = (x, y)                         # attribute: x has the former results 2, 0 and 3
     return gv
 
-Who calls cuts it, without a copy (:class:`~tvmbridge.compiler.pieces.Pieces`), as the gradients of
-``torch.cat`` and ``torch.stack`` share memory in eager PyTorch. As loops each piece is copied, and
-a hundred small gradients cost a hundred conversions between TVM's tensors and PyTorch's.
+The caller cuts it into views (:class:`~tvmbridge.compiler.pieces.Pieces`), as the gradients of
+``torch.cat`` and ``torch.stack`` share memory in eager PyTorch. Loops would copy each piece, and
+a hundred small gradients would cost a hundred conversions between TVM's tensors and PyTorch's.
 
-Requires: one dataflow block, static shapes. Guarantees: the order of the other results. Declines
-where a piece is read by anything else, is not contiguous, or where memory would be shared with an
-argument or with another result.
-Runs after: whatever numbers gradients. Runs before: CopyPieces.
+Requires: one dataflow block, static shapes. Guarantees: the other results keep their order. The
+pass declines pieces that something else reads or that are not contiguous, and tensors that share
+memory with an argument or another result.
+Runs after: all passes that refer to gradients by number. Runs before: CopyPieces.
 """
 
 from __future__ import annotations
@@ -49,9 +49,12 @@ _ATTRIBUTE = "tvmbridge.wholes"
 
 @dataclass(frozen=True)
 class Whole:
-    """The result ``number`` of a function, whose pieces, of ``extents`` along ``axis``, are wanted.
+    """A result of a function that the caller cuts into several results.
 
-    They are, in order, the results at ``places`` of the function before the pass.
+    - ``number``: its index among the results of the function.
+    - ``places``: the indices that its pieces, in order, had among the results before the pass.
+    - ``extents``: the extent of each piece along ``axis``.
+    - ``axis``: the dimension that is cut.
     """
 
     number: int
@@ -61,7 +64,7 @@ class Whole:
 
 
 def wholes_of(function: relax.Function) -> list[Whole]:
-    """What the pass wrote on a function: which of its results are to be cut."""
+    """Return the results that the caller has to cut, from an attribute that the pass wrote."""
     written = (function.attrs or {}).get(_ATTRIBUTE)
     found = [] if written is None else json.loads(str(written))
     return [Whole(w["number"], tuple(w["places"]), tuple(w["extents"]), w["axis"]) for w in found]
@@ -69,7 +72,11 @@ def wholes_of(function: relax.Function) -> list[Whole]:
 
 @dataclass(frozen=True)
 class ReturnWhole(RelaxPass):
-    """Return what is split into results of ``function`` as it is."""
+    """Let a function return a tensor itself instead of the pieces that it is split into.
+
+    Args:
+        function: the name of the function.
+    """
 
     function: str = "backward"
 
@@ -86,7 +93,7 @@ class ReturnWhole(RelaxPass):
 
 
 def _splits(function: relax.Function, report: PassReport) -> list[tuple[relax.Expr, Whole]]:
-    """What is split, and into which results."""
+    """Return the tensors that are split into results, and which results their pieces are."""
     (block,) = function.body.blocks
     bound = {b.var: b.value for b in block.bindings}
     results = flat_results(function)
@@ -136,7 +143,7 @@ def _refusal(
 
 
 def _uses(function: relax.Function) -> dict[relax.Var, int]:
-    """How often each variable is read."""
+    """Count how often each variable is read."""
     found: dict[relax.Var, int] = {}
 
     def visit(expr: relax.Expr) -> None:

@@ -1,7 +1,7 @@
-"""Functions of loops that copy a tensor in its order become reshapes, which move nothing.
+"""Calls of TIR functions that only copy a tensor in its order become reshapes, without a copy.
 
-TVM's pass of this name computes places within a buffer in 32 bits, and raises where a buffer has
-more than 2**31 elements.
+TVM's pass of this name computes offsets within a buffer in 32 bits, and raises if a buffer has more
+than 2**31 elements.
 
 Before::
 
@@ -11,7 +11,7 @@ After::
 
     y = R.reshape(x, R.shape([8, 2]))
 
-Requires: functions are not scheduled; reshapes are recognised by their loops.
+Requires: functions are not scheduled, because reshapes are recognized by their loops.
 Guarantees: a module with a buffer of more than 2**31 - 1 elements stays as it is.
 Runs after: FuseTIR. Runs before: schedules.
 """
@@ -31,7 +31,7 @@ _MOST_ELEMENTS = 2**31 - 1
 
 @dataclass(frozen=True)
 class RewriteDataflowReshape(RelaxPass):
-    """Recognise reshapes among functions of loops."""
+    """Run TVM's RewriteDataflowReshape, unless a buffer is too large for it."""
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
         for name, function in mod.functions_items():
@@ -42,8 +42,8 @@ class RewriteDataflowReshape(RelaxPass):
 
 
 def _elements(function: tirx.PrimFunc) -> int:
-    """The number of elements of the largest argument whose extents are numbers."""
-    # A number that is an argument has no shape.
+    """Return the number of elements of the largest argument whose extents are numbers."""
+    # Scalar arguments have no shape.
     shapes = [getattr(param, "shape", ()) for param in function.params]
     return max(
         (

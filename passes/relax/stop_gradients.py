@@ -1,4 +1,4 @@
-"""Gradients stop where nothing that wants one can be reached.
+"""Gradients do not flow into operands that depend on no parameter with a wanted gradient.
 
 Before, with the gradient of ``w`` wanted and ``m`` an integer mask::
 
@@ -11,9 +11,10 @@ After::
     lv1 = R.grad.no_grad(lv)
     y = R.multiply(w, lv1)
 
-TVM's Gradient follows every operand; it would ask for rules of operators that only compute masks
-and positions, and send cotangents into integers. Operands that depend on no wanted input through
-floating-point values are therefore wrapped, and :class:`RemoveNoGrad` unwraps them afterwards.
+TVM's Gradient follows every operand. It would need gradient rules for operators that only compute
+masks and positions, and would pass cotangents to integers. So this pass wraps operands that do not
+depend on a wanted parameter through floating-point values; :class:`RemoveNoGrad` unwraps them
+afterwards.
 
 Requires: one dataflow block. Runs before: Gradient.
 """
@@ -44,7 +45,7 @@ def is_floating(expr: relax.Expr) -> bool:
 
 
 def active_variables(function: relax.Function, wanted: list[relax.Var]) -> set[relax.Var]:
-    """Variables that depend on ``wanted`` through floating-point values."""
+    """Return the variables that depend on ``wanted`` through floating-point values."""
     active = set(wanted)
     for block in function.body.blocks:
         for binding in block.bindings:
@@ -59,7 +60,9 @@ def active_variables(function: relax.Function, wanted: list[relax.Var]) -> set[r
 
 @dataclass(frozen=True)
 class StopGradients(RelaxPass):
-    """Wrap in ``no_grad`` what differentiable operators read but nothing wanted flows through.
+    """Wrap operands in ``no_grad`` that depend on no wanted parameter.
+
+    Only operands of calls that also read a variable with a gradient are wrapped.
 
     Args:
         wanted: names of the parameters whose gradients are wanted.
@@ -119,7 +122,7 @@ class _Stopper(PyExprMutator):
 
 @dataclass(frozen=True)
 class RemoveNoGrad(RelaxPass):
-    """Replace ``no_grad(x)`` by ``x``: after the gradient it has no more to say."""
+    """Replace ``no_grad(x)`` by ``x``, after TVM's Gradient, which alone needs it."""
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
         def unwrapped(call: relax.Call, _: relax.BlockBuilder) -> relax.Expr:

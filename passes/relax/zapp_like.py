@@ -1,4 +1,4 @@
-"""Operators that take their shape from another tensor get it written out.
+"""Operators that take their shape from another tensor become operators of an explicit shape.
 
 Before::
 
@@ -12,8 +12,8 @@ After::
     s = R.sum(dy, axis=[0])
     b = x
 
-Gradients are full of ``*_like``, ``collapse_sum_to`` and ``broadcast_to``: with static shapes they
-are constants, sums over named axes, or nothing.
+TVM's Gradient emits many ``*_like``, ``collapse_sum_to`` and ``broadcast_to``. With static shapes
+each is a constant, a sum over known axes, or the operand itself.
 
 Requires: static shapes (others are declined). Guarantees: no ``*_like`` operator, and no
 ``collapse_sum_to``, ``broadcast_to``, ``reshape`` or ``astype`` that changes nothing.
@@ -33,7 +33,7 @@ from tvmbridge.passes.base import PassReport, RelaxPass, dtype_of, map_calls, sh
 
 @dataclass(frozen=True)
 class ZappLike(RelaxPass):
-    """Write out the shapes that operators take from other tensors."""
+    """Replace operators that take their shape from a tensor by operators of an explicit shape."""
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
         return map_calls(mod, lambda call, builder: _with_shapes(call, builder, report))

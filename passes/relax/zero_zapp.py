@@ -1,4 +1,4 @@
-"""Additions of zero go away.
+"""Remove additions and subtractions of zero.
 
 Before::
 
@@ -12,12 +12,12 @@ After::
 A multiplication by zeros stays: the other operand may hold an infinity or NaN, whose product with
 zero is NaN.
 
--0.0 + 0.0 is 0.0 where this pass leaves -0.0. The two compare equal, but forward may divide by
-them, so that a floating-point sum goes away only where it is a gradient: where it depends on a
-cotangent. (What changes no number, x - 0.0 and x + -0.0, goes away everywhere.)
+-0.0 + 0.0 is 0.0, but without the addition it is -0.0. The two compare equal, but forward may
+divide by them. So the pass removes x + 0.0 of floating-point numbers only from gradients, which
+depend on a cotangent. It removes x - 0.0 and x + -0.0, which change no number, everywhere.
 
-Requires: nothing. Guarantees: in the gradient no addition or subtraction of zeros whose other
-operand has the shape and dtype of the sum. Runs after: OneZapp.
+Requires: nothing. Guarantees: in gradients, no addition or subtraction of zeros whose other operand
+has the shape and dtype of the sum. Runs after: OneZapp.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The frontend: captured ATen graph -> Relax. Importing it fills the converter table."""
+"""The frontend: from a captured ATen graph to Relax. Its import registers all converters."""
 
 from tvmbridge.frontend import (  # noqa: F401  (each module enters its converters)
     activations,

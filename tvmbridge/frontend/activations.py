@@ -1,4 +1,4 @@
-"""Converters of activations, bounds and tests of single elements."""
+"""Converters of activations, clamps, sign, and tests for NaN and infinity."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ def _clip(ctx: Importer, node: fx.Node, x: fx.Node, low: Bound, high: Bound) -> 
 def _clip_integers(
     ctx: Importer, value: relax.Expr, dtype: torch.dtype, low: Bound, high: Bound
 ) -> relax.Expr:
-    """Bounds one after the other, as constants of the dtype: numbers up to 2^63 stay exact."""
+    """Apply the bounds as constants of the dtype, one after the other.
+
+    Relax's clip takes floats, which do not hold all integers below 2^63.
+    """
     if low is not None:
         value = ctx.emit(relax.op.maximum(value, ctx.tensor(int(low), dtype)))
     if high is not None:
@@ -119,7 +122,7 @@ def _sign(ctx: Importer, node: fx.Node, x: fx.Node) -> relax.Expr:
 
 @converts(aten.copy.default)
 def _copy(ctx: Importer, node: fx.Node, x: fx.Node, source: Operand, *_: Any) -> relax.Expr:
-    """The values of ``source`` in the shape and dtype of ``x``."""
+    """Emit ``source`` in the shape and dtype of ``x``."""
     value = ctx.tensor(source, result_dtype(node))
     shape = [int(s) for s in node.meta["val"].shape]
     same = isinstance(source, fx.Node) and list(source.meta["val"].shape) == shape

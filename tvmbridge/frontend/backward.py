@@ -1,7 +1,7 @@
-"""Converters of the backward operators that PyTorch's autograd writes.
+"""Converters of the backward operators that PyTorch's autograd calls.
 
-The formulas are PyTorch's own, with the same conventions: a threshold lets nothing through where
-the input equals it.
+The formulas and conventions are PyTorch's: the gradient of a threshold is zero for an input that
+equals it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ op = relax.op
 def _threshold_backward(
     ctx: Importer, node: fx.Node, grad: fx.Node, x: fx.Node, threshold: int | float
 ) -> relax.Expr:
-    """The cotangent where not ``x <= threshold``: also where x is NaN, as in PyTorch."""
+    """Emit zero for ``x <= threshold`` and the cotangent otherwise, also if x is NaN."""
     dtype = result_dtype(node)
     stopped = ctx.emit(op.less_equal(ctx.value(x), ctx.tensor(threshold, dtype)))
     return op.where(stopped, ctx.tensor(0, dtype), ctx.value(grad))
@@ -48,7 +48,7 @@ def _sigmoid_backward(ctx: Importer, node: fx.Node, grad: fx.Node, result: fx.No
 
 @converts(aten.silu_backward.default, dtypes=FLOATS)
 def _silu_backward(ctx: Importer, node: fx.Node, grad: fx.Node, x: fx.Node) -> relax.Expr:
-    """s + x s (1 - s), with the sigmoid s."""
+    """Multiply the cotangent by ``s + x * s * (1 - s)``, where ``s`` is the sigmoid of ``x``."""
     one = ctx.tensor(1, result_dtype(node))
     sigmoid = ctx.emit(op.sigmoid(ctx.value(x)))
     rest = ctx.emit(op.multiply(ctx.value(x), ctx.emit(op.subtract(one, sigmoid))))
@@ -66,7 +66,7 @@ def _gelu_backward(
 
 
 def _gelu_slope(ctx: Importer, x: relax.Expr, dtype: torch.dtype) -> relax.Expr:
-    """Phi(x) + x phi(x), the normal distribution and its density."""
+    """Emit Phi(x) + x * phi(x); Phi is the normal distribution function and phi its density."""
     half, one = ctx.tensor(0.5, dtype), ctx.tensor(1, dtype)
     error = ctx.emit(op.erf(ctx.emit(op.multiply(x, ctx.tensor(math.sqrt(0.5), dtype)))))
     distribution = ctx.emit(op.multiply(half, ctx.emit(op.add(one, error))))
@@ -77,7 +77,7 @@ def _gelu_slope(ctx: Importer, x: relax.Expr, dtype: torch.dtype) -> relax.Expr:
 
 
 def _gelu_tanh_slope(ctx: Importer, x: relax.Expr, dtype: torch.dtype) -> relax.Expr:
-    """The derivative of x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))."""
+    """Emit the derivative of ``x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 * x**3)))``."""
     beta, kappa = math.sqrt(2 / math.pi), 0.044715
     half, one = ctx.tensor(0.5, dtype), ctx.tensor(1, dtype)
     square = ctx.emit(op.multiply(x, x))
@@ -98,7 +98,7 @@ def _gelu_tanh_slope(ctx: Importer, x: relax.Expr, dtype: torch.dtype) -> relax.
 def _softmax_backward(
     ctx: Importer, node: fx.Node, grad: fx.Node, result: fx.Node, dim: int, dtype: torch.dtype
 ) -> relax.Expr:
-    """(g - sum(g y)) y."""
+    """Emit ``(g - sum(g * y)) * y``, where ``g`` is the cotangent and ``y`` the softmax."""
     if not shape_of(node):
         raise Declined("softmax of a 0-d tensor")
     product = ctx.emit(op.multiply(ctx.value(grad), ctx.value(result)))
@@ -111,7 +111,7 @@ def _softmax_backward(
 def _log_softmax_backward(
     ctx: Importer, node: fx.Node, grad: fx.Node, result: fx.Node, dim: int, dtype: torch.dtype
 ) -> relax.Expr:
-    """g - exp(y) sum(g)."""
+    """Emit ``g - exp(y) * sum(g)``, where ``g`` is the cotangent and ``y`` the log-softmax."""
     if not shape_of(node):
         raise Declined("softmax of a 0-d tensor")
     total = ctx.emit(op.sum(ctx.value(grad), [dim % len(shape_of(node))], keepdims=True))
@@ -133,7 +133,7 @@ def _embedding_backward(
     padding_idx: int,
     scale_grad_by_freq: bool,
 ) -> relax.Expr:
-    """Rows of the cotangent added up by index, but for those of the padding."""
+    """Emit the sum of the cotangent's rows for each index, and zero for the padding index."""
     if scale_grad_by_freq:
         raise Declined("a gradient that is scaled by frequency")
     if result_dtype(indices) not in (torch.int32, torch.int64) or result_dtype(grad) not in FLOATS:
@@ -145,6 +145,6 @@ def _embedding_backward(
         padding = ctx.tensor(padding_idx, result_dtype(indices))
         padded = ctx.emit(op.equal(ctx.emit(op.expand_dims(flat, 1)), padding))
         values = ctx.emit(op.where(padded, ctx.tensor(0, result_dtype(node)), values))
-    # Only its shape is read.
+    # take_backward reads only the shape of the table.
     table = ctx.emit(op.zeros((rows, width), dtype))
     return op.grad.take_backward(values, table, flat, axis=0)

@@ -1,5 +1,7 @@
-"""Converters of operators that Relax has none for: they stay ATen calls in the graph, so that every
-pass knows what they mean, and become loops of :mod:`tvmbridge.legalize.aten` when it is compiled.
+"""Converters of operators that Relax lacks, and that :mod:`tvmbridge.legalize.aten` has loops for.
+
+The operators stay ATen calls in the graph, so that passes can read which operator a call is. The
+pass CompileAtenCalls replaces the calls by loops.
 """
 
 from __future__ import annotations

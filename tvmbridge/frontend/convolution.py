@@ -1,4 +1,4 @@
-"""Converters of convolutions: Relax's operators, with the bias added behind them."""
+"""Converters of convolutions: Relax's operator, followed by an addition of the bias."""
 
 from __future__ import annotations
 

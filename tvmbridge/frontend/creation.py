@@ -1,4 +1,8 @@
-"""Converters of operators that make tensors. Those that read no tensor are folded at import."""
+"""Converters of operators that create tensors.
+
+The importer runs operators that read no tensor by PyTorch, and makes their results constants,
+unless they are large.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +23,10 @@ aten = torch.ops.aten
 
 
 def filled(shape: Sequence[int], value: int | float | bool, dtype: torch.dtype) -> relax.Expr:
-    """A tensor whose elements are all ``value``."""
+    """Return an expression of a tensor whose elements are all ``value``."""
     number = relax.const(value, to_relax_dtype(dtype))
     if isinstance(value, float) and not math.isfinite(value):
-        # TVM cannot legalise a full of these.
+        # TVM cannot legalize R.full of NaN or infinity.
         return relax.op.broadcast_to(number, [int(s) for s in shape])
     return relax.op.full([int(s) for s in shape], number, to_relax_dtype(dtype))
 

@@ -21,7 +21,7 @@ Operand = fx.Node | int | float | bool
 
 
 def result_dtype(node: fx.Node) -> torch.dtype:
-    """The dtype ATen gives the result of ``node``."""
+    """Return the dtype of the result of ``node``."""
     dtype: torch.dtype = node.meta["val"].dtype
     return dtype
 

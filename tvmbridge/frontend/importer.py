@@ -1,4 +1,4 @@
-"""The importer: walks a captured graph once and emits Relax, operator by operator."""
+"""The importer walks a captured graph once and emits Relax, operator by operator."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ aten = torch.ops.aten
 # Constants up to this many bytes are folded into the graph; larger ones are computed by a call.
 _MAX_FOLDED_BYTES = 1 << 20
 
-# Checks that the sample passed and that the guard repeats; they compute nothing.
+# Checks that the sample passed and that the guard repeats. The graph needs none of them.
 _ASSERTIONS = frozenset(
     {"aten::_assert_tensor_metadata", "aten::_assert_async", "aten::_assert_scalar"}
 )
@@ -41,7 +41,13 @@ _ASSERTIONS = frozenset(
 
 @dataclass
 class Importer:
-    """State of one import: the block builder and the Relax value of each fx node."""
+    """The state of one import.
+
+    - ``builder``: emits the Relax bindings.
+    - ``values``: the Relax variable of each fx node, or a tuple of them.
+    - ``aten_calls``: the number of calls of ATen kernels, by operator.
+    - ``native_calls``: the number of nodes that converters translated, by operator.
+    """
 
     builder: SpanBuilder
     values: dict[fx.Node, Any] = field(default_factory=dict)
@@ -53,11 +59,15 @@ class Importer:
         return self.builder.emit(expr)
 
     def value(self, node: fx.Node) -> relax.Var:
-        """The Relax variable of an fx node."""
+        """Return the Relax variable of an fx node."""
         return self.values[node]
 
     def tensor(self, operand: Any, dtype: torch.dtype | None = None) -> relax.Expr:
-        """A node's variable, or a number as a 0-d constant, cast to ``dtype``."""
+        """Return a node's variable, or a number as a 0-d constant, cast to ``dtype``.
+
+        Raises:
+            Declined: the number does not fit the dtype, or no cast keeps PyTorch's meaning.
+        """
         if not isinstance(operand, fx.Node):
             if dtype is None:
                 raise Declined(f"a bare number {operand!r} where a tensor was expected")
@@ -69,7 +79,11 @@ class Importer:
         return value if dtype is None else self.cast(value, operand.meta["val"].dtype, dtype)
 
     def cast(self, value: relax.Expr, have: torch.dtype, want: torch.dtype) -> relax.Expr:
-        """Convert as ``Tensor.to(want)`` does."""
+        """Cast ``value`` from dtype ``have`` to ``want``, as ``Tensor.to(want)`` does.
+
+        Raises:
+            Declined: a float would become an integer, which is undefined out of range.
+        """
         if have == want:
             return value
         if want == torch.bool:
@@ -79,7 +93,11 @@ class Importer:
         return self.emit(relax.op.astype(value, to_relax_dtype(want)))
 
     def convert(self, node: fx.Node) -> None:
-        """Emit the Relax of one call node."""
+        """Emit the Relax of one call node.
+
+        Raises:
+            UnsupportedOperatorError: the node can neither be converted nor called.
+        """
         target = node.target
         if target is operator.getitem:
             source, index = node.args
@@ -98,7 +116,7 @@ class Importer:
 
     def _convert_operator(self, node: fx.Node) -> Any:
         name = str(node.target)
-        if node.target in BORDERS:  # They do not stay.
+        if node.target in BORDERS:  # The pass RemoveBorders removes them before compilation.
             return emit_aten_call(self.builder, node, self.values)
         if not node.all_input_nodes and not sizes_vary() and nbytes_of(node) <= _MAX_FOLDED_BYTES:
             return self._fold(node)
@@ -121,14 +139,14 @@ class Importer:
         return converter.function(self, node, *node.args, **node.kwargs)
 
     def compiled_call(self, node: fx.Node) -> Any:
-        """The ATen call of ``node``, marked to become loops before the module is compiled."""
+        """Emit an ATen call of ``node``, marked so that CompileAtenCalls replaces it by loops."""
         return emit_aten_call(self.builder, node, self.values, compiled=True)
 
     def _bind(self, expr: relax.Expr) -> relax.Expr:
         return expr if isinstance(expr, relax.Var) else self.emit(expr)
 
     def _fold(self, node: fx.Node) -> relax.Expr:
-        """Evaluate an operator that reads no tensor with PyTorch, once, at import."""
+        """Run an operator that reads no tensor with PyTorch, and emit its result as a constant."""
         try:
             with torch.no_grad():
                 result = node.target(*node.args, **node.kwargs)  # type: ignore[operator]
@@ -137,7 +155,7 @@ class Importer:
         return self.constant(result)
 
     def constant(self, tensor: torch.Tensor) -> relax.Var:
-        """A variable with the values of ``tensor``."""
+        """Emit the values of ``tensor``, and return the variable."""
         if tensor.numel():
             return self.emit(constant(tensor))
         # A file of compiled code cannot hold an empty constant.
@@ -148,10 +166,10 @@ class Importer:
 
 
 def constant(tensor: torch.Tensor) -> tvm.ir.GenericConst:
-    """A Relax constant with a copy of ``tensor``'s values.
+    """Return a Relax constant with a copy of ``tensor``'s values.
 
     Raises:
-        UnsupportedOperatorError: it has none, for it is one that only tells shapes.
+        UnsupportedOperatorError: the tensor is a fake tensor, which has no values.
     """
     if isinstance(tensor, FakeTensor):
         raise UnsupportedOperatorError(
@@ -168,7 +186,12 @@ def constant(tensor: torch.Tensor) -> tvm.ir.GenericConst:
 
 @dataclass(frozen=True)
 class ImportedModule:
-    """The Relax of a captured graph, with what was native and what is an ATen call."""
+    """The Relax of a captured graph.
+
+    - ``mod``: the Relax module.
+    - ``native_calls``: the number of nodes that converters translated, by operator.
+    - ``aten_calls``: the number of calls of ATen kernels, by operator.
+    """
 
     mod: tvm.IRModule
     native_calls: dict[str, int]
@@ -179,7 +202,10 @@ class ImportedModule:
 class GraphInput:
     """A parameter of the Relax function, and the fx node whose value it is.
 
-    A mask of one byte an element may stand for a node of another dtype: it is converted.
+    - ``name``: the name of the parameter.
+    - ``spec``: the shape and dtype of the parameter. If the dtype differs from the node's, as for
+      a mask of one byte an element, the parameter is cast.
+    - ``node``: the fx node.
     """
 
     name: str
@@ -188,10 +214,11 @@ class GraphInput:
 
 
 def import_graph(captured: CapturedGraph) -> ImportedModule:
-    """Build ``main(user inputs, parameters, buffers, draws) -> (outputs...)``.
+    """Build the Relax function ``main`` of a captured graph.
 
-    Outputs are those of ``captured.outputs`` that are computed, in their order, as one flat tuple.
-    Dropout stays ``relax.nn.dropout``; the other draws are parameters after the buffers.
+    Its parameters are user inputs, parameters and buffers of the module, and random draws. It
+    returns a flat tuple of the computed outputs in ``captured.outputs``, in their order. Dropout
+    stays ``relax.nn.dropout``, without a parameter.
 
     Raises:
         UnsupportedOperatorError: an operator can neither be converted nor called.
@@ -221,7 +248,7 @@ def import_fx_graph(
     Args:
         graph_module: the graph; tensors that it holds become constants.
         inputs: the parameters in their order, one for each placeholder.
-        name: what the function is called.
+        name: the name of the function.
 
     Raises:
         UnsupportedOperatorError: an operator can neither be converted nor called.
@@ -233,7 +260,7 @@ def import_fx_graph(
 
 
 def to_relax(captured: CapturedGraph) -> tvm.IRModule:
-    """The Relax module of a captured graph; see :func:`import_graph`."""
+    """Return the Relax module of a captured graph; see :func:`import_graph`."""
     return import_graph(captured).mod
 
 
@@ -251,10 +278,10 @@ def _import(
     constants: Mapping[fx.Node, torch.Tensor],
     dropouts: Collection[fx.Node],
 ) -> ImportedModule:
-    """One function with one dataflow block; ``dropouts`` are the nodes that stay dropout."""
+    """Build a function with one dataflow block; nodes in ``dropouts`` become relax.nn.dropout."""
     builder = SpanBuilder(relax.BlockBuilder(), None)
     importer = Importer(builder)
-    # A parameter that is one of the results of an operator stands for that operator.
+    # If a parameter replaces a result of an operator, the operator itself is not imported.
     drawing = {i.node.args[0] for i in inputs if i.node.target is operator.getitem}
     parameters = [_parameter(i.name, i.spec) for i in inputs]
     with builder.function(name, parameters):
@@ -280,12 +307,12 @@ def _import(
 
 
 def _emit_dropout(importer: Importer, node: fx.Node) -> Any:
-    """``relax.nn.dropout``, whose mask the pass LowerDropout turns into a parameter."""
+    """Emit ``relax.nn.dropout``, whose mask the pass LowerDropout turns into a parameter."""
     x, p, _ = dropout_arguments(node)
     if x.meta["val"].dtype not in MOVED:
         raise UnsupportedOperatorError(f"dropout of a {x.meta['val'].dtype} tensor")
     fake = x.meta["val"]
-    # PyTorch's kernel on GPUs scales half precision in float32, that on the CPU as it is.
+    # PyTorch's kernel scales half precision in float32 on GPUs, and in half precision on the CPU.
     computed = WIDE if fake.is_cuda and fake.dtype in HALVES else fake.dtype
     pair = importer.emit(relax.op.nn.dropout(importer.tensor(x, computed), p))
     result = importer.emit(relax.TupleGetItem(pair, 0))

@@ -1,4 +1,4 @@
-"""What the frontend can take: operators that run in compiled code, and dtypes of converters."""
+"""Checks of nodes: whether compiled code can run them, and whether a converter may be used."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from tvmbridge.graph_capture.trace.promotion import kernel_dtypes
 from tvmbridge.kernels.dtypes import has_type, is_supported, to_relax_dtype
 from tvmbridge.kernels.true_dtypes import true_dtype
 
-# Elements of a result each of which is a call of the C library: for more PyTorch has vectors.
+# The most elements of a result that compiled code computes by one call of the C library each.
+# PyTorch's kernels are vectorized, and faster for more elements.
 FEW_CALLS = 4096
 
 _STRIDE_DEPENDENT = frozenset(
@@ -26,27 +27,32 @@ _STRIDE_DEPENDENT = frozenset(
 
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:
-    """The fake results of a node, one or several."""
+    """Return the fake tensors that a node returns, one or several."""
     value = node.meta.get("val")
     values = value if isinstance(value, tuple | list) else [value]
     return [v for v in values if isinstance(v, torch.Tensor)]
 
 
 def nbytes_of(node: fx.Node) -> int:
-    """Bytes of all results of a node."""
+    """Return the bytes of all results of a node."""
     return sum(TensorSpec.of(v).nbytes for v in tensors_of(node))
 
 
 def dtypes_of(node: fx.Node) -> frozenset[torch.dtype]:
-    """The dtypes of all that a node reads and makes.
+    """Return the dtypes of all tensors that a node reads and returns.
 
-    Of several results those count that are read: some are empty where PyTorch does not need them.
+    If a node has several results, only results that are read count: PyTorch leaves results empty
+    that it does not need.
     """
     return frozenset(t.dtype for t in _operands_and_results(node))
 
 
 def may_convert(node: fx.Node, converter: Converter) -> bool:
-    """Whether ``converter`` claims to convert a node, and has been proven to."""
+    """Whether ``converter`` claims the dtypes of a node, and was proven right for them.
+
+    The conformance run proves converters (:mod:`tvmbridge.core.admission`). A node that reads or
+    returns an empty tensor is not converted.
+    """
     dtypes = dtypes_of(node)
     names = [to_relax_dtype(d) for d in dtypes if is_supported(d)]
     return (
@@ -70,7 +76,12 @@ def _read_results(node: fx.Node) -> list[torch.Tensor]:
 
 
 def refuse_what_cannot_run(node: fx.Node) -> None:
-    """Raise UnsupportedOperatorError for a node that can be neither converted nor called."""
+    """Raise an error for a node that can be neither converted nor called.
+
+    Raises:
+        UnsupportedOperatorError: the operator writes its inputs, returns something that is no
+            tensor of known shape, or cannot run in compiled code for another reason.
+    """
     target = node.target
     assert isinstance(target, OpOverload)
     if target._schema.name in _STRIDE_DEPENDENT and not _is_dense(node.args[0]):
@@ -92,7 +103,7 @@ def refuse_what_cannot_run(node: fx.Node) -> None:
 
 
 def _refuse_other_dtypes(node: fx.Node) -> None:
-    """What reads the result was traced for the dtype that the trace has."""
+    """Refuse a node whose kernel returns another dtype than the trace has for its readers."""
     value = node.meta["val"]
     fakes = value if isinstance(value, tuple | list) else [value]
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
@@ -107,7 +118,7 @@ def _refuse_other_dtypes(node: fx.Node) -> None:
 
 
 def _refuse_kernels_with_faults(node: fx.Node) -> None:
-    """Refuse calls of which PyTorch's kernels crash."""
+    """Refuse calls that crash in PyTorch's kernels."""
     operands = [a.meta["val"] for a in node.args if isinstance(a, fx.Node)]
     name = node.target._schema.name  # type: ignore[union-attr]
     if name == "aten::_pdist_backward" and not all(o.numel() for o in operands[1:2]):
@@ -119,7 +130,7 @@ def _refuse_kernels_with_faults(node: fx.Node) -> None:
 
 
 def _is_dense(operand: Any) -> bool:
-    """Whether a tensor is laid out in the trace as it is in compiled code."""
+    """Whether a tensor is contiguous and fills its storage, as all tensors in compiled code do."""
     fake = operand.meta["val"]
     whole: bool = fake.untyped_storage().nbytes() == fake.numel() * fake.element_size()
     return whole and bool(fake.is_contiguous())

@@ -1,4 +1,4 @@
-"""Converters of matrix products. Every product is flattened to two or three dimensions."""
+"""Converters of matrix products. Operands of a product with a matrix are flattened to matrices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ aten = torch.ops.aten
 
 
 def _rows(ctx: Importer, x: relax.Expr, shape: tuple[int, ...]) -> relax.Expr:
-    """``x`` as a matrix whose rows are its last dimension."""
+    """Return ``x``, of shape ``shape``, as a matrix with all dimensions but the last flattened."""
     if len(shape) == 2:
         return x
     count = 1

@@ -1,4 +1,4 @@
-"""Converters of comparisons, of logic, and of choices by a condition."""
+"""Converters of comparisons, of logical and bitwise operators, and of selections by a mask."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 
 def common_dtype(a: Operand, b: Operand) -> torch.dtype:
-    """The dtype in which ATen combines two operands."""
+    """Return the dtype that ATen promotes two operands to."""
     fakes = [x.meta["val"] if isinstance(x, fx.Node) else x for x in (a, b)]
     return torch.result_type(*fakes)
 

@@ -1,6 +1,7 @@
-"""Converters of operators that become loops of our own which nothing fuses with.
+"""Converters of operators that become separate loop nests, which are not fused with others.
 
-PyTorch's kernels for them run on all cores: beyond a size that was measured they stay calls.
+PyTorch's kernels for these operators run on all cores. So an operator stays a call of the kernel
+above a size that was measured.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from tvmbridge.frontend.shapes import shape_of
 aten = torch.ops.aten
 
 _INDICES = (torch.int32, torch.int64)
-# Elements that are written one after the other.
+# The most elements that a serial loop writes.
 _MOST_WRITTEN = 1 << 16
 _MOST_SORTED = 1 << 12
 _MOST_CHOSEN = 32
-# From here on PyTorch computes euclidean distances as a product of matrices.
+# Above this number of rows PyTorch computes Euclidean distances by a matrix product.
 _ROWS_BY_PRODUCT = 25
 
 
@@ -143,7 +144,7 @@ def _topk(
 
 
 def _reads_places(node: fx.Node) -> bool:
-    """Whether anything reads the second result, or the results as a whole."""
+    """Whether a node reads the second result (the indices), or the tuple of results."""
     return any(user.target is not operator.getitem or user.args[1] == 1 for user in node.users)
 
 

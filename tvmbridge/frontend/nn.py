@@ -1,4 +1,4 @@
-"""Converters of neural-network operators."""
+"""Converters of dropout and embedding."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _embedding(
 def _stop_padding_gradient(
     ctx: Importer, rows: relax.Expr, flat: relax.Expr, padding_idx: int, dtype: torch.dtype
 ) -> relax.Expr:
-    """``rows`` unchanged, but no gradient reaches the row of the padding index."""
+    """Return ``rows`` unchanged, but stop the gradient of rows of the padding index."""
     padding = ctx.emit(
         relax.op.equal(
             ctx.emit(relax.op.expand_dims(flat, 1)),

@@ -1,8 +1,8 @@
 """Converters of norms.
 
-They emit Relax's whole norms, which passes spell out where they must be differentiated or have no
-schedule of their own. Statistics that a norm saves for its backward are not among them: such a
-norm is declined.
+The converters emit Relax's norm operators. Passes replace the operators by elementary ones if a
+norm must be differentiated or has no schedule of its own. Relax's operators do not return the
+statistics that PyTorch saves for backward. If a node reads them, the norm stays an ATen call.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _DTYPES = FLOATS | HALVES
 
 
 def _narrow(ctx: Importer, value: relax.Expr, x: fx.Node) -> relax.Expr:
-    """A result computed in ``wide(x)`` in the dtype of ``x``."""
+    """Cast a result from ``wide(x)`` to the dtype of ``x``."""
     return ctx.cast(value, wide(x), x.meta["val"].dtype)
 
 
 def _parameter(
     ctx: Importer, parameter: Operand, shape: Sequence[int], fill: float, dtype: Any
 ) -> Any:
-    """A weight or bias in ``dtype``, or what stands for one that is missing."""
+    """Return a weight or bias in ``dtype``; a tensor filled with ``fill`` if it is None."""
     if parameter is not None:
         return ctx.tensor(parameter, dtype)
     name = to_relax_dtype(dtype)
@@ -187,7 +187,8 @@ def _batch_norm_in_training(
             None,
             *moved_as_bfloat16(ctx, (mean, variance), (batch_mean, biased), count, momentum),
         )
-    # Not by one factor: of many values that is 1 in float32, which other sizes have no product by.
+    # Not multiplied by count / (count - 1): for a large count that factor is 1 in float32 and the
+    # product would be removed, so that code for other sizes would differ in more than numbers.
     more = ctx.emit(relax.op.multiply(biased, ctx.tensor(1 / (count - 1), wide(x))))
     unbiased = ctx.emit(relax.op.add(biased, more))
     statistics = [
@@ -224,10 +225,14 @@ def _batch_norm(
     eps: float,
     statistics: tuple[fx.Node, fx.Node] | None,
 ) -> tuple[relax.Expr, relax.Expr, relax.Expr]:
-    """``(y, mean, biased variance)`` in ``wide(x)``, by the batch's statistics or those given.
+    """Emit a batch norm by ``statistics``, or by the batch's own statistics if it is None.
 
-    A momentum of 1 asks for the batch's own mean and variance: PyTorch moves the unbiased
-    variance, Relax the biased one.
+    The operator gets a momentum of 1, so that it returns the batch's own statistics. The caller
+    updates the running ones, because PyTorch uses the unbiased variance for that and Relax the
+    biased one.
+
+    Returns:
+        The result, the mean and the biased variance, in the dtype ``wide(x)``.
     """
     dtype, channels = wide(x), [shape_of(x)[1]]
     gamma, beta = _affine(ctx, weight, bias, channels, dtype)
@@ -255,7 +260,11 @@ def _batch_norm(
 def _instance_norm(
     ctx: Importer, x: fx.Node, weight: Operand, bias: Operand, eps: float
 ) -> relax.Expr:
-    """Batch norm of one sample: PyTorch makes a channel of every channel of every sample."""
+    """Emit an instance norm for a batch norm of one sample.
+
+    PyTorch computes instance norm as such a batch norm: it reshapes each channel of each sample to
+    a channel of one sample.
+    """
     gamma, beta = _affine(ctx, weight, bias, [shape_of(x)[1]], wide(x))
     normed = relax.op.nn.instance_norm(
         ctx.tensor(x, wide(x)),

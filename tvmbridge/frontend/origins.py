@@ -1,6 +1,6 @@
-"""Where a value comes from: the submodule and the user's line, kept as the span of its Relax call.
+"""The origin of a value, its submodule and the user's line, kept as the span of its Relax call.
 
-TVM's passes and ours hand spans on. A call that a pass adds has none.
+Passes of TVM and tvmbridge keep spans. A call that a pass adds may have none.
 """
 
 from __future__ import annotations
@@ -21,10 +21,13 @@ _FOREIGN = ("/torch/", "/tvmbridge/", "/contextlib.py", "<frozen", "<string>", "
 
 @dataclass(frozen=True)
 class Origin:
-    """The submodules around an operator, from the outside to the inside, and its line.
+    """The submodules that an operator ran in, and the line of the user's code that called it.
 
-    ``modules`` are pairs of the dotted path and the name of the class; the whole module, whose path
-    is empty, is not among them. ``file`` is empty where the line is not known.
+    - ``modules``: pairs of a submodule's dotted path and class name, from the outermost to the
+      innermost, without the whole module.
+    - ``file``: the file; empty if the line is not known.
+    - ``line``: the line in the file.
+    - ``function``: the name of the function that has the line.
     """
 
     modules: tuple[tuple[str, str], ...] = ()
@@ -33,15 +36,15 @@ class Origin:
     function: str = ""
 
     def span(self) -> tvm.ir.Span:
-        """The origin as a span."""
+        """Encode the origin as a span of TVM."""
         text = json.dumps([self.modules, self.file, self.function])
         return tvm.ir.Span(tvm.ir.SourceName(text), self.line, self.line, 0, 0)
 
 
 def span_of_node(node: fx.Node) -> tvm.ir.Span | None:
-    """The span for the Relax of an fx node; None where the trace does not say where it is from.
+    """Return the span for the Relax of an fx node; None if the trace does not know its origin.
 
-    In a recorded joint graph backward's operators have the place of the forward ones.
+    In a joint graph, an operator of backward has the submodules of its forward operator.
     """
     meta = node.meta
     stack = meta.get("nn_module_stack") or meta.get("fwd_nn_module_stack") or {}
@@ -61,7 +64,11 @@ def _class_name(held: Any) -> str:
 
 
 def user_frame(stack_trace: str) -> tuple[str, int, str] | None:
-    """File, line and function of the user's own frame in a Python traceback, the innermost one."""
+    """Return file, line and function of the innermost frame of user code in a traceback.
+
+    Frames of PyTorch, tvmbridge and generated code do not count. If there are no others, return
+    the first frame; None if the traceback has no frame.
+    """
     frames = [m for m in map(_FRAME.search, stack_trace.splitlines()) if m is not None]
     own = [m for m in frames if not any(part in m[1] for part in _FOREIGN)]
     if not frames:
@@ -71,7 +78,7 @@ def user_frame(stack_trace: str) -> tuple[str, int, str] | None:
 
 
 def origin_of(expr: relax.Expr) -> Origin | None:
-    """The origin that an expression carries, if it carries one."""
+    """Return the origin that the span of an expression encodes, or None."""
     span = getattr(expr, "span", None)
     if not isinstance(span, tvm.ir.Span):
         return None
@@ -83,5 +90,5 @@ def _parsed(text: str, line: int) -> Origin | None:
     try:
         modules, file, function = json.loads(text)
     except (TypeError, ValueError):
-        return None  # a span of somebody else's
+        return None  # a span that tvmbridge did not create
     return Origin(tuple((path, name) for path, name in modules), file, line, function)

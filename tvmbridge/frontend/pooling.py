@@ -1,6 +1,6 @@
-"""Converters of pooling and of interpolation by whole factors.
+"""Converters of pooling and of interpolation.
 
-Windows that tile the input are a reshape and a mean; all others are loops of
+A mean over windows that tile the input becomes a reshape and a mean. Other windows become loops of
 :mod:`tvmbridge.legalize.aten.windows`.
 """
 
@@ -24,13 +24,16 @@ aten = torch.ops.aten
 
 
 def per_dimension(value: int | Sequence[int], count: int) -> list[int]:
-    """A number, or one for each dimension, as one for each dimension."""
+    """Return one number for each of ``count`` dimensions; a single number holds for all of them."""
     listed = [value] if isinstance(value, int) else list(value)
     return listed * count if len(listed) == 1 else listed
 
 
 def _tiled(shape: Sequence[int], windows: Sequence[int]) -> tuple[list[int], list[int]]:
-    """The shape with each of the last dimensions as (windows, window), and the windows' axes."""
+    """Return the shape with each of the last dimensions split into (number of windows, window).
+
+    Also return the axes of the windows in that shape.
+    """
     front = len(shape) - len(windows)
     inner = [n for d, w in zip(shape[front:], windows, strict=True) for n in (d // w, w)]
     return [*shape[:front], *inner], [front + 2 * i + 1 for i in range(len(windows))]
@@ -43,7 +46,7 @@ def _mean_of_tiles(ctx: Importer, node: fx.Node, x: fx.Node, windows: Sequence[i
 
 
 def _even_windows(inputs: Sequence[int], outputs: Sequence[int]) -> list[int]:
-    # That one number divides another may be an accident of these sizes.
+    # For variable sizes, one extent may divide another only at the sizes of this sample.
     if any(i % o or (o > 1 and sizes_vary()) for i, o in zip(inputs, outputs, strict=True)):
         raise Declined("windows of different sizes")
     return [i // o for i, o in zip(inputs, outputs, strict=True)]
@@ -141,7 +144,7 @@ def _mean_of_tiles_backward(
 def _repeated(
     ctx: Importer, node: fx.Node, x: fx.Node, size: Any, factors: Sequence[float] | None = None
 ) -> Any:
-    """Each element as a tile where both factors are whole, else loops."""
+    """Repeat each element as a tile if both factors are integers, and otherwise emit loops."""
     shape, result = shape_of(x), shape_of(node)
     tiles = [r // n for r, n in zip(result[-2:], shape[-2:], strict=True)]
     whole = [t * n for t, n in zip(tiles, shape[-2:], strict=True)] == list(result[-2:])

@@ -20,7 +20,13 @@ aten = torch.ops.aten
 
 
 def axes_of(node: fx.Node, dims: Sequence[int] | int | None) -> list[int]:
-    """The reduced axes, sorted and non-negative; None or an empty list means all of them."""
+    """Return the reduced axes of ``node``'s tensor, sorted and non-negative.
+
+    If ``dims`` is None or empty, all axes are reduced.
+
+    Raises:
+        Declined: the tensor has no dimensions.
+    """
     rank = len(shape_of(node))
     if rank == 0:
         raise Declined("a reduction of a 0-d tensor")
@@ -63,7 +69,7 @@ def _extremum(
     op = relax.op.max if node.target is aten.amax.default else relax.op.min
     if shape_of(x):
         return _reduce(ctx, node, op, x, dims, keepdim)
-    # An extreme of one element, and not that element: the gradient of NaN is NaN.
+    # An extremum of one element instead of the element itself: its gradient is NaN for NaN.
     row = ctx.emit(relax.op.reshape(ctx.tensor(x, result_dtype(node)), [1]))
     return op(row, [0])
 
@@ -119,7 +125,10 @@ def _vector_norm(
 def _extremum_and_place(
     ctx: Importer, node: fx.Node, x: fx.Node, dim: int, keepdim: bool = False
 ) -> tuple[relax.Expr, ...]:
-    """Values by one reduction, places as argmax and argmin find them: the first of equal ones."""
+    """Emit the extrema by a reduction, and their indices by argmax or argmin.
+
+    If several elements are equal, the index is that of the first.
+    """
     shape = shape_of(x)
     if not shape:
         raise Declined("an extremum of a 0-d tensor")
@@ -142,7 +151,7 @@ def _softmax(ctx: Importer, node: fx.Node, x: fx.Node, dim: int, half_to_float: 
     dtype = x.meta["val"].dtype
     if dtype not in HALVES:
         return op(ctx.value(x), dim % rank)
-    # PyTorch's kernel rounds once, at its end.
+    # PyTorch's kernel computes in float32 and rounds the result once.
     wide = ctx.emit(op(ctx.tensor(x, torch.float32), dim % rank))
     return ctx.cast(wide, torch.float32, result_dtype(node))
 
@@ -150,7 +159,7 @@ def _softmax(ctx: Importer, node: fx.Node, x: fx.Node, dim: int, half_to_float: 
 def _moments(
     ctx: Importer, x: fx.Node, dims: Any, correction: int | float | None, keepdim: bool
 ) -> tuple[relax.Expr, relax.Expr]:
-    """Variance and mean over ``dims``."""
+    """Return variance and mean over ``dims``."""
     axes = axes_of(x, dims)
     count = 1
     for axis in axes:

@@ -1,9 +1,9 @@
-"""The converter table: ATen overload -> function that emits Relax with exactly ATen's meaning.
+"""The table of converters: from an ATen overload to a function that emits Relax for it.
 
-A converter is written as ``def convert(ctx, node, *args, **kwargs)`` with the node's own arguments
-(fx nodes and Python values) and returns a Relax expression, or a tuple of them for an operator
-with several results. It raises :class:`Declined` where it would not be exact; the operator then
-becomes an ATen call.
+The Relax must have exactly ATen's meaning. A converter has the signature
+``convert(ctx, node, *args, **kwargs)``, with the node's arguments (fx nodes and Python values). It
+returns a Relax expression, or a tuple of them if the operator has several results. It raises
+:class:`Declined` if the Relax would not be exact; the operator then becomes an ATen call.
 """
 
 from __future__ import annotations
@@ -26,14 +26,17 @@ ConverterFn = Callable[..., Any]
 
 
 class Declined(Exception):
-    """A converter declines an operator's arguments; the text says why."""
+    """Raised by a converter that declines an operator's arguments; the text says why."""
 
 
 @dataclass(frozen=True)
 class Converter:
-    """A converter and the dtypes (of all tensors it reads and makes) that it claims.
+    """A converter in the table.
 
-    ``widens``: it knows no half precision, which ``widening.py`` gives it as float32.
+    - ``function``: the converter.
+    - ``dtypes``: the dtypes that it converts, of all tensors that the operator reads or returns.
+    - ``widens``: whether ``widening.py`` gives it half precision as float32, because it does not
+      know half precision itself.
     """
 
     function: ConverterFn
@@ -47,11 +50,16 @@ CONVERTERS: dict[OpOverload, Converter] = {}
 def converts(
     *overloads: OpOverload, dtypes: frozenset[torch.dtype] = COMPUTED, widens: bool = True
 ) -> Callable[[ConverterFn], ConverterFn]:
-    """Enter the decorated converter into the table for ``overloads``.
+    """Register the decorated converter for ``overloads``.
 
     Args:
-        dtypes: those that it knows.
-        widens: it is also for half precision, as float32.
+        *overloads: the ATen overloads that it converts.
+        dtypes: the dtypes that the converter knows.
+        widens: whether half precision is computed by this converter in float32, unless it knows
+            half precision itself.
+
+    Returns:
+        The decorator, which returns the converter unchanged.
     """
     widened = widens and torch.float32 in dtypes and not HALVES & dtypes
     claimed = dtypes | HALVES if widened else dtypes

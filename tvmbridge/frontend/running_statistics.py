@@ -1,4 +1,4 @@
-"""How batch norm moves its running statistics."""
+"""The update of batch norm's running statistics."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tvmbridge.frontend.importer import Importer
 def moved(
     ctx: Importer, old: relax.Expr, new: relax.Expr, momentum: float, dtype: torch.dtype
 ) -> relax.Expr:
-    """momentum new + (1 - momentum) old, all in ``dtype``."""
+    """Return ``momentum * new + (1 - momentum) * old``, computed in ``dtype``."""
     taken = ctx.emit(relax.op.multiply(new, ctx.tensor(momentum, dtype)))
     kept = ctx.emit(relax.op.multiply(old, ctx.tensor(1.0 - momentum, dtype)))
     return ctx.emit(relax.op.add(taken, kept))
@@ -25,17 +25,17 @@ def moved_as_bfloat16(
     count: int,
     momentum: float,
 ) -> list[relax.Expr]:
-    """The running mean and variance as PyTorch's CPU kernel for bfloat16 moves them.
+    """Return the new running mean and variance as PyTorch's CPU kernel for bfloat16 computes them.
 
-    It rounds every step, its factors and the count too. Over many steps that takes the statistics
-    further from those that are rounded once than a single rounding would.
+    The kernel rounds the result of every operation, the factors and the count to bfloat16. Over
+    many updates its statistics differ from once-rounded ones by more than one rounding.
 
     Args:
-        ctx: where operators are emitted.
+        ctx: emits the operators.
         old: the running mean and variance, in bfloat16.
         batch: the batch's mean and biased variance, in float32.
-        count: the elements of a channel.
-        momentum: the share of the batch.
+        count: the number of elements of a channel.
+        momentum: the weight of the batch's statistics.
     """
     half, wide = torch.bfloat16, torch.float32
 
@@ -47,7 +47,7 @@ def moved_as_bfloat16(
     squares = ctx.emit(relax.op.multiply(batch[1], ctx.tensor(float(count), wide)))
     total = ctx.cast(squares, wide, half)
     unbiased = ctx.emit(relax.op.divide(total, ctx.tensor(float(count - 1), half)))
-    # The product alone is not rounded.
+    # This product is the only value that the kernel does not round.
     share = float(torch.tensor(momentum, dtype=half))
     taken = ctx.emit(relax.op.multiply(ctx.cast(unbiased, half, wide), ctx.tensor(share, wide)))
     variance = ctx.emit(relax.op.add(taken, ctx.cast(kept[1], half, wide)))

@@ -1,4 +1,7 @@
-"""Norms whose statistics are read, and their backward: calls that become loops on a GPU."""
+"""Converters of norms whose saved statistics are read, and of norms' backward, on a GPU.
+
+The converters emit ATen calls that become loops.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ Operand: TypeAlias = fx.Node | None
 _DTYPES = FLOATS | HALVES
 # On the CPU PyTorch's own kernels are as fast.
 _DEVICES = {"cuda"}
-# The operands of backward that are statistics.
+# Positions of the arguments of backward that are statistics.
 _STATISTICS: dict[Any, slice] = {
     aten.native_layer_norm_backward.default: slice(3, 5),
     aten._fused_rms_norm_backward.default: slice(3, 4),
@@ -28,7 +31,16 @@ _STATISTICS: dict[Any, slice] = {
 
 
 def check(node: fx.Node, *operands: Operand, unread: Sequence[int]) -> None:
-    """Decline mixed dtypes, and results that are saved for a backward and read after all."""
+    """Decline operands of several dtypes, and reads of results that Relax does not compute.
+
+    Args:
+        node: the norm.
+        *operands: its tensors, which must have one dtype.
+        unread: indices of the results that must not be read.
+
+    Raises:
+        Declined: the dtypes differ, or one of the results is read.
+    """
     dtypes = {n.meta["val"].dtype for n in operands if n is not None}
     if len(dtypes) > 1:
         raise Declined("a norm of several dtypes")
@@ -37,13 +49,18 @@ def check(node: fx.Node, *operands: Operand, unread: Sequence[int]) -> None:
 
 
 def wide(x: fx.Node) -> torch.dtype:
-    """The dtype that a norm is computed in: some of Relax's norms have no half precision."""
+    """Return the dtype that a norm of ``x`` is computed in: float32 for half precision."""
     dtype: torch.dtype = x.meta["val"].dtype
     return torch.float32 if dtype in HALVES else dtype
 
 
 def with_statistics(ctx: Importer, node: fx.Node, x: fx.Node) -> Any:
-    """A layer norm, or its backward, whose mean and deviation are in the dtype of the sums."""
+    """Emit an ATen call, which becomes loops, of a norm with statistics, or of a norm's backward.
+
+    Raises:
+        Declined: the device is no GPU, the statistics have another dtype than ``wide(x)``, or the
+            tensor is empty.
+    """
     if x.meta["val"].device.type not in _DEVICES:
         raise Declined("a norm whose saved statistics are read")
     read = _STATISTICS.get(node.target)

@@ -1,4 +1,4 @@
-"""Converters of operators that move elements and compute none of them."""
+"""Converters of operators that move or copy elements, such as reshapes, slices and padding."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:
-    """The static shape of the result of ``node``."""
+    """Return the static shape of the result of ``node``."""
     return tuple(int(s) for s in node.meta["val"].shape)
 
 
@@ -211,7 +211,7 @@ def _triangle(ctx: Importer, node: fx.Node, x: fx.Node, diagonal: int = 0) -> re
 def _pad(
     ctx: Importer, node: fx.Node, x: fx.Node, pad: Sequence[int], value: int | float | bool = 0
 ) -> relax.Expr:
-    """Edges of the value, laid on with concat; negative padding cuts."""
+    """Concatenate edges filled with ``value``; a negative padding slices instead."""
     dtype, shape = result_dtype(node), list(shape_of(x))
     result = ctx.value(x)
     for position in range(len(pad) // 2):

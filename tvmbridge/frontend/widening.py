@@ -1,7 +1,7 @@
-"""Half precision by converters that know float32: operands widened, results rounded once.
+"""Convert operators on half precision by converters that know only float32.
 
-That is how PyTorch's kernels compute operators on half precision: in float32, with a rounding of
-the result. Numbers among the arguments are not rounded to half precision either.
+Operands are cast to float32, and results are rounded once, as PyTorch's kernels do. Python numbers
+among the arguments are not rounded to half precision either.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ WIDE = torch.float32
 
 
 def convert_widened(ctx: Any, node: fx.Node, converter: Converter) -> Any:
-    """What ``converter`` makes of ``node`` in float32, rounded to the dtypes of its results.
+    """Convert ``node`` in float32, and round the results to the dtypes of the node's results.
 
     Args:
         ctx: the :class:`~tvmbridge.frontend.importer.Importer`.
-        node: a call that reads or makes half precision.
-        converter: one that takes the dtypes of the node once they are widened.
+        node: a call that reads or returns half precision.
+        converter: a converter that knows the node's dtypes with half precision as float32.
 
     Raises:
         Declined: the converter declines.
@@ -51,7 +51,10 @@ def convert_widened(ctx: Any, node: fx.Node, converter: Converter) -> Any:
 
 
 def _promoted(operands: Sequence[Any]) -> torch.dtype | None:
-    """The half precision that PyTorch promotes ``operands`` to, rounding those of no dimensions."""
+    """Return the half precision that PyTorch promotes ``operands`` to, or None.
+
+    PyTorch rounds 0-d operands to the dtype of the others.
+    """
     sized = {t.dtype for t in operands if t.is_floating_point() and t.dim()}
     return next(iter(sized)) if len(sized) == 1 and sized <= HALVES else None
 

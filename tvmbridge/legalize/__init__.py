@@ -1,6 +1,6 @@
-"""Legalisations of Relax operators of our own: vectorizable, exact, with PyTorch's meaning.
+"""Legalizations of Relax operators that replace TVM's: vectorizable, with PyTorch's exact meaning.
 
-relax.transform.LegalizeOps(customize_legalize_map=LEGALIZE_MAP)
+Use: ``relax.transform.LegalizeOps(customize_legalize_map=LEGALIZE_MAP)``.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""Legalisation of sums, differences, products, quotients, negation and absolute values that nothing
-rearranges.
+"""Legalization of arithmetic operators that keeps TVM from rearranging floating-point arithmetic.
 
-TVM's simplifier works with floats as with integers: it takes ``(x + y) - y`` for ``x``, ``x - x``
-and ``x * 0`` for 0 and ``x + 1 + 2`` for ``x + 3``. Operators that are apart in the graph meet in
-one expression once their kernels are fused. So the result of each operator, its right operand and
-its constants pass through their bits: the simplifier looks behind none of them, and LLVM, which
-keeps to IEEE arithmetic, removes all of it. Results and right operands go by integers of different
-signs, so that both sides of a difference are never the same expression.
+TVM's simplifier treats floats like integers: it replaces ``(x + y) - y`` by ``x``, ``x - x`` and
+``x * 0`` by 0, and ``x + 1 + 2`` by ``x + 3``. Fusion puts operators of different nodes into one
+expression. So each operator's result, right operand and constants are reinterpreted as integers and
+back. The simplifier does not look through that; LLVM, which keeps to IEEE arithmetic, removes it.
+Results go through signed and right operands through unsigned integers, so that both sides of a
+difference are never the same expression.
 
-Integers of 32 and 64 bits wrap around in PyTorch, and never do for TVM and LLVM, which take
-``x + 1 > x`` for true and ``x * 2 // 2`` for x. Their results pass through the bits of a float.
+Integers of 32 and 64 bits wrap around in PyTorch. TVM and LLVM assume that they never do, and take
+``x + 1 > x`` for true and ``x * 2 // 2`` for x. So integer results are reinterpreted as floats and
+back.
 """
 
 from __future__ import annotations
@@ -31,19 +31,22 @@ _WRAPPING = {"int32": "float32", "int64": "float64"}
 
 
 def opaque(value: Expr, *, sign: str = "int") -> Expr:
-    """A number of 32 or 64 bits, in a form that the simplifier does not look into."""
+    """Return a number of 32 or 64 bits, reinterpreted twice, so that the simplifier keeps it.
+
+    ``sign`` is the kind of integer that a float is reinterpreted as: ``"int"`` or ``"uint"``.
+    """
     dtype = dtype_of(value)
     bits = _WRAPPING.get(dtype) or f"{sign}{_WIDTH[dtype]}"
     return tirx.reinterpret(dtype, tirx.reinterpret(bits, value))
 
 
 def is_least(value: float, dtype: str) -> bool:
-    """Whether a number is the least of an integer dtype: TVM and LLVM reckon wrongly with it."""
+    """Whether a number is the least of an integer dtype, with which TVM and LLVM miscompute."""
     return dtype in _WRAPPING and value == int(tirx.min_value(dtype).value)
 
 
 def _exactly(function: Binary, a: Expr, b: Expr) -> Expr:
-    """``function`` of two floats of one dtype; halves compute in float32."""
+    """Return ``function`` of two floats of one dtype; half precisions are computed in float32."""
     dtype = dtype_of(a)
     wide = "float32" if dtype in HALF else dtype
     left, right = (tirx.Cast(wide, x) if wide != dtype else x for x in (a, b))
@@ -54,12 +57,12 @@ def _exactly(function: Binary, a: Expr, b: Expr) -> Expr:
 
 
 def _wrapping(function: Binary, a: Expr, b: Expr) -> Expr:
-    """``function`` of two integers of one dtype, of which the lowest bits are kept."""
+    """Return ``function`` of two integers of one dtype, wrapped around on overflow."""
     return opaque(function(a, b))
 
 
 def _number(arg: Expr, dtype: str) -> Expr | None:
-    """A 0-d constant as an immediate; None for anything else."""
+    """Return a 0-d constant as an immediate; None for anything else."""
     if isinstance(arg, GenericConst) and not arg.value.shape and dtype not in HALF:
         value = arg.value.numpy().item()
         return None if is_least(value, dtype) else constant(value, dtype)
@@ -67,7 +70,7 @@ def _number(arg: Expr, dtype: str) -> Expr | None:
 
 
 def arithmetic(function: Binary, name: str, others: LegalizeFunc) -> LegalizeFunc:
-    """The legalisation of an operator of two numbers; ``others`` is that of the other dtypes."""
+    """Return the legalization of an operator of two operands; ``others`` is for other dtypes."""
 
     def legalize(bb: relax.BlockBuilder, call: Call) -> Expr:
         dtype = str(call.ty.dtype.dtype)
@@ -87,7 +90,7 @@ def arithmetic(function: Binary, name: str, others: LegalizeFunc) -> LegalizeFun
 
 
 def negative(others: LegalizeFunc) -> LegalizeFunc:
-    """The legalisation of negation: the sign bit of a float turns, that of a zero too."""
+    """Return the legalization of negation, which flips the sign bit of a float, also of a zero."""
 
     def element(x: Expr) -> Expr:
         dtype = dtype_of(x)
@@ -101,7 +104,7 @@ def negative(others: LegalizeFunc) -> LegalizeFunc:
 
 
 def absolute(others: LegalizeFunc) -> LegalizeFunc:
-    """The legalisation of absolute values; that of the least integer is the least integer."""
+    """Return the legalization of absolute values, which keeps the least integer as it is."""
 
     def element(x: Expr) -> Expr:
         zero = constant(0, dtype_of(x))
@@ -111,7 +114,7 @@ def absolute(others: LegalizeFunc) -> LegalizeFunc:
 
 
 def cast(others: LegalizeFunc) -> LegalizeFunc:
-    """The legalisation of casts: of an integer constant that does not fit, the lowest bits stay."""
+    """Return the legalization of casts; an integer constant that does not fit wraps around."""
 
     def legalize(bb: relax.BlockBuilder, call: Call) -> Expr:
         arg, dtype = call.args[0], str(call.attrs.dtype)
@@ -127,7 +130,10 @@ def cast(others: LegalizeFunc) -> LegalizeFunc:
 def _of_elements(
     element: Callable[[Expr], Expr], name: str, dtypes: tuple[str, ...], others: LegalizeFunc
 ) -> LegalizeFunc:
-    """``element`` of each element of a tensor of one of ``dtypes``."""
+    """Return the legalization that applies ``element`` to each element of a tensor.
+
+    ``others`` is the legalization of dtypes that are not in ``dtypes``.
+    """
 
     def legalize(bb: relax.BlockBuilder, call: Call) -> Expr:
         if str(call.ty.dtype.dtype) not in dtypes:

@@ -1,4 +1,4 @@
-"""Loops over a result to which tensors and numbers broadcast, and how such loops may be fused."""
+"""Emit loops of element-wise operators whose operands broadcast, with their fusion pattern."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from tvm.ir import Call, Expr
 
 from tvmbridge.legalize.lets import constant
 
-#: relax.op.transform pattern numbers: how FuseOps may combine a function with its neighbours.
+#: TVM's numbers of operator patterns, which decide how FuseOps may fuse a function with others.
 ELEMENTWISE, BROADCAST, INJECTIVE, REDUCTION, OPAQUE = 0, 1, 2, 3, 8
 
 
 def shape_of(tensor: Expr) -> list[int]:
-    """The static shape of a Relax tensor."""
+    """Return the static shape of a Relax tensor."""
     return [int(extent) for extent in tensor.ty.shape.values]
 
 
 def element_of(x: te.Tensor, indices: tuple[Expr, ...]) -> Expr:
-    """The element of ``x`` that its broadcast has at ``indices``."""
+    """Return the element of ``x``, broadcast to a larger shape, at ``indices``."""
     last = indices[len(indices) - len(x.shape) :]
     zero = constant(0, "int64")
     return x(*[zero if int(n) == 1 else i for n, i in zip(x.shape, last, strict=True)])
@@ -33,15 +33,19 @@ def emit_broadcast(
     name: str,
     hint: str,
 ) -> Expr:
-    """A call of loops that compute each element of ``call``'s result.
+    """Emit a call of loops that compute the result of ``call`` element by element.
 
     Args:
-        bb: where the function and the call are emitted.
-        call: what is replaced; it has the result's shape.
-        operands: the tensors among its operands, and None for the numbers.
-        element: computes an element from those of the tensors; None where a number stands.
-        name: what the result is called in the loops.
-        hint: what the function is called.
+        bb: emits the function and the call.
+        call: the call to replace, which has the shape of the result.
+        operands: the operands of the call: tensors, and None for each number.
+        element: returns an element of the result from a list of the operands' elements, with None
+            for each number.
+        name: the name of the result in the loops.
+        hint: the name of the function.
+
+    Returns:
+        The call.
     """
     shape = shape_of(call)
     tensors = [operand for operand in operands if operand is not None]

@@ -1,8 +1,8 @@
-"""Legalisation of comparisons that is right for NaN.
+"""Legalization of comparisons that is right for NaN.
 
-TVM takes the negation of ``a < b`` for ``b <= a``, ``a == a`` for true and compiles ``a != b`` to
-"ordered and different"; none of that holds for NaN. So NaN is asked for by its bits, beside the
-comparison, and the whole stays right whatever is negated or folded.
+TVM simplifies ``not a < b`` to ``b <= a`` and ``a == a`` to true, and compiles ``a != b`` to
+"ordered and different"; all are wrong for NaN. So each comparison is combined with a test for NaN
+by its bits, and stays right whatever TVM negates or folds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Compare = Callable[[Expr, Expr], Expr]
 
 
 def _number(arg: Expr) -> int | float | None:
-    """The value of a 0-d constant."""
+    """Return the value of a 0-d constant; None for anything else."""
     if isinstance(arg, GenericConst) and not arg.value.shape:
         value: int | float = arg.value.numpy().item()
         return None if is_least(value, str(arg.value.dtype)) else value
@@ -31,7 +31,7 @@ def _number(arg: Expr) -> int | float | None:
 
 
 def _guarded(result: Expr, negated: bool, unsure: list[Expr]) -> Expr:
-    """The result of a comparison, right also where one of ``unsure`` is NaN."""
+    """Return the result of a comparison; if one of ``unsure`` is NaN, return ``negated``."""
     for value in unsure:
         nan = is_nan(value)
         result = tirx.Or(nan, result) if negated else tirx.And(tirx.Not(nan), result)
@@ -39,7 +39,7 @@ def _guarded(result: Expr, negated: bool, unsure: list[Expr]) -> Expr:
 
 
 def comparison(compare: Compare, name: str, *, negated: bool = False) -> LegalizeFunc:
-    """The legalisation of a comparison; with ``negated`` it is true for NaN, else false."""
+    """Return the legalization of a comparison whose result for NaN is ``negated``."""
 
     def legalize(bb: relax.BlockBuilder, call: Call) -> Expr:
         dtype = str(call.args[0].ty.dtype.dtype)

@@ -1,6 +1,4 @@
-"""Legalisation of unary functions, and of maximum, minimum, relu and clip, which keep NaN as
-PyTorch does.
-"""
+"""Legalization of unary functions, maximum, minimum, relu and clip; NaN propagates as in eager."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from tvmbridge.legalize.lets import Lets, constant, dtype_of
 
 
 def unary(function: ScalarFunction, name: str) -> LegalizeFunc:
-    """Return the legalisation of a one-argument operator, ``function`` applied to every element."""
+    """Return the legalization of an operator that applies ``function`` to every element."""
 
     def compute(x: te.Tensor) -> te.Tensor:
         return te.compute(x.shape, lambda *i: function(x(*i)), name=f"T_{name}")
@@ -32,7 +30,7 @@ def unary(function: ScalarFunction, name: str) -> LegalizeFunc:
 
 
 def unary_float(name: str) -> LegalizeFunc:
-    """Return the legalisation by ``FUNCTIONS[name]``; integers compute in the result's dtype."""
+    """Return the legalization by ``FUNCTIONS[name]``; integers are cast to the result's dtype."""
 
     def legalize(bb: relax.BlockBuilder, call: Call) -> Expr:
         result = str(call.ty.dtype.dtype)
@@ -67,21 +65,21 @@ def _choose(
 
 
 def relu(x: Expr) -> Expr:
-    """Return x where positive or NaN, else 0."""
+    """Return ``x`` if it is positive or NaN, otherwise 0."""
     lets = Lets()
     x, zero = lets.bind(x, "x"), constant(0, dtype_of(x))
     return lets.close(tirx.Select(x < zero, zero, x))
 
 
 def _as_scalar(arg: Expr, dtype: str) -> Expr | None:
-    """Return a 0-d constant as an immediate, None for anything else."""
+    """Return a 0-d constant as an immediate; None for anything else."""
     if isinstance(arg, GenericConst) and not arg.value.shape:
         return constant(arg.value.numpy().item(), dtype)
     return None
 
 
 def binary(function: Callable[[Expr, Expr], Expr], name: str) -> LegalizeFunc:
-    """Return the legalisation of a broadcasting operator of two arguments of one dtype."""
+    """Return the legalization of a broadcasting operator of two operands of one dtype."""
 
     def legalize(bb: relax.BlockBuilder, call: Call) -> Expr:
         dtype = str(call.ty.dtype.dtype)
@@ -97,7 +95,7 @@ def binary(function: Callable[[Expr, Expr], Expr], name: str) -> LegalizeFunc:
 
 
 def clip(bb: relax.BlockBuilder, call: Call) -> Expr:
-    """Legalise relax.clip: NaN stays NaN; a bound that the dtype cannot exceed does not bind."""
+    """Legalize relax.clip: NaN stays NaN; bounds outside the range of the dtype have no effect."""
     dtype = str(call.ty.dtype.dtype)
     low, high = (arg.value for arg in call.args[1:3])
 
@@ -128,7 +126,7 @@ def _most(dtype: str) -> float | int:
 
 
 def _immediate(bound: float | int, dtype: str) -> Expr:
-    """Return a bound as an immediate of ``dtype``, cut to what an integer dtype can hold."""
+    """Return a bound as an immediate of ``dtype``, limited to the range of an integer dtype."""
     if dtype in FLOATS:
         return constant(float(bound), dtype)
     return constant(int(max(_least(dtype), min(bound, _most(dtype)))), dtype)

@@ -82,7 +82,7 @@ def from_bits(x: Expr) -> Expr:
 
 
 def is_nan(x: Expr) -> Expr:
-    """Return whether a float32 is NaN, by its bits: the simplifier folds ``x != x`` to false."""
+    """Return whether a float32 is NaN, by its bits: TVM would simplify ``x != x`` to false."""
     return (bits(x) & _i32(0x7FFFFFFF)) > _i32(0x7F800000)
 
 
@@ -102,76 +102,82 @@ def _power_of_two(n: Expr) -> Expr:
 
 
 def _rounded(lets: Lets, x: Expr) -> tuple[Expr, Expr]:
-    """Return (x rounded to an integer, bits whose low ones are that integer) for ``|x| < 2^22``."""
+    """Return x rounded to an integer, and an int32 with that integer in its low bits.
+
+    ``|x|`` must be below 2^22.
+    """
     shifted = bits(lets.bind(x + _f32(_ROUND), "shifted"))
-    # Through the bits: the simplifier would take (x + c) - c for x.
+    # Reinterpreted twice: TVM would simplify (x + c) - c to x.
     return lets.bind(from_bits(shifted) - _f32(_ROUND), "n"), shifted
 
 
 def _reduce(lets: Lets, x: Expr) -> tuple[Expr, Expr]:
-    """Return (n as int32, r) with ``x = n ln 2 + r`` and ``|r| <= ln 2 / 2``."""
+    """Return n, as int32, and r with ``x = n ln 2 + r`` and ``|r| <= ln 2 / 2``."""
     n, shifted = _rounded(lets, x * _f32(_LOG2_E))
     r = lets.bind(x - n * _f32(_LN2_HIGH) - n * _f32(_LN2_LOW), "r")
     return lets.bind(shifted - _i32(_ROUND_BITS), "k"), r
 
 
-# The largest float32 whose exponential is one.
+# The largest float32 whose exponential is a finite float32.
 _EXP_LARGEST = 88.72283172607422
 
 
 def exp(x: Expr) -> Expr:
-    """e^x, error below 1 ulp, denormal results included; NaN in NaN out."""
+    """Return e^x, with an error below 1 ulp, also for denormal results; NaN for NaN."""
     lets = Lets()
     x = lets.bind(x, "x")
     low = lets.bind(tirx.Select(x < _f32(-104.0), _f32(-104.0), x), "low")
     clamped = lets.bind(tirx.Select(low > _f32(89.0), _f32(89.0), low), "clamped")
     n, r = _reduce(lets, clamped)
     p = lets.bind(r + r * r * horner(r, _EXP) + _f32(1.0), "p")
-    # In two steps: 2^128 and 2^-150 are no floats, their products with p may be.
+    # In two steps: 2^128 and 2^-150 are no float32, but their products with p may be.
     halved = lets.bind(n >> _i32(1), "halved")
     value = lets.bind(p * _power_of_two(halved) * _power_of_two(n - halved), "value")
-    # Said outright: a product that overflows would not, where it is fused with an addition.
+    # Infinity explicitly: a product does not overflow if LLVM fuses it with an addition.
     return lets.close(tirx.Select(x > _f32(_EXP_LARGEST), from_bits(_i32(0x7F800000)), value))
 
 
 def _half_power(lets: Lets, q: Expr) -> Expr:
-    """2^-q for ``0 <= q <= 120`` (or NaN), relative error 1e-7 beside that of ``q``."""
+    """Return 2^-q for ``0 <= q <= 120`` or NaN; the relative error adds 1e-7 to that of ``q``."""
     n, shifted = _rounded(lets, _f32(0.0) - q)
     s = lets.bind(q + n, "s")
     p = bits(lets.bind(_f32(1.0) + s * horner(s, _EXP2), "p"))
-    # Of the shifted number only the integer survives the shift into the exponent.
+    # The shift into the exponent keeps only the integer in the low bits of the shifted number.
     return lets.bind(from_bits(p + (shifted << _i32(23))), "power")
 
 
 def exp_nonpositive(x: Expr) -> Expr:
-    """e^x for ``x <= 0`` or NaN, error below 1 ulp, denormal results included."""
+    """Return e^x for ``x <= 0`` or NaN, with an error below 1 ulp, also for denormal results."""
     lets = Lets()
     x = lets.bind(x, "x")
-    # What vanishes is computed as e^0: products that underflow are slow on some processors.
+    # If the result is 0, compute e^0 instead: underflowing products are slow on some processors.
     vanishes = x < _f32(-104.0)
     low = lets.bind(tirx.Select(vanishes, _f32(0.0), x), "low")
     n, r = _reduce(lets, low)
     p = lets.bind(r + r * r * horner(r, _EXP) + _f32(1.0), "p")
-    # 2^-150 is no float: 2^24 times the power, and then 2^-24, which rounds denormals once.
+    # 2^-150 is no float32: multiply by 2^(n + 24), then by 2^-24, which rounds denormals once.
     value = lets.bind(p * from_bits((n + _i32(151)) << _i32(23)) * _f32(2.0**-24), "value")
     return lets.close(tirx.Select(vanishes, _f32(0.0), value))
 
 
 def reduce_exponent(lets: Lets, x: Expr) -> tuple[Expr, Expr]:
-    """Return (n as int32, e^r - 1) with ``x = n ln 2 + r`` and ``|r| <= ln 2 / 2``."""
+    """Return n, as int32, and e^r - 1 with ``x = n ln 2 + r`` and ``|r| <= ln 2 / 2``."""
     n, r = _reduce(lets, x)
     return n, lets.bind(r + r * r * horner(r, _EXP), "p")
 
 
 def expm1_nonnegative(lets: Lets, x: Expr) -> Expr:
-    """e^x - 1 for ``0 <= x <= 80``, with full relative precision near 0."""
+    """Return e^x - 1 for ``0 <= x <= 80``, with full relative precision near 0."""
     n, p = reduce_exponent(lets, x)
     scale = lets.bind(_power_of_two(n), "scale")
     return lets.bind(p * scale + (scale - _f32(1.0)), "expm1")
 
 
 def tanh(x: Expr) -> Expr:
-    """tanh x, error below 2 ulp: a polynomial near 0, else t / (t + 2) with t = e^(2|x|) - 1."""
+    """Return tanh x, with an error below 2 ulp.
+
+    Near 0 it is a polynomial, otherwise ``t / (t + 2)`` with ``t = e^(2|x|) - 1``.
+    """
     lets = Lets()
     x = lets.bind(x, "x")
     a = lets.bind(absolute(x), "a")
@@ -184,7 +190,7 @@ def tanh(x: Expr) -> Expr:
 
 
 def sigmoid(x: Expr) -> Expr:
-    """1 / (1 + e^-x), error below 3 ulp."""
+    """Return 1 / (1 + e^-x), with an error below 3 ulp."""
     lets = Lets()
     x = lets.bind(x, "x")
     e = lets.bind(exp(_f32(0.0) - x), "e")
@@ -192,12 +198,12 @@ def sigmoid(x: Expr) -> Expr:
 
 
 def log(x: Expr) -> Expr:
-    """Natural logarithm, error below 1 ulp, denormals included; log 0 = -inf."""
+    """Return the natural logarithm, with an error below 1 ulp, also for denormals; -inf for 0."""
     lets = Lets()
     x = lets.bind(x, "x")
     tiny = x < _f32(1.1754943508222875e-38)
     scaled = lets.bind(tirx.Select(tiny, x * _f32(8388608.0), x), "scaled")
-    # The exponent is cut so that the mantissa lies in [sqrt(1/2), sqrt(2)).
+    # The exponent is chosen so that the mantissa is in [sqrt(1/2), sqrt(2)).
     shifted = lets.bind(bits(scaled) - _i32(0x3F3504F3), "shifted")
     mantissa = from_bits((shifted & _i32(0x7FFFFF)) + _i32(0x3F3504F3))
     f = lets.bind(mantissa - _f32(1.0), "f")
@@ -216,7 +222,10 @@ def log(x: Expr) -> Expr:
 
 
 def erf(x: Expr) -> Expr:
-    """erf x, error below 2 ulp: x + x P(x^2) below 1, 1 - 2^-Q(|x|) above; NaN in NaN out."""
+    """Return erf x, with an error below 2 ulp; NaN for NaN.
+
+    For ``|x| < 1`` it is ``x + x P(x^2)``, otherwise ``1 - 2^-Q(|x|)`` with the sign of x.
+    """
     lets = Lets()
     x = lets.bind(x, "x")
     a = lets.bind(absolute(x), "a")
@@ -229,10 +238,11 @@ def erf(x: Expr) -> Expr:
 
 
 def gelu(x: Expr) -> Expr:
-    """x Phi(x) = max(x, 0) - |x| / 2 erfc(|x| / sqrt 2): no cancellation in the negative tail.
+    """Return GELU, x Phi(x), as max(x, 0) - |x| / 2 * erfc(|x| / sqrt 2).
 
-    Error below 1e-7 |x|; 0 below -6, where the result is below 6e-9; NaN of NaN and, as PyTorch's
-    kernel has it, of infinities.
+    In this form no digits cancel for negative x. The error is below 1e-7 |x|. For x below -6 the
+    result is 0, as its absolute value is below 6e-9. It is NaN for NaN and, as in PyTorch's kernel,
+    for infinities.
     """
     lets = Lets()
     x = lets.bind(x, "x")

@@ -1,8 +1,7 @@
-"""More functions of float32 without calls: log1p, expm1, cosh, and inverses of trigonometric and
-hyperbolic functions, from those of :mod:`tvmbridge.legalize.float32`.
+"""More functions of float32 that LLVM can vectorize: log1p, expm1, cosh, asin, asinh and others.
 
-The coefficients are minimax fits of the relative error (Lawson's iteration on Chebyshev nodes,
-rounded to float32).
+The functions call functions of :mod:`tvmbridge.legalize.float32`. The coefficients are minimax fits
+of the relative error (Lawson's iteration on Chebyshev nodes, rounded to float32).
 """
 
 from __future__ import annotations
@@ -37,12 +36,15 @@ def _f32(value: float) -> Expr:
 
 
 def _kept(value: Expr) -> Expr:
-    """``value`` through its bits: the simplifier would take (1 + x) - 1 for x."""
+    """Return ``value``, reinterpreted twice: TVM would simplify (1 + x) - 1 to x."""
     return from_bits(bits(value))
 
 
 def log1p(x: Expr) -> Expr:
-    """log(1 + x), error below 3 ulp: the rounding of 1 + x is divided out."""
+    """Return log(1 + x), with an error below 3 ulp.
+
+    It is ``log(u) * x / (u - 1)`` with the rounded ``u = 1 + x``, which corrects the rounding.
+    """
     lets = Lets()
     x = lets.bind(x, "x")
     u = lets.bind(_kept(_f32(1.0) + x), "u")
@@ -55,13 +57,13 @@ def log1p(x: Expr) -> Expr:
 
 
 def expm1(x: Expr) -> Expr:
-    """e^x - 1, error below 2 ulp, with full relative precision near 0."""
+    """Return e^x - 1, with an error below 2 ulp, and full relative precision near 0."""
     lets = Lets()
     x = lets.bind(x, "x")
     low = lets.bind(tirx.Select(x < _f32(-20.0), _f32(-20.0), x), "low")
     cut = lets.bind(tirx.Select(low > _f32(89.0), _f32(89.0), low), "cut")
     n, rest = reduce_exponent(lets, cut)
-    # 2^128 is no float: half of the result is computed, and doubled.
+    # 2^128 is no float32: half of the result is computed, and doubled.
     scale = lets.bind(from_bits((n + constant(126, "int32")) << constant(23, "int32")), "scale")
     halved = lets.bind(rest * scale + (scale - _f32(0.5)), "halved")
     value = lets.bind(halved + halved, "value")
@@ -71,14 +73,17 @@ def expm1(x: Expr) -> Expr:
 
 
 def cosh(x: Expr) -> Expr:
-    """(e^|x| + e^-|x|) / 2, by the square of e^(|x| / 2), which does not overflow too early."""
+    """Return cosh x = (e^|x| + e^-|x|) / 2.
+
+    It multiplies by e^(|x| / 2) twice, because e^|x| may overflow although the result does not.
+    """
     lets = Lets()
     e = lets.bind(exp(absolute(x) * _f32(0.5)), "e")
     return lets.close((_f32(0.5) * e) * e + (_f32(0.5) / e) / e)
 
 
 def asinh(x: Expr) -> Expr:
-    """sign(x) log(|x| + sqrt(x^2 + 1)), near 0 by log1p."""
+    """Return asinh x = sign(x) log(|x| + sqrt(x^2 + 1)), by log1p."""
     lets = Lets()
     x = lets.bind(x, "x")
     a = lets.bind(absolute(x), "a")
@@ -91,7 +96,7 @@ def asinh(x: Expr) -> Expr:
 
 
 def acosh(x: Expr) -> Expr:
-    """log(x + sqrt(x^2 - 1)), near 1 by log1p; NaN below 1."""
+    """Return acosh x = log(x + sqrt(x^2 - 1)), by log1p; NaN below 1."""
     lets = Lets()
     x = lets.bind(x, "x")
     large = x > _f32(1e9)
@@ -101,7 +106,7 @@ def acosh(x: Expr) -> Expr:
 
 
 def atanh(x: Expr) -> Expr:
-    """log((1 + x) / (1 - x)) / 2, by log1p."""
+    """Return atanh x = log((1 + x) / (1 - x)) / 2, by log1p."""
     lets = Lets()
     x = lets.bind(x, "x")
     a = lets.bind(absolute(x), "a")
@@ -110,9 +115,10 @@ def atanh(x: Expr) -> Expr:
 
 
 def _asin_within_half(lets: Lets, x: Expr) -> tuple[Expr, Expr]:
-    """``(far, small)``: whether |x| > 1/2, and asin of |x|, or of sqrt((1 - |x|) / 2) if so.
+    """Return ``far``, whether |x| > 1/2, and ``small``, an arcsine of an argument of at most 1/2.
 
-    By asin x = pi/2 - 2 asin(sqrt((1 - x) / 2)) the inverses follow from ``small``; NaN beyond 1.
+    ``small`` is asin |x|, or asin(sqrt((1 - |x|) / 2)) if ``far``; NaN for |x| > 1. The callers use
+    asin x = pi/2 - 2 asin(sqrt((1 - x) / 2)).
     """
     a = lets.bind(absolute(x), "a")
     far = a > _f32(0.5)
@@ -124,7 +130,7 @@ def _asin_within_half(lets: Lets, x: Expr) -> tuple[Expr, Expr]:
 
 
 def asin(x: Expr) -> Expr:
-    """asin x: above 1/2 as pi/2 - 2 asin(sqrt((1 - x) / 2)); NaN beyond 1."""
+    """Return asin x, for |x| > 1/2 by pi/2 - 2 asin(sqrt((1 - |x|) / 2)); NaN for |x| > 1."""
     lets = Lets()
     x = lets.bind(x, "x")
     far, small = _asin_within_half(lets, x)
@@ -134,7 +140,10 @@ def asin(x: Expr) -> Expr:
 
 
 def acos(x: Expr) -> Expr:
-    """acos x: near its ends as 2 asin(sqrt((1 - |x|) / 2)) or pi less that; NaN beyond 1."""
+    """Return acos x; NaN for |x| > 1.
+
+    For |x| > 1/2 it is 2 asin(sqrt((1 - |x|) / 2)), or pi minus that if x is negative.
+    """
     lets = Lets()
     x = lets.bind(x, "x")
     far, small = _asin_within_half(lets, x)
@@ -145,7 +154,10 @@ def acos(x: Expr) -> Expr:
 
 
 def _atan_of_unit(lets: Lets, a: Expr) -> Expr:
-    """atan a for ``0 <= a <= 1``, above tan(pi / 8) as pi/4 + atan((a - 1) / (a + 1))."""
+    """Return atan a for ``0 <= a <= 1``.
+
+    Above tan(pi / 8) it is pi/4 + atan((a - 1) / (a + 1)).
+    """
     far = a > _f32(math.tan(math.pi / 8))
     turned = (a - _f32(1.0)) / (a + _f32(1.0))
     t = lets.bind(tirx.Select(far, turned, a), "t")
@@ -155,7 +167,7 @@ def _atan_of_unit(lets: Lets, a: Expr) -> Expr:
 
 
 def atan(x: Expr) -> Expr:
-    """atan x: above 1 as pi/2 - atan(1 / x)."""
+    """Return atan x, for |x| > 1 by pi/2 - atan(1 / |x|)."""
     lets = Lets()
     x = lets.bind(x, "x")
     a = lets.bind(absolute(x), "a")
@@ -166,7 +178,7 @@ def atan(x: Expr) -> Expr:
 
 
 def atan2(y: Expr, x: Expr) -> Expr:
-    """The angle of (x, y), with IEEE's answers for zeros and infinities of either sign."""
+    """Return the angle of the point (x, y), as IEEE defines it for zeros and infinities too."""
     lets = Lets()
     y, x = lets.bind(y, "y"), lets.bind(x, "x")
     height, width = lets.bind(absolute(y), "height"), lets.bind(absolute(x), "width")

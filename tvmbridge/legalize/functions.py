@@ -1,7 +1,8 @@
-"""Elementary functions by dtype: float32 by polynomials, halves by way of float32, float64 by libm.
+"""Elementary functions of all floating dtypes.
 
-``FUNCTIONS`` maps a name to a function from a scalar expression of any floating dtype to one of
-the same dtype.
+Functions of float32 are polynomials, half precisions are computed in float32, and float64 calls the
+C library. ``FUNCTIONS`` maps a name to a function from a scalar expression of any floating dtype to
+an expression of the same dtype.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ FLOATS = (*HALF, "float32", "float64")
 
 
 def is_nan(x: Expr) -> Expr:
-    """Return whether a value of any dtype is NaN; never for an integer."""
+    """Return an expression of whether a value is NaN; false for integers."""
     dtype = dtype_of(x)
     if dtype == "float64":
         bits = tirx.reinterpret("int64", x) & constant(0x7FFFFFFFFFFFFFFF, "int64")
@@ -37,7 +38,10 @@ def libm(name: str) -> ScalarFunction:
 
 
 def by_dtype(single: ScalarFunction, double: ScalarFunction) -> ScalarFunction:
-    """Return one function for all floating dtypes; halves compute in float32."""
+    """Return a function of all floating dtypes: ``double`` for float64, ``single`` for the others.
+
+    Half precisions are cast to float32 and back.
+    """
 
     def apply(x: Expr) -> Expr:
         dtype = dtype_of(x)
@@ -54,7 +58,7 @@ def _sigmoid64(x: Expr) -> Expr:
 
 
 def _gelu64(x: Expr) -> Expr:
-    """x Phi(x) = x / 2 (1 + erf(x / sqrt 2))."""
+    """Return x Phi(x) = x / 2 (1 + erf(x / sqrt 2))."""
     lets = Lets()
     x, half = lets.bind(x, "x"), constant(0.5, "float64")
     erf = libm("erf")(x * constant(0.5**0.5, "float64"))
@@ -62,7 +66,7 @@ def _gelu64(x: Expr) -> Expr:
 
 
 def _gelu_tanh(tanh: ScalarFunction) -> ScalarFunction:
-    """x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))."""
+    """Return the function x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))."""
 
     def apply(x: Expr) -> Expr:
         lets, dtype = Lets(), dtype_of(x)
@@ -75,7 +79,7 @@ def _gelu_tanh(tanh: ScalarFunction) -> ScalarFunction:
 
 
 def _silu(exp: ScalarFunction) -> ScalarFunction:
-    """x / (1 + e^-x)."""
+    """Return the function x / (1 + e^-x)."""
 
     def apply(x: Expr) -> Expr:
         lets, dtype = Lets(), dtype_of(x)

@@ -1,8 +1,7 @@
-"""A small builder of nested ``Let`` expressions: name a value once, use it often.
+"""A builder of nested ``Let`` expressions, which compute a value once and read it several times.
 
-A polynomial reads its argument many times. Written as a plain expression tree it is copied as
-often as it is read, so every function of :mod:`tvmbridge.legalize` binds its intermediate
-values instead.
+In a plain expression tree, an argument that a polynomial reads many times is copied as often. So
+every function of :mod:`tvmbridge.legalize` binds its intermediate values.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ class Lets:
         self._bindings: list[tuple[tirx.Var, Expr]] = []
 
     def bind(self, value: Expr, name: str = "t") -> tirx.Var:
-        """Name ``value`` and return the variable that stands for it."""
+        """Bind ``value`` to a new variable, and return the variable."""
         var = tirx.Var(name, dtype_of(value))
         self._bindings.append((var, value))
         return var
@@ -36,7 +35,7 @@ def dtype_of(value: Expr) -> str:
 
 
 def constant(value: float, dtype: str) -> Expr:
-    """Return an immediate of ``dtype``."""
+    """Return the number ``value`` as an immediate of ``dtype``."""
     return tirx.const(value, dtype)
 
 

@@ -1,6 +1,4 @@
-"""Legalisation of softmax, log_softmax, layer_norm and rms_norm, computed in float32 for half
-precisions.
-"""
+"""Legalization of softmax, log_softmax, layer_norm and rms_norm, in float32 for half precisions."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ _ZERO = constant(0, "int64")
 
 
 def _at(indices: tuple[Expr, ...], axes: list[int]) -> list[Expr]:
-    """Return the indices with those of the reduced axes set to 0."""
+    """Return ``indices`` with 0 for each of ``axes``, the reduced axes."""
     return [_ZERO if axis in axes else index for axis, index in enumerate(indices)]
 
 
@@ -35,13 +33,14 @@ def _exponential(x: Expr, dtype: str) -> Expr:
 
 
 def _shifted_exponentials(x: te.Tensor, axes: list[int]) -> tuple[te.Tensor, te.Tensor, te.Tensor]:
-    """Return (row maximum, e^(x - maximum), its row sum), the reduced ones with extent 1.
+    """Return the maximum of each row, e^(x - maximum), and the sum of the latter over the row.
 
-    The maximum may lose a NaN: the exponentials have it again. A row of -inf gives NaN.
+    In maximum and sum, the reduced axes have extent 1. The maximum may ignore a NaN, but the
+    exponentials have it. A row of -inf gives NaN.
     """
     dtype = str(x.dtype)
-    # From the smallest finite number instead of -inf a row of -inf would give 0 / 0 = NaN as well,
-    # but only because every exponential underflows; from -inf it is -inf - -inf.
+    # The maximum starts at -inf, so that a row of -inf gives -inf - -inf, which is NaN. If it
+    # started at the smallest finite number, the NaN would depend on underflow, by 0 / 0.
     plain_max = te.comm_reducer(
         lambda a, b: tirx.Max(a, b), lambda t: -tirx.infinity(t), name="max"
     )
@@ -53,7 +52,7 @@ def _shifted_exponentials(x: te.Tensor, axes: list[int]) -> tuple[te.Tensor, te.
 
 
 def te_softmax(x: te.Tensor, axis: int) -> te.Tensor:
-    """Softmax over ``axis``: e^(x - max) times the reciprocal of its sum."""
+    """Return the softmax over ``axis``: e^(x - max) times the reciprocal of its sum."""
     dtype, axes = str(x.dtype), normalized_axes([axis], len(x.shape))
     _, powers, total = _shifted_exponentials(cast(x, accumulator_dtype(dtype)), axes)
     one = constant(1.0, str(total.dtype))
@@ -63,7 +62,7 @@ def te_softmax(x: te.Tensor, axis: int) -> te.Tensor:
 
 
 def te_log_softmax(x: te.Tensor, axis: int) -> te.Tensor:
-    """x - max - log(sum(e^(x - max))) over ``axis``."""
+    """Return x - max - log(sum(e^(x - max))), with maximum and sum over ``axis``."""
     dtype, axes = str(x.dtype), normalized_axes([axis], len(x.shape))
     wide = cast(x, accumulator_dtype(dtype))
     top, _, total = _shifted_exponentials(wide, axes)
@@ -79,7 +78,7 @@ def te_log_softmax(x: te.Tensor, axis: int) -> te.Tensor:
 def te_layer_norm(
     x: te.Tensor, weight: te.Tensor, bias: te.Tensor, axes: list[int], epsilon: float
 ) -> te.Tensor:
-    """(x - mean) / sqrt(var + epsilon) * weight + bias, statistics over ``axes``."""
+    """Return (x - mean) / sqrt(var + epsilon) * weight + bias, with statistics over ``axes``."""
     dtype = str(x.dtype)
     acc = accumulator_dtype(dtype)
     wide = cast(x, acc)
@@ -101,7 +100,7 @@ def te_layer_norm(
 
 
 def te_rms_norm(x: te.Tensor, weight: te.Tensor, axes: list[int], epsilon: float) -> te.Tensor:
-    """x / sqrt(mean(x^2) + epsilon) * weight, statistics over ``axes``."""
+    """Return x / sqrt(mean(x^2) + epsilon) * weight, with the mean over ``axes``."""
     dtype = str(x.dtype)
     acc = accumulator_dtype(dtype)
     wide = cast(x, acc)
@@ -125,7 +124,7 @@ def _pattern(call: Call, axes: list[int]) -> dict[str, int]:
 
 
 def softmax(bb: relax.BlockBuilder, call: Call) -> Expr:
-    """Legalise relax.nn.softmax."""
+    """Legalize relax.nn.softmax."""
     axis = int(call.attrs.axis)
     attrs = _pattern(call, normalized_axes([axis], len(shape_of(call))))
     return bb.call_te(
@@ -134,7 +133,7 @@ def softmax(bb: relax.BlockBuilder, call: Call) -> Expr:
 
 
 def log_softmax(bb: relax.BlockBuilder, call: Call) -> Expr:
-    """Legalise relax.nn.log_softmax."""
+    """Legalize relax.nn.log_softmax."""
     axis = int(call.attrs.axis)
     attrs = _pattern(call, normalized_axes([axis], len(shape_of(call))))
     return bb.call_te(
@@ -143,7 +142,7 @@ def log_softmax(bb: relax.BlockBuilder, call: Call) -> Expr:
 
 
 def layer_norm(bb: relax.BlockBuilder, call: Call) -> Expr:
-    """Legalise relax.nn.layer_norm."""
+    """Legalize relax.nn.layer_norm."""
     axes = normalized_axes(call.attrs.axes, len(shape_of(call)))
     epsilon = float(call.attrs.epsilon)
     return bb.call_te(
@@ -155,7 +154,7 @@ def layer_norm(bb: relax.BlockBuilder, call: Call) -> Expr:
 
 
 def rms_norm(bb: relax.BlockBuilder, call: Call) -> Expr:
-    """Legalise relax.nn.rms_norm."""
+    """Legalize relax.nn.rms_norm."""
     axes = normalized_axes(call.attrs.axes, len(shape_of(call)))
     epsilon = float(call.attrs.epsilon)
     return bb.call_te(

@@ -1,4 +1,4 @@
-"""Legalisation of powers whose exponent is a number: the short forms that PyTorch has, too."""
+"""Legalization of powers with a constant exponent, such as 2, by products, quotients and roots."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from tvm import relax
 from tvm.ir import Call, Expr, GenericConst
 from tvm.relax.transform.legalize_ops.common import LegalizeFunc
 
-# Exponents that a power of Relax may have: those for which PyTorch has a short form, as we do.
+# Exponents of relax.power that become products, quotients and roots, as in PyTorch's kernels.
 SHORT_EXPONENTS = (2.0, 3.0, -1.0, -2.0, -0.5)
 
 
 def exponent_of(call: Call) -> float | None:
-    """The number that a ``relax.power`` raises to; None for a tensor."""
+    """Return the constant exponent of a ``relax.power``; None if the exponent is a tensor."""
     exponent = call.args[1]
     if not isinstance(exponent, GenericConst) or exponent.value.shape:
         return None
@@ -21,11 +21,12 @@ def exponent_of(call: Call) -> float | None:
 
 
 def power(legalizations: Mapping[str, LegalizeFunc], others: LegalizeFunc) -> LegalizeFunc:
-    """The legalisation of ``relax.power`` by those of products, quotients and roots.
+    """Return the legalization of ``relax.power``.
 
     Args:
-        legalizations: of ``relax.multiply``, ``relax.divide`` and ``relax.rsqrt``.
-        others: for exponents without a short form.
+        legalizations: legalizations by operator; ``relax.multiply``, ``relax.divide`` and
+            ``relax.rsqrt`` are used.
+        others: the legalization for exponents that are not in ``SHORT_EXPONENTS``.
     """
 
     def legalize(bb: relax.BlockBuilder, call: Call) -> Expr:

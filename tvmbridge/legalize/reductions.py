@@ -1,9 +1,8 @@
-"""Legalisation of sum, mean, variance, prod, max and min: halves accumulate in float32, NaN
-propagates.
+"""Legalization of sum, mean, variance, prod, max and min.
 
-A reduction over trailing axes is marked as a broadcast to FuseOps, so that a whole row-wise
-chain (a normalisation spelled out, say) becomes one function; the CPU schedules keep a row in
-cache across it.
+Half precisions accumulate in float32, and NaN propagates. A reduction over trailing axes has the
+operator pattern of a broadcast. So FuseOps fuses a chain of row-wise operators, such as a
+normalization, into one function. The CPU schedules keep a row in cache across such a function.
 """
 
 from __future__ import annotations
@@ -42,14 +41,14 @@ def normalized_axes(axes: Sequence[int] | None, ndim: int) -> list[int]:
 
 
 def cast(x: te.Tensor, dtype: str, name: str = "T_cast") -> te.Tensor:
-    """Return ``x`` in ``dtype``, the tensor itself where it has that dtype already."""
+    """Return ``x`` in ``dtype``; the tensor itself if it has that dtype already."""
     if str(x.dtype) == dtype:
         return x
     return te.compute(x.shape, lambda *i: tirx.Cast(dtype, x(*i)), name=name)
 
 
 def reduce(x: te.Tensor, axes: list[int], reducer: Reducer, name: str, keep: bool) -> te.Tensor:
-    """Reduce ``x`` over ``axes``; with ``keep`` they stay with extent 1."""
+    """Return ``x`` reduced over ``axes``; if ``keep``, they stay with extent 1."""
     shape = static_shape(x)
     iters = {axis: te.reduce_axis((0, shape[axis]), name=f"k{axis}") for axis in axes}
     kept = [axis for axis in range(len(shape)) if keep or axis not in iters]
@@ -63,7 +62,7 @@ def reduce(x: te.Tensor, axes: list[int], reducer: Reducer, name: str, keep: boo
 
 
 def nan_reducer(dtype: str, pick: Callable[[Expr, Expr], Expr], start: Expr) -> Reducer:
-    """Return the reducer of ``pick``, which keeps NaN, from the value ``start``."""
+    """Return a reducer by ``pick``, which keeps NaN; ``start`` is its initial value."""
     return te.comm_reducer(pick, lambda _: start, name=f"{pick.__name__}_{dtype}")
 
 
@@ -82,12 +81,12 @@ def reducer_for(kind: str, dtype: str) -> Reducer:
 
 
 def plain_sum(x: te.Tensor, axes: list[int], keep: bool) -> te.Tensor:
-    """Sum in the dtype of ``x``, which must be an accumulator's."""
+    """Return the sum over ``axes``, in the dtype of ``x``, which must be an accumulator dtype."""
     return reduce(x, axes, reducer_for("sum", str(x.dtype)), "T_sum", keep)
 
 
 def mean_of(x: te.Tensor, axes: list[int], keep: bool) -> te.Tensor:
-    """Mean in the dtype of ``x``, which must be an accumulator's."""
+    """Return the mean over ``axes``, in the dtype of ``x``, which must be an accumulator dtype."""
     shape = static_shape(x)
     total = plain_sum(x, axes, keep)
     count = constant(float(prod(shape[a] for a in axes)), str(x.dtype))
@@ -95,7 +94,7 @@ def mean_of(x: te.Tensor, axes: list[int], keep: bool) -> te.Tensor:
 
 
 def squared_deviation(x: te.Tensor, mean: te.Tensor) -> te.Tensor:
-    """(x - mean)^2, where ``mean`` has extent 1 on the axes that were reduced."""
+    """Return (x - mean)^2; ``mean`` has extent 1 on the axes that were reduced."""
     where = [int(extent) == 1 for extent in mean.shape]
 
     def compute(*i: Expr) -> Expr:
@@ -108,7 +107,10 @@ def squared_deviation(x: te.Tensor, mean: te.Tensor) -> te.Tensor:
 
 
 def variance_of(x: te.Tensor, mean: te.Tensor, axes: list[int], keep: bool) -> te.Tensor:
-    """Biased variance about ``mean``, in the dtype of ``x``, which must be an accumulator's."""
+    """Return the biased variance of ``x``, whose dtype must be an accumulator dtype.
+
+    ``mean`` is the mean over ``axes``, with extent 1 on them.
+    """
     return mean_of(squared_deviation(x, mean), axes, keep)
 
 
@@ -116,7 +118,7 @@ _OF_NOTHING = {"sum": 0.0, "prod": 1.0, "mean": math.nan, "variance": math.nan}
 
 
 def _of_nothing(kind: str, x: te.Tensor, axes: list[int], keep: bool) -> te.Tensor:
-    """Return the reduction over no elements: a loop of none would leave the result undefined."""
+    """Return the reduction of no elements; a loop of no iterations would not write the result."""
     shape = static_shape(x)
     kept = [1 if a in axes else n for a, n in enumerate(shape) if keep or a not in axes]
     value = constant(_OF_NOTHING[kind], str(x.dtype))
@@ -138,14 +140,14 @@ def _compute(kind: str, x: te.Tensor, axes: list[int], keep: bool) -> te.Tensor:
 
 
 def pattern_of(shape: Sequence[int], axes: list[int]) -> int:
-    """Return the fusion pattern of a reduction: a broadcast if it runs along rows of several."""
+    """Return the operator pattern of a reduction: broadcast if it reduces each of several rows."""
     rows = prod(shape[: len(shape) - len(axes)])
     trailing = axes == list(range(len(shape) - len(axes), len(shape)))
     return BROADCAST if trailing and rows > 1 else REDUCTION
 
 
 def reduction(kind: str) -> LegalizeFunc:
-    """Return the legalisation of a relax reduction with attributes ``axis`` and ``keepdims``."""
+    """Return the legalization of a Relax reduction with attributes ``axis`` and ``keepdims``."""
 
     def legalize(bb: relax.BlockBuilder, call: Call) -> Expr:
         shape = shape_of(call.args[0])

@@ -1,8 +1,7 @@
-"""Calls that are alike are legalised once: a model of equal layers repeats each many times.
+"""Legalize equal calls once: a model of equal layers repeats each of its calls many times.
 
-A legalisation builds a tensor expression, turns it into a function of loops, and TVM finds that the
-module has this function already. That takes a millisecond a call; to find the call itself takes
-some microseconds.
+A legalization builds a tensor expression and a TIR function, and then TVM finds that the module has
+this function already. That takes a millisecond a call; looking the call up takes microseconds.
 """
 
 from __future__ import annotations
@@ -18,12 +17,13 @@ from tvm.relax.transform.legalize_ops.common import LegalizeFunc
 
 from tvmbridge.legalize import LEGALIZE_MAP
 
-# A call of loops, and which operands it takes (by position); None: it is legalised each time.
+# A call of a TIR function, and the positions of the operands that it takes. None if calls with the
+# key are legalized each time.
 _Found = tuple[Call, tuple[int, ...]] | None
 
 
 def legalize_map() -> dict[str, LegalizeFunc]:
-    """``LEGALIZE_MAP`` and TVM's own legalisations, for one module: they remember its functions."""
+    """Return ``LEGALIZE_MAP`` and TVM's own legalizations, which remember calls of one module."""
     return {name: _remembering(function) for name, function in _all().items()}
 
 
@@ -58,7 +58,7 @@ def _remembering(legalize: LegalizeFunc) -> Callable[[relax.BlockBuilder, Call],
 
 
 def _operands(call: Call) -> list[Expr]:
-    """The operands of ``call``; those in tuples one by one."""
+    """Return the operands of ``call``, with the fields of tuples one by one."""
     return [
         operand
         for arg in call.args
@@ -67,9 +67,10 @@ def _operands(call: Call) -> list[Expr]:
 
 
 def _key(call: Call, operands: list[Expr]) -> Any:
-    """What a legalisation may depend on; None where that is a large constant or no tensor.
+    """Return a key of everything that the legalization of ``call`` may depend on.
 
-    Of variables these are the types, and which of them are the same; of other operands the values.
+    It has the types of variables, which variables are the same, and the values of other operands.
+    None if an operand is a constant with dimensions, or a variable that is no tensor.
     """
     variables: dict[Expr, int] = {}
     seen: list[Any] = []
@@ -88,7 +89,10 @@ def _key(call: Call, operands: list[Expr]) -> Any:
 
 
 def _loops(legalized: Expr, operands: list[Expr]) -> _Found:
-    """What is repeated for the same key, if ``legalized`` calls loops on some of ``operands``."""
+    """Return what to repeat for an equal call; None unless ``legalized`` calls a TIR function.
+
+    All arguments of that call must be among ``operands``.
+    """
     if getattr(getattr(legalized, "op", None), "name", "") != "relax.call_tir":
         return None
     if len(legalized.args) != 2:

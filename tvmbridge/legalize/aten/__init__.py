@@ -39,12 +39,13 @@ COMPILED: dict[str, Compile] = {
     **WINDOWS,
     **NORMS,
 }
-# Of few arrays and by rows, or moves by a fixed pattern: what kernels of a GPU are made of.
+# Operators that are compiled for GPUs too: their loops run over rows of few arrays, or move
+# elements by a fixed pattern.
 FOR_GPUS = frozenset(NORMS) | {"aten.slice_scatter.default", "aten.diagonal.default"}
 
 
 def compile_aten_call(bb: relax.BlockBuilder, call: Call, content: dict[str, Any]) -> Expr:
-    """Loops for a marked ATen call whose spec has ``content``, emitted with ``bb``."""
+    """Emit loops for a marked ATen call by ``bb``; ``content`` is the parsed spec of the call."""
     arguments = Arguments.of(content, list(call.args[2:]))
     return COMPILED[content["op"]](bb, call, arguments)
 

@@ -1,4 +1,4 @@
-"""The arguments of an ATen call, by the names that the operator's schema has for them."""
+"""The arguments of an ATen call, by their names in the operator's schema."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ from tvmbridge.kernels.aten_call import resolve_overload
 
 @dataclass(frozen=True)
 class Arguments:
-    """The operator's name and its arguments; tensors are Relax expressions.
+    """The arguments of an ATen call.
 
-    ``results`` are those of its results that the graph has; None where it returns one only.
+    - ``op``: the name of the operator.
+    - ``values``: the arguments by name; tensors are Relax expressions.
+    - ``results``: the indices of the operator's results that the call returns; None if the
+      operator has only one result.
     """
 
     op: str
@@ -25,7 +28,7 @@ class Arguments:
 
     @classmethod
     def of(cls, content: dict[str, Any], tensors: Sequence[Expr]) -> Arguments:
-        """The arguments in the content of a call's spec, defaults included."""
+        """Return the arguments in the content of a call's spec, with the schema's defaults."""
         schema = resolve_overload(content["op"])._schema.arguments
         values = {a.name: a.default_value for a in schema if a.has_default_value()}
         names = [a.name for a in schema]

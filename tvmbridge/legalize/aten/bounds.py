@@ -1,4 +1,4 @@
-"""Indices that are known to be within bounds: a loop that raises, as eager PyTorch does."""
+"""Bounds checks of indices: a loop that raises an error at run time, as eager PyTorch does."""
 
 from __future__ import annotations
 
@@ -14,14 +14,18 @@ from tvmbridge.legalize.lets import constant, dtype_of
 def checked(
     bb: relax.BlockBuilder, indices: Expr, extent: int, error: str, *, negative: bool
 ) -> Expr:
-    """``indices`` into a dimension of ``extent``, negative ones counted from its end.
+    """Emit a loop that checks indices into a dimension, and return the checked indices.
 
     Args:
-        bb: where loops are emitted.
-        indices: int32 or int64.
-        extent: what they must stay below.
+        bb: emits the loop.
+        indices: a tensor of int32 or int64.
+        extent: the extent of the dimension.
         error: the name of the exception that an index outside of the bounds raises at run time.
-        negative: whether indices from ``-extent`` are meant.
+        negative: whether indices from ``-extent`` on count from the end; they are replaced by
+            non-negative ones.
+
+    Returns:
+        The non-negative indices; ``indices`` itself if it is a constant within the bounds.
     """
     if isinstance(indices, GenericConst):
         values = indices.value.numpy()
@@ -53,7 +57,7 @@ def _with_assertion(function: tirx.PrimFunc, extent: int, error: str, least: int
         value = tirx.BufferLoad(source, store.indices)
         dtype = dtype_of(value)
         inside = tirx.And(value >= constant(least, dtype), value < constant(extent, dtype))
-        # A text with the size in it would differ between the sizes of symbolic code.
+        # Code for symbolic sizes is compiled at several sizes, which must not differ in a text.
         size = "" if sizes_vary() else f" with size {extent}"
         message = [StringImm(f"index out of bounds for a dimension{size}")]
         return tirx.SeqStmt([tirx.AssertStmt(inside, StringImm(error), message), store])

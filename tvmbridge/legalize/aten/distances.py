@@ -31,7 +31,7 @@ def _power(base: Expr, exponent: float) -> Expr:
 
 
 def _term(a: Expr, b: Expr, p: float) -> Expr:
-    """What the difference of two coordinates adds to the norm."""
+    """Return the term of the p-norm for two coordinates, before the root."""
     lets, dtype = Lets(), str(a.ty.dtype)
     difference = lets.bind(opaque(a - opaque(b, sign="uint")), "d")
     if p == 2:
@@ -72,7 +72,7 @@ def _cdist(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
 
 
 def _pdist(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
-    """Each pair of rows once, the smaller number first."""
+    """Emit the distances of all pairs of rows ``i < j``, in one dimension."""
     p, x, dtype = float(arguments["p"]), arguments["self"], dtype_of(call)
     rows, depth = shape_of(x)
 
@@ -83,7 +83,7 @@ def _pdist(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
             store(total, constant(0, dtype))
             with loops(depth) as (k,):
                 store(total, total[0] + _term(source[i, k], source[j, k], p))
-            # The pairs of the rows before, then those of this one.
+            # Pairs of all rows before i come first, then the pairs of row i.
             place = i * (2 * rows - i - 1) // 2 + j - i - 1
             store(target, _root(total[0], p), place)
 

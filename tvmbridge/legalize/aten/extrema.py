@@ -1,7 +1,7 @@
-"""The place of the largest or smallest element: the first of equal ones, or the first NaN.
+"""The index of the largest or smallest element: the first of equal ones, or the first NaN.
 
-Two plain reductions, of the extremum and then of the least index that has it, are each a loop that
-can be vectorized; a reduction of pairs is not.
+The first loop computes the extremum, the second one the least index that has it. LLVM can vectorize
+each of them, but not one reduction of pairs of a value and an index.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tvmbridge.legalize.reductions import cast, reduce, reducer_for, static_shap
 
 
 def _place(x: te.Tensor, axis: int, kind: str, keep: bool) -> te.Tensor:
-    """The index of the extremum along ``axis``."""
+    """Return the index of the extremum along ``axis``; ``kind`` is ``"max"`` or ``"min"``."""
     dtype, shape = str(x.dtype), static_shape(x)
     best = reduce(x, [axis], reducer_for(kind, dtype), f"T_{kind}", True)
 
@@ -29,7 +29,7 @@ def _place(x: te.Tensor, axis: int, kind: str, keep: bool) -> te.Tensor:
         found = value.equal(top)
         if dtype in FLOATS:
             found = tirx.Or(found, is_nan(value))
-        # In int32: narrowed to it, an index of int64 would no longer fit the other branch.
+        # TVM may narrow an int64 index to int32; then the branches of the select would differ.
         place = tirx.Cast("int32", i[axis])
         return tirx.Select(found, place, constant(shape[axis], "int32"))
 

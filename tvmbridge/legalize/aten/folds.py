@@ -1,4 +1,4 @@
-"""Sums of overlapping windows."""
+"""Loops for col2im, which adds up overlapping windows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tvmbridge.legalize.lets import constant
 
 
 def _positions(arguments: Arguments, axis: int) -> int:
-    """How many windows lie along an axis."""
+    """Return the number of windows along an axis."""
     size, step = (int(arguments[name][axis]) for name in ("output_size", "stride"))
     kernel, spread, edge = (
         int(arguments[name][axis]) for name in ("kernel_size", "dilation", "padding")
@@ -33,7 +33,7 @@ def _positions(arguments: Arguments, axis: int) -> int:
 
 
 def _col2im(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
-    """Each window's elements added to the image in their places; padding is left out."""
+    """Emit loops that add the elements of each window to the image, except in the padding."""
     shape, dtype = shape_of(call), dtype_of(call)
     height, width = shape[-2:]
     images, kernel = prod(shape[:-2]), [int(n) for n in arguments["kernel_size"]]

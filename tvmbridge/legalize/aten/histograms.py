@@ -1,4 +1,4 @@
-"""Histograms of equal bins."""
+"""Loops for histc, histograms with bins of equal width."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tvmbridge.legalize.lets import constant
 
 
 def _histc(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
-    """Counts; the range is that of the elements where both ends are given as the same number."""
+    """Emit the counts of the bins; if ``min`` equals ``max``, the range is that of the elements."""
     x, dtype, bins = arguments["self"], dtype_of(call), int(arguments["bins"])
     ends = [float(arguments[name]) for name in ("min", "max")]
     size = prod(shape_of(x))

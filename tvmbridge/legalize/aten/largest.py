@@ -1,7 +1,7 @@
-"""Maxima of windows over pictures, and where they are: rows of a window first, then its columns.
+"""Maxima of windows over images, and their indices: over a window's rows first, then its columns.
 
-The first step reads whole rows, as they lie. What a window has beyond an edge of the picture is
-taken from the edge: an element that is in the window anyway changes no maximum.
+The first step compares whole rows, which are contiguous. A position of a window beyond an edge of
+the image is moved to the edge. That element is in the window anyway, so the maximum is the same.
 """
 
 from __future__ import annotations
@@ -19,9 +19,13 @@ from tvmbridge.legalize.lets import Lets
 
 @dataclass(frozen=True)
 class Taps:
-    """The positions of a window along one dimension.
+    """The positions of windows along one dimension.
 
-    ``extent`` is that of the picture, ``count`` that of the result.
+    - ``size``: the number of positions of a window.
+    - ``step``: the distance from one window to the next.
+    - ``edge``: the padding at each edge of the image.
+    - ``extent``: the extent of the image.
+    - ``count``: the number of windows.
     """
 
     size: int
@@ -31,7 +35,7 @@ class Taps:
     count: int
 
     def of(self, index: Expr) -> list[Expr]:
-        """Those of the window with a number, in order."""
+        """Return the positions of window number ``index``, in order."""
         return [self._position(index, tap) for tap in range(self.size)]
 
     def _position(self, index: Expr, tap: int) -> Expr:
@@ -45,7 +49,7 @@ class Taps:
 
 
 def largest(x: te.Tensor, rows: Taps, columns: Taps) -> te.Tensor:
-    """The maxima; NaN where a window has one. ``x`` has the dimensions of the windows last."""
+    """Return the maxima of windows over the last two dimensions of ``x``; NaN wins."""
     return _along(_along(x, rows, -2), columns, -1)
 
 
@@ -62,9 +66,9 @@ def _along(x: te.Tensor, taps: Taps, axis: int) -> te.Tensor:
 
 
 def places_of_largest(x: te.Tensor, rows: Taps, columns: Taps) -> te.Tensor:
-    """Where PyTorch finds the maxima, in pictures whose elements are numbered by rows.
+    """Return the indices of the maxima that PyTorch returns: row times columns plus column.
 
-    Of equal ones it is the first, of NaNs the last.
+    PyTorch returns the first of several equal elements, and the last of several NaNs.
     """
     values, found = _along(x, rows, -2), _rows(x, rows)
 
@@ -83,7 +87,7 @@ def places_of_largest(x: te.Tensor, rows: Taps, columns: Taps) -> te.Tensor:
 
 
 def _rows(x: te.Tensor, taps: Taps) -> te.Tensor:
-    """The row of the largest element of each column of a window."""
+    """Return the row of the largest element of each column of a window."""
 
     def element(*i: Expr) -> Expr:
         lets = Lets()
@@ -105,7 +109,10 @@ def _rows(x: te.Tensor, taps: Taps) -> te.Tensor:
 def _chosen(
     lets: Lets, new: tuple[Expr, Expr, Expr], best: tuple[Expr, Expr, Expr]
 ) -> tuple[Expr, Expr, Expr]:
-    """The later column if the element that PyTorch would find is there."""
+    """Return ``new`` if PyTorch prefers it to ``best``, otherwise ``best``.
+
+    Each is the value, row and column of an element; ``new`` is of a later column.
+    """
     value, row, _ = new
     old, old_row, _ = best
     after_nan = tirx.Or(tirx.Not(is_nan(old)), row >= old_row)
@@ -116,7 +123,7 @@ def _chosen(
 
 
 def _moved(indices: Sequence[Expr], taps: Taps, axis: int) -> list[list[Expr]]:
-    """``indices`` at each of the taps of a window."""
+    """Return ``indices`` for each position of a window along ``axis``."""
     moved = []
     for position in taps.of(indices[axis]):
         at = list(indices)

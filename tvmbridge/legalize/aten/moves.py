@@ -1,4 +1,4 @@
-"""ATen operators that move elements, by indices that are tensors or by fixed patterns."""
+"""Loops for ATen operators that move elements: indexing, gather, diagonal and slice_scatter."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _moved(
     tensors: Sequence[Expr],
     element: Callable[[Sequence[te.Tensor], tuple[Expr, ...]], Expr],
 ) -> Expr:
-    """Loops over the result, whose element at indices is ``element(tensors, indices)``."""
+    """Emit loops over the result, whose element at ``indices`` is ``element(tensors, indices)``."""
     shape = shape_of(call)
 
     def compute(*args: te.Tensor) -> te.Tensor:
@@ -35,9 +35,10 @@ def _wide(index: Expr) -> Expr:
 
 
 def _index(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
-    """Advanced indexing: the dimensions that are indexed become those of the indices' broadcast.
+    """Emit advanced indexing.
 
-    They stand where the first of them stood, or in front if they are not next to each other.
+    The dimensions of the broadcast indices replace the indexed dimensions. Their place is that of
+    the first indexed dimension, or the front if indexed dimensions are not adjacent.
     """
     x, listed = arguments["self"], arguments["indices"]
     shape = shape_of(x)
@@ -93,7 +94,7 @@ def _diagonal(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
 
 
 def _slice_scatter(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
-    """``src`` where a slice of the result lies, elsewhere the input."""
+    """Emit the input with ``src`` in place of a slice."""
     shape = shape_of(call)
     dim = arguments["dim"] % len(shape)
     limits = slice(arguments["start"], arguments["end"], arguments["step"])

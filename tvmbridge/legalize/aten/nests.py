@@ -1,7 +1,7 @@
-"""Loops that a tensor expression cannot say: scans, scatters, sorts.
+"""Functions to write loop nests that tensor expressions cannot describe: scans, scatters, sorts.
 
-They are written statement by statement and stand alone: nothing fuses with them, and no rule
-schedules them.
+Such loop nests are written statement by statement. FuseOps does not fuse them with other operators,
+and no schedule rule changes them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Nest = tuple[Sequence[int], str]
 
 
 def index(value: int) -> Expr:
-    """An index constant."""
+    """Return a constant for an index, of dtype int64."""
     return tirx.IntImm("int64", value)
 
 
@@ -38,17 +38,17 @@ def emit_nest(
     results: Sequence[Nest],
     write: Write,
 ) -> Expr:
-    """A call of a function whose statements ``write(inputs, outputs)`` writes.
+    """Emit a TIR function with the statements that ``write(inputs, outputs)`` writes, and its call.
 
     Args:
-        bb: where the function and the call are emitted.
-        name: what it is called.
-        tensors: what it reads.
+        bb: emits the function and the call.
+        name: the name of the function.
+        tensors: the tensors that the function reads.
         results: shape and dtype of each result.
         write: called within TVM's IR builder, with the buffers of tensors and results.
 
     Returns:
-        The variable of the result, a tuple of them if there are several.
+        The variable of the result, or of a tuple if there are several results.
     """
     with IRBuilder() as builder, tir.prim_func(s_tir=True):
         tir.func_name(name)
@@ -56,7 +56,7 @@ def emit_nest(
         inputs = [_parameter(f"x{i}", shape_of(t), dtype_of(t)) for i, t in enumerate(tensors)]
         outputs = [_parameter(f"y{i}", shape, dtype) for i, (shape, dtype) in enumerate(results)]
         write(inputs, outputs)
-    # Passes over Relax modules look into functions by their root block.
+    # Passes over Relax modules expect functions with a root block.
     function = builder.get()
     root = SBlock([], [], [], "root", function.body)
     function = function.with_body(SBlockRealize([], True, root))
@@ -67,21 +67,23 @@ def emit_nest(
 
 
 def _parameter(name: str, shape: Sequence[int], dtype: str) -> Buffer:
-    # A loop's index is of int64, and so is an extent: TVM simplifies no mixture.
+    # Extents are int64 like the indices of loops: TVM does not simplify mixed dtypes.
     return tir.arg(name, tir.buffer([index(n) for n in shape], dtype, layout=None))
 
 
 def dtype_of(tensor: Expr) -> str:
-    """The dtype of a Relax tensor."""
+    """Return the dtype of a Relax tensor, by name."""
     return str(tensor.ty.dtype.dtype)
 
 
 @contextmanager
 def loops(*extents: int, parallel_work: int = 0) -> Iterator[list[Expr]]:
-    """Nested loops, and their indices.
+    """Open nested loops around the statements in the context, and return their indices.
 
-    With ``parallel_work``, the number of element operations within, the outermost loop is divided
-    among the cores where that pays.
+    Args:
+        *extents: the extents of the loops, the outermost first.
+        parallel_work: the number of element operations within. If it is given and large enough,
+            the outermost loop runs on several cores.
     """
     with ExitStack() as stack:
         indices = []
@@ -99,21 +101,21 @@ def _pays(work: int, steps: int) -> bool:
 
 @contextmanager
 def when(condition: Expr) -> Iterator[None]:
-    """Statements for where ``condition`` holds."""
+    """Run the statements in the context only if ``condition`` holds."""
     with tir.If(condition), tir.Then():
         yield
 
 
 def local(count: int, dtype: str) -> Buffer:
-    """Memory of ``count`` elements for the loop that it is allocated in."""
+    """Allocate a buffer of ``count`` elements for each iteration of the loop around it."""
     return tir.alloc_buffer([index(count)], dtype, layout=None)
 
 
 def store(buffer: Buffer, value: Expr, *indices: Expr) -> None:
-    """``buffer[indices] = value``."""
+    """Emit ``buffer[indices] = value``; without indices, write element 0."""
     tir.buffer_store(buffer, value, list(indices) or [index(0)])
 
 
 def around(shape: Sequence[int], axis: int) -> tuple[int, int, int]:
-    """``shape`` as three extents: before ``axis``, of it, and behind it."""
+    """Return the number of elements before ``axis``, along it, and after it."""
     return prod(shape[:axis]), shape[axis], prod(shape[axis + 1 :])

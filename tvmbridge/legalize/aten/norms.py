@@ -1,6 +1,6 @@
-"""Layer norm and RMS norm with the statistics that their backward reads, and that backward.
+"""Loops for layer norm and RMS norm that return statistics, and for the backward of both.
 
-Rows are in float32 for half precisions; the gradients of weight and bias are sums down columns.
+Half precisions are computed in float32. The gradients of weight and bias are sums over rows.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _gradients(
     inverse: te.Tensor,
     weight: tuple[te.Tensor, ...],
 ) -> list[te.Tensor]:
-    """The gradients of x, weight and bias; without a ``mean`` none was subtracted."""
+    """Return the gradients of x, weight and bias; ``mean`` is None for an RMS norm."""
     dtype = str(x.dtype)
     acc = accumulator_dtype(dtype)
 
@@ -163,14 +163,14 @@ def _rms_norm_backward(bb: relax.BlockBuilder, call: Call, arguments: Arguments)
 
 
 def _flat(bb: relax.BlockBuilder, x: Expr, columns: int | None = None) -> Expr:
-    """``x`` as rows of so many columns; as one dimension without."""
+    """Return ``x`` as a matrix of ``columns`` columns; as a vector if that is None."""
     count = prod(shape_of(x))
     shape = (count,) if columns is None else (count // columns, columns)
     return bb.emit(relax.op.reshape(x, shape))
 
 
 def _dtype(type_: relax.TensorType) -> str:
-    """The dtype of a tensor's type."""
+    """Return the dtype of a tensor's type."""
     return str(type_.dtype.dtype)
 
 
@@ -182,7 +182,7 @@ def _emitted(
     compute: Any,
     operands: list[Expr],
 ) -> Expr:
-    """The results of ``compute`` that the graph has, in their shapes."""
+    """Emit the results of ``compute`` that ``call`` returns, in their shapes."""
     read = arguments.results or (0, 1, 2)
 
     declared = list(call.ty.fields)

@@ -1,4 +1,4 @@
-"""Element-wise ATen operators."""
+"""Loops for element-wise ATen operators."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _computed(dtype: str) -> str:
 
 
 def _held(number: int | float, dtype: str) -> int | float:
-    """A large ``number`` as ``dtype`` has it: an infinity, or the lowest bits of an integer."""
+    """Return ``number`` in the range of ``dtype``: a float becomes infinite, an integer wraps."""
     if dtype in _INTEGERS and isinstance(number, int):
         half = 2 ** (_INTEGERS[dtype] - 1)
         return (number + half) % (2 * half) - half
@@ -38,7 +38,11 @@ def _held(number: int | float, dtype: str) -> int | float:
 
 
 def pointwise(function: Scalar, *operands: str) -> Compile:
-    """Loops that apply ``function`` to the operands, numbers or tensors, in the result's dtype."""
+    """Return a function that emits loops which apply ``function`` to the call's operands.
+
+    ``operands`` are the names of arguments, which are numbers or tensors. The loops compute in the
+    dtype of the result, or in float32 if that is half precision.
+    """
 
     def compile_call(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
         result = str(call.ty.dtype.dtype)
@@ -68,7 +72,7 @@ def _angle(y: Expr, x: Expr) -> Expr:
 
 
 def _remainder(a: Expr, b: Expr) -> Expr:
-    """The remainder with the sign of ``a``."""
+    """Return the remainder of ``a`` divided by ``b``, with the sign of ``a``."""
     dtype = dtype_of(a)
     if dtype not in FLOATS:
         return tirx.truncmod(a, b)
@@ -88,7 +92,7 @@ def _elu(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
         x, zero = lets.bind(x, "x"), constant(0.0, dtype)
         low = lets.bind(tirx.Select(x > zero, zero, x), "low")
         bent = FUNCTIONS["expm1"](opaque(low * constant(inner, dtype)))
-        # Opaque for an alpha of 0, whose product with NaN is no 0.
+        # Opaque: TVM would simplify the product to 0 for an alpha of 0, although x may be NaN.
         negative = opaque(bent) * opaque(constant(alpha * scale, dtype), sign="uint")
         # A zero keeps its sign whatever alpha is.
         return lets.close(tirx.Select(x >= zero, x * constant(scale, dtype), negative))
@@ -97,7 +101,7 @@ def _elu(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
 
 
 def _divided(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
-    """Quotients rounded towards zero or down."""
+    """Emit quotients that are rounded towards zero, or down."""
     down = arguments["rounding_mode"] == "floor"
 
     def function(a: Expr, b: Expr) -> Expr:
@@ -115,7 +119,7 @@ def _signed(magnitude: Expr, sign: Expr) -> Expr:
 
 
 def _floor_quotient(a: Expr, b: Expr) -> Expr:
-    """The quotient rounded down, by the exact remainder, as Python and PyTorch define it."""
+    """Return the quotient rounded down, from the exact remainder, as Python and PyTorch do."""
     lets, dtype = Lets(), dtype_of(a)
     a, b = lets.bind(opaque(a), "a"), lets.bind(opaque(b, sign="uint"), "b")
     zero, one = constant(0.0, dtype), constant(1.0, dtype)
@@ -133,7 +137,7 @@ def _floor_quotient(a: Expr, b: Expr) -> Expr:
 
 
 def unary(name: str) -> Compile:
-    """Loops for a function of :data:`FUNCTIONS`."""
+    """Return a function that emits loops for the function ``name`` in :data:`FUNCTIONS`."""
     return pointwise(FUNCTIONS[name], "self")
 
 

@@ -1,4 +1,4 @@
-"""Running sums."""
+"""Loops for cumsum."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tvmbridge.legalize.aten.nests import (
 from tvmbridge.legalize.broadcast import shape_of
 from tvmbridge.legalize.lets import constant
 
-# As PyTorch does on a CPU.
+# The dtypes that PyTorch sums in on a CPU.
 _SUMMED_IN = {"float16": "float32", "bfloat16": "float32", "float32": "float64"}
 _COLUMNS = 64
 
@@ -42,7 +42,7 @@ def _cumsum(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
             with loops(width) as (k,):
                 store(sums, constant(0, wide), k)
             with loops(count, width) as (i, k):
-                # In the result's dtype first, which may be narrower than the argument's.
+                # PyTorch casts to the result's dtype first, which may be narrower than the input's.
                 value = tirx.Cast(wide, tirx.Cast(result, source[row, i, first + k]))
                 store(sums, sums[k] + value, k)
                 store(target, tirx.Cast(result, sums[k]), row, i, first + k)

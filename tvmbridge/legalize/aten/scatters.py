@@ -1,4 +1,4 @@
-"""Writes into a copy of a tensor, at places that tensors of indices name, in PyTorch's order."""
+"""Loops for scatter and index_put: writes into a copy of a tensor, in PyTorch's order."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _replace(old: Expr, new: Expr) -> Expr:
 
 
 def added(old: Expr, new: Expr) -> Expr:
-    """The sum of two elements of one dtype, rounded to it."""
+    """Return the sum of two elements of one dtype, rounded to that dtype."""
     dtype = str(old.ty.dtype)
     if dtype == "bool":
         return tirx.Or(old, new)
@@ -39,9 +39,10 @@ def _copy(source: Buffer, target: Buffer, shape: Sequence[int]) -> None:
 
 
 def _scatter(combine: Combine) -> Compile:
-    """Loops over all indices, in order: of several writes to one place the last one stays.
+    """Return a function that emits loops over all indices, in order.
 
-    Halves are added up in float32 and rounded once, as by PyTorch's kernel.
+    The last of several writes to one element stays, unless ``combine`` adds. Half precisions are
+    added up in float32 and rounded once, as in PyTorch's kernel.
     """
 
     def compile_call(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
@@ -73,7 +74,7 @@ def _scatter(combine: Combine) -> Compile:
 
 
 def _index_put(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
-    """The dimensions that are indexed become those of the indices' broadcast, as in indexing."""
+    """Emit writes, or additions, to the elements that advanced indexing would read."""
     x, listed, values = arguments["self"], arguments["indices"], arguments["values"]
     shape, dtype = shape_of(x), dtype_of(x)
     axes = [axis for axis, index in enumerate(listed) if index is not None]
@@ -108,7 +109,7 @@ def _broadcast(shapes: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _element(buffer: Buffer, i: tuple[Any, ...]) -> Expr:
-    """The element of ``buffer`` at indices of a shape that it is broadcast to."""
+    """Return the element of ``buffer``, broadcast to a larger shape, at the indices ``i``."""
     zero = constant(0, "int64")
     last = i[len(i) - len(buffer.shape) :]
     at = [zero if int(n) == 1 else k for n, k in zip(buffer.shape, last, strict=True)]

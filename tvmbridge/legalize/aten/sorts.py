@@ -1,4 +1,4 @@
-"""Stable sorting, and the largest or smallest elements in order; NaN counts as the largest."""
+"""Loops for stable sort and for topk; NaN counts as the largest element."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Before = Callable[[Expr, Expr], Expr]
 
 
 def _before(descending: bool) -> Before:
-    """Whether one element must stand before another."""
+    """Return a comparison: whether one element must come before another."""
 
     def compare(a: Expr, b: Expr) -> Expr:
         if str(a.ty.dtype) in HALF:
@@ -38,7 +38,10 @@ def _before(descending: bool) -> Before:
 
 
 def _merge(source: Sequence[Buffer], target: Sequence[Buffer], width: int, before: Before) -> None:
-    """Sorted runs of ``width`` elements, two by two, from one pair of buffers to another."""
+    """Emit loops that merge adjacent sorted runs of ``width`` elements, in pairs.
+
+    ``source`` and ``target`` are each a buffer of values and a buffer of their indices.
+    """
     count = int(source[0].shape[0])
     with loops(-(-count // (2 * width))) as (k,):
         begin = k * index(2 * width)
@@ -49,7 +52,7 @@ def _merge(source: Sequence[Buffer], target: Sequence[Buffer], width: int, befor
         store(heads, middle, index(1))
         with loops(2 * width) as (t,), when(begin + t < end):
             left, right = heads[index(0)], heads[index(1)]
-            # A run that is used up is not read behind its end.
+            # The indices are limited, so that nothing after the last element is read.
             ahead = before(
                 source[0][tirx.Min(right, index(count - 1))],
                 source[0][tirx.Min(left, index(count - 1))],
@@ -90,7 +93,7 @@ def _sort(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
 
 
 def _topk(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
-    """Each element is inserted into the ordered list of the best ones so far, if it belongs."""
+    """Emit loops that insert each element into a sorted list of the ``k`` best ones so far."""
     x, shape = arguments["self"], shape_of(arguments["self"])
     dtype, axis, most = str(x.ty.dtype.dtype), arguments["dim"] % len(shape), int(arguments["k"])
     rows, count, columns = around(shape, axis)
@@ -116,7 +119,7 @@ def _topk(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
 
 
 def _sink(best: Sequence[Buffer], last: Expr, before: Before) -> None:
-    """Exchange the element at ``last`` with those in front of it that it must stand before."""
+    """Emit a loop that moves the element at ``last`` forward to its place in the sorted list."""
     most = int(best[0].shape[0])
     with loops(most - 1) as (step,):
         place = last - step
@@ -139,7 +142,16 @@ def _emit(
     count: int,
     write: Callable[[Sequence[Buffer], Sequence[Buffer]], None],
 ) -> Expr:
-    """A nest over rows of the operand; of values and places those results that the graph has."""
+    """Emit the loop nest ``write`` of values and indices, and return the results of the call.
+
+    Args:
+        bb: emits the loops.
+        arguments: the arguments of the call.
+        axis: the dimension that is sorted.
+        name: the name of the function.
+        count: the extent of the results along ``axis``.
+        write: writes the statements, for operand and results of three dimensions.
+    """
     x = arguments["self"]
     shape = shape_of(x)
     rows, extent, columns = around(shape, axis)

@@ -1,7 +1,7 @@
-"""Interpolation to another size: each element reads one neighbour, or four, with fixed weights.
+"""Loops for interpolation: each element reads one neighbour, or four with fixed weights.
 
-Where they lie is computed here, with ATen's formulas (``aten/src/ATen/native/UpSample.h``) in
-ATen's precision, and given to the loops as tables.
+The positions and weights are computed at compile time, by ATen's formulas in ATen's precision
+(``aten/src/ATen/native/UpSample.h``). The loops read them from tables.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def _table(values: torch.Tensor) -> GenericConst:
 
 
 def _step(size: int, result: int, corners: bool, factor: float | None) -> torch.Tensor:
-    """The distance in the input of neighbours in the result."""
+    """Return the distance in the input between neighbours of the result."""
     if corners:
         return torch.tensor(float(size - 1), dtype=torch.float64) / max(result - 1, 1)
     if factor is not None and factor > 0:
@@ -29,7 +29,7 @@ def _step(size: int, result: int, corners: bool, factor: float | None) -> torch.
 
 
 def _nearest(size: int, result: int, factor: float | None, dtype: torch.dtype) -> list[Expr]:
-    """For each element of the result the one that it repeats: asked of PyTorch's kernel."""
+    """Return a table of the input index for each result index, computed by PyTorch's kernel."""
     numbers = torch.arange(size, dtype=dtype).view(1, 1, size, 1)
     factors = [factor, 1.0] if factor is not None else None
     sizes = None if factors else [result, 1]
@@ -40,7 +40,7 @@ def _nearest(size: int, result: int, factor: float | None, dtype: torch.dtype) -
 def _linear(
     size: int, result: int, corners: bool, factor: float | None, dtype: torch.dtype
 ) -> list[Expr]:
-    """The elements on both sides, and how much the second one weighs."""
+    """Return tables of the neighbours before and after, and of the weight of the second one."""
     places = torch.arange(result, dtype=dtype)
     step = _step(size, result, corners, factor).to(dtype)
     if size == result:

@@ -1,4 +1,4 @@
-"""Pooling: sums and maxima over sliding windows."""
+"""Loops for pooling: means and maxima over sliding windows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,13 @@ MAX_POOL = "aten.max_pool2d_with_indices.default"
 
 @dataclass(frozen=True)
 class _Windows:
-    """Where windows lie: one number for each of the last dimensions."""
+    """The windows of a pooling operator, with one number for each of the last dimensions.
+
+    - ``size``: the number of positions of a window.
+    - ``step``: the distance from one window to the next.
+    - ``edge``: the padding at each edge.
+    - ``spread``: the distance between positions of a window, the dilation.
+    """
 
     size: Sequence[int]
     step: Sequence[int]
@@ -40,7 +46,10 @@ class _Windows:
 
     @property
     def are_by_rows(self) -> bool:
-        """Whether maxima are those of columns first; at other sizes windows may overlap edges."""
+        """Whether maxima are computed over a window's rows first and then over its columns.
+
+        Not for variable sizes, because windows may reach over the edge at some of the sizes.
+        """
         return all(n == 1 for n in self.spread) and not sizes_vary()
 
 
@@ -50,7 +59,7 @@ def _each(value: Any, count: int) -> list[int]:
 
 
 def _padded(x: te.Tensor, windows: _Windows, value: Expr) -> te.Tensor:
-    """``x`` with edges of ``value`` around its last dimensions."""
+    """Return ``x`` with its last dimensions padded by ``value``."""
     if not any(windows.edge):
         return x
     shape = static_shape(x)
@@ -99,7 +108,7 @@ def _mean(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
 
 
 def _largest(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
-    """The maxima, or where they are: one of the operator's results."""
+    """Emit the one result of max pooling that the call returns: the maxima, or their indices."""
     result = call.ty.fields[0]
     shape, dtype = list(map(int, result.shape.values)), str(result.dtype.dtype)
     windows = _Windows.of(arguments, 2)
@@ -123,7 +132,7 @@ def _taps(x: te.Tensor, shape: Sequence[int], windows: _Windows) -> list[Taps]:
 
 
 def finds_places(content: dict[str, Any]) -> bool:
-    """Whether loops find where the maxima of a call's windows are; ``content`` is its spec's."""
+    """Whether loops can compute the indices of a max pooling; ``content`` is its spec's content."""
     if content["op"] != MAX_POOL or not content.get("compiled"):
         return False
     return _Windows.of(Arguments.of(content, [None]), 2).are_by_rows
