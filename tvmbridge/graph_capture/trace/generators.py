@@ -1,4 +1,4 @@
-"""Random number generators: their states saved, compared and restored."""
+"""Save, compare and restore the states of the global random number generators."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tvmbridge.core.errors import UnsupportedOperatorError
 
 
 class Generators:
-    """The states of the global generators, of PyTorch, Python and numpy, as they are now."""
+    """The states of the global generators of PyTorch, Python and numpy at its construction."""
 
     def __init__(self) -> None:
         self._torch = torch.get_rng_state()
@@ -21,7 +21,7 @@ class Generators:
         self._numpy = numpy.random.get_state()
 
     def used(self) -> list[str]:
-        """The modules whose generator has another state now."""
+        """Return the names of the modules whose generator has another state now."""
         changed = {
             "torch": not torch.equal(torch.get_rng_state(), self._torch),
             "random": random.getstate() != self._python,
@@ -30,7 +30,7 @@ class Generators:
         return [name for name, differs in changed.items() if differs]
 
     def restore(self) -> None:
-        """Restore these states."""
+        """Set the generators back to the saved states."""
         torch.set_rng_state(self._torch)
         random.setstate(self._python)
         numpy.random.set_state(self._numpy)
@@ -38,11 +38,15 @@ class Generators:
 
 @contextmanager
 def no_draws_by(operators: Iterable[str]) -> Iterator[None]:
-    """Refuses random draws within it by custom ``operators``, which do not declare them.
+    """Refuse random draws within the context, and restore the generators on exit.
+
+    Args:
+        operators: the names of custom operators, which may draw without declaring it; if there
+            are none, nothing is checked.
 
     Raises:
-        UnsupportedOperatorError: random numbers were drawn. All draws of compiled code are made
-            before it runs, so that one within it would stand in another place of the sequence.
+        UnsupportedOperatorError: random numbers were drawn. All declared draws are made before the
+            compiled code runs, so a draw within it would get other numbers than in eager PyTorch.
     """
     names = ", ".join(operators)
     if not names:
