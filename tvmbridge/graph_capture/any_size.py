@@ -53,8 +53,8 @@ class SymbolicTrace:
     def stage_of_all(self) -> StagedModule | None:
         """Return the stage if its observation holds for all sizes, else None.
 
-        It does not if forward assigns attributes or rebinds buffers, if results share memory, or
-        if a result is not contiguous.
+        The observation depends on sizes if forward assigns attributes or rebinds buffers, if
+        results share memory, or if a result is not contiguous.
         """
         seen = self.stage.observation
         if seen is None or seen.assigned or seen.rebound:

@@ -89,10 +89,10 @@ def capture(
     sample_kwargs: Mapping[str, Any] | None = None,
     needs_grad: bool | None = None,
 ) -> CapturedGraph:
-    """Export ``module`` with torch.export, in train or eval mode and under autocast as it is.
+    """Export ``module`` with torch.export, in its current mode and under the current autocast.
 
     Args:
-        module: any traceable module; it is left as it was.
+        module: any traceable module, in train or eval mode; it is not changed.
         sample_input: a tensor, or a tuple of positional arguments (nested structures allowed).
         sample_kwargs: keyword arguments of forward.
         needs_grad: whether the graph will be differentiated, which decides which operators are

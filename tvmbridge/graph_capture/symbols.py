@@ -27,7 +27,8 @@ def spelled_out(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> inspect.Sig
 def has_odd_names(arguments: Any) -> bool:
     """Whether a keyword of ``(args, kwargs)``, or a key of a dict among them, is no identifier.
 
-    torch.export writes keywords and keys unquoted into source code that it runs.
+    torch.export writes keywords and keys unquoted into source code that it runs. Integers as keys
+    are fine.
     """
     if isinstance(arguments, Mapping):
         return not all(map(_is_written_safely, arguments)) or has_odd_names([*arguments.values()])

@@ -45,13 +45,13 @@ class TracedForward:
     - ``exported``: whether torch.export calls it; it refuses rebound attributes, so the module
       gets its old attributes back
     - ``autocast``: the autocast state that forward runs under
-    - ``left``: the attributes in which forward leaves values, which become additional results;
-      None: they are found during the call
+    - ``left``: the attributes in which forward leaves values behind, which become additional
+      results; None: they are found during the call
 
     Set by a call:
 
     - ``changed_arguments``: the positions and keywords of the containers that forward mutated
-    - ``ways``: how each value is left in its attribute
+    - ``ways``: how each of these attributes gets its value
     - ``checks``: the checks of values that became outputs
     - ``answers``: the guards on small buffers
     - ``epilogue``: computes the data-dependent results; None if there are none
@@ -92,9 +92,9 @@ class TracedForward:
         return results
 
     def _leaving(self) -> LeftWatch | LeftFinder | None:
-        """Wrap the own forward so that it also returns the values that it leaves in attributes.
+        """Wrap the module's forward so that it also returns values that it leaves in attributes.
 
-        Return None if it leaves none.
+        Return None if it leaves none behind.
         """
         if self.left is None:
             return LeftFinder(self._own, self.module)

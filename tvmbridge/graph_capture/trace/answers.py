@@ -50,7 +50,11 @@ _Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class _Known:
-    """A value computed from the buffers ``names`` alone, and how to compute it again."""
+    """A value computed from small buffers alone.
+
+    - ``names``: the names of the buffers
+    - ``make``: computes the value again from the tensors of all buffers, by name
+    """
 
     names: frozenset[str]
     make: Callable[[_Tensors], Any]
@@ -89,8 +93,8 @@ def _is_small(buffer: torch.Tensor) -> bool:
 class Answers(TorchFunctionMode):
     """A mode in which small buffers, and values computed from them alone, convert to Python values.
 
-    A value is known until a function outside the list above takes it, or another value computed
-    from the same buffer, because that function might write into it. The mode is a separate one
+    A function outside ``_COMPUTING`` might write into its arguments. If it takes a known value, all
+    values computed from the same buffers are unknown from then on. The mode is a separate one
     because it must see every function.
 
     Args:

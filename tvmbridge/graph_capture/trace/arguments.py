@@ -37,8 +37,8 @@ class ArgumentWatch:
     - ``changed``: maps a position or keyword to the final content of the mutated container
     - ``passed``: a boolean tensor for each check
 
-    After a call, the attributes ``changed`` and ``checks`` have the positions and keywords of the
-    mutated containers, and the error that each check raises if it fails.
+    After a call, the attribute ``changed`` has the positions and keywords of mutated containers.
+    The attribute ``checks`` has the error that each check raises if it fails.
 
     Args:
         forward: the function that is watched.
@@ -130,7 +130,11 @@ def rebuild(
 
 
 def _put(content: Any, target: Any) -> Any:
-    """Write ``content`` into ``target`` and return it; return ``content`` if that is impossible."""
+    """Give ``target`` the content of ``content`` in place, as far as its type allows it.
+
+    Return the object that belongs in the place of ``target``: ``target`` itself if it could be
+    changed in place, otherwise ``content``.
+    """
     if content is UNSEEN:
         return target
     if type(target) is not type(content) or not is_writable(target) or content is target:

@@ -96,8 +96,8 @@ _SIGNATURE = inspect.signature(attention)
 def _attention_on_gpus(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call attention on a GPU by the operators of ``fused_attention.py`` if PyTorch has a kernel.
 
-    Without a kernel, attention with dropout or a gradient is decomposed, because a trace of the
-    plain call would show neither.
+    Without a kernel, attention with dropout or a gradient is decomposed: as one operator in the
+    graph, its random draws and its derivative would not be visible.
     """
     given = _SIGNATURE.bind(*args, **kwargs)
     given.apply_defaults()

@@ -152,7 +152,7 @@ def casts_recorded() -> Iterator[None]:
 def _without_regions(
     genuine: Callable[..., Any], mode: Any, func: Any, *rest: Any, **named: Any
 ) -> Any:
-    """Call ``genuine``, except for the functions by which autocast regions are recorded."""
+    """Call ``genuine``, but ignore functions that enter or leave an autocast region."""
     if func in (enter_autocast, exit_autocast):
         return None
     return genuine(mode, func, *rest, **named)

@@ -15,10 +15,11 @@ from tvmbridge.graph_capture.trace.patches import patched_here
 
 @contextmanager
 def only_switched_off() -> Iterator[None]:
-    """Within the context, torch.export only switches off oneDNN, NNPACK and cuDNN, in this thread.
+    """Let torch.export switch off oneDNN, NNPACK and cuDNN without changing other settings.
 
-    PyTorch's own functions for it also write the precision of float32 products. They raise if the
-    precision was set by ``torch.backends.*.fp32_precision``.
+    This applies to the current thread within the context. PyTorch's own functions for the switch
+    also write the precision of float32 products. PyTorch raises if that precision was set by
+    ``torch.backends.*.fp32_precision``.
     """
     with patched_here(export_trace(), "_ignore_backend_decomps", _switched_off):
         yield

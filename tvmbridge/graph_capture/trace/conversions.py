@@ -1,4 +1,4 @@
-"""Trace calls that have no effect as such.
+"""Keep calls that have no effect out of a trace.
 
 Examples are ``self.linear.to(x.dtype)`` if the module already has this dtype, inactive dropout,
 and checks that pass.

@@ -25,7 +25,8 @@ def dynamo_left_out() -> Iterator[None]:
     frames = eval_frame()
     for code in code_of_stubs():
         frames.skip_code(code)
-    # PyTorch 2.11 has no count of frames. Below 0, ``fullgraph=True`` demands a capture.
+    # PyTorch 2.11 does not have this function. With a count below 0, ``fullgraph=True`` demands a
+    # capture.
     count = getattr(frames, "set_fullgraph_compiled_frame_count", _uncounted)
     with (
         patched_here(frames, "_callback_from_stance", _no_callback),

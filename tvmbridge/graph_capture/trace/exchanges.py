@@ -1,8 +1,8 @@
 """Trace assignments of new tensors to buffers as writes into the old buffers.
 
 ``self.average = 0.9 * self.average + ...`` gives a module another tensor. torch.export supports
-this in the outermost module alone, and writes in the order of the assignments, so that one
-assignment may read the new value of another buffer. Here all assigned tensors are written into the
+this in the outermost module alone. It writes in the order of the assignments, so that one write may
+read a buffer that another has already changed. Here all assigned tensors are written into the
 original buffers together, at the end of forward.
 """
 

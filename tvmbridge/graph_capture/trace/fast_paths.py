@@ -63,8 +63,8 @@ def _detected(
 ) -> bool:
     """Replace ``_detect_is_causal_mask`` without a comparison of values.
 
-    Return False for an unknown mask, because PyTorch's layers give the same result for the mask
-    itself as for the hint.
+    Return False if ``is_causal`` is not given: PyTorch's layers then use the mask itself, which
+    gives the same result as the hint.
     """
     if is_causal is None and mask is not None and not mask.requires_grad:
         return False
@@ -194,8 +194,8 @@ def _encoder(
 ) -> torch.Tensor:
     """Run ``nn.TransformerEncoder.forward`` with zeros for padding, as with nested tensors.
 
-    If all padding is at the ends of the sequences, eager PyTorch packs them into a nested tensor,
-    and each layer computes only elements that are not padding. Padded to its shape again, the
+    If all padding is at the ends of the sequences, eager PyTorch packs them into a nested tensor.
+    Each layer then computes only elements that are not padding. Padded to its shape again, the
     result has zeros there. If all elements are padding, eager PyTorch raises; here all are zero.
     """
     if src_key_padding_mask is None or not _nests(self, src, mask):

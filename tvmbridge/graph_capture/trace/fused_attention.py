@@ -1,10 +1,11 @@
 """PyTorch's fused kernels of attention on GPUs as operators, forward and backward.
 
-The operators take and return tensors of shape (batch, tokens, heads, size). Projections and kernels
-have these strides, so that heads are never moved in memory. With dropout, forward draws the mask
-within the kernel, and backward makes the same mask again from the generator state that forward
-returns. Two calls with dropout on the same tensors differ, so each has another ``number``, which
-keeps passes from merging them.
+The operators take and return tensors of shape (batch, tokens, heads, size). Projections return this
+order of memory, and kernels use it, so that heads are never moved in memory.
+
+With dropout, forward draws the mask within the kernel. Backward makes the same mask again from the
+generator state that forward returns. Two calls with dropout on the same tensors have different
+results. Each call therefore has its own ``number``, so that the two calls are not taken for one.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from tvmbridge.core.errors import UnsupportedOperatorError
 
 
 class Generators:
-    """The states of the global generators of PyTorch, Python and numpy at its construction."""
+    """The states that the global generators of PyTorch, Python and numpy had at construction."""
 
     def __init__(self) -> None:
         self._torch = torch.get_rng_state()

@@ -1,4 +1,4 @@
-"""Values that forward leaves in attributes of its module at each call.
+"""Values that forward leaves behind in attributes of its module at each call.
 
 Examples are ``self.magnitude = x.abs()``, ``self.policy = Normal(mean, scale)``,
 ``self.losses.append(loss)`` and ``self.steps += 1``. During a trace, the values become an
@@ -28,11 +28,12 @@ _OF_MODULES = frozenset(vars(nn.Module())) | {"forward"}
 
 
 class LeftWatch:
-    """Wraps a forward so that it also returns the values that it leaves in given attributes.
+    """Wraps a forward so that it also returns the values that it leaves behind in attributes.
 
-    A call returns ``(results, left)``, or ``results`` alone if forward leaves no value. After a
-    call, ``ways`` maps each attribute to how its value is left. A value that compiled code cannot
-    leave stays on the module, where the observation of forward finds it.
+    A call returns ``(results, left)``, or ``results`` alone if forward leaves no value behind.
+    After a call, ``ways`` maps each attribute to how it gets its value: by an assignment, by
+    additions to a list, or by an addition to a number. A value that compiled code cannot give to an
+    attribute stays on the module, where the observation of forward finds it.
 
     Args:
         forward: the forward of ``module``.
@@ -67,9 +68,10 @@ class LeftWatch:
     def _left(
         self, before: Mapping[Key, Any], watched: Mapping[Key, Any], known: set[int]
     ) -> Iterator[Any]:
-        """Yield the value left in each attribute, and restore the attribute's old value.
+        """Yield the value left behind in each attribute, and restore the attribute's old value.
 
-        An attribute whose value compiled code cannot leave is skipped, and counts yield nothing.
+        Attributes to which compiled code cannot give their value are skipped. Counts are noted in
+        ``ways``, and nothing is yielded for them.
         """
         for key, owner in self._owners.items():
             held, name = owner.__dict__, key[1]
@@ -91,7 +93,7 @@ class LeftWatch:
 class LeftFinder:
     """Wraps a forward as :class:`LeftWatch` does, and finds the attributes itself.
 
-    Every change of an existing list is taken as values left at its ``"end"``, and the list gets its
+    Every change of an existing list counts as an addition at its ``"end"``, and the list gets its
     old items back. Counts are not found, because finding them would need a stand-in for each number
     that forward reads.
     """
@@ -134,9 +136,9 @@ class LeftFinder:
 
 
 def _found(name: str, now: Any, before: Any, known: set[int]) -> Any:
-    """Return the value that forward left in an attribute, with plain objects taken apart.
+    """Return the value that forward left behind in an attribute, with plain objects taken apart.
 
-    Return UNKNOWN if it left none, or if it did not create all objects in the value.
+    Return UNKNOWN if forward left no value behind, or did not create all objects in the value.
     """
     if now is before or is_constant(now) or name in BOOKKEEPING or name in _OF_MODULES:
         return UNKNOWN
@@ -144,7 +146,7 @@ def _found(name: str, now: Any, before: Any, known: set[int]) -> Any:
 
 
 def assigned(genuine: Callable[..., None], owner: nn.Module, name: str, value: Any) -> None:
-    """Replace ``__setattr__`` of modules by one that accepts data-dependent values."""
+    """Set an attribute of a module, also to a data-dependent value; replaces ``__setattr__``."""
     if issubclass(type(value), fx.Proxy):
         object.__setattr__(owner, name, value)
     else:
@@ -167,9 +169,15 @@ def _watched(value: Any) -> Any:
 
 
 def _way(now: Any, watched: Any, before: Any, known: set[int]) -> tuple[Left | None, Any]:
-    """Return how the value ``now`` is left in an attribute, and the value that is left.
+    """Return how an attribute gets its new value, and the value that compiled code must return.
 
-    The first is None if nothing is left, or if compiled code cannot leave the value.
+    The first is None if the attribute did not change, or if compiled code cannot give it the value.
+
+    Args:
+        now: the attribute's value after forward.
+        watched: the value or stand-in that the attribute had during forward.
+        before: the attribute's value before forward.
+        known: the ids of objects that forward did not create.
     """
     if type(now) is Count:
         counts = type(watched) is Count and now.origin is watched and not watched.is_read
@@ -195,9 +203,9 @@ def _objects_of(module: nn.Module, arguments: Any) -> Iterator[Any]:
 
 
 def leave(owner: nn.Module, name: str, way: Left, values: Iterator[Any]) -> None:
-    """Write the value that a call leaves to the attribute ``name`` of ``owner``.
+    """Give the attribute ``name`` of ``owner`` the value that a call leaves behind in it.
 
-    ``values`` yields the left values of all attributes in order; a count takes none of them.
+    ``values`` yields the values for all attributes in order; a count takes none of them.
     """
     if way.count is not None:
         owner.__dict__[name] = getattr(owner, name) + way.count

@@ -1,8 +1,8 @@
 """Trace linear algebra that raises for some values, such as the inverse of a singular matrix.
 
-``torch.linalg.inv`` is ``inv_ex`` and a check of its ``info``, which is a side effect to a trace.
-Here the check becomes a custom operator that returns the result of ``inv_ex``, and raises PyTorch's
-error if the check fails.
+``torch.linalg.inv`` is ``inv_ex`` and a check of its ``info``. To a trace this check is a side
+effect. Here it becomes a custom operator that returns the result of ``inv_ex``, and raises
+PyTorch's error if the check fails.
 
 Determinants are computed from a contiguous copy. PyTorch's kernel factors a matrix or its
 transpose, depending on strides, and the gradient formula reads the strides of the trace to know

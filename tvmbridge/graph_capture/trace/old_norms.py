@@ -118,7 +118,7 @@ def _place(module: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 @contextmanager
 def norms_put_back(module: nn.Module) -> Iterator[None]:
-    """On exit, restore the weights that ``module`` held: torch.export refuses new attributes."""
+    """On exit, restore the weights in ``module``: torch.export refuses reassigned attributes."""
     places = [(owner.__dict__, hook.name) for owner, hook in normed_weights(module).values()]
     before = [held.get(name) for held, name in places]
     yield

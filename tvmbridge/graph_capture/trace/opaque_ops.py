@@ -262,11 +262,11 @@ _OPERATORS: dict[Any, Any] = {
 
 _QUANTILES = (torch.quantile, torch.Tensor.quantile, torch.nanquantile, torch.Tensor.nanquantile)
 _ASSERTIONS = (
-    assert_async,  # of a form that is not noted, or by another name
+    assert_async,  # in a call form or under a name that ``validation.py`` does not record
     torch.ops.aten._assert_async.default,
     torch.ops.aten._assert_async.msg,
 )
-_OVERLOADS = {"ctc_loss": "ctc_loss.IntList"}  # The others have no name.
+_OVERLOADS = {"ctc_loss": "ctc_loss.IntList"}  # The other functions have a default overload.
 _PRODUCTS = (torch.prod, torch.Tensor.prod, torch.cumprod, torch.Tensor.cumprod)
 
 

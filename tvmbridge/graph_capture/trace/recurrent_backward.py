@@ -88,9 +88,10 @@ def _gru_slopes(
     """Return the derivatives of each new state of a GRU, recomputed from input and states.
 
     Returns:
-        The derivatives by the state's contribution to each of the three gates (stacked in the last
-        dimension but one), by the previous state through the update gate, and by the input's
-        contribution to the last gate.
+        - the derivatives by the state's contribution to each of the three gates, stacked in the
+          last dimension but one
+        - the derivatives by the previous state through the update gate
+        - the derivatives by the input's contribution to the last gate
     """
     biases = weights[2:] or (None, None)
     of_input = linear(input, weights[0], biases[0]).chunk(3, -1)

@@ -168,8 +168,8 @@ class TracedFunction:
     def _refuse_effects(self, results: Sequence[Any], inputs: Sequence[torch.Tensor]) -> None:
         """Refuse a function whose effects a graph would lose.
 
-        It must not write into its inputs, return an operand or two views of one tensor, turn
-        gradients on, or return values that are neither tensors nor numbers nor None.
+        It must not write into its inputs or turn gradients on. Its results must be tensors,
+        numbers, or None, but no operand, and no two views of one tensor.
         """
         if any(t._version for t in inputs):
             raise _refusal(self._name, "writes into a tensor from outside of it")

@@ -20,8 +20,8 @@ TENSOR = object()
 class RegionTensor:
     """The properties of a tensor for which a graph was traced.
 
-    - ``shape``, ``strides``, ``dtype``, ``device``: as of the tensor; the stride of a dimension
-      with at most one element counts as 1
+    - ``shape``, ``strides``, ``dtype``, ``device``: those of the tensor, but a dimension with at
+      most one element has a stride of 1
     - ``requires_grad``: whether its gradient is wanted; ignored in comparisons
     """
 

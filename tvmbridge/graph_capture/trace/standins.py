@@ -128,7 +128,7 @@ def without_inference_tensors(value: Any) -> Any:
 def without_repetitions(value: Any) -> Any:
     """Return ``value``, a structure of arguments, with clones for repetitions of a tensor.
 
-    A trace would treat two arguments that are one tensor as one input.
+    A trace would represent two arguments that are one tensor by one fake tensor.
     """
     seen: set[int] = set()
 
@@ -172,10 +172,10 @@ def anything_requires_grad(module: nn.Module, values: Any) -> bool:
 def run_apart(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], autocast: Autocast = ()
 ) -> None:
-    """Run forward once on copies of all real tensors, so that only attributes may change.
+    """Run forward once on copies of all real tensors; attributes that forward sets stay set.
 
-    On exit the module has its own tensors, and the global generators have their old states, even
-    if forward raises.
+    Afterwards the module has its own tensors again, and the global generators have their old
+    states, even if forward raises.
     """
     own = {id(t): t for t in tensors_of(module).values()}
     copies = {key: _copied(t) for key, t in own.items()}

@@ -26,7 +26,7 @@ _COMPARISONS = {
 
 
 class UniformComparisons(TorchFunctionMode):
-    """A mode in which forward may branch on a uniform draw if all draws give the same branch.
+    """A mode in which forward may branch on a uniform draw if every draw gives the same branch.
 
     A draw is known until a function other than a comparison takes it, because that function might
     write into it. The mode is a separate one because it must see every function.

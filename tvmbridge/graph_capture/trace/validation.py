@@ -1,4 +1,4 @@
-"""Turn checks of values in forward into outputs, so that compiled code raises as eager PyTorch.
+"""Turn checks of values in forward into outputs, so that compiled code raises as eager code does.
 
 ``torch._assert_async``, and the validation of arguments in ``torch.distributions`` (``if not
 all(valid): raise``), cannot be traced. During a trace of forward each such check passes, and its
