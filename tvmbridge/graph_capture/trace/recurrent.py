@@ -1,8 +1,10 @@
 """Trace calls of PyTorch's functions for recurrent layers as opaque operators.
 
-A stack of layers is one operator, except in two cases with one operator for each layer. With
-dropout, the masks between layers are drawn outside of compiled code. And some gradients are
-computed from the outputs of each layer, or from the workspace that oneDNN keeps for it.
+A stack of layers is usually one operator. It is one operator for each layer in two cases:
+
+- there is dropout between layers, whose masks are drawn outside of compiled code
+- gradients are computed from the outputs of each layer, or from the workspace that oneDNN keeps
+  for it
 """
 
 from __future__ import annotations
@@ -77,7 +79,7 @@ def _stack(
     bidirectional: bool,
     batch_first: bool,
 ) -> tuple[torch.Tensor, ...]:
-    """Compute a stack of layers by opaque operators; the parameters are PyTorch's."""
+    """Compute a stack of layers by opaque operators; the arguments are those of ``torch.lstm``."""
     states = list(hx) if isinstance(hx, list | tuple) else [hx]
     tensors = [input, *states, *params]
     device = input.device.type

@@ -167,9 +167,10 @@ def gradients_by_autograd(
 def differentiated_from_outputs(
     function: Any, input: torch.Tensor, autocast: torch.dtype | None
 ) -> bool:
-    """Whether :func:`layer_gradients` computes the gradients of a layer.
+    """Whether :func:`layer_gradients` computes the gradients of a layer of ``function``.
 
-    It does not for half precision or under autocast, where the rounding would differ from eager's.
+    It does for a GRU or a tanh RNN on the CPU, but not in half precision or under autocast. There
+    the function runs again instead, so that gradients are rounded as in eager PyTorch.
     """
     exact = autocast is None and input.dtype in (torch.float32, torch.float64)
     return exact and function in (torch.gru, torch.rnn_tanh) and input.device.type == "cpu"
@@ -227,7 +228,10 @@ def _register_autograd(name: str, differentiate: Callable[..., list[torch.Tensor
 
 @contextmanager
 def _as_in_eager_pytorch() -> Iterator[None]:
-    """Within a trace, use real tensors and oneDNN, which torch.export has turned off."""
+    """Leave the modes of the trace and turn oneDNN on, as in eager PyTorch, within the context.
+
+    torch.export turns oneDNN off.
+    """
     before = mkldnn_enabled()
     set_mkldnn_enabled(True)
     try:

@@ -1,8 +1,8 @@
 """Trace the functions that a higher-order operator calls as separate graphs.
 
-A graph is traced on fake tensors of its own fake-tensor mode. Tensors that the function reads in
-addition to its operands, such as weights and tensors from enclosing scopes, become further inputs
-of the graph.
+A graph is traced on fake tensors of a fake-tensor mode that no other trace uses. Tensors that the
+function reads in addition to its operands, such as weights and tensors from enclosing scopes,
+become further inputs of the graph.
 """
 
 from __future__ import annotations
