@@ -1,1 +1,1 @@
-"""From a module and a sample to a CapturedGraph."""
+"""Capture a module and a sample as a CapturedGraph."""

@@ -1,4 +1,4 @@
-"""A module traced with symbols: what it takes for granted of sizes, and its programs at any."""
+"""Trace a module with symbolic sizes, and derive its programs at concrete sizes from the trace."""
 
 from __future__ import annotations
 
@@ -36,8 +36,11 @@ logger = logging.getLogger(__name__)
 class SymbolicTrace:
     """A module traced with symbols in place of some sizes.
 
-    ``relations`` are what it takes for granted of them; ``stage`` is what was traced, with
-    arguments of these ``sizes``.
+    - ``stage``: the stand-in that was traced, with its observation
+    - ``program``: the exported program with symbolic sizes
+    - ``relations``: the conditions on sizes under which the program is valid
+    - ``sizes``: the shapes of the sample's tensors, by the number of the leaf
+    - ``needs_grad``: whether the graph will be differentiated
     """
 
     stage: StagedModule
@@ -48,9 +51,10 @@ class SymbolicTrace:
 
     @functools.cached_property
     def stage_of_all(self) -> StagedModule | None:
-        """The stage, where what was observed of forward holds for all sizes.
+        """Return the stage if its observation holds for all sizes, else None.
 
-        None: sizes are in it.
+        The observation depends on sizes if forward assigns attributes or rebinds buffers, if
+        results share memory, or if a result is not contiguous.
         """
         seen = self.stage.observation
         if seen is None or seen.assigned or seen.rebound:
@@ -61,15 +65,16 @@ class SymbolicTrace:
         dense = [s if s is None else make_contiguous_strides_for(s) for s in shapes]
         if dense != list(seen.strides):
             return None
-        # Strides that are not known are those of contiguous results.
+        # Strides of None mean contiguous results.
         return replace(self.stage, observation=replace(seen, strides=(None,) * len(dense)))
 
     def captured(
         self, like: CapturedGraph, there: Arguments, arguments: Arguments
     ) -> CapturedGraph | None:
-        """The graph for ``arguments``, by that for others (``like``, captured of ``there``).
+        """Derive the graph for ``arguments`` from the graph ``like``, captured for ``there``.
 
-        None: it must be captured itself.
+        Return None if the symbolic trace cannot give it, so that ``arguments`` need a capture of
+        their own.
         """
         if self.stage_of_all is None or like.prologue is not None or like.epilogue is not None:
             return None
@@ -92,7 +97,7 @@ class SymbolicTrace:
 
 
 def shapes_of(arguments: Arguments) -> dict[int, Sequence[int]]:
-    """The shapes of the tensors among arguments, by the number of the leaf."""
+    """Return the shapes of the tensors among ``arguments``, by the number of the leaf."""
     leaves = pytree.tree_leaves(arguments)
     return {i: t.shape for i, t in enumerate(leaves) if isinstance(t, torch.Tensor)}
 
@@ -106,10 +111,18 @@ def traced_with_symbols(
     needs_grad: bool,
     autocast: Autocast = (),
 ) -> SymbolicTrace:
-    """``module``, where ``dimensions`` (numbers of leaf and dimension) are symbolic.
+    """Trace ``module`` with symbols for some sizes of its arguments.
+
+    Args:
+        module: the module that is traced.
+        args: positional arguments of a sample.
+        kwargs: keyword arguments of a sample.
+        dimensions: the symbolic sizes, each as (number of the leaf, dimension).
+        needs_grad: whether the graph will be differentiated.
+        autocast: the autocast state that forward runs under.
 
     Raises:
-        CaptureError: it cannot be traced so.
+        CaptureError: torch.export cannot trace the module with these symbols.
     """
     symbolic: dict[int, dict[int, Any]] = {}
     for leaf, number in dimensions:

@@ -1,4 +1,4 @@
-"""Capture: torch.export of a module, described as a CapturedGraph."""
+"""Capture a module: run torch.export and describe its program as a CapturedGraph."""
 
 from __future__ import annotations
 
@@ -72,8 +72,12 @@ from tvmbridge.passes.fx.run import rewrite_program
 def normalize_sample(
     sample_input: Any, sample_kwargs: Mapping[str, Any] | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """``(args, kwargs)`` of a sample: a tuple holds positional arguments, all else is one
-    argument.
+    """Return a sample as ``(args, kwargs)``.
+
+    A tuple holds the positional arguments; any other ``sample_input`` is one argument.
+
+    Raises:
+        TypeError: ``sample_kwargs`` is no mapping.
     """
     args = sample_input if type(sample_input) is tuple else (sample_input,)
     if sample_kwargs is not None and not isinstance(sample_kwargs, Mapping):
@@ -93,18 +97,18 @@ def capture(
     sample_kwargs: Mapping[str, Any] | None = None,
     needs_grad: bool | None = None,
 ) -> CapturedGraph:
-    """Export ``module`` with torch.export, in train or eval mode and under autocast as it is.
+    """Export ``module`` with torch.export, in its current mode and under the current autocast.
 
     Args:
-        module: any traceable module; it is left as it was.
+        module: any traceable module, in train or eval mode; it is not changed.
         sample_input: a tensor, or a tuple of positional arguments (nested structures allowed).
         sample_kwargs: keyword arguments of forward.
-        needs_grad: whether the graph will be differentiated, which decides what is kept whole;
-            by default ``module.training``.
+        needs_grad: whether the graph will be differentiated, which decides which operators are
+            decomposed; by default ``module.training``.
 
     Raises:
         TypeError: ``module`` is not an ``nn.Module``.
-        CaptureError: forward itself refuses the sample, or torch.export cannot capture it; the
+        CaptureError: forward itself raises for the sample, or torch.export cannot capture it; the
             message names the line.
         UnsupportedOperatorError: the graph draws random numbers in a way that cannot be hoisted.
     """
@@ -128,8 +132,18 @@ def capture_staged(
     needs_grad: bool,
     records: list[PassRecord] | None = None,
 ) -> CapturedGraph:
-    """Export the module of ``stage``, whose fx passes leave ``records``; otherwise as
-    :func:`capture`.
+    """Export the module of ``stage``, as :func:`capture` does for a user's module.
+
+    Args:
+        stage: the stand-in to be traced, with its observation.
+        args: positional arguments of the sample.
+        kwargs: keyword arguments of the sample.
+        needs_grad: whether the graph will be differentiated.
+        records: a list to which the records of the stage's fx passes are appended, or None.
+
+    Raises:
+        CaptureError: forward raises for the sample or cannot be observed, or torch.export cannot
+            capture it.
     """
     module, seen = stage.module, stage.observation
     bases = () if seen is None else seen.sharing.bases
@@ -211,9 +225,10 @@ def export_with_symbols(
     needs_grad: bool,
     symbolic: Mapping[int, Mapping[int, Any]],
 ) -> ExportedProgram:
-    """The program with symbols for sizes: of leaves of the arguments, by number and dimension.
+    """Export the module of ``stage`` with symbols in place of some sizes.
 
-    Errors are torch.export's.
+    ``symbolic`` maps the number of an argument's leaf to its symbolic dimensions. Errors of
+    torch.export are not wrapped.
     """
     bases = () if stage.observation is None else stage.observation.sharing.bases
     return _exported(stage, args, kwargs, needs_grad, bases, symbolic)[0]
@@ -228,11 +243,14 @@ def _exported(
     symbolic: Mapping[int, Mapping[int, Any]] | None = None,
     records: list[PassRecord] | None = None,
 ) -> tuple[ExportedProgram, TracedForward]:
-    """The decomposed program, and the forward that was traced; errors are torch.export's."""
+    """Return the decomposed program and the forward that was traced.
+
+    Errors of torch.export are not wrapped.
+    """
     module = stage.module
     table = decomposition_table(differentiated=needs_grad or module.training)
     with (
-        # torch.export puts copies of containers back, one for each module that shares one.
+        # torch.export restores copies of containers, a separate one for each sharing module.
         attributes_put_back(module),
         torch.set_grad_enabled(needs_grad),
         without_autocast(),
@@ -278,11 +296,11 @@ def _exported(
 
 
 def _taken_apart(program: ExportedProgram, table: dict[Any, Callable[..., Any]]) -> ExportedProgram:
-    """``program`` in functional ATen, decomposed by ``table``."""
+    """Return ``program`` in functional ATen, decomposed by ``table``."""
     _name_buffers_once(program)
     drop_open_masks(program.graph)
     reshape_instead_of_view(program)
-    # Without it PyTorch drops draws that nothing reads.
+    # Without fallback_random, PyTorch removes random draws that nothing reads.
     without_drops = inductor_config().patch(fallback_random=True)
     with without_drops, composites_prepared_for(program), strides_of_kernels():
         program = program.run_decompositions(table)
@@ -290,7 +308,7 @@ def _taken_apart(program: ExportedProgram, table: dict[Any, Callable[..., Any]])
     device = device_of(program)
     if device.type != "cpu":
         move_in_program(program, device)
-    # It would keep the arguments alive, and what autograd has recorded of them.
+    # The example inputs would keep the arguments and their autograd graph alive.
     program.example_inputs = None
     return program
 

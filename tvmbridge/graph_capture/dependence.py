@@ -1,4 +1,4 @@
-"""Functions whose results have a data-dependent shape or value."""
+"""Find calls whose results have a data-dependent shape or Python value."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class DependenceError(CaptureError):
     """Forward uses a data-dependent value in a way that the eager epilogue cannot repeat.
 
     Args:
-        what: forward does.
+        what: the rest of a sentence that begins with "forward", for the message.
         advice: what the user can do about it.
         in_parts: forward can be compiled in parts, between which PyTorch computes the value.
     """
@@ -57,7 +57,7 @@ class DependenceError(CaptureError):
         self.in_parts = in_parts
 
     def at(self, line: str | None) -> str:
-        """The text with the ``line`` of forward, if that is known, and the advice."""
+        """Return the message with the ``line`` of forward, if it is known, and the advice."""
         place = "" if line is None else f", at {line}"
         return f"{self}{place}" + (f"; {self.advice}" if self.advice else "")
 
@@ -73,32 +73,32 @@ def depends_on_values(error: BaseException) -> bool:
 
 
 def is_known(arguments: Any) -> bool:
-    """Whether all tensors are constants whose values the fake tensors know."""
+    """Whether all tensors in ``arguments`` are fake tensors that carry a constant value."""
     tensors = [t for t in pytree.tree_leaves(arguments) if isinstance(t, torch.Tensor)]
     return all(getattr(t, "constant", None) is not None for t in tensors)
 
 
 class Ranges:
-    """Knows the elements of integer ranges (``torch.arange``) among the results of functions.
+    """The known elements of integer ranges (``torch.arange``) and of their ``unbind`` results.
 
-    A fake tensor does not, though the range is made of Python numbers alone.
+    A fake tensor carries no values, although Python numbers alone determine a range.
     """
 
     def __init__(self) -> None:
-        # With each tensor, whose id must not become that of another.
+        # By id. The tensor is held, so that no other tensor gets its id.
         self._made: dict[int, tuple[torch.Tensor, int, range]] = {}
 
     def learn(self, result: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Note the ranges in the ``result`` of a call."""
+        """Record the ranges in the ``result`` of a call."""
         if func is torch.arange and _makes_integers(args, kwargs):
             self._note(result, range(*args))
-        # The list of a tensor in a trace is made of the numbers of its elements.
+        # In a trace, ``Tensor.tolist`` unbinds the tensor and calls ``item`` on each element.
         elif func is torch.Tensor.unbind and self._numbers(args) is not None:
             for each, number in zip(result, self._numbers(args) or (), strict=True):
                 self._note(each, range(number, number + 1))
 
     def number(self, func: Any, args: Sequence[Any]) -> int | None:
-        """The value of ``item()`` of a range of one element."""
+        """Return what ``item()`` returns for a known range of one element; otherwise None."""
         numbers = self._numbers(args) if func is torch.Tensor.item else None
         return numbers[0] if numbers is not None and len(numbers) == 1 else None
 
@@ -106,7 +106,7 @@ class Ranges:
         self._made[id(tensor)] = tensor, version_of(tensor), numbers
 
     def _numbers(self, args: Sequence[Any]) -> range | None:
-        """The range that the first argument is; None if it is none, or was mutated."""
+        """Return the range in the first argument; None if it is unknown or was mutated."""
         tensor, version, numbers = self._made.get(id(args[0]), (None, 0, range(0)))
         return None if tensor is None or version_of(tensor) != version else numbers
 
@@ -118,7 +118,10 @@ def _makes_integers(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def depends_on_data(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether the shape of the result, or its value as a Python number, is data-dependent."""
+    """Whether a call returns a tensor of data-dependent shape, or reads a tensor's value.
+
+    ``item()`` and ``torch.equal`` read values, for example.
+    """
     if func in _DEPENDENT:
         return True
     if func is torch.where:
@@ -138,7 +141,7 @@ def depends_on_data(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 def _reads_values(index: Any) -> bool:
-    """Whether it is a mask, or a 0-d tensor, which PyTorch converts to a Python integer."""
+    """Whether indexing by ``index`` reads values: a mask, or a 0-d tensor, which becomes an int."""
     if isinstance(index, slice):
         return not is_known((index.start, index.stop, index.step))
     if not isinstance(index, torch.Tensor):

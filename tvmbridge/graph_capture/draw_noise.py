@@ -1,4 +1,4 @@
-"""Random draws are made by PyTorch, before the compiled code runs."""
+"""Make the random draws of a call with PyTorch, before the compiled code runs."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ def draw_noise(
     prologue: EagerPrologue | None = None,
     inputs: Sequence[torch.Tensor] = (),
 ) -> list[torch.Tensor]:
-    """Make the draws with PyTorch's generators; contiguous tensors, in order.
+    """Make the random draws with PyTorch's generators and return them in order, contiguous.
 
     Args:
-        noise: the draws.
-        prologue: what makes them, where one of them reads values.
-        inputs: what the prologue reads.
+        noise: the descriptors of the draws.
+        prologue: the subgraph that makes the draws if one of them reads computed values.
+        inputs: the inputs of the prologue.
 
     Raises:
-        UnsupportedOperatorError: a draw is of another shape or dtype than was foretold.
+        UnsupportedOperatorError: a draw has another shape or dtype than its descriptor.
     """
     if prologue is None:
         return [_draw(descriptor).contiguous() for descriptor in noise]

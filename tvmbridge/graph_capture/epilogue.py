@@ -1,10 +1,10 @@
-"""The eager epilogue: what is data-dependent runs in eager PyTorch after the compiled code.
+"""The eager epilogue: data-dependent functions run in eager PyTorch after the compiled code.
 
-The shape of ``torch.nonzero(mask)``, or the number ``x.item()``, is data-dependent, so that
-nothing computed from it can be compiled. While a module is traced such a function returns a
-*deferred* value, and every function that takes one is recorded instead of run. The tensors that
-recorded functions read become additional outputs of the graph. At a call the recorded functions
-run on these in eager PyTorch, where autograd records them as usual.
+The shape of ``torch.nonzero(mask)`` and the number ``x.item()`` are data-dependent, so nothing
+computed from them can be compiled. During a trace, such a function returns a *deferred* value, and
+every function that takes a deferred value is recorded instead of run. The tensors that recorded
+functions read become additional outputs of the graph. At a call, the recorded functions run on
+these outputs in eager PyTorch, where autograd records them as usual.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from tvmbridge.graph_capture.dependence import (
 )
 from tvmbridge.graph_capture.trace.generators import generators_used_by
 
-# So much that little of forward is left to be compiled.
+# With more recorded functions than this, little of forward would be left to compile.
 _LONGEST = 64
 
 _RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "rrelu", "poisson", "gumbel")
-# Methods and functions that are not called by their names.
+# How messages name methods and functions that users do not call by name.
 _WRITTEN = {
     "__getitem__": "an index that is a mask or a tensor",
     "getitem": "an index",
@@ -59,15 +59,16 @@ _IN_PLACE = "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift i
 
 
 class EpilogueRecorder:
-    """Wraps a forward so that its data-dependent results are computed by an epilogue.
+    """Wraps a forward so that an epilogue computes its data-dependent results.
 
-    Where nothing does, it returns what ``forward`` returns and ``epilogue`` is None. Otherwise it
-    returns ``(results, read)``: marks stand for the deferred results, and ``read`` are the tensors
-    that ``epilogue`` makes them of.
+    If no result is data-dependent, a call returns the results of ``forward``, and ``epilogue``
+    stays None. Otherwise it returns ``(results, read)``. In ``results`` strings are placeholders
+    for the deferred results; ``read`` are the tensors from which ``epilogue`` computes them.
 
     Args:
         forward: the forward that is traced.
-        differentiated: whether the results will be, so that the gradient mode matters.
+        differentiated: whether the results will be differentiated, so that the gradient mode
+            matters.
     """
 
     def __init__(self, forward: Callable[..., Any], *, differentiated: bool) -> None:
@@ -105,7 +106,7 @@ class _Recorder(TracerBase):
         self._modes = {torch.is_grad_enabled()} if differentiated else {True, False}
 
     def call(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Deferred:
-        """Record a call, whose result is deferred."""
+        """Record a call and return its deferred result."""
         if is_tensor_method_or_property(function) and hasattr(function, "__name__"):
             return self._note("call_method", function.__name__, args, kwargs)
         return self._note("call_function", function, args, kwargs)
@@ -126,7 +127,11 @@ class _Recorder(TracerBase):
         name: str | None = None,
         type_expr: Any = None,
     ) -> fx.Node:
-        """A node of the graph; what an epilogue cannot repeat is refused."""
+        """Add a node to the graph.
+
+        Raises:
+            DependenceError: an epilogue cannot repeat the call, or it has too many calls.
+        """
         title = _title(target)
         reason = _reason_against(title, kwargs)
         if torch.is_grad_enabled() not in self._modes:
@@ -144,11 +149,14 @@ class _Recorder(TracerBase):
         return self.graph.create_node(kind, target, args, kwargs, name, type_expr)
 
     def proxy(self, node: fx.Node) -> _Deferred:
-        """The value of a node."""
+        """Return the deferred value of a node."""
         return _Deferred(node, self)
 
     def create_arg(self, a: Any) -> Any:
-        """An argument in the graph; a tensor is a placeholder, for one more output of forward."""
+        """Return an argument's form in the graph.
+
+        A tensor becomes a placeholder, and one more output of forward.
+        """
         if type(a) is _Deferred:
             return a.node
         if not isinstance(a, torch.Tensor):
@@ -163,26 +171,26 @@ class _Recorder(TracerBase):
         return node
 
     def to_bool(self, obj: fx.Proxy) -> bool:
-        """Control flow depends on a deferred value."""
+        """Raise: control flow depends on the deferred value ``obj``."""
         what = f"branches by a value that depends on data, {_made_by(obj)}"
         raise DependenceError(what, BRANCHES)
 
     def iter(self, obj: fx.Proxy) -> Any:
-        """A loop iterates over a deferred value."""
+        """Raise: forward iterates over the deferred value ``obj``."""
         what = f"loops over a value whose length depends on data, {_made_by(obj)}"
         raise DependenceError(what, _FIXED)
 
     def keys(self, obj: fx.Proxy) -> Any:
-        """A deferred value is used as a mapping."""
+        """Raise: forward uses the deferred value ``obj`` as a mapping."""
         what = f"takes a value that depends on data for a mapping, {_made_by(obj)}"
         raise DependenceError(what, _FIXED)
 
     def _first(self) -> fx.Node:
-        """The first node that is no placeholder."""
+        """Return the first node that is no placeholder."""
         return next((n for n in self.graph.nodes if n.op != "placeholder"), self.graph._root)
 
     def check(self) -> None:
-        """Raise if a tensor was mutated after a recorded function has read it."""
+        """Raise DependenceError if a tensor was mutated after a recorded function read it."""
         for tensor, version in zip(self.read, self._versions, strict=True):
             if tensor._version != version:
                 raise DependenceError(
@@ -191,7 +199,7 @@ class _Recorder(TracerBase):
                 )
 
     def finish(self, results: Sequence[_Deferred]) -> Epilogue:
-        """The epilogue that computes ``results``."""
+        """Return the epilogue that computes ``results``."""
         self.check()
         self.graph.output([r.node for r in results])
         return Epilogue(self.graph, len(self.read), dict(self._functions))
@@ -202,7 +210,7 @@ def _title(target: Any) -> str:
 
 
 def _made_by(deferred: fx.Proxy) -> str:
-    """What has returned a deferred value, as a user would write it."""
+    """Return a phrase for the call that returned a deferred value, as a user would write it."""
     title = _title(deferred.node.target)
     if title == "getattr":
         return f"the attribute {deferred.node.args[1]} of a result"
@@ -221,7 +229,7 @@ def _reason_against(title: str, kwargs: Mapping[str, Any]) -> str:
 
 
 class _Deferred(fx.Proxy):
-    """A data-dependent value; using it as a Python value, or asking for its type, is refused."""
+    """A data-dependent value; using it as a Python value, or reading its class, raises."""
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -268,8 +276,9 @@ for _name in ("len", "int", "float", "index", "complex", "round"):
 
 
 class _Deferring(TorchFunctionMode):
-    """Within it data-dependent functions are deferred, and every function that takes a deferred
-    value: hence a mode of its own, which sees every function.
+    """A mode that defers data-dependent functions and all functions that take deferred values.
+
+    It is a separate mode because it must see every function.
     """
 
     def __init__(self, recorder: _Recorder) -> None:
@@ -305,10 +314,14 @@ def _deferred_among(value: Any) -> Iterator[_Deferred]:
 
 
 def try_epilogue(epilogue: Epilogue, flat: Sequence[Any]) -> None:
-    """Check that the epilogue is pure, by one run on copies of what it reads.
+    """Check that the epilogue is pure, by one run on copies of the tensors that it reads.
+
+    Args:
+        epilogue: the epilogue.
+        flat: the leaves that the compiled code returns; the last of them are for the epilogue.
 
     Raises:
-        UnsupportedOperatorError: it draws random numbers, or writes into a tensor.
+        UnsupportedOperatorError: the epilogue draws random numbers, or writes into a tensor.
     """
     first = len(flat) - epilogue.num_read
     kept, read = flat[:first], flat[first:]
@@ -321,7 +334,7 @@ def try_epilogue(epilogue: Epilogue, flat: Sequence[Any]) -> None:
             "forward draws random numbers from what depends on the values of tensors"
         )
     for tensor, copy, version in zip(read, copies, versions, strict=True):
-        # Batch norm writes its statistics without a word.
+        # Batch norm writes its running statistics without increasing their version.
         same = torch.equal(tensor.nan_to_num(), copy.nan_to_num())
         if copy._version != version or not same:
             raise UnsupportedOperatorError(

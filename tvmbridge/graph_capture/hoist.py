@@ -1,7 +1,8 @@
-"""Hoisting: random draws within a flat traced graph become its inputs.
+"""Hoist the random draws of a flat traced graph: they become its inputs.
 
 ``x.bernoulli_(p)`` becomes ``x.copy_(draw)`` and ``rand([2])`` becomes ``draw``, where ``draw`` is
-a new placeholder. PyTorch fills it before each call, with the same operator and in the same order.
+a new placeholder. PyTorch makes the draw before each call, with the same operator and in the same
+order.
 """
 
 from __future__ import annotations
@@ -40,22 +41,22 @@ def hoist_draws(
     in_forward: int | None = None,
     prefix: str = "noise_",
 ) -> tuple[NoiseDescriptor, ...]:
-    """Replace every draw of ``graph`` by a placeholder behind the others.
+    """Replace every random draw of ``graph`` by a placeholder after the existing ones.
 
     Args:
-        graph: the recorded operators, writes among them.
-        mode: where its fake tensors live.
-        captured: the draws of the captured graph. Where one of them reads values, they are what
-            is drawn, so that those of ``graph`` must be the same.
-        in_forward: how many draws forward makes; None: as many as ``graph`` has.
-        prefix: the draws are called by it and their number.
+        graph: the recorded operators, including in-place ones.
+        mode: the mode of the graph's fake tensors.
+        captured: the draws of the captured graph. If one of them reads computed values, ``graph``
+            must make the same draws, and takes their descriptors.
+        in_forward: the number of draws that forward makes; None: all draws of ``graph``.
+        prefix: the beginning of the placeholders' names, before their number.
 
     Returns:
-        The draws in program order; the new placeholders stand in the same order.
+        The descriptors of the draws in program order, which is the order of the placeholders.
 
     Raises:
-        UnsupportedOperatorError: a draw reads values, and is not among those of the captured
-            graph; or backward draws.
+        UnsupportedOperatorError: a draw reads computed values and is not a draw of the captured
+            graph, the draws differ from the captured graph's, or backward draws.
     """
     found: list[NoiseDescriptor] = []
     last = [n for n in graph.nodes if n.op == "placeholder"][-1]
@@ -107,7 +108,13 @@ def is_random(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def _as_captured(node: fx.Node, name: str, captured: NoiseDescriptor) -> NoiseDescriptor:
-    """The descriptor of ``node`` from the captured graph, renamed, if it is the same draw."""
+    """Return the descriptor of the draw ``node``, named ``name``.
+
+    A draw that reads computed values takes the descriptor ``captured``.
+
+    Raises:
+        UnsupportedOperatorError: the captured graph makes another draw here.
+    """
     if not captured.computed:
         own = _describe(node, name)
         same = (own.spec.shape, own.spec.dtype) == (captured.spec.shape, captured.spec.dtype)
@@ -123,7 +130,7 @@ def _as_captured(node: fx.Node, name: str, captured: NoiseDescriptor) -> NoiseDe
 
 
 def _drawn_at(node: fx.Node) -> fx.Node:
-    """What is drawn: the result, or the noise argument that ``rrelu_with_noise`` writes."""
+    """Return the node of the drawn tensor: the result, or the argument that ``rrelu`` fills."""
     drawn = node.args[1] if base_name(node.target) == RRELU_NAME else node
     assert isinstance(drawn, fx.Node)
     return drawn
@@ -158,9 +165,9 @@ def _fake(spec: TensorSpec, mode: FakeTensorMode) -> torch.Tensor:
 
 
 def _replace(graph: fx.Graph, node: fx.Node, draw: fx.Node) -> None:
-    """Let the users of ``node`` read ``draw``, which nothing may mutate.
+    """Let the users of ``node`` read values computed from ``draw``, which nothing may mutate.
 
-    The metadata of ``node`` goes with it: later draws may read its shape.
+    The new nodes get the metadata of ``node``, because later draws may read its shape.
     """
     target: Any = node.target
     if target is aten.native_dropout.default:

@@ -1,8 +1,9 @@
-"""Constants that forward makes on the CPU in a model on another device.
+"""Constants that forward computes on the CPU in a model on another device.
 
-Libraries of models compute bucket numbers, masks and scales on the CPU and move them, or let an
-operator on a GPU read a number from there. What depends on no input is computed once, by the
-operators of the CPU, whose rounding decides the values, and becomes a constant on the device.
+Model libraries compute bucket numbers, masks and scales on the CPU and move them to the device, or
+let a GPU operator read a number from CPU memory. A value that depends on no input is computed once
+and becomes a constant on the device. The CPU's operators compute it, because their rounding
+determines the values in eager PyTorch.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 
 from tvmbridge.core.torch_private import OpOverload
 
-# Elements of results that are kept.
+# Larger results, in elements, are computed at each call.
 _MOST = 1 << 26
 _CPU = torch.device("cpu")
 _CLONE = torch.ops.aten.clone.default
@@ -26,8 +27,10 @@ Values = dict[fx.Node, torch.Tensor]
 
 
 def device_of(program: ExportedProgram) -> torch.device:
-    """Where the parameters, buffers and arguments of ``program`` are: where the first of them is
-    that is not on the CPU."""
+    """Return the device of the first parameter, buffer or argument that is not on the CPU.
+
+    Return the CPU if all of them are there.
+    """
     kinds = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.USER_INPUT)
     names = {s.arg.name for s in program.graph_signature.input_specs if s.kind in kinds}
     placeholders = program.graph.find_nodes(op="placeholder")
@@ -37,8 +40,10 @@ def device_of(program: ExportedProgram) -> torch.device:
 
 
 def move_in_program(program: ExportedProgram, device: torch.device) -> None:
-    """Have ``device`` hold what operators there read of values that are the same at every call and
-    are made on the CPU; the functional graph of ``program`` is changed in place."""
+    """Move constants that ``program`` computes on the CPU to ``device``, where operators read them.
+
+    The functional graph of ``program`` is changed in place.
+    """
     specs = program.graph_signature.input_specs
     held = {s.arg.name: s.target or "" for s in specs if s.kind is InputKind.CONSTANT_TENSOR}
     placeholders = program.graph.find_nodes(op="placeholder")
@@ -63,7 +68,7 @@ def move_in_program(program: ExportedProgram, device: torch.device) -> None:
 
 
 def move_in_module(traced: fx.GraphModule, device: torch.device) -> None:
-    """The same for a functional graph that holds its constants itself."""
+    """Do the same as :func:`move_in_program` for a graph module that holds its constants itself."""
     constants = {n: getattr(traced, str(n.target)) for n in traced.graph.find_nodes(op="get_attr")}
 
     def hold(value: torch.Tensor, number: int) -> fx.Node:
@@ -90,7 +95,7 @@ def _move(
     for node in list(values):
         outside = [user for user in node.users if user not in values]
         users = [user for user in outside if user.op != "output"]
-        # A result on the device is made there, anew at each call.
+        # A returned constant is cloned, so that each call returns a new tensor.
         returned = len(users) < len(outside) and _is_moved(node)
         if not users and not returned:
             continue
@@ -108,7 +113,7 @@ def _move(
 
 
 def _is_moved(node: fx.Node) -> bool:
-    """Whether a result is on another device than the CPU: the operator has moved what is there."""
+    """Whether a node's result is on another device than the CPU, so that the node moved it."""
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor) and value.device != _CPU
 
@@ -124,7 +129,10 @@ def _fake(value: torch.Tensor, like: fx.Node) -> torch.Tensor:
 
 
 def _values(graph: fx.Graph, constants: Mapping[fx.Node, Any]) -> Values:
-    """What nodes on the CPU, and those that move it from there, are at every call."""
+    """Return the constant values of nodes that run on the CPU or move a CPU tensor away.
+
+    All values are computed on the CPU.
+    """
     values: Values = {}
     for node in graph.nodes:
         held = constants.get(node)
@@ -142,7 +150,7 @@ def _values(graph: fx.Graph, constants: Mapping[fx.Node, Any]) -> Values:
 
 
 def _may_run(node: fx.Node, values: Values) -> bool:
-    """Whether an operator makes the same at each call, of what is on the CPU or from nothing."""
+    """Whether a node gives the same result at each call, from constant CPU tensors or from none."""
     target, value = node.target, node.meta.get("val")
     if node.op != "call_function" or not isinstance(target, OpOverload):
         return False
@@ -150,7 +158,7 @@ def _may_run(node: fx.Node, values: Values) -> bool:
         return False
     if not isinstance(value, torch.Tensor) or any(n not in values for n in node.all_input_nodes):
         return False
-    # What has been moved is for the operators of the device, which round in their own way.
+    # Once a value has been moved, the device's operators compute with it; they round differently.
     if any(n.meta["val"].device != _CPU for n in node.all_input_nodes if "val" in n.meta):
         return False
     if not all(isinstance(n, int) for n in value.shape) or value.numel() > _MOST:

@@ -1,7 +1,7 @@
-"""Noise: the random draws of the captured graph, made by PyTorch in program order.
+"""The random draws of the captured graph, which PyTorch makes in program order.
 
 The compiled function stays pure: each draw is an additional input. PyTorch's own generator makes
-the draws in the order in which the module would, so that the same seed gives the same numbers and
+the draws in the order in which the eager module would. So the same seed gives the same numbers and
 leaves the generator in the same state.
 """
 
@@ -31,7 +31,7 @@ RRELU_NAME = "aten::rrelu_with_noise"
 
 OTHER_DRAWS = "the captured graph draws other random numbers than the module"
 
-# Draws that read nothing of their tensor arguments but shape, strides, dtype and device.
+# Draws that read only shape, strides, dtype and device of their tensor arguments.
 READS_METADATA_ONLY = frozenset(
     {
         "aten::rand",
@@ -52,7 +52,7 @@ READS_METADATA_ONLY = frozenset(
 )
 METADATA_ONLY_OVERLOADS = frozenset({aten.bernoulli.p, aten.normal.float_float})
 
-# Draws that read values; what they read is computed before them, by PyTorch.
+# Draws that read values of their tensor arguments; PyTorch computes these tensors beforehand.
 READS_VALUES = frozenset(
     {
         "aten::_sample_dirichlet",
@@ -65,8 +65,9 @@ READS_VALUES = frozenset(
     }
 )
 
-# What PyTorch makes of draws in place. They are drawn in place again: the order of the numbers
-# follows the memory of the tensor that is filled, and a copy would be laid out otherwise.
+# Functional forms, which PyTorch puts into the graph, and the in-place draws that they replaced.
+# The in-place form is called: the order of the random numbers follows the strides of the tensor
+# that is filled, and a copy would have other strides.
 _IN_PLACE: dict[Any, Any] = {
     aten.uniform.default: aten.uniform_.default,
     aten.normal_functional.default: aten.normal_.default,
@@ -82,14 +83,14 @@ _IN_PLACE: dict[Any, Any] = {
 
 
 def tidy_draws(program: ExportedProgram) -> None:
-    """Normalize random operators: one draw for each, and none where eager PyTorch draws nothing.
+    """Normalize random operators: one draw for each, and none if eager PyTorch draws nothing.
 
-    Dead code is eliminated but for draws, which advance the generator.
+    Remove dead code, except for draws, because they advance the generator.
     """
     graph, signature = program.graph, program.graph_signature
     for node in list(graph.nodes):
         if node.target is aten.native_dropout.default and node.args[1:] == (1.0, True):
-            # Dropout of everything is a product with zero: eager PyTorch draws nothing for it.
+            # Eager PyTorch draws nothing for dropout with p=1: it multiplies by zero.
             _replace_item(graph, signature, node, 0, (node.args[0], 0.0))
         elif node.target is RRELU and is_draw(node):
             slopes = next((u for u in node.users if u.args[1] == 1), None)
@@ -104,7 +105,7 @@ def tidy_draws(program: ExportedProgram) -> None:
 
 
 def _is_slopes(node: fx.Node) -> bool:
-    """Whether it is the noise of ``rrelu``, the operator's second result."""
+    """Whether ``node`` is the second result of ``rrelu_with_noise``, the drawn slopes."""
     if node.target is not operator.getitem or node.args[1] != 1:
         return False
     return node.args[0].target is RRELU  # type: ignore[union-attr]
@@ -113,7 +114,7 @@ def _is_slopes(node: fx.Node) -> bool:
 def _replace_item(
     graph: fx.Graph, signature: ExportGraphSignature, node: fx.Node, index: int, factors: Any
 ) -> None:
-    """Replace one of the results of ``node`` by a product."""
+    """Replace the result of ``node`` at ``index`` by the product of ``factors``."""
     for item in [u for u in node.users if u.args[1] == index]:
         with graph.inserting_before(item.next):
             product = graph.call_function(aten.mul.Tensor, factors)
@@ -123,10 +124,10 @@ def _replace_item(
 
 
 def find_noise(graph: fx.Graph) -> tuple[NoiseDescriptor, ...]:
-    """Every random draw of ``graph`` in program order.
+    """Return descriptors of all random draws of ``graph`` in program order.
 
     Raises:
-        UnsupportedOperatorError: a draw is of an operator that cannot be called beforehand.
+        UnsupportedOperatorError: an operator draws in a way that cannot be done before the call.
     """
     return tuple(
         _describe_dropout(node) if node.target in _DROPOUT else _describe_draw(node)
@@ -143,14 +144,17 @@ def is_draw(node: fx.Node) -> bool:
 
 
 def dropout_arguments(node: fx.Node) -> tuple[fx.Node, float, bool]:
-    """``(input, p, train)`` of a dropout node."""
+    """Return ``(input, p, train)`` of a dropout node."""
     x, p, train = node.args
     assert isinstance(x, fx.Node)
     return x, float(p), train is None or bool(train)  # type: ignore[arg-type]
 
 
 def is_active_dropout(node: fx.Node) -> bool:
-    """Whether eager PyTorch draws a mask here: not for p of 0 or 1, nor outside training."""
+    """Whether a node is dropout for which eager PyTorch draws a mask.
+
+    PyTorch draws none if p is 0 or 1, outside training, or if the input is empty.
+    """
     if node.target not in _DROPOUT:
         return False
     x, p, train = dropout_arguments(node)
@@ -180,10 +184,10 @@ def _describe_dropout(node: fx.Node) -> NoiseDescriptor:
 
 
 def dropout_descriptor(name: str, like: torch.Tensor, p: float) -> NoiseDescriptor:
-    """The mask of dropout with probability ``p`` of a tensor as ``like``."""
+    """Return the descriptor of the mask for dropout of ``like`` with probability ``p``."""
     if not like.is_cuda:
         return mask_descriptor(name, like, 1.0 - p, drop_probability=p)
-    # The kernel that eager PyTorch runs, for its mask: the numbers follow dtype and strides.
+    # On a GPU the random numbers depend on dtype and strides, so eager's own kernel makes the mask.
     mask = TensorSpec.of(torch.empty_like(like, dtype=torch.bool))
     args = (TensorSpec.of(like), p, True)
     return NoiseDescriptor(name, mask, aten.native_dropout.default, args, {}, p, 1)
@@ -192,7 +196,14 @@ def dropout_descriptor(name: str, like: torch.Tensor, p: float) -> NoiseDescript
 def mask_descriptor(
     name: str, like: torch.Tensor, keep: float, *, drop_probability: float | None = None
 ) -> NoiseDescriptor:
-    """A draw of zeros and ones, laid out as ``like`` and held in one byte each."""
+    """Return the descriptor of a boolean mask with the strides of ``like``.
+
+    Args:
+        name: the name of the draw.
+        like: a tensor with the shape and the strides of the mask.
+        keep: the probability that an element is True.
+        drop_probability: the probability of dropout; None if the mask is not for dropout.
+    """
     spec = TensorSpec.of(torch.empty_like(like, dtype=torch.bool))
     return NoiseDescriptor(name, spec, aten.bernoulli_.float, (spec, keep), {}, drop_probability)
 
@@ -223,7 +234,7 @@ def _describe_draw(node: fx.Node) -> NoiseDescriptor:
     if drawn is aten.bernoulli_.Tensor:
         args = (spec_of_node(node.args[0]), *args[1:])
     descriptor = NoiseDescriptor(node.name, TensorSpec.of(value), drawn, tuple(args), kwargs)
-    # The kernel draws in the dtype of the mean, and scales in place.
+    # The kernel draws in the dtype of the mean, and scales the numbers in place.
     read = [tensor.spec.dtype for tensor in descriptor.computed]
     if op._schema.name == "aten::normal" and read and value.dtype is not read[0]:
         raise UnsupportedOperatorError(
@@ -234,7 +245,10 @@ def _describe_draw(node: fx.Node) -> NoiseDescriptor:
 
 
 def describe_rrelu(node: fx.Node) -> NoiseDescriptor:
-    """The noise of ``rrelu``, which has the name of the getitem that reads it."""
+    """Return the descriptor of the slopes that ``rrelu`` draws.
+
+    The draw is named after the getitem node that reads the slopes, if there is one.
+    """
     x, noise, *rest = node.args
     name = next((u.name for u in node.users if u.args[1] == 1), node.name)
     spec = spec_of_node(noise)
@@ -242,23 +256,26 @@ def describe_rrelu(node: fx.Node) -> NoiseDescriptor:
 
 
 def base_name(op: Any) -> str:
-    """The name that the in-place, functional and plain variants of an operator share."""
+    """Return the name that the in-place, functional and plain variants of an operator share."""
     return str(op._schema.name).removesuffix("_functional").rstrip("_")
 
 
 def memory_order(tensor: torch.Tensor | TensorSpec) -> tuple[int, ...]:
-    """The strides that the order of random numbers depends on: those of extents above 1."""
+    """Return the strides of the dimensions with more than one element.
+
+    The order of random numbers in a tensor depends on these strides.
+    """
     stride = tensor.stride if isinstance(tensor, TensorSpec) else tensor.stride()
     return tuple(s for s, extent in zip(stride, tensor.shape, strict=True) if extent > 1)
 
 
 def spec_of_node(value: Any) -> Any:
-    """An argument of a draw of which only metadata is read."""
+    """Return a draw's argument with a TensorSpec for a node; the draw reads only its metadata."""
     return TensorSpec.of(value.meta["val"]) if isinstance(value, fx.Node) else value
 
 
 def computed_by(value: Any) -> Any:
-    """An argument of a draw of which the values are read."""
+    """Return a draw's argument with a ComputedTensor for a node; the draw reads its values."""
     if not isinstance(value, fx.Node):
         return value
     return ComputedTensor(value.name, TensorSpec.of(value.meta["val"]))

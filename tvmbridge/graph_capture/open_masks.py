@@ -1,8 +1,8 @@
-"""Masks of attention that are the same at every call, and say nothing.
+"""Remove constant attention masks that are needless: open everywhere, or exactly causal.
 
-Libraries of models make a mask of whole extents while they are traced, where they make none in a
-call: one that is open everywhere, or the causal one. PyTorch's kernels are faster without, and on
-a GPU faster kernels take attention without a mask.
+Model libraries that pass no mask in an eager call build a full one while they are traced, either
+open everywhere or causal. PyTorch's kernels are faster without a mask, and the fastest GPU kernels
+accept none.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from tvmbridge.core.torch_private import OpOverload
 from tvmbridge.graph_capture.trace.fused_attention import fused_kernel
 from tvmbridge.passes.fx.base import bound_arguments, evaluated
 
-# Elements of masks that are looked at.
+# Constants with more elements are not evaluated.
 _MOST = 1 << 24
 _CPU = torch.device("cpu")
 _FUSED = f"{NAMESPACE}.fused_attention.default"
 _BACKWARD = f"{NAMESPACE}.fused_attention_backward.default"
 _DETACH = "aten.detach.default"
-# The place of the kernel's name, and by how many places backward's arguments come later.
+# The position of the kernel's name, and the number of arguments that backward has before the query.
 _KERNEL, _BACKWARD_SHIFT = 4, 5
-# Of each operator the places of the mask and of what says that it is causal.
+# For each operator, the positions of its arguments for the mask and for ``is_causal``.
 _PLACES = {
     "aten.scaled_dot_product_attention.default": (3, 5),
     f"{NAMESPACE}.attention.default": (3, 4),
@@ -36,9 +36,10 @@ _PLACES = {
 
 
 def drop_open_masks(graph: fx.Graph) -> None:
-    """Take constant masks off attention that are open, or causal, which it is told instead.
+    """Remove constant masks from attention in ``graph`` that are open everywhere or causal.
 
-    In a joint graph forward and backward are told alike.
+    A causal mask is replaced by ``is_causal=True``. In a joint graph, forward and backward are
+    changed alike.
     """
     known: dict[fx.Node, torch.Tensor | None] = {}
     for node in graph.nodes:
@@ -69,7 +70,11 @@ def drop_open_masks(graph: fx.Graph) -> None:
 
 
 def _backward_of(node: fx.Node) -> list[fx.Node] | None:
-    """What takes back a node of a fused kernel in a joint graph; None where that is not clear."""
+    """Return the backward nodes of a fused attention node in a joint graph.
+
+    Return None if one of its backward nodes reads other operands or computes a gradient of the
+    mask, so that the mask must stay.
+    """
     pending, found = list(node.users), dict[fx.Node, None]()
     while pending:
         user = pending.pop()
@@ -88,7 +93,7 @@ def _backward_of(node: fx.Node) -> list[fx.Node] | None:
 
 
 def _origin(value: Any) -> Any:
-    """The node that a result, or a detached one, is of."""
+    """Return the node that computes ``value``, through getitem and detach."""
     value = _undetached(value)
     while isinstance(value, fx.Node) and value.target is operator.getitem:
         value = _undetached(value.args[0])
@@ -96,24 +101,24 @@ def _origin(value: Any) -> Any:
 
 
 def _undetached(value: Any) -> Any:
-    """The node of a tensor that autograd has saved: some versions of PyTorch detach it."""
+    """Return ``value`` without detach nodes: some versions of PyTorch detach saved tensors."""
     while isinstance(value, fx.Node) and str(value.target) == _DETACH:
         value = value.args[0]
     return value
 
 
 def _kernel_without_mask(node: fx.Node, causal: bool) -> str:
-    """Return the kernel that PyTorch has on this GPU for attention without its mask, or ""."""
+    """Return the kernel that PyTorch has on this GPU for the attention without a mask, or ""."""
     given = bound_arguments(node)
     inside = [given[name].meta["val"].transpose(1, 2) for name in ("query", "key", "value")]
-    # The operator stands for attention that has a gradient, which the choice depends on.
+    # The operator is used only for attention with a gradient, and the choice depends on that.
     tensors = [t.detach().requires_grad_() for t in inside]
     query, key, value = tensors
     return fused_kernel(query, key, value, None, given["dropout_p"], causal)
 
 
 def _change_kernel(node: fx.Node, kernel: str) -> None:
-    """Have ``kernel`` compute a node; what it keeps for backward has other shapes."""
+    """Let ``kernel`` compute a node, and update the shapes of its results."""
     _set(node, _KERNEL, kernel)
     node.meta["val"] = evaluated(node.target, node.args, node.kwargs)  # type: ignore[arg-type]
     for item in node.users:
@@ -137,7 +142,7 @@ def _name(node: fx.Node, place: int) -> str:
 
 
 def _constant(node: fx.Node, known: dict[fx.Node, torch.Tensor | None]) -> torch.Tensor | None:
-    """The value of a node that depends on no input; None if it does, or is large."""
+    """Return the value of a node; None if the value depends on an input or is too large."""
     pending = [node]
     while pending:
         current = pending[-1]
@@ -154,7 +159,7 @@ def _constant(node: fx.Node, known: dict[fx.Node, torch.Tensor | None]) -> torch
 
 
 def _may_run(node: fx.Node) -> bool:
-    """Whether an operator of the graph makes the same at each call from the same operands."""
+    """Whether a node's operator is deterministic and functional, and its result small enough."""
     target, value = node.target, node.meta.get("val")
     if node.op != "call_function" or not isinstance(target, OpOverload):
         return False
@@ -170,7 +175,7 @@ def _run(node: fx.Node, known: dict[fx.Node, torch.Tensor | None]) -> torch.Tens
     if not _may_run(node) or any(known[n] is None for n in node.all_input_nodes):
         return None
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: known[n])
-    # On the CPU, whose results are the same: a GPU would be waited for.
+    # On the CPU, with the same results: a GPU would need a synchronization.
     args, kwargs = pytree.tree_map_only(torch.device, lambda _: _CPU, (args, kwargs))
     with torch.no_grad():
         result = node.target(*args, **kwargs)  # type: ignore[operator]
@@ -182,7 +187,7 @@ def _is_open(mask: torch.Tensor) -> bool:
 
 
 def _is_causal(mask: torch.Tensor) -> bool:
-    """Whether each row sees the columns up to its own, of as many."""
+    """Whether the mask is square, and row ``i`` is open for columns 0 to ``i`` alone."""
     rows, columns = mask.shape[-2:]
     if rows != columns:
         return False

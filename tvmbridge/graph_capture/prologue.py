@@ -1,8 +1,8 @@
 """The eager prologue: the subgraph that random draws depend on, run by PyTorch before the call.
 
 A draw such as ``multinomial(softmax(x))`` reads values that the graph computes. The subgraph that
-such draws depend on is extracted, with all draws in program order, and PyTorch runs it before each
-call; the draws are inputs of the compiled code, as all others are.
+such draws depend on is extracted, together with all draws in program order. PyTorch runs it before
+each call, and the draws are inputs of the compiled code.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ aten = torch.ops.aten
 def cut_prologue(
     graph: fx.Graph, noise: Sequence[NoiseDescriptor], constants: Mapping[str, torch.Tensor]
 ) -> EagerPrologue | None:
-    """The subgraph that the draws ``noise`` depend on; None where none of them reads values.
+    """Return the subgraph that the random draws depend on; None if no draw reads computed values.
 
     Args:
         graph: a captured graph.
-        noise: its draws, all of them in program order.
-        constants: the tensors that it holds itself, by the name of their placeholder.
+        noise: the descriptors of all its draws, in program order.
+        constants: the tensors that the captured program holds, by the name of their placeholder.
     """
     nodes = {node.name: node for node in graph.nodes}
     read = [nodes[tensor.name] for descriptor in noise for tensor in descriptor.computed]
@@ -47,7 +47,7 @@ def cut_prologue(
 
 
 def _drawing_node(node: fx.Node) -> fx.Node:
-    """The node that draws; of several results the descriptor has the name of the getitem."""
+    """Return the drawing node of a descriptor's ``node``, which may be a getitem of its results."""
     if node.target is not operator.getitem:
         return node
     source = node.args[0]
@@ -56,9 +56,10 @@ def _drawing_node(node: fx.Node) -> fx.Node:
 
 
 def _ancestors(read: Sequence[fx.Node], draws: Mapping[fx.Node, NoiseDescriptor]) -> set[fx.Node]:
-    """The nodes ``read`` and all their transitive inputs.
+    """Return the nodes ``read`` and all their transitive inputs.
 
-    Of draws the search goes on from dropout alone: what other draws read is in ``read``.
+    The search continues through the inputs of dropout, but not of other draws: the inputs whose
+    values these read are in ``read`` already.
     """
     found: set[fx.Node] = set()
     rest = list(read)
@@ -73,7 +74,7 @@ def _ancestors(read: Sequence[fx.Node], draws: Mapping[fx.Node, NoiseDescriptor]
 
 
 class _Cut:
-    """A prologue under construction: its graph, and its nodes by the captured ones."""
+    """A prologue under construction, with a map from captured nodes to its own nodes."""
 
     def __init__(
         self,
@@ -91,7 +92,7 @@ class _Cut:
         self._drawn: list[fx.Node] = []
 
     def copy(self, node: fx.Node) -> None:
-        """Take over a node that draws nothing."""
+        """Copy a node that draws nothing into the prologue."""
         if node in self._values:
             return
         if node.op == "placeholder" and node.name in self._constants:
@@ -109,7 +110,11 @@ class _Cut:
         return self._values[item.args[0]]  # type: ignore[index]
 
     def draw(self, node: fx.Node, *, is_read: bool) -> None:
-        """Draw as the descriptor says; the operator itself is computed only if it is read."""
+        """Add the draw of ``node``.
+
+        For dropout the draw is the mask; its product with the input is added only if a later draw
+        reads it (``is_read``).
+        """
         descriptor = self._draws[node]
         args, kwargs = pytree.tree_map(self._argument, (descriptor.args, dict(descriptor.kwargs)))
         drawn = self.graph.call_function(descriptor.op, tuple(args), dict(kwargs))
@@ -144,7 +149,7 @@ class _Cut:
         )
 
     def prologue(self) -> EagerPrologue:
-        """The finished prologue."""
+        """Return the finished prologue."""
         self.graph.output(tuple(self._drawn))
         self.graph.lint()
         return EagerPrologue(fx.GraphModule(self._root, self.graph), tuple(self._reads))

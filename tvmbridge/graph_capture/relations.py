@@ -1,8 +1,8 @@
-"""Relations between sizes: what forward and PyTorch's own code take for granted of symbolic ones.
+"""Relations between sizes: the conditions under which a trace with symbolic sizes is valid.
 
-torch.export traces the module with symbols in place of the sizes and notes each decision that
-depends on them: a branch, a bound, a divisor. Code that was compiled for some sizes is right for
-others where all of these decisions are the same.
+torch.export traces the module with symbols in place of the sizes. It records each decision on them
+in forward or in PyTorch's own code: a branch, a bound, a divisor. Code that was compiled for some
+sizes is correct for other sizes if all decisions come out the same.
 """
 
 from __future__ import annotations
@@ -16,17 +16,20 @@ import torch
 
 from tvmbridge.core.errors import CaptureError
 
-# Without a bound of its own a size may be anything.
+# The upper bound of a size that has none of its own.
 _UNBOUNDED = 1 << 40
 
 
 @dataclass(frozen=True)
 class Relations:
-    """The decisions of a trace, and the symbols of the dimensions that they are about.
+    """The decisions on sizes in a trace, and the symbols of the argument's dimensions.
 
-    ``shapes`` are the sizes of the tensors among the arguments, by the number of the leaf: integers
-    and sympy's expressions. ``bounds`` are the least and greatest size of each symbol. ``replaced``
-    are symbols that the trace found to be expressions of others, which stand in ``shapes``.
+    - ``shapes``: the shapes of the tensors among the arguments, by the number of the leaf; each
+      size is an integer or a sympy expression
+    - ``bounds``: the least and the greatest value of each symbol
+    - ``guards``: sympy conditions that must be true
+    - ``replaced``: symbols that the trace found equal to expressions of other symbols, with these
+      expressions; ``shapes`` has the expressions
     """
 
     shapes: Mapping[int, tuple[Any, ...]]
@@ -35,7 +38,7 @@ class Relations:
     replaced: Mapping[Any, Any] = field(default_factory=dict, repr=False)
 
     def broken(self, sizes: Mapping[int, Sequence[int]]) -> str | None:
-        """Which relation does not hold for arguments of these sizes; None: all do."""
+        """Describe a relation that does not hold for arguments of these sizes; None if all hold."""
         known = self.symbols(sizes)
         for leaf, shape in self.shapes.items():
             for expression, size in zip(shape, sizes[leaf], strict=True):
@@ -50,7 +53,7 @@ class Relations:
         return None
 
     def symbols(self, sizes: Mapping[int, Sequence[int]]) -> dict[Any, int]:
-        """The symbols for arguments of these sizes."""
+        """Return the values of the symbols for arguments of these sizes."""
         known: dict[Any, int] = {}
         for leaf, shape in self.shapes.items():
             for expression, size in zip(shape, sizes[leaf], strict=True):
@@ -69,7 +72,7 @@ class Relations:
         return known
 
     def _follow_equations(self, known: dict[Any, int]) -> None:
-        """Add symbols of which a guard says what they are equal to."""
+        """Add values of symbols that an equation among the guards determines."""
         for guard in (g for g in self.guards if isinstance(g, sympy.Eq)):
             for symbol, other in (guard.args, reversed(guard.args)):
                 if isinstance(symbol, sympy.Symbol) and symbol not in known:
@@ -78,18 +81,18 @@ class Relations:
                         known[symbol] = int(value)
 
     def most(self, leaf: int, dimension: int) -> int:
-        """The greatest size that a dimension of an argument may have."""
+        """Return the greatest size that a dimension of an argument may have."""
         expression = self.shapes[leaf][dimension]
         return self.bounds.get(expression, (0, _UNBOUNDED))[1]
 
     def is_symbolic(self, leaf: int, dimension: int) -> bool:
-        """Whether a dimension depends on symbols: otherwise forward demands its size."""
+        """Whether the size of a dimension depends on symbols; if not, forward demands the size."""
         expression = self.shapes[leaf][dimension]
         return isinstance(expression, sympy.Basic) and bool(expression.free_symbols)
 
 
 def affine(expression: Any) -> tuple[Any, int, int] | None:
-    """The symbol, scale and offset of an expression ``scale * symbol + offset``; None: no such."""
+    """Return symbol, scale and offset if ``expression`` is ``scale * symbol + offset``, or None."""
     if not isinstance(expression, sympy.Basic) or len(expression.free_symbols) != 1:
         return None
     (symbol,) = expression.free_symbols
@@ -103,7 +106,7 @@ def affine(expression: Any) -> tuple[Any, int, int] | None:
 
 
 def relations_in(program: Any) -> Relations:
-    """Those that a program of torch.export holds.
+    """Return the relations that an exported program was traced under.
 
     Raises:
         CaptureError: no argument is a tensor.

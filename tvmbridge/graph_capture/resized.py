@@ -8,8 +8,8 @@ After, at size 5::
 
     y = aten.view(x, [10, 8])
 
-To trace a module once more for each size takes long. The trace with symbols is believed where at
-one size it says all that the trace for this size alone does: operators, arguments and layouts.
+Tracing a module again for each size takes long. The symbolic trace is used if it agrees with the
+concrete trace at one size in operators, arguments and strides.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tvmbridge.core.torch_private import pytree
 
 _PLAIN: dict[Any, Any] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 _SYMBOLIC = tuple(_PLAIN)
-# They say of numbers what the relations between sizes say as well.
+# Checks of sizes; the relations between sizes contain the same conditions.
 _CHECKS = frozenset(
     {
         torch.ops.aten._assert_scalar.default,
@@ -40,18 +40,25 @@ _CHECKS = frozenset(
 
 
 class OtherProgramError(BridgeError):
-    """The trace with symbols is not the trace for sizes with symbols in the place of numbers."""
+    """The symbolic trace differs from the concrete trace in more than sizes."""
 
 
 @dataclass(frozen=True)
 class _Sizes:
-    """What the numbers of a trace with symbols are where the symbols are these."""
+    """Evaluates the numbers of a symbolic trace for given values of the symbols.
+
+    - ``symbols``: the value of each symbol
+    - ``found``: the numbers evaluated so far, by expression and kind
+    """
 
     symbols: Mapping[Any, int]
     found: dict[Any, Any] = field(default_factory=dict)
 
     def of(self, value: Any) -> Any:
-        """``value``, of which symbolic numbers and sizes are numbers."""
+        """Return ``value`` with numbers in place of symbols.
+
+        For a tensor, return shape, strides, dtype and device.
+        """
         if isinstance(value, _SYMBOLIC):
             return self._number(value.node.expr, type(value))
         if isinstance(value, torch.Tensor):
@@ -75,15 +82,16 @@ def resized(
     here: Mapping[Any, int],
     there: Mapping[Any, int],
 ) -> ExportedProgram:
-    """``program``, captured for some sizes, as it is for others.
+    """Return ``program``, which was captured for some sizes, for other sizes.
 
     Args:
-        symbolic: the program with symbols in place of sizes.
-        here: the symbols for which it is ``program``.
-        there: those for which it is asked for.
+        program: the program with concrete sizes.
+        symbolic: the same program with symbols in place of sizes.
+        here: the values of the symbols in ``program``.
+        there: the values of the symbols in the program that is returned.
 
     Raises:
-        OtherProgramError: ``symbolic`` is not ``program`` there, so that nothing is known.
+        OtherProgramError: ``symbolic`` at the sizes ``here`` differs from ``program``.
     """
     of_sizes = [n for n in symbolic.graph.nodes if not _is_number(n) and not _is_whole(n)]
     given = list(program.graph.nodes)
@@ -101,7 +109,7 @@ def resized(
         partners[other] = node
         args, kwargs = _arguments(other, wanted, made)
         copied = graph.create_node(node.op, node.target, args, kwargs, node.name, node.type)
-        copied.name = node.name  # that of an argument may be one of Python's
+        copied.name = node.name  # create_node renames names that Python reserves
         copied.meta = dict(node.meta)
         if "val" in node.meta:
             values = other.meta["val"]
@@ -118,14 +126,14 @@ def resized(
             None,
             program.constants,
         )
-    except Exception as error:  # what torch.export holds against it
+    except Exception as error:  # torch.export verifies the program
         raise OtherProgramError(f"it is no program: {error}") from error
 
 
 def output_shapes(
     symbolic: ExportedProgram, symbols: Mapping[Any, int]
 ) -> list[tuple[int, ...] | None]:
-    """The shapes of what forward returns, where the symbols are these; None: it is no tensor."""
+    """Return the shapes of forward's results for these symbols; None for each that is no tensor."""
     sizes = _Sizes(symbols)
     values = {n.name: n.meta.get("val") for n in symbolic.graph.nodes}
     specs = symbolic.graph_signature.output_specs
@@ -134,12 +142,12 @@ def output_shapes(
 
 
 def _is_number(node: fx.Node) -> bool:
-    """Whether it computes a size, or checks one."""
+    """Whether a node computes or checks a size."""
     return node.target in _CHECKS or isinstance(node.meta.get("val"), _SYMBOLIC)
 
 
 def _is_whole(node: fx.Node) -> bool:
-    """Whether it is a slice of all elements, which a trace without symbols leaves out."""
+    """Whether a node slices all elements, which a trace without symbols leaves out."""
     if node.target is not torch.ops.aten.slice.Tensor or len(node.args) > 4:
         return False
     given = node.all_input_nodes[0]
@@ -154,7 +162,7 @@ def _expression(size: Any) -> Any:
 def _refuse_other(
     node: fx.Node, other: fx.Node, known: _Sizes, partners: Mapping[fx.Node, fx.Node]
 ) -> None:
-    """Refuse that ``other`` stands for ``node``."""
+    """Raise OtherProgramError unless ``other`` at the sizes ``known`` equals ``node``."""
     if node.op == "get_attr" or node.op != other.op:
         raise OtherProgramError(f"{other.op} stands for {node.op} {node.name}")
     if node.op != "output" and node.op != "placeholder" and node.target != other.target:
@@ -170,12 +178,12 @@ def _refuse_other(
 def _arguments(node: fx.Node, sizes: _Sizes, nodes: Mapping[fx.Node, fx.Node]) -> Any:
     given = node.args
     if node.target is torch.ops.aten.slice.Tensor and len(given) > 2 and given[2] is None:
-        given = (*given[:2], 0, *given[3:])  # as a trace without symbols spells it
+        given = (*given[:2], 0, *given[3:])  # a trace without symbols has 0 for None
     return pytree.tree_map(lambda v: _at(v, sizes, nodes), (given, node.kwargs))
 
 
 def _at(value: Any, sizes: _Sizes, nodes: Mapping[fx.Node, fx.Node]) -> Any:
-    """An argument where the nodes before it are ``nodes``."""
+    """Return an argument at concrete sizes; ``nodes`` maps symbolic nodes to concrete ones."""
     if not isinstance(value, fx.Node):
         return sizes.of(value)
     if _is_whole(value):
@@ -184,7 +192,7 @@ def _at(value: Any, sizes: _Sizes, nodes: Mapping[fx.Node, fx.Node]) -> Any:
 
 
 def _resized_values(values: Any, symbolic: Any, sizes: _Sizes) -> Any:
-    """Fake values like ``values`` with the sizes that ``symbolic`` has."""
+    """Return fake values like ``values``, with the shapes and strides of ``symbolic``."""
     leaves, spec = pytree.tree_flatten(values)
     others = pytree.tree_leaves(symbolic)
     return pytree.tree_unflatten(

@@ -1,4 +1,4 @@
-"""The thread's context at a call: tracing, modes, function transforms, checkpoints."""
+"""The context in which a thread calls: tracing, modes, function transforms, checkpoints."""
 
 from __future__ import annotations
 
@@ -34,15 +34,16 @@ from tvmbridge.graph_capture.trace.own_calls import all_own_calls
 from tvmbridge.graph_capture.trace.patches import patched_here
 
 _CHECKPOINTS = "torch.utils.checkpoint"
-# The class whose hook sees what a repeated call saves.
+# The class whose hook receives the tensors that a recomputation saves.
 _REPEATS = "_recomputation_hook"
 
 
 @contextmanager
 def tracing_here() -> Iterator[None]:
-    """Within it this thread traces, and no other one does; it may be entered again.
+    """Let this thread trace, and no other thread, within the context; it may be nested.
 
-    Elsewhere ``torch.compiler.is_compiling()`` is false, though the flag is one for all threads.
+    In other threads ``torch.compiler.is_compiling()`` stays False, although all threads share its
+    flag.
     """
     with compiling(), dynamo_left_out(), tensors_forgotten(), _failures_not_logged():
         yield
@@ -50,9 +51,9 @@ def tracing_here() -> Iterator[None]:
 
 @contextmanager
 def _failures_not_logged() -> Iterator[None]:
-    """Within it PyTorch does not log where an operator refuses fake tensors in this thread.
+    """Suppress PyTorch's log of operators that fail on fake tensors, in this thread.
 
-    The error is raised as well, and told without the traceback of what traces.
+    The error is also raised, and then reported without the traceback of the trace.
     """
     log, thread = logging.getLogger("torch._subclasses.fake_tensor"), threading.get_ident()
 
@@ -67,7 +68,7 @@ def _failures_not_logged() -> Iterator[None]:
 
 
 def refused_now() -> str | None:
-    """Why compiled code must not run in the current context; None if it may."""
+    """Return why compiled code must not run in the current context; None if it may."""
     if torch.compiler.is_compiling() and not _captured_elsewhere():
         return "the module is being traced"
     if tracing_state():
@@ -84,13 +85,14 @@ def refused_now() -> str | None:
 def in_checkpoint() -> bool:
     """Whether the saved-tensor hooks of a non-reentrant checkpoint are active.
 
-    It recomputes the call in backward, and stops as soon as everything is saved again.
+    Such a checkpoint recomputes the call in backward, and stops as soon as all tensors that it
+    needs are saved again.
     """
     return _checkpoint_hook() is not None
 
 
 def repeated_by_checkpoint() -> bool:
-    """Whether this call is the recomputation of such a checkpoint."""
+    """Whether this call is the recomputation of a non-reentrant checkpoint."""
     hook = _checkpoint_hook()
     return hook is not None and getattr(hook, "__qualname__", "").startswith(_REPEATS)
 
@@ -103,7 +105,7 @@ def _checkpoint_hook() -> object | None:
 
 
 def _captured_elsewhere() -> bool:
-    """Whether it is in another thread that something is compiled: TorchDynamo has the flag set."""
+    """Whether TorchDynamo compiles in another thread; it sets the flag of all threads."""
     lock = dynamo_lock()
     if not lock.acquire(blocking=False):
         return True
@@ -123,9 +125,10 @@ def _mode_refuses() -> str | None:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Within it the compilation does not see the caller's settings, modes and hooks.
+    """Hide the caller's settings, modes and hooks from the compilation within the context.
 
-    The caller's random numbers stay as they are: a module's own ``__deepcopy__`` may draw some.
+    On exit, restore the caller's generator states: a module's own ``__deepcopy__`` may draw
+    random numbers.
     """
     with (
         all_own_calls() as own,
@@ -142,7 +145,10 @@ def undisturbed() -> Iterator[None]:
 
 
 class _Saved:
-    """A tensor that autograd saved, and its version; None once the compilation has ended."""
+    """A tensor that autograd saved, and its version at that time.
+
+    ``tensor`` is None once the compilation has ended.
+    """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor: torch.Tensor | None = tensor
@@ -151,10 +157,10 @@ class _Saved:
 
 @contextmanager
 def _without_hooks_on_saved_tensors() -> Iterator[None]:
-    """Within it the caller's hooks on saved tensors are not called.
+    """Do not call the caller's hooks on saved tensors within the context.
 
-    A result that its own node saves refers to that node. Python cannot collect this cycle, which
-    goes through a hook's value in C++, so it is broken at the end.
+    A result that is saved by its own autograd node refers to that node. Python cannot collect this
+    cycle, because it goes through a hook's value in C++, so the cycle is broken on exit.
     """
     known: list[weakref.ref[_Saved]] = []
 
@@ -174,7 +180,11 @@ def _without_hooks_on_saved_tensors() -> Iterator[None]:
 
 
 def _if_not_written(saved: _Saved) -> torch.Tensor:
-    """The version check that autograd makes itself where no hooks are set."""
+    """Return a saved tensor after the version check that autograd makes if no hooks are set.
+
+    Raises:
+        RuntimeError: the tensor was modified in place, or the compilation has ended.
+    """
     if saved.tensor is None:
         raise RuntimeError("the graph of a compilation that has ended cannot be differentiated")
     if saved.tensor._version != saved.version:
@@ -187,7 +197,7 @@ def _if_not_written(saved: _Saved) -> torch.Tensor:
 
 @contextmanager
 def _sources_forgotten() -> Iterator[None]:
-    """On exit, forget the sources that PyTorch generated in this thread: it keeps them for good."""
+    """On exit, delete the sources that PyTorch generated in this thread and would keep for good."""
     kept: list[str] = []
 
     def noted(genuine: Callable[..., str], *args: Any, **kwargs: Any) -> str:

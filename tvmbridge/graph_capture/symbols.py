@@ -1,4 +1,4 @@
-"""Symbols: how torch.export is given the arguments, and told which of their sizes are symbolic."""
+"""Prepare arguments for torch.export, and declare which of their sizes are symbolic."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from tvmbridge.core.torch_private import pytree
 
 
 def spelled_out(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> inspect.Signature:
-    """A signature of these arguments alone: torch.export places symbols by it, and cannot where
-    arguments go to ``**kwargs``."""
+    """Return a signature that names exactly these arguments.
+
+    torch.export assigns symbols to arguments by the signature, and fails for arguments that go to
+    ``**kwargs``.
+    """
     kinds = inspect.Parameter
     positional = [kinds(f"argument_{i}", kinds.POSITIONAL_ONLY) for i in range(len(args))]
     return inspect.Signature([*positional, *(kinds(k, kinds.KEYWORD_ONLY) for k in kwargs)])
@@ -24,7 +27,8 @@ def spelled_out(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> inspect.Sig
 def has_odd_names(arguments: Any) -> bool:
     """Whether a keyword of ``(args, kwargs)``, or a key of a dict among them, is no identifier.
 
-    torch.export writes keywords and keys into source that it runs, as they are.
+    torch.export writes keywords and keys unquoted into source code that it runs. Integers as keys
+    are fine.
     """
     if isinstance(arguments, Mapping):
         return not all(map(_is_written_safely, arguments)) or has_odd_names([*arguments.values()])
@@ -43,7 +47,10 @@ def dynamic_shapes(
     kwargs: dict[str, Any],
     symbolic: Mapping[int, Mapping[int, Any]],
 ) -> Any:
-    """What torch.export is told of sizes: of leaves of the arguments, by number and dimension."""
+    """Return the ``dynamic_shapes`` argument of torch.export.
+
+    ``symbolic`` maps the number of an argument's leaf to its symbolic dimensions.
+    """
     shapes = torch.export.ShapesCollection()
     leaves = pytree.tree_leaves((args, kwargs))
     for number, dimensions in symbolic.items():

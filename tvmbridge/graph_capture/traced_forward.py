@@ -1,4 +1,4 @@
-"""The forward that is traced: a module's own, within what watches and completes it."""
+"""The forward that is traced: the module's own, wrapped so that its side effects are results."""
 
 from __future__ import annotations
 
@@ -35,16 +35,26 @@ from tvmbridge.graph_capture.trace.standins import as_captured, transforms_ended
 class TracedForward:
     """The forward of a module, as every trace calls it.
 
-    ``is_compiling`` is what ``torch.compiler.is_compiling()`` returns within it,
-    ``differentiated`` whether its results will be, ``values`` what the small buffers of the module
-    hold, ``bases`` the intermediate view bases that it returns as well. ``exported``: torch.export
-    calls it, which refuses rebound attributes, so that the module gets its old ones back.
-    ``autocast`` is the state of autocast that forward finds. ``left`` are the attributes in which
-    it leaves values, which are then results as well; None: they are yet to be found.
+    Settings:
 
-    After a call, ``changed_arguments`` are the positions and keywords of the containers that it
-    mutated, ``ways`` how values are ``left``, ``checks`` the checks of values that became outputs,
-    ``answers`` the guards on small buffers, and ``epilogue`` computes its data-dependent results.
+    - ``module``: the module whose forward is wrapped
+    - ``is_compiling``: the value that ``torch.compiler.is_compiling()`` returns within forward
+    - ``differentiated``: whether the results will be differentiated
+    - ``values``: the values of the module's small buffers, by name
+    - ``bases``: the intermediate view bases that are returned as additional results
+    - ``exported``: whether torch.export calls it; it refuses rebound attributes, so the module
+      gets its old attributes back
+    - ``autocast``: the autocast state that forward runs under
+    - ``left``: the attributes in which forward leaves values behind, which become additional
+      results; None: they are found during the call
+
+    Set by a call:
+
+    - ``changed_arguments``: the positions and keywords of the containers that forward mutated
+    - ``ways``: how each of these attributes gets its value
+    - ``checks``: the checks of values that became outputs
+    - ``answers``: the guards on small buffers
+    - ``epilogue``: computes the data-dependent results; None if there are none
     """
 
     module: nn.Module
@@ -62,7 +72,7 @@ class TracedForward:
     epilogue: Epilogue | None = None
 
     def __post_init__(self) -> None:
-        # That of now, which may be a patched one.
+        # The current forward, which may be a patched one.
         self._forward = self.module.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -82,7 +92,10 @@ class TracedForward:
         return results
 
     def _leaving(self) -> LeftWatch | LeftFinder | None:
-        """The own forward, whose results are also what it leaves in attributes."""
+        """Wrap the module's forward so that it also returns values that it leaves in attributes.
+
+        Return None if it leaves none behind.
+        """
         if self.left is None:
             return LeftFinder(self._own, self.module)
         return LeftWatch(self._own, self.module, self.left) if self.left else None
@@ -101,9 +114,10 @@ class TracedForward:
 
     @contextmanager
     def in_place(self, structure: pytree.TreeSpec | None = None) -> Iterator[None]:
-        """Within it it is the ``forward`` of the module.
+        """Install this object as the ``forward`` of the module within the context.
 
-        With a ``structure`` of the arguments, that forward takes their leaves by position.
+        If ``structure`` is given, the installed forward takes the leaves of its arguments by
+        position, and ``structure`` is their structure.
         """
         held = self.module.__dict__
         own = held.get("forward")

@@ -1,1 +1,1 @@
-"""What is replaced, decomposed or kept opaque while forward is traced; stand-ins of modules."""
+"""Replace, decompose or keep opaque functions during a trace of forward; stand-ins of modules."""

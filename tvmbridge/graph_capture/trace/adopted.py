@@ -1,8 +1,9 @@
-"""Adopted tensors: what forward reads from globals, closures and lists becomes an input.
+"""Adopted tensors: tensors that forward reads from globals, closures and lists become inputs.
 
-A stand-in holds such a tensor as a buffer, or as a parameter where it requires a gradient. While
-forward is traced, functions of PyTorch that are given the tensor get what the stand-in holds
-instead: the fake, the proxy, or the primal that stands there then.
+A stand-in (the copy of a module that is traced) holds such a tensor as a buffer, or as a parameter
+if it requires a gradient. A trace puts fake tensors, proxies or primals in place of buffers and
+parameters. During the trace, PyTorch functions that are given the original tensor get the
+stand-in's current one instead.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from tvmbridge.core.structure import unflatten
 from tvmbridge.core.torch_private import functorch_utils, pytree
 from tvmbridge.graph_capture.trace.patches import patched_here
 
-# By module: the place of each adopted tensor, by the id of the tensor.
+# For each module, ("_parameters" or "_buffers", name) of its adopted tensors, by their ids.
 _PLACES: weakref.WeakKeyDictionary[nn.Module, dict[int, tuple[str, str]]]
 _PLACES = weakref.WeakKeyDictionary()
 
@@ -29,10 +30,10 @@ _PLACES = weakref.WeakKeyDictionary()
 def adopt(
     module: nn.Module, tensors: Sequence[tuple[str, torch.Tensor]]
 ) -> dict[str, torch.Tensor]:
-    """Let ``module``, a stand-in, hold ``tensors`` under names that are made of their labels.
+    """Register ``tensors`` in ``module``, a stand-in, under names derived from their labels.
 
     Returns:
-        the tensors by their names, which are also their names in the captured graph.
+        The tensors by their names, which are also their names in the captured graph.
     """
     places = _PLACES.setdefault(module, {})
     names: dict[str, torch.Tensor] = {}
@@ -46,7 +47,11 @@ def adopt(
 
 
 def _as_held(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, or one of its memory that torch.export takes for a parameter."""
+    """Return ``tensor`` in a form that torch.export accepts.
+
+    An inference tensor is cloned. A tensor that requires a gradient becomes a parameter that shares
+    its memory.
+    """
     if tensor.is_inference():
         return tensor.detach().clone()
     if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
@@ -64,19 +69,19 @@ def _free_name(module: nn.Module, label: str) -> str:
 
 @contextmanager
 def adopted_are_read(module: nn.Module) -> Iterator[_Redirected]:
-    """Within it functions get what ``module`` holds now in place of the tensors that it adopted."""
+    """Within the context, pass functions the module's current tensors in place of adopted ones."""
     redirected = _Redirected(module, _PLACES.get(module, {}))
     if not redirected.places:
         yield redirected
         return
-    # Custom autograd functions are no functions of PyTorch's to a mode.
+    # A torch-function mode does not see calls of custom autograd functions.
     unwrap = "unwrap_dead_wrappers"
     with patched_here(functorch_utils, unwrap, redirected.in_arguments, over=True), redirected:
         yield redirected
 
 
 class _Redirected(TorchFunctionMode):
-    """Exchanges the adopted tensors among the arguments of each function of PyTorch."""
+    """Replaces the adopted tensors among the arguments of each PyTorch function."""
 
     def __init__(self, module: nn.Module, places: Mapping[int, tuple[str, str]]) -> None:
         super().__init__()
@@ -87,11 +92,11 @@ class _Redirected(TorchFunctionMode):
         return func(*self._exchanged(args), **self._exchanged(kwargs or {}))
 
     def _exchanged(self, value: Any) -> Any:
-        """``value`` with what the module holds in place of the adopted tensors in it."""
+        """Return ``value`` with the module's current tensors in place of adopted ones."""
         place = self.places.get(id(value))
         if place is not None:
             return self._module.__dict__[place[0]][place[1]]
-        # By the very type: a deferred value refuses to be asked for its class.
+        # isinstance would raise for a deferred value, which has no readable __class__.
         kind = type(value)
         if kind in (tuple, list):
             return kind(map(self._exchanged, value))
@@ -102,11 +107,11 @@ class _Redirected(TorchFunctionMode):
         return value
 
     def in_arguments(self, genuine: Any, args: tuple[Any, ...]) -> Any:
-        """What ``genuine`` makes of the arguments of a custom autograd function."""
+        """Call ``genuine`` with a custom autograd function's arguments, adopted ones replaced."""
         return genuine(self._exchanged(args))
 
     def in_results(self, results: Any) -> Any:
-        """``results`` of forward, with no adopted tensor among them."""
+        """Return the ``results`` of forward with adopted tensors replaced."""
         leaves, structure = pytree.tree_flatten(results)
         if not any(id(leaf) in self.places for leaf in leaves):
             return results

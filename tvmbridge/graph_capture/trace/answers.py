@@ -1,9 +1,9 @@
 """Control flow on small buffers: ``if self.is_initialized:``.
 
-A trace does not know the values of buffers. Where forward converts a small one, or a value
-computed from small ones alone, to a Python bool or number, it gets the current value, and a guard
-(:class:`Answer`) is recorded: the captured graph is valid where a call finds the same value.
-Tensors that are plain attributes are buffers here.
+A trace does not know the values of buffers. Forward may convert a small buffer, or a value computed
+from small buffers alone, to a Python bool or number. It then gets the current value, and a guard
+(:class:`Answer`) is recorded: the captured graph is valid only for calls that find the same value.
+Tensors that are plain attributes count as buffers here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tvmbridge.core.assumptions import Answer
 from tvmbridge.core.torch_private import disable_current_modes, pytree, storage_key
 from tvmbridge.graph_capture.trace.standins import tensors_of
 
-# Each call compares as many numbers as all that were asked have.
+# The greatest number of elements: each call of the compiled module compares values again.
 _LARGEST = 64
 
 _ASKING = frozenset(
@@ -32,7 +32,7 @@ _ASKING = frozenset(
         torch.Tensor.__index__,
     }
 )
-# They compute, and neither draw nor write.
+# Functions and methods that compute; none draws random numbers or writes into a tensor.
 _NAMES = """
 eq ne lt le gt ge equal allclose isclose isnan isinf isfinite logical_not logical_and logical_or
 add radd sub rsub mul rmul div truediv rtruediv floordiv mod pow rpow matmul neg invert and or xor
@@ -50,21 +50,26 @@ _Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class _Known:
-    """A value computed from the buffers ``names`` alone, and how to compute it again."""
+    """A value computed from small buffers alone.
+
+    - ``names``: the names of the buffers
+    - ``make``: computes the value again from the tensors of all buffers, by name
+    """
 
     names: frozenset[str]
     make: Callable[[_Tensors], Any]
 
 
 def buffers_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers of ``module`` and the tensors that are plain attributes, by dotted name."""
+    """Return the buffers of ``module`` and its tensors in plain attributes, by dotted name."""
     return {n: t for n, t in tensors_of(module).items() if not isinstance(t, nn.Parameter)}
 
 
 def small_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of the buffers that are small enough for guards on their values.
+    """Return copies of the buffers that are small enough for guards on their values.
 
-    Those that share memory with another tensor are left out: a write into that would not be seen.
+    Buffers that share memory with another tensor are left out, because a write into the other
+    tensor would not be seen.
     """
     buffers = {n: b for n, b in buffers_of(module).items() if _is_small(b)}
     if not buffers:
@@ -86,21 +91,22 @@ def _is_small(buffer: torch.Tensor) -> bool:
 
 
 class Answers(TorchFunctionMode):
-    """Within it small buffers, and values computed from them alone, may be Python values.
+    """A mode in which small buffers, and values computed from them alone, convert to Python values.
 
-    A value is known until any function but those above takes the buffer, or what was made of it,
-    for that might write into it: hence a mode of its own, which sees every function.
+    A function outside ``_COMPUTING`` might write into its arguments. If it takes a known value, all
+    values computed from the same buffers are unknown from then on. The mode is a separate one
+    because it must see every function.
 
     Args:
-        values: what the buffers hold, by name.
-        stand_ins: the tensors that stand for the buffers in a run of forward.
+        values: the current values of the buffers, by name.
+        stand_ins: the tensors that stand for the buffers in this run of forward, by name.
     """
 
     def __init__(self, values: _Tensors, stand_ins: _Tensors) -> None:
         super().__init__()
         self.answers: list[Answer] = []
         self._values = values
-        # By identity; the tensors are held, so that no other one has their id.
+        # By id. The tensors are held, so that no other tensor gets their ids.
         self._known: dict[int, tuple[torch.Tensor, _Known]] = {}
         # The ids of the values that were computed from each buffer.
         self._computed: dict[str, set[int]] = {}
@@ -109,7 +115,7 @@ class Answers(TorchFunctionMode):
                 self._learn(stand_ins[name], _root(name))
 
     def _learn(self, tensor: Any, known: _Known) -> None:
-        # What is put off, and known to a call only, does not say what it is an instance of.
+        # isinstance would raise for a deferred value of the epilogue.
         if issubclass(type(tensor), torch.Tensor) and id(tensor) not in self._known:
             self._known[id(tensor)] = tensor, known
             for name in known.names:
@@ -148,7 +154,7 @@ class Answers(TorchFunctionMode):
     def _forget(self, taken: Iterable[_Known]) -> None:
         for name in frozenset().union(*(known.names for known in taken)):
             for key in self._computed.pop(name, ()):
-                # An id may have gone over to the value of another buffer.
+                # The id may by now be that of a value from another buffer.
                 if key in self._known and name in self._known[key][1].names:
                     del self._known[key]
 
@@ -171,7 +177,7 @@ def _item_of(known: _Known, place: int) -> _Known:
 
 
 def _call(func: Any, parts: Sequence[Any], structure: Any, tensors: _Tensors) -> Any:
-    """``func`` of ``parts``, in which known values are computed from ``tensors``."""
+    """Call ``func`` with the arguments ``parts``, in which known values come from ``tensors``."""
     values = [part.make(tensors) if isinstance(part, _Known) else part for part in parts]
     args, named = pytree.tree_unflatten(values, structure)
     return func(*args, **named)

@@ -1,8 +1,8 @@
 """Containers among the arguments (lists, dicts, caches) that forward mutates.
 
-The captured graph would lose such a mutation. While forward is traced the containers are compared
-before and after: the final content of each that changed becomes an additional output, and is
-written into the caller's own object at each call.
+The captured graph would lose such a mutation. During a trace, containers are compared before and
+after forward. The final content of each changed container becomes an additional output, which each
+call writes into the caller's own object.
 """
 
 from __future__ import annotations
@@ -21,23 +21,28 @@ from tvmbridge.core.structure import opened, unflatten
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.graph_capture.trace.validation import Noted, noted_checks, raise_unless_passed
 
-# Stands, among the results, for an argument that is returned as the object that it is.
+# The prefix of strings that, among the results, stand for arguments which forward returns.
 _MARK = "tvmbridge.argument."
 
 Arguments = tuple[Sequence[Any], Mapping[str, Any]]
 
 
 class ArgumentWatch:
-    """Wraps a forward so that mutations of containers and checks of values are outputs.
+    """Wraps a forward so that mutations of containers and checks of values become outputs.
 
-    Where it changes some, it returns ``(results, changed)``: ``changed`` maps the place of each (a
-    position or a keyword) to its final content, and where a result is such an argument itself, a
-    mark stands for it. ``changed`` holds these places after a call. Where forward checks values it
-    returns ``(results, changed, passed)``, and ``checks`` says what is raised where one did not.
+    A call returns ``results`` alone if forward mutates no container and checks no value. Otherwise
+    it returns ``(results, changed)``, or ``(results, changed, passed)`` if forward checks values:
+
+    - ``results``: what forward returns; a string stands for a mutated argument in it
+    - ``changed``: maps a position or keyword to the final content of the mutated container
+    - ``passed``: a boolean tensor for each check
+
+    After a call, the attribute ``changed`` has the positions and keywords of mutated containers.
+    The attribute ``checks`` has the error that each check raises if it fails.
 
     Args:
         forward: the function that is watched.
-        checks: whether the checks of values are noted.
+        checks: whether checks of values are recorded.
     """
 
     def __init__(self, forward: Callable[..., Any], *, checks: bool = True) -> None:
@@ -68,10 +73,10 @@ class ArgumentWatch:
 
 
 def _marked(results: Any, marks: Mapping[int, str]) -> Any:
-    """``results`` with ``marks`` in place of the containers with these ids."""
+    """Return ``results`` with the strings ``marks`` in place of the containers with these ids."""
     leaves, spec = pytree.tree_flatten(results, is_leaf=lambda value: id(value) in marks)
     if not any(id(leaf) in marks for leaf in leaves):
-        return results  # a torch.Size in it is none after it was flattened
+        return results  # flattening and unflattening would turn a torch.Size into a tuple
     return pytree.tree_unflatten([marks.get(id(leaf), leaf) for leaf in leaves], spec)
 
 
@@ -98,10 +103,17 @@ def rebuild(
     arguments: Arguments,
     checks: Sequence[Check] = (),
 ) -> Any:
-    """The results of a call from its leaves; ``changed`` arguments get their new content.
+    """Return the results of a call from its leaves, and update the containers that it changed.
+
+    Args:
+        flat: the leaves that the compiled code returns; the last ones are results of ``checks``.
+        out_spec: the structure of the leaves.
+        changed: the positions and keywords of the containers that forward mutates.
+        arguments: ``(args, kwargs)`` of the call.
+        checks: the errors of the checks of values.
 
     Raises:
-        Exception: that of one of the ``checks``, the last leaves, which did not pass.
+        Exception: a check did not pass; the error is the one that the check names.
     """
     if checks:
         raise_unless_passed(flat[-len(checks) :], checks)
@@ -118,7 +130,11 @@ def rebuild(
 
 
 def _put(content: Any, target: Any) -> Any:
-    """``target`` with the content of ``content``; ``content`` itself where that cannot be."""
+    """Give ``target`` the content of ``content`` in place, as far as its type allows it.
+
+    Return the object that belongs in the place of ``target``: ``target`` itself if it could be
+    changed in place, otherwise ``content``.
+    """
     if content is UNSEEN:
         return target
     if type(target) is not type(content) or not is_writable(target) or content is target:
@@ -140,7 +156,7 @@ def _put(content: Any, target: Any) -> Any:
 
 
 def is_writable(value: Any) -> bool:
-    """Whether the content of a container can be replaced, or that of the containers in it."""
+    """Whether the content of a container, or of containers in it, can be replaced in place."""
     if isinstance(value, torch.Tensor | nn.Module | type):
         return False
     return isinstance(value, list | dict | tuple) or hasattr(value, "__dict__")

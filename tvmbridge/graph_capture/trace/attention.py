@@ -1,4 +1,4 @@
-"""The decomposition of attention, for its dropout and for its gradient, and its kernels on GPUs."""
+"""Decompose attention if it has dropout or a gradient, or choose its fused kernel on GPUs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 def safe_softmax(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Softmax that is 0 for rows of -inf, and whose derivative is 0 there instead of NaN."""
+    """Return the softmax, with a value and a derivative of 0 instead of NaN for rows of -inf."""
     masked = torch.all(x.eq(float("-inf")), dim=dim, keepdim=True)
     zero = torch.zeros((), dtype=x.dtype, device=x.device)
     result = torch.softmax(torch.where(masked, zero, x), dim=dim, dtype=dtype)
@@ -42,9 +42,9 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Scaled dot product attention, decomposed; fully masked rows give zeros, as in PyTorch.
+    """Decompose scaled dot product attention; fully masked rows give zeros, as in PyTorch.
 
-    Of half-precision tensors all but the result is in float32, as in PyTorch.
+    For half-precision tensors everything but the result is in float32, as in PyTorch.
     """
     dtype = query.dtype
     if dtype in _HALVES:
@@ -64,12 +64,12 @@ def attention(
         rows, columns = (torch.arange(scores.shape[d], device=scores.device) for d in (-2, -1))
         attn_mask = rows[:, None] >= columns
     if attn_mask is not None and attn_mask.dtype is torch.bool:
-        # Added, as PyTorch does: what stands behind a mask still spoils a gradient if it is NaN.
+        # The mask is added, as in PyTorch: a NaN behind the mask makes gradients NaN there, too.
         closed = torch.zeros(attn_mask.shape, dtype=scores.dtype, device=scores.device)
         attn_mask = torch.where(attn_mask, closed, -math.inf)
     if attn_mask is not None:
         scores = scores + attn_mask
-    # A causal mask leaves each row its first column; any other may close a row altogether.
+    # With a causal mask each row has an open column; another mask may close a whole row.
     may_close = attn_mask is not None and not is_causal
     weights = aten._safe_softmax(scores, -1) if may_close else torch.softmax(scores, -1)
     if dropout_p > 0.0:
@@ -80,13 +80,13 @@ def attention(
 def _repeated(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Key and value with the heads of a group's query."""
+    """Return key and value with their heads repeated to the number of the query's heads."""
     key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
     return key, value
 
 
 def attention_with_dropout(*args: Any, **kwargs: Any) -> Any:
-    """Attention is decomposed only if it has dropout, whose mask must be an input."""
+    """Decompose attention that has dropout, whose mask must be an input; leave other attention."""
     dropout_p = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
     return attention(*args, **kwargs) if dropout_p else NotImplemented
 
@@ -96,8 +96,10 @@ _SIGNATURE = inspect.signature(attention)
 
 @replaces(functional.scaled_dot_product_attention)
 def _attention_on_gpus(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """On a GPU the operators of ``fused_attention.py``, where PyTorch has a kernel; otherwise taken
-    apart if it has dropout or a gradient, which nothing else sees of a kernel.
+    """Call attention on a GPU by the operators of ``fused_attention.py`` if PyTorch has a kernel.
+
+    Without a kernel, attention with dropout or a gradient is decomposed: as one operator in the
+    graph, its random draws and its derivative would not be visible.
     """
     given = _SIGNATURE.bind(*args, **kwargs)
     given.apply_defaults()
@@ -126,7 +128,7 @@ def _attention_on_gpus(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _autocast(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """As autocast gives it to attention."""
+    """Return ``tensor`` as CUDA's autocast passes it to attention."""
     if tensor is None or not tensor.is_floating_point() or tensor.dtype is torch.float64:
         return tensor
     return tensor.to(torch.get_autocast_dtype("cuda"))

@@ -1,8 +1,8 @@
 """Autocast in a trace: each cast that PyTorch's dispatcher makes is an operator of the program.
 
-``torch.export`` records operators above autocast and keeps its regions. A later decomposition
-loses casts there: ``cross_entropy`` under CUDA's autocast casts to float32 within its parts. So
-PyTorch's own autocast kernels run first while forward is traced, and no region is recorded.
+``torch.export`` records operators before autocast applies, and keeps autocast regions as they are.
+A later decomposition loses casts there: ``cross_entropy`` under CUDA's autocast casts to float32
+within its parts. So during a trace PyTorch's autocast kernels run first, and no region is recorded.
 """
 
 from __future__ import annotations
@@ -29,23 +29,25 @@ from tvmbridge.graph_capture.trace.autocast_lists import KEYS, devices_in_force,
 from tvmbridge.graph_capture.trace.patches import patched_here
 from tvmbridge.graph_capture.trace.promotion import dtypes_of_zeros
 
-# The dispatcher's own kernel: a decomposition in Python may have other parts.
+# The dispatcher's own kernel: a decomposition in Python may call other operators.
 _COMPOSITE = DispatchKey.CompositeImplicitAutograd
 
 
-# Where one is not recorded, PyTorch misses the symbol of its result.
+# If such an operator runs without being recorded, PyTorch cannot find the symbol of its result.
 _OF_DATA = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
 class _AutocastReachedError(Exception):
-    """A part of a composite operator is one that autocast casts for."""
+    """A composite operator calls an operator that autocast casts for."""
 
 
 @dataclass(eq=False)
 class _Casts:
-    """The operators of one trace that autocast does not list: ``calls`` with the devices and dtypes
-    of autocast, and the dtypes of their results. ``probing``: parts of an operator are looked at,
-    and not recorded.
+    """Records autocast's casts in one trace, and the calls that autocast does not cast for.
+
+    - ``calls``: calls of operators that are not in autocast's lists, each with the device and dtype
+      of autocast and the dtypes of the results
+    - ``probing``: whether an operator runs only to find out if autocast casts within it
     """
 
     calls: dict[Any, tuple[Any, ...]] = field(default_factory=dict)
@@ -60,7 +62,7 @@ class _Casts:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """In place of PyTorch's function that records an operator."""
+        """Record an operator as autocast would run it; replaces PyTorch's ``proxy_call``."""
         traced = pre_dispatch and isinstance(op, OpOverload)
         devices = devices_in_force(args, kwargs) if traced else []
         listed = [d for d in devices if is_listed(op.name(), d)]
@@ -81,7 +83,7 @@ class _Casts:
         return result
 
     def _reaches(self, mode: Any, op: OpOverload, args: Any, kwargs: Any) -> bool:
-        """Whether ``op`` is made of parts that autocast casts for."""
+        """Whether the composite operator ``op`` calls operators that autocast casts for."""
         random = torch.Tag.nondeterministic_seeded in op.tags
         if random or op._schema.is_mutable or not _is_composite(op):
             return False
@@ -92,7 +94,7 @@ class _Casts:
         except _AutocastReachedError:
             return True
         except Exception:
-            return False  # Recording it raises the same again.
+            return False  # The recording that follows raises the same error.
         finally:
             self.probing = False
         return False
@@ -114,10 +116,10 @@ class _Casts:
         self.calls.setdefault(str(pytree.tree_map_only(torch.Tensor, _described, found)), found)
 
     def refuse_other_dtypes(self) -> None:
-        """Refuse operators whose kernels return another dtype under autocast than the trace has.
+        """Raise CaptureError if a kernel's result under autocast has another dtype than the trace.
 
-        Autocast applies to the operators that a kernel calls, too (``affine_grid`` calls a matrix
-        product, say).
+        Autocast also applies to operators that a kernel calls: ``affine_grid`` calls a matrix
+        product, for example.
         """
         for op, args, kwargs, device, dtype, traced in self.calls.values():
             with torch.autocast(device, dtype):
@@ -131,10 +133,10 @@ class _Casts:
 
 @contextmanager
 def casts_recorded() -> Iterator[None]:
-    """Within it exported programs have autocast's casts as operators, and no regions of autocast.
+    """Record autocast's casts as operators within the context, and no autocast regions.
 
     Raises:
-        CaptureError: the kernel of an operator casts within itself, so that the trace has another
+        CaptureError: autocast casts within an operator's kernel, so that the trace has another
             dtype than eager PyTorch.
     """
     casts = _Casts()
@@ -150,7 +152,7 @@ def casts_recorded() -> Iterator[None]:
 def _without_regions(
     genuine: Callable[..., Any], mode: Any, func: Any, *rest: Any, **named: Any
 ) -> Any:
-    """PyTorch tells the recorder of regions that it enters and leaves itself."""
+    """Call ``genuine``, but ignore functions that enter or leave an autocast region."""
     if func in (enter_autocast, exit_autocast):
         return None
     return genuine(mode, func, *rest, **named)

@@ -13,7 +13,7 @@ KEYS = {"cuda": DispatchKey.AutocastCUDA, "cpu": DispatchKey.AutocastCPU}
 
 
 def devices_in_force(args: Any, kwargs: Any) -> list[str]:
-    """The devices of tensors among the arguments that autocast is on for."""
+    """Return the device types among the tensor arguments for which autocast is enabled."""
     on = [device for device in KEYS if torch.is_autocast_enabled(device)]
     if not on:
         return []
@@ -31,8 +31,9 @@ def is_listed(name: str, device: str) -> bool:
 def cast_to_float32(
     name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments as autocast passes them to the operator ``aten::name``, which it runs in
-    float32 where it lists it.
+    """Return the arguments in float32 if autocast is on and lists the operator ``aten::name``.
+
+    Only call it for operators that autocast runs in float32.
     """
     devices = [d for d in devices_in_force(args, kwargs) if is_listed(f"aten::{name}", d)]
     if not devices:

@@ -1,4 +1,4 @@
-"""PyTorch's libraries of kernels during a trace: switched off, and no other setting changes."""
+"""Switch off PyTorch's kernel libraries during a trace, without changing other settings."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from tvmbridge.graph_capture.trace.patches import patched_here
 
 @contextmanager
 def only_switched_off() -> Iterator[None]:
-    """Within it torch.export switches oneDNN, NNPACK and cuDNN off, for this thread, and no more.
+    """Let torch.export switch off oneDNN, NNPACK and cuDNN without changing other settings.
 
-    The functions by which it does so also write the precision of float32 products. They raise where
-    the precision was set by ``torch.backends.*.fp32_precision``.
+    This applies to the current thread within the context. PyTorch's own functions for the switch
+    also write the precision of float32 products. PyTorch raises if that precision was set by
+    ``torch.backends.*.fp32_precision``.
     """
     with patched_here(export_trace(), "_ignore_backend_decomps", _switched_off):
         yield

@@ -1,4 +1,4 @@
-"""Activation checkpoints in forward: compiled code does not recompute."""
+"""Trace activation checkpoints in forward as plain calls: compiled code does not recompute."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tvmbridge.graph_capture.hoist import is_random
 from tvmbridge.graph_capture.trace.patches import patched_here
 
 _aten = torch.ops.aten
-# They write running statistics, which their schemas do not declare.
+# Their schemas do not declare that they write running statistics.
 _BATCH_NORMS = (_aten.native_batch_norm.default, _aten.cudnn_batch_norm.default)
 _THE_SAME_TWICE = frozenset(
     {
@@ -31,7 +31,7 @@ _THE_SAME_TWICE = frozenset(
 
 @contextmanager
 def plain_checkpoints() -> Iterator[None]:
-    """Checkpointed functions run once, without recomputation: the gradients are the same."""
+    """Run checkpointed functions as plain calls within the context; the gradients are the same."""
     place = torch.utils.checkpoint
     with (
         patched_here(place.CheckpointFunction, "apply", _plain_reentrant),
@@ -41,7 +41,10 @@ def plain_checkpoints() -> Iterator[None]:
 
 
 def _plain_reentrant(genuine: Any, function: Any, preserve_rng_state: bool, *args: Any) -> Any:
-    """Call ``function``; as in the original, it records only if an argument requires a gradient."""
+    """Call ``function`` once; autograd records it only if an argument requires a gradient.
+
+    A reentrant checkpoint has the same condition.
+    """
     connected = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
     with torch.set_grad_enabled(connected and torch.is_grad_enabled()), _once(preserve_rng_state):
         results = function(*args)
@@ -49,11 +52,11 @@ def _plain_reentrant(genuine: Any, function: Any, preserve_rng_state: bool, *arg
 
 
 def _as_one(results: Any) -> Any:
-    """``results``, joined in one autograd node as those of a reentrant checkpoint are."""
+    """Return ``results`` as outputs of one autograd node, as a reentrant checkpoint does."""
     several = results if isinstance(results, tuple) else (results,)
     floating = [i for i, r in enumerate(several) if _is_floating(r)]
     required = [several[i].requires_grad for i in floating]
-    # What stands in other containers autograd does not see.
+    # Autograd does not see tensors in nested containers of a reentrant checkpoint's results.
     found = [
         r if _is_floating(r) else pytree.tree_map_only(torch.Tensor, _detach, r) for r in several
     ]
@@ -73,7 +76,7 @@ def _detach(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class ReentrantCheckpoint(torch.autograd.Function):
-    """One autograd node for all results: undefined gradients of some become zeros."""
+    """One autograd node for all results, so that undefined gradients of some become zeros."""
 
     @staticmethod
     def forward(ctx: Any, *results: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -92,13 +95,15 @@ def _plain_generator(
 
 
 def _once(preserves_rng_state: bool) -> AbstractContextManager[Any]:
-    """A mode that refuses what the recomputation in eager PyTorch would do differently."""
+    """Return a mode that refuses effects that a recomputation in eager PyTorch would change."""
     return _RecomputationCheck(preserves_rng_state) if torch.is_grad_enabled() else nullcontext()
 
 
 class _RecomputationCheck(TorchDispatchMode):
-    """Refuses draws with an RNG state that is not preserved, and mutation of tensors from outside
-    of the checkpoint.
+    """Refuses functions in a checkpoint whose recomputation has other effects than one run.
+
+    It refuses random draws if the checkpoint does not preserve the RNG state, and writes into
+    tensors from outside the checkpoint.
     """
 
     def __init__(self, preserves_rng_state: bool) -> None:
@@ -106,7 +111,7 @@ class _RecomputationCheck(TorchDispatchMode):
         self._preserves_rng_state = preserves_rng_state
         self._reason: str | None = None
         self._recorded = False
-        # By storage; they are held, so that no other one gets their address.
+        # By storage. The tensors are held, so that no other storage gets their address.
         self._made: dict[int, torch.Tensor] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -127,7 +132,7 @@ class _RecomputationCheck(TorchDispatchMode):
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
-        # Backward computes again what autograd recorded, and nothing else.
+        # Backward recomputes the function only if autograd recorded it.
         if kind is None and self._recorded and self._reason:
             raise UnsupportedOperatorError(
                 f"forward writes by {self._reason}, within a checkpoint, into a tensor that was "
@@ -141,7 +146,7 @@ def _storages(values: Any) -> dict[int, torch.Tensor]:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """The arguments of a call that it mutates."""
+    """Return the arguments that a call mutates."""
     if func in _BATCH_NORMS and args[5]:
         return list(args[3:5])
     return written_by(func, args, kwargs)

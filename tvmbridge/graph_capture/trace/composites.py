@@ -1,8 +1,8 @@
-"""A shorter preparation of CompositeImplicitAutograd operators for ``run_decompositions``.
+"""Shorten how ``run_decompositions`` prepares CompositeImplicitAutograd operators.
 
 PyTorch registers a Python kernel for each of some 500 composite operators under each of two dozen
-dispatch keys, and queries the dispatcher once for each operator library. For a small module that
-takes longer than all the rest of the capture.
+dispatch keys, and queries the dispatcher once for each operator library. For a small module this
+takes longer than the rest of the capture.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch.export import ExportedProgram
 from tvmbridge.core.torch_private import DispatchKey, export_utils, exported_program, pytree
 from tvmbridge.graph_capture.trace.patches import patched_here
 
-# What PyTorch walks over to register them.
+# The lists of dispatch keys for which PyTorch registers kernels.
 _LISTS = ("_AUTOGRAD_ALIAS_BACKEND_KEYS_TO_OVERRIDE", "_BACKEND_KEYS_TO_OVERRIDE")
-# Keys are left out of devices that a program has no values on.
+# The keys of a device are left out if the program has no values on it.
 _LEFT_OUT = {
     "ipu": (DispatchKey.IPU, DispatchKey.AutogradIPU),
     "xla": (DispatchKey.XLA, DispatchKey.AutogradXLA),
@@ -29,7 +29,7 @@ _LEFT_OUT = {
     "hpu": (DispatchKey.HPU, DispatchKey.AutogradHPU),
     "cuda": (DispatchKey.CUDA, DispatchKey.AutogradCUDA),
 }
-# Of backends that others may add; they have any name.
+# Keys of backends that extensions may add under any device name.
 _ADDED = (
     DispatchKey.AutogradPrivateUse1,
     DispatchKey.AutogradPrivateUse2,
@@ -38,7 +38,7 @@ _ADDED = (
 
 
 class _Keys(list[DispatchKey]):
-    """A list of PyTorch's, of which a thread may leave some out while it walks over it."""
+    """A list of dispatch keys whose iteration leaves out the keys that the thread does not use."""
 
     def __iter__(self) -> Iterator[DispatchKey]:
         unused: frozenset[DispatchKey] = getattr(_of_thread, "unused", frozenset())
@@ -50,10 +50,10 @@ _of_thread = threading.local()
 
 @contextmanager
 def composites_prepared_for(program: ExportedProgram) -> Iterator[None]:
-    """Within it ``program.run_decompositions`` registers kernels for the devices in use alone."""
+    """Within the context, let ``run_decompositions`` register kernels for used devices alone."""
     for name in _LISTS:
         keys = getattr(exported_program, name)
-        if not isinstance(keys, _Keys):  # The same to all who leave nothing out.
+        if not isinstance(keys, _Keys):  # Other threads iterate over all keys, as before.
             setattr(exported_program, name, _Keys(keys))
     export_utils._materialize_cpp_cia_ops()
     before: frozenset[DispatchKey] = getattr(_of_thread, "unused", frozenset())

@@ -1,5 +1,7 @@
-"""Calls without an effect, traced as such: ``self.linear.to(x.dtype)`` of a module that has this
-dtype, inactive dropout, checks that pass.
+"""Keep calls that have no effect out of a trace.
+
+Examples are ``self.linear.to(x.dtype)`` if the module already has this dtype, inactive dropout,
+and checks that pass.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ def _apply(
     fn: Callable[..., Any],
     recurse: bool = True,
 ) -> nn.Module:
-    """``module.to(...)`` and the like, without an effect where neither dtype nor device changes."""
+    """Return ``module`` unchanged from ``module.to(...)`` if dtype and device stay the same."""
     with disable_current_modes():
         kinds = {(t.dtype, t.device) for t in (*module.parameters(), *module.buffers())}
         probes = [torch.empty(0, dtype=dtype, device=device) for dtype, device in kinds]
@@ -34,9 +36,9 @@ def _apply(
 
 @contextmanager
 def checks_of_numbers() -> Iterator[None]:
-    """Within it ``torch._check`` takes an integer for a bool.
+    """Let ``torch._check`` accept an integer as a bool within the context.
 
-    The fake kernel of ``upsample_nearest2d`` gives it the size of an empty input.
+    The fake kernel of ``upsample_nearest2d`` passes an integer size for an empty input.
     """
 
     def check(genuine: Callable[..., Any], cond: Any, *args: Any, **kwargs: Any) -> Any:
@@ -54,9 +56,10 @@ def _drops_nothing(
 
 @replaces(nn.functional.dropout, torch.dropout)
 def _dropout(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Inactive dropout returns its argument itself, as in eager PyTorch.
+    """Return the argument itself from inactive dropout, as in eager PyTorch.
 
-    ``torch.export`` records a new tensor, so that a mutation of it would not reach the argument.
+    ``torch.export`` would record a new tensor, and a mutation of the result would not reach the
+    argument.
     """
     named = {"training" if name == "train" else name: value for name, value in kwargs.items()}
     if _drops_nothing(*args, **named):

@@ -1,4 +1,4 @@
-"""Copies of modules and values, in which no change of the originals shows."""
+"""Copy modules and values so that later changes of the originals do not reach the copies."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ logger = logging.getLogger(__name__)
 
 
 def faithful_copy(value: Any, memo: dict[Any, Any]) -> Any:
-    """``copy.deepcopy`` of ``value``, whose objects have their attributes in the original order.
+    """Return ``copy.deepcopy`` of ``value`` with the attributes of its objects in their old order.
 
-    Classes that set attributes when they are made (diffusers' ``FrozenDict``) otherwise have these
-    in front in a copy, and forward would iterate over ``vars(...)`` in another order.
+    In a plain deep copy, attributes that a class sets in its constructor come first, as in
+    diffusers' ``FrozenDict``. Forward would then iterate over ``vars(...)`` in another order.
     """
     copied = copy.deepcopy(value, memo)
-    # There copy.deepcopy keeps what it has copied.
+    # copy.deepcopy keeps the originals under the memo's own id.
     for original in memo.get(id(memo), ()):
         ours = getattr(memo.get(id(original)), "__dict__", None)
         theirs = getattr(original, "__dict__", None)
@@ -38,20 +38,20 @@ def faithful_copy(value: Any, memo: dict[Any, Any]) -> Any:
 
 
 def itself(genuine: Callable[..., Any], tensor: torch.Tensor, memo: dict[int, Any]) -> Any:
-    """``__deepcopy__`` of tensors that a copy shares."""
+    """Return ``tensor``: a replacement of ``__deepcopy__`` for tensors that a copy shares."""
     return tensor
 
 
 def copied_values(
     values: Mapping[Any, Any], instead: Mapping[int, nn.Module] | None = None
 ) -> dict[Any, Any]:
-    """Copies that no change of the originals reaches; they hold the very same tensors and modules.
+    """Return deep copies of ``values`` that share only tensors, modules and uncopyable objects.
 
-    What cannot be copied (a lock, say) stays as it is, and what holds it is copied around it.
+    An uncopyable object is a lock, for example; the objects that hold it are copied.
 
     Args:
-        values: what is copied.
-        instead: modules that the copies hold in place of others, by the ids of those.
+        values: the values that are copied, by any key.
+        instead: modules that the copies hold in place of others, by the ids of the replaced ones.
     """
     others = instead or {}
     copies = {}
@@ -76,7 +76,7 @@ def _copied_value(value: Any, memo: Mapping[int, Any]) -> Any:
 
 
 def _uncopyable(value: Any) -> dict[int, Any]:
-    """The objects in ``value`` that hold no others and cannot be copied, by id."""
+    """Return the objects in ``value`` that hold no other objects and cannot be copied, by id."""
     found = {}
     for held in all_held(value):
         if not contents(held):
@@ -88,5 +88,5 @@ def _uncopyable(value: Any) -> dict[int, Any]:
 
 
 def modules_held(value: Any) -> list[nn.Module]:
-    """The modules in ``value``, itself included."""
+    """Return the modules in ``value``, including ``value`` itself."""
     return [held for held in all_held(value) if isinstance(held, nn.Module)]

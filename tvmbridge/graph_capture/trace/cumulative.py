@@ -1,7 +1,7 @@
-"""Batch norm with ``momentum=None`` (a cumulative average), made traceable.
+"""Make batch norm with ``momentum=None`` (a cumulative average) traceable.
 
-It reads ``num_batches_tracked`` as a Python number, for the weight of the new statistics; a trace
-would specialize on it. Here the weight stays a tensor.
+PyTorch reads ``num_batches_tracked`` as a Python number to get the weight of the new statistics,
+and a trace would specialize on the number. Here the weight stays a tensor.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _forward_on_tensors(genuine: Any, self: BatchNorm, input: torch.Tensor) -> A
     if count is None or averages[0] is None or averages[1] is None:
         return genuine(self, input)
     self._check_input_dim(input)
-    # What the operator leaves in its running statistics at a momentum of 1 are the batch's own.
+    # With a momentum of 1 the operator writes the batch's own statistics as running statistics.
     mean, variance = torch.zeros_like(averages[0]), torch.zeros_like(averages[1])
     result = functional.batch_norm(
         input, mean, variance, self.weight, self.bias, True, 1.0, self.eps

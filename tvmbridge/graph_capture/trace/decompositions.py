@@ -25,13 +25,13 @@ from tvmbridge.graph_capture.trace.recurrent import recurrent_decompositions
 
 aten = torch.ops.aten
 
-# Operators that stay whole: the frontend or a kernel does better with them than with their parts.
-# So does every random operator: its parts would draw other numbers than eager PyTorch.
+# Operators that are not decomposed, because the frontend or a kernel handles them better whole.
+# Random operators are not decomposed either: their parts would draw other numbers than eager.
 _KEPT_WHOLE = (
     aten.linear.default,
     aten.matmul.default,
     aten.rms_norm.default,
-    # PyTorch 2.11 takes them for a clamp, which treats a bound of NaN in another way.
+    # PyTorch 2.11 decomposes them to clamp, which treats a bound of NaN differently.
     aten.clamp_min.default,
     aten.clamp_max.default,
     aten.conv1d.default,
@@ -40,22 +40,22 @@ _KEPT_WHOLE = (
     aten.upsample_bilinear2d.vec,
     aten.upsample_nearest2d.vec,
     aten.upsample_bicubic2d.vec,
-    # Their parts answer infinities otherwise: they multiply by weights of 0.
+    # Their parts multiply infinities by weights of 0, which gives NaN.
     aten.upsample_linear1d.vec,
     aten.upsample_trilinear3d.vec,
-    # Its parts take the sum away behind the product: two infinities, where the kernel has one.
+    # Its parts subtract the sum after the product, so that two infinities can cancel to NaN.
     aten._softmax_backward_data.default,
-    # Their parts let NaN through, which the kernels pass over.
+    # Their parts propagate NaN, which the kernels ignore.
     aten.multi_margin_loss.default,
     aten.multilabel_margin_loss_forward.default,
-    # Their parts compute something of values and indices that the kernels refuse.
+    # Their parts return results for values and indices for which the kernels raise.
     aten.binary_cross_entropy.default,
     aten.index_copy.default,
     aten.max_unpool2d.default,
     aten.max_unpool3d.default,
     # Its parts read a 0-d index as a number.
     aten.take.default,
-    # Their parts round another way, which shows where integers are asked for.
+    # Their parts round differently, which changes results of integer dtypes.
     aten.linspace.default,
     aten.linspace.Tensor_Tensor,
     aten.linspace.Tensor_Scalar,
@@ -64,12 +64,12 @@ _KEPT_WHOLE = (
     aten.logspace.Tensor_Tensor,
     aten.logspace.Tensor_Scalar,
     aten.logspace.Scalar_Tensor,
-    # A number that fills a tensor is one loop, sums of overlapping windows are one nest.
+    # Each is a single loop nest in TVM: a fill, and sums of overlapping windows.
     aten.fill.Scalar,
     aten.col2im.default,
 )
 
-# Of halves: their kernels compute in float32 and round, or overflow, once.
+# Not decomposed for half precision: their kernels compute in float32 and round only the result.
 _ROUNDED_ONCE = (
     aten._weight_norm_interface.default,
     aten.huber_loss.default,
@@ -87,7 +87,7 @@ _ROUNDED_ONCE = (
     aten.xlogy.Scalar_Self,
 )
 
-# Random only through the dropout among their parts, which is drawn as eager PyTorch draws it.
+# Random only because of dropout among their parts, whose decomposition draws as eager PyTorch does.
 _DRAWN_IN_PARTS = (
     "aten.scaled_dot_product",
     "aten._scaled_dot_product",
@@ -97,7 +97,7 @@ _DRAWN_IN_PARTS = (
     "aten.rnn_tanh",
 )
 
-# What autograd writes that consists of moves and element-wise operators.
+# Operators of joint graphs that consist of data movement and element-wise operators.
 _JOINT_TAKEN_APART = (
     aten._unsafe_view.default,
     aten.addcdiv.default,
@@ -122,11 +122,12 @@ _JOINT_TAKEN_APART = (
 
 
 def decomposition_table(*, differentiated: bool) -> dict[Any, Callable[..., Any]]:
-    """Overload -> decomposition, for ``ExportedProgram.run_decompositions``.
+    """Return a map from overload to decomposition for ``ExportedProgram.run_decompositions``.
 
     Args:
-        differentiated: attention is taken apart, because TVM's Gradient needs its parts and
-            because its dropout must be drawn outside; otherwise it stays one kernel.
+        differentiated: whether the graph will be differentiated. Attention is then decomposed,
+            because TVM's Gradient needs its parts. Otherwise it is decomposed only if it has
+            dropout, whose mask must be drawn outside.
     """
     registered = registered_kernels("CompositeImplicitAutograd")
     return dict(_table_with(differentiated, tuple(registered)))
@@ -134,7 +135,10 @@ def decomposition_table(*, differentiated: bool) -> dict[Any, Callable[..., Any]
 
 @lru_cache(maxsize=2)
 def _table_with(differentiated: bool, registered: tuple[str, ...]) -> dict[Any, Callable[..., Any]]:
-    """The table for these registered operators; making it takes longer than a small export."""
+    """Return the table for these registered operators.
+
+    The result is cached, because building it takes longer than the export of a small module.
+    """
     table: dict[Any, Callable[..., Any]] = dict(default_decompositions())
     random = [op for op in table if torch.Tag.nondeterministic_seeded in op.tags]
     for op in (*_KEPT_WHOLE, *random):
@@ -150,7 +154,8 @@ def _table_with(differentiated: bool, registered: tuple[str, ...]) -> dict[Any, 
     sdpa = aten.scaled_dot_product_attention.default
     if differentiated:
         table[sdpa] = attention
-        # The product rule would add infinities of both signs where the cotangent is one.
+        # TVM's product rule for the parts would add infinities of both signs for an infinite
+        # cotangent.
         table[aten.silu.default] = _of_halves(table[aten.silu.default])
     else:
         table[sdpa] = attention_with_dropout
@@ -163,9 +168,10 @@ def _table_with(differentiated: bool, registered: tuple[str, ...]) -> dict[Any, 
 
 
 def _index_fill(parts: Callable[..., Any]) -> Callable[..., Any]:
-    """The decomposition for contiguous operands, also used for others, whose strides it keeps.
+    """Extend the decomposition ``parts`` of ``index_fill`` to other strides and negative indices.
 
-    Rows are counted from behind too, which those of ``index_copy`` in the parts are not.
+    The strides of the operand are kept. ``parts`` uses ``index_copy``, which takes no negative
+    index.
     """
 
     def decompose(x: torch.Tensor, dim: int, index: torch.Tensor, *value: Any) -> Any:
@@ -180,7 +186,7 @@ def _index_fill(parts: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _unless_half(parts: Callable[..., Any]) -> Callable[..., Any]:
-    """Half precision is not decomposed."""
+    """Restrict the decomposition ``parts`` to operands that have no half precision."""
 
     def decompose(*args: Any, **kwargs: Any) -> Any:
         dtypes = {arg.dtype for arg in args if isinstance(arg, torch.Tensor)}
@@ -191,7 +197,7 @@ def _unless_half(parts: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _of_halves(parts: Callable[..., Any]) -> Callable[..., Any]:
-    """Only half precision is decomposed."""
+    """Restrict the decomposition ``parts`` to half-precision operands."""
 
     def decompose(x: torch.Tensor) -> Any:
         return parts(x) if x.dtype in (torch.float16, torch.bfloat16) else NotImplemented
@@ -206,8 +212,9 @@ def _rrelu(
     training: bool = False,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """``rrelu`` by ``rrelu_with_noise``: the noise is a slope for each element, 1 where it is
-    positive.
+    """Decompose ``rrelu`` into ``rrelu_with_noise``.
+
+    The noise argument receives a slope for each element, which is 1 for positive elements.
     """
     if not training:
         return aten.leaky_relu(x, (lower + upper) / 2)
@@ -216,13 +223,13 @@ def _rrelu(
     return functional(x, slopes, lower, upper, True, generator=generator)[0]
 
 
-# PyTorch takes them apart before a table is asked.
+# PyTorch decomposes them under the Autograd key, before it uses a decomposition table.
 _WHOLE_UNDER_AUTOGRAD = (aten.multi_margin_loss.default,)
 
 
 @contextmanager
 def kept_whole_under_autograd() -> Iterator[None]:
-    """Within it these operators lose their decomposition under the Autograd key."""
+    """Remove the decompositions of the operators above under the Autograd key in the context."""
     with ExitStack() as stack:
         for op in _WHOLE_UNDER_AUTOGRAD:
             stack.enter_context(mock.patch.dict(op.py_kernels))
@@ -233,9 +240,9 @@ def kept_whole_under_autograd() -> Iterator[None]:
 
 
 def joint_decomposition_table() -> dict[Any, Callable[..., Any]]:
-    """Overload -> decomposition, for a joint graph of AOTAutograd.
+    """Return a map from overload to decomposition for a joint graph of AOTAutograd.
 
-    What is not in it stays an ATen operator, with PyTorch's own kernel.
+    An operator that is not in the map stays an ATen operator with PyTorch's own kernel.
     """
     whole = core_aten_decompositions()
     table = {op: whole[op] for op in _JOINT_TAKEN_APART}
@@ -251,14 +258,20 @@ def joint_decomposition_table() -> dict[Any, Callable[..., Any]]:
 
 
 def sort_as_eager(x: torch.Tensor, dim: int = -1, descending: bool = False) -> Any:
-    """Eager sorts a dimension of stride 0 (all elements equal) stably."""
+    """Decompose a sort along a dimension of stride 0 into a stable sort, as eager PyTorch does.
+
+    All elements along such a dimension are equal.
+    """
     if not x.dim() or x.stride(dim) or x.shape[dim] < 2:
         return NotImplemented
     return aten.sort.stable(x, stable=True, dim=dim, descending=descending)
 
 
 def _view(x: torch.Tensor, shape: Sequence[int]) -> Any:
-    """``view``, with a copy where another decomposition gave ``x`` strides that allow no view."""
+    """Decompose ``view`` into a copy if the strides of ``x`` allow no view.
+
+    Another decomposition may have given ``x`` such strides.
+    """
     with disable_current_modes():
         meta = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
         try:
@@ -271,10 +284,10 @@ def _view(x: torch.Tensor, shape: Sequence[int]) -> Any:
 
 
 def _copy(x: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    """The functional form of ``x.copy_(source)``; of ``x`` only metadata is read.
+    """Return the functional form of ``x.copy_(source)``; only metadata of ``x`` is read.
 
-    The order of ``x``'s strides is kept: where ``x`` is a view of a tensor that is written, that
-    tensor is a view of the result.
+    The order of the strides of ``x`` is kept. ``x`` may be a view of a tensor that is written; the
+    new value of that tensor is then a view of the result.
     """
     result = source.to(x.device, x.dtype).expand(x.shape)
     order = sorted(range(x.dim()), key=x.stride, reverse=True)

@@ -1,7 +1,7 @@
-"""TorchDynamo stays out of traces: what torch.compile has wrapped runs as it is written.
+"""Keep TorchDynamo out of traces: functions wrapped by torch.compile run as plain Python.
 
 TorchDynamo refuses a frame that it meets under the modes of a trace. PyTorch then never captures
-the code of that frame again, for no caller and until the process ends.
+the code of that frame again in this process, for any caller.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from tvmbridge.graph_capture.trace.patches import answers_here, code_of_stubs, p
 
 @contextmanager
 def dynamo_left_out() -> Iterator[None]:
-    """Within it TorchDynamo captures nothing in this thread.
+    """Keep TorchDynamo from capturing in this thread within the context.
 
-    Other threads run what torch.compile has made for them, and are told of no trace.
+    Other threads run their compiled code as before, and ``is_compiling()`` is False for them.
     """
     frames = eval_frame()
     for code in code_of_stubs():
         frames.skip_code(code)
-    # PyTorch 2.11 does not count frames. A count below 0 has ``fullgraph=True`` demand a capture.
+    # PyTorch 2.11 does not have this function. With a count below 0, ``fullgraph=True`` demands a
+    # capture.
     count = getattr(frames, "set_fullgraph_compiled_frame_count", _uncounted)
     with (
         patched_here(frames, "_callback_from_stance", _no_callback),

@@ -1,6 +1,7 @@
-"""Losses and splits of empty tensors, in forms that a trace can take and differentiate.
+"""Replace losses and splits of empty tensors by forms that can be traced and differentiated.
 
-PyTorch's kernels handle them; its decompositions divide by the number of elements or chunks.
+PyTorch's kernels handle empty tensors, but its decompositions divide by the number of elements or
+chunks.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _SPLITS: dict[Any, Callable[..., Any]] = {
 }
 
 
-# Before the handler that promotes operands of several dtypes: it is called without a reduction.
+# Runs before the handler of ``promotion.py`` for mixed dtypes, which then gets reduction="none".
 @replaces(*_LOSSES, order=-1)
 def _mean_of_empty(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     is_mean = kwargs.get("reduction", "mean") == "mean" and kwargs.get("weight") is None
@@ -42,7 +43,7 @@ def _parts_of_empty(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 def _whole_of_nothing(
     func: Any, tensor: torch.Tensor, size: Any = None, dim: Any = 0, **named: Any
 ) -> Any:
-    """The one chunk of a dimension of size 0; None where it has elements."""
+    """Return the only chunk of a dimension of size 0; None if the dimension has elements."""
     size = named.get("split_size", named.get("split_size_or_sections", size))
     if not isinstance(size, int) or not isinstance(dim, int) or not tensor.dim():
         return None

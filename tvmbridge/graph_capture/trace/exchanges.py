@@ -1,9 +1,9 @@
-"""Buffers that forward exchanges for others, taken for writes into them.
+"""Trace assignments of new tensors to buffers as writes into the old buffers.
 
-``self.average = 0.9 * self.average + ...`` gives a module another tensor. torch.export follows that
-in the outermost module alone, in the order of the assignments, of which one may read what another
-has written meanwhile. Within a trace the tensors that were assigned are written, together and at
-the end, into those that were there before.
+``self.average = 0.9 * self.average + ...`` gives a module another tensor. torch.export supports
+this in the outermost module alone. It writes in the order of the assignments, so that one write may
+read a buffer that another has already changed. Here all assigned tensors are written into the
+original buffers together, at the end of forward.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from tvmbridge.graph_capture.trace.patches import patched_here
 
 @contextmanager
 def exchanges_written(module: nn.Module) -> Iterator[None]:
-    """After it ``module`` holds the buffers that it held before, with new values."""
+    """On exit, write newly assigned tensors into the original buffers, and restore these."""
     before = list(_buffers(module))
     yield
     exchanged = [held for held in before if held[1].get(held[2]) is not held[3]]
-    # All are read before one is written: two may have been exchanged for each other.
+    # All are read before one is written, because two buffers may have been swapped.
     values = [_value(before, *held) for held in exchanged]
     for (_, place, key, tensor), value in zip(exchanged, values, strict=True):
         tensor.copy_(value)
@@ -40,7 +40,7 @@ _Held = tuple[str, _Place, str, torch.Tensor]
 
 
 def _buffers(module: nn.Module) -> Iterator[_Held]:
-    """The dotted names of all buffers, where they are held, under which key, and the tensors."""
+    """Yield, for each buffer, its dotted name, the dict that holds it, its key, and the tensor."""
     for path, owner in module.named_modules():
         for key, tensor in owner._buffers.items():
             if tensor is not None:
@@ -50,10 +50,11 @@ def _buffers(module: nn.Module) -> Iterator[_Held]:
 def _value(
     before: list[_Held], name: str, place: _Place, key: str, tensor: torch.Tensor
 ) -> torch.Tensor:
-    """What is to be written into ``tensor``.
+    """Return a copy of the tensor that was assigned in place of the buffer ``tensor``.
 
     Raises:
-        CaptureError: no tensor like it has taken its place, or it is in another place too.
+        CaptureError: the new tensor has another shape or dtype or is missing, or the buffer is
+            registered under a second name.
     """
     value = place.get(key)
     if value is None or value.shape != tensor.shape or value.dtype != tensor.dtype:
@@ -66,7 +67,7 @@ def _value(
 
 
 def exchanges_left_alone() -> AbstractContextManager[Any]:
-    """Within it torch.export does not look for exchanged buffers itself."""
+    """Return a context in which torch.export ignores assignments to buffers."""
     return patched_here(export_trace(), "register_buffer_assignment_hook", _no_hook)
 
 

@@ -1,9 +1,9 @@
 """``max``, ``min``, ``median`` and ``nanmedian`` of all elements, with eager's gradient.
 
 Eager PyTorch branches on whether the result is NaN, and scatters the cotangent to the elements
-that equal it. For fake tensors it multiplies by a mask instead: an infinite or NaN cotangent would
-become NaN everywhere. So while a module is traced they are one custom operator with eager's
-gradient.
+that equal it. For fake tensors it multiplies the cotangent by a mask instead, so that an infinite
+or NaN cotangent becomes NaN everywhere. So a trace records one custom operator for the four
+functions, and its gradient is computed as in eager PyTorch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _KINDS: dict[Any, str] = {
 
 
 def extremum_taken_apart(x: torch.Tensor, kind: str) -> torch.Tensor:
-    """The decomposition of the operator."""
+    """Decompose the custom operator: ``kind`` of all elements of ``x``."""
     if kind in ("max", "min") and x.numel():
         return torch.amax(x) if kind == "max" else torch.amin(x)
     result: torch.Tensor = getattr(torch, kind)(x)

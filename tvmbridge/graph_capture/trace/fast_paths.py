@@ -1,12 +1,12 @@
-"""The inference fast paths of PyTorch's attention modules, decomposed.
+"""Decompose the inference fast paths of PyTorch's attention modules.
 
-In eval mode without gradients ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer`` call
-fused kernels, which differ from the slow path in corner cases: fully masked rows are NaN, masks of
-numbers count as boolean ones, and ``nn.TransformerEncoder``, which makes nested tensors, gives
+In eval mode without gradients, ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer`` call
+fused kernels, which differ from the slow path in corner cases. Fully masked rows are NaN, and a
+numeric mask counts as a boolean one. ``nn.TransformerEncoder``, which creates nested tensors, gives
 zeros for padding.
 
-The modules leave the fast path when they are traced. Here they stay on it, and the fused kernels
-are decomposed.
+PyTorch leaves the fast path during a trace. Here the modules stay on it, and the fused kernels are
+decomposed.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from tvmbridge.core.torch_private import native_multi_head_attention, transforme
 from tvmbridge.graph_capture.trace.function_table import Call, replaces
 from tvmbridge.graph_capture.trace.patches import patched_here, patches
 
-_ONE_MASK_OF_KEYS = 1  # what the kernels call a mask (batch, keys)
+_ONE_MASK_OF_KEYS = 1  # the kernels' ``mask_type`` for a mask of shape (batch, keys)
 
 
-# The modules ask these two whether they are traced.
+# The modules leave the fast path if one of these two functions returns True.
 @patches(torch.overrides, "has_torch_function")
 @patches(activation, "_is_make_fx_tracing")
 def _no(genuine: Any, *args: Any) -> bool:
@@ -36,14 +36,18 @@ def _no(genuine: Any, *args: Any) -> bool:
 
 
 def causal_masks_undetected(module: nn.Module) -> AbstractContextManager[Any]:
-    """Within it transformers do not compare their masks with a causal one, where they need not."""
+    """Return a context in which transformers do not compare their masks with the causal mask.
+
+    If a layer is not PyTorch's own, the context does nothing, because the layer may need the
+    result.
+    """
     if not _has_plain_layers(module):
         return nullcontext()
     return patched_here(transformer, "_detect_is_causal_mask", _detected)
 
 
 def _has_plain_layers(module: nn.Module) -> bool:
-    """Whether all layers of transformers are PyTorch's, for which ``is_causal`` is but a hint."""
+    """Whether all transformer layers are PyTorch's, for which ``is_causal`` is only a hint."""
     plain = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
     stacks = [
         m for m in module.modules() if isinstance(m, nn.TransformerEncoder | nn.TransformerDecoder)
@@ -57,8 +61,10 @@ def _detected(
     is_causal: bool | None = None,
     size: int | None = None,
 ) -> bool:
-    """``_detect_is_causal_mask`` that compares no values: a causal mask serves as well as the
-    hint.
+    """Replace ``_detect_is_causal_mask`` without a comparison of values.
+
+    Return False if ``is_causal`` is not given: PyTorch's layers then use the mask itself, which
+    gives the same result as the hint.
     """
     if is_causal is None and mask is not None and not mask.requires_grad:
         return False
@@ -96,7 +102,10 @@ def _attention(
     average_attn_weights: bool = True,
     mask_type: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """``aten::_native_multi_head_attention``, which is called with one tensor for all three."""
+    """Decompose ``aten::_native_multi_head_attention`` for self-attention.
+
+    Query, key and value are one tensor.
+    """
     batch, length, _ = query.shape
     parts = functional.linear(query, qkv_weight, qkv_bias).chunk(3, dim=-1)
     q, k, v = (p.reshape(batch, length, num_head, -1).transpose(1, 2) for p in parts)
@@ -118,8 +127,9 @@ def _attention(
 
 
 def _seen(mask: torch.Tensor, mask_type: int | None) -> torch.Tensor:
-    """Where a query may attend: a boolean mask of (batch, heads, queries, keys), or broadcast to
-    it.
+    """Return where a query may attend.
+
+    The result is a boolean mask that broadcasts to the shape (batch, heads, queries, keys).
     """
     hidden = mask if mask.dtype is torch.bool else mask != 0
     return ~(hidden[:, None, None, :] if mask_type == _ONE_MASK_OF_KEYS else hidden)
@@ -147,7 +157,7 @@ def _layer(
     mask: torch.Tensor | None = None,
     mask_type: int | None = None,
 ) -> torch.Tensor:
-    """``aten::_transformer_encoder_layer_fwd``."""
+    """Decompose ``aten::_transformer_encoder_layer_fwd``."""
     projections = (qkv_weight, qkv_bias, proj_weight, proj_bias)
     activated = functional.gelu if use_gelu else functional.relu
 
@@ -182,11 +192,11 @@ def _encoder(
     src_key_padding_mask: torch.Tensor | None = None,
     is_causal: bool | None = None,
 ) -> torch.Tensor:
-    """``nn.TransformerEncoder.forward``, with its nested tensors' zeros where it makes some.
+    """Run ``nn.TransformerEncoder.forward`` with zeros for padding, as with nested tensors.
 
-    It packs the sequences where their padding stands at their ends, and lets each layer compute
-    what is not padded; padded to its shape again, the result has zeros. (Eager PyTorch raises
-    where nothing at all is left; here all is zero.)
+    If all padding is at the ends of the sequences, eager PyTorch packs them into a nested tensor.
+    Each layer then computes only elements that are not padding. Padded to its shape again, the
+    result has zeros there. If all elements are padding, eager PyTorch raises; here all are zero.
     """
     if src_key_padding_mask is None or not _nests(self, src, mask):
         result: torch.Tensor = genuine(self, src, mask, src_key_padding_mask, is_causal)
@@ -207,7 +217,7 @@ def _encoder(
 
 
 def _nests(encoder: nn.TransformerEncoder, src: torch.Tensor, mask: torch.Tensor | None) -> bool:
-    """Whether the encoder converts ``src`` to a nested tensor where its mask allows that."""
+    """Whether the encoder converts ``src`` to a nested tensor if the padding mask allows it."""
     first = encoder.layers[0]
     read = (src, *first.parameters())
     return (

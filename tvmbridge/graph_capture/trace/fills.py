@@ -1,8 +1,8 @@
-"""Masked and indexed writes of values that require a gradient, in forms that a trace can take.
+"""Trace masked and indexed writes of values that require a gradient.
 
-PyTorch's gradient for the values of ``x[mask] = value`` and ``index_fill`` uses ``nonzero`` and
-``unique``, whose shapes are data-dependent. With a scalar both are ``masked_fill``, whose gradient
-is a masked sum; with several values the write is one opaque operator.
+PyTorch's gradient for the values in ``x[mask] = value`` and ``index_fill`` uses ``nonzero`` and
+``unique``, whose shapes are data-dependent. With a scalar value both writes become ``masked_fill``,
+whose gradient is a masked sum. A write of several values becomes one opaque operator.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _put(input: Any, indices: Any, values: Any, accumulate: bool = False) -> tor
         return input.masked_fill(mask.reshape([*mask.shape, *[1] * beyond]), values)
     if values.dim() > 1 + beyond:
         return None
-    # A clone, for its gradient reads the input, which may be written now.
+    # A clone, because the gradient reads the input, which is written next.
     put = torch.ops.tvmbridge.put_by_mask
     result: torch.Tensor = put(input.clone(), mask, values, accumulate)
     return result

@@ -1,8 +1,9 @@
-"""The table of handlers: torch functions that are replaced while forward is traced.
+"""The table of handlers: torch functions that are replaced during a trace of forward.
 
-A handler is registered for the functions that it replaces and is called ``handler(call, args,
-kwargs)``; ``call(*args, **kwargs)`` goes on to the next handler of that function, and from the
-last one to the function itself. As in every mode, what a handler calls is not handled again.
+A handler is registered for the functions that it replaces, and is called as ``handler(call, args,
+kwargs)``. In it, ``call(*args, **kwargs)`` calls the function's next handler, or the function
+itself after the last handler. As in every torch-function mode, functions that a handler calls are
+not handled again.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from tvmbridge.graph_capture.trace.numbers import refuse_out_of_range
 Handler = Callable[["Call", tuple[Any, ...], dict[str, Any]], Any]
 HandlerT = Callable[[Handler], Handler]
 
-# Function -> its handlers by their order.
+# Maps a function to its handlers by their order.
 HANDLERS: dict[Any, dict[int, Handler]] = {}
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of ``function`` with the handlers that are still to be called."""
+    """A call of ``function``, and the handlers that have yet to be called for it."""
 
     function: Any
     handlers: Sequence[Handler]
@@ -39,8 +40,8 @@ def replaces(*functions: Any, order: int = 0) -> HandlerT:
     """Register the decorated handler for ``functions``.
 
     Args:
-        functions: torch functions as ``__torch_function__`` is given them.
-        order: of several handlers for one function the one with the lowest order is called first.
+        functions: torch functions, as ``__torch_function__`` receives them.
+        order: if a function has several handlers, the one with the lowest order is called first.
     """
 
     def enter(handler: Handler) -> Handler:
@@ -54,7 +55,7 @@ def replaces(*functions: Any, order: int = 0) -> HandlerT:
 
 
 class FunctionTable(TorchFunctionMode):
-    """Within it torch functions are replaced by their handlers."""
+    """The torch-function mode that calls the handlers of a function in its place."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}

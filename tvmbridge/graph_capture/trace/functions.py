@@ -1,4 +1,4 @@
-"""Everything of PyTorch that is replaced while forward is traced, the same in every trace."""
+"""Enter all replacements of PyTorch functions that every trace of forward needs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 
 from torch import nn
 
-# Imported for the handlers and patches that they enter into the tables.
+# Imported because these modules register handlers and patches.
 from tvmbridge.graph_capture.trace import (  # noqa: F401
     attention,
     cumulative,
@@ -32,11 +32,12 @@ from tvmbridge.graph_capture.trace.uniforms import UniformComparisons
 
 @contextmanager
 def functions_replaced(module: nn.Module, *, on_fakes: bool) -> Iterator[None]:
-    """Within it functions that a trace would misrepresent are replaced.
+    """Replace functions that a trace would misrepresent, within the context.
 
     Args:
-        module: what is traced.
-        on_fakes: forward runs on fake tensors with autograd as in eager, and not in torch.export.
+        module: the module that is traced.
+        on_fakes: whether forward runs on fake tensors with autograd as in eager PyTorch; False if
+            torch.export traces it.
     """
     with ExitStack() as stack:
         if on_fakes:
@@ -45,7 +46,7 @@ def functions_replaced(module: nn.Module, *, on_fakes: bool) -> Iterator[None]:
         stack.enter_context(strides_of_kernels())
         stack.enter_context(table_patched_here(module))
         stack.enter_context(causal_masks_undetected(module))
-        # The mode that is entered last is asked first.
+        # The mode that is entered last sees a function first.
         stack.enter_context(FunctionTable())
         stack.enter_context(UniformComparisons())
         yield

@@ -1,9 +1,11 @@
 """PyTorch's fused kernels of attention on GPUs as operators, forward and backward.
 
-The operators take and return tensors of shape (batch, tokens, heads, size), as projections leave
-them and as the kernels lay them out, so that heads are never moved in memory. With dropout forward
-draws where it runs, and backward makes the same mask again from the state that forward returns:
-two calls on the same tensors are not the same value, which ``number`` says.
+The operators take and return tensors of shape (batch, tokens, heads, size). Projections return this
+order of memory, and kernels use it, so that heads are never moved in memory.
+
+With dropout, forward draws the mask within the kernel. Backward makes the same mask again from the
+generator state that forward returns. Two calls with dropout on the same tensors have different
+results. Each call therefore has its own ``number``, so that the two calls are not taken for one.
 """
 
 from __future__ import annotations
@@ -43,8 +45,8 @@ _LIBRARY.define(
 _numbers = itertools.count(1)
 _CUDNN_CHOICE = SDPBackend.CUDNN_ATTENTION.value
 
-# The efficient kernel reads rows of a bias from addresses that these many elements divide, and
-# returns sums for so many rows.
+# For the efficient kernel, rows of a bias must begin at a multiple of the first number, in
+# elements. The kernel returns sums for a multiple of the second number of rows.
 _BIAS_ALIGNMENT, _SUMS_ALIGNMENT = 8, 32
 
 
@@ -57,10 +59,14 @@ def fused_kernel(
     is_causal: bool,
     enable_gqa: bool = False,
 ) -> str:
-    """The kernel that PyTorch has for these tensors of shape (batch, heads, tokens, size): "cudnn"
-    where it is the one that PyTorch would take, "flash", "efficient" or, where attention is to be
-    taken apart, "". With ``enable_gqa`` key and value may have fewer heads, each for a group of the
-    query's.
+    """Return the fused kernel that PyTorch can run for attention on these tensors.
+
+    The tensors have the shape (batch, heads, tokens, size). If ``enable_gqa``, key and value may
+    have fewer heads than the query, each for a group of the query's heads.
+
+    Returns:
+        "cudnn" if PyTorch itself would choose cuDNN, otherwise "flash" or "efficient", or "" if no
+        kernel fits, so that attention must be decomposed.
     """
     tensors = [query, key, value]
     if any(t.dim() != 4 or not t.numel() or t.dtype != query.dtype for t in tensors):
@@ -92,7 +98,7 @@ def fused_kernel(
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor on the device itself, of the same shape as a traced one, with heads inside."""
+    """Return a real, uninitialized tensor with the shape, dtype and device of a traced one."""
     shape = [int(n) for n in tensor.shape]
     empty = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
     return empty.requires_grad_(tensor.requires_grad)
@@ -108,7 +114,7 @@ def fused_attention(
     scale: float,
     kernel: str,
 ) -> torch.Tensor:
-    """Attention by ``kernel``, of tensors of shape (batch, heads, tokens, size)."""
+    """Compute attention by ``kernel`` for tensors of shape (batch, heads, tokens, size)."""
     bias = None if mask is None else _as_bias(mask, query)
     number = next(_numbers) if dropout_p else 0
     tensors = (t.transpose(1, 2) for t in (query, key, value))
@@ -127,7 +133,7 @@ def plain_attention(
     scale: float | None,
     enable_gqa: bool,
 ) -> torch.Tensor:
-    """Attention that neither draws nor learns, by the kernel that PyTorch chooses at the call."""
+    """Compute attention without dropout and gradient, by the kernel that PyTorch chooses."""
     tensors = (t.transpose(1, 2) for t in (query, key, value))
     result: torch.Tensor = torch.ops.tvmbridge.attention(
         *tensors, mask, is_causal, scale, enable_gqa
@@ -143,7 +149,7 @@ def _as_bias(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
 
 
 def _spread(bias: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> Any:
-    """A bias in the shape of the scores, whose rows begin where the kernel can read them."""
+    """Return the bias expanded to the shape of the scores, with rows aligned for the kernel."""
     if bias is None:
         return None
     scores = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
@@ -157,7 +163,7 @@ def _spread(bias: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -
 
 
 def _bias_gradient(found: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """The gradient of a bias from that of its spread."""
+    """Return the gradient of a bias from the gradient ``found`` of the expanded bias."""
     return found.sum_to_size(bias.shape).contiguous()
 
 
@@ -191,7 +197,7 @@ def _forward(
         output, sums, seed, offset = aten._scaled_dot_product_efficient_attention(
             *tensors, spread, True, dropout_p, is_causal, scale=scale
         )
-    # Of a call that is not captured the efficient kernel returns its state on the CPU.
+    # Outside a CUDA graph capture, the efficient kernel returns its generator state on the CPU.
     device = query.device
     return output.transpose(1, 2).contiguous(), sums, seed.to(device), offset.to(device)
 

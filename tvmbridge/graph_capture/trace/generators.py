@@ -1,4 +1,4 @@
-"""Random number generators: their states saved, compared and restored."""
+"""Save, compare and restore the states of the global random number generators."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_RUNS = 5
 
 
 class Generators:
-    """The states of the global generators, of PyTorch, Python and numpy, as they are now."""
+    """The states that the global generators of PyTorch, Python and numpy had at construction."""
 
     def __init__(self) -> None:
         self._torch = torch.get_rng_state()
@@ -26,7 +26,7 @@ class Generators:
         self._numpy = numpy.random.get_state()
 
     def used(self) -> list[str]:
-        """The modules whose generator has another state now."""
+        """Return the names of the modules whose generator has another state now."""
         changed = {
             "torch": not torch.equal(torch.get_rng_state(), self._torch),
             "random": random.getstate() != self._python,
@@ -35,9 +35,10 @@ class Generators:
         return [name for name, differs in changed.items() if differs]
 
     def restore(self, may_draw_from: Callable[[str], bool] = lambda name: True) -> None:
-        """Restore the states of generators that are in another one, and this thread used.
+        """Set the generators that this thread has drawn from back to the saved states.
 
-        Another thread may have drawn from a generator that this one ``may_draw_from``, or not.
+        ``may_draw_from`` says whether this thread may have drawn from the generator of that name;
+        if not, another thread has changed its state.
         """
         restoring: dict[str, Callable[[], Any]] = {
             "torch": lambda: torch.set_rng_state(self._torch),
@@ -51,7 +52,7 @@ class Generators:
 
 @contextmanager
 def torch_generator_kept(own: OwnCalls) -> Iterator[None]:
-    """Restores the state of PyTorch's generator, unless another thread may have changed it."""
+    """Restore the state of PyTorch's generator on exit, if this thread may have changed it."""
     state = torch.get_rng_state()
     try:
         yield
@@ -62,8 +63,9 @@ def torch_generator_kept(own: OwnCalls) -> Iterator[None]:
 
 
 def generators_used_by(run: Callable[[], object]) -> list[str]:
-    """The modules whose global generator ``run`` draws from; it is called once more or several
-    times where another thread may have drawn instead.
+    """Call ``run``, and return the modules whose global generator it draws from.
+
+    ``run`` is called again if another thread may have drawn instead.
     """
     used: list[str] = []
     for _ in range(_MOST_RUNS):
@@ -79,11 +81,11 @@ def generators_used_by(run: Callable[[], object]) -> list[str]:
 
 
 def refuse_draws_by(operators: Iterable[str], run: Callable[[], object]) -> None:
-    """Refuse random draws that ``run`` makes by custom ``operators``, which do not declare them.
+    """Refuse undeclared random draws that custom ``operators`` make in ``run``.
 
     Raises:
-        UnsupportedOperatorError: random numbers were drawn. All draws of compiled code are made
-            before it runs, so that one within it would stand in another place of the sequence.
+        UnsupportedOperatorError: random numbers were drawn. All declared draws are made before the
+            compiled code runs, so a draw within it would get other numbers than in eager PyTorch.
     """
     names = ", ".join(operators)
     if not names:

@@ -1,12 +1,12 @@
-"""Strides of results as PyTorch's kernels give them, where its fake kernels differ.
+"""Give fake results the strides of PyTorch's real kernels, if its fake kernels differ.
 
-Strides decide how outputs lie, and whether ``reshape`` or ``contiguous()`` is a view: with other
-strides a mutation would reach an alias in the trace alone, or in eager PyTorch alone. Forward may
-also ask for them, and ``as_strided`` reads memory by them.
+Strides decide whether ``reshape`` or ``contiguous()`` is a view. With wrong strides, a mutation
+would reach an alias in the trace alone, or in eager PyTorch alone. Forward may also read strides,
+and ``as_strided`` reads memory by them.
 
-No table of rules is complete, so the kernel itself is asked: it runs once on zeros with the sizes
-and strides of the operands, and the fake results get its strides. Where all operands and results
-are contiguous nothing is asked, and the results of products always are.
+No table of rules would be complete. So the real kernel runs once on zeros with the sizes and
+strides of the operands, and the fake results get its strides. It does not run if all operands and
+results are contiguous, nor for matrix products, whose results always are contiguous.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from tvmbridge.graph_capture.trace.patches import patched_here
 logger = logging.getLogger(__name__)
 aten = torch.ops.aten
 
-# By result; None: no tensor.
+# The strides of each result; None for a result that is no tensor.
 _Strides: TypeAlias = tuple[tuple[int, ...] | None, ...]
 
-# Products take long, and what they make is contiguous whatever they are given. ``as_strided`` is
-# given its strides. Of a dimension of stride 0 the kernels of medians read past the memory.
+# Matrix products take long, and their results are always contiguous. ``as_strided`` is given its
+# strides. For a dimension of stride 0, the kernels of medians read past the end of the memory.
 _NEVER_ASKED = frozenset(
     {
         "aten::addmm",
@@ -54,18 +54,18 @@ _NEVER_ASKED = frozenset(
         "aten::nanmedian",
     }
 )
-# Kernels are asked about tensors of so many elements in all, or their zeros would not fit.
+# For more elements in all operands and results, kernels do not run: their zeros might not fit.
 _MOST_ELEMENTS = 2**27
 _MOST_KNOWN = 2**14
 
 _known: dict[Any, _Strides | None] = {}
-# Operators of the trace whose kernels gave no answer.
+# The operators of the trace whose kernels could not run, or were not run because of their size.
 _unanswered: ContextVar[dict[str, None] | None] = ContextVar("_unanswered", default=None)
 
 
 @contextmanager
 def strides_of_kernels() -> Iterator[None]:
-    """Within it results of fake kernels have the strides of real ones."""
+    """Give the results of fake kernels the strides of real kernels within the context."""
     token = _unanswered.set({})
     try:
         with patched_here(FakeTensorMode, "dispatch", _dispatched):
@@ -75,7 +75,7 @@ def strides_of_kernels() -> Iterator[None]:
 
 
 def unanswered() -> tuple[str, ...]:
-    """Operators of the trace so far whose results may have other strides than their fakes."""
+    """Return the operators of the trace so far whose strides could not be verified."""
     return tuple(_unanswered.get() or ())
 
 
@@ -117,7 +117,7 @@ def _dispatched(
 def _may_be_asked(func: Any) -> bool:
     if not isinstance(func, OpOverload) or func.namespace != "aten":
         return False
-    # A draw without a generator of its own would move PyTorch's.
+    # A draw without a generator argument would advance PyTorch's global generator.
     if torch.Tag.nondeterministic_seeded in func.tags and not _takes_generator(func):
         return False
     return not func._schema.is_mutable and func._schema.name not in _NEVER_ASKED
@@ -128,7 +128,7 @@ def _takes_generator(func: OpOverload) -> bool:
 
 
 def _may_differ(operands: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> bool:
-    """Whether a kernel can be asked, and a fake kernel may give other strides than that."""
+    """Whether the real kernel can run on such tensors, and a tensor is not contiguous."""
     tensors = (*operands, *results)
     if not all(type(t) in (FakeTensor, torch.Tensor) and _is_plain(t) for t in tensors):
         return False
@@ -144,7 +144,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 def _strides_of(
     func: OpOverload, given: Sequence[Any], structure: Any, made: Sequence[Any]
 ) -> _Strides | None:
-    """What the kernel answers for such operands; None where it cannot be asked."""
+    """Return the strides of the kernel's results for such operands; None if it cannot run."""
     key = (func, structure, *map(_described, given))
     try:
         if key in _known:
@@ -167,7 +167,7 @@ def _asked(
     func: OpOverload, given: Sequence[Any], structure: Any, made: Sequence[Any]
 ) -> _Strides | None:
     with disable_current_modes(), DisablePythonDispatcher(), DisableTorchFunction():
-        # Zeros are valid indices, and ones valid divisors.
+        # Zeros are valid indices, and ones are valid divisors.
         for fill in (0, 1):
             try:
                 operands = [_filled(leaf, fill) for leaf in given]
@@ -186,7 +186,10 @@ def _asked(
 
 
 def _filled(leaf: Any, fill: int) -> Any:
-    """A real tensor with the sizes and strides of a fake one."""
+    """Return a real tensor of zeros or ones with the sizes and strides of a fake one.
+
+    Any other leaf is returned as it is.
+    """
     if not isinstance(leaf, torch.Tensor):
         return leaf
     steps = zip(leaf.shape, leaf.stride(), strict=True)

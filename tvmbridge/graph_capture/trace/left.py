@@ -1,8 +1,9 @@
-"""Left: the values that forward leaves on its module at each call: tensors, objects, lists, counts.
+"""Values that forward leaves behind in attributes of its module at each call.
 
-``self.magnitude = x.abs()``, ``self.policy = Normal(mean, scale)``, ``self.losses.append(loss)``
-and ``self.steps += 1``. While forward is traced, what it leaves becomes one more result, and the
-module gets back what it had. A call takes the results apart and leaves them on the user's module.
+Examples are ``self.magnitude = x.abs()``, ``self.policy = Normal(mean, scale)``,
+``self.losses.append(loss)`` and ``self.steps += 1``. During a trace, the values become an
+additional result of forward, and the module gets its old attributes back. A call of the compiled
+module takes the values from the results and writes them to the user's module.
 """
 
 from __future__ import annotations
@@ -27,15 +28,17 @@ _OF_MODULES = frozenset(vars(nn.Module())) | {"forward"}
 
 
 class LeftWatch:
-    """Wraps a forward so that it returns ``(results, left)``, where it leaves something.
+    """Wraps a forward so that it also returns the values that it leaves behind in attributes.
 
-    After a call ``ways`` says for each attribute how its value is left. What cannot be left by
-    compiled code stays on the module, where who observes forward finds it.
+    A call returns ``(results, left)``, or ``results`` alone if forward leaves no value behind.
+    After a call, ``ways`` maps each attribute to how it gets its value: by an assignment, by
+    additions to a list, or by an addition to a number. A value that compiled code cannot give to an
+    attribute stays on the module, where the observation of forward finds it.
 
     Args:
-        forward: of ``module``.
-        module: whose attributes are looked at.
-        names: of the attributes, as (submodule's name, attribute's name).
+        forward: the forward of ``module``.
+        module: the module whose attributes are watched.
+        names: the attributes, as (submodule's name, attribute's name).
     """
 
     def __init__(
@@ -65,7 +68,11 @@ class LeftWatch:
     def _left(
         self, before: Mapping[Key, Any], watched: Mapping[Key, Any], known: set[int]
     ) -> Iterator[Any]:
-        """What each attribute is left with, of those that could be; they get back what they had."""
+        """Yield the value left behind in each attribute, and restore the attribute's old value.
+
+        Attributes to which compiled code cannot give their value are skipped. Counts are noted in
+        ``ways``, and nothing is yielded for them.
+        """
         for key, owner in self._owners.items():
             held, name = owner.__dict__, key[1]
             now = held.get(name, MISSING)
@@ -84,10 +91,11 @@ class LeftWatch:
 
 
 class LeftFinder:
-    """As :class:`LeftWatch`, of a forward of which nothing is known yet.
+    """Wraps a forward as :class:`LeftWatch` does, and finds the attributes itself.
 
-    What it leaves in lists that are there, it has left at their ``"end"``: the lists get back what
-    they held. Counts are not found, since they would stand for each number that forward reads.
+    Every change of an existing list counts as an addition at its ``"end"``, and the list gets its
+    old items back. Counts are not found, because finding them would need a stand-in for each number
+    that forward reads.
     """
 
     def __init__(self, forward: Callable[..., Any], module: nn.Module) -> None:
@@ -110,7 +118,7 @@ class LeftFinder:
         normed = normed_weights(self._module)
         for path, held, earlier in before:
             for name, now in list(held.items()):
-                if f"{path}.{name}" in normed:  # its hook's own function makes it again
+                if f"{path}.{name}" in normed:  # its hook computes it again after each call
                     continue
                 value = _found(name, now, earlier.get(name, MISSING), known)
                 if value is UNKNOWN:
@@ -128,14 +136,17 @@ class LeftFinder:
 
 
 def _found(name: str, now: Any, before: Any, known: set[int]) -> Any:
-    """What forward has left under a name; UNKNOWN: nothing, or no object that it has made."""
+    """Return the value that forward left behind in an attribute, with plain objects taken apart.
+
+    Return UNKNOWN if forward left no value behind, or did not create all objects in the value.
+    """
     if now is before or is_constant(now) or name in BOOKKEEPING or name in _OF_MODULES:
         return UNKNOWN
     return with_parts(now, known)
 
 
 def assigned(genuine: Callable[..., None], owner: nn.Module, name: str, value: Any) -> None:
-    """``__setattr__`` of modules, which takes what is data-dependent without looking at it."""
+    """Set an attribute of a module, also to a data-dependent value; replaces ``__setattr__``."""
     if issubclass(type(value), fx.Proxy):
         object.__setattr__(owner, name, value)
     else:
@@ -143,19 +154,31 @@ def assigned(genuine: Callable[..., None], owner: nn.Module, name: str, value: A
 
 
 def data_dependent_assigned() -> AbstractContextManager[Any]:
-    """Within it attributes of modules may be data-dependent."""
+    """Return a context in which modules accept data-dependent values as attributes."""
     return patched_here(nn.Module, "__setattr__", assigned)
 
 
 def _watched(value: Any) -> Any:
-    """What stands for a value while forward runs, and notes whether it is read."""
+    """Return a stand-in for an integer or a list that records whether it is read.
+
+    Any other value is returned as it is.
+    """
     if type(value) is int:
         return Count(value)
     return Grown(value) if type(value) is list else value
 
 
 def _way(now: Any, watched: Any, before: Any, known: set[int]) -> tuple[Left | None, Any]:
-    """How a value is left, and what of it is; None: it cannot be."""
+    """Return how an attribute gets its new value, and the value that compiled code must return.
+
+    The first is None if the attribute did not change, or if compiled code cannot give it the value.
+
+    Args:
+        now: the attribute's value after forward.
+        watched: the value or stand-in that the attribute had during forward.
+        before: the attribute's value before forward.
+        known: the ids of objects that forward did not create.
+    """
     if type(now) is Count:
         counts = type(watched) is Count and now.origin is watched and not watched.is_read
         return (Left(count=now.step), None) if counts else (None, None)
@@ -172,7 +195,7 @@ def _way(now: Any, watched: Any, before: Any, known: set[int]) -> tuple[Left | N
 
 
 def _objects_of(module: nn.Module, arguments: Any) -> Iterator[Any]:
-    """The objects that are there before forward runs, beside tensors."""
+    """Yield the objects other than tensors that exist before forward runs."""
     held = [all_held(v) for m in module.modules() for v in (m, *m.__dict__.values())]
     for value in [each for values in (*held, all_held(arguments)) for each in values]:
         if not isinstance(value, torch.Tensor | fx.Proxy):
@@ -180,7 +203,10 @@ def _objects_of(module: nn.Module, arguments: Any) -> Iterator[Any]:
 
 
 def leave(owner: nn.Module, name: str, way: Left, values: Iterator[Any]) -> None:
-    """Leave on ``owner`` what a call leaves; ``values`` has that of all attributes, in order."""
+    """Give the attribute ``name`` of ``owner`` the value that a call leaves behind in it.
+
+    ``values`` yields the values for all attributes in order; a count takes none of them.
+    """
     if way.count is not None:
         owner.__dict__[name] = getattr(owner, name) + way.count
         return

@@ -1,4 +1,4 @@
-"""Stand-ins for numbers that are counted and lists that grow, which note whether they are read."""
+"""Stand-ins for counters and growing lists in attributes, which record whether they are read."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from tvmbridge.core.torch_private import pytree
 
 
 class Count:
-    """Stands for an integer attribute: it may be added to, and any other use is noted.
+    """Stands for an integer attribute: forward may add to it, and any other use counts as a read.
 
-    origin: the count that it was made from by additions; ``step`` is their sum.
-    is_read: whether anything depends on its value; of the origin.
+    - ``value``: the number
+    - ``origin``: the count from which additions made this one
+    - ``step``: the sum of these additions
+    - ``is_read``: whether forward used the value; only set on the origin
     """
 
     __slots__ = ("is_read", "origin", "step", "value")
@@ -31,11 +33,11 @@ class Count:
         return int
 
     def plain(self) -> int:
-        """The number that it stands for."""
+        """Return the number, without recording a read."""
         return self.value
 
     def used(self) -> int:
-        """The number, on which something depends."""
+        """Record a read and return the number."""
         self.origin.is_read = True
         return self.value
 
@@ -57,7 +59,7 @@ class Count:
 
 
 def _of_value(name: str) -> Callable[..., Any]:
-    # Operators, since those of int alone return NotImplemented for what is no number.
+    # Operators, because the methods of int return NotImplemented for operands that are no numbers.
     function = getattr(operator, name.removeprefix("r"), None) if name[0] == "r" else None
     reflected = function is not None and name not in ("repr", "round")
 
@@ -83,7 +85,7 @@ for _name in _OF_VALUE.split():
 
 
 class PassedOn(TorchFunctionMode):
-    """Within it functions of PyTorch get the numbers and lists that stand-ins stand for."""
+    """A mode that passes PyTorch functions the numbers and lists in place of their stand-ins."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         leaves, structure = pytree.tree_flatten((args, kwargs or {}))
@@ -95,7 +97,11 @@ class PassedOn(TorchFunctionMode):
 
 
 class Grown(list[Any]):
-    """Stands for a list attribute: it may be added to and cleared, and any other use is noted."""
+    """Stands for a list attribute: it may grow and be cleared, and any other use counts as a read.
+
+    - ``is_cleared``: whether forward cleared it
+    - ``is_read``: whether forward used items that the list had before the call
+    """
 
     def __init__(self, items: list[Any]) -> None:
         super().__init__(items)
@@ -104,24 +110,24 @@ class Grown(list[Any]):
         self._first = len(items)
 
     def plain(self) -> list[Any]:
-        """The list that it stands for."""
+        """Return a plain list of the items, without recording a read."""
         return list(list.__iter__(self))
 
     def used(self) -> list[Any]:
-        """The list, on which something depends."""
+        """Record a read, unless the list was cleared, and return a plain list of the items."""
         self.is_read |= not self.is_cleared
         return self.plain()
 
     def added(self) -> list[Any]:
-        """What was added, since it was cleared if it was."""
+        """Return the items that forward added, since the last clear if there was one."""
         return self.plain()[self._first :]
 
     def append(self, item: Any) -> None:
-        """As of a list."""
+        """Append ``item``; this is no read."""
         list.append(self, item)
 
     def extend(self, items: Iterable[Any]) -> None:
-        """As of a list."""
+        """Append ``items``; this is no read."""
         list.extend(self, items)
 
     def __iadd__(self, items: Iterable[Any]) -> Any:  # type: ignore[misc]
@@ -129,7 +135,7 @@ class Grown(list[Any]):
         return self
 
     def clear(self) -> None:
-        """As of a list; what is read from then on is forward's own."""
+        """Remove all items; later reads see only items that forward added itself."""
         list.clear(self)
         self.is_cleared, self._first = True, 0
 

@@ -1,12 +1,12 @@
-"""Linear algebra that raises for some values, such as the inverse of a singular matrix.
+"""Trace linear algebra that raises for some values, such as the inverse of a singular matrix.
 
-``torch.linalg.inv`` is ``inv_ex`` and a check of its ``info``, which a trace takes for a side
-effect. While a module is traced the check is a custom operator that passes the result on, and
-raises what PyTorch raises.
+``torch.linalg.inv`` is ``inv_ex`` and a check of its ``info``. To a trace this check is a side
+effect. Here it becomes a custom operator that returns the result of ``inv_ex``, and raises
+PyTorch's error if the check fails.
 
-Determinants are those of a contiguous matrix. PyTorch's kernel factors a matrix or its transpose,
-depending on strides, and the gradient formula looks at the strides of the trace to know which.
-Compiled code has all matrices contiguous.
+Determinants are computed from a contiguous copy. PyTorch's kernel factors a matrix or its
+transpose, depending on strides, and the gradient formula reads the strides of the trace to know
+which. In compiled code all matrices are contiguous.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Parts of torch.export that take the square of the number of parameters, in linear time.
+"""Run parts of torch.export in linear time that are quadratic in the number of parameters.
 
-torch.export builds a dictionary anew for every look-up of a parameter, and compares the name of
+torch.export builds a new dictionary for every look-up of a parameter, and compares the name of
 every submodule with the path of each parameter.
 """
 
@@ -22,7 +22,7 @@ from tvmbridge.graph_capture.trace.patches import patched_here
 
 @contextmanager
 def export_in_linear_time() -> Iterator[None]:
-    """Within it torch.export and decompositions do the same in less time, for this thread."""
+    """Speed up torch.export and ``run_decompositions`` in this thread within the context."""
     metadata = "_populate_param_buffer_metadata_to_new_gm"
     with ExitStack() as stack:
         for owner in (export_trace(), torch.export.exported_program):
@@ -35,7 +35,10 @@ def export_in_linear_time() -> Iterator[None]:
 def _with_metadata(
     genuine: Callable[..., None], metadata: dict[str, Any], module: Any, signature: Any
 ) -> None:
-    """It reads two properties of the signature for each node; each builds a dictionary."""
+    """Call ``genuine`` with the two properties of the signature that it reads for each node.
+
+    Each read of such a property builds a dictionary; here they are built once.
+    """
     names = SimpleNamespace(
         inputs_to_parameters=signature.inputs_to_parameters,
         inputs_to_buffers=signature.inputs_to_buffers,
@@ -48,7 +51,8 @@ def _assigned(
 ) -> None:
     """Assign ``value`` to ``path`` below ``module``, as the genuine function does.
 
-    That one also looks for submodules ``name@1``, ``name@2`` beside each ``name`` of the path.
+    The genuine function searches for submodules ``name@1``, ``name@2`` beside each ``name`` of the
+    path. It is called with the whole path only if there is one.
     """
     *holders, field = path.split(".")
     holder = module

@@ -1,4 +1,4 @@
-"""Losses, in parts that TVM's Gradient differentiates as PyTorch does."""
+"""Decompose losses into parts that TVM's Gradient differentiates as PyTorch does."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 def nll_loss(parts: Callable[..., Any]) -> Callable[..., Any]:
-    """The decomposition of ``nll_loss_forward``; halves have PyTorch's own ``parts``.
+    """Return a decomposition of ``nll_loss_forward``.
 
-    The weight of a class is looked up by the target, as in the kernel. PyTorch's parts multiply
-    all of the input by it, so that an infinite one makes gradients of other classes NaN.
+    It looks up the weight of a class by the target, as the kernel does. PyTorch's decomposition
+    ``parts`` multiplies the whole input by the weights, so that an infinite weight makes gradients
+    of other classes NaN. ``parts`` is still used for half precision and for empty input.
     """
 
     def decompose(
@@ -29,7 +30,7 @@ def nll_loss(parts: Callable[..., Any]) -> Callable[..., Any]:
             return parts(x, target, weight, reduction, ignore_index)
         channel = 0 if x.dim() < 2 else 1
         ignored = target == ignore_index
-        # A lookup in what is its own index: it refuses targets as the kernel does (IndexError).
+        # classes[i] is i. The look-up raises IndexError for a bad target, as the kernel does.
         classes = torch.arange(x.shape[channel], device=x.device)
         place = classes.index_select(0, torch.where(ignored, 0, target).long().flatten())
         picked = x.gather(channel, place.view(target.shape).unsqueeze(channel)).squeeze(channel)

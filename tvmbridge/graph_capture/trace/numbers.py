@@ -1,7 +1,7 @@
-"""Python scalars out of the range of a dtype, for which some ATen kernels raise.
+"""Find calls with Python scalars out of the range of a dtype, for which some ATen kernels raise.
 
-``torch.add(x, y, alpha=1e40)`` raises for float32, where ``x * 1e40`` is an infinity. Fake kernels
-do not check, so while a module is traced such a call is tried on zeros.
+``torch.add(x, y, alpha=1e40)`` raises for float32, whereas ``x * 1e40`` is an infinity. Fake
+kernels do not check the range, so during a trace such a call is tried on zeros.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tvmbridge.core.torch_private import disable_current_modes, pytree
 
 _NUMBERS = frozenset((int, float))
 _REFUSED = "without overflow"
-# A try would draw.
+# Not tried, because they would draw random numbers.
 _DRAWS = frozenset(
     {
         "bernoulli_",
@@ -34,10 +34,10 @@ _DRAWS = frozenset(
 
 
 def refuse_out_of_range(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse a call that eager PyTorch refuses for a number beyond the range of its dtype.
+    """Refuse a call for which eager PyTorch raises because a number exceeds a dtype's range.
 
     Raises:
-        UnsupportedOperatorError: it is such a call.
+        UnsupportedOperatorError: eager PyTorch raises for the call.
     """
     # Every function that forward calls comes here: a loop takes half of a generator's time.
     for value in (*args, *kwargs.values()):

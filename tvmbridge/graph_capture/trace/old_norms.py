@@ -1,8 +1,8 @@
 """``torch.nn.utils.weight_norm`` and ``spectral_norm``, whose hooks compute a weight at each call.
 
-The weight is a plain attribute, which the pre-forward hook of a submodule rebinds. The trace
-contains its computation. Compiled code does not return it: after a call the hook's own function
-computes the attribute again.
+The weight is a plain attribute of a submodule, and the submodule's pre-forward hook assigns it. The
+trace contains the computation of the weight. Compiled code does not return the weight: after a
+call, the hook's own function computes the attribute again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ OldNorm = WeightNorm | SpectralNorm
 
 
 def normed_weights(module: nn.Module) -> dict[str, tuple[nn.Module, OldNorm]]:
-    """The weights that hooks of submodules compute, by dotted name, with owner and hook."""
+    """Return the weights that hooks of submodules compute: dotted name to (submodule, hook)."""
     found: dict[str, tuple[nn.Module, OldNorm]] = {}
     for path, owner in module.named_modules(remove_duplicate=False):
         for hook in owner._forward_pre_hooks.values() if path else ():
@@ -34,7 +34,13 @@ def normed_weights(module: nn.Module) -> dict[str, tuple[nn.Module, OldNorm]]:
 
 @dataclass(frozen=True)
 class _Norm:
-    """A norm as it was captured; ``renewed``: forward runs it."""
+    """A weight or spectral norm at the time of the capture.
+
+    - ``owner``: the submodule with the weight
+    - ``hook``: the pre-forward hook
+    - ``settings``: the attributes of the hook
+    - ``renewed``: whether forward runs the hook, so that each call must compute the weight again
+    """
 
     owner: nn.Module
     hook: OldNorm
@@ -43,14 +49,14 @@ class _Norm:
 
 
 class OldNorms:
-    """The norms in a dispatched module, whose hooks the captured graph has."""
+    """The weight and spectral norms in a dispatched module, which the captured graph contains."""
 
     def __init__(self, norms: Iterable[_Norm]) -> None:
         self._norms = tuple(norms)
 
     @classmethod
     def of(cls, module: nn.Module, renewed: Collection[str]) -> OldNorms:
-        """Those in ``module``; forward makes the weights named in ``renewed``."""
+        """Return the norms in ``module``; ``renewed`` names the weights that forward computes."""
         weights = normed_weights(module)
         made = {id(weights[name][1]) for name in renewed}
         found = {id(hook): (owner, hook) for owner, hook in weights.values()}
@@ -63,17 +69,17 @@ class OldNorms:
         return bool(self._norms)
 
     def rebound(self, memo: Mapping[int, Any]) -> OldNorms:
-        """The same of a deep copy of the module, found through the copy's ``memo``."""
+        """Return the norms of a deep copy of the module, found through the copy's ``memo``."""
         return OldNorms(
             _Norm(memo[id(n.owner)], memo[id(n.hook)], n.settings, n.renewed) for n in self._norms
         )
 
     def others(self, hooks: Iterable[Any]) -> list[Any]:
-        """Those of ``hooks`` that are none of these norms."""
+        """Return the ``hooks`` that are no hooks of these norms."""
         return [hook for hook in hooks if not any(hook is n.hook for n in self._norms)]
 
     def changed(self) -> str | None:
-        """Why the captured graph does not fit the norms of now; None when it does."""
+        """Return why the captured graph does not fit the current norms; None if it does."""
         for norm in self._norms:
             if not any(norm.hook is hook for hook in norm.owner._forward_pre_hooks.values()):
                 return "a norm was removed"
@@ -82,7 +88,7 @@ class OldNorms:
         return None
 
     def renew(self) -> None:
-        """Compute the weights again, as the last run of each hook has."""
+        """Compute the weights again, as each hook does, but without another power iteration."""
         for norm in self._norms:
             if not norm.renewed:
                 continue
@@ -94,7 +100,7 @@ class OldNorms:
 
 
 def shared_with(names: Collection[str], module: nn.Module, outputs: Collection[Any]) -> str | None:
-    """The name of a weight of ``names`` that one of ``outputs`` shares memory with."""
+    """Return the first weight of ``names`` that shares memory with an output, or None."""
     made = {name: getattr(*_place(module, name)) for name in names}
     storages = {storage_key(t): name for name, t in made.items() if isinstance(t, torch.Tensor)}
     for output in outputs:
@@ -112,7 +118,7 @@ def _place(module: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 @contextmanager
 def norms_put_back(module: nn.Module) -> Iterator[None]:
-    """Restores the weights that ``module`` held before: torch.export refuses rebound attributes."""
+    """On exit, restore the weights in ``module``: torch.export refuses reassigned attributes."""
     places = [(owner.__dict__, hook.name) for owner, hook in normed_weights(module).values()]
     before = [held.get(name) for held, name in places]
     yield

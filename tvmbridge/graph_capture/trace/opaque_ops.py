@@ -1,14 +1,15 @@
-"""Functions with data-dependent control flow, as opaque custom operators.
+"""Trace functions with data-dependent control flow as opaque custom operators.
 
 ``torch.cov`` checks whether its weights sum to zero, ``gaussian_nll_loss`` whether a variance is
-negative, ``one_hot`` whether each class exists; none of it can be traced. Each becomes one custom
-operator that calls the eager function, and so raises what that raises; its gradient is autograd's.
-Only functions are here whose output shapes follow from the input shapes.
+negative, ``one_hot`` whether each class exists. A trace cannot contain such a check. Each function
+becomes one custom operator that calls the eager function, and so raises the same errors. Autograd
+computes its gradient. The output shapes of all functions here follow from their input shapes.
 
-Grouped products are here in all dtypes but bfloat16, whose kernels alone a trace has.
+``grouped_mm`` becomes such an operator for all dtypes but bfloat16, the only dtype that PyTorch can
+trace it for.
 
-Products are here for their gradient: PyTorch's formula branches on zeros, and takes another branch
-for fake tensors, which differs where a row has both zeros and NaN.
+``prod`` and ``cumprod`` are here because of their gradient. PyTorch's formula branches on zeros,
+and takes another branch for fake tensors. The results differ if a row has both zeros and NaN.
 """
 
 from __future__ import annotations
@@ -120,7 +121,11 @@ def _grouped_result(
     out_dtype: torch.dtype | None = None,
     **_: Any,
 ) -> torch.Tensor:
-    """Rows or columns that two matrices have in common are in groups: one result for each."""
+    """Return an empty result of ``grouped_mm``.
+
+    It has one matrix for each group if both operands have three dimensions, or if both have two
+    and their common dimension is in groups.
+    """
     rows, columns = mat_a.shape[-2], mat_b.shape[-1]
     groups = [] if offs is None else [len(offs)] if mat_a.dim() == mat_b.dim() else []
     if mat_a.dim() == 3 and mat_b.dim() == 3:
@@ -136,7 +141,7 @@ _NLL = "bool full=False, float eps=1e-06, str reduction='mean'"
 
 
 def _quantiles(function: Any) -> tuple[CustomOperator, CustomOperator]:
-    """Overloads for ``q`` as a tensor and as a number."""
+    """Return two operators for a quantile function: for ``q`` as a tensor and as a number."""
     name = function.__name__
     by_tensor = CustomOperator(
         name,
@@ -257,11 +262,11 @@ _OPERATORS: dict[Any, Any] = {
 
 _QUANTILES = (torch.quantile, torch.Tensor.quantile, torch.nanquantile, torch.Tensor.nanquantile)
 _ASSERTIONS = (
-    assert_async,  # of a form that is not noted, or by another name
+    assert_async,  # in a call form or under a name that ``validation.py`` does not record
     torch.ops.aten._assert_async.default,
     torch.ops.aten._assert_async.msg,
 )
-_OVERLOADS = {"ctc_loss": "ctc_loss.IntList"}  # The others have no name.
+_OVERLOADS = {"ctc_loss": "ctc_loss.IntList"}  # The other functions have a default overload.
 _PRODUCTS = (torch.prod, torch.Tensor.prod, torch.cumprod, torch.Tensor.cumprod)
 
 
@@ -276,7 +281,7 @@ def _asserted(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _cumprod_in_place(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not _by_gradient(*args, **kwargs):
         return call(*args, **kwargs)
-    # Of a clone, for its gradient reads what is written now.
+    # A clone, because the gradient reads the operand, which is written next.
     product = torch.ops.tvmbridge.cumprod(args[0].clone(), *args[1:], **kwargs)
     return args[0].copy_(product)
 
@@ -297,22 +302,25 @@ def _opaque(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _by_learned(input: torch.Tensor, q: Any, *_: Any, **__: Any) -> bool:
-    """Whether ``q`` may require a gradient, which not all interpolations give it."""
+    """Whether ``q`` requires a gradient, which some interpolations do not compute."""
     return isinstance(q, torch.Tensor) and q.requires_grad
 
 
 def _in_groups(mat_a: torch.Tensor, mat_b: torch.Tensor, **_: Any) -> bool:
-    """Whether the kernel takes contiguous operands: rows of multiples of 16 bytes."""
+    """Whether ``grouped_mm`` becomes an operator: no bfloat16, and rows of multiples of 16 bytes.
+
+    PyTorch's kernel takes contiguous operands only if their rows have such a length.
+    """
     widths = (mat_b.shape[-1], mat_a.shape[-1])
     aligned = all(width * mat_b.dtype.itemsize % 16 == 0 for width in widths)
     return aligned and mat_a.dtype is not torch.bfloat16
 
 
 def _with_classes(input: torch.Tensor, num_classes: int = -1) -> bool:
-    """Whether the output shape is known."""
+    """Whether the number of classes is given, so that the output shape is known."""
     return num_classes > 0
 
 
 def _by_gradient(input: torch.Tensor, *_: Any, **__: Any) -> bool:
-    """Whether autograd records the call; otherwise the ATen operator serves as well."""
+    """Whether autograd records the call; if not, the ATen operator can be traced."""
     return torch.is_grad_enabled() and input.requires_grad

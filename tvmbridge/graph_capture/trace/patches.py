@@ -1,7 +1,6 @@
-"""Thread-local patches of PyTorch's functions.
+"""Patch PyTorch's functions for one thread.
 
-What is patched while a module is traced is shared by all threads, some of which may be running
-models meanwhile.
+All threads share a patched attribute, and other threads may run models during a trace.
 """
 
 from __future__ import annotations
@@ -23,7 +22,13 @@ _LOCK = threading.Lock()
 
 @dataclass
 class _Installed:
-    """A patched attribute: how many use it, and the replacements of each thread."""
+    """A patched attribute.
+
+    - ``genuine``: the original function
+    - ``own``: the entry in the owner's ``__dict__`` before the patch; None if it was inherited
+    - ``users``: the number of patches in force, in all threads
+    - ``local``: the stack of replacements of each thread
+    """
 
     genuine: Any
     own: Any
@@ -44,15 +49,16 @@ _INSTALLED: dict[tuple[int, str], _Installed] = {}
 def patched_here(
     owner: Any, name: str, replacement: Callable[..., Any], *, over: bool = False
 ) -> Iterator[Any]:
-    """Within it calls of ``owner.name`` from this thread are calls of ``replacement``.
+    """Replace calls of ``owner.name`` from this thread by ``replacement`` within the context.
 
-    Yields the genuine function.
+    Yield the genuine function.
 
     Args:
         owner: a module or a class.
-        name: the name of a function or method of it.
+        name: the name of a function or method of ``owner``.
         replacement: called with the genuine function first, then with the arguments.
-        over: it is called with the replacement that this thread had before, if it had one.
+        over: whether ``replacement`` receives the thread's previous replacement, if it has one, in
+            place of the genuine function.
     """
     installed = _install(owner, name)
     stack = installed.local.__dict__.setdefault("stack", [])
@@ -77,25 +83,26 @@ def _called_over(
 
 
 def code_of_stubs() -> tuple[CodeType, ...]:
-    """The code that runs in all threads in place of a patched function, before it is called."""
+    """Return the code objects that run in all threads when a patched function is called."""
     stub = _calling(_Installed(None, None))
     return stub.__code__, _Installed.call.__code__
 
 
-# The own code of functions that answer to one thread alone.
+# The original code of the functions that ``answers_here`` has changed.
 _OWN_CODE: dict[FunctionType, CodeType] = {}
 
 
 def code_of(function: FunctionType) -> CodeType:
-    """Return the code of a function, also where :func:`answers_here` has put other code there."""
+    """Return the original code of a function, even if :func:`answers_here` has replaced it."""
     return _OWN_CODE.get(function, function.__code__)
 
 
 @contextmanager
 def answers_here(*flags: Any) -> Iterator[None]:
-    """Within it calls of ``flags``, functions without arguments, are false in other threads.
+    """Let the functions ``flags`` return False in other threads within the context.
 
-    They stay the functions that they are, under all the names that they have been imported by.
+    The functions take no arguments. Their code objects are replaced, so that every imported name
+    of a function is affected.
     """
     thread, genuine = threading.get_ident(), [flag.__code__ for flag in flags]
     outermost = [flag for flag in flags if flag not in _OWN_CODE]
@@ -123,10 +130,11 @@ def answers_here(*flags: Any) -> Iterator[None]:
 def forward_patched_here(
     module: nn.Module, kind: type[nn.Module], replacement: Callable[..., Any]
 ) -> Iterator[None]:
-    """Within it the forward of ``kind`` is ``replacement``, for this thread.
+    """Replace the forward of the class ``kind`` in this thread within the context.
 
     Args:
-        module: a forward of that kind which its submodules hold themselves is replaced too.
+        module: the traced module. If a submodule holds the forward of ``kind`` as its own
+            attribute, this attribute is replaced too.
         kind: a class of modules.
         replacement: as for :func:`patched_here`.
     """
@@ -140,13 +148,16 @@ def forward_patched_here(
         yield
 
 
-# What is patched wherever forward is traced.
+# The patches that every trace of forward applies.
 _TABLE: list[tuple[Any, str, Callable[..., Any]]] = []
 _Replacement = TypeVar("_Replacement", bound=Callable[..., Any])
 
 
 def patches(owner: Any, name: str) -> Callable[[_Replacement], _Replacement]:
-    """Enter the decorated replacement into the table; otherwise as :func:`patched_here`."""
+    """Register the decorated replacement of ``owner.name`` for every trace of forward.
+
+    The replacement is called as for :func:`patched_here`.
+    """
 
     def enter(replacement: _Replacement) -> _Replacement:
         _TABLE.append((owner, name, replacement))
@@ -157,10 +168,10 @@ def patches(owner: Any, name: str) -> Callable[[_Replacement], _Replacement]:
 
 @contextmanager
 def table_patched_here(module: nn.Module) -> Iterator[None]:
-    """Within it all of the table is patched, for this thread.
+    """Apply all registered replacements in this thread within the context.
 
     Args:
-        module: what is traced; see :func:`forward_patched_here`.
+        module: the traced module; see :func:`forward_patched_here`.
     """
     with ExitStack() as stack:
         for owner, name, replacement in _TABLE:
@@ -171,7 +182,8 @@ def table_patched_here(module: nn.Module) -> Iterator[None]:
         yield
 
 
-# Code has constants of its own, and the globals of the function that it is given to.
+# A replaced code object runs with the globals of its new function, so it finds the function to
+# call among its constants: this string in the code of ``_answer`` is replaced by that function.
 _ANSWERS = "tvmbridge: the function that answers"
 
 
@@ -191,7 +203,7 @@ def _install(owner: Any, name: str) -> _Installed:
     with _LOCK:
         installed = _INSTALLED.get((id(owner), name))
         if installed is None:
-            # What the owner itself holds; None: it inherits the attribute.
+            # ``vars`` has the owner's own entry; None if the attribute is inherited.
             installed = _Installed(getattr(owner, name), vars(owner).get(name))
             _INSTALLED[id(owner), name] = installed
             setattr(owner, name, _stub(owner, name, installed))
@@ -207,7 +219,10 @@ def _stub(owner: Any, name: str, installed: _Installed) -> Any:
 
 
 def unpatched(value: Any, default: Any) -> Any:
-    """What the owner of ``value`` holds itself: ``default`` where a patch alone stands there."""
+    """Return the owner's own attribute behind ``value``, which may be a patch.
+
+    Return ``default`` if the owner had no such attribute before the patch.
+    """
     installed = getattr(value, "installed", None) if type(value) is FunctionType else None
     if not isinstance(installed, _Installed):
         return value

@@ -1,8 +1,8 @@
-"""Type promotion as PyTorch's kernels do it.
+"""Promote dtypes as PyTorch's real kernels do.
 
-For operands of mixed dtypes some fake kernels and decompositions promote otherwise than the real
-kernel (``huber_loss`` of float32 and float64, say). So the real kernel is run on zeros, and its
-dtypes count.
+For operands of mixed dtypes, some fake kernels and decompositions promote differently from the real
+kernel: ``huber_loss`` of float32 and float64, for example. So the real kernel runs on zeros, and
+the dtypes of its results are used.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Decomposition = Callable[..., Any]
 def _huber_loss(
     input: torch.Tensor, target: torch.Tensor, reduction: str = "mean", delta: float = 1.0
 ) -> torch.Tensor:
-    """Each element is computed in the promoted dtype and rounded to the dtype of the input."""
+    """Compute ``huber_loss`` in the promoted dtype, each element rounded to the input's dtype."""
     wide = torch.promote_types(input.dtype, target.dtype)
     each = nn.functional.huber_loss(input.to(wide), target.to(wide), "none", delta)
     rounded = each.to(input.dtype)
@@ -33,19 +33,22 @@ def _huber_loss(
 def _soft_margin_loss(
     input: torch.Tensor, target: torch.Tensor, *rest: Any, **named: Any
 ) -> torch.Tensor:
-    """The kernel writes the negative target into a tensor of the input's dtype."""
+    """Compute ``soft_margin_loss`` with the target in the input's dtype, as the kernel does."""
     return nn.functional.soft_margin_loss(input, target.to(input.dtype), *rest, **named)
 
 
 def _normal(mean: torch.Tensor, std: torch.Tensor, **named: Any) -> torch.Tensor:
-    """The kernel draws in the dtype of the mean, and scales in place."""
+    """Draw ``torch.normal`` in the dtype of the mean, as the kernel does."""
     return torch.normal(mean, std.to(mean.dtype), **named)
 
 
 def _cross_entropy(
     input: torch.Tensor, target: torch.Tensor, *rest: Any, **named: Any
 ) -> torch.Tensor:
-    """In PyTorch 2.11 the kernel writes into a tensor of the target's dtype."""
+    """Compute ``binary_cross_entropy_with_logits`` with the result in the kernel's dtype.
+
+    In PyTorch 2.11 the result has the target's dtype.
+    """
     loss = nn.functional.binary_cross_entropy_with_logits
     op = torch.ops.aten.binary_cross_entropy_with_logits.default
     wide = torch.promote_types(input.dtype, target.dtype)
@@ -55,7 +58,7 @@ def _cross_entropy(
     return loss(input.to(wide), target.to(wide), *rest, **named).to(dtype)
 
 
-# Their fake kernels promote where the kernels keep the dtype of the first operand.
+# Their fake kernels promote dtypes, but the real kernels keep the dtype of one operand.
 _KEPT_DTYPE: dict[Callable[..., Any], Callable[..., Any]] = {
     nn.functional.binary_cross_entropy_with_logits: _cross_entropy,
     nn.functional.huber_loss: _huber_loss,
@@ -87,16 +90,16 @@ def _differ_in_dtype(operands: Sequence[Any]) -> bool:
 def kernel_dtypes(
     op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[torch.dtype | None] | None:
-    """The dtypes of the results of PyTorch's kernel for arguments of these dtypes and shapes.
+    """Return the dtypes of the results of PyTorch's kernel for arguments of mixed dtypes.
 
     Args:
         op: the operator.
-        args: its arguments; of the tensors among them only metadata is read.
+        args: its arguments; only metadata of tensors is read.
         kwargs: its keyword arguments.
 
     Returns:
-        One for each result; None where the operands are all of one dtype (so that nothing is
-        promoted) or where the kernel cannot be asked.
+        A dtype for each result. None if the operands have one dtype, so that nothing is promoted,
+        or if the kernel cannot run.
     """
     tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
     if len({t.dtype for t in tensors} - {torch.bool}) < 2:
@@ -107,9 +110,16 @@ def kernel_dtypes(
 def dtypes_of_zeros(
     op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], device: str = "cpu"
 ) -> list[torch.dtype | None] | None:
-    """The dtypes that PyTorch's kernel gives its results for zeros of these dtypes and shapes.
+    """Run PyTorch's kernel on zeros of the given dtypes and shapes, and return its result dtypes.
 
-    ``device`` is where the zeros are; autocast looks at it. None where the kernel cannot be asked.
+    Args:
+        op: the operator.
+        args: its arguments; only metadata of tensors is read.
+        kwargs: its keyword arguments.
+        device: the device of the zeros, on which autocast depends.
+
+    Returns:
+        A dtype for each result that is a tensor; None if the kernel cannot run.
     """
     leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     if not _may_be_tried(op, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]):
@@ -131,18 +141,18 @@ def dtypes_of_zeros(
 def _may_be_tried(op: OpOverload, tensors: Sequence[torch.Tensor]) -> bool:
     random = torch.Tag.nondeterministic_seeded in op.tags
     known = all(isinstance(extent, int) for t in tensors for extent in t.shape)
-    # A check that fails on a GPU ends the use of it for the whole process.
+    # After an assertion has failed on a GPU, the process cannot use the GPU any more.
     checks = "assert" in op._schema.name
     return known and not random and not checks and not op._schema.is_mutable
 
 
 def _zeros(tensor: torch.Tensor, device: str) -> torch.Tensor:
-    # Dense: some kernels read indices as if they were, whatever their strides say.
+    # Contiguous, because some kernels ignore the strides of indices.
     return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
 
 
 def promoting_as_kernels(table: Mapping[Any, Decomposition]) -> dict[Any, Decomposition]:
-    """``table`` with decompositions whose results have the dtypes that the kernels give them."""
+    """Return ``table`` with decompositions that cast their results to the kernels' dtypes."""
     return {op: _corrected(op, function) for op, function in table.items()}
 
 

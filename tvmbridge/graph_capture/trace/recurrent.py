@@ -1,8 +1,10 @@
-"""Recurrent layers: calls of PyTorch's functions for them become opaque operators.
+"""Trace calls of PyTorch's functions for recurrent layers as opaque operators.
 
-A stack of layers is one operator. It is one a layer where dropout is drawn, for the masks are drawn
-outside of compiled code, and where gradients are computed from the outputs of each layer, or from
-the workspace that it leaves.
+A stack of layers is usually one operator. It is one operator for each layer in two cases:
+
+- there is dropout between layers, whose masks are drawn outside of compiled code
+- gradients are computed from the outputs of each layer, or from the workspace that oneDNN keeps
+  for it
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ _FUNCTIONS: dict[Any, Any] = {function: function for function in STACKS} | {
 
 
 def recurrent_decompositions(table: dict[Any, Any]) -> dict[Any, Callable[..., NoReturn]]:
-    """Refusals in place of PyTorch's decompositions, which leave dropout out."""
+    """Return decompositions that raise, in place of PyTorch's, which leave out dropout."""
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
         raise UnsupportedOperatorError(
@@ -45,7 +47,7 @@ def recurrent_decompositions(table: dict[Any, Any]) -> dict[Any, Callable[..., N
 
 @replaces(*_FUNCTIONS, pack_padded_sequence)
 def _recurrent_layers(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The call of a recurrent function as calls of the operators that stand for it.
+    """Replace a call of a recurrent function by calls of the opaque operators.
 
     Raises:
         UnsupportedOperatorError: a sequence is packed, a transform of ``torch.func`` is active, or
@@ -77,7 +79,7 @@ def _stack(
     bidirectional: bool,
     batch_first: bool,
 ) -> tuple[torch.Tensor, ...]:
-    """A stack of layers with the parameters of PyTorch's functions."""
+    """Compute a stack of layers by opaque operators; the arguments are those of ``torch.lstm``."""
     states = list(hx) if isinstance(hx, list | tuple) else [hx]
     tensors = [input, *states, *params]
     device = input.device.type

@@ -1,7 +1,7 @@
-"""Backward of a GRU or an Elman RNN, for which its outputs are all that forward must save.
+"""Backward of a GRU or an Elman RNN for which forward saves nothing but inputs and outputs.
 
-The outputs are the states before each step, so the gates are computed again for all steps at once;
-only the gradient of the state goes from step to step.
+The outputs are the states between the steps, so the gates of all steps are recomputed at once. Only
+the gradient of the state is computed step by step.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ def layer_gradients(
     state: torch.Tensor,
     weights: Sequence[torch.Tensor],
 ) -> list[torch.Tensor]:
-    """The gradients of one layer of ``torch.gru`` or ``torch.rnn_tanh``, in one direction or both.
+    """Return the gradients of one layer of ``torch.gru`` or ``torch.rnn_tanh``.
 
     Args:
-        gradients: of the outputs and of the final state; None: zero.
+        gradients: the gradients of the outputs and of the final state; None means zero.
         output: the outputs, ``[steps, batch, directions * size]``.
-        input: ``[steps, batch, features]``.
-        state: the first state, ``[directions, batch, size]``.
-        weights: PyTorch's, of one direction after the other.
+        input: the input, ``[steps, batch, features]``.
+        state: the initial state, ``[directions, batch, size]``; there are one or two directions.
+        weights: the weights in PyTorch's order, of one direction after the other.
 
     Returns:
-        The gradients of the input, the state and the weights.
+        The gradients of the input, the state and the weights, in this order.
     """
     directions = len(state)
     count = len(weights) // directions
@@ -51,7 +51,7 @@ def layer_gradients(
 
 
 def _turned(tensor: torch.Tensor, direction: int) -> torch.Tensor:
-    """``tensor`` with its steps in the order in which ``direction`` takes them."""
+    """Return ``tensor`` with its steps reversed if ``direction`` is 1."""
     return tensor.flip(0) if direction else tensor
 
 
@@ -62,7 +62,10 @@ def _direction(
     state: torch.Tensor,
     weights: Sequence[torch.Tensor],
 ) -> Tensors:
-    """The gradients of the input, the first state and the weights, steps in their order."""
+    """Return the gradients of input, initial state and weights of one direction.
+
+    All tensors have their steps in the order in which the direction computes them.
+    """
     before = torch.cat([state.unsqueeze(0), output[:-1]])
     if len(weights[1]) == state.shape[-1]:
         slopes, kept, to_new = (1 - output * output).unsqueeze(2), None, None
@@ -82,8 +85,13 @@ def _direction(
 def _gru_slopes(
     input: torch.Tensor, before: torch.Tensor, weights: Sequence[torch.Tensor]
 ) -> Tensors:
-    """The derivatives of a new state by what the state adds to the gates (the last dimension but
-    one), by the state before through the update gate, and by what the input adds to the last gate.
+    """Return the derivatives of each new state of a GRU, recomputed from input and states.
+
+    Returns:
+        - the derivatives by the state's contribution to each of the three gates, stacked in the
+          last dimension but one
+        - the derivatives by the previous state through the update gate
+        - the derivatives by the input's contribution to the last gate
     """
     biases = weights[2:] or (None, None)
     of_input = linear(input, weights[0], biases[0]).chunk(3, -1)
@@ -102,7 +110,18 @@ def _gru_slopes(
 def _through_time(
     arriving: torch.Tensor, slopes: torch.Tensor, kept: torch.Tensor | None, weight: torch.Tensor
 ) -> Tensors:
-    """The gradients of the gates and of the states at each step, and of the first state."""
+    """Run backward through the steps.
+
+    Args:
+        arriving: the gradients of the outputs from outside the layer.
+        slopes: the derivatives of each state by its gates.
+        kept: the derivatives of each state by the previous state directly; None means zero.
+        weight: the weight by which the state is multiplied.
+
+    Returns:
+        The gradients of the gates at each step, of the states at each step, and of the initial
+        state.
+    """
     of_gates, flowing = torch.empty_like(slopes), torch.empty_like(arriving)
     hidden = arriving[-1]
     for t in reversed(range(len(arriving))):

@@ -1,10 +1,10 @@
 """PyTorch's recurrent functions as opaque operators, each with an operator for its backward.
 
 The functions are composite: a trace would decompose them into their time steps. As operators they
-run at a call as in eager PyTorch, by the same kernels. Forward saves its inputs and its outputs
-alone; backward runs the function again under autograd, except for layers that
-``recurrent_backward.py`` differentiates from their outputs. LSTM layers that keep a workspace for
-backward have an operator of their own, in ``recurrent_workspace.py``.
+run the same kernels as in eager PyTorch. Forward saves only inputs and outputs. Backward runs the
+function again under autograd, except for layers that ``recurrent_backward.py`` differentiates from
+their outputs. LSTM layers that keep a workspace for backward have an operator of their own, in
+``recurrent_workspace.py``.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from tvmbridge.core.torch_private import (
 )
 from tvmbridge.graph_capture.trace.recurrent_backward import layer_gradients
 
-# ``batch_first`` is about the input alone: outputs have their steps first, and so has its gradient,
-# as they lie in memory in eager PyTorch. PyTorch chooses among kernels by ``learned``, whether
-# weights require a gradient, and ``recorded``, whether autograd records, even where no gradient is
-# computed. ``autocast``: its dtype or None.
+# - ``batch_first`` applies to the input alone: the outputs and the input's gradient have their
+#   steps first, which is their order in memory in eager PyTorch.
+# - ``learned`` (weights require a gradient) and ``recorded`` (autograd records) decide which kernel
+#   PyTorch chooses, even if no gradient is computed.
+# - ``autocast`` is the dtype of autocast, or None.
 _PARAMETERS = (
     "Tensor input, Tensor[] states, Tensor[] weights, bool has_biases, int num_layers, "
     "bool bidirectional, bool batch_first, bool learned, bool recorded, ScalarType? autocast"
@@ -44,7 +45,7 @@ def _call(
     settings: Sequence[Any],
     autocast: torch.dtype | None,
 ) -> tuple[torch.Tensor, ...]:
-    """PyTorch's ``function`` without dropout, of a sequence whose steps come first."""
+    """Call PyTorch's ``function`` without dropout; the steps are the input's first dimension."""
     has_biases, num_layers, bidirectional = settings
     given: Any = states if function is torch.lstm else states[0]
     flags = (has_biases, num_layers, 0.0, False, bidirectional, False)
@@ -54,14 +55,14 @@ def _call(
 
 
 def _define(function: Callable[..., Any]) -> Any:
-    """The operator of PyTorch's ``function``, without dropout."""
+    """Register and return an operator for PyTorch's recurrent ``function``, without dropout."""
     name = f"{function.__name__}_stack"
 
     def run(input: torch.Tensor, states: Tensors, weights: Tensors, *flags: Any) -> Any:
         *settings, batch_first, learned, recorded, autocast = flags
         weights = [weight.detach().requires_grad_(learned) for weight in weights]
         steps = steps_first(input, batch_first)
-        # In float16 oneDNN's layer is chosen where autograd does not record, on some processors.
+        # In float16, on some processors, oneDNN's layer is used only if autograd does not record.
         by_mode = torch.float16 in (input.dtype, autocast)
         with torch.set_grad_enabled(by_mode and recorded):
             results = _call(function, steps, states, weights, settings, autocast)
@@ -75,7 +76,7 @@ def _define(function: Callable[..., Any]) -> Any:
         size = states[0].shape[-1] * (2 if bidirectional else 1)
         results = [steps.new_empty([*steps.shape[:2], size]), *map(empty_like, states)]
         if autocast is not None:
-            # Dtypes are asked of the function itself, for one step of one sequence.
+            # Run the function on one step of one sequence to get the dtypes of its results.
             shapes = [[1, 1, input.shape[-1]], *([len(s), 1, s.shape[-1]] for s in states)]
             with _as_in_eager_pytorch():
                 x, *zeros = map(_zeros, shapes, [input, *states])
@@ -92,8 +93,10 @@ def _define(function: Callable[..., Any]) -> Any:
 
 
 def _define_backward(function: Callable[..., Any], name: str) -> Any:
-    """The operator for the gradients of the inputs at the positions ``wanted``, states and weights
-    counted one by one.
+    """Register and return the operator that computes gradients of PyTorch's ``function``.
+
+    It returns gradients of the inputs at the positions ``wanted``; each state and each weight has
+    a position of its own.
     """
 
     def run(
@@ -134,7 +137,19 @@ def gradients_by_autograd(
     settings: Sequence[Any],
     autocast: torch.dtype | None,
 ) -> tuple[torch.Tensor, ...]:
-    """The gradients of the tensors at the positions ``wanted``: the function runs again."""
+    """Run the function again under autograd, and return gradients of the inputs.
+
+    Args:
+        function: PyTorch's recurrent function.
+        gradients: the gradients of the results; None means zero.
+        wanted: the positions of the inputs whose gradients are returned; each state and each
+            weight has a position of its own.
+        input: the input, with the steps first.
+        states: the initial states.
+        weights: the weights in PyTorch's order.
+        settings: ``has_biases``, ``num_layers`` and ``bidirectional``.
+        autocast: the dtype of autocast, or None.
+    """
     leaves = [leaf.detach() for leaf in (input, *states, *weights)]
     operands = [leaves[place].requires_grad_() for place in wanted]
     split = 1 + len(states)
@@ -152,13 +167,20 @@ def gradients_by_autograd(
 def differentiated_from_outputs(
     function: Any, input: torch.Tensor, autocast: torch.dtype | None
 ) -> bool:
-    """Whether :func:`layer_gradients` is for a layer; half precision is rounded as in eager."""
+    """Whether :func:`layer_gradients` computes the gradients of a layer of ``function``.
+
+    It does for a GRU or a tanh RNN on the CPU, but not in half precision or under autocast. There
+    the function runs again instead, so that gradients are rounded as in eager PyTorch.
+    """
     exact = autocast is None and input.dtype in (torch.float32, torch.float64)
     return exact and function in (torch.gru, torch.rnn_tanh) and input.device.type == "cpu"
 
 
 def unaliased(results: Tensors, others: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-    """``results``, each one contiguous and in memory of its own: oneDNN returns one bias twice."""
+    """Return ``results``, each contiguous and in its own memory, which ``others`` do not share.
+
+    oneDNN returns the gradients of two biases in one tensor.
+    """
     seen = {other.untyped_storage().data_ptr() for other in others if other is not None}
     own = []
     for result in results:
@@ -169,7 +191,7 @@ def unaliased(results: Tensors, others: Sequence[torch.Tensor | None]) -> list[t
 
 
 def _register_autograd(name: str, differentiate: Callable[..., list[torch.Tensor]]) -> None:
-    """Have autograd differentiate the operator ``name`` by its operator for backward."""
+    """Register ``differentiate``, the backward operator, as gradient of the operator ``name``."""
 
     def set_up(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
         input, states, weights, *ctx.flags = inputs
@@ -206,7 +228,10 @@ def _register_autograd(name: str, differentiate: Callable[..., list[torch.Tensor
 
 @contextmanager
 def _as_in_eager_pytorch() -> Iterator[None]:
-    """Within it tensors are real in a trace, and oneDNN is on, which torch.export turns off."""
+    """Leave the modes of the trace and turn oneDNN on, as in eager PyTorch, within the context.
+
+    torch.export turns oneDNN off.
+    """
     before = mkldnn_enabled()
     set_mkldnn_enabled(True)
     try:
@@ -217,7 +242,7 @@ def _as_in_eager_pytorch() -> Iterator[None]:
 
 
 def steps_first(tensor: torch.Tensor, batch_first: bool) -> torch.Tensor:
-    """``tensor`` with its first two dimensions exchanged if ``batch_first``."""
+    """Return ``tensor`` with its first two dimensions exchanged if ``batch_first``."""
     return tensor.transpose(0, 1) if batch_first else tensor
 
 

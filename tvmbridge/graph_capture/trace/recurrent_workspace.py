@@ -1,8 +1,9 @@
-"""One layer of an LSTM in float32 on the CPU, as an operator whose backward does not run it again.
+"""An operator for one float32 LSTM layer on the CPU, whose backward does not run it again.
 
-oneDNN's kernel for training leaves its gates in a workspace, which its backward reads. It is one
-more result here. How long it is only oneDNN knows, so it is asked while forward is traced; where
-a call has no such workspace, zeros stand for it, and backward runs the layer again.
+oneDNN's training kernel stores the gates in a workspace, which its backward reads. The workspace is
+an additional result of the operator. Only oneDNN knows its length, so oneDNN runs once during the
+trace to get it. If a call yields no such workspace, the result is zeros, and backward runs the
+layer again.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from tvmbridge.graph_capture.trace.recurrent_ops import (
 Tensors = Sequence[torch.Tensor]
 Optionals = Sequence[torch.Tensor | None]
 
-# ``length`` is that of the workspace of one direction.
+# ``length`` is the length of the workspace of one direction, in bytes.
 _PARAMETERS = (
     "Tensor input, Tensor[] states, Tensor[] weights, bool has_biases, bool bidirectional, "
     "bool batch_first, int length"
@@ -39,16 +40,17 @@ _PARAMETERS = (
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 # The number that oneDNN's layers have for an LSTM.
 _LSTM = 2
-# A workspace begins with gates. If this many bytes are zero it counts as none.
+# A workspace begins with gates. If all of its first bytes, this many, are zero, there is none.
 _LOOKED_AT = 4096
 
 
 def workspace_length(
     function: Any, input: torch.Tensor, states: Tensors, autocast: torch.dtype | None
 ) -> int:
-    """The bytes of oneDNN's workspace for one direction of a layer, whose steps come first.
+    """Return the length in bytes of oneDNN's workspace for one direction of a layer.
 
-    0: the layer has none, or sizes are not known, so that it has no operator here.
+    The input has its steps first. Return 0 if the layer has no workspace or its sizes are unknown;
+    the operator of this module is then not used.
     """
     sizes = [*input.shape, *(state.shape[-1] for state in states)]
     if function is not torch.lstm or autocast is not None or input.dtype is not torch.float32:
@@ -63,7 +65,7 @@ def workspace_length(
 
 @functools.lru_cache(maxsize=256)
 def _length(steps: int, batch: int, features: int, size: int, _threads: int) -> int:
-    """What oneDNN says of a layer of zeros."""
+    """Return the length of the workspace that oneDNN returns for a layer of zeros, or 0."""
     with disable_current_modes(), DisablePythonDispatcher():
         x, state = torch.zeros(steps, batch, features), torch.zeros(batch, size)
         weights = [torch.zeros(4 * size, n) for n in (features, size)]
@@ -79,7 +81,11 @@ def _forward(
     reverse: bool,
     settings: tuple[bool, bool],
 ) -> Any:
-    """oneDNN's outputs of one direction, its final states, and its workspace or None."""
+    """Run one direction of the layer by oneDNN.
+
+    Returns:
+        The outputs, the two final states, and the workspace or None.
+    """
     has_biases, bidirectional = settings
     flags = (hidden.shape[-1], 1, has_biases, bidirectional, False, True)
     four = weights if has_biases else [*weights, *weights]
@@ -136,7 +142,10 @@ def _fake(
 def _run_backward(
     gradients: Optionals, wanted: Sequence[int], results: Tensors, *args: Any
 ) -> list[torch.Tensor]:
-    """The gradients of the inputs at the positions ``wanted``, by the ``results`` of forward."""
+    """Return the gradients of the inputs at the positions ``wanted``.
+
+    ``results`` are all results of forward, the workspace included.
+    """
     input, states, weights, has_biases, bidirectional, batch_first, _ = args
     x, workspace = steps_first(input, batch_first), results[3]
     if not mkldnn_enabled() or not workspace[:, :_LOOKED_AT].any(1).all():
@@ -155,7 +164,7 @@ def _gradients(
     weights: Tensors,
     has_biases: bool,
 ) -> list[torch.Tensor]:
-    """The gradients of the input, of the states and of the weights, in this order."""
+    """Return oneDNN's gradients of the input, the states and the weights, in this order."""
     output, hidden, cells, workspace = results
     directions = len(workspace)
     count = len(weights) // directions

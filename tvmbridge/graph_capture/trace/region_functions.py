@@ -1,7 +1,8 @@
-"""The functions that a higher-order operator calls, traced as graphs of their own.
+"""Trace the functions that a higher-order operator calls as separate graphs.
 
-A graph is traced on fake tensors that no other trace knows. What the function reads beside its
-operands (weights, tensors of the scope around it) becomes further inputs of the graph.
+A graph is traced on fake tensors of a fake-tensor mode that no other trace uses. Tensors that the
+function reads in addition to its operands, such as weights and tensors from enclosing scopes,
+become further inputs of the graph.
 """
 
 from __future__ import annotations
@@ -37,18 +38,24 @@ from tvmbridge.graph_capture.hoist import is_random
 from tvmbridge.graph_capture.trace.patches import patched_here
 from tvmbridge.graph_capture.trace.region_graphs import TENSOR, Graph, RegionTensor, constants_of
 
-# The modes by which PyTorch notes calls in the program that it traces around.
+# Modules of the modes with which PyTorch records calls in the surrounding trace.
 _OF_TRACES = ("torch.fx", "torch.export", "torch._export")
-# Operators that torch.library has registered: they are in the graph as they are.
+# The autograd functions of operators from torch.library, which stay whole in the graph.
 _BY_LIBRARY = "GeneratedBackwardFor_"
-# PyTorch's, for ``tensor[i]`` in a function of flex_attention: the gradient is that of indexing.
+# PyTorch's autograd function for ``tensor[i]`` in flex_attention: its gradient is that of indexing.
 _INDEXING = "ModIndex"
 
 
 class Captures:
-    """Tensors that functions of one operator read beside their operands, and fakes for them.
+    """The tensors that the functions of one operator read in addition to their operands.
 
-    watched: whether the modes that watch forward watch the functions too.
+    - ``mode``: the fake-tensor mode of all graphs of the operator
+    - ``tensors``, ``fakes``: the captured tensors, and a fake tensor for each
+    - ``places``: the index of each captured tensor, by its id
+    - ``functions``: the functions that are traced
+
+    Args:
+        watched: whether the modes that watch forward watch these functions too.
     """
 
     def __init__(self, *, watched: bool = True) -> None:
@@ -64,7 +71,7 @@ class Captures:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Graphs keep what traced them in circles, which would outlive the trace around it.
+        # Graphs and their functions refer to each other, which would keep the tensors alive.
         self.tensors, self.places = [], {}
         for function in self.functions:
             function.forget()
@@ -74,7 +81,7 @@ class Captures:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Within it operators run on fakes of this operator, and no trace sees them."""
+        """Within the context, operators run on this operator's fakes, unseen by other traces."""
         modes = _taken_aside(0)
         own = [m for m in modes if not isinstance(m, _Reads) and not _is_of_trace(m)]
         self._modes = own if self._watched else []
@@ -86,7 +93,7 @@ class Captures:
 
     @contextmanager
     def calling(self) -> Iterator[None]:
-        """Within it a function runs, watched by the modes that watch forward."""
+        """Restore the modes that watch forward, so that they watch a function in the context."""
         count = function_mode_count()
         _put_back(self._modes)
         try:
@@ -95,7 +102,7 @@ class Captures:
             _taken_aside(count)
 
     def place_of(self, tensor: torch.Tensor) -> int:
-        """The place of a tensor that no graph of this operator made."""
+        """Return the index of a captured tensor, and add it if it is new."""
         if id(tensor) not in self.places:
             self.places[id(tensor)] = len(self.tensors)
             self.tensors.append(tensor)
@@ -106,7 +113,9 @@ class Captures:
 class TracedFunction:
     """A function of a higher-order operator, which is called with fake operands.
 
-    Its graphs are traced at its first call with operands of each layout.
+    The first call with new shapes, strides, dtypes or devices of the operands traces a graph.
+
+    - ``graphs``: the graph for each description of the operands
     """
 
     def __init__(self, name: str, function: Callable[..., Any], captures: Captures) -> None:
@@ -117,7 +126,7 @@ class TracedFunction:
         captures.functions.append(self)
 
     def forget(self) -> None:
-        """Keep the graphs alone."""
+        """Delete the function, so that only the graphs are kept."""
         del self._function
 
     def __call__(self, *operands: Any) -> Any:
@@ -157,7 +166,11 @@ class TracedFunction:
         return Graph(module, captured, described, tuple(leaves))
 
     def _refuse_effects(self, results: Sequence[Any], inputs: Sequence[torch.Tensor]) -> None:
-        """Refuse a function that writes into its inputs, or returns one tensor's memory twice."""
+        """Refuse a function whose effects a graph would lose.
+
+        It must not write into its inputs or turn gradients on. Its results must be tensors,
+        numbers, or None, but no operand, and no two views of one tensor.
+        """
         if any(t._version for t in inputs):
             raise _refusal(self._name, "writes into a tensor from outside of it")
         seen = {storage_key(t) for t in inputs}
@@ -185,13 +198,14 @@ class TracedFunction:
 
 
 class _Reads(TorchFunctionMode):
-    """Has a function find fakes, or inputs of its graph, for the tensors around it.
+    """A mode that replaces captured tensors by fakes, or by inputs of the function's graph.
 
     Args:
-        captures: the fakes.
-        name: the operator's.
-        given: the function's operands.
-        inputs: what stands for captured tensors by their places; None: the fakes.
+        captures: the captured tensors and their fakes.
+        name: the name of the higher-order operator.
+        given: the operands of the function.
+        inputs: the graph's inputs for captured tensors, by index; None: their fakes are used, and
+            new captured tensors are recorded in ``places``.
     """
 
     def __init__(
@@ -220,7 +234,7 @@ class _Reads(TorchFunctionMode):
             raise _refusal(self._name, "turns gradients on")
         if versions != [t._version for t in given]:
             raise _refusal(self._name, "writes into a tensor without gradients")
-        # The graph has no regions without gradients.
+        # The graph has no no_grad regions, so results of such a region are detached.
         return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, results)
 
     def _found(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -230,7 +244,7 @@ class _Reads(TorchFunctionMode):
         if isinstance(innermost, FakeTensor) and innermost.fake_mode is self._captures.mode:
             return tensor
         if self._inputs is not None:
-            # Besides what was read before there are constants, which a graph has itself.
+            # A tensor that was not captured before is a constant of the graph.
             return self._inputs.get(self._captures.places.get(id(tensor), -1), tensor)
         place = self._captures.place_of(tensor)
         self.places[place] = None
@@ -248,7 +262,7 @@ def _is_of_trace(mode: Any) -> bool:
 
 
 def _taken_aside(count: int) -> list[Any]:
-    """Take function modes off the stack until it has ``count``; the outermost one comes first."""
+    """Pop function modes until ``count`` are left, and return them, the outermost first."""
     return [pop_function_mode() for _ in range(function_mode_count() - count)][::-1]
 
 
@@ -259,11 +273,14 @@ def _put_back(modes: Sequence[Any]) -> None:
 
 @contextmanager
 def _custom_functions_refused(name: str) -> Iterator[None]:
-    """A graph has the operators of forward alone, and would lose a backward of its own."""
+    """Refuse custom autograd functions within the context.
+
+    A graph has only the operators of their forward, and would lose their backward.
+    """
     records = torch.is_grad_enabled()
 
     def applied(unwrap: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        # The patch's call and its stub stand between this function and Function.apply.
+        # Frame 3 is Function.apply: the patch's stub and its call are between.
         applying = getattr(sys._getframe(3).f_locals.get("cls"), "__name__", "unnamed")
         known = applying.startswith(_BY_LIBRARY) or applying.endswith(_INDEXING)
         if records and not known:

@@ -1,4 +1,4 @@
-"""Graphs that stand for the functions of a higher-order operator."""
+"""Graphs of the functions of a higher-order operator."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ TENSOR = object()
 
 @dataclass(frozen=True)
 class RegionTensor:
-    """What a graph takes for granted of a tensor: shape, strides, dtype, device, and whether its
-    gradient is wanted.
+    """The properties of a tensor for which a graph was traced.
+
+    - ``shape``, ``strides``, ``dtype``, ``device``: those of the tensor, but a dimension with at
+      most one element has a stride of 1
+    - ``requires_grad``: whether its gradient is wanted; ignored in comparisons
     """
 
     shape: tuple[int, ...]
@@ -46,7 +49,7 @@ class RegionTensor:
         return made
 
     def fitted(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``tensor``, or a copy of it with these strides."""
+        """Return ``tensor``, or a copy with these strides if its properties differ."""
         if RegionTensor.of(tensor) == self:
             return tensor
         made = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
@@ -55,9 +58,12 @@ class RegionTensor:
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """A function as a graph: of the tensors among its operands, then of what else it reads.
+    """A function as a graph, whose inputs are its operands and then the captured tensors.
 
-    ``structure`` and ``leaves`` describe what it returns: None stands for a tensor of the graph.
+    - ``module``: the graph
+    - ``captured``: the indices of the tensors that it reads in addition to its operands
+    - ``structure``: the structure of the function's results
+    - ``leaves``: the leaves of the results; ``TENSOR`` stands for a tensor that the graph computes
     """
 
     module: fx.GraphModule
@@ -71,7 +77,7 @@ class Graph:
         return pytree.tree_unflatten(results, self.structure)
 
     def content(self) -> list[Any]:
-        """What tells it from other graphs, as text and numbers."""
+        """Return text and numbers that differ between graphs with different code or constants."""
         constants = [
             (name, str(value.dtype), tuple(value.shape), value.tolist())
             for name, value in sorted(constants_of(self.module).items())

@@ -1,7 +1,8 @@
-"""``tvmbridge.region``: a higher-order operator with the graphs of its functions, run by PyTorch.
+"""``tvmbridge.region``: an operator by which PyTorch runs a higher-order operator and its graphs.
 
-The operator is given the key of its region, a digest of all that it computes. Regions are kept in
-the process; each process that compiles a module traces them, also where the code is in a cache.
+Its first argument is the key of a region, a digest of everything that the region computes. Regions
+are kept in the process. Each process that compiles a module traces them, even if the compiled code
+comes from a cache.
 """
 
 from __future__ import annotations
@@ -23,12 +24,16 @@ Tensors = Sequence[torch.Tensor]
 
 @dataclass(frozen=True)
 class Function:
-    """The graphs of one function, by the layouts of its operands."""
+    """The graphs of one function, by the properties of its operands."""
 
     graphs: Mapping[tuple[RegionTensor, ...], Graph]
 
     def bound(self, captured: Tensors) -> Callable[..., Any]:
-        """The function as its operator calls it, ``captured`` being all that any function reads."""
+        """Return the function as a callable on operands.
+
+        ``captured`` are the captured tensors of all functions of the operator. Operands with
+        properties for which there is no graph are copied to those of the first graph.
+        """
 
         def call(*operands: Any) -> Any:
             given = pytree.tree_leaves(operands)
@@ -46,11 +51,11 @@ class Function:
 class Region:
     """A call of a higher-order operator.
 
-    name: the operator's.
-    structure: the tree of its arguments.
-    leaves: what stands in the tree: a Function, the Layout of a tensor, or a value.
-    captured: the layouts of the tensors that the functions read beside their operands.
-    results: the layouts of the tensors that it returns.
+    - ``name``: the name of the operator
+    - ``structure``: the structure of its arguments
+    - ``leaves``: the leaves of its arguments: a Function, a RegionTensor for a tensor, or a value
+    - ``captured``: the properties of the tensors that the functions read in addition to operands
+    - ``results``: the properties of the tensors that it returns
     """
 
     name: str
@@ -60,7 +65,10 @@ class Region:
     results: tuple[RegionTensor, ...] = ()
 
     def run(self, tensors: Tensors) -> list[torch.Tensor]:
-        """The tensors that the operator returns for its operands and captured tensors."""
+        """Run the operator, and return its results that are tensors.
+
+        ``tensors`` are its operands, followed by the captured tensors.
+        """
         operands = [leaf for leaf in self.leaves if isinstance(leaf, RegionTensor)]
         fitted = [
             layout.fitted(tensor)
@@ -116,7 +124,7 @@ def _stacked(rows: Sequence[Any]) -> list[Any]:
     return [torch.stack(column) if column[0] is not None else None for column in columns]
 
 
-# What the operators do in eager PyTorch, by their names.
+# The operators in eager PyTorch, by name.
 KERNELS: dict[str, Callable[..., Any]] = {
     "cond": _cond,
     "while_loop": _while_loop,
@@ -140,7 +148,7 @@ def _run(key: str, tensors: Tensors) -> list[torch.Tensor]:
 
 
 def _own(results: Tensors, inputs: Tensors) -> list[torch.Tensor]:
-    """``results``, each with memory of its own."""
+    """Return ``results``, cloned if they share memory with each other or with ``inputs``."""
     seen = {storage_key(t) for t in inputs}
     found = []
     for result in results:

@@ -1,7 +1,7 @@
-"""Higher-order operators, whose operands are functions: ``torch.cond``, ``while_loop``, ``scan``.
+"""Trace higher-order operators, which take functions: ``torch.cond``, ``while_loop``, ``scan``.
 
-A call of one becomes a call of ``tvmbridge.region``, an opaque operator: PyTorch runs the graphs of
-the functions within the compiled code. Its gradient is autograd's, of the same graphs.
+A call becomes a call of ``tvmbridge.region``, an opaque operator within the compiled code, for
+which PyTorch runs the graphs of the functions. Autograd computes its gradient from the same graphs.
 ``flex_attention`` is traced as the operators that it consists of in eager PyTorch.
 """
 
@@ -21,11 +21,11 @@ from tvmbridge.graph_capture.trace.region_functions import Captures, TracedFunct
 from tvmbridge.graph_capture.trace.region_graphs import RegionTensor
 from tvmbridge.graph_capture.trace.region_ops import KERNELS, REGIONS, Function, Region
 
-# Operators of which compiled code is made, and not a region.
+# Operators whose parts are compiled, instead of becoming a region.
 _INLINED = ("flex_attention",)
 
 
-# Of a class of its own: its ``__call__`` refuses operands that TorchDynamo would flatten.
+# ``cond`` has a class of its own, whose ``__call__`` refuses operands that TorchDynamo flattens.
 @patches(type(torch.ops.higher_order.cond), "__call__")
 @patches(HigherOrderOperator, "__call__")
 def _called(genuine: Any, operator: HigherOrderOperator, *args: Any, **kwargs: Any) -> Any:
@@ -41,7 +41,7 @@ def _called(genuine: Any, operator: HigherOrderOperator, *args: Any, **kwargs: A
 
 
 def _call(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Call the region of an operator with its functions among ``args``."""
+    """Trace the functions among the arguments of an operator, and call its region."""
     with Captures() as captures:
         return _called_in(captures, name, *pytree.tree_flatten((args, dict(kwargs))))
 
@@ -68,7 +68,7 @@ def _called_in(captures: Captures, name: str, given: list[Any], structure: Any) 
     )
 
 
-# Masks of flex_attention, whose functions PyTorch calls by vmap, too.
+# Masks of flex_attention are computed by functions that PyTorch also calls by vmap.
 @patches(flex_attention, "create_mask")
 @patches(flex_attention, "_ordered_to_dense")
 def _mask_made(genuine: Any, *args: Any, **kwargs: Any) -> Any:
@@ -76,7 +76,10 @@ def _mask_made(genuine: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _inlined(name: str, kernel: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """Call the operators that ``kernel``, a function of PyTorch's, and functions given it call."""
+    """Trace ``kernel``, a function of PyTorch, with the functions that it is given, and run it.
+
+    Its operators are recorded in the surrounding trace.
+    """
     given, structure = pytree.tree_flatten((args, dict(kwargs)))
     places = [i for i, value in enumerate(given) if isinstance(value, torch.Tensor)]
 
@@ -85,7 +88,7 @@ def _inlined(name: str, kernel: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         own_args, own_kwargs = pytree.tree_unflatten(list(filled.values()), structure)
         return kernel(*own_args, **own_kwargs)
 
-    # Watching modes do not see into the vmap that the kernels call functions by.
+    # The kernels call functions within vmap, where the modes that watch forward do not work.
     with Captures(watched=False) as captures:
         traced = TracedFunction(name, whole, captures)
         with captures.alone():
@@ -101,7 +104,7 @@ def _leaf(name: str, value: Any, captures: Captures) -> Any:
 
 
 def _key_of(region: Region) -> str:
-    """A digest of all that a region computes."""
+    """Return a digest of everything that a region computes."""
     parts: list[Any] = [region.name, str(region.structure), region.captured, region.results]
     for leaf in region.leaves:
         if isinstance(leaf, Function):
@@ -112,7 +115,11 @@ def _key_of(region: Region) -> str:
 
 
 def _one_of_both(pred: Any, true: Any, false: Any, operands: Any = ()) -> Any:
-    """What both branches return, which must be alike."""
+    """Return the fake results of ``torch.cond``.
+
+    Raises:
+        UnsupportedOperatorError: the results of the branches differ in shape, strides or dtype.
+    """
     found = [pytree.tree_flatten(branch(*operands)) for branch in (true, false)]
     (ours, structure), (others, other_structure) = found
     if structure != other_structure or _described(ours) != _described(others):
@@ -125,7 +132,12 @@ def _one_of_both(pred: Any, true: Any, false: Any, operands: Any = ()) -> Any:
 def _carried(
     condition: Any, body: Any, carried: Any, additional: Any = (), mutated_arg_indices: str = ""
 ) -> Any:
-    """What the body of a loop returns, which must be as what it is given."""
+    """Return the fake results of ``while_loop``.
+
+    Raises:
+        UnsupportedOperatorError: the condition is no scalar boolean tensor, or the results of the
+            body differ from its operands in shape, strides or dtype.
+    """
     decided = condition(*carried, *additional)
     if not isinstance(decided, torch.Tensor) or decided.shape or decided.dtype is not torch.bool:
         raise UnsupportedOperatorError(
@@ -144,5 +156,5 @@ def _described(leaves: list[Any]) -> list[Any]:
     return [RegionTensor.of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
 
-# What the operators return for fake tensors.
+# The operators on fake tensors, by name.
 _FAKES: dict[str, Callable[..., Any]] = {**KERNELS, "cond": _one_of_both, "while_loop": _carried}

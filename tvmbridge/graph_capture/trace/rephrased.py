@@ -1,9 +1,11 @@
-"""Functions that torch.export cannot trace as they are called, replaced by equivalent ones.
+"""Replace calls that torch.export cannot trace by equivalent ones.
 
-``tensor.data`` becomes ``tensor.detach()``; assignments to it, which a trace would lose, are
-refused. ``random_(a, b)`` is an overload named ``from``, a keyword that no generated code can
-name; it becomes ``random_(b - a)``, plus ``a``. ``copy_`` converts dtypes before it copies:
-torch.export forgets to, for a buffer that is overwritten as a whole.
+- ``tensor.data`` becomes ``tensor.detach()``. Assignments to it are refused, because a trace would
+  lose them.
+- ``random_(a, b)`` becomes ``random_(b - a)``, plus ``a``. Its overload is named ``from``, a Python
+  keyword, which generated code cannot use as a name.
+- ``copy_`` converts dtypes before it copies. torch.export omits the conversion for a buffer that is
+  overwritten as a whole.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ def _data_assigned(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     )
 
 
-# Before the handler that makes a masked fill of x[mask] = value.
+# Runs before the handler of ``fills.py`` for x[mask] = value.
 @replaces(*_ASKING, order=-1)
 def _asked(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
@@ -66,7 +68,7 @@ def _drawn(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _random(func: Any, tensor: torch.Tensor, *bounds: Any, **named: Any) -> torch.Tensor:
-    """``tensor.random_(...)``, by the overload that takes one bound."""
+    """Call ``tensor.random_(...)`` by an overload that takes at most one bound."""
     generator = {k: named.pop(k) for k in ("generator",) if k in named}
     if "from" in named or len(bounds) > 1 or (bounds and "to" in named):
         low, high = bounds[0] if bounds else named["from"], (*bounds[1:], named.get("to"))[0]

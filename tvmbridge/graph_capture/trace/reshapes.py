@@ -1,15 +1,15 @@
-"""``view`` becomes ``reshape`` in an exported program, which any strides of its operand allow.
+"""Replace ``view`` by ``reshape``, which allows any strides, in an exported program.
 
-A program is recorded with the strides of PyTorch's kernels, and without the ``contiguous()`` that
-these make needless. Decompositions may give other strides: decomposed attention is contiguous,
-where the fused kernel's result has the strides of its query. A ``view`` that was possible when it
-was recorded is then an error; a ``reshape`` copies.
+A program is recorded with the strides of PyTorch's kernels, and without calls of ``contiguous()``
+that these strides make needless. Decompositions may give other strides. Decomposed attention is
+contiguous, for example, whereas the fused kernel's result has the strides of its query. A ``view``
+that was possible in the recording then raises; a ``reshape`` copies.
 
-For memory that is mutated it matters whether a ``reshape`` is a view or a copy: there it is made
-the one that it was when it was recorded.
+For memory that is mutated, it matters whether a ``reshape`` is a view or a copy. Such a ``reshape``
+becomes a ``view`` or a ``clone``, as it was in the recording.
 
-``as_strided`` reads the memory of its operand. It gets a contiguous copy of that memory, in the
-order that was recorded, whatever the decompositions make of the operand.
+``as_strided`` reads the memory of its operand. It gets a contiguous copy of that memory in the
+recorded order, so that the strides from decompositions do not matter.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tvmbridge.graph_capture.memory.views import in_order_of_memory
 aten = torch.ops.aten
 
 
-# They give a view where their operand's strides allow one, and a copy otherwise.
+# They return a view if their operand's strides allow one, and a copy otherwise.
 _VIEW_OR_COPY = (
     aten.reshape.default,
     aten.reshape_as.default,
@@ -46,10 +46,13 @@ _BY_STRIDES = (
 
 
 def reshape_instead_of_view(program: ExportedProgram) -> None:
-    """Change the views of ``program`` into reshapes, but for those of memory that is written.
+    """Change the views of ``program`` into reshapes, except for views of memory that is written.
 
-    A write through a view that became a copy would be lost. Of that memory no reshape is left whose
-    parts decide whether it is a view.
+    A write through a view that became a copy would be lost. A ``reshape`` of such memory becomes a
+    ``view`` or a ``clone``, as recorded, and ``as_strided`` gets its memory in the recorded order.
+
+    Raises:
+        CaptureError: ``as_strided`` has an operand whose memory cannot be given to it.
     """
     graphs = [m.graph for m in program.graph_module.modules() if isinstance(m, fx.GraphModule)]
     written = {s for graph in graphs for node in graph.nodes for s in _written_by(node)}
@@ -67,7 +70,7 @@ def reshape_instead_of_view(program: ExportedProgram) -> None:
 
 
 def _decide(graph: fx.Graph, node: fx.Node) -> None:
-    """Make ``node`` the view, or the copy, that it was when it was recorded."""
+    """Replace ``node`` by a view or by a copy, whichever it was in the recording."""
     operand = node.args[0]
     assert isinstance(operand, fx.Node)
     shape = list(node.meta["val"].shape)
@@ -84,18 +87,18 @@ def _decide(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _give_memory(graph: fx.Graph, node: fx.Node, may_copy: bool) -> None:
-    """Have ``node`` read a contiguous tensor with the elements in the order of memory.
+    """Let ``node`` read a contiguous tensor whose elements have the recorded order of memory.
 
     Raises:
-        CaptureError: its operand does not fill its memory, or lies in another order
-            and is written or scattered into.
+        CaptureError: the operand does not fill its memory, or it is not contiguous and is written
+            or scattered into.
     """
     operand = node.args[0]
     assert isinstance(operand, fx.Node)
     fake = operand.meta["val"]
     contiguous = fake.is_contiguous()
     order = tuple(range(fake.dim())) if contiguous else in_order_of_memory(fake)
-    # What ``as_strided_scatter`` returns has the shape of its operand.
+    # The result of ``as_strided_scatter`` has the shape of its operand, so no permuted copy fits.
     movable = may_copy and node.target is not aten.as_strided_scatter.default
     whole = fake.untyped_storage().nbytes() == fake.numel() * fake.element_size()
     if order is None or not whole or not (movable or contiguous):
@@ -121,7 +124,7 @@ def _written_by(node: fx.Node) -> Iterator[int]:
 
 
 def _storages(value: Any) -> Iterator[int]:
-    """The storages of the nodes in ``value``, when they were recorded."""
+    """Yield the storages that the nodes in ``value`` had in the recording."""
     for node in pytree.tree_leaves(value):
         found = node.meta.get("val") if isinstance(node, fx.Node) else None
         if isinstance(found, torch.Tensor):

@@ -1,7 +1,7 @@
-"""Stand-ins: copies of modules for tracing, which share the tensors alone.
+"""Stand-ins: copies of modules for tracing, which share only the tensors with the originals.
 
 A trace replaces the tensors of a module by fake ones, and forward may write attributes. Neither
-may be visible to the user, nor to other threads that run the module.
+may be visible to the user or to other threads that run the module.
 """
 
 from __future__ import annotations
@@ -38,20 +38,21 @@ from tvmbridge.graph_capture.trace.patches import patched_here
 
 logger = logging.getLogger(__name__)
 
-# In the memo of a deep copy it says that a stand-in is being made, which has no dispatch.
+# A key in the memo of a deep copy: the copy is a stand-in, in which nothing is dispatched.
 STAND_IN = "tvmbridge.stand_in"
-# Of an attribute that a stand-in does not have: a method of its class is dispatched.
+# The value of an attribute that a stand-in must not have: the original dispatches a method of its
+# class by an attribute of this name.
 NO_ATTRIBUTE: Any = object()
 
 
 def stand_in(module: nn.Module, originals: dict[int, nn.Module] | None = None) -> nn.Module | None:
-    """A deep copy of ``module`` that holds the very same tensors.
+    """Return a deep copy of ``module`` that holds the very same tensors.
 
-    None where it cannot be copied: an attribute refuses, or the copy has other submodules.
+    Return None if it cannot be copied: an attribute refuses, or the copy has other submodules.
 
     Args:
-        module: what is copied.
-        originals: gets the modules that were copied, by the ids of their copies.
+        module: the module that is copied.
+        originals: a dict that receives the original modules by the ids of their copies, or None.
     """
     memo: dict[Any, Any] = {STAND_IN: True}
     try:
@@ -68,7 +69,7 @@ def stand_in(module: nn.Module, originals: dict[int, nn.Module] | None = None) -
     if not alike or len(list(module.modules())) != len(list(copied.modules())):
         return None
     if originals is not None:
-        # There copy.deepcopy keeps what it has copied.
+        # copy.deepcopy keeps the originals under the memo's own id.
         found = [m for m in memo.get(id(memo), ()) if isinstance(m, nn.Module)]
         originals.update({id(memo[id(m)]): m for m in found})
     return copied
@@ -82,20 +83,20 @@ def without_dispatch(module: nn.Module) -> nn.Module:
 
 
 def _remove_absent(module: nn.Module) -> None:
-    """Remove the attributes that stand for none."""
+    """Remove the attributes whose value is ``NO_ATTRIBUTE``."""
     for owner in module.modules():
         for name in [n for n, value in vars(owner).items() if value is NO_ATTRIBUTE]:
             del owner.__dict__[name]
 
 
 def has_own_call(module: nn.Module) -> bool:
-    """Whether the class of ``module`` has a ``__call__`` of its own, around hooks and forward."""
+    """Whether the class of ``module`` overrides ``nn.Module.__call__``."""
     own = type(module).__call__ is not nn.Module.__call__
     return own and not isinstance(module, torch.fx.GraphModule)
 
 
 def without_own_call(module: nn.Module) -> None:
-    """Remove the ``__call__`` of a stand-in's class: what is compiled replaces forward alone."""
+    """Give a stand-in ``nn.Module.__call__``, because compiled code replaces forward alone."""
     if has_own_call(module):
         kind = type(module)
         body = {"__call__": nn.Module.__call__, "__module__": kind.__module__}
@@ -104,9 +105,10 @@ def without_own_call(module: nn.Module) -> None:
 
 @contextmanager
 def without_hooks(module: nn.Module) -> Iterator[None]:
-    """Within it calls of ``module`` skip its hooks, which run around the compiled code.
+    """Skip the hooks of ``module`` within the context; they run around the compiled code.
 
-    So it is for the modules that PyTorch itself puts around it, or makes of it, in a trace.
+    Hooks of modules that PyTorch creates in a trace (``torch.export``, ``torch.fx``) are skipped
+    too.
     """
 
     def call(genuine: Callable[..., Any], owner: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -119,14 +121,14 @@ def without_hooks(module: nn.Module) -> Iterator[None]:
 
 
 def without_inference_tensors(value: Any) -> Any:
-    """``value``, a structure of arguments, with clones in place of inference tensors."""
+    """Return ``value``, a structure of arguments, with clones in place of inference tensors."""
     return map_tensors(lambda t: _copied(t) if t.is_inference() else t, value)
 
 
 def without_repetitions(value: Any) -> Any:
-    """``value``, a structure of arguments, with clones in place of repeated tensors.
+    """Return ``value``, a structure of arguments, with clones for repetitions of a tensor.
 
-    A trace takes two that are one tensor for one that is written twice.
+    A trace would represent two arguments that are one tensor by one fake tensor.
     """
     seen: set[int] = set()
 
@@ -140,15 +142,16 @@ def without_repetitions(value: Any) -> Any:
 
 
 def without_inference_state(module: nn.Module) -> None:
-    """Replace the inference tensors of a stand-in by clones, which autograd can save."""
+    """Replace a stand-in's inference tensors by clones, which autograd can save for backward."""
     own = {id(t): t for t in tensors_of(module).values() if t.is_inference()}
     _exchange(module, {key: _copied(t) for key, t in own.items()})
 
 
 def tensors_of(module: nn.Module, *, remove_duplicate: bool = False) -> dict[str, torch.Tensor]:
-    """Parameters, buffers and tensors that are plain attributes, by dotted name.
+    """Return parameters, buffers and tensors in plain attributes, by dotted name.
 
-    Those of a submodule that is in several places have several names, but for ``remove_duplicate``.
+    A submodule that is registered in several places contributes its tensors under each name, or
+    only under the first if ``remove_duplicate``.
     """
     found: dict[str, torch.Tensor] = {}
     for path, owner in module.named_modules(remove_duplicate=remove_duplicate):
@@ -169,9 +172,10 @@ def anything_requires_grad(module: nn.Module, values: Any) -> bool:
 def run_apart(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], autocast: Autocast = ()
 ) -> None:
-    """Run forward for real on copies of all tensors; attributes that it sets remain set.
+    """Run forward once on copies of all real tensors; attributes that forward sets stay set.
 
-    Tensors and the global generators are as before afterwards, also when forward raises.
+    Afterwards the module has its own tensors again, and the global generators have their old
+    states, even if forward raises.
     """
     own = {id(t): t for t in tensors_of(module).values()}
     copies = {key: _copied(t) for key, t in own.items()}
@@ -193,9 +197,10 @@ def run_apart(
 
 @contextmanager
 def transforms_ended() -> Iterator[None]:
-    """Ends the function transforms that were begun within it, and not ended.
+    """On exit, end the function transforms that began within the context and are still active.
 
-    A graph of TorchDynamo begins and ends them by calls of their own, also where it raises.
+    A graph of TorchDynamo begins and ends transforms by separate calls, so an error between the
+    two leaves the transform active.
     """
     depth, level = transform_depth(), forward_ad._current_level
     include, exclude = dispatch_keys_included(), dispatch_keys_excluded()
@@ -209,7 +214,7 @@ def transforms_ended() -> Iterator[None]:
 
 
 def _end_transforms(depth: int) -> None:
-    """End function transforms, the innermost first, until ``depth`` of them are left."""
+    """End function transforms, the innermost first, until ``depth`` transforms are left."""
     ends = {
         TransformType.Vmap: end_vmap,
         TransformType.Grad: end_grad,
@@ -238,10 +243,10 @@ def _exchange(module: nn.Module, held: Mapping[int, torch.Tensor]) -> None:
 
 @contextmanager
 def tensors_replaced(module: nn.Module, held: Mapping[int, torch.Tensor]) -> Iterator[None]:
-    """Within it the module holds other tensors, by the id of its own.
+    """Replace the tensors of ``module`` within the context by ``held``, which maps ids to tensors.
 
-    Lists of parameters that a module keeps beside its own (as recurrent layers do) are replaced
-    too, and attributes that forward sets are restored.
+    Tensors in lists that a module keeps in addition to its parameters, as recurrent layers do, are
+    replaced too. On exit, all attributes are restored, including those that forward sets.
     """
     replaced = _Replaced(held)
     with attributes_put_back(module):
@@ -255,7 +260,7 @@ def tensors_replaced(module: nn.Module, held: Mapping[int, torch.Tensor]) -> Ite
 
 @contextmanager
 def attributes_put_back(module: nn.Module) -> Iterator[None]:
-    """Restores the attributes of the module and its submodules, the same containers included."""
+    """On exit, restore the attributes of the module and its submodules to the same objects."""
     saved = [(m.__dict__, dict(m.__dict__)) for m in module.modules()]
     try:
         yield
@@ -266,9 +271,10 @@ def attributes_put_back(module: nn.Module) -> Iterator[None]:
 
 
 class _Replaced:
-    """Replaces the tensors whose ids are in ``held``, also in containers, which are copied for it.
+    """Replaces tensors by id; called with the value of an attribute.
 
-    Modules that share a container share its copy: what one writes into it another may read.
+    A dict, list or tuple with such a tensor is copied. Modules that share a container also share
+    its copy, because a module may read an item that another module writes.
     """
 
     def __init__(self, held: Mapping[int, torch.Tensor]) -> None:
@@ -290,10 +296,10 @@ class _Replaced:
 
 @contextmanager
 def as_captured(is_compiling: bool = True) -> Iterator[None]:
-    """Within it ``torch.compiler.is_compiling()`` returns ``is_compiling``.
+    """Let ``torch.compiler.is_compiling()`` return ``is_compiling`` within the context.
 
-    All traces of a forward must take the same path; and what forward keeps for later calls (in
-    caches of functions) must not be made of fake tensors.
+    All traces of a forward must take the same branches. Functions that cache tensors for later
+    calls often skip the cache if it returns True, so that no fake tensor is cached.
     """
     place = torch.compiler
     with mock.patch.multiple(

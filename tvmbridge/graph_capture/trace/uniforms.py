@@ -1,8 +1,8 @@
-"""Control flow on uniform draws whose outcome is certain.
+"""Trace branches on uniform random draws whose outcome is certain.
 
-``if torch.rand([]) < self.layerdrop:`` (LayerDrop) branches on a random number. But a draw lies in
-[0, 1): it is never below 0, and always below 1. While forward is traced such a comparison has the
-truth value that it has at each call; the draw itself stays in the graph.
+``if torch.rand([]) < self.layerdrop:`` (LayerDrop) branches on a random number. But a draw is in
+[0, 1): it is never below 0, and always below 1. During a trace, a comparison with such a bound has
+the truth value that it has at each call. The draw itself stays in the graph.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ _COMPARISONS = {
 
 
 class UniformComparisons(TorchFunctionMode):
-    """Within it forward may branch on a uniform draw where the draw decides nothing.
+    """A mode in which forward may branch on a uniform draw if every draw gives the same branch.
 
-    A draw counts until any function but a comparison takes it, for that might write into it: hence
-    a mode of its own, which sees every function.
+    A draw is known until a function other than a comparison takes it, because that function might
+    write into it. The mode is a separate one because it must see every function.
 
     Raises:
-        DependenceError: the draw does decide which way forward takes.
+        DependenceError: the branch that forward takes depends on the draw.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        # By identity; the tensors are held, so that no other one has their id.
+        # By id. The tensors are held, so that no other tensor gets their ids.
         self._draws: dict[int, torch.Tensor] = {}
         self._outcomes: dict[int, tuple[torch.Tensor, bool | None]] = {}
 
@@ -74,7 +74,10 @@ class UniformComparisons(TorchFunctionMode):
 
 
 def _outcome(comparison: str, bound: Any) -> bool | None:
-    """How a number in [0, 1) compares with ``bound``; None where that depends on the number."""
+    """Return the result of a comparison of a number in [0, 1) with ``bound``.
+
+    Return None if it depends on the number.
+    """
     if type(bound) not in (bool, int, float):
         return None
     if bound >= 1:

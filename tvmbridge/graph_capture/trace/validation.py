@@ -1,8 +1,8 @@
-"""Checks of values in forward, which raise at each call.
+"""Turn checks of values in forward into outputs, so that compiled code raises as eager code does.
 
 ``torch._assert_async``, and the validation of arguments in ``torch.distributions`` (``if not
-all(valid): raise``), cannot be traced. While forward is traced each of these checks passes, and
-its condition becomes an additional output, which is checked after the call.
+all(valid): raise``), cannot be traced. During a trace of forward each such check passes, and its
+condition becomes an additional output, which is checked after each call.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ _UNNAMED = "Expected Tensor with single nonzero value, but got zero"
 
 @contextmanager
 def noted_checks() -> Iterator[Noted]:
-    """Collects the conditions of checks, each a tensor of one bool; of real tensors they are
-    checked too.
+    """Yield a list that collects the checks in the context, each with its condition.
+
+    A condition is a tensor of one bool. For real tensors the check itself also runs.
     """
     found: Noted = []
 
     def noting(genuine: Any, *args: Any, **kwargs: Any) -> Any:
         passed = genuine(*args, **kwargs)
-        # The patch's call and its stub stand between this function and who calls it.
+        # Three frames up is the caller: the patch's stub and its call are between.
         if not (calling_python_module(3) or "").startswith("torch.distributions"):
             return passed
         found.append((passed, _DISTRIBUTION))
@@ -47,7 +48,7 @@ def noted_checks() -> Iterator[Noted]:
         one = isinstance(input, torch.Tensor) and input.numel() == 1
         if not (one and isinstance(input, FakeTensor)):
             genuine(input, assert_msg)
-        # Not the tensor itself, which may be written later.
+        # A new tensor, because ``input`` may be written later.
         found.append(((input.detach() != 0).reshape(()), Check(RuntimeError, assert_msg)))
 
     with (
@@ -58,7 +59,7 @@ def noted_checks() -> Iterator[Noted]:
 
 
 def raise_unless_passed(passed: Sequence[torch.Tensor], checks: Sequence[Check]) -> None:
-    """Raise the error of the first of the ``checks`` that did not pass."""
+    """Raise the error of the first check that did not pass."""
     for one, check in zip(passed, checks, strict=True):
         if not one:
             raise check.error(check.message)
