@@ -107,7 +107,8 @@ class QuestionWatch(TorchFunctionMode):
 
     A read of a tensor's attribute arrives here as a call of the attribute's getter.
 
-    - ``asks``: the properties that the sample decides, or that guards compare.
+    - ``asks``: the properties that forward reads; a sample may be refused for them, and guards
+      compare some of them.
     - ``complaints``: uses that compiled code cannot repeat, such as reads of ``grad_fn``.
     - ``started``: ids of the fake tensors that forward makes require a gradient. Such a tensor may
       neither be a result nor remain on the module.
