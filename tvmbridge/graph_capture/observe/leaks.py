@@ -1,7 +1,7 @@
 """Leaks: find and remove fake tensors that outlive their trace in caches outside of the module.
 
-If a trace fills the cache of a function or a global dict, every later call would get a fake tensor
-from it, in eager PyTorch too. Weak references show whether a fake tensor is still alive.
+If a trace fills a cache or a global dict, every later call would get a fake tensor from it, in
+eager PyTorch too. Weak references show whether a fake tensor is still alive.
 Caches, containers and names that forward's code refers to are restored. If another object keeps a
 fake tensor, the module is refused.
 """

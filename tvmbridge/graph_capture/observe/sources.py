@@ -131,8 +131,9 @@ def below(source: Source, names: Collection[str]) -> Iterator[Source]:
 def namespaces(source: Source) -> Iterator[Source]:
     """Yield the namespaces of user code that a value gives access to.
 
-    They are the value itself, if it has attributes, its class and base classes, and the classes of
-    the objects that it holds. A function that is passed the value may look up attributes in them.
+    The namespaces are the value itself, if it has attributes, its class and base classes, and the
+    classes of objects that it holds. A function that is passed the value may look up attributes in
+    each of them.
     """
     value = source.value
     whole = is_data(value) or is_object(value)

@@ -83,8 +83,8 @@ def staged(
 ) -> StagedModule:
     """Prepare a stand-in for ``module`` in the state that later calls find, and observe forward.
 
-    Attributes that forward writes in its first call and then only reads (caches, shapes that it has
-    seen) already have their final values in the stand-in.
+    Forward may fill attributes such as caches in its first call and only read them later. The
+    stand-in already has the filled attributes.
 
     Args:
         module: the user's module.

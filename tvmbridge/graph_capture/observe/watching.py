@@ -125,8 +125,7 @@ def _copied(source: Source) -> OutsideValue:
 class _Result:
     """A holder that returns the result of a function without arguments.
 
-    It returns the same object as long as the results are equal, so that a guard can compare by
-    identity.
+    It returns the same object again as long as the function's results are equal.
     """
 
     def __init__(self, function: Callable[[], Any]) -> None:
