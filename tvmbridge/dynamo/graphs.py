@@ -186,12 +186,12 @@ def read_graph(dynamo: fx.GraphModule) -> DynamoGraph:
 
 
 def _tensor_of(length: int) -> Any:
-    """Return an empty tensor of this size; return a negative number as it is."""
+    """Return a tensor of shape ``(length, 0)``; return a negative number as it is."""
     return torch.empty((length, 0)) if length >= 0 else length
 
 
 def _length_of(carrier: Any) -> Any:
-    """Return the number that :func:`_tensor_of` converted."""
+    """Return the integer that :func:`_tensor_of` has converted."""
     return carrier.size(0) if isinstance(carrier, torch.Tensor) else carrier
 
 

@@ -103,7 +103,7 @@ def _is_one(value: Any) -> bool:
 
 
 def _carries_a_gradient(written: Any) -> bool:
-    """Whether the written value is an input of the graph with a gradient history."""
+    """Whether ``written``, the target of a write, is a graph input with a gradient history."""
     if not isinstance(written, fx.Node) or written.op != "placeholder":
         return False
     example = written.meta.get("example_value")

@@ -55,7 +55,7 @@ def as_python_writes(graph: fx.Graph) -> None:
 
 
 def _literal(value: Any) -> Any:
-    """Return ``value``, or a plain string or number if its class is a subclass of such a class."""
+    """Return ``value``; if its class is a subclass of str, int or float, return a plain one."""
     if isinstance(value, enum.Enum) or type(value) is bool:
         return value
     kind = next((k for k in _PLAIN if isinstance(value, k)), None)

@@ -37,7 +37,7 @@ class Layout:
 
     @classmethod
     def of(cls, shape: tuple[int, ...], stride: tuple[int, ...]) -> Layout | None:
-        """Return the layout of a dense tensor; None if it is contiguous, as compiled code's is."""
+        """Return the layout of a dense tensor; None if the tensor is contiguous."""
         if stride == make_contiguous_strides_for(shape):
             return None
         order = _order(shape, stride)

@@ -96,9 +96,10 @@ def root(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def has_other_history(output: torch.Tensor, base: torch.Tensor) -> bool:
-    """Whether autograd does not treat ``output``, which requires a gradient, as view of ``base``.
+    """Whether ``output`` requires a gradient, but autograd does not treat it as a view of ``base``.
 
-    This is the case for views created under no_grad, in inference mode or by custom functions.
+    This is the case for views created under no_grad, in inference mode or by custom functions, and
+    for outputs with another base in autograd.
     """
     if not output.requires_grad:
         return False

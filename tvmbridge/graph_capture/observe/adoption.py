@@ -101,7 +101,7 @@ class Adoption:
 
 
 def _labelled(values: Iterable[OutsideValue]) -> dict[int, tuple[str, torch.Tensor]]:
-    """Map the ids of the tensors in ``values`` to the first label and the tensor."""
+    """Map the id of each tensor in ``values`` to its label and itself; the first label counts."""
     found: dict[int, tuple[str, torch.Tensor]] = {}
     for value in values:
         for held in [] if value.itself else all_held(value.expected):

@@ -1,7 +1,7 @@
 """Decide whether forward behaves differently when ``torch.compiler.is_compiling()`` is False.
 
-The function returns True in a trace, as under PyTorch's own compilers, and False in a call. If a
-forward that calls it runs other operators in the two cases, the behavior of a call is traced.
+The function returns True in a trace, as under PyTorch's own compilers, and False in a call. If
+forward calls it and behaves differently in the two cases, the behavior of a call is traced.
 """
 
 from __future__ import annotations

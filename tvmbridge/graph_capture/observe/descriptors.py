@@ -63,7 +63,8 @@ def describe_inputs(
     Raises:
         UnsupportedOperatorError: the bridge does not handle an input, or a complex input requires
             a gradient and ``needs_grad`` is set.
-        NotApartError: forward reaches a tensor of the module past the stand-in that is traced.
+        NotApartError: forward reaches a tensor of the user's module by another reference than the
+            stand-in, the copy that is traced.
         CaptureError: the inputs are on several devices.
     """
     values = _fake_values(program)

@@ -1,4 +1,4 @@
-"""Side effects of forward that compiled code would not repeat at each call."""
+"""Detect side effects of forward that compiled code would not repeat at each call."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class StateBefore:
     def writes_by_two_names(self) -> Iterator[str]:
         """Yield a complaint for each tensor with two names that forward wrote into.
 
-        A trace takes the two names for two tensors, so it cannot follow such a write.
+        A trace cannot follow a write into such a tensor.
         """
         names: dict[int, list[str]] = {}
         for name, tensor in self._places.items():
@@ -83,7 +83,8 @@ class StateBefore:
 def _attributes(module: nn.Module) -> dict[str, list[Any]]:
     """Return the attributes that forward could write, by dotted name, with the objects they hold.
 
-    For a buffer, the entry is its dtype and shape, since forward may write into buffers.
+    For a buffer, the entry is its dtype and shape alone: forward may write into it, or replace it
+    by another tensor of this dtype and shape.
     """
     found: dict[str, list[Any]] = {}
     for path, owner in module.named_modules(remove_duplicate=False):
@@ -215,8 +216,9 @@ def impurities(own: OwnCalls) -> Iterator[list[str]]:
     """Yield a list that collects the impure calls of forward inside this context.
 
     Impure calls are saved-tensor hooks, leaving inference mode, hashes of tensors, seeds and
-    states of generators, and random draws from Python's or numpy's generator. On exit, the
-    generators that forward's own thread used get their states back.
+    states of generators, and random draws from Python's or numpy's generator. Calls of
+    ``torch.autograd.grad`` and ``backward`` raise :class:`DependenceError`. On exit, the generators
+    that forward's thread used, as ``own`` has recorded, get their states back.
     """
     found: list[str] = []
     noted = [(owner, name, _noting(what, found)) for owner, name, what in _NOTED]

@@ -29,8 +29,8 @@ class Fakes:
     - ``given``: the leaves of forward's arguments, with tensors replaced by fakes.
     - ``structure``: the pytree structure of the arguments.
     - ``held``: the fakes of the module's tensors, by the ids of the real tensors.
-    - ``beside``: the real tensors that have no name in the module but are in its lists or dicts,
-      by the ids of their fakes.
+    - ``beside``: the real tensors in containers or plain objects among the module's attributes, by
+      the ids of their fakes. Such tensors have no name in the module.
     - ``entwined``: the fakes of arguments that share elements with another argument or with a
       tensor of the module.
     """
@@ -88,7 +88,7 @@ def any_tagged(values: Iterable[Any]) -> bool:
 
 
 def all_tensors(module: nn.Module) -> list[torch.Tensor]:
-    """Return the module's tensors, including tensors in lists and dicts among its attributes."""
+    """Return the module's tensors, including tensors in containers and objects that it holds."""
     found = list(tensors_of(module).values())
     for owner in module.modules():
         for name, value in owner.__dict__.items():

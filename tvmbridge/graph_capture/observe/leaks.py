@@ -1,9 +1,9 @@
 """Leaks: find and remove fake tensors that outlive their trace in caches outside of the module.
 
 If a trace fills a cache or a global dict, every later call would get a fake tensor from it, in
-eager PyTorch too. Weak references show whether a fake tensor is still alive.
-Caches, containers and names that forward's code refers to are restored. If another object keeps a
-fake tensor, the module is refused.
+eager PyTorch too. Weak references show whether a fake tensor is still alive. Caches, containers and
+names that forward's code refers to are restored. If another object keeps a fake tensor, the module
+is refused.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def refuse_hidden(
 
     Args:
         kept: the tensors of the observation that are still alive.
-        module: the observed stand-in; tensors in its attributes disappear with it.
+        module: the observed stand-in (a copy of the user's module), whose tensors go away with it.
         read: the values that forward reads; tensors in them can be removed.
 
     Raises:

@@ -18,7 +18,8 @@ class Names(NamedTuple):
 
     - ``globals``: names of globals.
     - ``looked_up``: names that may be looked up as attributes, including ``strings``.
-    - ``strings``: the string constants that are identifiers, which ``getattr`` may look up.
+    - ``strings``: the string constants that are identifiers, also with dots, since ``getattr`` or
+      ``import_module`` may look them up.
     - ``modules``: imported modules; a relative import begins with one dot for each level.
     - ``compared``: names that are loaded directly before a comparison (``==``, ``in``, ``is``).
     - ``identified``: names that are loaded directly before ``is``.

@@ -59,7 +59,7 @@ from tvmbridge.graph_capture.traced_forward import TracedForward
 class Observation:
     """The reads, side effects and result structure of one run of forward.
 
-    An attribute is named by (submodule's name, attribute's name) as a key.
+    The keys of the mappings of attributes are (submodule's name, attribute's name).
 
     - ``values``: the attributes that forward reads, with the values that guards expect.
     - ``assigned``: the attributes that forward sets to a constant before it may read them.
@@ -303,8 +303,8 @@ def _observe(
             stack.enter_context(context)
         stack.enter_context(functions_replaced(module, on_fakes=True))
         stack.enter_context(tensors_replaced(module, fakes.held))
-        # Tensors in other objects than lists, tuples and dicts have no fakes: forward may write
-        # into the real ones.
+        # Fakes replace tensors in lists, tuples and dicts, but not in other objects, so forward may
+        # write into the real tensors there.
         before = StateBefore(module, (*fakes.held.values(), *all_tensors(module)))
         for noted_so_far in (reads, assignments, others):
             noted_so_far.clear()

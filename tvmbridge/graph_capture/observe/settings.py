@@ -1,6 +1,6 @@
-"""Global settings of PyTorch that forward may leave changed.
+"""Record and restore the global settings of PyTorch that forward may change.
 
-Eager PyTorch keeps them after the call; compiled code would not change them at each call.
+In eager PyTorch a changed setting stays changed after the call. Compiled code would not change it.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class Source:
 
 
 class Attributes:
-    """A holder that looks up attributes by ``getattr``.
+    """A :class:`Holder` that looks up attributes by ``getattr``.
 
     It serves objects without a dict, thread-local objects, and the contents of closure cells.
     """

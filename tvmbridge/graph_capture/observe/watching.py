@@ -1,7 +1,8 @@
 """Watching: choose what a guard compares for each value that forward reads outside the module.
 
-Data are compared with a copy. Functions, classes and modules must be identical. Functions must also
-have the same code object, since reloading in a notebook replaces only the code of a function.
+A *guard value* is an :class:`OutsideValue`: where a value is, and what a guard expects there. Data
+are compared with a copy. Functions, classes and modules must be identical. Functions must also have
+the same code object, since reloading in a notebook replaces only the code of a function.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ _LARGEST_REGISTRY = 64
 
 
 def watched(source: Source) -> Iterator[OutsideValue]:
-    """Yield the values that a guard compares for ``source``.
+    """Yield the guard values for ``source``.
 
     Definitions of PyTorch and of Python's standard library are not compared. For a mapping of
     functions, each present entry is compared; new entries are accepted.
@@ -96,7 +97,7 @@ def exactly(source: Source) -> OutsideValue:
 
 
 class _State:
-    """A holder that returns the contents of an object whose copies are not equal to it."""
+    """A :class:`Holder` that returns the contents of an object whose copies are not equal to it."""
 
     def __init__(self, holder: Holder) -> None:
         self._holder = holder
@@ -123,7 +124,7 @@ def _copied(source: Source) -> OutsideValue:
 
 
 class _Result:
-    """A holder that returns the result of a function without arguments.
+    """A :class:`Holder` that returns the result of a function without arguments.
 
     It returns the same object again as long as the function's results are equal.
     """
@@ -183,7 +184,7 @@ def defaults(value: Any) -> Iterator[OutsideValue]:
 
 
 class Codes:
-    """A holder that checks the code and parameter defaults of many functions in one guard.
+    """A :class:`Holder` that checks code and parameter defaults of many functions in one guard.
 
     ``get`` returns the holder itself if all functions are unchanged, otherwise the first function
     that has changed.
