@@ -1,4 +1,4 @@
-"""The backend of ``torch.compile``: graphs that TorchDynamo captures, on the code of a dispatch."""
+"""The backend of ``torch.compile``: compile the graphs that TorchDynamo captures by TVM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The backends that ``torch.compile`` finds by name: entry points of ``torch_dynamo_backends``."""
+"""The backends that ``torch.compile`` finds by name, through ``torch_dynamo_backends``.
+
+``torch_dynamo_backends`` is the group of package entry points that PyTorch searches.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from tvmbridge.dynamo.strides import node_with_other_strides
 
 logger = logging.getLogger(__name__)
 
-# A call of compiled code costs as much as a few operators do.
+# A call of compiled code has the overhead of a few eager operators.
 _SMALLEST_GRAPH = 3
 
 Called = Callable[..., Any]
@@ -28,9 +31,10 @@ Called = Callable[..., Any]
 
 @dataclass(frozen=True)
 class BackendOptions:
-    """The ``options`` of ``torch.compile``.
+    """The ``options`` that ``torch.compile`` passes to the backend.
 
-    ``smallest_graph``: graphs of fewer operators run as they are; ``compile`` has all others.
+    - ``compile``: the options of the compilation.
+    - ``smallest_graph``: graphs with fewer operators run in eager PyTorch.
     """
 
     compile: CompileOptions
@@ -38,11 +42,11 @@ class BackendOptions:
 
     @classmethod
     def of(cls, given: Mapping[str, Any] | None) -> BackendOptions:
-        """From the fields of CompileOptions and ``smallest_graph``.
+        """Return the options for ``given``: fields of CompileOptions, and ``smallest_graph``.
 
         Raises:
-            TypeError: an unknown field, or ``smallest_graph`` is no int.
-            ValueError: a field has a value that is not among its choices, or is not for Dynamo.
+            TypeError: a field is unknown, or ``smallest_graph`` is no int.
+            ValueError: a field's value is not among its choices, or does not apply to Dynamo.
         """
         fields = dict(given or {})
         smallest = fields.pop("smallest_graph", _SMALLEST_GRAPH)
@@ -65,12 +69,16 @@ def tvmbridge(
 
     Args:
         graph_module: the graph.
-        example_inputs: what it was captured with; not needed.
+        example_inputs: the inputs of the capture; unused.
         options: fields of :class:`CompileOptions`, and ``smallest_graph``.
-        mode: modes are those of another compiler: none is taken.
+        mode: must be None, since the modes of ``torch.compile`` are for Inductor.
+
+    Returns:
+        The function that Dynamo calls in place of the graph.
 
     Raises:
-        TypeError, ValueError: ``options`` or ``mode`` are not right.
+        TypeError: an option is unknown or has the wrong type.
+        ValueError: an option has a value that is not among its choices, or ``mode`` is given.
     """
     return keep(_called(graph_module, options, mode, CompiledGraph))
 
@@ -92,16 +100,21 @@ def graph_on_code(
     chosen: BackendOptions,
     compiled: Callable[[DynamoGraph, CompileOptions], CompiledGraph] = CompiledGraph,
 ) -> CompiledGraph | EagerGraph:
-    """What serves a graph of Dynamo: code that its first call compiles, or PyTorch.
+    """Return the object that runs a graph of Dynamo: compiled at its first call, or eagerly.
+
+    Args:
+        graph_module: the graph.
+        chosen: the options of the backend.
+        compiled: creates the object that compiles the graph.
 
     Raises:
-        SkipFrame: Dynamo took strides for others than eager PyTorch has.
+        SkipFrame: Dynamo assumed other strides than eager PyTorch has.
     """
     _check_strides(graph_module)
     try:
         graph = read_graph(graph_module)
     except Exception as error:
-        # Whatever it is, PyTorch can run the graph.
+        # PyTorch can run the graph, whatever the error is.
         logger.warning("a graph of torch.compile runs in eager PyTorch", exc_info=True)
         return EagerGraph("graph", 0, graph_module.forward, first_line(error))
     if graph.operators < chosen.smallest_graph:
@@ -111,10 +124,10 @@ def graph_on_code(
 
 
 def _check_strides(graph_module: fx.GraphModule) -> None:
-    """Refuse what Dynamo took for other strides than eager PyTorch has.
+    """Refuse a graph for which Dynamo assumed other strides than eager PyTorch has.
 
     Raises:
-        SkipFrame: the function runs in eager PyTorch.
+        SkipFrame: the strides differ; Dynamo then runs the function in eager PyTorch.
     """
     try:
         node = node_with_other_strides(graph_module)
@@ -137,9 +150,10 @@ def tvmbridge_eager(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Called:
-    """As :func:`tvmbridge`, up to the capture: PyTorch runs and differentiates what was captured.
+    """Run the graphs in eager PyTorch as :func:`tvmbridge` would capture them.
 
-    To find where a difference of numbers comes from; it is slow.
+    PyTorch runs and differentiates the captured graph. Use this slow backend to find which stage
+    causes a numerical difference. Arguments and exceptions are the same as for :func:`tvmbridge`.
     """
     return keep(_called(graph_module, options, mode, captured_graph))
 
@@ -151,9 +165,10 @@ def tvmbridge_aot(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Called:
-    """As :func:`tvmbridge`, up to forward and backward, whose operators PyTorch runs one by one.
+    """Run the forward and backward that :func:`tvmbridge` would compile, operator by operator.
 
-    To find where a difference of numbers comes from; it is slow.
+    PyTorch runs each operator of the Relax functions. Use this slow backend to find which stage
+    causes a numerical difference. Arguments and exceptions are the same as for :func:`tvmbridge`.
     """
     return keep(_called(graph_module, options, mode, differentiated_graph))
 

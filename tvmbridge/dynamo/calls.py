@@ -1,4 +1,4 @@
-"""What TorchDynamo calls in place of a graph."""
+"""The callables that TorchDynamo calls in place of a captured graph."""
 
 from __future__ import annotations
 
@@ -20,17 +20,19 @@ from tvmbridge.runtime.dispatcher import Dispatcher
 from tvmbridge.runtime.fallbacks import Tally
 from tvmbridge.runtime.guards.spelling import Mismatch
 
-# After so many calls the code for tensors that none of them came with is let go.
+# Code for parameters that no call has used within this many calls is dropped.
 _CALLS_TO_FORGET = 1024
 _NO_KEYWORDS: dict[str, Any] = {}
 
 
 @dataclass(eq=False)
 class _Held:
-    """The code for one choice of the tensors that the captured model holds.
+    """The dispatch of a graph for one set of the model's parameters and buffers.
 
-    ``given`` are the arguments of a call, where it comes with these tensors. ``used``: a call came
-    since tensors were let go of last.
+    - ``given``: picks the other arguments from a call's arguments; None if the call has other
+      parameters or buffers.
+    - ``dispatcher``: the dispatch of a module that holds the parameters and buffers.
+    - ``used``: whether a call has used this dispatch since unused ones were last dropped.
     """
 
     given: Given
@@ -39,15 +41,15 @@ class _Held:
 
 
 class CompiledGraph:
-    """A graph of Dynamo on the dispatch of a module of it; ``call`` is what Dynamo calls.
+    """A graph of Dynamo that runs as a dispatched module; Dynamo calls ``call``.
 
-    Dynamo has one graph for all modules of a class: each choice of parameters has a dispatch of its
-    own, and they share compiled code.
+    Dynamo may use one graph for several modules of a class. Each set of parameters then has its own
+    dispatch, and all of them share compiled code.
 
     Args:
         graph: the graph.
-        options: how it is compiled.
-        instead: makes the code in place of :func:`compile_module`.
+        options: the options of the compilation.
+        instead: compiles the module in place of :func:`compile_module`; None: that function.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class CompiledGraph:
         self.options = options
         self._instead = instead
         self._held_of = graph.held_of()
-        # Called with the reason before PyTorch serves a call in place of the code.
+        # Called with the reason when a call falls back to eager PyTorch.
         self.noted: Callable[[str], None] | None = None
         self._known: dict[tuple[int, ...], _Held] = {}
         self._last: _Held | None = None
@@ -69,11 +71,11 @@ class CompiledGraph:
 
     @property
     def dispatchers(self) -> list[Dispatcher]:
-        """Those of all choices of parameters that are kept."""
+        """The dispatchers of all sets of parameters that are kept."""
         return [held.dispatcher for held in list(self._known.values())]
 
     def _calling(self) -> Callable[..., Any]:
-        """A function, which Python calls faster than an object."""
+        """Return the function that Dynamo calls; a function is faster to call than an object."""
         due = itertools.cycle([*[False] * (_CALLS_TO_FORGET - 1), True])
 
         def call(*args: Any) -> Any:
@@ -107,7 +109,7 @@ class CompiledGraph:
             return self._known[key]
 
     def _forget(self) -> None:
-        """Let go of parameters that no call has come with for long: their model may be gone."""
+        """Drop the dispatches that were not used since the last drop: their model may be gone."""
         with self._changing:
             self._known = {key: held for key, held in self._known.items() if held.used}
             for held in self._known.values():
@@ -131,14 +133,14 @@ class CompiledGraph:
 
 
 class _NotedTally(Tally):
-    """Fallbacks that ``noted`` is told of, one by one."""
+    """A tally of fallbacks that also calls ``noted`` with the reason of each."""
 
     def __init__(self, name: str, noted: Callable[[str], None]) -> None:
         super().__init__(name, "silent")
         self._noted = noted
 
     def note(self, why: str | Mismatch, *, settling: bool = False) -> None:
-        """Count a call that PyTorch is to serve."""
+        """Count a call that falls back to PyTorch, and report its reason."""
         super().note(why, settling=settling)
         self._noted(why.reason if isinstance(why, Mismatch) else why)
 
@@ -153,7 +155,7 @@ def _share(known: Dispatcher, dispatcher: Dispatcher) -> None:
 
 
 def _memo(one: nn.Module, other: nn.Module) -> dict[int, Any]:
-    """What a deep copy that made ``other`` of ``one`` would have kept in its memo."""
+    """Return the memo that a deep copy of ``one`` to ``other`` would have filled."""
     memo: dict[int, Any] = {}
     for module, counterpart in zip(one.modules(), other.modules(), strict=True):
         memo[id(module)] = counterpart
@@ -166,9 +168,13 @@ def _memo(one: nn.Module, other: nn.Module) -> dict[int, Any]:
 
 
 class EagerGraph:
-    """A graph that runs as Dynamo captured it, for a ``reason``, and how often it did.
+    """A graph that runs in eager PyTorch as Dynamo captured it.
 
-    ``small``: it has too few operators to be compiled.
+    - ``name``: the class of the captured module, or the name of the function.
+    - ``operators``: the number of its operators.
+    - ``reason``: why it is not compiled.
+    - ``small``: whether it has too few operators to be compiled.
+    - ``calls``: the number of its calls so far.
     """
 
     def __init__(
@@ -188,6 +194,6 @@ class EagerGraph:
         self._run = run
 
     def call(self, *args: Any) -> Any:
-        """What Dynamo calls."""
+        """Run the graph; Dynamo calls this method in place of the graph."""
         self.calls += 1
         return self._run(*args)

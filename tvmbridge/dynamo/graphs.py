@@ -1,11 +1,11 @@
-"""A graph of TorchDynamo as a module: what the captured model holds is its own, not an argument.
+"""Turn a graph of TorchDynamo into a module that holds the captured model's parameters and buffers.
 
 Dynamo passes parameters, buffers, sizes and numbers as arguments of one function::
 
     forward(weight, s0, x, eps): x + eps.item() * weight.sum()   # x is (s0, 8)
  -> module.weight;  forward(x, eps): x + eps * self.weight.sum()
 
-Compiled code reads the tensors of a module where they lie, and converts them once.
+Compiled code reads the tensors of a module in place, and converts each of them only once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tvmbridge.core.generated import Scope
 from tvmbridge.core.torch_private import captured_in
 from tvmbridge.dynamo.spelling import as_python_writes
 
-# Nothing that these nodes do is an operator.
+# Nodes with these targets do not count as operators.
 _NO_OPERATORS = ("getitem", "size", "sym_size", "_set_grad_enabled", "item")
 _numbers = itertools.count()
 
@@ -34,15 +34,21 @@ Given: TypeAlias = Callable[[Sequence[Any]], tuple[Any, ...] | None]
 
 @dataclass(frozen=True)
 class DynamoGraph:
-    """A graph, with where each argument of it goes.
+    """A graph as a module class, and the role of each argument that Dynamo passes.
 
-    ``module_class`` runs it. ``held`` are the places of the tensors that the captured model holds,
-    ``names`` how a module of that class calls them; ``given`` are the places of the arguments of
-    its forward, ``numbers`` those among them that come as tensors of one number, ``lengths`` those
-    that are integers: each becomes the size of a tensor without elements, since code is for any
-    size, and a number is a constant. What is in none of these, sizes of arguments, is found again.
-    ``constants`` are further tensors and regions.
-    ``symbolic``: sizes are not all known.
+    A *position* is an index into the arguments that Dynamo passes to the graph. The other positions
+    than ``held`` and ``given`` are sizes, which forward reads from its tensor arguments.
+
+    - ``module_class``: the class of modules that run the graph.
+    - ``constants``: further tensors and subgraphs that the module needs, by attribute name.
+    - ``held``: positions of the model's parameters and buffers.
+    - ``names``: attribute names for the tensors at ``held``.
+    - ``given``: positions of the arguments that the module's forward takes.
+    - ``numbers``: positions in ``given`` whose argument is a number wrapped in a tensor.
+    - ``lengths``: positions in ``given`` whose argument is an integer. The integer is passed as the
+      size of an empty tensor: code can be compiled for any size, but a number is a constant.
+    - ``symbolic``: whether some sizes are symbols.
+    - ``operators``: the number of operators.
     """
 
     module_class: type[nn.Module]
@@ -61,7 +67,10 @@ class DynamoGraph:
         return self.module_class.__name__
 
     def module(self, tensors: Sequence[torch.Tensor]) -> nn.Module:
-        """A module that holds ``tensors`` and runs the graph; its ``training`` says nothing."""
+        """Return a module that holds ``tensors`` and runs the graph.
+
+        The graph has the model's mode built in, so the module is always in eval mode.
+        """
         module = self.module_class()
         for name, value in self.constants.items():
             _hold(module, name, value)
@@ -70,13 +79,13 @@ class DynamoGraph:
         return module.eval()
 
     def held_of(self) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-        """Picks from a call's arguments the tensors that the captured model holds."""
+        """Return a function that picks parameters and buffers from a call's arguments."""
         return _picker(self.held)
 
     def given_with(self, tensors: Sequence[torch.Tensor]) -> Given:
-        """Picks from a call's arguments those of the forward of a module that holds ``tensors``.
+        """Return a function that picks forward's arguments from a call's arguments.
 
-        It is None where the captured model holds others in the call.
+        The function returns None if the call's parameters and buffers are not ``tensors``.
         """
         scope = Scope()
         held = zip(self.held, tensors, strict=True)
@@ -101,9 +110,9 @@ def _hold(module: nn.Module, name: str, value: Any) -> None:
 def _running(
     name: str, owner: nn.Module, graph: fx.Graph
 ) -> tuple[type[nn.Module], dict[str, Any]]:
-    """A class of modules that run ``graph``, and what of ``owner`` these need.
+    """Return a class of modules that run ``graph``, and the attributes of ``owner`` that they need.
 
-    All modules of it have the same code; those that PyTorch makes of a graph have a class each.
+    All modules of the class share their code, unlike GraphModules, which have one class each.
     """
     as_python_writes(graph)
     constants: dict[str, Any] = {}
@@ -116,13 +125,13 @@ def _running(
     file = f"<tvmbridge graph {next(_numbers)} of {name}>"
     forward = Scope(code.globals).function("forward", code.src, file)
     linecache.cache[file] = (len(code.src), None, code.src.splitlines(keepends=True), file)
-    # Operators that take a region read these two of it.
+    # Higher-order operators read these two attributes of a subgraph.
     read = {"graph": graph, "meta": getattr(owner, "meta", {})}
     return type(name, (nn.Module,), {"forward": forward, **read}), constants
 
 
 def _constant(name: str, value: Any) -> Any:
-    """``value``; the region of an operator that runs one as a module of a class of its own."""
+    """Return ``value``; for the subgraph of a higher-order operator, a module that runs it."""
     if not isinstance(value, fx.GraphModule):
         return value
     class_, constants = _running(name, value, copy.deepcopy(value.graph))
@@ -142,7 +151,7 @@ def _picker(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]
 
 
 def read_graph(dynamo: fx.GraphModule) -> DynamoGraph:
-    """Describe what Dynamo hands to a backend; ``dynamo`` is left as it is."""
+    """Read the graph that Dynamo passes to a backend; ``dynamo`` is not modified."""
     graph = copy.deepcopy(dynamo.graph)
     placeholders = graph.find_nodes(op="placeholder")
     inputs = [_Input(place, node) for place, node in enumerate(placeholders)]
@@ -177,17 +186,17 @@ def read_graph(dynamo: fx.GraphModule) -> DynamoGraph:
 
 
 def _tensor_of(length: int) -> Any:
-    """A tensor of this size without elements; a negative number as it is."""
+    """Return a tensor of shape ``(length, 0)``; return a negative number as it is."""
     return torch.empty((length, 0)) if length >= 0 else length
 
 
 def _length_of(carrier: Any) -> Any:
-    """The number that :func:`_tensor_of` has made a tensor of."""
+    """Return the integer that :func:`_tensor_of` has converted."""
     return carrier.size(0) if isinstance(carrier, torch.Tensor) else carrier
 
 
 def _read_as_size(graph: fx.Graph, node: fx.Node) -> None:
-    """Have an integer argument arrive as the size of a tensor."""
+    """Change the graph to read an integer argument from the size of an empty tensor."""
     node.type = None
     first = next(n for n in graph.nodes if n.op != "placeholder")
     with graph.inserting_before(first):
@@ -197,7 +206,7 @@ def _read_as_size(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _names(graph: fx.Graph, held: Sequence[_Input]) -> tuple[str, ...]:
-    """Names of attributes for the tensors that the captured model holds."""
+    """Return free attribute names for the model's parameters and buffers."""
     taken = {node.target for node in graph.nodes if node.op in ("get_attr", "call_module")}
     names = []
     for each in held:
@@ -209,7 +218,14 @@ def _names(graph: fx.Graph, held: Sequence[_Input]) -> tuple[str, ...]:
 
 
 class _Input:
-    """A placeholder of Dynamo's graph, and what Dynamo says of it."""
+    """A placeholder of Dynamo's graph, classified by the metadata that Dynamo gives it.
+
+    - ``place``: its position among the arguments.
+    - ``node``, ``example``: the placeholder, and its example value.
+    - ``is_held``: whether it is a parameter or buffer of the model.
+    - ``is_number``: whether it is a Python number that Dynamo wraps in a tensor.
+    - ``symbol``: the symbol, if it is an integer of symbolic value; otherwise None.
+    """
 
     def __init__(self, place: int, node: fx.Node) -> None:
         self.place, self.node = place, node
@@ -228,7 +244,7 @@ class _Input:
 
 
 def _sizes(inputs: Sequence[_Input]) -> dict[str | None, tuple[fx.Node, int]]:
-    """Which dimension of which argument each symbol is the size of."""
+    """Map each symbol to the tensor argument and the dimension that it is the size of."""
     found: dict[str | None, tuple[fx.Node, int]] = {}
     for each in inputs:
         if not isinstance(each.example, torch.Tensor) or each.is_held or each.is_number:
@@ -242,7 +258,7 @@ def _sizes(inputs: Sequence[_Input]) -> dict[str | None, tuple[fx.Node, int]]:
 def _replace(
     graph: fx.Graph, node: fx.Node, op: str, target: str, args: tuple[Any, ...] = ()
 ) -> None:
-    """Put another node, behind all placeholders, in place of a placeholder."""
+    """Replace a placeholder by a new node, which follows all placeholders."""
     first = next(n for n in graph.nodes if n.op != "placeholder")
     with graph.inserting_before(first):
         made = graph.create_node(op, target, args)
@@ -252,7 +268,7 @@ def _replace(
 
 
 def _count(module: fx.GraphModule) -> int:
-    """How many operators a graph runs, those of regions within it too."""
+    """Return the number of operators of a graph, including its subgraphs."""
     count = 0
     for node in module.graph.nodes:
         if node.op == "get_attr":

@@ -1,7 +1,7 @@
-"""A module in parts: TorchDynamo cuts its graph where PyTorch must run by itself.
+"""Run a module in parts: TorchDynamo cuts its graph at code that must run in eager PyTorch.
 
-The graphs between the cuts are served as those of ``torch.compile`` with this backend are; Python
-runs what is between them, so that state, draws and hooks are as in eager PyTorch.
+The graphs between the cuts run like graphs of ``torch.compile`` with this backend. Python runs the
+code between them, so state, random draws and hooks behave as in eager PyTorch.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from tvmbridge.dynamo.report import graph_report
 from tvmbridge.runtime.dispatcher import Dispatcher
 from tvmbridge.runtime.parts import NO_PART, PartReport
 
-# Settings of TorchDynamo that parts rely on, whatever the process has set.
+# Settings of TorchDynamo during a call in parts, whatever the process has set.
 _SETTINGS: Mapping[str, Any] = {
-    # An error of TorchDynamo's leaves a function to Python, before any of it has run.
+    # If TorchDynamo fails on a function, Python runs the whole function.
     "suppress_errors": True,
-    # Hooks that come after a capture are noticed.
+    # Guards detect hooks that are added after a capture.
     "skip_nnmodule_hook_guards": False,
-    # TorchDynamo takes numpy's random numbers from PyTorch's generator.
+    # If it traced numpy, TorchDynamo would take numpy's random numbers from PyTorch's generator.
     "trace_numpy": False,
     "capture_scalar_outputs": False,
     "capture_dynamic_output_shape_ops": False,
-    # All layers of a class share the code of their forward.
+    # All layers of a class share the code object of forward, and TorchDynamo counts by code object.
     "recompile_limit": 64,
 }
 
 
 class _Call(threading.local):
-    """What the call of now has come to in its thread.
+    """The state of the current call of a module in parts, in one thread.
 
-    depth: how many calls of modules in parts are under way, one within another.
-    ran: how many parts of the innermost one compiled code has begun to serve.
-    reasons: why PyTorch has served a part that is large enough.
+    - ``depth``: the number of nested calls of modules in parts.
+    - ``ran``: the number of calls of compilable parts that the innermost call has begun.
+    - ``reasons``: why PyTorch has served parts that are large enough to be compiled.
     """
 
     depth = 0
@@ -61,10 +61,13 @@ _now = _Call()
 
 
 class _AdviceLeftOut(logging.Filter):
-    """Drops TorchDynamo's advice on settings that parts do not take from the process."""
+    """Drop TorchDynamo's advice on ``Tensor.item()`` inside calls in parts.
+
+    The advice is to change a setting, but ``_SETTINGS`` override it.
+    """
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether a record is logged."""
+        """Whether to log ``record``."""
         return not (_now.depth and "Tensor.item()" in record.getMessage())
 
 
@@ -72,13 +75,16 @@ logging.getLogger("torch._dynamo.variables.tensor").addFilter(_AdviceLeftOut())
 
 
 class ModuleInParts:
-    """The parts of a dispatcher's module."""
+    """The module of a dispatcher, run as compiled parts with eager code between them.
+
+    It implements :class:`~tvmbridge.runtime.parts.ServedParts`.
+    """
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._tally = dispatcher.tally
         self._options = BackendOptions(dispatcher.options)
         self._compiled: tuple[Callable[..., Any], Callable[..., Any]] | None = None
-        # As long as TorchDynamo keeps them, each with why it ends.
+        # The graphs that TorchDynamo still keeps, each with the reason why it ends.
         self._graphs: weakref.WeakKeyDictionary[CompiledGraph | EagerGraph, str]
         self._graphs = weakref.WeakKeyDictionary()
         self._made = 0
@@ -87,7 +93,11 @@ class ModuleInParts:
     def run(
         self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[Any, str | None]:
-        """As :meth:`~tvmbridge.runtime.parts.Parts.run`."""
+        """Run ``original``, the forward of the module, in parts.
+
+        Returns:
+            The results, and why compiled code has not served the call; None if it has.
+        """
         made, breaks = self._made, graph_breaks()
         outer = _now.ran, _now.reasons
         _now.depth, _now.ran, _now.reasons = _now.depth + 1, 0, ()
@@ -106,8 +116,8 @@ class ModuleInParts:
     def _called(
         self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        """What ``original``, the forward that the module has now, returns, run in parts."""
-        # TorchDynamo keeps the function that it is given, and a bound method has the module.
+        """Return the results of ``original``, run in parts."""
+        # TorchDynamo keeps the function that it gets, and a bound method would keep the module.
         function = original
         if isinstance(original, types.MethodType):
             function, args = original.__func__, (original.__self__, *args)
@@ -119,11 +129,11 @@ class ModuleInParts:
         return self._compiled[1](*args, **kwargs)
 
     def _backend(self, graph_module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
-        """What TorchDynamo is to call in place of a graph."""
+        """Return the function that runs a graph; TorchDynamo calls this method as its backend."""
         return in_pieces(graph_module, self._part) or self._part(graph_module)
 
     def _part(self, graph_module: fx.GraphModule) -> Callable[..., Any]:
-        """What is to be called in place of a part."""
+        """Return the function that runs a part, and record the part for the report."""
         graph = graph_on_code(graph_module, self._options)
         self._made += 1
         self._graphs[graph] = _end(graph_module)
@@ -147,13 +157,17 @@ class ModuleInParts:
         return leave
 
     def _note(self, reason: str) -> None:
-        """Note that PyTorch is about to serve a part."""
+        """Record why PyTorch is about to run a part.
+
+        Raises:
+            FallbackError: the dispatch raises on fallbacks.
+        """
         _now.reasons = (*_now.reasons, f"of a part of it, {reason}")
         if self._tally.on_fallback == "raise":
             raise FallbackError(f"a part of the module is not served by TVM: {reason}")
 
     def reports(self) -> tuple[PartReport, ...]:
-        """As :meth:`~tvmbridge.runtime.parts.Parts.reports`."""
+        """Return a report of each part so far."""
         found = []
         for graph, ends in list(self._graphs.items()):
             of = graph_report(graph)
@@ -161,18 +175,18 @@ class ModuleInParts:
         return tuple(found)
 
     def breaks(self) -> Mapping[str, int]:
-        """As :meth:`~tvmbridge.runtime.parts.Parts.breaks`."""
+        """Return how often a graph was cut, by the reason."""
         return dict(self._breaks)
 
 
 def _shown(name: str) -> str:
-    """The name of a part for people: TorchDynamo names what follows a cut by its line."""
+    """Return a readable name of a part; TorchDynamo names the code behind a cut by its line."""
     behind = re.fullmatch(r"torch_dynamo_resume_in_(.+)_at_(\d+)", name)
     return f"{behind[1]} from line {behind[2]} on" if behind else name
 
 
 def _end(graph_module: fx.GraphModule) -> str:
-    """Why a graph ends, and in which line of the user's; empty where a function returns."""
+    """Return why a graph ends, and at which line of user code; "" if the function returns there."""
     cause = getattr(graph_module, "compile_subgraph_reason", None)
     if cause is None or not cause.graph_break:
         return ""

@@ -1,4 +1,4 @@
-"""Writes that a graph of TorchDynamo cannot be compiled with: the graph is cut before and behind.
+"""Cut a graph of TorchDynamo before and after in-place writes that PyTorch must run.
 
 Before::
 
@@ -8,8 +8,8 @@ After::
 
     piece_0(v): v.log()    write(x, mask, y): x[mask] = y    piece_2(x): x.sin()
 
-How many elements a mask chooses is known in a call alone, and a tensor that carries a gradient is
-written by PyTorch, whose autograd notes it.
+There are two kinds of such writes. The number of elements that a mask selects is known only during
+a call. A write into a tensor with a gradient history must be recorded by PyTorch's autograd.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.fx.passes.split_module import split_module
 
 
 class _Piece(nn.Module):
-    """What runs in place of a piece of a graph."""
+    """A module that runs a function in place of a piece of a graph."""
 
     def __init__(self, run: Callable[..., Any]) -> None:
         super().__init__()
@@ -34,7 +34,13 @@ class _Piece(nn.Module):
 def in_pieces(
     graph_module: fx.GraphModule, serve: Callable[[fx.GraphModule], Callable[..., Any]]
 ) -> Callable[..., Any] | None:
-    """The graph in pieces, with ``serve(piece)`` in place of each; None: nothing cuts it."""
+    """Return a function that runs the graph in pieces; None if no write cuts the graph.
+
+    Args:
+        graph_module: the graph.
+        serve: returns the function that runs a piece. The writes between pieces run in eager
+            PyTorch.
+    """
     numbers: dict[fx.Node, int] = {}
     number = 0
     for node in graph_module.graph.nodes:
@@ -55,7 +61,7 @@ def in_pieces(
 
 
 def is_write_by_itself(node: fx.Node) -> bool:
-    """Whether a node is a write that PyTorch must make."""
+    """Whether ``node`` is a write that PyTorch must run."""
     return _writes(node) and (_chooses_by_mask(node) or _carries_a_gradient(node.args[0]))
 
 
@@ -68,7 +74,7 @@ def _writes(node: fx.Node) -> bool:
 
 
 def _chooses_by_mask(node: fx.Node) -> bool:
-    """Whether it writes as many values as a mask has elements that are true."""
+    """Whether the write ``node`` sets as many values as a mask has true elements."""
     if len(node.args) < 3:
         return False
     where, value = node.args[1:3]
@@ -89,7 +95,7 @@ def _is_mask(node: fx.Node) -> bool:
 
 
 def _is_one(value: Any) -> bool:
-    """Whether it is one number, which any number of elements may become."""
+    """Whether ``value`` is a single number, which a write broadcasts to all selected elements."""
     example = value.meta.get("example_value") if isinstance(value, fx.Node) else value
     return not isinstance(example, torch.Tensor) or all(
         type(size) is int and size == 1 for size in example.shape
@@ -97,7 +103,7 @@ def _is_one(value: Any) -> bool:
 
 
 def _carries_a_gradient(written: Any) -> bool:
-    """Whether it is an argument of the graph that earlier lines have computed."""
+    """Whether ``written``, the target of a write, is a graph input with a gradient history."""
     if not isinstance(written, fx.Node) or written.op != "placeholder":
         return False
     example = written.meta.get("example_value")

@@ -1,4 +1,4 @@
-"""``tvmbridge.compile``: torch.compile with this backend."""
+"""``tvmbridge.compile``: ``torch.compile`` with this backend and its options as keywords."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ Compiled = TypeVar("Compiled", bound=Callable[..., Any])
 def compile(
     model: Compiled, *, fullgraph: bool = False, dynamic: bool | None = None, **options: Any
 ) -> Compiled:
-    """``torch.compile(model, backend="tvmbridge", ...)``.
+    """Compile ``model`` by ``torch.compile(model, backend="tvmbridge", options=options)``.
 
     Args:
         model: a module or a function.
-        fullgraph: raise where Dynamo cannot capture it as one graph.
+        fullgraph: whether to raise an error if Dynamo cannot capture ``model`` as one graph.
         dynamic: whether sizes are symbols from the start (True), never (False), or once they
             change (None).
-        options: fields of :class:`CompileOptions`, and ``smallest_graph``: graphs of fewer
-            operators run as they are.
+        options: fields of :class:`CompileOptions`, and ``smallest_graph``: graphs with fewer
+            operators run in eager PyTorch.
 
     Returns:
-        what torch.compile returns.
+        The module or function that ``torch.compile`` returns.
 
     Raises:
-        TypeError: an unknown option.
+        TypeError: an option is unknown.
         ValueError: an option has a value that is not among its choices.
     """
     BackendOptions.of(options)

@@ -1,7 +1,7 @@
-"""PyTorch's registry of backends, in which several threads may look one up at the same time.
+"""Make PyTorch's registry of backends safe for threads that look up a backend at the same time.
 
-Each thread that finds a name without a function loads the entry point, and registers what it gets.
-PyTorch raises in all of them but the first.
+Each thread that finds a backend's name without a function loads the entry point and registers the
+function. PyTorch raises an error in every thread but the first, as the name is already registered.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ _NAME = "_register_backend_once"
 
 
 def register_backends_once() -> None:
-    """Let the registry accept a function again that it has by the same name.
+    """Patch PyTorch's registry to accept a function that it already has by the same name.
 
-    The function that registers keeps its identity: threads that wait for an import hold it already.
+    The code of ``register_backend`` is replaced, not the function object, because threads that wait
+    for an import already hold the function object.
     """
     registry = backend_registry()
     register, space = registry.register_backend, vars(registry)
@@ -36,5 +37,5 @@ def register_backends_once() -> None:
 
 
 def _register(compiler_fn: Any = None, name: Any = None, tags: Any = ()) -> Any:
-    """The code of PyTorch's function from then on, which runs among the names of its module."""
+    """Provide the new code of PyTorch's ``register_backend``; its globals are PyTorch's module."""
     return _register_backend_once(compiler_fn, name, tags)  # type: ignore[name-defined] # noqa: F821

@@ -1,4 +1,4 @@
-"""What became of the graphs that torch.compile has handed to tvmbridge."""
+"""Report how the graphs that ``torch.compile`` passed to tvmbridge have run."""
 
 from __future__ import annotations
 
@@ -22,13 +22,16 @@ _breaks_before: Counter[str] = Counter()
 
 
 def keep(called: CompiledGraph | EagerGraph) -> Callable[..., Any]:
-    """What Dynamo calls of ``called``, of which the report tells as long as Dynamo keeps that."""
+    """Return the function of ``called`` for Dynamo, and include ``called`` in the report.
+
+    The report has ``called`` as long as Dynamo keeps the function.
+    """
     _graphs[next(_numbers)] = called
     return called.call
 
 
 def forget() -> None:
-    """Begin anew: Dynamo forgets all graphs."""
+    """Start an empty report; ``torch.compiler.reset()`` calls this as it drops all graphs."""
     _graphs.clear()
     _breaks_before.clear()
     _breaks_before.update(graph_breaks())
@@ -36,10 +39,13 @@ def forget() -> None:
 
 @dataclass(frozen=True)
 class GraphReport:
-    """One graph: the class of the outermost module that it comes from, and how many operators.
+    """The calls of one graph.
 
-    ``calls`` are those that compiled code served, ``eager_calls`` those that PyTorch did, by the
-    reason. ``dispatches`` tell of the code: one for each choice of parameters.
+    - ``name``: the class of the module, or the function, that the graph was captured from.
+    - ``operators``: the number of its operators.
+    - ``calls``: the number of calls that compiled code served.
+    - ``eager_calls``: the number of calls that eager PyTorch served, by the reason.
+    - ``dispatches``: one report of compiled code for each set of parameters.
     """
 
     name: str
@@ -58,8 +64,8 @@ class GraphReport:
 class CompileReport:
     """The graphs of this process since ``torch.compiler.reset()``.
 
-    ``breaks`` counts, by the reason, where Dynamo could not capture a function as one graph; they
-    are those of all backends.
+    - ``graphs``: a report of each graph that tvmbridge got.
+    - ``breaks``: the number of Dynamo's graph breaks, by the reason, for all backends together.
     """
 
     graphs: tuple[GraphReport, ...]
@@ -67,14 +73,14 @@ class CompileReport:
 
     @property
     def whole(self) -> bool:
-        """Whether there are graphs, nothing broke one, and compiled code has served every call."""
+        """Whether there are graphs, without graph breaks, and compiled code served every call."""
         if self.breaks or not self.graphs:
             return False
         return all(graph.whole for graph in self.graphs)
 
     @property
     def share(self) -> float:
-        """The share of the calls of graphs that compiled code served; 0 where there were none."""
+        """The share of calls of graphs that compiled code served; 0 if there were no calls."""
         eager = sum(sum(graph.eager_calls.values()) for graph in self.graphs)
         return share(sum(graph.calls for graph in self.graphs), eager)
 
@@ -107,9 +113,9 @@ class CompileReport:
 
 
 def compile_report() -> CompileReport:
-    """What became of the graphs that torch.compile has handed to tvmbridge so far.
+    """Return a report of the graphs that ``torch.compile`` has passed to tvmbridge so far.
 
-    Graphs that Dynamo has dropped with the function that they come from are not in it.
+    Graphs that Dynamo has dropped, together with the function they come from, are left out.
     """
     breaks = graph_breaks()
     breaks.subtract(_breaks_before)
@@ -120,7 +126,7 @@ def compile_report() -> CompileReport:
 
 
 def graph_report(called: CompiledGraph | EagerGraph) -> GraphReport:
-    """What became of one graph."""
+    """Return a report of one graph."""
     if isinstance(called, EagerGraph):
         eager = {called.reason: called.calls}
         return GraphReport(called.name, called.operators, 0, eager)

@@ -1,4 +1,4 @@
-"""Calls that Dynamo writes in its own way, as a line of Python would have them."""
+"""Replace functions that Dynamo puts into graphs by the functions that user code calls."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tvmbridge.core.torch_private import enter_autocast, exit_autocast, tag_acti
 
 
 def enter(*args: Any) -> torch.autocast:
-    """Begin a region of autocast, as ``with torch.autocast(*args)`` does."""
+    """Enter a region of autocast, as ``with torch.autocast(*args)`` does, and return it."""
     region = torch.autocast(*args)
     region.__enter__()
     return region
 
 
 def leave(region: torch.autocast) -> None:
-    """End a region of autocast."""
+    """Leave a region of autocast."""
     region.__exit__(None, None, None)
 
 
@@ -31,7 +31,8 @@ _SPELLED: dict[Callable[..., Any], Callable[..., Any]] = {
     tag_activation_checkpoint: checkpoint,
 }
 
-# How an object of a subclass becomes one of the class itself, past methods of the subclass.
+# Functions that convert an object of a subclass to the class itself, without methods of the
+# subclass.
 _PLAIN: dict[type, Callable[[Any], Any]] = {
     str: str.__str__,
     int: int.__int__,
@@ -40,10 +41,11 @@ _PLAIN: dict[type, Callable[[Any], Any]] = {
 
 
 def as_python_writes(graph: fx.Graph) -> None:
-    """Have ``graph`` call what a forward would call, which captures are made for.
+    """Change ``graph`` in place to call the functions that user code would call.
 
-    Regions of autocast and checkpoints have other functions there. PyTorch writes the text of a
-    graph by the ``repr`` of its constants, so that these become literals here.
+    Dynamo uses other functions for regions of autocast and for checkpoints, but the capture handles
+    the functions of user code. PyTorch generates the code of a graph by the ``repr`` of its
+    constants. So constants of subclasses of ``str``, ``int`` and ``float`` become plain constants.
     """
     for node in graph.nodes:
         if node.op == "call_function" and node.target in _SPELLED:
@@ -53,7 +55,7 @@ def as_python_writes(graph: fx.Graph) -> None:
 
 
 def _literal(value: Any) -> Any:
-    """``value``; a plain string or number where it is one of a subclass with another ``repr``."""
+    """Return ``value``; if its class is a subclass of str, int or float, return a plain one."""
     if isinstance(value, enum.Enum) or type(value) is bool:
         return value
     kind = next((k for k in _PLAIN if isinstance(value, k)), None)

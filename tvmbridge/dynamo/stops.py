@@ -1,7 +1,7 @@
-"""Compilations that stop early: what was captured, or differentiated, is run by PyTorch.
+"""Compilations that stop early, after the capture or the differentiation; PyTorch runs the result.
 
-Where a difference of numbers is in the last of three backends, and in none before it, the stage
-between them makes it.
+The backends ``tvmbridge_eager``, ``tvmbridge_aot`` and ``tvmbridge`` run one more stage each. If a
+numerical difference appears in one of them but not in the one before, the added stage causes it.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _NO_CODE = "off: nothing is compiled"
 
 
 def captured_graph(graph: DynamoGraph, options: CompileOptions) -> CompiledGraph:
-    """``graph`` as it was captured and read: PyTorch runs it, and differentiates it."""
+    """Return ``graph`` as captured: PyTorch runs and differentiates it."""
     return CompiledGraph(graph, options, _captured)
 
 
 def differentiated_graph(graph: DynamoGraph, options: CompileOptions) -> CompiledGraph:
-    """``graph`` up to forward and backward, whose operators PyTorch runs one by one."""
+    """Return ``graph`` with Relax forward and backward, which PyTorch runs operator by operator."""
     return CompiledGraph(replace(graph, symbolic=False), options, _differentiated)
 
 
@@ -51,7 +51,7 @@ def _differentiated(
 
 
 class _Interpreted:
-    """In place of a build: functions of Relax that are run operator by operator."""
+    """A replacement of the build by TVM that runs the Relax functions operator by operator."""
 
     def __init__(
         self, target: tvm.target.Target, options: CompileOptions, device: torch.device
@@ -64,7 +64,7 @@ class _Interpreted:
     ) -> Built:
         functions = {g.name_hint: f for g, f in mod.functions_items()}
         machine = {name: _running(name, f, bundle) for name, f in functions.items()}
-        # A result may be a view of an argument, or another result.
+        # Each result may share memory with an argument or with another result.
         shared = {name: frozenset(range(len(flat_results(f)))) for name, f in functions.items()}
         return Built(_Machine(machine), {}, shared, Coverage(), {}, _NO_CODE)
 

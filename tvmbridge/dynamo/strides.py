@@ -1,8 +1,8 @@
-"""Strides that TorchDynamo told forward of, beside those of PyTorch's kernels.
+"""Compare the strides that TorchDynamo assumed in a capture with the strides of PyTorch's kernels.
 
-Dynamo answers ``stride()`` and ``is_contiguous()`` by the strides of fake tensors while it captures
-a function, and keeps the branch that the answer led to. Where a kernel gives other strides than its
-fake kernel, that branch is not eager PyTorch's, and no backend can tell from the graph.
+During a capture, ``stride()`` and ``is_contiguous()`` answer for fake tensors, and Dynamo captures
+the branch that the answer leads to. If a kernel returns other strides than its fake kernel, eager
+PyTorch may take another branch. The graph alone does not show this.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _ASKING = frozenset({"dim_order", "is_contiguous", "stride", "suggest_memory_for
 
 
 def node_with_other_strides(graph_module: fx.GraphModule) -> str | None:
-    """The first node of a graph that has other strides for Dynamo than PyTorch's kernels give.
+    """Return the name of the first node whose strides differ between Dynamo and PyTorch's kernels.
 
-    None: there is none, or what Dynamo captures asks for no strides.
+    Return None if there is none, or if the captured code does not read strides.
     """
     if not any(map(_asks, traced_code())):
         return None
@@ -31,7 +31,10 @@ def node_with_other_strides(graph_module: fx.GraphModule) -> str | None:
 
 
 def _asks(code: CodeType) -> bool:
-    """Whether a function calls a method that tells strides; a layer has an attribute ``stride``."""
+    """Whether the code calls a method that depends on strides, such as ``is_contiguous()``.
+
+    A mere read of an attribute ``stride``, as layers have, does not count.
+    """
     if _ASKING.isdisjoint(code.co_names):
         return False
     return any(
@@ -41,7 +44,7 @@ def _asks(code: CodeType) -> bool:
 
 
 def _with_other_strides(graph_module: fx.GraphModule) -> str | None:
-    """The first node whose strides are others where kernels are asked."""
+    """Return the name of the first node to which PyTorch's kernels give other strides, or None."""
     walk = _Strides(graph_module, garbage_collect_values=False)
     fakes = [n.meta.get("example_value") for n in graph_module.graph.find_nodes(op="placeholder")]
     modes = [f.fake_mode for f in pytree.tree_leaves(fakes) if isinstance(f, FakeTensor)]
@@ -53,9 +56,9 @@ def _with_other_strides(graph_module: fx.GraphModule) -> str | None:
 
 
 class _Strides(fx.Interpreter):
-    """Runs a graph on fake tensors; ``found`` is the first node with other strides than recorded.
+    """Run a graph on fake tensors that have the strides of PyTorch's kernels.
 
-    A node behind it is run on what it really gets.
+    - ``found``: the name of the first node whose strides differ from those that Dynamo recorded.
     """
 
     found: str | None = None
@@ -79,7 +82,7 @@ def _strides(leaves: Iterable[object]) -> list[tuple[int, ...]]:
 
 
 def _anew(value: object) -> object:
-    """A fake tensor like ``value``, which a graph may write."""
+    """Return a new fake tensor like ``value``, so that the graph may write into it."""
     if not isinstance(value, FakeTensor) or value.layout is not torch.strided:
         return value
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)

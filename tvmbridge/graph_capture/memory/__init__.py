@@ -1,1 +1,1 @@
-"""Memory: outputs that alias inputs or one another, and their strides."""
+"""Memory: describe outputs that alias inputs or one another, and the strides of outputs."""

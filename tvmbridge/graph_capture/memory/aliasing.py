@@ -1,8 +1,8 @@
-"""Aliasing: outputs that share memory with the module's tensors or with one another.
+"""Aliasing: find outputs that share memory with inputs, the module's tensors or one another.
 
-In eager PyTorch ``x.view(-1)`` aliases ``x``: a mutation of one is seen in the other. Compiled
-code returns memory of its own, so that such outputs are made again from the tensor that they
-alias, by their strides and offset.
+In eager PyTorch ``x.view(-1)`` aliases ``x``: a mutation of one is seen in the other. Compiled code
+returns new memory. So the bridge recreates an aliasing output as a view of the tensor that it
+aliases, with the same strides and offset.
 """
 
 from __future__ import annotations
@@ -35,12 +35,16 @@ _Known = tuple[InputKind | None, int | str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Sharing:
-    """What each output shares memory with, and the intermediate view bases of some.
+    """The memory that outputs and rebound tensors of the module share with other tensors.
 
-    The number of an intermediate view base, as the base of others, counts on behind the outputs.
-    ``exchanged`` are tensors of the module that forward made of outputs, by name: parts of them,
-    or without their gradient. Outputs cannot be made of these, but these of outputs. Others of
-    them are memory of inputs, or of tensors of the module that were not exchanged.
+    - ``aliases``: for each output, the tensor that it is a view of; None if it has its own memory.
+    - ``bases``: intermediate view bases, which become further outputs. As a base of an alias, base
+      ``i`` has the number ``len(aliases) + i``.
+    - ``exchanged``: by name, the tensors of the module that forward rebound to shared memory. It is
+      the memory of an output, an input, or another tensor of the module.
+
+    Example: after ``self.cache = y[:1]; return y`` the buffer ``cache`` is in ``exchanged``, as a
+    view of the output.
     """
 
     aliases: tuple[OutputAlias | None, ...]
@@ -54,16 +58,16 @@ def aliases_of(
     state: Mapping[str, torch.Tensor],
     views: ViewWatch | None = None,
 ) -> Sharing:
-    """What each output aliases.
+    """Return the memory that the outputs share with inputs, the module's state and one another.
 
     Args:
-        outputs: the leaves of what forward returned.
-        inputs: the tensors that it was given, by position; none of them shares memory.
-        state: parameters, buffers and tensor attributes as they are after forward, by name.
-        views: has seen how forward made its views; None: no gradient is asked for.
+        outputs: the leaves of the value that forward returned.
+        inputs: the tensor arguments of forward, by position; no two of them share memory.
+        state: parameters, buffers and tensor attributes after forward, by name.
+        views: the record of the view operators that ran; None if no gradient is needed.
 
     Raises:
-        UnsupportedOperatorError: outputs share memory in a way that cannot be made again.
+        UnsupportedOperatorError: outputs share memory in a way that cannot be reproduced.
     """
     exchanged = {
         name: tensor
@@ -100,14 +104,17 @@ def aliases_of(
     made: dict[str, OutputAlias] = {}
     for name, alias in zip(exchanged, found[len(outputs) :], strict=True):
         if alias is not None and alias.shape is None and int(alias.key) >= len(outputs):
-            alias = found[int(alias.key)]  # one tensor by two names
+            alias = found[int(alias.key)]  # Two names have the same tensor.
         if alias is not None:
             made[name] = alias
     return Sharing(tuple(found[: len(outputs)]), tuple(bases), made)
 
 
 def _is_more(output: torch.Tensor, held: torch.Tensor) -> bool:
-    """Whether ``output`` shares memory with ``held``, but is not a view of it."""
+    """Whether ``output`` shares memory with ``held`` but cannot be a view of it.
+
+    It cannot if it has elements that ``held`` lacks, or if it alone requires a gradient.
+    """
     if not _is_strided(held) or not output.numel() or storage_key(output) != storage_key(held):
         return False
     return (output.requires_grad and not held.requires_grad) or not covers(held, output)
@@ -123,16 +130,16 @@ def with_exchanged(
     inputs: Mapping[int, torch.Tensor],
     state: Mapping[str, torch.Tensor],
 ) -> Sharing:
-    """``sharing``, with the exchanged buffers that are memory of an input or of another tensor.
+    """Return ``sharing`` with the rebound buffers that share memory with an input or state.
 
     Args:
-        sharing: what the outputs share memory with.
-        names: of the buffers that forward exchanged.
+        sharing: the memory that the outputs share.
+        names: the names of the buffers that forward rebound to other tensors.
         inputs: as for :func:`aliases_of`.
         state: as for :func:`aliases_of`.
 
     Raises:
-        UnsupportedOperatorError: two of these buffers share memory.
+        UnsupportedOperatorError: forward rebound two buffers to tensors that share memory.
     """
     known: list[_Known] = [
         *((InputKind.USER, position, tensor) for position, tensor in inputs.items()),
@@ -158,18 +165,19 @@ def with_exchanged(
 def refuse_exchanged(
     before: Mapping[str, torch.Tensor], outputs: Sequence[Any], sharing: Sharing
 ) -> None:
-    """Raise where an exchange of buffers and the outputs share memory that cannot be shared again.
+    """Refuse outputs that share memory with rebound buffers in a way that cannot be reproduced.
 
-    torch.export takes the exchange for a write, and what was there before for what is there then.
+    torch.export treats the rebinding of a buffer as a write into it, so it does not distinguish the
+    buffer's former tensor from the new one.
 
     Args:
-        before: what the exchanged buffers were before forward, by name.
-        outputs: the leaves of what forward returned.
-        sharing: what these share memory with.
+        before: the former tensors of the rebound buffers, by name.
+        outputs: the leaves of the value that forward returned.
+        sharing: the memory that the outputs share.
 
     Raises:
-        UnsupportedOperatorError: an output is what a buffer was before, or a tensor that forward
-            did not exchange is a part of an output.
+        UnsupportedOperatorError: an output shares memory with a buffer's former tensor, or a tensor
+            that forward did not rebind is a part of an output.
     """
     for name in sharing.exchanged.keys() - before.keys():
         raise UnsupportedOperatorError(
@@ -203,13 +211,14 @@ def _base_among(
             alias = _view(kind, key, output, tensor)
             if views is not None:
                 if has_other_history(output, tensor):
-                    if not output.numel():  # there is nothing to share
+                    if not output.numel():  # An output without elements shares no memory.
                         return None
                     raise UnsupportedOperatorError(_OTHER_HISTORY)
                 if output.requires_grad and shares_elements(tensor):
                     return replace(alias, steps=views.steps(output, tensor))
                 if output.requires_grad and shares_elements(output):
-                    # By strides its gradient would be summed term by term, in half precision too.
+                    # The backward of as_strided would sum the gradient of an expanded output
+                    # element by element, in half precision if that is the dtype.
                     with suppress(UnsupportedOperatorError):
                         return replace(alias, steps=views.steps(output, tensor))
             return alias
@@ -243,10 +252,22 @@ def _relate(
     new_number: int,
     differentiated: bool,
 ) -> IntermediateBase | None:
-    """Describe ``members``, of one storage, by one that is all of it, or by an intermediate base.
+    """Describe outputs with one storage as views of one output, or of an intermediate base.
 
-    Only those that are ``returned`` can be it, or have it. Members that are apart are not
-    described: each may have memory of its own.
+    The base is a returned output that fills the storage, if there is one, otherwise an intermediate
+    base, which is returned. Outputs without common elements are not described: each of them may
+    have its own memory.
+
+    Args:
+        members: the numbers of the outputs and rebound tensors that have the storage.
+        returned: the members that are outputs; only these can give the base.
+        outputs: all outputs and rebound tensors.
+        found: gets the aliases of the members, by number.
+        new_number: the number of an intermediate base.
+        differentiated: whether gradients are needed.
+
+    Raises:
+        UnsupportedOperatorError: members overlap, but no tensor can be their base.
     """
     tensors = [outputs[n] for n in members]
     overlapping = overlap(tensors)
@@ -280,7 +301,7 @@ def _is_whole(tensor: torch.Tensor) -> bool:
 
 
 def made_again(alias: OutputAlias, base: torch.Tensor) -> torch.Tensor:
-    """The output that ``alias`` describes, as a view of ``base``."""
+    """Return the output that ``alias`` describes, recreated from ``base``."""
     if alias.shape is None:
         return base
     if alias.steps:

@@ -1,8 +1,7 @@
-"""Intermediate view bases: tensors that are not returned, but of which several outputs are views.
+"""Intermediate view bases: tensors that several outputs are views of, but that are not returned.
 
-``return y[:2], y[1:]``: both outputs alias ``y``, so that a mutation of one is seen in the other.
-Compiled code computes ``y`` as an additional output, and the outputs are made again as views of
-it.
+In ``return y[:2], y[1:]`` both outputs alias ``y``, so a mutation of one is seen in the other.
+Compiled code computes ``y`` as an additional output, and the outputs are recreated as views of it.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ _LARGEST_COMPARED = 1 << 22
 
 
 class WithBases:
-    """A forward that returns ``(results, bases)``, or ``results`` where there are no bases.
+    """Wrap a forward to return ``(results, bases)``, or only ``results`` if there are no bases.
 
     Args:
-        forward: the function that is called.
-        bases: of which results the bases are wanted.
+        forward: the function to call.
+        bases: the intermediate view bases to return, each described by an output that is its view.
     """
 
     def __init__(self, forward: Callable[..., Any], bases: Sequence[IntermediateBase]) -> None:
@@ -44,10 +43,10 @@ class WithBases:
 
 
 class _Made(TorchFunctionMode):
-    """Keeps the tensors that functions return within it: hence a mode of its own, which sees all.
+    """A function mode that keeps all tensors that PyTorch's functions return.
 
-    Some return a view of a tensor that only they know (``linear`` of three dimensions): a trace
-    knows the view, but not the root of its memory.
+    Some functions return a view of an internal tensor, for example ``linear`` with a 3-d input. A
+    trace has the view, but not the internal base, so the base must be recreated from the view.
     """
 
     def __init__(self) -> None:
@@ -61,12 +60,16 @@ class _Made(TorchFunctionMode):
         return results
 
     def base(self, output: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
-        """The root of ``output``, contiguous, made of a tensor that a function returned.
+        """Return the base of ``output`` as a contiguous view of a tensor that a function returned.
+
+        Args:
+            output: an output that is a view.
+            order: the dimensions of the base, from the outermost to the innermost in memory.
 
         Raises:
-            UnsupportedOperatorError: no function returned all of it.
+            UnsupportedOperatorError: no function returned a tensor with all elements of the base.
         """
-        base = root(output)  # of which a trace may not know: nothing is called on it
+        base = root(output)  # A trace may not know it, so no operator may be called on it.
         shape = [base.shape[dim] for dim in order]
         for made in self._tensors:
             if root(made) is base and made.numel() == base.numel() and made.dtype == base.dtype:
@@ -79,16 +82,19 @@ class _Made(TorchFunctionMode):
 
 
 def bases_of(leaves: Sequence[Any], bases: Sequence[IntermediateBase]) -> tuple[torch.Tensor, ...]:
-    """The intermediate view bases of ``leaves``, contiguous: dimensions in the order of memory."""
+    """Return the intermediate view bases of ``leaves``, permuted so that they are contiguous."""
     return tuple(root(leaves[base.output]).permute(base.order) for base in bases)
 
 
 def intermediate_base(
     members: Sequence[int], returned: Sequence[int], outputs: Sequence[torch.Tensor]
 ) -> IntermediateBase | None:
-    """The base that all ``members``, of one storage, are views of, or None.
+    """Return an intermediate base that covers all members; None if there is none.
 
-    It is the base of one of those that are ``returned``.
+    Args:
+        members: the numbers of outputs that have one storage.
+        returned: the members whose autograd base may serve as the intermediate base.
+        outputs: all outputs.
     """
     needs_grad = any(outputs[n].requires_grad for n in members)
     for number in returned:
@@ -102,13 +108,13 @@ def intermediate_base(
 
 
 def covers(base: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Whether a tensor lies within the memory of another one of its storage."""
+    """Whether the memory span of ``tensor`` is within the span of ``base`` in their storage."""
     (begin, end), (first, last) = _span(base), _span(tensor)
     return begin <= first and last <= end
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """The bytes of its storage that a tensor begins with and ends before."""
+    """Return the first byte of a tensor in its storage, and the byte behind its last one."""
     dims = zip(tensor.shape, tensor.stride(), strict=True)
     begin = int(tensor.storage_offset())
     end = begin + 1 + sum((n - 1) * s for n, s in dims)
@@ -116,7 +122,10 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def overlap(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether two tensors of one storage have an element in common."""
+    """Whether any two tensors that have one storage share an element.
+
+    Return True without a comparison of elements for large storages or several dtypes.
+    """
     if len(tensors) < 2:
         return False
     spans = sorted(map(_span, tensors))

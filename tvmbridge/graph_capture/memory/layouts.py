@@ -1,9 +1,9 @@
-"""Layouts: the strides of outputs.
+"""Layouts: reproduce the strides that outputs have in eager PyTorch.
 
-Compiled code returns contiguous tensors. In eager PyTorch a convolution of a ``channels_last``
-tensor is ``channels_last`` again, and ``y.transpose(1, 2)`` has the memory of ``y``. For such an
-output compiled code returns the permuted, contiguous tensor, and the output is a view of that with
-eager's shape and strides.
+Compiled code returns contiguous tensors. In eager PyTorch the convolution of a ``channels_last``
+tensor returns a ``channels_last`` tensor, and ``y.transpose(1, 2)`` has the memory of ``y``. For
+such an output compiled code returns a contiguous tensor with permuted dimensions. The output is a
+view of it with eager's shape and strides.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from tvmbridge.core.torch_private import make_contiguous_strides_for
 from tvmbridge.core.types import OutputKind
 from tvmbridge.graph_capture.memory.views import shares_elements
 
-# Of the computed outputs of one call, by number; None: as they are.
+# Strides of the computed outputs of one call, by output number; None: the outputs keep their own.
 Strides: TypeAlias = Mapping[int, tuple[int, ...]] | None
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The shape and the strides of an output, and how its elements lie in memory.
+    """The shape and strides of an output that is not contiguous.
 
-    ``order`` are its dimensions from the outermost to the innermost in memory.
+    - ``shape``, ``stride``: the output's shape and strides in eager PyTorch.
+    - ``order``: the dimensions from the outermost to the innermost in memory.
     """
 
     shape: tuple[int, ...]
@@ -36,35 +37,40 @@ class Layout:
 
     @classmethod
     def of(cls, shape: tuple[int, ...], stride: tuple[int, ...]) -> Layout | None:
-        """The layout of a dense tensor; None where it is the one that compiled code gives."""
+        """Return the layout of a dense tensor; None if the tensor is contiguous."""
         if stride == make_contiguous_strides_for(shape):
             return None
         order = _order(shape, stride)
         moved = [d for d in order if shape[d] > 1]
-        # Dimensions of extent 1 lie anywhere, and so does what has no elements.
+        # The position of a dimension of extent 1 is arbitrary, and so is the order of dimensions
+        # of a tensor without elements.
         in_place = moved == sorted(moved) or 0 in shape
         return cls(shape, stride, tuple(range(len(order))) if in_place else order)
 
     @property
     def moves(self) -> bool:
-        """Whether the elements lie in another order than in a contiguous tensor."""
+        """Whether the elements have another order in memory than in a contiguous tensor."""
         return self.order != tuple(range(len(self.order)))
 
     def put_on(self, tensor: torch.Tensor) -> None:
-        """Give a fresh, contiguous tensor, whose dimensions stand in ``order``, this layout."""
+        """Set shape and strides of ``tensor`` in place.
+
+        Args:
+            tensor: a new contiguous tensor with its dimensions in :attr:`order`.
+        """
         tensor.as_strided_(self.shape, self.stride)
 
 
 def layout_of(tensor: torch.Tensor) -> Layout | None:
-    """The layout of a tensor like this one; None where it is contiguous."""
+    """Return the layout for a dense tensor with the strides of ``tensor``; None if contiguous."""
     stride = dense_strides(tensor)
     return None if stride is None else Layout.of(tuple(tensor.shape), stride)
 
 
 def output_layouts(captured: CapturedGraph) -> dict[int, Layout]:
-    """The layouts of the computed results that do not lie as compiled code gives them, by number.
+    """Return the layouts of the computed outputs that are not contiguous, by output number.
 
-    State that is written is not among them: it keeps its own.
+    Outputs that are written into existing state are left out: the state keeps its strides.
     """
     found: dict[int, Layout] = {}
     for number, output in enumerate(o for o in captured.outputs if o.is_computed):
@@ -77,9 +83,9 @@ def output_layouts(captured: CapturedGraph) -> dict[int, Layout]:
 
 
 def dense_strides(tensor: Any) -> tuple[int, ...] | None:
-    """The strides of ``tensor``, or, where it leaves gaps, of one without in the same order.
+    """Return the strides of ``tensor`` without gaps, with its dimensions in the same order.
 
-    None where elements share memory, strides are not known, or it is no tensor.
+    Return None if elements may share memory, a stride is unknown, or ``tensor`` is no tensor.
     """
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
         return None
@@ -96,5 +102,5 @@ def dense_strides(tensor: Any) -> tuple[int, ...] | None:
 
 
 def _order(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
-    """The dimensions from the outermost to the innermost; those of equal strides as they stand."""
+    """Return the dimensions by decreasing stride; equal strides keep their order."""
     return tuple(sorted(range(len(shape)), key=lambda d: stride[d], reverse=True))

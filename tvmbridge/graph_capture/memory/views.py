@@ -1,8 +1,8 @@
-"""Views: the view operators by which forward made an output, so that they can be replayed.
+"""Views: record the view operators that create outputs, so that they can be replayed.
 
-A view is made again by its strides and offset. Where elements of the base share memory (it was
-expanded), these do not determine the view, and gradients would go to all; such a view is made
-again by its operators.
+Usually a view is recreated by its strides and offset. If the base is expanded, several of its
+elements share memory. Strides and offset then do not say which of them the view has, and a
+gradient would go to all of them. Such a view is recreated by its operators.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tvmbridge.core.types import ViewStep
 
 aten = torch.ops.aten
 
-# Views that autograd does not take for views of their base.
+# Creation metas of views that autograd does not treat as ordinary views of their base.
 _OWN_HISTORY = {
     CreationMeta.IN_CUSTOM_FUNCTION,
     CreationMeta.INFERENCE_MODE,
@@ -27,11 +27,12 @@ _OWN_HISTORY = {
 
 
 class ViewWatch(TorchDispatchMode):
-    """Notes the view operators that run within it."""
+    """Record the view operators that run in this mode."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        # Results are kept alive, so that no other tensor gets the same id.
+        # By id of a result: the result, its base and the operator. The result is kept alive, so
+        # that no other tensor gets its id.
         self._made_by: dict[int, tuple[torch.Tensor, torch.Tensor, ViewStep]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -45,10 +46,11 @@ class ViewWatch(TorchDispatchMode):
         return results
 
     def steps(self, output: torch.Tensor, base: torch.Tensor) -> tuple[ViewStep, ...]:
-        """How ``output`` was made from ``base``, which it shares memory with.
+        """Return the view operators that created ``output`` from ``base``, in order.
 
         Raises:
-            UnsupportedOperatorError: by other operators than these, or in terms of memory.
+            UnsupportedOperatorError: ``output`` was created by an unrecorded operator or by
+                ``as_strided``.
         """
         steps: list[ViewStep] = []
         current = output
@@ -64,7 +66,7 @@ class ViewWatch(TorchDispatchMode):
         return tuple(reversed(steps))
 
     def detaches(self, output: torch.Tensor) -> bool:
-        """Whether ``output`` is a view by way of ``detach``."""
+        """Whether ``detach`` is among the recorded operators that created ``output``."""
         found = self._made_by.get(id(output))
         while found is not None:
             _, base, step = found
@@ -75,7 +77,7 @@ class ViewWatch(TorchDispatchMode):
 
 
 def shares_elements(tensor: torch.Tensor) -> bool:
-    """Whether elements of ``tensor`` may share memory with one another."""
+    """Whether elements of ``tensor`` may share memory with one another, as after ``expand``."""
     if tensor.is_contiguous():
         return False
     reached = 0
@@ -89,12 +91,16 @@ def shares_elements(tensor: torch.Tensor) -> bool:
 
 
 def root(tensor: torch.Tensor) -> torch.Tensor:
-    """The base of ``tensor`` in autograd (``_base``); itself where it is no view."""
+    """Return the base of ``tensor`` in autograd (``_base``), or ``tensor`` if it is no view."""
     return tensor if tensor._base is None else tensor._base
 
 
 def has_other_history(output: torch.Tensor, base: torch.Tensor) -> bool:
-    """Whether gradients do not flow from ``output`` to ``base`` as from a view of it."""
+    """Whether ``output`` requires a gradient, but autograd does not treat it as a view of ``base``.
+
+    This is the case for views created under no_grad, in inference mode or by custom functions, and
+    for outputs with another base in autograd.
+    """
     if not output.requires_grad:
         return False
     metas = {creation_meta(t) for t in (output, base) if t._is_view()}
@@ -102,19 +108,19 @@ def has_other_history(output: torch.Tensor, base: torch.Tensor) -> bool:
 
 
 def in_order_of_memory(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """Its dimensions by decreasing stride; None where it does not fill its memory."""
+    """Return the dimensions by decreasing stride; None if the tensor has gaps or overlaps."""
     order = tuple(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
     return order if tensor.permute(order).is_contiguous() else None
 
 
 def laid_out(tensor: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
-    """A copy with these strides; ``Tensor.clone`` fills gaps."""
+    """Return a copy with these strides, including gaps, which ``Tensor.clone`` would close."""
     made = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
     return made.copy_(tensor)
 
 
 def viewed(base: torch.Tensor, steps: Sequence[ViewStep]) -> torch.Tensor:
-    """The view of ``base`` by the operators ``steps``."""
+    """Return the view of ``base`` that the operators ``steps`` create."""
     for step in steps:
         result = step.operator(base, *step.args, **step.kwargs)
         base = result if step.index is None else result[step.index]

@@ -1,1 +1,1 @@
-"""Forward on fake tensors, before it is captured: what it reads, writes and returns."""
+"""Run forward on fake tensors before the capture, and record what it reads, writes and returns."""

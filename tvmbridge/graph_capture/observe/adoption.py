@@ -1,7 +1,8 @@
-"""Adoption: which tensors outside of a module's names become inputs of its graph.
+"""Adoption: choose the tensors without a name in the module that become inputs of its graph.
 
-Forward finds them in globals, closures, defaults, class attributes, lists and objects. A constant
-of the graph would be stale after a write that leaves no version: through ``.data``, by numpy.
+Forward may read tensors from globals, closures, defaults, class attributes, lists and objects. If
+the graph held such a tensor as a constant, the constant could become stale: writes through
+``.data`` or by numpy do not change the tensor's version, so no guard would notice them.
 """
 
 from __future__ import annotations
@@ -26,10 +27,13 @@ from tvmbridge.graph_capture.trace.standins import tensors_of
 
 @dataclass
 class Adoption:
-    """What one observation finds, and what the observed stand-in has adopted before.
+    """The tensors that a stand-in has adopted, and the ones that an observation of it finds.
 
-    ``adopted``: labels and tensors that the stand-in holds. ``found``: further tensors that
-    operators read, by their ids. ``watched``: the values outside of the module that guards compare.
+    A stand-in is the copy of the user's module that is observed and traced.
+
+    - ``adopted``: labels and tensors that the stand-in already holds.
+    - ``found``: further tensors that operators read, by their ids.
+    - ``watched``: the values outside the module that guards compare.
     """
 
     adopted: tuple[tuple[str, torch.Tensor], ...] = ()
@@ -39,13 +43,14 @@ class Adoption:
     def adoptable(
         self, module: nn.Module, leaves: Sequence[Any]
     ) -> tuple[tuple[str, torch.Tensor], ...]:
-        """The found tensors that a stand-in of ``module`` can hold, with their labels.
+        """Return the found tensors that a stand-in of ``module`` can hold, with their labels.
 
-        In place of a tensor that forward has made of another one (``t.data``) it is that one.
+        If forward derived a found tensor from another tensor (``t.data``), the result has the
+        other tensor.
 
         Args:
             module: the user's module.
-            leaves: of the sample's arguments.
+            leaves: the leaves of the sample's arguments.
         """
         own = tensors_of(module)
         device = _device_of([*leaves, *own.values()])
@@ -70,12 +75,18 @@ class Adoption:
         yield from sharing
 
     def _is_kept(self, tensor: torch.Tensor) -> bool:
-        """Whether something refers to ``tensor`` beside what watches forward."""
+        """Whether anything but ``found``, stack frames and closure cells refers to ``tensor``."""
         others = (r for r in gc.get_referrers(tensor) if r is not self.found)
         return any(not isinstance(r, types.FrameType | types.CellType) for r in others)
 
     def refuse_stale(self, module: nn.Module) -> None:
-        """Raise CaptureError if forward reads memory of a tensor past what stands in for it."""
+        """Raise if forward reads the memory of an adopted or watched tensor by another tensor.
+
+        Such a read bypasses the graph input or guard of the adopted or watched tensor.
+
+        Raises:
+            CaptureError: compiled code would miss writes into the tensor.
+        """
         known = [*self.adopted, *_labelled(self.watched).values()]
         for tensor in self.found.values():
             for label, source in known:
@@ -90,7 +101,7 @@ class Adoption:
 
 
 def _labelled(values: Iterable[OutsideValue]) -> dict[int, tuple[str, torch.Tensor]]:
-    """The tensors in ``values`` by their ids, with the label of the first value that holds each."""
+    """Map the id of each tensor in ``values`` to its label and itself; the first label counts."""
     found: dict[int, tuple[str, torch.Tensor]] = {}
     for value in values:
         for held in [] if value.itself else all_held(value.expected):

@@ -1,7 +1,8 @@
-"""Attributes: which of them forward reads, and which it writes.
+"""Record which attributes of the module forward reads and which it writes.
 
-Compiled code has the numbers, strings and containers that forward read in it as constants. So the
-reads are recorded while forward is traced; ``runtime/guards`` compare the values at each call.
+The numbers, strings and containers that forward reads become constants of compiled code. So reads
+are recorded while forward runs on fake tensors, and ``runtime/guards`` compares the values at
+each call.
 """
 
 from __future__ import annotations
@@ -36,10 +37,12 @@ _OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | {
 def recorded_reads(
     module: nn.Module, foreign: ForeignModules | None = None
 ) -> Iterator[set[tuple[str, str]]]:
-    """Collects the attributes that are read meanwhile, as (submodule's name, attribute's name).
+    """Yield a set that collects the attributes that are read inside this context.
 
-    Parameters, buffers, submodules and methods are left out. Who looks at ``__dict__`` itself, as
-    ``vars`` does, reads everything in it. What is read of other modules is told to ``foreign``.
+    An entry is (submodule's name, attribute's name). Attributes that every module has are left
+    out; :func:`values_read` later drops parameters, buffers and submodules. A read of ``__dict__``
+    by user code, as ``vars`` does, counts as a read of every attribute in it. Reads of modules
+    outside ``module`` go to ``foreign``.
     """
     names = {id(m): name for name, m in module.named_modules(remove_duplicate=False)}
     reads: set[tuple[str, str]] = set()
@@ -52,7 +55,7 @@ def recorded_reads(
             return genuine(owner, attribute)
         if attribute == "__dict__":
             attributes: dict[str, Any] = genuine(owner, "__dict__")
-            # The patch's call and its stub stand between this function and the one who asks.
+            # The frames of the patch's call and stub are between this function and the reader.
             if not is_called_by_library(3):
                 reads.update((name, a) for a in own_names(owner))
                 reads.add((name, "__dict__"))
@@ -69,13 +72,13 @@ def recorded_reads(
 def recorded_assignments(
     module: nn.Module, reads: set[tuple[str, str]]
 ) -> Iterator[set[tuple[str, str]]]:
-    """Collects the attributes that are assigned meanwhile and had not been read before that.
+    """Yield a set that collects the attributes that are assigned before they are read.
 
-    What is read of them afterwards is no state of the module: the one who assigned it reads it.
+    Forward depends on no earlier value of such an attribute: it reads back its own value.
 
     Args:
         module: as for :func:`recorded_reads`.
-        reads: what that one collects at the same time.
+        reads: the set that :func:`recorded_reads` fills at the same time.
     """
     names = {id(m): name for name, m in module.named_modules(remove_duplicate=False)}
     assigned: set[tuple[str, str]] = set()
@@ -91,14 +94,17 @@ def recorded_assignments(
 
 
 def own_names(module: nn.Module) -> frozenset[str]:
-    """The names of the attributes that not every module has, in or out of dispatch."""
+    """Return the names of the attributes in the module's ``__dict__`` that not every module has.
+
+    Attributes that a dispatch sets, such as ``forward``, are left out.
+    """
     return frozenset(n for n in vars(module) if n not in _OF_EVERY_MODULE)
 
 
 def values_assigned(
     module: nn.Module, assigned: set[tuple[str, str]]
 ) -> dict[tuple[str, str], Any]:
-    """The attributes of ``assigned`` whose values are plain and cannot change, with the values."""
+    """Return the values of the ``assigned`` attributes that hold constants (numbers, strings)."""
     values: dict[tuple[str, str], Any] = {}
     for name, attribute in assigned:
         held = module.get_submodule(name).__dict__
@@ -110,10 +116,11 @@ def values_assigned(
 def values_read(
     module: nn.Module, reads: set[tuple[str, str]], objects: ObjectReads
 ) -> dict[tuple[str, str], Any]:
-    """The attributes of ``reads`` that are data, with their values; MISSING: there is none.
+    """Return the values that a guard expects for ``reads``; MISSING if there is no such attribute.
 
-    Tensors may be any: they are inputs of the compiled code, or constants that are watched. Of
-    objects there is what ``objects`` has recorded.
+    Parameters, buffers and submodules are left out. Any tensor is accepted in place of a tensor,
+    since tensors are inputs of the compiled code or watched constants. For plain objects, the
+    value has only the attributes that ``objects`` recorded as read.
     """
     values: dict[tuple[str, str], Any] = {}
     for name, attribute in reads:
@@ -135,9 +142,10 @@ def values_in_place(
     objects: ObjectReads,
     before: nn.Module,
 ) -> dict[tuple[str, str], Any]:
-    """As :func:`values_read`, of attributes that forward has ``written`` since ``before``.
+    """Return the values of ``written`` attributes as :func:`values_read` does.
 
-    Of objects there is what it has changed as well.
+    For plain objects, the value also has the attributes that differ from ``before``, the module
+    in its state before forward wrote.
     """
     values: dict[tuple[str, str], Any] = {}
     for (name, attribute), value in values_read(module, set(written), NO_READS).items():
@@ -152,7 +160,14 @@ def read_and_left(
     read_first: Collection[tuple[str, str]],
     foreign: Collection[int],
 ) -> Iterator[str]:
-    """Complaints about what forward leaves at each call, and depends on at the next."""
+    """Yield a complaint for each attribute that forward writes and the next call depends on.
+
+    Args:
+        values: the values of the attributes that forward reads.
+        left: the attributes that forward sets at each call, and how.
+        read_first: the attributes of ``left`` that forward reads before it writes them.
+        foreign: ids of tensors that forward reads and that are no inputs of the graph.
+    """
     for key in read_first:
         value = values.get(key)
         number = left[key].into == "place" and value not in (None, MISSING) and is_constant(value)
@@ -162,7 +177,7 @@ def read_and_left(
 
 
 def iterators_among(values: Mapping[tuple[str, str], Any]) -> Iterator[str]:
-    """Complaints about iterators that forward reads, which it may move on."""
+    """Yield a complaint for each iterator that forward reads, since it may advance the iterator."""
     for (path, name), value in values.items():
         if any(isinstance(held, Iterator) for held in all_held(value)):
             yield f"reads the iterator {path}.{name}".replace(" .", " ")

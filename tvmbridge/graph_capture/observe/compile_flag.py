@@ -1,7 +1,7 @@
-"""Whether forward takes another path where ``torch.compiler.is_compiling()`` is false.
+"""Decide whether forward behaves differently when ``torch.compiler.is_compiling()`` is False.
 
-It is true in a trace, as in compilers, and false in a call. Where the paths of a forward that asks
-differ, the one of a call is traced.
+The function returns True in a trace, as under PyTorch's own compilers, and False in a call. If
+forward calls it and behaves differently in the two cases, the behavior of a call is traced.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tvmbridge.graph_capture.observe.observation import Observation
 
 
 class _Operators(TorchDispatchMode):
-    """Notes the operators that run, in order, with their arguments beside tensors."""
+    """Record the operators that run, in order, with the shapes of tensors and other arguments."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -32,14 +32,15 @@ class _Operators(TorchDispatchMode):
 
 
 def goes_another_way(module: nn.Module, observe: Callable[..., Observation]) -> bool:
-    """Whether forward does something else where ``is_compiling()`` is false.
+    """Whether forward runs other operators or has other effects if ``is_compiling()`` is False.
 
     Args:
-        module: whose forward it is.
-        observe: observes forward once, ``within`` the given contexts and ``is_compiling`` or not.
+        module: the module whose forward is observed.
+        observe: observes forward once; ``within`` are contexts to run it in, and ``is_compiling``
+            is the value that ``torch.compiler.is_compiling()`` returns.
 
     Raises:
-        CaptureError: what it does in a call cannot be told.
+        CaptureError: forward cannot be observed with ``is_compiling()`` False.
     """
     traced, called = _Operators(), _Operators()
     try:

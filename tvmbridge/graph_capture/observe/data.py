@@ -1,4 +1,4 @@
-"""Data: which of the values outside of a module are looked into, beside functions and classes."""
+"""Data: decide which values outside the module are compared by content in guards."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _PLAIN = (types.SimpleNamespace, argparse.Namespace)
 
 
 def is_data(value: Any, depth: int = DEPTH) -> bool:
-    """Whether ``value`` is a constant, a tensor, or a container in which there is or may come one.
+    """Whether ``value`` is a constant, a tensor, a random generator, or a container of data.
 
-    Keys of a mapping alone are none: registries of functions have such. Objects that hold data
-    count in a container as data do.
+    An empty container that can grow counts, too. The keys of a mapping do not count: a registry of
+    functions has strings as keys. Plain objects that hold data count as data within a container.
     """
     if is_constant(value) or isinstance(value, (*_GENERATORS, *_FILLED)):
         return True
@@ -47,7 +47,8 @@ def is_data(value: Any, depth: int = DEPTH) -> bool:
 def is_object(value: Any, depth: int = DEPTH) -> bool:
     """Whether ``value`` is a plain object of a user's class that holds data.
 
-    So it is where its class does, or an object that it holds.
+    The data may be in its attributes, in attributes of its class, or in an object that it holds.
+    An object without attributes counts as well if it can get some.
     """
     if depth == 0 or isinstance(value, CONTAINERS):
         return False
@@ -73,13 +74,13 @@ def holds_iterator(value: Any) -> bool:
 
 
 def is_of_users(cls: type) -> bool:
-    """Whether ``cls`` is none of PyTorch's, numpy's and Python's library's."""
+    """Whether ``cls`` is defined outside PyTorch, numpy and Python's standard library."""
     package = str(cls.__module__).partition(".")[0]
     return package not in ("torch", "numpy") and package not in sys.stdlib_module_names
 
 
 def data_of(cls: type) -> dict[str, Any]:
-    """The data among the attributes of ``cls`` itself, by name."""
+    """Return the data among the attributes that ``cls`` itself defines, by name."""
     return {name: value for name, value in _own(cls).items() if is_data(value)}
 
 

@@ -1,4 +1,4 @@
-"""What an exported program reads and returns, described: kinds, specs, names, shared memory."""
+"""Describe the inputs and outputs of an exported program: kinds, names, specs, shared memory."""
 
 from __future__ import annotations
 
@@ -48,11 +48,24 @@ _INPUT_KINDS = {
 def describe_inputs(
     module: nn.Module, program: ExportedProgram, leaves: list[Any], needs_grad: bool
 ) -> tuple[tuple[InputDescriptor, ...], dict[str, torch.Tensor]]:
-    """Descriptors ordered user inputs, parameters, buffers, constants; and the constants.
+    """Describe the inputs of ``program``.
+
+    Args:
+        module: the module that was exported.
+        program: the exported program.
+        leaves: the leaves of the sample's arguments.
+        needs_grad: whether the backward is compiled as well.
+
+    Returns:
+        The descriptors, in the order user inputs, parameters, buffers, other tensor attributes,
+        constants; and the constant tensors by the names of their placeholders.
 
     Raises:
-        UnsupportedOperatorError: the bridge does not handle one of them, or it is complex and
-            ``needs_grad``.
+        UnsupportedOperatorError: the bridge does not handle an input, or a complex input requires
+            a gradient and ``needs_grad`` is set.
+        NotApartError: forward reaches a tensor of the user's module by another reference than the
+            stand-in, the copy that is traced.
+        CaptureError: the inputs are on several devices.
     """
     values = _fake_values(program)
     described: list[InputDescriptor] = []
@@ -139,10 +152,12 @@ def _check_one_device(inputs: list[InputDescriptor]) -> None:
 
 
 def _moved_parameters(module: nn.Module, program: ExportedProgram) -> set[str]:
-    """The frozen parameters that forward writes, a moving average for example: buffers to us.
+    """Return the names of the frozen parameters that forward writes, such as moving averages.
+
+    The bridge treats these parameters as buffers.
 
     Raises:
-        UnsupportedOperatorError: forward writes a parameter that learns.
+        UnsupportedOperatorError: forward writes a parameter that requires a gradient.
     """
     written = {
         spec.target or ""
@@ -161,11 +176,12 @@ def _moved_parameters(module: nn.Module, program: ExportedProgram) -> set[str]:
 def describe_outputs(
     program: ExportedProgram, device: torch.device | None
 ) -> tuple[OutputDescriptor, ...]:
-    """Descriptors of what forward returns and writes.
+    """Describe the values that forward returns and the tensors that it writes.
 
     Raises:
-        UnsupportedOperatorError: the bridge does not handle one of them.
-        CaptureError: one of them is not on ``device``.
+        UnsupportedOperatorError: the bridge does not handle one of these outputs.
+        DataDependentError: an output is a number computed from tensors, or its shape is not known.
+        CaptureError: an output is not on ``device``.
     """
     values = _fake_values(program)
     kinds = {
@@ -199,7 +215,11 @@ def describe_outputs(
 def with_aliases(
     outputs: tuple[OutputDescriptor, ...], seen: Observation
 ) -> tuple[OutputDescriptor, ...]:
-    """The outputs, with what was observed of their strides and of the memory that they share."""
+    """Return the outputs with the strides and the memory sharing that ``seen`` has for them.
+
+    Raises:
+        CaptureError: the observed run returned another number of values.
+    """
     results = sum(o.kind is OutputKind.USER for o in outputs)
     expected = [*seen.sharing.aliases, *(None for _ in seen.sharing.bases)]
     if results != len(expected):
@@ -229,7 +249,7 @@ def _laid_out(spec: TensorSpec | None, stride: tuple[int, ...] | None) -> Tensor
 
 
 def _output_spec(name: str, value: Any) -> TensorSpec:
-    """The spec of a result, which must be a tensor whose shape is known."""
+    """Return the spec of a result; raise unless it is a real tensor whose shape is known."""
     if not isinstance(value, torch.Tensor):
         raise DataDependentError(
             f"the result {name} is a number that is computed from the values of tensors"
@@ -242,7 +262,7 @@ def _output_spec(name: str, value: Any) -> TensorSpec:
 
 
 def find_aliases(module: nn.Module) -> dict[str, str]:
-    """Dotted names that share a tensor with an earlier one (tied weights), and that name."""
+    """Map each dotted name whose tensor has an earlier name, too (tied weights), to that name."""
     first: dict[int, str] = {}
     aliases = {}
     for name, tensor in (

@@ -1,4 +1,4 @@
-"""Side effects of forward that compiled code would not repeat at each call."""
+"""Detect side effects of forward that compiled code would not repeat at each call."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from tvmbridge.graph_capture.trace.standins import tensors_of
 
 
 class StateBefore:
-    """What forward could write, as it is before it runs.
+    """The state that forward could write, recorded before it runs.
 
     Args:
-        module: whose forward it is.
-        held: the tensors that it holds, those in containers too.
+        module: the module whose forward runs.
+        held: the tensors that the module holds, including tensors in containers.
     """
 
     def __init__(self, module: nn.Module, held: Iterable[torch.Tensor] = ()) -> None:
@@ -43,17 +43,24 @@ class StateBefore:
         self._writable = {id(t) for t in (*module.parameters(), *module.buffers())}
 
     def written(self) -> tuple[str, ...]:
-        """The names of the attributes that are others now, or hold something else."""
+        """Return the names of the attributes that were removed, replaced or changed in content."""
         before, after = self._attributes, _attributes(self._module)
         changed = [n for n, held in after.items() if not same_held(before.get(n, []), held)]
         return (*(name for name in before if name not in after), *changed)
 
     def rebound(self, after: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The tensors for which there are others ``after`` forward, by name, as they were."""
+        """Return, by name, the former tensors that forward replaced by others.
+
+        Args:
+            after: the tensors of the module after forward, by name.
+        """
         return {n: t for n, t in self._places.items() if after.get(n, t) is not t}
 
     def writes_by_two_names(self) -> Iterator[str]:
-        """The tensors in several places that were written into, which a trace cannot follow."""
+        """Yield a complaint for each tensor with two names that forward wrote into.
+
+        A trace cannot follow a write into such a tensor.
+        """
         names: dict[int, list[str]] = {}
         for name, tensor in self._places.items():
             names.setdefault(id(tensor), []).append(name)
@@ -62,15 +69,23 @@ class StateBefore:
                 yield "writes into {}, which is {} too".format(*names[id(tensor)])
 
     def has_written_other_tensors(self, held: Iterable[torch.Tensor]) -> bool:
-        """Whether one that is ``held`` now, and is no parameter or buffer, was written into."""
-        # What has become a buffer is one, written or not.
+        """Whether forward wrote into a tensor of ``held`` that is no parameter or buffer.
+
+        Args:
+            held: the tensors that the module holds after forward.
+        """
+        # A tensor that forward has assigned to a buffer counts as a buffer.
         made = {id(t) for t in self._module.buffers() if id(t) not in self._versions}
         others = (t for t in held if id(t) not in self._writable | made)
         return any(version_of(t) != self._versions.get(id(t), 0) for t in others)
 
 
 def _attributes(module: nn.Module) -> dict[str, list[Any]]:
-    """Everything that forward could write, by name, with what it holds; of buffers their kind."""
+    """Return the attributes that forward could write, by dotted name, with the objects they hold.
+
+    For a buffer, the entry is its dtype and shape alone: forward may write into it, or replace it
+    by another tensor of this dtype and shape.
+    """
     found: dict[str, list[Any]] = {}
     for path, owner in module.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
@@ -89,11 +104,15 @@ def _kind(buffer: torch.Tensor | None) -> str:
 
 
 class QuestionWatch(TorchFunctionMode):
-    """Notes what forward asks of tensors that may decide what it computes.
+    """Record which properties of tensors forward reads, since its control flow may depend on them.
 
-    It is a mode of its own: it reads attributes by name, and ``requires_grad=`` of any function.
-    ``complaints`` are questions to autograd, whose answers compiled code cannot know. ``started``
-    are the ids of tensors that come to require a gradient: they must neither be results nor stay.
+    A read of a tensor's attribute arrives here as a call of the attribute's getter.
+
+    - ``asks``: the properties that forward reads; a sample may be refused for them, and guards
+      compare some of them.
+    - ``complaints``: uses that compiled code cannot repeat, such as reads of ``grad_fn``.
+    - ``started``: ids of the fake tensors that forward makes require a gradient. Such a tensor may
+      neither be a result nor remain on the module.
     """
 
     _LAYOUT = frozenset(
@@ -157,10 +176,10 @@ class QuestionWatch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _note_switch(self, tensor: torch.Tensor) -> None:
-        """Note a tensor that comes to require a gradient.
+        """Record that forward changes ``requires_grad`` of ``tensor``.
 
-        It gets a gradient that nobody sees, unless it was there before, or stays; that is seen
-        when forward has run.
+        The gradient of a temporary tensor is invisible outside forward. Whether the tensor existed
+        before, is returned or remains on the module is checked after forward has run.
         """
         if isinstance(tensor, FakeTensor) and not tensor.requires_grad:
             self.started.add(id(tensor))
@@ -194,9 +213,12 @@ _NOTED = (
 
 @contextmanager
 def impurities(own: OwnCalls) -> Iterator[list[str]]:
-    """Collects uses of autograd's hooks, and of random number generators but to draw.
+    """Yield a list that collects the impure calls of forward inside this context.
 
-    All generators that forward's ``own`` thread used are as before afterwards.
+    Impure calls are saved-tensor hooks, leaving inference mode, hashes of tensors, seeds and
+    states of generators, and random draws from Python's or numpy's generator. Calls of
+    ``torch.autograd.grad`` and ``backward`` raise :class:`DependenceError`. On exit, the generators
+    that forward's thread used, as ``own`` has recorded, get their states back.
     """
     found: list[str] = []
     noted = [(owner, name, _noting(what, found)) for owner, name, what in _NOTED]
@@ -208,7 +230,7 @@ def impurities(own: OwnCalls) -> Iterator[list[str]]:
             stack.enter_context(_autograd_watched(found))
             stack.enter_context(_hashes_watched(found))
             yield found
-        # Nothing is drawn on fake tensors.
+        # Operators on fake tensors draw no numbers, so a changed state was set by forward.
         used = [name for name in generators.used() if own.may_draw_from(name)]
         if not found and "torch" in used:
             found.append("sets the state of PyTorch's generator")
@@ -225,8 +247,8 @@ def _autograd_watched(found: list[str]) -> Iterator[None]:
         return genuine(hooks)
 
     def infer(genuine: Callable[..., Any], mode: torch.inference_mode) -> Any:
-        # The patch's call and its stub stand between this function and who enters, which may be
-        # PyTorch's decorator of a function of the user's.
+        # The frames of the patch's call and stub are between this function and the caller, which
+        # may be PyTorch's decorator of a user's function.
         caller = calling_python_module(3) or ""
         if not mode.mode and not caller.startswith("torch._subclasses"):
             found.append("leaves inference mode")
@@ -244,7 +266,7 @@ def _autograd_watched(found: list[str]) -> Iterator[None]:
 @contextmanager
 def _hashes_watched(found: list[str]) -> Iterator[None]:
     def hashed(genuine: Callable[..., int], tensor: torch.Tensor) -> int:
-        # As above.
+        # The frames of the patch's call and stub are between this function and the caller.
         if not is_called_by_library(3):
             found.append("has a tensor in a set or as a key, by its hash")
         return genuine(tensor)

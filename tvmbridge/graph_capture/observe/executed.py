@@ -1,4 +1,4 @@
-"""Executed: which functions of users run while forward is observed."""
+"""Executed: report the user's functions that run while forward is observed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from tvmbridge.graph_capture.observe.names import Names, names_of
 from tvmbridge.graph_capture.trace.callers import calling_python_module
 from tvmbridge.graph_capture.trace.own_calls import OwnCalls
 
-# Of these nothing is read that is not watched, or that may change what is computed.
+# Functions of these packages need no guards: the settings that they read are watched elsewhere,
+# and their other globals do not change results.
 _LIBRARIES = frozenset({"functorch", "mpmath", "numpy", "sympy", "torch", "torchgen", "triton"})
 _LIBRARIES |= {"tvm", "tvmbridge"}
 _IMPORTING = "<frozen importlib._bootstrap>"
@@ -22,7 +23,12 @@ _IMPORTING = "<frozen importlib._bootstrap>"
 
 @dataclass(frozen=True)
 class Executed:
-    """A function that ran: its code, its globals, and its free variables by name."""
+    """A function of the user's that ran.
+
+    - ``code``: its code object.
+    - ``globals``: the globals of its Python module.
+    - ``free``: the values of its free variables, by name.
+    """
 
     code: CodeType
     globals: dict[str, Any] = field(repr=False)
@@ -30,17 +36,17 @@ class Executed:
 
     @property
     def names(self) -> Names:
-        """The names in its code."""
+        """The names that its code uses."""
         return names_of(self.code)
 
 
 @contextmanager
 def executed_functions(note: Callable[[Executed], None], own: OwnCalls) -> Iterator[None]:
-    """Within it ``note`` gets each function that runs in this thread, before its first run.
+    """Call ``note`` with each user's function that runs in this thread, before its first run.
 
-    Those of PyTorch, Python's library and the bridge are left out, and what runs while something is
-    imported: it does not run again. ``own`` notes builtin functions and those of libraries. A
-    profiler rests meanwhile.
+    Functions of PyTorch, Python's standard library and the bridge are left out; ``own`` is notified
+    of them and of builtin functions. Functions that run during an import are left out as well,
+    because they do not run again. An active profiler is suspended inside this context.
     """
     known: dict[tuple[int, ...], CodeType] = {}
     before = _imports_under_way(sys._getframe())
@@ -75,16 +81,16 @@ def _imports_under_way(frame: FrameType | None) -> int:
 
 
 def is_called_by_library(depth: int, passing: str = "") -> bool:
-    """Whether the function ``depth`` calls above the one that asks is none of users.
+    """Whether the function ``depth`` calls above the caller belongs to a library.
 
-    Functions called ``passing`` are not counted.
+    Functions named ``passing`` are skipped.
     """
     caller = calling_python_module(depth + 1, passing)
     return caller is None or is_library(caller)
 
 
 def is_library(name: Any) -> bool:
-    """Whether nothing is read of the Python module of this ``name``, as above."""
+    """Whether ``name`` is a Python module of a library, whose functions need no guards."""
     top = str(name).partition(".")[0]
     if top in _LIBRARIES or top in sys.stdlib_module_names:
         return True
@@ -93,9 +99,9 @@ def is_library(name: Any) -> bool:
 
 @contextmanager
 def _profiled(function: Callable[[FrameType, str, object], None]) -> Iterator[None]:
-    """Within it ``function`` is the profiler of this thread; one that runs is stopped."""
+    """Make ``function`` the profiler of this thread; suspend an active profiler until the exit."""
     before: Any = sys.getprofile()
-    if hasattr(before, "disable"):  # that of cProfile, which is no function
+    if hasattr(before, "disable"):  # cProfile's profiler is an object, not a function.
         before.disable()
     sys.setprofile(function)
     try:

@@ -1,4 +1,4 @@
-"""Fakes: the fake tensors that forward is observed on, in place of its arguments and its own."""
+"""Fakes: the fake tensors that replace arguments and module tensors while forward is observed."""
 
 from __future__ import annotations
 
@@ -23,12 +23,16 @@ from tvmbridge.graph_capture.trace.standins import tensors_of
 
 @dataclass(frozen=True)
 class Fakes:
-    """The fake tensors that forward is run on.
+    """The fake tensors that forward runs on.
 
-    ``given`` are the leaves of its arguments, of this ``structure``. ``held`` stand for the
-    module's tensors, by the ids of those. ``beside`` maps the ids of fakes to the tensors that they
-    stand for, where these have no name in the module but are held by lists or dicts. ``entwined``
-    are those of ``given`` that share elements with another argument or a tensor of the module.
+    - ``mode``: the fake mode that all of them belong to.
+    - ``given``: the leaves of forward's arguments, with tensors replaced by fakes.
+    - ``structure``: the pytree structure of the arguments.
+    - ``held``: the fakes of the module's tensors, by the ids of the real tensors.
+    - ``beside``: the real tensors in containers or plain objects among the module's attributes, by
+      the ids of their fakes. Such tensors have no name in the module.
+    - ``entwined``: the fakes of arguments that share elements with another argument or with a
+      tensor of the module.
     """
 
     mode: FakeTensorMode
@@ -42,7 +46,8 @@ class Fakes:
     def of(cls, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Fakes:
         mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=symbolic_shapes().ShapeEnv())
         leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
-        # Each argument is a primal of its own, even where two are one tensor, or a parameter.
+        # Each argument becomes its own graph input, even if one tensor is passed twice or is also
+        # a parameter.
         given = [_fake(mode, leaf) for leaf in leaves]
         own = all_tensors(module)
         held = {id(t): _fake(mode, t) for t in own}
@@ -53,7 +58,7 @@ class Fakes:
 
 
 def laid_out(tensor: torch.Tensor) -> Any:
-    """The shape and the strides of ``tensor``."""
+    """Return the shape and the strides of ``tensor``."""
     return tensor.shape, tensor.stride()
 
 
@@ -69,7 +74,7 @@ def _entwined(leaves: Sequence[Any], own: Sequence[torch.Tensor]) -> Iterator[in
 
 
 def any_tagged(values: Iterable[Any]) -> bool:
-    """Whether a fake tensor has attributes that fake tensors do not have by themselves."""
+    """Whether a fake tensor in ``values`` has attributes that a new fake tensor does not have."""
     plain: dict[int, set[str]] = {}
     for value in values:
         if not isinstance(value, FakeTensor):
@@ -83,7 +88,7 @@ def any_tagged(values: Iterable[Any]) -> bool:
 
 
 def all_tensors(module: nn.Module) -> list[torch.Tensor]:
-    """The module's tensors, those in lists and dicts among its attributes too."""
+    """Return the module's tensors, including tensors in containers and objects that it holds."""
     found = list(tensors_of(module).values())
     for owner in module.modules():
         for name, value in owner.__dict__.items():
@@ -96,5 +101,5 @@ def _fake(mode: FakeTensorMode, value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     fake = mode.from_tensor(value.detach(), static_shapes=True)
-    # Where no gradient is asked for, views of it say so too, and detached ones do not.
+    # Under no_grad, a view reports ``requires_grad`` of its base, so the fake must have it as well.
     return fake.requires_grad_() if value.requires_grad and not fake.is_inference() else fake

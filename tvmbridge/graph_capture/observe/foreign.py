@@ -1,7 +1,8 @@
-"""Foreign tensors and modules: what forward reads that is neither an argument nor registered.
+"""Unregistered tensors and modules: forward reads them, but they are not arguments or registered.
 
-A module in a list, or one that a global or a closure holds, is no submodule: its parameters are no
-inputs of the graph, and nobody would notice that it was changed. The same is true of such tensors.
+A module in a list, a global or a closure is no submodule of the dispatched module. Its parameters
+are no inputs of the graph, so compiled code would miss changes of them. The same is true of
+tensors in such places.
 """
 
 from __future__ import annotations
@@ -21,19 +22,21 @@ from tvmbridge.core.torch_private import FakeTensor, FakeTensorMode, TorchDispat
 from tvmbridge.graph_capture.trace.patches import patched_here
 
 aten = torch.ops.aten
-# They take numbers that forward itself has just made a tensor of.
+# The argument of these operators is a tensor that forward has just created from a number.
 _FRESH = frozenset({aten.lift.default, aten.lift_fresh.default, aten.lift_fresh_copy.default})
 
 
 class ForeignTensors(TorchDispatchMode):
-    """Notes the tensors that operators read and that are not fakes of what forward may read.
+    """Record the unregistered tensors that operators read.
 
-    ``written``: an operator was to write into one, and has got a fake of it instead.
+    - ``found``: the unregistered tensors, by their ids.
+    - ``written``: whether an operator tried to write into one; it got a fake tensor instead.
+    - ``differentiated``: the unregistered tensors that require a gradient, by their ids.
 
     Args:
-        stand_ins: fakes that stand for foreign tensors, by their ids.
-        found: gets the foreign tensors, by their ids.
-        mode: makes fakes.
+        stand_ins: the unregistered tensors that have fakes, by the ids of the fakes.
+        found: the dict to collect the unregistered tensors in.
+        mode: the mode that creates fakes.
     """
 
     def __init__(
@@ -58,20 +61,20 @@ class ForeignTensors(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _faked(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A fake of ``tensor``, for an operator that would write into the tensor itself."""
+        """Return a fake of an unregistered tensor, which an operator writes into in its place."""
         if isinstance(tensor, FakeTensor) or id(tensor) not in self.found:
             return tensor
         self.written = True
         return self._mode.from_tensor(tensor.detach())
 
     def note_results(self, results: Iterable[Any]) -> None:
-        """Note the foreign tensors that forward returns as they are."""
+        """Record the unregistered tensors among the results of forward."""
         for value in results:
             if isinstance(value, torch.Tensor):
                 self._note(self._stand_ins.get(id(value)), value)
 
     def without_gradient(self) -> list[str]:
-        """The complaint that a gradient would be lost, if there is one."""
+        """Return a list with one complaint if an unregistered tensor would lose its gradient."""
         shapes = ", ".join(str(tuple(t.shape)) for t in self.differentiated.values())
         complaint = (
             f"reads a tensor that requires a gradient (of shape {shapes}) and is neither an "
@@ -88,14 +91,19 @@ class ForeignTensors(TorchDispatchMode):
 
 
 class ForeignConstant(NamedTuple):
-    """An attribute of a module that forward runs though it is not its own."""
+    """A constant attribute that forward reads of an unregistered module."""
 
     module: nn.Module
     name: str
     value: Any
 
     def watched(self, originals: Mapping[int, nn.Module]) -> OutsideValue:
-        """The value to be compared, of the user's module where this one is a copy."""
+        """Return the value for a guard to compare.
+
+        Args:
+            originals: the user's modules by the ids of their copies; the guard reads the user's
+                module.
+        """
         owner = originals.get(id(self.module), self.module)
         label = f"{self.name} of a {type(owner).__name__}"
         key = (id(owner), self.name)
@@ -103,9 +111,9 @@ class ForeignConstant(NamedTuple):
 
 
 class ForeignModules:
-    """Notes the modules that are run and are none of those that forward may run.
+    """Record the unregistered modules that forward runs.
 
-    Modules that forward makes itself are its own.
+    Modules that forward itself creates are not recorded.
     """
 
     def __init__(self) -> None:
@@ -115,7 +123,7 @@ class ForeignModules:
         self._read: dict[tuple[int, str], nn.Module] = {}
 
     def note(self, module: nn.Module, attribute: str) -> None:
-        """``attribute`` of ``module``, which is not known, is read."""
+        """Record that ``attribute`` of the unregistered ``module`` is read."""
         if id(module) not in self._made:
             self._read[id(module), attribute] = module
         if attribute in ("forward", "training") and id(module) not in self._made:
@@ -124,22 +132,22 @@ class ForeignModules:
                 self._minding.add(id(module))
 
     def clear(self) -> None:
-        """Forget what was noted so far."""
+        """Drop the records of modules that were run or read."""
         self._run.clear()
         self._read.clear()
 
     def stateful(self) -> list[nn.Module]:
-        """Those that hold tensors, or ask whether they are in training."""
+        """Return the modules that forward ran and that hold tensors or read ``training``."""
         return [m for key, m in self._run.items() if key in self._minding or _holds_tensors(m)]
 
     def constants_read(self) -> list[ForeignConstant]:
-        """The numbers, strings and the like that were read of them."""
+        """Return the constants, such as numbers and strings, that were read of these modules."""
         held = ((m, name, m.__dict__.get(name, MISSING)) for (_, name), m in self._read.items())
         return [ForeignConstant(m, name, v) for m, name, v in held if is_constant(v)]
 
     @contextmanager
     def noticing_new_ones(self) -> Iterator[None]:
-        """Within it modules are noted as they are made."""
+        """Inside this context, record the modules that forward creates, to leave them out."""
 
         def made(
             genuine: Callable[..., None], module: nn.Module, *args: Any, **kwargs: Any
@@ -152,7 +160,11 @@ class ForeignModules:
 
 
 def refuse_foreign(module: nn.Module, run: Sequence[nn.Module]) -> None:
-    """Raise CaptureError if forward of ``module`` has ``run`` modules that are not its own."""
+    """Refuse a forward that has ``run`` unregistered modules.
+
+    Raises:
+        CaptureError: ``run`` is not empty.
+    """
     if run:
         kinds = ", ".join(sorted({f"a {type(m).__name__}" for m in run}))
         raise CaptureError(

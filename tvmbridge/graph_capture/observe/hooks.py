@@ -1,7 +1,7 @@
-"""Hooks of submodules: forward hooks are traced as code of forward, others are refused.
+"""Hooks of submodules: forward hooks are traced like code of forward, other hooks are refused.
 
-Compiled code does not call submodules. What a hook on a call computes is in the captured graph,
-and the hook must be the same one at a call.
+Compiled code does not call submodules, so it does not call their hooks either. The captured graph
+has the computation of a traced hook, and a guard checks that the hook is still the same.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from tvmbridge.core.libraries import acts
 
 _TRACED = ("_forward_hooks", "_forward_pre_hooks")
 HOOKS = (*_TRACED, "_backward_hooks", "_backward_pre_hooks")
-# Of every module in the process; the dispatched module's own call runs them, but its submodules
-# are not called.
+# Hooks of all modules in the process. A call of the dispatched module still runs them, but compiled
+# code calls no submodules.
 GLOBAL_HOOKS = tuple(getattr(nn_module, f"_global{name}") for name in HOOKS)
-# They are traced, and guarded where they are known (trace/old_norms.py).
+# trace/old_norms.py traces and guards these hooks.
 _OLD_NORMS = (WeightNorm, SpectralNorm)
-# A function, and how it is called.
+# A hook's function, and a text of its kind and of whether it gets keyword arguments.
 TracedHook: TypeAlias = tuple[types.FunctionType, str]
 
 
 def hooked_submodule(module: nn.Module) -> str | None:
-    """The name of a submodule with hooks that cannot be traced and act; None: none has such."""
+    """Return the name of the first submodule with an active hook that cannot be traced, or None."""
     for name, child in module.named_modules():
         if child is module:
             continue
@@ -43,7 +43,7 @@ def hooked_submodule(module: nn.Module) -> str | None:
 
 
 def traced_hooks(module: nn.Module) -> list[TracedHook]:
-    """The forward hooks of a submodule that are plain functions: as good as lines of forward."""
+    """Return the forward hooks of a submodule that are plain functions and can be traced."""
     held: Mapping[str, Any] = module.__dict__
     always = held.get("_forward_hooks_always_called", ())
     return [

@@ -1,8 +1,9 @@
-"""Leaks: fake tensors that outlive the trace they belong to, in caches outside of the module.
+"""Leaks: find and remove fake tensors that outlive their trace in caches outside of the module.
 
-A function with a cache, or a dict in a global, that is filled while a module is traced would hand a
-fake tensor to every later call, eager ones too. Weak references tell whether any is left. Caches,
-containers and names that forward's code leads to get back what they had; others are refused.
+If a trace fills a cache or a global dict, every later call would get a fake tensor from it, in
+eager PyTorch too. Weak references show whether a fake tensor is still alive. Caches, containers and
+names that forward's code refers to are restored. If another object keeps a fake tensor, the module
+is refused.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from tvmbridge.graph_capture.trace.patches import patched_here
 
 
 class Made(TorchDispatchMode):
-    """Notes the tensors that are made within it, and keeps none of them alive."""
+    """Record the results of all operators by weak references, which keep no tensor alive."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -46,9 +47,10 @@ class Made(TorchDispatchMode):
         return results
 
     def alive(self) -> list[torch.Tensor]:
-        """Those that are still there; nobody else may use them any more."""
+        """Return the recorded tensors that are still alive after garbage collection."""
         if self._alive():
-            # Nearly always circles of what the trace made: a look at all objects takes seconds.
+            # Nearly always, reference cycles of young objects keep the tensors alive. A full
+            # collection takes seconds.
             gc.collect(1)
         if self._alive():
             gc.collect()
@@ -61,7 +63,10 @@ class Made(TorchDispatchMode):
 
 @contextmanager
 def collections_put_off() -> Iterator[None]:
-    """Within it what is made stays among the youngest objects, where circles are found quickly."""
+    """Disable automatic garbage collection inside this context.
+
+    New objects then stay in the youngest generation, where a collection finds cycles quickly.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -73,10 +78,10 @@ def collections_put_off() -> Iterator[None]:
 
 @contextmanager
 def tensors_forgotten() -> Iterator[None]:
-    """After it what PyTorch has noted of tensors to make fake ones of them is forgotten.
+    """On exit, clear the tensor maps of the fake-tensor describers created inside this context.
 
-    Graphs keep their fake tensors, these the mode, and the mode weak references to parameters: who
-    exchanges these in place (``torch.utils.swap_tensors``) may not find any.
+    A graph keeps its fake tensors, which keep the fake mode, whose describer has weak references to
+    parameters. ``torch.utils.swap_tensors`` fails for a parameter with weak references.
     """
     made: list[MetaTensorDescriber] = []
 
@@ -96,11 +101,11 @@ def tensors_forgotten() -> Iterator[None]:
 
 
 def release_frames(error: BaseException, handled: BaseException | None = None) -> None:
-    """Let the frames that ``error`` went through keep none of their variables alive.
+    """Clear the local variables of the frames in the traceback of ``error``.
 
     Args:
-        error: what was raised; those that it followed are looked at too.
-        handled: what was being handled before, whose frames are left alone.
+        error: the exception; its causes and contexts are cleared as well.
+        handled: an exception that was already being handled, whose frames are left alone.
     """
     seen = {id(handled)}
     waiting: list[BaseException | None] = [error]
@@ -115,9 +120,10 @@ def release_frames(error: BaseException, handled: BaseException | None = None) -
 
 @contextmanager
 def saved_without_circles() -> Iterator[None]:
-    """Within it autograd keeps no tensor for good.
+    """Make autograd save detached tensors inside this context, which avoids reference cycles.
 
-    Hooks that keep the very tensor do, where it is the result of the node that it is saved for.
+    A hook that keeps the saved tensor itself creates a cycle if the tensor is the output of the
+    node that saves it.
     """
     with saved_tensors_hooks(_detached, lambda saved: saved):
         yield
@@ -131,9 +137,15 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
 def refuse_hidden(
     kept: Iterable[torch.Tensor], module: nn.Module, read: Iterable[Any] = ()
 ) -> None:
-    """Raise CaptureError if one that is ``kept`` is neither the ``module``'s nor in what is read.
+    """Refuse a forward that keeps a tensor at a place that cannot be restored.
 
-    A stand-in's own attributes go with it.
+    Args:
+        kept: the tensors of the observation that are still alive.
+        module: the observed stand-in (a copy of the user's module), whose tensors go away with it.
+        read: the values that forward reads; tensors in them can be removed.
+
+    Raises:
+        CaptureError: a kept tensor is neither in ``module`` nor in ``read``.
     """
     own = (value for m in module.modules() for value in vars(m).values())
     known = {id(held) for value in (*own, *read) for held in all_held(value)}
@@ -150,9 +162,12 @@ def holds_fakes(value: Any) -> bool:
 
 
 def remove_fakes(now: Any, before: Any, depth: int = DEPTH) -> None:
-    """Take fake tensors and proxies out of a container.
+    """Remove fake tensors and proxies from a container or a plain object.
 
-    What they replaced comes from ``before``, its copy.
+    Args:
+        now: the container or object.
+        before: an earlier copy of it, whose entries replace the removed ones.
+        depth: how many levels of nested containers are searched.
     """
     entries, earlier = _entries(now), _entries(before)
     if not isinstance(now, CONTAINERS) and hasattr(now, "__dict__"):
@@ -169,7 +184,7 @@ def remove_fakes(now: Any, before: Any, depth: int = DEPTH) -> None:
 
 
 def _entries(value: Any) -> dict[Any, Any]:
-    """What a container or a plain object holds that may be exchanged, by its key."""
+    """Return the replaceable entries of a container or plain object, by key, index or name."""
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, list | deque):

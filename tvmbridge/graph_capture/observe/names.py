@@ -1,7 +1,7 @@
-"""Names: what a function's code object says about the names that it uses.
+"""Names: read from a function's code object which names the function uses.
 
-``co_names``, ``co_freevars`` and constants are relied on; instructions narrow that down. An opcode
-that is not known here makes more names globals, never fewer.
+``co_names``, ``co_freevars`` and the constants give all candidates; the instructions narrow them
+down. An opcode that is unknown here makes more names count as globals, never fewer.
 """
 
 from __future__ import annotations
@@ -14,12 +14,17 @@ from typing import NamedTuple
 
 
 class Names(NamedTuple):
-    """The names in a code object; functions within it are code of their own.
+    """The names that a code object uses, without the functions defined in it.
 
-    ``looked_up`` may be names of attributes: so may the ``strings`` among the constants, as for
-    ``getattr``. ``modules`` are imported; relative ones have a dot for each level. ``compared``
-    stand directly before a comparison, ``identified`` before ``is``. ``asks_identity``: ``is``
-    compares two values neither of which is a constant or reached from a global.
+    - ``globals``: names of globals.
+    - ``looked_up``: names that may be looked up as attributes, including ``strings``.
+    - ``strings``: the string constants that are identifiers, also with dots, since ``getattr`` or
+      ``import_module`` may look them up.
+    - ``modules``: imported modules; a relative import begins with one dot for each level.
+    - ``compared``: names that are loaded directly before a comparison (``==``, ``in``, ``is``).
+    - ``identified``: names that are loaded directly before ``is``.
+    - ``asks_identity``: whether ``is`` compares two values of which neither is a constant or
+      reached from a global or a free variable.
     """
 
     globals: frozenset[str]
@@ -31,10 +36,10 @@ class Names(NamedTuple):
     asks_identity: bool
 
 
-# Parts of the opcodes whose names are looked up in something else.
+# Parts of the names of the opcodes that look a name up in an object or module.
 _NO_GLOBAL = ("ATTR", "METHOD", "IMPORT")
 _COMPARING = frozenset({"IS_OP", "COMPARE_OP", "CONTAINS_OP"})
-# What may stand between a name and its comparison, such as the others of a tuple.
+# Instructions that may come between a name and its comparison, such as loads of a tuple's elements.
 _LOADING = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_ATTR"}) | frozenset(
     {"BUILD_TUPLE", "BUILD_LIST", "BUILD_SET"}
 )
@@ -42,7 +47,7 @@ _LOADING = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_ATTR"}) | 
 
 @functools.lru_cache(maxsize=4096)
 def names_of(code: CodeType) -> Names:
-    """The names that ``code`` uses."""
+    """Return the names that ``code`` uses."""
     steps = [s for s in dis.get_instructions(code) if s.opname != "EXTENDED_ARG"]
     named = [s for s in steps if s.opcode in dis.hasname]
     own = {s.argval for s in named if not any(part in s.opname for part in _NO_GLOBAL)}
@@ -69,7 +74,7 @@ def names_of(code: CodeType) -> Names:
 
 
 def _loaded(steps: Sequence[dis.Instruction]) -> Sequence[dis.Instruction]:
-    """The names that are loaded directly before the end of ``steps``."""
+    """Return the loading instructions at the end of ``steps``."""
     others = (p for p in reversed(range(len(steps))) if steps[p].opname not in _LOADING)
     return steps[next(others, -1) + 1 :]
 

@@ -1,7 +1,8 @@
-"""Objects: which attributes of plain objects, such as configurations, forward reads.
+"""Objects: record which attributes of plain objects, such as configurations, forward reads.
 
-A recorder stands in for ``__getattribute__`` of their classes while forward is observed. Who reads
-a special attribute (``vars``, ``copy``, ``pickle`` and ``repr`` do), reads all of the object.
+While forward is observed, a recorder replaces ``__getattribute__`` of the objects' classes. A read
+of a special attribute such as ``__dict__`` counts as a read of the whole object; ``vars``,
+``copy``, ``pickle`` and ``repr`` read special attributes.
 """
 
 from __future__ import annotations
@@ -26,19 +27,21 @@ from tvmbridge.core.contents import (
 from tvmbridge.graph_capture.observe.data import is_of_users
 from tvmbridge.graph_capture.trace.patches import patched_here
 
-# Special attributes that say nothing of what an object holds.
+# Special attributes that do not depend on the contents of an object.
 _OF_CLASS = frozenset({"__class__", "__doc__", "__module__"})
 
 
 class ObjectReads:
-    """Records attributes that are read of plain objects, in the thread that forward runs in.
+    """Record the attributes of plain objects that forward's thread reads.
 
-    ``blind``: code of users reads attributes past the recorder, so that nothing is left out.
+    - ``blind``: whether user code may read attributes past the recorder. Objects then count as read
+      as a whole.
     """
 
     def __init__(self) -> None:
         self.blind = False
-        # Of what is followed, by id; it is held, so that nothing else has the id.
+        # By id: a recorded object and the names that were read. Holding the object keeps its id
+        # from being used again.
         self._reads: dict[int, tuple[Any, set[str]]] = {}
         self._kinds: dict[type, bool] = {}
         self._patches: ExitStack | None = None
@@ -46,7 +49,10 @@ class ObjectReads:
 
     @contextmanager
     def recording(self, module: nn.Module) -> Iterator[None]:
-        """Within it reads are recorded: of what the attributes of ``module`` hold, and followed."""
+        """Record reads inside this context.
+
+        Objects in attributes of ``module`` are recorded, and objects passed to :meth:`follow`.
+        """
         with ExitStack() as patches:
             self._patches = patches
             known: set[int] = set()
@@ -66,7 +72,7 @@ class ObjectReads:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Within it the bridge itself reads."""
+        """Suspend the recording inside this context, while the bridge itself reads objects."""
         active, self._active = self._active, False
         try:
             yield
@@ -74,7 +80,7 @@ class ObjectReads:
             self._active = active
 
     def follow(self, value: Any) -> None:
-        """Record from now on what is read of ``value`` and of what it holds."""
+        """Record from now on reads of ``value`` and of the objects that it holds."""
         if self._patches is None:
             return
         for held in all_held(value):
@@ -87,19 +93,21 @@ class ObjectReads:
                 self._reads.setdefault(id(held), (held, set()))
 
     def _read(self, genuine: Callable[..., Any], owner: Any, name: str) -> Any:
-        # The patch's call and its stub stand between this function and the one who reads.
+        # The frames of the patch's call and stub are between this function and the reader.
         if self._active and id(owner) in self._reads and not _is_bridge(sys._getframe(3)):
             self._reads[id(owner)][1].add(name)
         return genuine(owner, name)
 
     def narrowed(self, value: Any, copied: Any, beside: Any = MISSING, depth: int = DEPTH) -> Any:
-        """``copied``, a copy of ``value``, with parts in place of objects that were read in part.
+        """Return ``copied`` with a :class:`PartOf` for each object that was read only in part.
+
+        A ``PartOf`` has only the attributes that were read.
 
         Args:
-            value: what forward has read.
-            copied: its copy, or itself.
-            beside: another state of it; attributes that differ there belong to the parts too.
-            depth: how deep objects are looked into.
+            value: the value that forward has read.
+            copied: a copy of ``value``, or ``value`` itself.
+            beside: another state of ``value``; attributes that differ in it count as read.
+            depth: how many levels of nested objects are searched.
         """
         if depth == 0 or self.blind or type(copied) is not type(value):
             return copied
@@ -126,7 +134,7 @@ class ObjectReads:
         return part
 
 
-# Nothing is followed: all of an object is read.
+# Records no reads, so that each object counts as read as a whole.
 NO_READS = ObjectReads()
 
 
@@ -150,13 +158,16 @@ def _differing(ours: dict[str, Any], theirs: dict[str, Any]) -> set[str]:
 
 
 def _has_own_lookup(kind: type) -> bool:
-    """Whether a class of users decides itself what an attribute is."""
+    """Whether a user's class defines its own ``__getattribute__``."""
     return any("__getattribute__" in vars(c) for c in kind.__mro__ if c is not object)
 
 
 def _can_be_followed(kind: type) -> bool:
-    """Whether what is read of objects of a class of users can be recorded, and is all of it."""
+    """Whether all reads of attributes of the objects of ``kind`` can be recorded.
+
+    The class must be a user's, allow the recorder, and keep all state of objects in ``__dict__``.
+    """
     if not is_of_users(kind) and kind is not argparse.Namespace:
         return False
-    # The class of a class may refuse the recorder.
+    # A metaclass with its own ``__setattr__`` may refuse the recorder.
     return type(kind).__setattr__ is type.__setattr__ and holds_all_in_dict(kind)

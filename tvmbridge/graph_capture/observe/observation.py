@@ -1,7 +1,8 @@
-"""Observation: one run of forward on fake tensors, before it is captured.
+"""Observation: run forward once on fake tensors before the capture, and record what it does.
 
-The captured graph is a pure function. What else forward does is seen here: attributes that it
-reads, attributes that it writes, outputs that share memory, random numbers that are not PyTorch's.
+The captured graph is a pure function. An observation records everything else: the attributes that
+forward reads and writes, outputs that share memory, and random numbers from other generators than
+PyTorch's.
 """
 
 from __future__ import annotations
@@ -56,22 +57,31 @@ from tvmbridge.graph_capture.traced_forward import TracedForward
 
 @dataclass(frozen=True)
 class Observation:
-    """What forward does beside computing.
+    """The reads, side effects and result structure of one run of forward.
 
-    ``values`` are the attributes that it reads, by (submodule's name, attribute's name);
-    ``assigned`` are those that it gives a constant value before it may read them, with that value;
-    ``writes`` names those that it changes. ``structure`` and ``sharing`` describe what it returns.
-    ``rebound`` are the buffers that it exchanges for others rather than writing into them, with the
-    strides of those.
-    ``impure`` says what else it does that compiled code would not repeat. ``foreign`` are the
-    tensors that it reads, ``foreign_modules`` the modules with a state that it runs, though they
-    are not its own, ``foreign_constants`` what it reads of others. ``kept``: a tensor that it made
-    outlived the call.
-    ``outside`` are values that it reads and that are not the module's, ``changes`` names those of
-    them that it changes, and ``asks`` is what it asks of tensors.
-    ``normed`` names the weights that hooks of PyTorch's have made, which are not among ``writes``.
-    ``strides`` are those of what it returns, as of ``dense_strides``. ``objects``: what it read of
-    plain objects. ``left``: the attributes in which it leaves values that are results as well.
+    The keys of the mappings of attributes are (submodule's name, attribute's name).
+
+    - ``values``: the attributes that forward reads, with the values that guards expect.
+    - ``assigned``: the attributes that forward sets to a constant before it may read them.
+    - ``writes``: dotted names of the attributes that forward changes.
+    - ``structure``: the pytree structure of the results.
+    - ``sharing``: the memory that the results share with inputs, the module or each other.
+    - ``rebound``: the buffers that forward replaces by other tensors instead of writing into them,
+      with the dense strides of the new tensors.
+    - ``impure``: descriptions of other effects that compiled code would not repeat.
+    - ``foreign``: the unregistered tensors that forward reads.
+    - ``foreign_modules``: the unregistered modules with state that forward runs.
+    - ``foreign_constants``: the constants that forward reads of unregistered modules.
+    - ``kept``: whether a tensor that forward created outlives the call.
+    - ``outside``: the values outside the module that forward reads.
+    - ``changes``: labels of the values outside the module that forward changes.
+    - ``asks``: the properties of tensors that forward reads, beside shapes and dtypes.
+    - ``strides``: the dense strides of the results (see :func:`dense_strides`).
+    - ``normed``: names of the weights that hooks of ``weight_norm`` or ``spectral_norm`` compute;
+      ``writes`` does not have them.
+    - ``objects``: the record of reads of plain objects.
+    - ``left``: the attributes in which forward leaves a value at each call, and how; these values
+      become further results.
     """
 
     values: Mapping[tuple[str, str], Any]
@@ -105,19 +115,20 @@ def observe(
     left: Sequence[tuple[str, str]] | None = (),
     adoption: Adoption | None = None,
 ) -> Observation:
-    """Run forward on fake tensors with the shapes of the arguments, and note what it does.
+    """Run forward on fake tensors with the shapes of the arguments, and record what it does.
 
     Args:
-        module: whose forward is run.
+        module: the module whose forward runs.
         args: positional arguments.
         kwargs: keyword arguments.
         needs_grad: whether autograd records.
         within: further contexts, for forward alone.
-        is_compiling: whether forward is told that it is traced.
-        autocast: under which it runs.
-        left: attributes in which it leaves values, as (submodule's name, attribute's name); None:
-            they are found.
-        adoption: gets the foreign tensors that forward reads, also where this raises.
+        is_compiling: what ``torch.compiler.is_compiling()`` returns.
+        autocast: the autocast state that forward runs under.
+        left: the attributes in which forward leaves values, as (submodule's name, attribute's
+            name); None: the run finds them.
+        adoption: collects the unregistered tensors that forward reads, even if this function
+            raises.
     """
     adoption = Adoption() if adoption is None else adoption
     made, handled, objects = leaks.Made(), sys.exc_info()[1], ObjectReads()
@@ -125,7 +136,8 @@ def observe(
     with leaks.collections_put_off():
         try:
             with leaks.saved_without_circles():
-                # The fakes have no name here: what is alive when it is done counts as kept.
+                # No local variable may hold the fakes, since each tensor that is alive after the
+                # run counts as kept by forward.
                 forward = partial(
                     TracedForward,
                     module=module,
@@ -153,7 +165,13 @@ def observe(
 
 
 class _Watches(NamedTuple):
-    """What watches forward from before its fakes are made until after they are gone."""
+    """The recorders that exist before the fakes of a run are created and after they are gone.
+
+    - ``made``: weak references to all tensors that operators return.
+    - ``outside``: reads of values outside the module.
+    - ``objects``: reads of plain objects.
+    - ``found``: the unregistered tensors that operators read, by their ids.
+    """
 
     made: leaks.Made
     outside: OutsideReads
@@ -162,7 +180,7 @@ class _Watches(NamedTuple):
 
 
 class _Run:
-    """One run of a forward on fakes, made in the modes that it runs in, and what watches it."""
+    """One run of a forward on fakes, with its recorders; created under the run's gradient mode."""
 
     def __init__(
         self,
@@ -187,7 +205,7 @@ class _Run:
         self._records = torch.is_grad_enabled()
 
     def run(self, within: Iterable[AbstractContextManager[Any]]) -> pytree.TreeSpec:
-        """Run forward in the contexts ``within``; the structure of its ``results``."""
+        """Run forward in the contexts ``within``; return the structure of its results."""
         args, kwargs = unflatten(self._fakes.given, self._fakes.structure)
         held = self._fakes.held.values()
         tensors = [t for t in (*self._fakes.given, *held) if isinstance(t, torch.Tensor)]
@@ -210,7 +228,7 @@ class _Run:
             self._left_changed = settings.changed()
         self.foreign.note_results(self.results)
         self._reshaped = shapes != list(map(laid_out, tensors))
-        # What is written into comes to require a gradient as well, and is no leaf then.
+        # A write into a tensor may make it require a gradient, too, but then it is no leaf.
         self._switched = any(
             t.requires_grad != before and (before or t.is_leaf)
             for t, before in zip(tensors, records, strict=True)
@@ -227,11 +245,16 @@ class _Run:
         return structure
 
     def sharing(self, after: Mapping[str, torch.Tensor]) -> Sharing:
-        """What its results share memory with; ``after`` are the module's tensors of now."""
+        """Return the memory that the results share.
+
+        Args:
+            after: the module's tensors after forward, by dotted name.
+        """
         if self._records:
             return aliases_of(self.results, self.given(), after, self.views)
         sharing = aliases_of(self.results, self.given(), after, None)
-        # Code that records nothing serves tensors that require a gradient, and others.
+        # Code without a backward serves all calls under no_grad, whether or not tensors require a
+        # gradient. So a result counts as detached if forward detaches it, whatever the sample has.
         aliases = [
             alias and replace(alias, detached=alias.detached or self.views.detaches(result))
             for alias, result in zip(sharing.aliases, self.results, strict=True)
@@ -239,11 +262,14 @@ class _Run:
         return replace(sharing, aliases=tuple(aliases))
 
     def given(self) -> dict[int, torch.Tensor]:
-        """The tensors among its arguments, by position."""
+        """Return the tensors among the leaves of the arguments, by position."""
         return {i: t for i, t in enumerate(self._fakes.given) if isinstance(t, torch.Tensor)}
 
     def complaints(self) -> list[str]:
-        """What it asked, read or would have differentiated and compiled code cannot."""
+        """Return descriptions of the uses of tensors and settings that compiled code cannot repeat.
+
+        Call it after :meth:`run`.
+        """
         found = [f"leaves {name} changed" for name in self._left_changed]
         if self._reshaped:
             found.append("changes the shape or strides of an argument or a weight in place")
@@ -277,7 +303,8 @@ def _observe(
             stack.enter_context(context)
         stack.enter_context(functions_replaced(module, on_fakes=True))
         stack.enter_context(tensors_replaced(module, fakes.held))
-        # No fakes stand for what objects of other classes hold.
+        # Fakes replace tensors in lists, tuples and dicts, but not in other objects, so forward may
+        # write into the real tensors there.
         before = StateBefore(module, (*fakes.held.values(), *all_tensors(module)))
         for noted_so_far in (reads, assignments, others):
             noted_so_far.clear()
@@ -302,7 +329,8 @@ def _observe(
         sharing = with_exchanged(sharing, rebound.keys(), run.given(), after)
         strides = tuple(map(dense_strides, run.results))
         exchanged = {name: dense_strides(after[name]) for name in rebound}
-    # What forward itself has left is no state that it depends on, nor is what it never reads.
+    # Forward does not depend on the earlier value of an attribute that it assigns first, or of a
+    # number that it only adds to.
     read_first = {key for key in left if key in read and key not in assignments}
     read -= {key for key, way in left.items() if key in assignments or way.count is not None}
     values = values_read(module, read, watches.objects)

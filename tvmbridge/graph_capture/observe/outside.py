@@ -1,7 +1,8 @@
-"""Outside: the globals, free variables, class attributes and settings that forward reads.
+"""Outside: record the globals, free variables, class attributes and settings that forward reads.
 
-They stand in compiled code as constants, as attributes of the module do, and are watched with them.
-Which functions run is seen while forward is observed; their code names what they may read.
+Their values become constants of compiled code, like attributes of the module, and guards compare
+them. An observation of forward shows which functions run. The code of a function has the names
+that it may read.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from tvmbridge.graph_capture.observe.sources import (
 from tvmbridge.graph_capture.observe.watching import Codes, defaults, exactly, watched
 from tvmbridge.graph_capture.trace.own_calls import OwnCalls
 
-# Tracing switches them off meanwhile.
+# A trace disables these backends, so forward would read other settings than in a call.
 _EXCHANGED = (torch.backends.mkldnn, torch.backends.nnpack, torch.backends.cudnn)
 _ABOUT_COMPILERS = (
     torch.compiler.is_compiling,
@@ -51,19 +52,21 @@ _ABOUT_COMPILERS = (
     is_compiling,
 )
 _ABOUT_IDENTITY = (builtins.id, operator.is_, operator.is_not)
-# They may look up by a name that is computed.
+# A function that uses one of these names may look up attributes by computed names.
 _SEARCHING = frozenset({"getattr", "vars", "__dict__"})
-# They look attributes up past what the class of an object says.
+# A function that uses one of these names may read attributes past the recorder on the class.
 _PAST_CLASSES = frozenset({"__getattribute__", "getattr_static"})
-# Methods that nobody names: of modules, of autograd's functions, and of objects that are called.
+# Methods that PyTorch and Python call, so that user code need not name them.
 _UNNAMED = frozenset({"forward", "backward", "setup_context", "__call__"})
 
 
 class OutsideReads:
-    """Collects what the functions of users that run may read outside of the module.
+    """Collect the values outside the module that the user's functions may read while they run.
 
-    ``asks`` is what they may ask of tensors, and ``complaints`` what compiled code cannot repeat.
-    ``own``: the calls of this thread that have effects which other threads may have as well.
+    - ``asks``: the properties of tensors that the functions may read.
+    - ``complaints``: descriptions of reads that compiled code cannot repeat.
+    - ``own``: this thread's calls of random generators and of setters of settings that all threads
+      share.
     """
 
     def __init__(self, module: nn.Module, objects: ObjectReads) -> None:
@@ -74,11 +77,11 @@ class OutsideReads:
         self._sources: dict[tuple[int, str], Source] = {}
         self._values: dict[tuple[int, str], OutsideValue] = {}
         self._names = _UNNAMED | ({module.method} if isinstance(module, MethodOf) else set())
-        # By their ids: what attributes may be looked up in, with the names that it had, and caches
-        # with what they had missed.
+        # By id: an object that attributes may be looked up in, with the names it had before, and a
+        # cached function with its number of misses before.
         self._namespaces: dict[int, tuple[Source, frozenset[str]]] = {}
         self._caches: dict[int, tuple[Any, int]] = {}
-        # Code of functions within functions that ran, whose free variables are made at each run.
+        # Code of functions defined in functions that ran: each run creates their free variables.
         self._inner: set[int] = set()
         for name, value in [i for m in module.modules() for i in (("", m), *vars(m).items())]:
             self._keep(defaults(value))
@@ -97,7 +100,7 @@ class OutsideReads:
             self._keep([exactly(Source(held, held, "", f"the hook {hook.__name__}", hook))])
 
     def collecting(self) -> AbstractContextManager[None]:
-        """Within it functions that run in this thread are looked at before they do."""
+        """Inside this context, record the reads of each user's function before its first run."""
         return executed_functions(self._note_function, self.own)
 
     def _note_function(self, executed: Executed) -> None:
@@ -115,7 +118,7 @@ class OutsideReads:
         if id(executed.code) not in self._inner:
             waiting += free_variables(executed)
         self._inner.update(map(id, _codes_within(executed.code)))
-        # What one function finds, another one may look attributes of up.
+        # A function may look up attributes of an object that another function has found.
         new = names.looked_up - self._names
         self._names |= new
         for source, _ in self._namespaces.values():
@@ -153,7 +156,7 @@ class OutsideReads:
         return new
 
     def _look_at(self, source: Source) -> bool:
-        """Watch what stands at ``source``, unless it is known; whether it is new."""
+        """Record the value at ``source`` unless it is known; return whether it was new."""
         value = source.value
         if source.key in self._sources or isinstance(value, FakeTensor):
             return False
@@ -174,7 +177,10 @@ class OutsideReads:
         return True
 
     def _note_questions(self, source: Source, names: Names, same_anyway: bool) -> None:
-        """What a trace answers otherwise than a call: its tensors are others, of another class."""
+        """Record a read of ``source`` that has another result in a trace than in a call.
+
+        A trace has other tensors than a call, of another class.
+        """
         label, value = source.label, source.value
         name = label.rpartition(".")[2]
         if value is torch.default_generator:
@@ -197,7 +203,7 @@ class OutsideReads:
             self.complaints.append(f"asks whether a tensor is {label}")
 
     def _note_cached(self, function: Any) -> None:
-        """Look at a function whose results are kept, which may not run."""
+        """Record the reads of a cached function, which does not run if its result is cached."""
         if isinstance(function, types.FunctionType) and not is_library(function.__module__):
             cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
             free = {name: cell.cell_contents for name, cell in cells}
@@ -208,33 +214,33 @@ class OutsideReads:
             self._values.setdefault(value.key, value)
 
     def values(self) -> tuple[OutsideValue, ...]:
-        """What was collected, as it was before it was read."""
+        """Return the collected values as they were when they were recorded, before any change."""
         codes = Codes(v.expected for v in self._values.values() if v.itself).watched()
         return (*(self._narrowed(value) for value in self._values.values()), codes)
 
     def _narrowed(self, value: OutsideValue) -> OutsideValue:
-        """``value``, without what nobody has read of it."""
+        """Return ``value`` reduced to the attributes of plain objects that were read."""
         source = self._sources.get(value.key)
         if source is None or value.itself:
             return value
         return replace(value, expected=self._objects.narrowed(source.value, value.expected))
 
     def changed(self) -> tuple[str, ...]:
-        """What is not as it was found; generators of random numbers are put back."""
+        """Return the labels of the changed values, and restore changed random generators."""
         changed = [value.label for value in self._values.values() if _has_changed(value)]
         changed += [f"{source.label}.{name}" for source, name in self._added()]
         restore_generators(self._values.values())
         return tuple(dict.fromkeys(changed))
 
     def _added(self) -> Iterator[tuple[Source, str]]:
-        """The names that namespaces have and had not, but for what is imported when asked for."""
+        """Yield the names that were added to namespaces, except for imports."""
         for source, names in self._namespaces.values():
             for name, value in list(vars(source.value).items()):
                 if name not in names and not (name.startswith("__") or _is_imported(source, value)):
                     yield source, name
 
     def remove_fakes(self) -> None:
-        """Take fake tensors out of the caches, containers and names that forward has filled."""
+        """Remove fake tensors from the caches, containers and names that forward has filled."""
         for cache, misses in self._caches.values():
             if cache.cache_info().misses != misses:
                 cache.cache_clear()
@@ -257,9 +263,9 @@ def _codes_within(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def _is_imported(source: Source, value: Any) -> bool:
-    """Whether ``value`` has come to ``source`` because a module was imported.
+    """Whether an import may have added ``value`` to the namespace at ``source``.
 
-    A package may have what its modules define once somebody asks for it.
+    A package may import a function or class from one of its modules at the first access.
     """
     if isinstance(value, types.ModuleType):
         return True
@@ -275,7 +281,7 @@ def _has_changed(found: OutsideValue) -> bool:
 
 
 def restore_generators(values: Iterable[OutsideValue]) -> None:
-    """Give the generators of random numbers among ``values`` the states back that they had."""
+    """Restore the recorded states of the random generators among ``values``."""
     for found in values:
         value, expected = found.holder.get(found.name, MISSING), found.expected
         if isinstance(value, numpy.random.Generator):

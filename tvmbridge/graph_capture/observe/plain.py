@@ -1,4 +1,4 @@
-"""Plain tensors, which code is compiled for: subclasses, sparse and quantized ones are refused."""
+"""Refuse tensors that code cannot be compiled for, such as subclasses and sparse tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tvmbridge.core.sharding import sharded_within
 from tvmbridge.core.torch_private import is_functional_tensor
 from tvmbridge.graph_capture.trace.standins import tensors_of
 
-# Exactly these: what a subclass does is its own affair.
+# Exactly these classes: a subclass may override what operators do.
 PLAIN = (torch.Tensor, nn.Parameter)
 UNSEEN = "an argument is an object whose tensors PyTorch does not see"
 OPEN_IT = (
@@ -24,7 +24,7 @@ OPEN_IT = (
 
 
 def unusual(tensor: torch.Tensor) -> str | None:
-    """What is unusual about ``tensor``, in words that follow its name; None: nothing."""
+    """Return why ``tensor`` is not plain, as a predicate ("is quantized"); None if it is plain."""
     if type(tensor) not in PLAIN:
         return f"is a {type(tensor).__name__}"
     if tensor.layout is not torch.strided:
@@ -40,7 +40,7 @@ def unusual(tensor: torch.Tensor) -> str | None:
 
 
 def is_unseen(leaf: Any) -> bool:
-    """Whether a leaf of the arguments is an object with tensors in it that PyTorch does not see."""
+    """Whether a leaf of the arguments is an object of an unregistered class that holds tensors."""
     if isinstance(leaf, torch.Tensor | nn.Module) or is_constant(leaf):
         return False
     return any(isinstance(held, torch.Tensor) for held in all_held(leaf))
@@ -49,12 +49,11 @@ def is_unseen(leaf: Any) -> bool:
 def other_answer(
     asks: Collection[Question], given: Sequence[Any], own: Iterable[torch.Tensor | None]
 ) -> str | None:
-    """Why what forward ``asks`` of tensors could be answered differently in a call; None: it
-    cannot.
+    """Return why a property that forward reads may differ in a trace, or None.
 
     Args:
-        asks: what forward asks.
-        given: the leaves of its arguments.
+        asks: the properties that forward reads.
+        given: the leaves of the sample's arguments.
         own: the module's tensors.
     """
     tensors = [leaf for leaf in given if isinstance(leaf, torch.Tensor)]
@@ -72,9 +71,10 @@ def other_answer(
 
 
 def unusual_in(module: nn.Module, leaves: Sequence[Any] = ()) -> str | None:
-    """The first unusual tensor among the module's and the leaves of its arguments, in a sentence.
+    """Return a sentence about the first tensor or leaf that cannot be traced; None if all can.
 
-    Tracing some of them would end the process.
+    The tensors of the module and the ``leaves`` of its arguments are checked. Tracing some kinds of
+    tensors would end the process.
     """
     sharded = sharded_within(module)
     if sharded is not None:

@@ -1,4 +1,4 @@
-"""Why a module cannot be captured, told in the user's terms: the sample, or a line of forward."""
+"""Explain in the user's terms why a module cannot be captured: by the sample or a source line."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tvmbridge.graph_capture.trace.standins import (
 # Frames of these packages are not the user's.
 _NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), "<")
 
-# What a class holds the module in that it wraps.
+# By wrapper class: the attribute that holds the wrapped module.
 _WRAPPERS = {
     "torch.nn.parallel.distributed.DistributedDataParallel": "module",
     "torch.nn.parallel.data_parallel.DataParallel": "module",
@@ -38,7 +38,7 @@ _WRAPPERS = {
 }
 _SHARDED = "FullyShardedDataParallel"
 
-# How PyTorch says that an operator is not there for a device or a dtype.
+# PyTorch's messages for an operator without a kernel for a device or dtype.
 _NO_KERNEL = re.compile(r"[Cc]ould not run '|not implemented for '|no kernel|No operator found")
 _ACCEPTED = (
     "pass arguments it accepts; if a plain call of the module accepts these, it does not accept "
@@ -50,7 +50,7 @@ _ARRAYS = "a numpy array is no tensor: pass torch.from_numpy(array)"
 
 
 def advice_on_experts(module: nn.Module) -> str:
-    """What to do where a model of transformers loops over the experts that tokens have chosen."""
+    """Return advice if a transformers model loops over experts in Python, otherwise ""."""
     parts = list(module.modules())
     if not any("Experts" in type(part).__name__ for part in parts):
         return ""  # A model without experts has the setting too.
@@ -67,7 +67,14 @@ def advice_on_experts(module: nn.Module) -> str:
 def raise_if_forward_refuses(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], autocast: Autocast = ()
 ) -> None:
-    """Tell a bad sample from a module that cannot be captured; state and generators are kept."""
+    """Run forward eagerly on copies of all tensors, and raise if it refuses the sample.
+
+    This distinguishes a bad sample from a module that cannot be captured. The module's tensors and
+    the global random generators are as before afterwards.
+
+    Raises:
+        CaptureError: forward raises in eager PyTorch, too.
+    """
     actor = stand_in(module) or module
     try:
         with tensors_replaced(actor, {}):
@@ -93,7 +100,7 @@ def raise_if_forward_refuses(
 
 
 def sample_advice(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """What to pass instead of a sample that forward refuses."""
+    """Return advice on what to pass instead of a sample that forward refuses."""
     only = args[0] if len(args) == 1 and not kwargs else None
     advice = []
     if isinstance(only, Mapping):
@@ -106,11 +113,11 @@ def sample_advice(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
 
 
 def refuse_at_sight(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Refuse what tracing would take for something else, or would end the process.
+    """Refuse modules and samples that a trace would misinterpret or that would end the process.
 
     Raises:
-        CaptureError: the class of the module, an argument or one of its tensors cannot be captured,
-            or a submodule has hooks.
+        CaptureError: the class of the module, an argument or a tensor of the module cannot be
+            captured, or a submodule has hooks that cannot be traced.
     """
     reason = _unusual_class(module) or unusual_in(module, pytree.tree_leaves((args, dict(kwargs))))
     hooked = hooked_submodule(module) if reason is None else None
@@ -125,10 +132,15 @@ def refuse_at_sight(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[st
 
 
 def refuse_what_is_asked(module: nn.Module, arguments: Any, asks: Collection[Question]) -> None:
-    """Refuse a sample of which forward asks what is not so in a trace.
+    """Refuse a sample whose tensors have a property that forward reads and a trace changes.
+
+    Args:
+        module: the user's module.
+        arguments: the sample's arguments.
+        asks: the properties of tensors that forward reads.
 
     Raises:
-        CaptureError: forward asks that of the sample's tensors.
+        CaptureError: such a property differs in a trace.
     """
     reason = other_answer(asks, pytree.tree_leaves(arguments), tensors_of(module).values())
     if reason is not None:
@@ -136,10 +148,13 @@ def refuse_what_is_asked(module: nn.Module, arguments: Any, asks: Collection[Que
 
 
 def refuse_own_call(module: nn.Module) -> None:
-    """Refuse a module that is to be traced itself, if its class has a ``__call__`` of its own.
+    """Refuse a module whose class has its own ``__call__`` if it cannot be traced on a copy.
+
+    A trace of the module itself would include ``__call__``, and a call would then run ``__call__``
+    again around the compiled code.
 
     Raises:
-        CaptureError: tracing would go through it, and calls would too, around the compiled code.
+        CaptureError: the class has its own ``__call__``.
     """
     if has_own_call(module):
         raise CaptureError(
@@ -174,13 +189,13 @@ def _unusual_class(module: nn.Module) -> str | None:
 
 
 def first_paragraph(error: BaseException | None) -> str:
-    """The first paragraph of an error's text, or its type where it has none."""
+    """Return the first paragraph of an error's text, or the error's type if the text is empty."""
     text = str(error or "").strip()
     return text.split("\n\n")[0] if text else type(error).__name__
 
 
 def user_line(error: BaseException) -> str | None:
-    """The innermost source line of the user's that the failing trace passed through."""
+    """Return the innermost line of user code in the error's traceback; None if there is none."""
     frames = [
         f
         for f in traceback.extract_tb(error.__traceback__)

@@ -1,6 +1,6 @@
-"""Global settings of PyTorch that forward may leave changed.
+"""Record and restore the global settings of PyTorch that forward may change.
 
-Eager PyTorch keeps them after the call; compiled code would not change them at each call.
+In eager PyTorch a changed setting stays changed after the call. Compiled code would not change it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ class _Setting(NamedTuple):
     name: str
     get: Callable[[], Any]
     put: Callable[[Any], Any]
-    # Whether each thread has a value of its own.
-    of_thread: bool = False
+    of_thread: bool = False  # Whether each thread has its own value.
 
 
 def _attribute(owner: Any, name: str, label: str) -> _Setting:
@@ -40,7 +39,7 @@ def _attribute(owner: Any, name: str, label: str) -> _Setting:
 
 
 def _flushes_denormals() -> bool:
-    # PyTorch does not tell; it is a mode of the processor that Python's numbers are under, too.
+    # PyTorch has no getter. The processor's mode applies to Python's floats as well.
     return sys.float_info.min / 2 == 0
 
 
@@ -55,7 +54,8 @@ def _autocast_nesting() -> int:
 
 
 def _put_autocast_nesting(nesting: int) -> None:
-    # What a context that is never left would keep: the weights that autocast cast and cached.
+    # Autocast keeps casts of weights in a cache until its outermost context exits, which may never
+    # happen.
     torch.clear_autocast_cache()
     while _autocast_nesting() < nesting:
         torch.autocast_increment_nesting()
@@ -65,9 +65,10 @@ def _put_autocast_nesting(nesting: int) -> None:
 
 @contextmanager
 def outside_of_autocast_regions() -> Iterator[None]:
-    """Within it regions of autocast are outermost ones: their end forgets the casts they cached.
+    """Make each autocast region inside this context an outermost one.
 
-    The casts of a trace must not be found by what runs later in a region around it.
+    The end of an outermost region clears the cache of casts. So casts of a trace are not found by
+    operators that run later in an autocast region around the trace.
     """
     nesting = _autocast_nesting()
     _put_autocast_nesting(0)
@@ -78,7 +79,7 @@ def outside_of_autocast_regions() -> Iterator[None]:
 
 
 def _put_grad_mode(mode: bool) -> None:
-    # Unseen by those who watch what forward does.
+    # Function modes that record what forward does must not see this call.
     with DisableTorchFunction():
         torch.set_grad_enabled(mode)
 
@@ -162,11 +163,11 @@ _SETTINGS = (
 
 
 class Settings:
-    """The settings of PyTorch as they are now, in this thread.
+    """PyTorch's settings in this thread at the time of construction.
 
     Args:
-        may_set: whether this thread may have changed a setting that all threads share; by default
-            where no other thread runs.
+        may_set: returns whether this thread may have changed a setting that all threads share.
+            None: it may have only if no other thread runs Python.
     """
 
     def __init__(self, may_set: Callable[[], bool] | None = None) -> None:
@@ -175,21 +176,21 @@ class Settings:
         self._modes = function_mode_count()
 
     def changed(self) -> list[str]:
-        """The names of those that have changed."""
+        """Return the names of the settings that have changed."""
         found = [setting.name for setting, _ in self._changed()]
         if not found and function_mode_count() != self._modes:
             found.append("a function mode that it entered")
         return found
 
     def restore(self) -> None:
-        """Restore them."""
+        """Restore the settings that have changed, and leave function modes entered since."""
         for setting, value in self._changed():
             setting.put(value)
         while function_mode_count() > self._modes:
             pop_function_mode()
 
     def _changed(self) -> list[tuple[_Setting, Any]]:
-        """The settings that this thread has changed, with their values before."""
+        """Return the settings that this thread has changed, with their former values."""
         pairs = list(zip(_SETTINGS, self._values, strict=True))
         changed = [(setting, value) for setting, value in pairs if setting.get() != value]
         shared = any(not setting.of_thread for setting, _ in changed) and not self._may_set()
@@ -198,13 +199,14 @@ class Settings:
 
 @contextmanager
 def settings_kept(may_set: Callable[[], bool] | None = None) -> Iterator[Settings]:
-    """Restores the settings, whatever runs within it.
+    """Restore PyTorch's settings on exit, and yield the record of their values at entry.
 
-    Settings that all threads share are restored where this thread ``may_set`` them.
+    Settings that all threads share are restored only if ``may_set()`` is true for this thread.
     """
     settings = Settings(may_set)
     try:
-        # What is entered within it ends with it; it says of gradients what it thinks best.
+        # An inference mode that is entered inside and never left ends with this one. Entering this
+        # one changes the gradient mode, which is therefore set again.
         infers, records = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
         with InferenceMode(infers):
             _put_grad_mode(records)

@@ -1,7 +1,7 @@
-"""Sources: where the values are that a function names: globals, free variables, attributes.
+"""Sources: find the values that a function names in globals, free variables and attributes.
 
-What the names lead to is found level by level: the attributes of modules, classes and functions
-that have one of the names. Plain objects and containers are watched whole.
+The search goes level by level. From a module, class or function it goes on to the attributes that
+have one of the names. Plain objects and containers are compared as a whole.
 """
 
 from __future__ import annotations
@@ -28,7 +28,14 @@ from tvmbridge.graph_capture.trace.patches import unpatched
 
 @dataclass(frozen=True)
 class Source:
-    """Where a value was found: in the ``holder`` of an owner, under a name."""
+    """The place where a value was found.
+
+    - ``owner``: the object that the value belongs to, such as a Python module or a class.
+    - ``holder``: the owner's names and values, looked up by ``get``.
+    - ``name``: the name of the value in the holder.
+    - ``label``: the name for messages.
+    - ``value``: the value when it was found; MISSING if there was none.
+    """
 
     owner: Any
     holder: Holder
@@ -38,15 +45,15 @@ class Source:
 
     @property
     def key(self) -> tuple[int, str]:
-        """The same for two ways to one value."""
+        """A key that is equal for all paths that lead to the same place."""
         return id(self.owner), self.name
 
     def now(self) -> Any:
-        """The value of now."""
+        """Return the current value at this place."""
         return self.holder.get(self.name, MISSING)
 
     def restore(self) -> None:
-        """Let the name have the value again that it had."""
+        """Assign the recorded value to the name again, or delete the name if it had no value."""
         if isinstance(self.holder, dict):
             self.holder[self.name] = self.value
             if self.value is MISSING:
@@ -58,7 +65,10 @@ class Source:
 
 
 class Attributes:
-    """Attributes that are in no dict, or in another one for each thread; what a cell holds."""
+    """A :class:`Holder` that looks up attributes by ``getattr``.
+
+    It serves objects without a dict, thread-local objects, and the contents of closure cells.
+    """
 
     def __init__(self, owner: Any) -> None:
         self._owner = owner
@@ -71,9 +81,9 @@ class Attributes:
 
 
 def roots(executed: Executed) -> Iterator[Source]:
-    """Where a function's names begin: its globals, and modules that it imports.
+    """Yield the globals that a function names, and the modules that it imports.
 
-    Where nothing has the name of a global, its value is MISSING.
+    The value of a global that does not exist is MISSING.
     """
     names, space = executed.names, executed.globals
     for name in names.globals:
@@ -83,16 +93,17 @@ def roots(executed: Executed) -> Iterator[Source]:
     modules = {
         importlib.util.resolve_name(m, package) for m in names.modules if package or m[0] != "."
     }
-    # As for importlib.import_module.
+    # A string may be an argument of importlib.import_module.
     modules |= {s for s in names.strings if not is_library(s)}
     for name in modules & sys.modules.keys():
         yield Source(sys.modules, sys.modules, name, name, sys.modules[name])
 
 
 def free_variables(executed: Executed) -> Iterator[Source]:
-    """The free variables of a function that ran, in its cells.
+    """Yield the free variables of a function that ran, as contents of its closure cells.
 
-    A frame does not tell which function it is of: its code and the values do.
+    A frame does not refer to its function. The function is found among the referrers of its code,
+    by the values of the free variables.
     """
     functions = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
     free = {n: v for n, v in executed.free.items() if not isinstance(v, functions)}
@@ -108,7 +119,7 @@ def free_variables(executed: Executed) -> Iterator[Source]:
 
 
 def below(source: Source, names: Collection[str]) -> Iterator[Source]:
-    """The attributes of the value at ``source`` that have one of the ``names``."""
+    """Yield the attributes of the value at ``source`` that have one of the ``names``."""
     value = source.value
     held = attributes_below(value)
     for name in names if isinstance(held, Attributes) else (held or {}).keys() & names:
@@ -118,9 +129,11 @@ def below(source: Source, names: Collection[str]) -> Iterator[Source]:
 
 
 def namespaces(source: Source) -> Iterator[Source]:
-    """The users' namespaces that come with a value: its classes, those of what it holds, itself.
+    """Yield the namespaces of user code that a value gives access to.
 
-    Functions that it is given to look attributes of them up.
+    The namespaces are the value itself, if it has attributes, its class and base classes, and the
+    classes of objects that it holds. A function that is passed the value may look up attributes in
+    each of them.
     """
     value = source.value
     whole = is_data(value) or is_object(value)
@@ -137,11 +150,14 @@ def namespaces(source: Source) -> Iterator[Source]:
 
 
 def attributes_below(value: Any) -> Any:
-    """The attributes of ``value`` by name; None: it has none, or is watched whole."""
+    """Return a holder of the attributes of ``value``.
+
+    Return None if it has no attributes to search, or if guards compare it as a whole.
+    """
     if isinstance(value, type):
         return vars(value) if is_of_users(value) else None
     kind = value.__name__ if isinstance(value, types.ModuleType) else type(value).__module__
-    # Their classes look settings of PyTorch up.
+    # The modules under torch.backends have classes whose properties read PyTorch's settings.
     if isinstance(value, threading.local) or str(kind).startswith("torch.backends"):
         return Attributes(value)
     held = getattr(value, "__dict__", None)
@@ -151,7 +167,11 @@ def attributes_below(value: Any) -> Any:
 
 
 def _leads_on(owner: Any, value: Any) -> bool:
-    """Libraries lead to their own submodules; what else they import has other names."""
+    """Whether the search goes on from ``owner`` to its attribute ``value``.
+
+    From a library's module it goes on to the library's own submodules, but not to other modules
+    that the library imports.
+    """
     if not isinstance(owner, types.ModuleType) or not isinstance(value, types.ModuleType):
         return True
     return not is_library(owner.__name__) or value.__name__.startswith(f"{owner.__name__}.")

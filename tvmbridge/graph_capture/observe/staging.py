@@ -1,6 +1,7 @@
-"""Staging: the stand-in of a module that is traced, in the state in which calls find the module.
+"""Staging: prepare a stand-in, a copy of a module, that is traced in place of the module.
 
-It is observed first; side effects that compiled code would not repeat are refused by name.
+The stand-in is brought into the state that later calls of the module find. Forward is observed on
+it, and side effects that compiled code would not repeat are refused by name.
 """
 
 from __future__ import annotations
@@ -50,13 +51,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StagedModule:
-    """A module to be traced instead of the user's, with what was observed of it.
+    """A module to trace in place of the user's module, with the observation of its forward.
 
-    ``observation`` is None where forward cannot be run on fake tensors. ``is_compiling``: what
-    ``torch.compiler.is_compiling()`` is to say while it is traced. ``autocast``: under which state
-    of autocast forward runs. ``outside``: by name, the tensors that ``module`` has adopted, since
-    forward reads them though they are not the user's module's. ``fx_passes`` rewrite the program
-    that is captured.
+    - ``module``: the stand-in, or the user's module itself if it cannot be copied.
+    - ``observation``: reads and effects of forward; None if forward does not run on fake tensors.
+    - ``failure``: the exception that the run on fake tensors raised, if it did.
+    - ``is_compiling``: what ``torch.compiler.is_compiling()`` returns during the trace.
+    - ``autocast``: the autocast state that forward runs under.
+    - ``outside``: the unregistered tensors that ``module`` has adopted as inputs, by name.
+    - ``fx_passes``: passes that rewrite the captured program.
     """
 
     module: nn.Module
@@ -78,18 +81,26 @@ def staged(
     is_compiling: bool = True,
     autocast: Autocast = (),
 ) -> StagedModule:
-    """A stand-in for ``module`` in the state in which its calls find it, and how they behave.
+    """Prepare a stand-in for ``module`` in the state that later calls find, and observe forward.
 
-    Attributes that forward writes once and then finds as it wants them (caches, shapes that it
-    has seen) are so in the stand-in. Without ``apart`` the module itself is traced. Forward is
-    ``is_compiling`` that it is traced, unless it would do something else then. It runs under
-    ``autocast``.
+    Forward may fill attributes such as caches in its first call and only read them later. The
+    stand-in already has the filled attributes.
+
+    Args:
+        module: the user's module.
+        args: the sample's positional arguments.
+        kwargs: the sample's keyword arguments.
+        needs_grad: whether autograd records.
+        apart: trace a copy of the module; False: trace the module itself.
+        is_compiling: what ``torch.compiler.is_compiling()`` returns during the trace. If True, but
+            forward behaves differently in a call, False is used.
+        autocast: the autocast state that forward runs under.
 
     Raises:
         NotApartError: the module cannot be copied.
-        CaptureError: a tensor is not plain, or forward does at each call what compiled code would
-            not repeat.
-        UnsupportedOperatorError: its outputs share memory in a way that cannot be made again.
+        CaptureError: a tensor is not plain, or forward has effects at each call that compiled code
+            would not repeat.
+        UnsupportedOperatorError: outputs share memory in a way that cannot be reproduced.
     """
     adoption, refusal = Adoption(), None
     stage: StagedModule | None = None
@@ -119,7 +130,11 @@ def _staged(
     autocast: Autocast,
     adoption: Adoption,
 ) -> StagedModule:
-    """:func:`staged`, by a stand-in that has adopted what ``adoption`` says; it notes the rest."""
+    """Do the work of :func:`staged` for one adoption.
+
+    The stand-in adopts the tensors that ``adoption`` lists. Further unregistered tensors that
+    forward reads are recorded in ``adoption``.
+    """
     refuse_at_sight(module, args, kwargs)
     if not apart:
         refuse_own_call(module)
@@ -133,7 +148,7 @@ def _staged(
     try:
         seen = watch(actor, is_compiling=is_compiling)
         leaves_traces = seen.writes or seen.assigned or seen.left or seen.kept or seen.changes
-        # What hooks collect outside of the module is the user's, and is not added to here.
+        # Traced hooks may collect values in the user's containers. A real run would add to them.
         collects = seen.changes and any(map(traced_hooks, actor.modules()))
         if leaves_traces and apart and not seen.impure and not collects:
             actor = _actor(module, originals)
@@ -146,7 +161,8 @@ def _staged(
             watch = partial(watch, left=[*again.left, *counted])
             if counted or grown:
                 again = _watched_again(partial(watch, actor), again, is_compiling)
-            # What it wrote must be in place at a call, although it may never read it.
+            # A value that the first run wrote must be there at a call, even if later runs do not
+            # read it.
             written = {*map(_split, seen.writes), *seen.left} - again.left.keys()
             in_place = values_in_place(actor, written, again.objects, module)
             seen = _settled(seen, replace(again, values={**again.values, **in_place}))
@@ -199,8 +215,9 @@ def _refuse_effects(module: nn.Module, seen: Observation) -> None:
 
 
 def _settled(first: Observation, again: Observation) -> Observation:
-    """``again``, with the attributes that both runs assign the same value as assigned, not
-    expected.
+    """Return ``again`` without guards on attributes that both runs set to the same constant.
+
+    Other attributes that forward assigns are left out of ``assigned``.
     """
     earlier = first.assigned
     assigned = {
@@ -213,18 +230,22 @@ def _settled(first: Observation, again: Observation) -> Observation:
 def _watched_again(
     watch: Callable[..., Observation], seen: Observation, is_compiling: bool
 ) -> Observation:
-    """What is observed where stand-ins of numbers and lists note whether they are read."""
+    """Observe forward with recorders in place of the numbers and lists that it changes.
+
+    A recorder shows whether forward only adds to the value or also reads it. If C code fails on a
+    recorder, return ``seen`` with the lists that grow among its writes.
+    """
     try:
         return watch(is_compiling=is_compiling)
     except Exception:
-        # C code has looked at a stand-in.
+        # C code does not accept a recorder in place of the number or list.
         logger.debug("numbers and lists are read", exc_info=True)
         grown = [".".join(filter(None, k)) for k, way in seen.left.items() if way.into != "place"]
         return replace(seen, writes=(*seen.writes, *grown))
 
 
 def _attributes_among(module: nn.Module, names: Iterable[str]) -> list[tuple[str, str]]:
-    """Those of ``names`` that are attributes, and neither parameters, buffers nor submodules."""
+    """Return the ``names`` that are no parameters, buffers or submodules, split at the last dot."""
     found = []
     for path, name in map(_split, names):
         owner = module.get_submodule(path)
@@ -234,7 +255,11 @@ def _attributes_among(module: nn.Module, names: Iterable[str]) -> list[tuple[str
 
 
 def _refuse_to_part(module: nn.Module, seen: Observation) -> None:
-    """Raise NotApartError if what a stand-in read or ran past itself is of ``module``."""
+    """Refuse to trace a stand-in whose forward reaches the tensors or submodules of ``module``.
+
+    Raises:
+        NotApartError: forward read such a tensor or ran such a module.
+    """
     own = {id(m) for m in module.modules()}
     owned = {id(t): name for name, t in tensors_of(module).items()}
     if any(id(m) in own for m in seen.foreign_modules):
@@ -247,16 +272,27 @@ def _refuse_to_part(module: nn.Module, seen: Observation) -> None:
 def _of_users(
     values: Mapping[tuple[str, str], Any], originals: Mapping[int, nn.Module]
 ) -> dict[tuple[str, str], Any]:
-    """``values`` of a stand-in, with the user's modules wherever they hold those of the stand-in.
+    """Return ``values`` of a stand-in with its modules replaced by the user's modules.
 
-    A method of a submodule, or a dict of submodules, is another one where its module is another.
+    Values such as bound methods and dicts of submodules hold modules; guards must compare them
+    with the user's modules.
     """
     holding = {key: value for key, value in values.items() if modules_held(value)}
     return {**values, **copied_values(holding, originals)}
 
 
 def _actor(module: nn.Module, originals: dict[int, nn.Module] | None = None) -> nn.Module:
-    """A stand-in without hooks or a ``__call__`` of its own, which run outside of forward."""
+    """Return a stand-in of ``module`` that runs forward alone.
+
+    Its own hooks, and a ``__call__`` of its class, are removed: they run around the compiled code.
+
+    Args:
+        module: the user's module.
+        originals: a dict to fill with the user's modules by the ids of their copies.
+
+    Raises:
+        NotApartError: the module cannot be copied.
+    """
     actor = stand_in(module, originals)
     if actor is None:
         raise NotApartError(f"{type(module).__name__} cannot be copied")

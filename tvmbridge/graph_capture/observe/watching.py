@@ -1,7 +1,8 @@
-"""Watching: what a guard compares of the sources that forward reads.
+"""Watching: choose what a guard compares for each value that forward reads outside the module.
 
-Data are compared with a copy. Functions, classes and modules must be the very same, and functions
-must have the code that they had: reloading, in a notebook, exchanges that alone.
+A *guard value* is an :class:`OutsideValue`: where a value is, and what a guard expects there. Data
+are compared with a copy. Functions, classes and modules must be identical. Functions must also have
+the same code object, since reloading in a notebook replaces only the code of a function.
 """
 
 from __future__ import annotations
@@ -51,14 +52,15 @@ _DEFINITIONS = (
     staticmethod,
     classmethod,
 )
-# Of larger mappings without data among their values the entries are not watched.
+# The entries of larger mappings are not guarded if no value among them is data.
 _LARGEST_REGISTRY = 64
 
 
 def watched(source: Source) -> Iterator[OutsideValue]:
-    """What is to be compared of ``source``; nothing of what PyTorch and Python's library define.
+    """Yield the guard values for ``source``.
 
-    Of a mapping of functions it is each entry; others may be added.
+    Definitions of PyTorch and of Python's standard library are not compared. For a mapping of
+    functions, each present entry is compared; new entries are accepted.
     """
     value, owner = source.value, source.owner
     setting = _setting(source)
@@ -88,14 +90,14 @@ def _is_of_pythons_library(module: Any) -> bool:
 
 
 def exactly(source: Source) -> OutsideValue:
-    """What must be that very object, whatever it holds."""
+    """Return a guard value that requires the identical object, whatever its contents."""
     return OutsideValue(
         source.holder, source.name, source.label, source.value, source.key, itself=True
     )
 
 
 class _State:
-    """What an object holds, of one whose class does not copy it faithfully."""
+    """A :class:`Holder` that returns the contents of an object whose copies are not equal to it."""
 
     def __init__(self, holder: Holder) -> None:
         self._holder = holder
@@ -105,21 +107,27 @@ class _State:
 
 
 def _copied(source: Source) -> OutsideValue:
-    """The value, by a copy that no change reaches."""
+    """Return a guard value that compares the value at ``source`` with a copy.
+
+    If a copy of the object is not equal to it, the contents are compared with copies instead.
+    """
     holder, value = source.holder, source.value
     copied = copied_values({0: value})[0]
     if isinstance(value, queue.SimpleQueue) or not same_value(copied, value):
         holder = _State(holder)
         held = state_of(value)
         copied = copied_values({0: held})[0]
-        if held is not None:  # some are equal to no copy, and stand for themselves
+        if held is not None:  # An item that no copy is equal to is compared by identity.
             pairs = zip(held, copied, strict=True)
             copied = [copy if same_value(each, copy) else each for each, copy in pairs]
     return OutsideValue(holder, source.name, source.label, copied, source.key)
 
 
 class _Result:
-    """What a function without arguments returns: the same object as long as it is equal."""
+    """A :class:`Holder` that returns the result of a function without arguments.
+
+    It returns the same object again as long as the function's results are equal.
+    """
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self._function = function
@@ -136,7 +144,11 @@ class _Result:
 
 
 def _setting(source: Source) -> OutsideValue | None:
-    """A setting of PyTorch or of the process that is read by what stands at ``source``."""
+    """Return a guard value for the setting that the value at ``source`` reads.
+
+    The value may be a getter of PyTorch, a context variable, ``os.environ`` or ``os.getenv``.
+    Return None if it reads no setting.
+    """
     value = source.value
     if value is os.environ or value is os.getenv:
         variables = os.environ._data  # type: ignore[attr-defined]
@@ -152,7 +164,7 @@ def _setting(source: Source) -> OutsideValue | None:
 
 
 def _reads_setting(value: Any) -> bool:
-    """Whether ``value`` is a function of PyTorch, without arguments, that returns a setting."""
+    """Whether ``value`` is a function of PyTorch without arguments that returns a setting."""
     if not isinstance(value, types.FunctionType | types.BuiltinFunctionType):
         return False
     if (value.__module__ or "").startswith("torch.backends"):
@@ -161,7 +173,7 @@ def _reads_setting(value: Any) -> bool:
 
 
 def defaults(value: Any) -> Iterator[OutsideValue]:
-    """The defaults of the functions that ``value`` is made of, where calls could change them."""
+    """Yield guard values for mutable parameter defaults of the functions in ``value``."""
     for function in _functions(value):
         for name in ("__defaults__", "__kwdefaults__"):
             held = getattr(function, name) or ()
@@ -172,9 +184,10 @@ def defaults(value: Any) -> Iterator[OutsideValue]:
 
 
 class Codes:
-    """The code of functions, and the defaults of their parameters, behind one name.
+    """A :class:`Holder` that checks code and parameter defaults of many functions in one guard.
 
-    It stands for itself as long as they are the same; otherwise for the first that is not.
+    ``get`` returns the holder itself if all functions are unchanged, otherwise the first function
+    that has changed.
     """
 
     def __init__(self, values: Iterable[Any]) -> None:
@@ -188,12 +201,12 @@ class Codes:
         return self
 
     def watched(self) -> OutsideValue:
-        """The value that a guard compares."""
+        """Return the guard value: ``get`` must return this object."""
         return exactly(Source(self, self, "", "the code of a function", self))
 
 
 def _functions(value: Any) -> Iterator[types.FunctionType]:
-    """The functions of Python that ``value`` is, or is made of."""
+    """Yield the Python functions that ``value`` is or wraps (a property, partial or decorator)."""
     if isinstance(value, property):
         parts: list[Any] = [value.fget]
     elif isinstance(value, functools.partial):
@@ -201,6 +214,6 @@ def _functions(value: Any) -> Iterator[types.FunctionType]:
     elif isinstance(value, types.MethodType | staticmethod | classmethod):
         parts = [value.__func__, getattr(value, "__wrapped__", None)]
     else:
-        # Not by getattr: it may run code of users, and what stands for a missing package raises.
+        # ``getattr`` may run user code, and lazy proxies of missing packages raise an error.
         parts = [inspect.getattr_static(value, "__wrapped__", None), value]
     yield from (part for part in parts if isinstance(part, types.FunctionType))
