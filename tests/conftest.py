@@ -12,7 +12,6 @@ import importlib
 import os
 import pkgutil
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy
 import pytest
@@ -27,6 +26,7 @@ from tests.dispatch_helpers import make_block, sample
 from tests.relax_helpers import compile_and_run, fingerprint
 from tvmbridge import add_tvm_dispatch
 from tvmbridge.compiler.compiled import CompiledModule
+from tvmbridge.compiler.request import CompileRequest
 from tvmbridge.core import compiled_half
 from tvmbridge.passes.base import PassReport, RelaxPass
 from tvmbridge.runtime import entry_compiler as compiler
@@ -117,9 +117,9 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     begun: list[str] = []
     genuine = compiler.compile_module
 
-    def noted(module: nn.Module, *args: Any, **kwargs: Any) -> CompiledModule:
-        begun.append(type(module).__name__)
-        return genuine(module, *args, **kwargs)
+    def noted(request: CompileRequest) -> CompiledModule:
+        begun.append(type(request.module).__name__)
+        return genuine(request)
 
     monkeypatch.setattr(compiler, "compile_module", noted)
     return begun

@@ -24,6 +24,7 @@ from tvmbridge.backends.cuda.nvrtc import nvrtc
 from tvmbridge.backends.cuda.source import compile_source
 from tvmbridge.compiler.build import COMPILER_CONFIG, fuse
 from tvmbridge.compiler.lowering import lower_module
+from tvmbridge.compiler.request import CompileRequest
 from tvmbridge.core.errors import BuildError
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.schedules.exact_indices import with_exact_indices
@@ -38,11 +39,7 @@ def _kernels(module: nn.Module, x: torch.Tensor, target: tvm.target.Target) -> t
     """The scheduled functions of a module's forward and backward."""
     BACKENDS["cuda"].prepare()
     lowered = lower_module(
-        module,
-        (x,),
-        {},
-        needs_grad=True,
-        options=CompileOptions(),
+        CompileRequest(module, (x,), {}, needs_grad=True, options=CompileOptions()),
         records=[],
         measure=lambda _: nullcontext(),
     )

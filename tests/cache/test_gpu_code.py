@@ -25,6 +25,7 @@ from tvmbridge.compiler.build import Built, Code
 from tvmbridge.compiler.cached_build import CachedBuild
 from tvmbridge.compiler.exported import exported
 from tvmbridge.compiler.lowering import lower_module
+from tvmbridge.compiler.request import CompileRequest
 
 GPU = torch.device("cuda", 0)
 # TVM's runtime for CUDA asks for these of the driver when it is loaded.
@@ -46,6 +47,7 @@ from tvmbridge.compiler import cached_build
 from tvmbridge.compiler.executable import LoadedModule
 from tvmbridge.compiler.exported import exported
 from tvmbridge.compiler.lowering import lower_module
+from tvmbridge.compiler.request import CompileRequest
 
 identity._architecture = lambda device: "sm_90"
 loaded = []
@@ -53,9 +55,8 @@ genuine = cached_build.module_of
 cached_build.module_of = lambda library: (loaded.append(library), genuine(library))[1]
 module, x = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8)).train(), torch.randn(4, 8)
 options, target = CompileOptions(), gpu_target()
-lowered = lower_module(
-    module, (x,), {}, needs_grad=True, options=options, records=[], measure=lambda _: nullcontext()
-)
+request = CompileRequest(module, (x,), {}, needs_grad=True, options=options)
+lowered = lower_module(request, records=[], measure=lambda _: nullcontext())
 build = cached_build.CachedBuild(target, options, torch.device("cuda", 0))
 built = build(lowered.mod, [])
 kinds = [k.kind for each in genuine(loaded[0]).imports for k in (each, *each.imports)]
@@ -159,11 +160,7 @@ def test_the_build_of_a_module_on_a_gpu_asks_the_cache(
     module = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8)).eval()
     options, x = CompileOptions(), torch.ones(4, 8)
     lowered = lower_module(
-        module,
-        (x,),
-        {},
-        needs_grad=False,
-        options=options,
+        CompileRequest(module, (x,), {}, needs_grad=False, options=options),
         records=[],
         measure=lambda _: nullcontext(),
     )

@@ -13,6 +13,7 @@ from tests.joint_cases import CASES, Head
 from tests.joint_steps import assert_same, assert_served, build, dispatched, step
 from tvmbridge import UnsupportedOperatorError, add_tvm_dispatch, dispatch_report
 from tvmbridge.compiler.compiled import compile_module
+from tvmbridge.compiler.request import CompileRequest
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.graph_capture.trace.decompositions import _table_with
 
@@ -229,7 +230,7 @@ def test_draws_that_export_loses_are_noticed(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(UnsupportedOperatorError, match="other random numbers"):
         dispatched(module, args, "relax")
     with torch.no_grad(), pytest.raises(UnsupportedOperatorError, match="other random numbers"):
-        compile_module(module, args, {}, needs_grad=False, options=CompileOptions())
+        compile_module(CompileRequest(module, args, {}, needs_grad=False, options=CompileOptions()))
     ours, compiled = dispatched(module, args, "auto")
     assert compiled.joint == "aot"
     assert_same(step(ours, args), step(module, args))

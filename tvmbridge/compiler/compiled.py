@@ -8,7 +8,6 @@ from typing import Any, TypeAlias
 
 import torch
 import tvm
-from torch import nn
 
 from tvmbridge.compiler.buffers import Reuse
 from tvmbridge.compiler.build import Built
@@ -19,11 +18,10 @@ from tvmbridge.compiler.executable import Bound, LoadedModule
 from tvmbridge.compiler.freezing import Freezing, freeze
 from tvmbridge.compiler.laying_out import Layouts, lay_out_functions, put_on
 from tvmbridge.compiler.lowering import LoweredModule, lower_module
-from tvmbridge.compiler.packing import ModulePacks
 from tvmbridge.compiler.partial_backwards import NoPartialBackwards, PartialBackwards
 from tvmbridge.compiler.pieces import Pieces
+from tvmbridge.compiler.request import CompileRequest
 from tvmbridge.compiler.split import SplitModule
-from tvmbridge.core.autocast import Autocast
 from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.types import PassRecord, ValueDescriptor
@@ -127,46 +125,23 @@ class CompiledModule:
 
 
 def compile_module(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    *,
-    needs_grad: bool,
-    target: Any = None,
-    options: CompileOptions,
-    apart: bool = True,
-    packing: ModulePacks | None = None,
-    autocast: Autocast = (),
-    building: Callable[..., Building] = CachedBuild,
+    request: CompileRequest, building: Callable[..., Building] = CachedBuild
 ) -> CompiledModule:
-    """Compile ``module`` for these arguments, in the mode it stands in.
+    """Compile a module for the arguments of a call.
 
     Args:
-        needs_grad: compile forward and backward; otherwise forward alone.
-        apart: trace a stand-in, so that other threads may run the module meanwhile.
-        packing: says which parameters may be moved to lie side by side; None: none of them.
-        autocast: under which forward is called.
-        building: makes, of a target, the options and a device, what builds the graphs.
+        request: the module and the arguments.
+        building: given a target, the options and a device, returns what builds the graphs.
 
     Raises:
-        NotApartError: forward reaches the module itself, so that no stand-in can be traced.
+        NotApartError: forward reaches the module itself, so that no copy can be traced.
         CaptureError, UnsupportedOperatorError, PassError, BuildError: the stage that failed.
     """
-    stages = StageDurations()
+    stages, options = StageDurations(), request.options
     records: list[PassRecord] = []
-    lowered = lower_module(
-        module,
-        args,
-        kwargs,
-        needs_grad=needs_grad,
-        target=target,
-        options=options,
-        records=records,
-        measure=stages.measure,
-        packing=None if options.freeze else packing,
-        apart=apart,
-        autocast=autocast,
-    )
+    if options.freeze:
+        request = replace(request, packing=None)
+    lowered = lower_module(request, records=records, measure=stages.measure)
     if not options.freeze:
         return build_lowered(lowered, options, records, stages, building)
     with stages.measure("passes"):

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import tvm
-from torch import nn
 
 from tvmbridge.backends import resolve_target
 from tvmbridge.coloring import policy_for
 from tvmbridge.compiler.combining import Combining, Packs
 from tvmbridge.compiler.laying_out import Layouts
-from tvmbridge.compiler.packing import ModulePacks
+from tvmbridge.compiler.request import CompileRequest
 from tvmbridge.compiler.split import SplitModule, colored, split
-from tvmbridge.core.autocast import Autocast
 from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.types import PassRecord
@@ -85,51 +82,44 @@ class LoweredModule:
 
 
 def lower_module(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    request: CompileRequest,
     *,
-    needs_grad: bool,
-    target: Any = None,
-    options: CompileOptions,
     records: list[PassRecord],
     measure: Callable[[str], AbstractContextManager[None]],
     passes: Sequence[AnyPass] = (),
-    packing: ModulePacks | None = None,
-    apart: bool = True,
-    autocast: Autocast = (),
     known: Known = NOTHING_KNOWN,
 ) -> LoweredModule:
-    """Capture ``module`` and run the graph passes, up to the functions that are built.
+    """Capture a module and run the graph passes, up to the functions that are built.
 
     Args:
+        request: the module and the arguments.
+        records: receives a record of each pass.
         measure: entered around each stage with its name.
-        passes: run behind the graph passes of the pipeline and the extra ones of ``options``,
+        passes: run behind the graph passes of the pipeline and the extra ones of the options,
             before a joint function is split.
-        packing: says which parameters may be moved to lie side by side; None: none of them.
-        apart: trace a stand-in, so that other threads may run the module meanwhile.
-        autocast: under which forward is called.
-        known: what is not to be found out again.
+        known: what is known from compiling the module for other sizes.
 
     Raises:
         CaptureError, UnsupportedOperatorError, PassError: the stage that failed.
         BuildError: the target is unknown, or does not fit the tensors' device.
     """
+    module, args, kwargs = request.module, request.args, request.kwargs
+    needs_grad, options = request.needs_grad, request.options
     passes = [*options.extra_passes, *passes]
     with measure("capture"):
         stage = known.stage or staged(
-            module, args, kwargs, needs_grad, apart=apart, autocast=autocast
+            module, args, kwargs, needs_grad, apart=request.apart, autocast=request.autocast
         )
         stage = replace(stage, fx_passes=fx_passes_of(options))
         captured = known.captured or capture_staged(stage, args, kwargs, needs_grad, records)
-        resolved = resolve_target(target, captured.device)
+        resolved = resolve_target(request.target, captured.device)
     derivation = None
     if needs_grad:
         with measure("differentiate"), suppress(NothingToDifferentiateError):
             derivation = derive(stage.module, args, kwargs, captured, options, records, known.facts)
     if derivation is not None:
         with measure("split"):
-            combining = Combining.of(derivation.captured, packing, options, records)
+            combining = Combining.of(derivation.captured, request.packing, options, records)
             parts, packs = _forward_and_backward(derivation, combining, options, passes)
         captured, imported = derivation.captured, derivation.imported
         mod, num_outputs = parts.mod, parts.num_outputs
@@ -140,7 +130,7 @@ def lower_module(
                 refuse_other_draws(Rehearsal(stage.module, args, kwargs, captured))
             imported = import_graph(captured)
         with measure("passes"):
-            combining = Combining.of(captured, packing, options, records)
+            combining = Combining.of(captured, request.packing, options, records)
             mod, packs = _forward(imported, captured.device, combining, passes)
         parts, num_outputs = None, sum(o.is_computed for o in captured.outputs)
     return LoweredModule(

@@ -6,17 +6,17 @@ numerical difference appears in one of them but not in the one before, the added
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 import tvm
-from torch import nn
 from torch.utils.dlpack import from_dlpack
 
 from tvmbridge.compiler.build import Built
 from tvmbridge.compiler.compiled import CompiledModule, compile_module
+from tvmbridge.compiler.request import CompileRequest
 from tvmbridge.core.errors import CaptureError, UnsupportedOperatorError
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.types import PassRecord
@@ -40,14 +40,12 @@ def differentiated_graph(graph: DynamoGraph, options: CompileOptions) -> Compile
     return CompiledGraph(replace(graph, symbolic=False), options, _differentiated)
 
 
-def _captured(*args: Any, **how: Any) -> CompiledModule:
+def _captured(request: CompileRequest) -> CompiledModule:
     raise CaptureError("tvmbridge_eager stops after the capture")
 
 
-def _differentiated(
-    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], **how: Any
-) -> CompiledModule:
-    return compile_module(module, args, kwargs, **how, building=_Interpreted)
+def _differentiated(request: CompileRequest) -> CompiledModule:
+    return compile_module(request, _Interpreted)
 
 
 class _Interpreted:

@@ -17,6 +17,7 @@ from tvmbridge.compiler.durations import StageDurations
 from tvmbridge.compiler.executable import LoadedModule
 from tvmbridge.compiler.freezing import Freezing, freeze
 from tvmbridge.compiler.lowering import LoweredModule, lower_module
+from tvmbridge.compiler.request import CompileRequest
 from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.core.errors import ExportError, NotApartError
 from tvmbridge.core.libraries import register_containers
@@ -103,15 +104,11 @@ def _lowered(
 ) -> LoweredModule:
     def lower(apart: bool) -> LoweredModule:
         return lower_module(
-            module,
-            args,
-            kwargs,
-            needs_grad=False,
-            target=target,
-            options=options,
+            CompileRequest(
+                module, args, kwargs, needs_grad=False, target=target, options=options, apart=apart
+            ),
             records=records,
             measure=StageDurations().measure,
-            apart=apart,
         )
 
     installed = module.__dict__.get("forward")

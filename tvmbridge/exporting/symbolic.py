@@ -18,6 +18,7 @@ from torch import nn
 from tvmbridge.compiler.build import Fused
 from tvmbridge.compiler.durations import StageDurations
 from tvmbridge.compiler.lowering import Known, LoweredModule, lower_module
+from tvmbridge.compiler.request import CompileRequest
 from tvmbridge.core.decisions import recorded_decisions, repeated_decisions
 from tvmbridge.core.errors import CaptureError, ExportError
 from tvmbridge.core.libraries import register_containers
@@ -154,12 +155,7 @@ def _compiled(
     def lower(point: Sequence[int], known: Known) -> LoweredModule:
         args, kwargs = symbols.probe(*sample, tuple(point))
         lowered = lower_module(
-            module,
-            args,
-            kwargs,
-            needs_grad=False,
-            target=target,
-            options=options,
+            CompileRequest(module, args, kwargs, needs_grad=False, target=target, options=options),
             records=records,
             measure=StageDurations().measure,
             known=known,

@@ -18,6 +18,7 @@ from tvmbridge.coloring import Coloring, policy_for
 from tvmbridge.compiler.combining import Combining
 from tvmbridge.compiler.lowering import LoweredModule, lower_module
 from tvmbridge.compiler.packing import ModulePacks
+from tvmbridge.compiler.request import CompileRequest
 from tvmbridge.compiler.split import colored, split
 from tvmbridge.core.errors import BridgeError
 from tvmbridge.core.options import CompileOptions
@@ -156,14 +157,16 @@ class Stages:
     def _lowered(self) -> LoweredModule:
         args, kwargs, _ = self.sample.arguments()
         return lower_module(
-            self.sample.module,
-            args,
-            kwargs,
-            needs_grad=self.needs_grad,
-            options=self.options,
+            CompileRequest(
+                self.sample.module,
+                args,
+                kwargs,
+                needs_grad=self.needs_grad,
+                options=self.options,
+                packing=None if self.needs_grad else ModulePacks(self.sample.module),
+            ),
             records=[],
             measure=_unmeasured,
-            packing=None if self.needs_grad else ModulePacks(self.sample.module),
         )
 
 

@@ -7,7 +7,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -16,6 +16,7 @@ from tvmbridge.compiler.cached_build import HIT
 from tvmbridge.compiler.compiled import CompiledModule, compile_module
 from tvmbridge.compiler.durations import stages_told_to
 from tvmbridge.compiler.packing import ModulePacks
+from tvmbridge.compiler.request import CompileRequest
 from tvmbridge.core.errors import BridgeError, BuildError, NotApartError, first_line
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.profiling import region
@@ -53,7 +54,7 @@ class Compiler:
     target: Any
     options: CompileOptions
     packing: ModulePacks
-    instead: Callable[..., CompiledModule] | None = None
+    instead: Callable[[CompileRequest], CompiledModule] | None = None
     background: Background | None = None
 
     def entry(
@@ -159,24 +160,25 @@ class Compiler:
         self, mode: Mode, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> CompiledModule:
         """Code from the trace of a stand-in, or of the module itself where there can be none."""
-        compile_ = functools.partial(
-            self.instead or compile_module,
+        compile_ = self.instead or compile_module
+        request = CompileRequest(
             self.module,
             args,
             kwargs,
             needs_grad=mode.needs_grad,
-            target=self.target,
             options=self.options,
+            target=self.target,
             packing=self.packing,
             autocast=mode.autocast,
         )
+        itself = replace(request, apart=False)
         installed = self.module.__dict__.get("forward")
         if standing_behind(installed) not in (None, installed):
             # Wrapped since; a stand-in would call the wrapper.
             with with_own_forward(self.module, self.own):
-                return compile_(apart=False)
+                return compile_(itself)
         try:
-            return compile_(apart=True)
+            return compile_(request)
         except NotApartError:
             with with_own_forward(self.module, self.own):
-                return compile_(apart=False)
+                return compile_(itself)

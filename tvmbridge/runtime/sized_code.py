@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+from tvmbridge.compiler.request import CompileRequest
 from tvmbridge.graph_capture.any_size import SymbolicTrace, shapes_of, traced_with_symbols
 from tvmbridge.graph_capture.trace.arguments import Arguments
 from tvmbridge.runtime.entry_compiler import Compiler
@@ -52,14 +53,16 @@ def compiled_for(
         BridgeError: there is none.
     """
     *least, most = bounds
-    return compile_symbolic(
+    args, kwargs = sample
+    request = CompileRequest(
         compiler.module,
-        partial(symbols.probe, *sample),
-        points_within(trace.relations, symbols, sample, least, most, names),
-        trace,
+        tuple(args),
+        kwargs,
         needs_grad=mode.needs_grad,
-        target=compiler.target,
         options=compiler.options,
+        target=compiler.target,
         packing=compiler.packing,
         autocast=mode.autocast,
     )
+    points = points_within(trace.relations, symbols, sample, least, most, names)
+    return compile_symbolic(request, partial(symbols.probe, *sample), points, trace)

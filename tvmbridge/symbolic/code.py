@@ -12,21 +12,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import tvm
-from torch import nn
 
 from tvmbridge.compiler.build import Built
 from tvmbridge.compiler.compiled import CompiledModule, assembled, copied_results
 from tvmbridge.compiler.durations import StageDurations
 from tvmbridge.compiler.laying_out import Layouts, lay_out_functions
 from tvmbridge.compiler.lowering import Known, LoweredModule, lower_module
-from tvmbridge.compiler.packing import ModulePacks
 from tvmbridge.compiler.partial_backwards import NoPartialBackwards
+from tvmbridge.compiler.request import CompileRequest
 from tvmbridge.compiler.split import SplitModule
 from tvmbridge.core.assumptions import Question
-from tvmbridge.core.autocast import Autocast
 from tvmbridge.core.captured_graph import Assumptions, CapturedGraph
 from tvmbridge.core.decisions import recorded_decisions, repeated_decisions
-from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.types import PassRecord
 from tvmbridge.graph_capture.any_size import SymbolicTrace
 from tvmbridge.graph_capture.relations import Relations
@@ -109,25 +106,18 @@ class SymbolicCode:
 
 
 def compile_symbolic(
-    module: nn.Module,
+    request: CompileRequest,
     sample_at: Callable[[Point], tuple[tuple[Any, ...], dict[str, Any]]],
     points: Points,
     trace: SymbolicTrace,
-    *,
-    needs_grad: bool,
-    target: Any,
-    options: CompileOptions,
-    packing: ModulePacks | None,
-    autocast: Autocast = (),
 ) -> SymbolicCode:
-    """Compile ``module`` for all sizes that ``points`` hold.
+    """Compile a module for all sizes that ``points`` hold.
 
     Args:
-        sample_at: arguments whose symbolic dimensions have the sizes of a point.
-        points: where it is compiled; all of them must fulfil its relations.
+        request: the module; ``sample_at`` replaces its arguments.
+        sample_at: returns arguments whose symbolic dimensions have the sizes of a point.
+        points: the sizes that it is compiled at; all of them must fulfil its relations.
         trace: the module with symbols.
-        needs_grad, target, options, packing, autocast: as of
-            :func:`~tvmbridge.compiler.compiled.compile_module`.
 
     Raises:
         DifferentCodeError: at one of the points the code is another one.
@@ -137,19 +127,8 @@ def compile_symbolic(
 
     def lower(point: Point, known: Known) -> _Lowered:
         args, kwargs = sample_at(point)
-        lowered = lower_module(
-            module,
-            args,
-            kwargs,
-            needs_grad=needs_grad,
-            target=target,
-            options=options,
-            records=records,
-            measure=stages.measure,
-            packing=packing,
-            autocast=autocast,
-            known=known,
-        )
+        here = replace(request, args=args, kwargs=kwargs)
+        lowered = lower_module(here, records=records, measure=stages.measure, known=known)
         return _laid_out(lowered, records)
 
     first, *others = points.all
@@ -168,7 +147,7 @@ def compile_symbolic(
             [(e.mod, None if e.parts is None else e.parts.bundle) for e in lowered],
             sizes,
             common.lowered.target,
-            options,
+            request.options,
             common.lowered.captured.device,
             records,
         )

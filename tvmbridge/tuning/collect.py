@@ -14,6 +14,7 @@ from tvmbridge.compiler.durations import StageDurations
 from tvmbridge.compiler.laying_out import lay_out_functions
 from tvmbridge.compiler.lowering import lower_module
 from tvmbridge.compiler.packing import ModulePacks
+from tvmbridge.compiler.request import CompileRequest
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.types import PassRecord
 from tvmbridge.graph_capture.surroundings import tracing_here
@@ -44,15 +45,17 @@ def module_tasks(
     own_forward = with_own_forward(module, original) if original is not None else nullcontext()
     with tracing_here(), own_forward:
         lowered = lower_module(
-            module,
-            args,
-            kwargs,
-            needs_grad=needs_grad,
-            target=target,
-            options=options,
+            CompileRequest(
+                module,
+                args,
+                kwargs,
+                needs_grad=needs_grad,
+                target=target,
+                options=options,
+                packing=packing,
+            ),
             records=records,
             measure=StageDurations().measure,
-            packing=packing,
         )
     mod, _ = lay_out_functions(lowered.mod, lowered.split, lowered.layouts, records)
     mod = fuse(mod, lowered.target, records, measure=options.measure_kernels)

@@ -17,6 +17,7 @@ from tests.gpu.blocks import Block
 from tvmbridge import add_tvm_dispatch, dispatch_report
 from tvmbridge.coloring.operators import check_names
 from tvmbridge.compiler.lowering import lower_module
+from tvmbridge.compiler.request import CompileRequest
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.graph_capture import open_masks
 from tvmbridge.graph_capture.trace import fused_attention as fused
@@ -151,11 +152,13 @@ def test_a_causal_mask_is_dropped_from_a_joint_graph(
     eager = Masked(window).double()
     tvm, x = copy.deepcopy(eager), torch.randn(2, 7, 32, dtype=torch.float64)
     lowered = lower_module(
-        copy.deepcopy(eager),
-        (x.clone().requires_grad_(),),
-        {},
-        needs_grad=True,
-        options=CompileOptions(),
+        CompileRequest(
+            copy.deepcopy(eager),
+            (x.clone().requires_grad_(),),
+            {},
+            needs_grad=True,
+            options=CompileOptions(),
+        ),
         records=[],
         measure=lambda _: nullcontext(),
     )
@@ -199,11 +202,13 @@ class Twice(nn.Module):
 
 def test_heads_are_not_moved_and_two_draws_stay_two() -> None:
     lowered = lower_module(
-        Twice(),
-        (torch.randn(2, 7, 32, requires_grad=True),),
-        {},
-        needs_grad=True,
-        options=CompileOptions(),
+        CompileRequest(
+            Twice(),
+            (torch.randn(2, 7, 32, requires_grad=True),),
+            {},
+            needs_grad=True,
+            options=CompileOptions(),
+        ),
         records=[],
         measure=lambda _: nullcontext(),
     )

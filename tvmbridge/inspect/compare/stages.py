@@ -14,6 +14,7 @@ from tvm import relax
 
 from tvmbridge.compiler.lowering import LoweredModule, lower_module
 from tvmbridge.compiler.packing import ModulePacks
+from tvmbridge.compiler.request import CompileRequest
 from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.types import (
@@ -78,15 +79,17 @@ class Lowering:
         args, kwargs, _ = sample.arguments()
         with tracing_here(), observed_passes(lambda *step: seen.append(step)):
             self.lowered = lower_module(
-                module,
-                args,
-                kwargs,
-                needs_grad=needs_grad,
-                options=options,
+                CompileRequest(
+                    module,
+                    args,
+                    kwargs,
+                    needs_grad=needs_grad,
+                    options=options,
+                    packing=ModulePacks(module),
+                ),
                 records=self.records,
                 measure=lambda _: nullcontext(),
                 passes=passes,
-                packing=ModulePacks(module),
             )
         self.captured = self.lowered.captured
         if self.captured.epilogue is not None:

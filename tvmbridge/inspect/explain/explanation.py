@@ -14,6 +14,7 @@ from torch import fx, nn
 from tvmbridge.coloring import policy_for
 from tvmbridge.compiler.lowering import LoweredModule, lower_module
 from tvmbridge.compiler.packing import ModulePacks
+from tvmbridge.compiler.request import CompileRequest
 from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.core.contents import MISSING
 from tvmbridge.core.errors import BridgeError, UnsupportedOperatorError
@@ -111,14 +112,16 @@ class _Explanation:
     def _lower(self, sample: Sample, needs_grad: bool) -> LoweredModule:
         args, kwargs, _ = sample.arguments()
         return lower_module(
-            sample.module,
-            args,
-            kwargs,
-            needs_grad=needs_grad,
-            options=self.options,
+            CompileRequest(
+                sample.module,
+                args,
+                kwargs,
+                needs_grad=needs_grad,
+                options=self.options,
+                packing=ModulePacks(sample.module),
+            ),
             records=self.records,
             measure=self._measure,
-            packing=ModulePacks(sample.module),
         )
 
     @contextmanager
