@@ -31,8 +31,8 @@ class Backend:
     - ``default_target``: returns the target for the device that the module is on.
     - ``kernel_passes``: returns the passes that turn Relax operators into loops and kernel calls.
       The argument says whether kernels may be chosen by measurement.
-    - ``allocation_passes``: returns the passes that allocate the memory of tensors. They run after
-      kernels have been made to write into allocated results.
+    - ``allocation_passes``: returns the passes that allocate the memory of tensors, once kernel
+      calls are in destination-passing style.
     - ``schedule``: schedules the functions of a module that have no tuning record.
     - ``tuned``: whether tuning records are used for this type of device.
     - ``prepare``: registers the functions that TVM needs, before it compiles.

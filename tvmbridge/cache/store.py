@@ -1,9 +1,9 @@
 """The files of the cache: one for each key, checked when it is read, written whole or not at all.
 
-A file has a line that names the format, the digest of all that follows, the length of a
-description, the description in JSON, and a shared library or bitcode. The library is code, so only
-files that nobody but this user can have written are read. The description is plain JSON and never
-pickled, so that a damaged one cannot create objects of any class.
+A file begins with a line that names the format, and the digest of all that follows. Then come the
+length of a description, the description in JSON, and a shared library or bitcode. The library is
+code, so a file is read only if nobody but this user can have written it. The description is plain
+JSON and never pickled, so that a damaged one cannot create objects of any class.
 """
 
 from __future__ import annotations

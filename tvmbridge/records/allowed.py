@@ -1,9 +1,9 @@
 """An allow-list of the scheduling steps that a tuning record may have.
 
-TVM's scheduler executes whatever a trace says: annotations that link foreign code
-(``pragma_import_llvm``), and steps that change what a function computes. So a trace is applied only
-if the rules of :mod:`tvmbridge.tuning.search` can produce each of its steps, with values of the
-same kind and range. The scheduled function must not grow beyond ``GROWTH``.
+TVM's scheduler executes whatever a trace says. A trace could link code of its own
+(``pragma_import_llvm``), or change what a function computes. So a trace is applied only if the
+rules of :mod:`tvmbridge.tuning.search` can produce each of its steps, with values of the same kind
+and range. The scheduled function must not grow beyond ``GROWTH``.
 """
 
 from __future__ import annotations

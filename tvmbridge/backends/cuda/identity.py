@@ -76,7 +76,7 @@ def _nvrtc_version() -> str:
     library, major, minor = nvrtc(), ctypes.c_int(), ctypes.c_int()
     if library is None or library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)):
         return "unknown"
-    # Several releases of NVRTC have one version number; the stamp of the file tells them apart.
+    # Several releases of NVRTC have one version number; the stamp of the file distinguishes them.
     return f"{major.value}.{minor.value} {_stamp(library._name)}"
 
 
