@@ -71,7 +71,10 @@ def machine() -> dict[str, str]:
 
 
 def records_entry(option: str | None, used: bool, target: Target) -> str:
-    """Return the entry for tuning records: digests of the files read, and where tasks are listed.
+    """Return the entry for tuning records.
+
+    It has the digest of the files that compilation reads, and the directory in which compilation
+    lists untuned tasks.
 
     Args:
         option: the option ``tuning_logs``.

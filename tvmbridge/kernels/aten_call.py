@@ -178,7 +178,7 @@ def _encode(
 
 
 def _decode(value: Any) -> Callable[[tuple[torch.Tensor, ...]], Any]:
-    """Return a function that decodes an argument, given the tensors of a call."""
+    """Return a function that builds the argument encoded in ``value`` from a call's tensors."""
     if isinstance(value, list):
         parts = [_decode(v) for v in value]
         return lambda tensors: [p(tensors) for p in parts]
@@ -222,13 +222,13 @@ def aten_call_operator(call: relax.Call) -> str | None:
 
 
 def spec_of(call: relax.Call) -> dict[str, Any]:
-    """Return the parsed spec of an ATen call."""
+    """Return the parsed JSON spec of an ATen call."""
     content: dict[str, Any] = json.loads(call.args[1].value)
     return content
 
 
 def compiled_call(call: relax.Call) -> dict[str, Any] | None:
-    """Return the parsed spec of an ATen call that loops will replace; None for any other call."""
+    """Return the parsed JSON spec if loops will replace the ATen call ``call``, else None."""
     if aten_call_operator(call) is None:
         return None
     content = spec_of(call)
@@ -251,6 +251,6 @@ def _program(key: str) -> Callable[[tuple[torch.Tensor, ...]], Any]:
 
 
 def run_aten_call(key: str, *tensors: Any) -> Any:
-    """Run one ATen call; registered in TVM as :data:`ATEN_CALL`."""
+    """Run the ATen call whose spec has the key ``key``; registered in TVM as :data:`ATEN_CALL`."""
     program = _program(key)
     return run_on(lambda *given: program(given), tensors)

@@ -30,9 +30,10 @@ Maker = Callable[[SameConvolution], Callable[..., None] | None]
 
 
 def form_of(spec: str, shapes: Sequence[Shape]) -> tuple[SameConvolution, list[int]] | None:
-    """Return the form of an ATen call, and the positions of the form's operands in its tensors.
+    """Return the convolution that an ATen call computes, and which of its tensors are the operands.
 
-    None if the call is no 3x3 convolution that keeps the size of images, and no gradient of one.
+    None unless the call computes a 3x3 convolution that keeps the size of images, or a gradient of
+    one.
 
     Args:
         spec: the spec of the call.

@@ -1,6 +1,7 @@
 """Keys: short names of specs, which compiled code passes to kernels in place of the specs.
 
-A kernel copies and looks up the string at each call, and a spec has hundreds of bytes.
+A spec is the JSON text that describes a kernel's work; it has hundreds of bytes. A kernel copies
+and looks up the string at each call, so a short key is faster.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _specs: dict[str, str] = {}
 
 
 def key_of(spec: str) -> str:
-    """Return the key of ``spec``, at most seven bytes long; a shorter spec is its own key.
+    """Return the key of ``spec``, at most seven bytes long; a spec that short is its own key.
 
     The key is the same in every process, unless two specs in a process have the same digest.
     """

@@ -31,15 +31,16 @@ Operand = tuple[tuple[int, ...], View]
 
 
 def matmul_spec(views: tuple[View, View], result: tuple[int, ...]) -> str:
-    """Return the spec of a product whose shape ``result`` has two or three dimensions."""
+    """Return the JSON spec of a product whose shape ``result`` has two or three dimensions."""
     return json.dumps({"views": views, "result": result})
 
 
 @functools.lru_cache(maxsize=4096)
 def program(key: str) -> Callable[..., None]:
-    """Return a function that computes the product of a spec; ``key`` may be the spec itself.
+    """Return a function that computes the product described by a spec, by ATen.
 
-    The function takes the operands and, as the last argument, the tensor to write the result into.
+    ``key`` is the key of the spec, or the spec itself. The function takes the operands and, as the
+    last argument, the tensor to write the result into.
     """
     content = json.loads(spec_named(key))
     left, right = (_viewer(v) for v in content["views"])
@@ -65,7 +66,10 @@ def program(key: str) -> Callable[..., None]:
 
 @functools.lru_cache(maxsize=4096)
 def onednn_program(key: str) -> Callable[..., torch.Tensor]:
-    """Return a function that computes the product of a spec by oneDNN and returns the result."""
+    """Return a function that computes the product described by a spec, by oneDNN.
+
+    ``key`` is the key of the spec, or the spec itself. The function returns a new tensor.
+    """
     left, right = (_viewer(v) for v in json.loads(spec_named(key))["views"])
     kernel = torch.ops.mkldnn._linear_pointwise
 
@@ -104,7 +108,7 @@ def register_compiled() -> bool:
 
 
 def _described(key: str) -> tuple[Any, Any, tuple[int, ...]]:
-    """Return the views of both operands and the shape of the result, as tuples."""
+    """Return the views of both operands and the shape of the result from a spec, as tuples."""
     content = json.loads(spec_named(key))
     left, right = (None if v is None else (tuple(v[0]), tuple(v[1])) for v in content["views"])
     return left, right, tuple(content["result"])

@@ -99,7 +99,7 @@ _PACKERS = {ONEDNN: _onednn, MKL: _mkl}
 
 
 def packed_spec(rows: int, then: tuple[str, str] = NOTHING) -> str:
-    """Return the spec of a packed product."""
+    """Return the JSON spec of a product with a packed weight; ``then`` is applied to the result."""
     return json.dumps({"rows": rows, "then": then})
 
 
@@ -110,7 +110,7 @@ def _then(key: str) -> tuple[str, str]:
 
 
 def run_packed_matmul(key: str, *tensors: Any) -> torch.Tensor:
-    """Run one product; registered in TVM as :data:`PACKED_MATMUL`."""
+    """Run one product with a packed weight; registered in TVM as :data:`PACKED_MATMUL`."""
 
     def run(x: torch.Tensor, ticket: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
         return Packed.of(ticket).run(x, bias, *_then(key))

@@ -61,7 +61,7 @@ class PackedForm:
 
     @property
     def spec(self) -> str:
-        """The spec of calls in the graph."""
+        """The JSON spec that calls of this convolution have in the graph."""
         return json.dumps(asdict(self))
 
     def pack(self, weight: torch.Tensor) -> Packed:

@@ -42,7 +42,10 @@ class Layers:
 
 @functools.lru_cache(maxsize=1024)
 def seconds(layers: Layers, kind: str) -> tuple[float, float]:
-    """Return the shortest times of one of :data:`KINDS` of products: separate, and combined."""
+    """Return the shortest times of one kind of products for separate and for combined layers.
+
+    ``kind``: one of :data:`KINDS`: forward, the gradient of the input, or that of the weight.
+    """
     together = (sum(layers.widths),)
     with torch.no_grad():
         apart, combined = race([_step(layers, kind, w) for w in (layers.widths, together)])
@@ -65,7 +68,7 @@ def _in_all(layers: Layers) -> str:
 
 
 def faster(layers: Layers, kind: str) -> bool:
-    """Whether the products of one of :data:`KINDS` are faster combined."""
+    """Whether one kind of products, one of :data:`KINDS`, is faster for combined layers."""
     return choice(f"{kind} of {layers}", _ANSWERS, partial(_of_kind, layers, kind)) == _YES
 
 

@@ -49,9 +49,16 @@ class Loops:
 
 
 def fastest(form: Form, loops: Loops, *, multiply: bool = True) -> str:
-    """Return ``LIBRARY``, ``TRANSPOSED`` or ``MULTIPLIED``, whichever was measured as the fastest.
+    """Return the fastest way to compute a product, by measurement.
 
-    ``multiply``: whether loops may multiply. Such loops add no bias and need fixed sizes.
+    Args:
+        form: the sizes and layout of the product.
+        loops: compiles the generated loops.
+        multiply: whether loops may multiply. Such loops add no bias and need fixed sizes.
+
+    Returns:
+        ``LIBRARY``: the library alone; ``TRANSPOSED``: the library on a copy of the left operand
+        that loops transpose; ``MULTIPLIED``: loops alone.
     """
     among, is_copied = [LIBRARY], form.left_transposed and form.batch is None
     if is_copied and form.work >= _WORTH_COPYING and torch.backends.mkldnn.is_available():

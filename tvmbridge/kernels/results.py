@@ -75,7 +75,7 @@ def _taker(name: str, number: int, declared: Any) -> Callable[[Any, Tensors], to
 
 
 def _is_with(result: torch.Tensor, operands: Tensors) -> bool:
-    """Whether a result is on the operands' device; without operands, on a CPU or GPU."""
+    """Whether a result is on the operands' device; without operands, on the CPU or a GPU."""
     return result.device == operands[0].device if operands else result.is_cpu or result.is_cuda
 
 

@@ -49,9 +49,10 @@ def value_of(
 
 
 def with_sizes(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``kernel`` with a second argument: the values of the symbols, as bytes of int64.
+    """Return ``kernel`` with another argument after the key: the values of the symbols.
 
-    The sizes in the spec are replaced by their values before ``kernel`` is called.
+    The values arrive as the bytes of int64. The sizes in the spec are replaced by numbers before
+    ``kernel`` is called.
     """
 
     def run(key: str, point: bytes, *tensors: Any) -> Any:

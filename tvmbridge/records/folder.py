@@ -1,9 +1,10 @@
 """The folder of one target: MetaSchedule's database, and a verdict for each tuned task.
 
 ``database_workload.json`` and ``database_tuning_record.json`` are in MetaSchedule's own format.
-``verdicts.json`` has one line for each finished tuning of a task. It has the time of the kernel by
-rule on the same machine, and names the record that was correct and faster. Only a record that a
-verdict names is ever applied.
+``verdicts.json`` has one line, a verdict, for each finished tuning of a task. A verdict compares
+records with the kernel by rule, which is the function as tvmbridge's rules schedule it without a
+record. It names the record that was correct and faster, if any. Only a record that a verdict names
+is ever applied.
 """
 
 from __future__ import annotations

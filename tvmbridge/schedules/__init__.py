@@ -44,7 +44,7 @@ def schedule_function(func: tirx.PrimFunc, target: Target) -> tirx.PrimFunc | No
 
 
 def _is_reshape(kernel: Kernel) -> bool:
-    """Return whether a function only copies: later passes turn such a call into a view."""
+    """Whether a function copies a tensor in order; later passes turn calls of it into views."""
     stage = kernel.stages[0]
     if (
         len(kernel.stages) > 1

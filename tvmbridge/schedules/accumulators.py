@@ -99,7 +99,7 @@ def in_stretches(
 ) -> Callable[[int | Expr, Body], tirx.Stmt]:
     """Return a function that builds the loop of a pass from its number of steps and its body.
 
-    The loop is cut into stretches if any of the accumulators needs them.
+    The function builds a plain loop, or a loop over stretches if an accumulator needs them.
     """
     stretched = [a for a in accumulators if a.stretched]
     if not stretched:

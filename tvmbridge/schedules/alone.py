@@ -49,7 +49,7 @@ def multiplication(
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] | None:
     """Return a compiled function that multiplies two float32 matrices into its third argument.
 
-    All tensors must be contiguous. None if there are no loops for this form.
+    All tensors must be contiguous. None if the generated loops do not support ``form``.
     """
     machine = this_machine()
     if not fits(form, machine):
@@ -61,7 +61,7 @@ def multiplication(
 def convolution(form: SameConvolution) -> Callable[..., None] | None:
     """Return a compiled function that computes a convolution into its last argument.
 
-    All tensors must be float32 and contiguous. None if there are no loops for this form.
+    All tensors must be float32 and contiguous. None if the generated loops do not support ``form``.
     """
     machine = this_machine()
     if not convolutions.fits(form, machine):

@@ -18,7 +18,7 @@ _FEWEST_CHANNELS, _NARROWEST = 8, 4
 
 
 def fits(form: SameConvolution, machine: Machine) -> bool:
-    """Whether there are loops for this form.
+    """Whether the generated loops support this convolution or gradient.
 
     Images must not be too narrow, nor channels and filters too few. A tile's height must divide the
     filters (for the data's gradient: the channels). The weight's gradient needs as many channels as
@@ -33,7 +33,10 @@ def fits(form: SameConvolution, machine: Machine) -> bool:
 
 
 def convolution(form: SameConvolution, machine: Machine) -> tirx.PrimFunc:
-    """Return the TIR function that computes a form that :func:`fits` into its last parameter."""
+    """Return the TIR function for a convolution or gradient for which :func:`fits` is true.
+
+    Its parameters are the operands and the result.
+    """
     names = [f"operand{i}" for i in range(len(form.shapes) - 1)]
     buffers = [
         tirx.decl_buffer([integer(n) for n in shape], DTYPE, name)

@@ -54,10 +54,10 @@ def down_buffers(
 
 
 def parts_of(members: Sequence[Member], machine: Machine, wanted: int) -> int:
-    """Return the number of parallel parts of the rows, close to ``wanted``.
+    """Return the number of parallel parts of the rows: ``wanted``, unless rows are reduced.
 
-    Each part has partial results of its own, so it needs enough rows. It also has at most
-    ``LONGEST`` rows, so that sums stay short.
+    For reductions over the rows, a part has partial results of its own and needs enough rows. It
+    has at most ``LONGEST`` rows, so that sums stay short.
     """
     depths = [m.stage.depth for m in members if m.down]
     if not depths:
@@ -105,9 +105,15 @@ class DownSum:
     def add(
         self, evaluator: Evaluator, part: Expr, offset: Expr, element: Expr, fresh: Expr | None
     ) -> None:
-        """Combine ``element`` with the result at ``offset`` of a part.
+        """Add the statements to ``evaluator`` that combine ``element`` with a part's result.
 
-        ``fresh``: a condition under which the element was not added before; None: always.
+        Args:
+            evaluator: the evaluator of the loop over the row.
+            part: the part of the rows.
+            offset: the position of the result.
+            element: the element to combine.
+            fresh: the condition that the element was not added by an overlapping vector before;
+                None if vectors do not overlap.
         """
         assert self.stage.reduction is not None
         place = part * integer(self.stage.size) + offset

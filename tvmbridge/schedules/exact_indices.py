@@ -19,7 +19,7 @@ from tvmbridge.schedules.indexing import index_var, integer
 
 
 def with_exact_indices(mod: IRModule) -> IRModule:
-    """Return ``mod`` with all functions protected whose indices TVM's lowering might change."""
+    """Return ``mod`` with an empty loop nest in each function whose indices need protection."""
     functions = dict(mod.functions_items())
     for name, function in functions.items():
         if isinstance(function, tirx.PrimFunc) and _divides(function.body):

@@ -221,7 +221,7 @@ def _dimensions(store: tirx.BufferStore, spatial: list[tirx.Var]) -> tuple[Any, 
 def _split_reduction(
     buffer: Buffer, init: Expr, value: Expr, reader: ExpressionReader
 ) -> tuple[Expr, Reduction]:
-    """Split ``combine(old, element)`` into the element and the reduction."""
+    """Split the value ``combine(old, element)`` of a block into the element and the reduction."""
     old = [load for load in reader.loads if load.buffer.same_as(buffer)]
     require(len(old) == 1)
     reader.loads.remove(old[0])

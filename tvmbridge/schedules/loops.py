@@ -39,8 +39,8 @@ def loop(
 def rounded_up(extent: int | Expr, divisor: int) -> int | Expr:
     """Return ``extent / divisor``, rounded up.
 
-    If sizes vary, the result stays a quotient expression: code for several sizes is compared, and a
-    plain number would not show which extent it came from.
+    If code for several sample sizes is to become code for any size (``sizes_vary()``), the result
+    stays a quotient expression. A plain number would not show which extent it came from.
     """
     if isinstance(extent, int):
         if not sizes_vary():
@@ -52,14 +52,14 @@ def rounded_up(extent: int | Expr, divisor: int) -> int | Expr:
 
 
 def less(extent: int, amount: int) -> Expr:
-    """Return ``extent - amount``; an expression if sizes vary, as in :func:`rounded_up`."""
+    """Return ``extent - amount``; an unevaluated expression in the case of :func:`rounded_up`."""
     if not sizes_vary():
         return integer(extent - amount)
     return tirx.Sub(integer(extent), integer(amount))
 
 
 def rounded_down(extent: int, divisor: int) -> Expr:
-    """Return ``extent // divisor``; an expression if sizes vary, as in :func:`rounded_up`."""
+    """Return ``extent // divisor``; an unevaluated expression in the case of :func:`rounded_up`."""
     if not sizes_vary():
         return integer(extent // divisor)
     return tirx.FloorDiv(integer(extent), integer(divisor))
@@ -73,9 +73,10 @@ def vector_loop(lanes: int, body: Body) -> tirx.Stmt:
 def element_loop(
     lanes: int, fork: Callable[[Lane], Evaluator], body: Callable[[Evaluator, Expr], None]
 ) -> list[tirx.Stmt]:
-    """Return a vector loop whose statements ``body(evaluator, lane)`` adds to an evaluator.
+    """Return a vector loop, with the allocations that it needs before it.
 
-    ``fork`` creates the evaluator of the loop.
+    ``fork`` creates an evaluator for the loop; ``body(evaluator, lane)`` adds the statements of one
+    lane to the evaluator.
     """
     cells: list[tirx.Stmt] = []
 

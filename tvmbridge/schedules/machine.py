@@ -42,7 +42,12 @@ class Machine:
         return Machine(lanes, cores, longest_row=_LONGEST_ROW, merges=True)
 
     def chunks(self, work: int, steps: int) -> int:
-        """Return the number of parallel parts for ``steps`` steps with ``work`` nodes in total."""
+        """Return the number of parallel parts for a loop; 1 if the work is too small to share.
+
+        Args:
+            work: the number of expression nodes that the whole loop evaluates.
+            steps: the number of steps of the loop, which limits the number of parts.
+        """
         if self.cores == 1:
             return 1
         wanted = max(1, min(steps, 4 * self.cores)) if work >= _PARALLEL_WORK else 1

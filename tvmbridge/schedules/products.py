@@ -41,7 +41,7 @@ _FEW_ROWS = 128
 
 
 def fits(form: Form, machine: Machine) -> bool:
-    """Whether there are loops for this form, and the result is at least as large as a tile."""
+    """Whether the generated loops support this product: its layout, and at least a tile's size."""
     height, width = height_of(machine), width_of(machine)
     if not form.right_transposed:
         return form.rows >= height and form.columns >= width
@@ -61,7 +61,10 @@ def _copies_right(form: Form) -> bool:
 
 
 def product(form: Form, machine: Machine) -> tirx.PrimFunc:
-    """Return the TIR function that computes a form that :func:`fits` into its last parameter."""
+    """Return the TIR function that computes a product for which :func:`fits` is true.
+
+    Its parameters are the two operands and the result.
+    """
     left, right, out = (
         tirx.decl_buffer([integer(n) for n in shape], DTYPE, name)
         for shape, name in zip(form.shapes, ("left", "right", "out"), strict=True)

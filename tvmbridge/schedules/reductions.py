@@ -1,5 +1,8 @@
 """Reductions that do not run row by row: down columns, and along few long rows (to a scalar).
 
+A reduction goes down columns if neighbouring results, and not neighbouring elements of one sum, are
+contiguous in memory.
+
 Both have two steps. First, parallel tasks reduce parts, with partial results in vector lanes. Then
 the results of the tasks are combined in a fixed order. Many short sums also lose less precision
 than one long sum.
@@ -105,7 +108,7 @@ class ReductionEmitter:
         return Evaluator(nest.kernel, nest.stored, self.indexer, self.memory, lane)
 
     def element(self, evaluator: Evaluator, row: Expr, depth: Expr, column: Expr) -> Expr:
-        """Return a variable with the element to reduce at the given row, depth and column."""
+        """Return the value of the element to reduce at a row, depth and column, bound to a name."""
         depth = self._position(evaluator, depth, self.stage.depth)
         column = self._position(evaluator, column, self.nest.columns)
         at = unravel(row, self.outer, self.indexer) | unravel(column, self.inner, self.indexer)
@@ -120,7 +123,12 @@ class ReductionEmitter:
         return position
 
     def parts(self, tasks: int, steps: int) -> int:
-        """Return the number of parts for the ``steps`` steps of each of ``tasks`` tasks."""
+        """Return the number of parts that the reduction of each task is cut into.
+
+        Args:
+            tasks: the number of tasks that run in parallel anyway.
+            steps: the number of steps of each task.
+        """
         nest = self.nest
         work = nest.rows * nest.columns * self.stage.depth * (self.cost + 8)
         wanted = -(-self.machine.chunks(work, 1 << 30) // tasks)

@@ -98,7 +98,7 @@ class RowNest:
 
     @property
     def is_elementwise(self) -> bool:
-        """Whether each element of a member depends on no element at another position."""
+        """Whether the loop nest is purely elementwise: no element depends on another position."""
         members = self.members
         return all(
             m.looped
@@ -218,7 +218,10 @@ def extent_of(axes: Sequence[Axis]) -> int:
 
 
 def row_axes(stage: KernelStage, rows: int) -> SplitAxes | None:
-    """Split a stage's axes into row axes and column axes; reduced axes are columns."""
+    """Split a stage's axes into row axes, with ``rows`` elements in all, and column axes.
+
+    Reduced axes are columns. None if there is no such split.
+    """
     if stage.reduction is not None:
         return (stage.spatial, stage.reduced) if stage.size == rows else None
     return split_axes(stage.spatial, rows)

@@ -45,7 +45,7 @@ def convolution_body(form: SameConvolution, machine: Machine, *buffers: Buffer) 
     """Return the loops that compute a convolution or the gradient of its data.
 
     Args:
-        form: a form that :func:`.convolutions.fits`, but not the weight's gradient.
+        form: the convolution; :func:`.convolutions.fits` must be true for it.
         machine: the machine to generate code for.
         buffers: the operands, and then the result.
     """

@@ -40,7 +40,7 @@ def weight_gradient_body(form: SameConvolution, machine: Machine, *buffers: Buff
     """Return the loops that compute the weight's gradient.
 
     Args:
-        form: a form that :func:`.convolutions.fits`.
+        form: the convolution; :func:`.convolutions.fits` must be true for it.
         machine: the machine to generate code for.
         buffers: cotangent, data and result.
     """

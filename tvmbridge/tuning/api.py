@@ -69,7 +69,7 @@ class TuningReport:
 
     @property
     def tuned(self) -> int:
-        """The number of tasks whose best record is faster than the rule."""
+        """The number of tasks whose best record is faster than the kernel by rule."""
         return sum(o.verdict is not None and o.verdict.applies for o in self.outcomes)
 
     @property
@@ -112,7 +112,7 @@ def tune(
     MetaSchedule proposes candidates. A separate process compiles each candidate, checks it against
     the kernel that is used without a record, and measures it. The results are written to
     ``log_dir/<target>/`` after each batch: an interrupted run loses at most one batch, and the next
-    run continues from there. How compilation finds the records: docs/tuning.md.
+    run continues from there. See docs/tuning.md for how compilation finds the records.
 
     Args:
         module: in train mode, forward and backward are tuned; in eval mode, forward alone.

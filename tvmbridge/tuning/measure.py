@@ -33,7 +33,7 @@ _GIVE_UP = 10.0  # slower than this multiple of the rule's time, a candidate is 
 
 
 class WrongResultError(Exception):
-    """A candidate's results differ from those of the rule's kernel."""
+    """A candidate's results differ from the results of the kernel without a record."""
 
 
 @dataclass
@@ -62,7 +62,9 @@ _bench: _Bench | None = None
 
 
 def set_up(module: str, target: str) -> list[float]:
-    """Prepare to measure schedules of a function; return the times of the rule's kernel.
+    """Prepare to measure schedules of a function; return the times of its kernel by rule.
+
+    The kernel by rule is the function as tvmbridge schedules it without a tuning record.
 
     Args:
         module: the JSON of a module with the function ``main``.
@@ -99,10 +101,10 @@ def measure(module: str) -> list[float]:
 
 
 def race(traces: Sequence[Any]) -> list[float | None]:
-    """Time the rule's kernel and the kernel of each trace in turns; return their shortest times.
+    """Time the kernel by rule and the kernel of each trace in turns; return their shortest times.
 
-    The traces are applied as in compilation. The time is None if a kernel is wrong or does not
-    compile.
+    The traces are applied as in compilation. The time is None if a kernel's results are wrong or it
+    does not compile.
     """
     bench = _prepared()
     kernels: list[Callable[..., None] | None] = [bench.rule]

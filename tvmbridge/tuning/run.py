@@ -154,7 +154,7 @@ class Tuner:
 
 
 class _TaskRun:
-    """The tuning of one task: time the rule, measure batches of candidates, race the best ones."""
+    """The tuning of one task: time the kernel by rule, measure candidates, compare the best."""
 
     def __init__(self, tuner: Tuner, task: Task, entry: TaskRecords | None, wanted: int) -> None:
         self.tuner = tuner
@@ -283,7 +283,7 @@ class _TaskRun:
         self.records += batch
 
     def _judge(self, reason: str) -> Verdict:
-        """Time the best records in turns with the rule's kernel, and return the verdict.
+        """Time the best records in turns with the kernel by rule, and return the verdict.
 
         ``reason``: why the search ended early, or "".
         """

@@ -1,6 +1,6 @@
-"""NVIDIA and AMD GPUs: TVM generates kernels; PyTorch computes products and convolutions.
+"""NVIDIA and AMD GPUs: TVM generates kernels.
 
-PyTorch also computes attention.
+PyTorch's kernels compute matrix products, convolutions and attention.
 """
 
 from __future__ import annotations

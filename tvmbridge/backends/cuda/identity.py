@@ -64,7 +64,10 @@ def _driver_version() -> str:
 
 
 def _compiler() -> str:
-    """Identify the kernel compiler: NVRTC by its version, nvcc or ld.lld by the file's build."""
+    """Return a text that identifies the kernel compiler.
+
+    NVRTC is identified by its version; nvcc, or ld.lld for AMD GPUs, by the build of its file.
+    """
     if torch.version.hip:
         return _stamp(shutil.which("ld.lld"))
     compiler = cuda_compiler()

@@ -40,7 +40,7 @@ def _swizzled(value: Expr, pattern: Expr) -> Expr:
 
 
 def _from_device_library(call: Expr) -> Expr:
-    """Call a double-precision function of the C library by its name in AMD's device library."""
+    """Return ``call`` under its name in AMD's device library, if it is a C function of doubles."""
     name, *arguments = call.args
     dtype = str(call.ty.dtype)
     if dtype != "float64" or name.value.startswith("__"):

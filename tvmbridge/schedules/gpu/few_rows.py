@@ -26,12 +26,18 @@ MOST_ROWS = 2 * _ROWS
 
 
 def fits(rows: int, columns: int, depth: int) -> bool:
-    """Whether this kernel supports a product and is meant for its size."""
+    """Whether this kernel is to compute a product (rows, depth) by (depth, columns).
+
+    It needs few rows, a depth that is a multiple of the vector width, and a large matrix.
+    """
     return rows <= MOST_ROWS and depth % _LANES == 0 and columns * depth >= 1 << 16
 
 
 def few_row_product(rows: int, columns: int, depth: int) -> tirx.PrimFunc:
-    """Return the scheduled function of x (rows, depth), w (columns, depth) and the result."""
+    """Return the scheduled TIR function that computes x w^T.
+
+    Its parameters are x (rows, depth), w (columns, depth) and the result (rows, columns).
+    """
     x, w = (
         tirx.decl_buffer([integer(n), integer(depth)], "float32", name)
         for n, name in ((rows, "x"), (columns, "w"))
@@ -108,9 +114,10 @@ class _Product:
         return index if extent % tile == 0 else tirx.Min(index, integer(extent - 1))
 
     def _combined(self, sums: Buffer, thread: Expr) -> list[tirx.Stmt]:
-        """Return the statements that combine the sums of a warp.
+        """Return the statements that combine the sums of the lanes of a warp.
 
-        At each level a lane keeps one half of its sums and sends the other half.
+        At each of five levels a lane keeps one half of its sums and sends the other half to another
+        lane. In the end each lane has a few complete sums.
         """
         statements, count = list[tirx.Stmt](), self.sums
         for offset in (16, 8, 4, 2, 1):

@@ -29,6 +29,7 @@ _LANES, _MANY, _FILLING = 4, 1 << 21, 2
 class _Parts:
     """The destination of the blocks' results: the final result, or parts that are combined later.
 
+    - ``e``: the emitter of the reduction.
     - ``count``: the number of parts; with 1, blocks write the final result.
     - ``total``: the number of elements of the result.
     - ``buffer``: the buffer of the parts.
@@ -139,7 +140,18 @@ def _over_heights(
     thread: Expr,
     width: int,
 ) -> list[tirx.Stmt]:
-    """Return the statements that combine a column's sums of all thread rows, and store them."""
+    """Return the statements that combine the sums of a block for one column, and store the result.
+
+    Args:
+        e: the emitter of the reduction.
+        parts: the destination of the result.
+        sums: the block's sums in shared memory: ``_HEIGHT`` sums for each of ``width`` columns.
+        part: the part of the depth that the block reduces.
+        row: the row of the result.
+        first: the first column of the block.
+        thread: the thread, which combines one column.
+        width: the number of columns of the block.
+    """
     total, room = allocate_in("local", 1, e.stage.dtype, "total")
 
     def add(i: Expr) -> list[tirx.Stmt]:

@@ -163,7 +163,7 @@ class GpuRowEmitter:
         return statements
 
     def _pass(self, members: Sequence[Member], row: Expr) -> list[tirx.Stmt]:
-        """Return one loop over a thread's columns, and the team's part of the reductions."""
+        """Return one loop over a thread's columns, and the reductions over a team's threads."""
         columns, size = members[0].columns, self.size
         reducing = [m for m in members if m.stage.reduction is not None]
         sums, statements = {}, []
@@ -197,7 +197,7 @@ class GpuRowEmitter:
     def _column(
         self, members: Sequence[Member], sums: Any, row: Expr, column: Expr, step: Expr
     ) -> list[tirx.Stmt]:
-        """Return the statements that compute the members at one column."""
+        """Return the statements that compute the elements of all members at one column."""
         evaluator, indexer = self.evaluator.fork(), self.indexer
         for member in members:
             stage = member.stage

@@ -43,14 +43,14 @@ def _bound(var: tirx.Var, extent: int, tag: str, body: tirx.Stmt) -> tirx.Stmt:
 
 
 def when(condition: Expr | None, statements: list[tirx.Stmt]) -> list[tirx.Stmt]:
-    """Return ``statements`` under a condition; None: without one."""
+    """Return ``statements`` in an ``if``; unchanged if ``condition`` is None."""
     if condition is None:
         return statements
     return [tirx.IfThenElse(condition, sequence(statements), None)]
 
 
 def barrier() -> tirx.Stmt:
-    """Return a barrier of the threads of a block; shared memory written before it is visible."""
+    """Return a barrier for all threads of a block; all see the writes that came before it."""
     return tirx.Evaluate(tvm_storage_sync("shared"))
 
 
