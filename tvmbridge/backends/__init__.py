@@ -1,4 +1,4 @@
-"""What a target gives to compilation: one :class:`Backend` for each type of device."""
+"""Backends: one :class:`Backend` for each type of device that compilation supports."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from tvmbridge.backends.cpu import CPU
 from tvmbridge.backends.cuda import CUDA
 from tvmbridge.core.errors import BuildError, first_line
 
-# By PyTorch's device type; its ROCm build calls its devices "cuda" too.
+# By PyTorch's device type. PyTorch's ROCm build calls its devices "cuda" as well.
 BACKENDS: dict[str, Backend] = {"cpu": CPU, "cuda": CUDA}
 
 _CPU_DEVICE = torch.device("cpu")
 
 
 def backend_for(target: tvm.target.Target) -> Backend:
-    """The backend that compiles for ``target``."""
+    """Return the backend that compiles for ``target``."""
     return next(b for b in BACKENDS.values() if target.kind.name in b.kinds)
 
 
 def resolve_target(target: Any, device: torch.device = _CPU_DEVICE) -> tvm.target.Target:
-    """The target to compile for: what the user named, or that of the device.
+    """Return the target to compile for: the one that the user named, or else the device's own.
 
     Raises:
         BuildError: TVM does not know the target, or it does not fit the tensors' device.
@@ -40,13 +40,13 @@ def resolve_target(target: Any, device: torch.device = _CPU_DEVICE) -> tvm.targe
     resolved = known_target(target)
     if resolved.kind.name not in backend.kinds:
         raise BuildError(f"target {resolved} does not fit tensors on {device.type!r}")
-    # The name of a kind alone stands for the device itself.
+    # A bare kind ("llvm", "cuda") has no details of the processor; the device's target has.
     is_name = isinstance(target, str) and target == resolved.kind.name
     return backend.default_target(device) if is_name else resolved
 
 
 def known_target(target: Any) -> tvm.target.Target:
-    """``target`` as TVM's object.
+    """Return ``target`` as a TVM ``Target``.
 
     Raises:
         BuildError: TVM does not know it, or no backend compiles for it.

@@ -1,4 +1,4 @@
-"""What compilation asks of a backend."""
+"""The interface of a backend, and the passes that all backends share."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from tvmbridge.pipeline import AnyPass, tidy_passes
 
 @dataclass(frozen=True)
 class Backend:
-    """One kind of device, as compilation and loading see it.
+    """The functions that compile and load code for one type of device.
 
-    Args:
-        kinds: the kinds of TVM targets that it compiles for.
-        default_target: the target for the device that the module is on.
-        kernel_passes: from Relax operators to loops and calls of kernels; whether kernels may be
-            chosen by measurement.
-        allocation_passes: from tensors to allocations, after kernels write into given results.
-        schedule: gives functions without a tuning record their loops.
-        tuned: whether tuning records are made for it.
-        prepare: registers what TVM needs before it compiles.
-        device: TVM's device for PyTorch's.
-        identity: what code for the device depends on beside its target, for the key of the cache.
+    - ``kinds``: the kinds of TVM targets that the backend compiles for.
+    - ``default_target``: returns the target for the device that the module is on.
+    - ``kernel_passes``: returns the passes that turn Relax operators into loops and kernel calls.
+      The argument says whether kernels may be chosen by measurement.
+    - ``allocation_passes``: returns the passes that allocate the memory of tensors, once kernel
+      calls are in destination-passing style.
+    - ``schedule``: schedules the functions of a module that have no tuning record.
+    - ``tuned``: whether tuning records are used for this type of device.
+    - ``prepare``: registers the functions that TVM needs, before it compiles.
+    - ``device``: returns TVM's device for a PyTorch device.
+    - ``identity``: returns all that code depends on beside its target, for the cache key.
     """
 
     kinds: tuple[str, ...]
@@ -56,7 +56,13 @@ def kernel_passes(
     *before_legalizing: AnyPass,
     casts: RepeatCasts = RepeatCasts(),  # noqa: B008
 ) -> list[AnyPass]:
-    """From Relax operators to calls of kernels and fused functions, which are not scheduled yet."""
+    """Return the passes from Relax operators to kernel calls and unscheduled fused functions.
+
+    Args:
+        products: the pass that replaces matrix products by kernel calls.
+        before_legalizing: passes of the backend that run before operators become loops.
+        casts: the pass that repeats casts and light functions for each of their readers.
+    """
     return [
         products,
         DispatchConvolutions(),
@@ -68,12 +74,12 @@ def kernel_passes(
         LegalizeOps(),
         relax.transform.AnnotateTIROpPattern(),
         DeadCodeElimination(),
-        # A constant has one size.
+        # A folded constant has one size, so nothing is folded if sizes vary.
         *([] if sizes_vary() else [relax.transform.FoldConstant()]),
         DeadCodeElimination(),
         FuseOps(),
         relax.transform.FuseTIR(),
-        # Recognises reshapes by their loops, so it must see them before they are scheduled.
+        # This pass recognises reshapes by their loops, which scheduling would change.
         RewriteDataflowReshape(),
         DeadCodeElimination(),
     ]

@@ -21,12 +21,12 @@ from tvmbridge.schedules.threads import share_torch_threads
 
 
 def _kernel_passes(measure: bool) -> list[AnyPass]:
-    # A bias costs nothing in the kernel that TVM fuses behind the product, and a pass over the
-    # result inside it.
+    # A bias is not given to the product's kernel, where it costs a pass over the result. TVM adds
+    # it at no cost in the fused kernel that follows the product.
     products = DispatchKernels(measure=measure)
     convolutions = FewChannelGradients(measure), ConvolutionsInLoops(measure)
     passes = kernel_passes(products, *convolutions, CompileAtenCalls())
-    # Which kernels are one depends on sizes.
+    # MergeKernels decides by sizes which kernels to merge.
     merging = [] if sizes_vary() else [MergeKernels(), DeadCodeElimination()]
     return [*passes, *merging]
 

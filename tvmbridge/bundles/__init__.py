@@ -1,4 +1,4 @@
-"""Bundles of one module: what its dispatch has compiled, in one file that travels."""
+"""Bundles of one module: one portable file with the code that its dispatch has compiled."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from tvmbridge.dispatch import dispatchers_of
 
 
 def save_compiled(module: nn.Module, path: str | Path) -> BundleReport:
-    """Write the code that ``module`` runs on into one file.
+    """Write the compiled code of ``module`` into one file.
 
-    The file has native code, choices of kernels and tuning records: no weights, and nothing that is
-    pickled. Whoever loads it runs what it contains. Pass it on as you would pass on a program.
+    The file has native code, choices of kernels and tuning records. It has no weights and no
+    pickled objects. Loading a bundle runs its code, so share it as you would share a program.
 
     Args:
-        module: dispatched, and called in each mode and at all sizes whose code is wanted.
-        path: the file; one that is there is replaced.
+        module: a dispatched module, called before in each mode and at all sizes whose code is
+            wanted.
+        path: the file to write; an existing file is replaced.
 
     Returns:
-        What was written, and what was left out with the reasons.
+        A report: the parts written, and the parts left out with the reasons.
 
     Raises:
         ValueError: the module is not dispatched.
@@ -54,20 +55,21 @@ def save_compiled(module: nn.Module, path: str | Path) -> BundleReport:
 def load_compiled(module: nn.Module, path: str | Path) -> BundleReport:
     """Put the code of a bundle into this user's cache, where the dispatch of ``module`` finds it.
 
-    A bundle is native code. Load one only from somebody whose programs you would run. The file's
-    checksums are compared before anything of it is used; it must belong to this user, or to root,
-    and nobody else may have been able to write it.
+    A bundle is native code: load one only from somebody whose programs you would run. Its checksum
+    is compared before any part is used. The file must belong to this user or to root, and be
+    writable by nobody else.
 
     Args:
-        module: of the class and with the parameters of the module that was saved.
+        module: a module of the same class, with parameters of the same names, dtypes and shapes.
         path: the file that :func:`save_compiled` wrote.
 
     Returns:
-        What fits this machine, and what was left out with the reasons: it is compiled here.
+        A report: the parts taken over, and the parts left out with the reasons. Code that is left
+        out is compiled on this machine when it is needed.
 
     Raises:
-        BundleError: the file is damaged, is of another module, or the cache is turned off.
-        OSError: it cannot be read, or somebody else may have written it.
+        BundleError: the file is damaged, belongs to another module, or the cache is turned off.
+        OSError: the file cannot be read, or somebody else may have written it.
 
     Example:
         >>> print(load_compiled(model, "model.tvmbridge-bundle"))  # doctest: +SKIP
@@ -91,7 +93,7 @@ def _keys(code: CompiledModule) -> Iterator[str]:
 
 
 def _description(module: nn.Module) -> dict[str, Any]:
-    """What two modules that share code have in common, whatever the values of their tensors."""
+    """Describe the class and the tensors' names, dtypes and shapes, which a bundle must match."""
     tensors = [*module.named_parameters(), *module.named_buffers()]
     state = [(name, str(t.dtype), tuple(t.shape)) for name, t in tensors]
     return {

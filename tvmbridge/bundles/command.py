@@ -15,7 +15,12 @@ from tvmbridge.kernels.table import clear_tables
 
 
 def run(known: argparse.Namespace, model: tuple[nn.Module, Any] | None) -> None:
-    """Do what the arguments say, and print what was done; ``model``: a module and its sample."""
+    """Run the command ``cache`` and print the result.
+
+    Args:
+        known: the parsed arguments.
+        model: a module and its sample input, whose code is exported; None exports the whole cache.
+    """
     store = Store.of_now()
     if known.export is not None:
         print(_exported(known, model))

@@ -1,4 +1,4 @@
-"""The cache on disk: compiled code for the processes that come after this one."""
+"""The cache on disk: compiled code that later processes can load."""
 
 from __future__ import annotations
 

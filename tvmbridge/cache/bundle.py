@@ -1,7 +1,8 @@
-"""The file of a bundle: parts of a cache, one behind the other, and a digest of all of them.
+"""The file format of bundles: parts of a cache one after the other, then a digest of them all.
 
 A part is the length of a header, the header in JSON (kind, name, size, digest), and the content.
-Names are no paths, and nothing is unpickled. The digest is compared before any part is looked at.
+Names are checked by patterns that exclude paths, and nothing is unpickled. A reader compares the
+digest of the whole file before it parses any part.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ _MOST_HEADER: Final = 4096
 _MOST_PARTS: Final = 2**16
 _FIELDS: Final = {"kind", "name", "size", "sha256"}
 MOST_PART: Final = 2**30 + 2**20
-# By kind: code, choices of kernels, tvmbridge's C++ halves, tuning records, what the module is.
+# The valid names by kind of part: code, choices of kernels, tvmbridge's compiled C++ extensions,
+# tuning records, and the description of the module.
 _NAMES: Final = {
     "code": re.compile(r"[0-9a-f]{64}"),
     "choices": re.compile(r"choices-[0-9a-f]{24}\.json"),
@@ -41,12 +43,12 @@ _NAMES: Final = {
 
 
 class BundleError(BridgeError, ValueError):
-    """A file that is no bundle, is damaged, or may have been written by somebody else."""
+    """A file is no bundle, is damaged, or may have been written by somebody else."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """One part of a bundle: what kind of thing it is, its name, and its content."""
+    """One part of a bundle: its kind (a key of ``_NAMES``), its name and its content."""
 
     kind: str
     name: str
@@ -54,7 +56,7 @@ class Part:
 
 
 def write_bundle(path: Path, parts: Iterable[Part]) -> int:
-    """Write a whole bundle, or nothing; return its size in bytes.
+    """Write a bundle, whole or not at all, and return its size in bytes.
 
     Raises:
         OSError: the file cannot be written.
@@ -97,13 +99,14 @@ def _write(file: BinaryIO, parts: Iterable[Part]) -> int:
 
 
 def read_bundle(path: Path) -> Iterator[Part]:
-    """The parts of a bundle, one at a time, after the digest of the whole was compared.
+    """Yield the parts of a bundle, after comparing the digest of the whole file.
 
     Raises:
-        BundleError: it is damaged, or somebody else may have written it.
-        OSError: it cannot be read.
+        BundleError: the file is damaged.
+        UntrustedFileError: somebody else may have written the file.
+        OSError: the file cannot be read.
     """
-    # A pipe in place of the file would have its reader wait for a writer.
+    # Without O_NONBLOCK, opening a named pipe would wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     with open(descriptor, "rb") as file:
         status = os.fstat(descriptor)
@@ -134,7 +137,10 @@ def _check_digest(file: BinaryIO, size: int, path: Path) -> None:
 
 
 def _next_part(file: BinaryIO, end: int, path: Path) -> Part | None:
-    """The part at the current place of ``file``, which ends at ``end``; None behind the last."""
+    """Read the part at the current position of ``file``; return None after the last part.
+
+    ``end`` is the position at which the parts must end.
+    """
     damaged = BundleError(f"{path} is damaged: a part of it has no valid header")
     length = int.from_bytes(file.read(_LENGTH), "big")
     if length == 0:

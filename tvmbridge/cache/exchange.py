@@ -1,4 +1,4 @@
-"""Caches that travel: code, choices of kernels and tuning records into a bundle, and out of one."""
+"""Export code, choices of kernels and tuning records into a bundle, and import them from one."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _MOST_BUNDLED = 2**30
 
 @dataclass
 class BundleReport:
-    """What went into a bundle, or came out of it.
+    """The parts that an export wrote into a bundle, or that an import took from it.
 
-    path: the bundle.
-    counts: parts taken, by kind.
-    left_out: parts that were not, by the reason.
+    - ``path``: the bundle.
+    - ``counts``: the number of parts taken, by kind.
+    - ``left_out``: the number of parts left out, by kind and reason.
     """
 
     path: Path
@@ -46,7 +46,7 @@ class BundleReport:
     left_out: Counter[str] = field(default_factory=Counter)
 
     def note(self, kind: str, reason: str | None) -> None:
-        """Count a part: why it was left out, or None."""
+        """Count a part as left out for ``reason``, or as taken if that is None."""
         if reason is None:
             self.counts[kind] += 1
         else:
@@ -65,9 +65,9 @@ def export_bundle(
     """Write code of the cache into a bundle, with the choices of kernels and tuning records.
 
     Args:
-        path: the bundle; a file that is there is replaced.
-        digests: the keys of the code; None: all code.
-        module: what describes the module that the code is of.
+        path: the bundle; an existing file is replaced.
+        digests: the digests of the keys whose code is written; None: all code of the cache.
+        module: the description of the module that the code belongs to; None: of no single module.
 
     Raises:
         OSError: the bundle cannot be written.
@@ -85,18 +85,19 @@ def export_bundle(
 
 
 def import_bundle(path: Path, module: Mapping[str, Any] | None = None) -> BundleReport:
-    """Put the parts of a bundle where compilation looks for them.
+    """Copy the parts of a bundle to the places where compilation looks for them.
 
-    A part that does not fit this machine, or that cannot be written, is left out with the reason:
-    compilation misses it. No code of the bundle runs here.
+    A part that does not fit this machine, or that cannot be written, is left out, and the report
+    has the reason. No code of the bundle runs during the import.
 
     Args:
-        module: what describes the module that the bundle must be of; None: of any.
+        path: the bundle.
+        module: the description that the bundle's module must have; None: any module will do.
 
     Raises:
-        BundleError: the bundle is damaged, or is of another module.
-        UntrustedFileError: somebody else may have written it.
-        OSError: it cannot be read.
+        BundleError: the bundle is damaged, belongs to another module, or the cache is turned off.
+        UntrustedFileError: somebody else may have written the bundle.
+        OSError: the bundle cannot be read.
     """
     report, store = BundleReport(path), Store.of_now()
     if caching_is_off():
@@ -160,7 +161,7 @@ def _file(digest: str) -> str:
 
 
 def _keep_code(store: Store, part: Part) -> str | None:
-    """Keep code that fits this machine; otherwise why it is left out."""
+    """Store code that fits this machine; return None, or the reason why it is left out."""
     try:
         key, kept = parse_file(part.content)
     except (ValueError, RecursionError) as error:
@@ -171,7 +172,7 @@ def _keep_code(store: Store, part: Part) -> str | None:
 
 
 def _misfit(key: CacheKey) -> str | None:
-    """Why code with this key is never loaded on this machine; None: it may be."""
+    """Return why this machine can never load code with this key; None if it can."""
     here = machine()
     kind = "cpu" if key.entries.get("device") == "cpu" else "cuda"
     if kind == "cuda" and not torch.cuda.is_available():
@@ -185,7 +186,7 @@ def _misfit(key: CacheKey) -> str | None:
 
 
 def _keep_half(part: Part) -> str | None:
-    """Keep a half that is missing here; otherwise why it is left out."""
+    """Store a compiled C++ extension that is missing; return None, or why it is left out."""
     paths = {half_path(half).name: half_path(half) for half in HALVES.values()}
     path = paths.get(part.name)
     if path is None:
@@ -200,7 +201,7 @@ def _keep_half(part: Part) -> str | None:
 
 
 def _keep_records(part: Part) -> str | None:
-    """Write tuning records where there are none; otherwise why they are left out."""
+    """Write tuning records if there are none yet; return None, or why they are left out."""
     folder, (target, _, name) = named_log_dir(None), part.name.partition(":")
     if folder is None:
         return f"{VARIABLE} names no directory for them"

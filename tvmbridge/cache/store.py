@@ -1,9 +1,9 @@
 """The files of the cache: one for each key, checked when it is read, written whole or not at all.
 
-A file is a line that says what it is, the digest of all that follows, the length of a description
-in JSON, the description, and a library or bitcode. Nothing is unpickled: the library is code, and
-for its sake only files that this user alone can have written are read, but a description that was
-damaged, or made by another version, must not become objects of any class.
+A file begins with a line that names the format, and the digest of all that follows. Then come the
+length of a description, the description in JSON, and a shared library or bitcode. The library is
+code, so a file is read only if nobody but this user can have written it. The description is plain
+JSON and never pickled, so that a damaged one cannot create objects of any class.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MAGIC = b"tvmbridge compiled code 1\n"
 _DIGEST = 64
 _LENGTH = 8
 _HEADER = len(_MAGIC) + _DIGEST + _LENGTH
-# Files whose keys are looked at to say which entries of a key differ.
+# On a miss, the keys of this many files are compared to name the entries that differ.
 _COMPARED = 32
 _MOST_KEY_BYTES = 64 * 1024
 _MOST_VALUES = 2**21
@@ -43,19 +43,22 @@ _STALE_SECONDS = 3600
 
 
 class DamagedFileError(BridgeError, ValueError):
-    """A file of the cache that is not what was written."""
+    """A file of the cache is damaged, of another format, or of another key."""
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What is kept for a key: a description in plain JSON, and a shared library or bitcode."""
+    """The content of a cache file: a description in plain JSON, and a shared library or bitcode."""
 
     description: Mapping[str, Any]
     library: bytes
 
 
 def most_bytes() -> int:
-    """How large the cache may grow; a variable that is no number counts as unset."""
+    """Return how many bytes the cache may have, by ``TVMBRIDGE_CACHE_SIZE`` or else the default.
+
+    A value that is no number is logged as a warning and ignored.
+    """
     named = os.environ.get(SIZE, "")
     if named and not named.isdecimal():
         logger.warning("%s is %r, which is no number of bytes; it is not used", SIZE, named)
@@ -66,8 +69,8 @@ class Store:
     """The folder of a cache; several processes may use it at once.
 
     Args:
-        folder: where it is; made when something is written.
-        most: its size in bytes, beyond which what was not used for longest is removed.
+        folder: its path; it is created at the first write.
+        most: the largest total size in bytes; beyond it, the least recently used files are removed.
     """
 
     def __init__(self, folder: Path, most: int = DEFAULT_BYTES) -> None:
@@ -76,17 +79,17 @@ class Store:
 
     @staticmethod
     def of_now() -> Store:
-        """The one that the environment names."""
+        """Return the store that the environment's variables name."""
         return Store(cache_folder(), most_bytes())
 
     def path(self, key: CacheKey) -> Path:
-        """The file for ``key``; it need not exist."""
+        """Return the path of the file for ``key``; the file need not exist."""
         return self.folder / f"{key.digest}{SUFFIX}"
 
     def read(self, key: CacheKey) -> Kept | str:
-        """What is kept for ``key``, or why nothing is.
+        """Return the content of the file for ``key``, or a text that says why there is none.
 
-        A file that is damaged, or that somebody else may have written, is told with a warning.
+        For a file that is damaged, or that somebody else may have written, a warning is logged.
         """
         path = self.path(key)
         try:
@@ -99,12 +102,12 @@ class Store:
         except (OSError, ValueError, RecursionError) as error:
             logger.warning("compiled code in %s is not used: %s", path, error)
             return f"the file cannot be used: {error}"
-        with contextlib.suppress(OSError):  # a folder that may only be read serves as well
+        with contextlib.suppress(OSError):  # the folder may be read-only
             os.utime(path)
         return kept
 
     def write(self, key: CacheKey, kept: Kept) -> str | None:
-        """Keep code for ``key``; why it cannot be kept, or None. It does not raise."""
+        """Store code for ``key``; return None, or why it cannot be stored. Never raise."""
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._refuse_shared()
@@ -119,7 +122,7 @@ class Store:
         return None
 
     def files(self) -> list[tuple[Path, os.stat_result]]:
-        """The files with what the system says of them, the one used last first.
+        """Return the cache files with their ``stat`` results, the most recently used first.
 
         Raises:
             OSError: the folder cannot be read.
@@ -132,7 +135,7 @@ class Store:
         return sorted(found, key=lambda f: f[1].st_mtime_ns, reverse=True)
 
     def keys(self) -> Iterator[tuple[Path, Mapping[str, str]]]:
-        """The files whose keys can be read, with the entries of these, the one used last first."""
+        """Yield the files whose keys can be read, with the keys, the most recently used first."""
         for path, _ in self.files():
             try:
                 yield path, _entries_of(path)
@@ -140,20 +143,20 @@ class Store:
                 continue
 
     def size(self) -> int:
-        """Bytes of all files."""
+        """Return the total size of all cache files, in bytes."""
         return sum(status.st_size for _, status in self.files())
 
     def clear(self) -> int:
-        """Remove all files; how many there were."""
+        """Remove all cache files, and return how many there were."""
         files = self.files()
         for path, _ in files:
             path.unlink(missing_ok=True)
         return len(files)
 
     def shrink(self) -> None:
-        """Remove what was not used for longest while there is more than fits.
+        """Remove the least recently used files until the total size is within the limit.
 
-        And what processes left that were killed while they wrote.
+        Also remove the unfinished files of processes that were killed while they wrote.
         """
         total = 0
         for path, status in self.files():
@@ -171,7 +174,7 @@ class Store:
             raise UntrustedFileError(f"{self.folder} {reason}")
 
     def _nearest(self, key: CacheKey) -> str:
-        """Which entries of the key differ from those of the code that is most like it."""
+        """Name the entries in which ``key`` differs from the most similar key of the same graph."""
         best: tuple[str, ...] | None = None
         with contextlib.suppress(OSError):
             for number, (_, entries) in enumerate(self.keys()):
@@ -191,10 +194,10 @@ def _formatted(key: CacheKey, kept: Kept) -> bytes:
 
 
 def parse_file(content: bytes) -> tuple[CacheKey, Kept]:
-    """The key and what is kept for it, of the content of a file.
+    """Parse the content of a cache file, and return its key and what is stored for the key.
 
     Raises:
-        ValueError: it is damaged, or was written by another version.
+        ValueError: the content is damaged, or was written in another format.
     """
     if not content.startswith(_MAGIC):
         raise DamagedFileError("it is no compiled code of this version's")
@@ -212,8 +215,8 @@ def parse_file(content: bytes) -> tuple[CacheKey, Kept]:
 
 
 def _entries_of(path: Path) -> dict[str, str]:
-    """The key at the beginning of a file, for people: nothing is checked but its form."""
-    # A pipe in place of the file would have its reader wait for a writer.
+    """Read the key at the beginning of a cache file, for display; the checksum is not compared."""
+    # Without O_NONBLOCK, opening a named pipe would wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     with open(descriptor, "rb") as file:
         head = file.read(_HEADER + _MOST_KEY_BYTES) or b""

@@ -1,4 +1,4 @@
-"""The entries of a key that are no graph: versions, sources, processor, settings, variables."""
+"""All entries of a cache key but the graph: versions, sources, processor, settings, variables."""
 
 from __future__ import annotations
 
@@ -25,13 +25,17 @@ from tvmbridge.records.library import log_dirs, named_log_dir
 from tvmbridge.records.meta import NAME as META
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-# Variables that TVM, LLVM and the libraries behind PyTorch's products may read.
+# Prefixes of variables that TVM, LLVM and the libraries of PyTorch's products may read.
 _PREFIXES = ("TVM_", "LLVM_", "ATEN_", "DNNL_", "ONEDNN_", "MKL_", "OMP_", "KMP_", "GOMP_")
 _IMPORTED = time.time()
 
 
 def unusable(option: bool) -> str | None:
-    """Why nothing is read from the cache, or kept in it; None: it is used."""
+    """Return why the cache is neither read nor written; None if it is used.
+
+    Args:
+        option: the value of the option ``cache``.
+    """
     if not option:
         return "the option cache is off"
     if caching_is_off():
@@ -46,7 +50,7 @@ def unusable(option: bool) -> str | None:
 
 
 def surroundings(target: Target) -> dict[str, str]:
-    """The entries that depend on the machine and on this process."""
+    """Return the entries that depend on the target, the machine and this process."""
     return {
         "target": f"{target} host {target.host}",
         **machine(),
@@ -57,7 +61,7 @@ def surroundings(target: Target) -> dict[str, str]:
 
 
 def machine() -> dict[str, str]:
-    """The entries that no setting of this process changes."""
+    """Return the entries that depend on the machine and the installed packages alone."""
     return {
         "processor": _processor(),
         "torch": _torch(),
@@ -67,7 +71,16 @@ def machine() -> dict[str, str]:
 
 
 def records_entry(option: str | None, used: bool, target: Target) -> str:
-    """Stands for the tuning records that compilation would read, and where it notes tasks."""
+    """Return the entry for tuning records.
+
+    It has the digest of the files that compilation reads, and the directory in which compilation
+    lists untuned tasks.
+
+    Args:
+        option: the option ``tuning_logs``.
+        used: whether compilation uses tuning records.
+        target: the target to compile for.
+    """
     if not used:
         return "not used"
     digests = []
@@ -86,9 +99,9 @@ def _digest_of_file(path: Path) -> str:
 
 @functools.cache
 def _sources() -> tuple[str, float]:
-    """The digest of tvmbridge's own files, and when the last of them was changed.
+    """Return a digest of tvmbridge's own files, and the newest of their modification times.
 
-    Its version says too little: an installation may be of a folder that is worked on.
+    The version number is not enough: an editable installation changes without a new version.
     """
     files = []
     for folder, _, names in os.walk(_PACKAGE, followlinks=True):
@@ -127,7 +140,7 @@ def _tvm() -> str:
 
 
 def _settings() -> str:
-    """What the choice between kernels, and code for parallel loops, may depend on."""
+    """Return the settings of PyTorch that affect choices of kernels or code of parallel loops."""
     backends = torch.backends
     values = {
         "threads": threads(),

@@ -1,4 +1,4 @@
-"""How much of the code of this process came from disk, for the line that shows progress."""
+"""Count how much code of this process came from the cache on disk, for the progress line."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ _codes: Counter[bool] = Counter()
 
 
 def count_code(from_disk: bool) -> None:
-    """Count a piece of code that was loaded, or else compiled."""
+    """Count one piece of code as loaded from disk, or as compiled."""
     _codes[from_disk] += 1
 
 
 def disk_text() -> str:
-    """``3 of 4 from disk``; empty before there is any code."""
+    """Return a text such as ``3 of 4 from disk``, or "" before any code was counted."""
     total = _codes.total()
     return f"{_codes[True]} of {total} from disk" if total else ""

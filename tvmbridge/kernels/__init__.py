@@ -1,4 +1,4 @@
-"""PyTorch's kernels as an external kernel library inside Relax."""
+"""PyTorch's kernels, registered with TVM as external functions that Relax code calls."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tvmbridge.kernels.packed import PACKED_MATMUL, run_packed_matmul
 from tvmbridge.kernels.packed_convolution import PACKED_CONVOLUTION, run_packed_convolution
 from tvmbridge.kernels.sized import SIZED, with_sizes
 
-# Each is called with a spec, or its key, and tensors.
+# Each kernel is called with a spec (or the key of a spec) and tensors.
 KERNELS: dict[str, Callable[..., Any]] = {
     ATEN_CALL: run_aten_call,
     EMPTY: run_empty,
@@ -37,8 +37,8 @@ KERNELS: dict[str, Callable[..., Any]] = {
 
 @functools.cache
 def register_kernels() -> None:
-    """Make the kernels known to TVM; done once, before the first build."""
-    # An error of a compiled half, or of a pass, keeps its class on its way through TVM.
+    """Register the kernels with TVM; done once in a process, before the first build."""
+    # Registered errors keep their class when C++ extensions or passes raise them through TVM.
     for error in (UnsupportedOperatorError, torch.OutOfMemoryError, NotImplementedError):
         tvm_ffi.register_error(error.__name__, error)
     for name, kernel in KERNELS.items():

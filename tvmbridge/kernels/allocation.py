@@ -14,15 +14,15 @@ EMPTY = "tvmbridge.empty"
 
 
 def run_empty(shape: bytes, dtype: int | str) -> torch.Tensor:
-    """An uninitialised tensor on the current GPU; registered with TVM under :data:`EMPTY`."""
+    """Return an uninitialised tensor on the current GPU; registered in TVM as :data:`EMPTY`."""
     return torch.empty(integers(shape), dtype=_dtype(dtype), device="cuda")
 
 
 @functools.cache
 def _dtype(packed: int | str) -> torch.dtype:
-    """PyTorch's dtype for one of DLPack's: the code, the bits and the lanes in one integer.
+    """Return PyTorch's dtype for a DLPack dtype: code, bits and lanes packed into one integer.
 
-    TVM's virtual machine passes the name instead where an instrument watches its calls.
+    TVM's virtual machine passes the dtype's name instead if an instrument watches its calls.
     """
     if isinstance(packed, str):
         return from_relax_dtype(packed)

@@ -1,14 +1,18 @@
 """ATen calls: PyTorch's own kernel for an operator, called from inside Relax.
 
-In the graph an ATen call is ``call_pure_packed("tvmbridge.aten", spec, *tensors)``, where ``spec``
-is JSON: ``{"op": overload, "args": [...], "kwargs": {...}, "results": [...]}``. Among the
-arguments ``{"tensor": i}`` stands for the i-th tensor, ``{"complex": i}`` for the complex one that
-it has as pairs; dtypes, layouts, memory formats and devices
-are tagged strings. ``results`` lists which of the operator's results the graph has (an operator
-may return None in some places); ``declared`` their shapes and dtypes (``DeclareResults`` adds it),
-``promises`` what the fake kernel of a registered operator says of them beside. With
-``"compiled": true`` no kernel of PyTorch is called in the end: ``tvmbridge.legalize.aten`` has
-loops for the operator with these arguments.
+In the graph an ATen call is ``call_pure_packed("tvmbridge.aten", spec, *tensors)``. Its spec is
+JSON with these fields:
+
+- ``op``: the name of the overload.
+- ``args``, ``kwargs``: the arguments. ``{"tensor": i}`` is the i-th tensor; ``{"complex": i}`` is
+  the complex tensor that the i-th tensor holds as pairs of real numbers. Dtypes, layouts, memory
+  formats and devices are tagged strings.
+- ``results``: the positions of the operator's results that the graph uses; null if the operator
+  returns a single tensor.
+- ``declared``: the shapes and dtypes of the results, which the pass ``DeclareResults`` adds.
+- ``promises``: for custom operators, the strides that the fake kernel gives the results.
+- ``compiled``: true if loops of :mod:`tvmbridge.legalize.aten` replace the call before the module
+  is compiled.
 """
 
 from __future__ import annotations
@@ -49,16 +53,21 @@ def emit_aten_call(
     *,
     compiled: bool = False,
 ) -> Any:
-    """Emit the ATen call of an fx node; a variable, or a tuple of them (None where ATen has None).
+    """Emit the ATen call of an fx node.
 
     Args:
-        builder: where it is emitted.
-        node: the node.
-        values: the Relax values of the nodes that it reads.
-        compiled: mark it as one that is replaced by loops before the module is compiled.
+        builder: the builder that receives the call.
+        node: the node to convert.
+        values: the Relax values of the nodes that ``node`` reads.
+        compiled: whether loops replace the call before the module is compiled.
+
+    Returns:
+        The Relax variable of the result, or a tuple of variables. The tuple has None for results
+        that ATen returns as None or that nothing reads.
 
     Raises:
-        UnsupportedOperatorError: an argument has no JSON form.
+        UnsupportedOperatorError: an argument has no JSON form, or the operator copies a tensor to
+            another device.
     """
     tensors: list[relax.Expr] = []
     results = node.meta["val"]
@@ -87,7 +96,7 @@ def emit_aten_call(
 
 
 def _refuse_other_devices(node: fx.Node, fakes: Sequence[torch.Tensor | None]) -> None:
-    """Refuse a copy from one device to another: compiled code is of one."""
+    """Raise if the operator copies between devices, because compiled code is for one device."""
     operands = {n.meta["val"].device for n in node.all_input_nodes if _is_tensor(n)}
     for fake in fakes:
         if fake is not None and fake.dim() and operands and fake.device not in operands:
@@ -102,9 +111,10 @@ def _is_tensor(node: fx.Node) -> bool:
 
 
 def _results_read(node: fx.Node) -> list[torch.Tensor | None]:
-    """The fake results of a node, None for those that nothing reads: there may be none at a call.
+    """Return the fake results of a node, with None for results that nothing reads.
 
-    (A backward returns no gradient that its mask does not ask for, where the trace has a tensor.)
+    An operator may return None for an unread result although its fake kernel returns a tensor: a
+    backward skips the gradients that its output mask excludes.
     """
     fakes = list(node.meta["val"])
     read = {user.args[1] for user in node.users if user.target is operator.getitem}
@@ -116,7 +126,7 @@ def _results_read(node: fx.Node) -> list[torch.Tensor | None]:
 def packed_call(
     callee: str, spec: str, tensors: Sequence[relax.Expr], type_: relax.Type
 ) -> relax.Call:
-    """A pure call of the registered kernel ``callee``, which allocates its results."""
+    """Return a pure call of the registered kernel ``callee``, which allocates its results."""
     return relax.op.call_pure_packed(callee, tvm.ir.StringImm(spec), *tensors, ty_args=[type_])
 
 
@@ -128,14 +138,14 @@ def call_overload(
     *,
     compiled: bool = False,
 ) -> relax.Call:
-    """An ATen call with one result; ``{"tensor": i}`` in ``args`` stands for ``tensors[i]``."""
+    """Return an ATen call with one result; ``{"tensor": i}`` in ``args`` is ``tensors[i]``."""
     content: dict[str, Any] = {"op": overload, "args": list(args), "kwargs": {}, "results": None}
     spec = json.dumps({**content, "compiled": True} if compiled else content)
     return packed_call(ATEN_CALL, spec, tensors, type_)
 
 
 def zeros_call(shape: Sequence[int], dtype: str, device: str) -> relax.Call:
-    """An ATen call that makes zeros, of which no pass knows that they are."""
+    """Return an ATen call that creates zeros, which no pass recognises and folds as zeros."""
     kwargs = {"dtype": {"dtype": dtype}, "device": {"device": device}}
     spec = {"op": "aten.full.default", "args": [list(shape), 0], "kwargs": kwargs, "results": None}
     return packed_call(ATEN_CALL, json.dumps(spec), [], relax.TensorType(list(shape), dtype))
@@ -168,7 +178,7 @@ def _encode(
 
 
 def _decode(value: Any) -> Callable[[tuple[torch.Tensor, ...]], Any]:
-    """A function that fills the tensors of one call into an encoded argument."""
+    """Return a function that builds the argument encoded in ``value`` from a call's tensors."""
     if isinstance(value, list):
         parts = [_decode(v) for v in value]
         return lambda tensors: [p(tensors) for p in parts]
@@ -191,18 +201,18 @@ def _decode(value: Any) -> Callable[[tuple[torch.Tensor, ...]], Any]:
 
 
 def resolve_overload(name: str) -> OpOverload:
-    """The overload with the dotted name ``namespace.operator.overload``."""
+    """Return the overload with the dotted name ``namespace.operator.overload``."""
     namespace, operator, overload = name.split(".")
     return getattr(getattr(getattr(torch.ops, namespace), operator), overload)
 
 
 def foreign_among(names: Iterable[str]) -> list[str]:
-    """Those of the overloads named that are neither PyTorch's nor ours."""
+    """Return the names of custom overloads: neither PyTorch nor tvmbridge defines the operator."""
     return [name for name in names if is_foreign(resolve_overload(name))]
 
 
 def aten_call_operator(call: relax.Call) -> str | None:
-    """The overload's name if ``call`` is an ATen call, else None."""
+    """Return the overload's name if ``call`` is an ATen call, else None."""
     if call.op != tvm.ir.Op.get("relax.call_pure_packed"):
         return None
     callee = call.args[0]
@@ -212,13 +222,13 @@ def aten_call_operator(call: relax.Call) -> str | None:
 
 
 def spec_of(call: relax.Call) -> dict[str, Any]:
-    """The content of the spec of an ATen call."""
+    """Return the parsed JSON spec of an ATen call."""
     content: dict[str, Any] = json.loads(call.args[1].value)
     return content
 
 
 def compiled_call(call: relax.Call) -> dict[str, Any] | None:
-    """The content of the spec of an ATen call that is to become loops; None for any other call."""
+    """Return the parsed JSON spec if loops will replace the ATen call ``call``, else None."""
     if aten_call_operator(call) is None:
         return None
     content = spec_of(call)
@@ -241,6 +251,6 @@ def _program(key: str) -> Callable[[tuple[torch.Tensor, ...]], Any]:
 
 
 def run_aten_call(key: str, *tensors: Any) -> Any:
-    """Run one ATen call; registered with TVM under :data:`ATEN_CALL`."""
+    """Run the ATen call whose spec has the key ``key``; registered in TVM as :data:`ATEN_CALL`."""
     program = _program(key)
     return run_on(lambda *given: program(given), tensors)

@@ -1,8 +1,9 @@
-"""Borders: where gradients enter the backward of a custom autograd function, and where they leave.
+"""Marker operators where gradients enter and leave the backward of a custom autograd function.
 
-Within them a backward may do anything, also with the zeros that PyTorch gives it for outputs that
-no gradient arrives for; outside of them all is linear. While a joint function is made they stand in
-the graph as operators that hand on their first operand; before it is compiled they go away.
+Code outside of the markers is linear in the gradients. Code between them need not be: a custom
+backward may compute anything, even from the zeros that it gets for outputs without a gradient. So
+passes over a joint function must know where it is. Each marker returns its first operand; the
+markers are removed before the function is compiled.
 """
 
 from __future__ import annotations
@@ -35,17 +36,17 @@ _NAMES = tuple(map(str, BORDERS))
 
 
 def is_border(value: relax.Expr) -> bool:
-    """Whether ``value`` is a call of one of the two operators."""
+    """Whether ``value`` is a call of one of the two marker operators."""
     return isinstance(value, relax.Call) and aten_call_operator(value) in _NAMES
 
 
 def function_entered(value: relax.Expr) -> int | None:
-    """The number of the function whose backward the operand of ``value`` enters, if it does."""
+    """Return the number of the custom function whose backward begins at ``value``, else None."""
     if not isinstance(value, relax.Call) or aten_call_operator(value) != _NAMES[0]:
         return None
     return int(spec_of(value)["args"][1])
 
 
 def inside(call: relax.Call) -> relax.Expr:
-    """What a border hands on."""
+    """Return the operand that a marker passes through."""
     return call.args[2]

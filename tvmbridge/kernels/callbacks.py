@@ -1,19 +1,19 @@
-"""Python functions that compiled code calls: no exception of Python's crosses TVM.
+"""Callbacks from compiled code to Python functions, which pass exceptions around TVM.
 
-tvm_ffi's own callbacks convert an exception to an error of TVM's, by Python code. An exception in
-that code (a second interrupt, a RecursionError) leaves no error at all, and the process crashes.
-The arguments are converted by Python code as well, in which signal handlers run; after an exception
-there, tvm_ffi 0.1.14 frees a string or a shape that compiled code still reads.
+tvm_ffi's own callbacks convert a Python exception to a TVM error in Python code. If that code
+itself raises (a second interrupt, a RecursionError), no error is set and the process crashes.
+tvm_ffi also converts the arguments in Python code, where signal handlers may run. After an
+exception there, tvm_ffi 0.1.14 frees a string or a shape that compiled code still reads.
 
-Here a few instructions, compiled by TVM's LLVM, stand on both sides of a callback of tvm_ffi's::
+Here two small functions, compiled by TVM's LLVM, enclose the callback of tvm_ffi::
 
     compiled code -> @outside -> tvm_ffi's callback -> @inside -> the Python function
 
-``@inside`` takes an exception from the interpreter before tvm_ffi sees it. ``@outside`` gives it
-back to the interpreter, and stops compiled code by the error ``EnvErrorAlreadySet``, by which
-tvm_ffi says that the thread's exception is set. So the caller of compiled code gets the same
-exception object. ``@outside`` also hands over values in place of what tvm_ffi would convert by
-Python code: a string comes as ``str``, a shape as the bytes of its int64, a dtype as an integer.
+``@inside`` takes an exception from the interpreter before tvm_ffi sees it. ``@outside`` restores it
+in the interpreter, and stops compiled code with the error ``EnvErrorAlreadySet``, which means that
+the thread's Python exception is set. So the caller of compiled code gets the same exception object.
+``@outside`` also replaces the arguments that tvm_ffi would convert in Python code. The Python
+function gets a string as ``str``, a shape as the bytes of its int64, and a dtype as an integer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import tvm_ffi
 
 from tvmbridge.kernels.machine_code import load_functions
 
-# Calls that must fit below Python's recursion limit, or tvm_ffi's conversions could raise.
+# With fewer calls left below Python's recursion limit, tvm_ffi's conversions could raise.
 _ROOM = 8
 
 _SOURCE = """
@@ -200,7 +200,7 @@ _OF_TVM = (
     "TVMFFIFunctionCall",
     "TVMFFIObjectDecRef",
 )
-# From TVM's c_api.h: indices of types, and where a string or a shape has its address and length.
+# From TVM's c_api.h: type indices, and the offset of a string's or shape's address and length.
 _LAYOUT = {"Str": 65, "Shape": 69, "DataType": 5, "RawStr": 8, "ByteArrayPtr": 9, "content": 24}
 _VARARGS = 1
 
@@ -217,7 +217,10 @@ class _Method(ctypes.Structure):
 
 
 class _Handle(int):
-    """The address of tvm_ffi's callback, which it keeps alive."""
+    """The address of tvm_ffi's callback.
+
+    - ``kept``: the callback, which lives as long as this object.
+    """
 
     kept: tvm_ffi.Function
 
@@ -240,10 +243,10 @@ def _address(place: Any) -> int:
 
 
 def callback(function: Callable[..., Any]) -> tvm_ffi.Function:
-    """Return ``function`` as one of TVM's; see the module's docstring for its arguments.
+    """Return ``function`` as a TVM function; the module's docstring says how arguments arrive.
 
     Raises:
-        OSError: no temporary file can be written, which the code is loaded from.
+        OSError: the temporary file that code is loaded from cannot be written.
     """
     method, outside = _addresses()
     pointer, object_ = ctypes.c_void_p, ctypes.py_object
@@ -256,5 +259,5 @@ def callback(function: Callable[..., Any]) -> tvm_ffi.Function:
 
 
 def integers(shape: bytes) -> tuple[int, ...]:
-    """Return the sizes of a shape, which a callback gets as the bytes of its int64."""
+    """Return the sizes of a shape, which a callback gets as the bytes of int64 values."""
     return tuple(memoryview(shape).cast("q"))

@@ -1,8 +1,8 @@
-"""The choice between kernels for one matrix product, measured on this machine.
+"""Choose between the kernels for one matrix product, by measurement on this machine.
 
-PyTorch carries two libraries for float32 products on x86: MKL, behind ``torch.mm``, and oneDNN,
-behind ``mkldnn._linear_pointwise``. Which is faster depends on the processor and on the shape: on
-some processors oneDNN is more than twice as fast throughout, on others only where rows are few.
+PyTorch has two libraries for float32 products on x86: MKL, behind ``torch.mm``, and oneDNN, behind
+``mkldnn._linear_pointwise``. The faster one depends on the processor and on the shape. On some
+processors oneDNN is more than twice as fast for all shapes, on others only for few rows.
 """
 
 from __future__ import annotations
@@ -29,14 +29,16 @@ from tvmbridge.kernels.packed import MKL, ONEDNN, WeightPacking
 from tvmbridge.kernels.product_form import form_of
 from tvmbridge.kernels.table import choice
 
-# Equally fast ones are told apart by noise; what oneDNN's kernel allocates is measured with it.
+# A kernel replaces the usual one only if its time is at most this fraction: smaller differences are
+# measurement error.
 GAIN = 0.97
-# Short ones are repeated more often: the best of a few may still be one that was interrupted.
+# Short candidates are repeated more often: each of a few short runs may have been interrupted.
 _REPEATS, _MOST_REPEATS = 4, 40
 _ENOUGH_SECONDS, _MOST_SECONDS = 0.03, 0.15
-# Products of fewer multiplications take microseconds with either, and measuring them milliseconds.
+# Smaller products (in multiplications) take microseconds by any kernel; measuring takes
+# milliseconds.
 _WORTH_MEASURING = 1 << 17
-# So many rows are compared with the product in float64.
+# At most this many rows are compared with the product in float64.
 _MOST_ROWS = 32
 _ATEN, _ONEDNN = _LIBRARIES = ("aten", "onednn")
 
@@ -44,20 +46,20 @@ _ATEN, _ONEDNN = _LIBRARIES = ("aten", "onednn")
 def faster_with_onednn(
     left: Operand, right: Operand, result: tuple[int, ...], biased: bool
 ) -> bool:
-    """Whether oneDNN's kernel is clearly faster for this float32 product than MKL's.
+    """Whether oneDNN's kernel is clearly faster than MKL's for a float32 product.
 
     Args:
-        left: shape of the first operand in memory, and its view as a matrix.
-        right: the same of the second.
-        result: shape of the product; only two dimensions are measured.
-        biased: whether a row is added.
+        left: the shape of the first operand in memory, and its view as a matrix.
+        right: the same for the second operand.
+        result: the shape of the product. Batches are never measured and give False.
+        biased: whether a bias row is added.
     """
     if len(result) != 2 or min(result) < 2 or not torch.backends.mkldnn.is_available():
         return False
     if prod(left[0]) * result[1] < _WORTH_MEASURING:
         return False
     form = form_of(left, right, result)
-    if form is not None:  # the same memory, whatever its shape is
+    if form is not None:  # operands of equal layout share one measurement
         left, right = form.operands
     question = f"float32 product {left} {right}{' biased' * biased}"
     measure = functools.partial(_faster_library, left, right, result, biased)
@@ -86,7 +88,7 @@ def _faster_library(left: Operand, right: Operand, result: tuple[int, ...], bias
 def library_product(
     left: Operand, right: Operand, result: tuple[int, ...], a: torch.Tensor, b: torch.Tensor
 ) -> Callable[[], torch.Tensor]:
-    """The product of ``a`` and ``b`` by the library that it is given to, to be measured."""
+    """Return a function that multiplies ``a`` by ``b`` with the library chosen for the product."""
     spec = matmul_spec((left[1], right[1]), result)
     if a.dtype is torch.float32 and faster_with_onednn(left, right, result, False):
         onednn = onednn_program(spec)
@@ -97,7 +99,10 @@ def library_product(
 def written(
     multiply: Callable[..., None], a: torch.Tensor, b: torch.Tensor, shape: tuple[int, ...]
 ) -> Callable[[], torch.Tensor]:
-    """The product by what writes it into its last argument, into the same memory at each call."""
+    """Return a function that calls ``multiply(a, b, out)`` and returns ``out``.
+
+    Every call writes into the same tensor ``out`` of shape ``shape``.
+    """
     out = torch.empty(shape, dtype=a.dtype, device="cpu")
 
     def run() -> torch.Tensor:
@@ -108,7 +113,10 @@ def written(
 
 
 def exactly(left: Operand, right: Operand, operands: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The first rows of the product in float64, or the first of a batch."""
+    """Return the first rows of the product in float64, or the first matrices of a batch.
+
+    Operands after the first two are added to the product.
+    """
     (a, b), rest = operands[:2], operands[2:]
     a, b = (_viewed(t, o[1]).double() for t, o in ((a, left), (b, right)))
     first = a[:_MOST_ROWS] @ (b if b.dim() == 2 else b[:_MOST_ROWS])
@@ -122,10 +130,16 @@ def _viewed(tensor: torch.Tensor, view: View) -> torch.Tensor:
 def as_precise(
     found: torch.Tensor, usual: torch.Tensor, exact: torch.Tensor, times: float = 8
 ) -> bool:
-    """Whether the error of ``found`` is at most ``times`` that of the ``usual`` result.
+    """Whether the error of ``found`` is at most ``times`` the error of the ``usual`` result.
 
-    Libraries add in different orders, and so differ by some roundings; a product whose operands
-    are rounded to fewer digits is off by a thousand times as much.
+    Libraries add in different orders and so differ by a few rounding errors. A kernel that rounds
+    its operands to fewer digits has an error a thousand times as large.
+
+    Args:
+        found: the result to check.
+        usual: the result of the kernel that PyTorch uses.
+        exact: the first rows of the result in float64.
+        times: the factor.
     """
     rows = exact.shape[0]
     errors = [(r[:rows].double() - exact).abs().max() for r in (found, usual)]
@@ -136,13 +150,13 @@ def as_precise(
 def operands_to_measure(
     shapes: Sequence[tuple[int, ...]], dtype: torch.dtype
 ) -> list[torch.Tensor]:
-    """Random tensors, by a generator of their own: the user's draws must not depend on us."""
+    """Return random tensors of ``shapes``; PyTorch's global generator is not used or changed."""
     generator = torch.Generator("cpu").manual_seed(0)
     return [torch.rand(s, dtype=dtype, generator=generator, device="cpu") for s in shapes]
 
 
 def race(candidates: Sequence[Callable[[], Any]]) -> list[float]:
-    """The best time of each candidate, run in turns."""
+    """Run the candidates in turns, and return the shortest time of each in seconds."""
     best = [float("inf")] * len(candidates)
     started = time.perf_counter()
     for number in range(_MOST_REPEATS):
@@ -157,7 +171,14 @@ def race(candidates: Sequence[Callable[[], Any]]) -> list[float]:
 
 
 def product_kernel(measure: bool, dtype: str, spec: str, shapes: Sequence[Any]) -> str:
-    """The kernel for a product: oneDNN's name where it was measured to be faster, else ""."""
+    """Return the name of oneDNN's kernel if it is faster for a product, else "".
+
+    Args:
+        measure: whether kernels may be measured.
+        dtype: the dtype of the product.
+        spec: the spec of the product (:func:`.matmul.matmul_spec`).
+        shapes: the shapes of both operands, and of the bias if there is one.
+    """
     if not measure or dtype != "float32":
         return ""
     content = json.loads(spec)
@@ -170,12 +191,12 @@ def product_kernel(measure: bool, dtype: str, spec: str, shapes: Sequence[Any]) 
 
 
 def packing_of(rows: int, depth: int, columns: int, transposed: bool, measure: bool) -> str:
-    """The library to pack a frozen float32 weight for; "": it is read as it lies.
+    """Return the library whose layout a frozen float32 weight is packed in; "" for no packing.
 
     Args:
-        rows: of the other operand.
+        rows: the number of rows of the other operand.
         depth, columns: the product is (rows, depth) by (depth, columns).
-        transposed: the weight lies as (columns, depth).
+        transposed: whether the weight is in memory as (columns, depth).
         measure: whether candidates may be measured; otherwise nothing is packed.
     """
     if not measure or min(rows, depth, columns) < 2:

@@ -1,8 +1,8 @@
 """Convolutions: Relax's operators for them, and PyTorch's kernels for them and their gradients.
 
-In the graph a convolution is ``relax.nn.conv{1,2,3}d`` or ``relax.nn.conv{1,2,3}d_transpose``, and
-its gradients are ATen calls of ``aten.convolution_backward`` with one result each, so that one
-which nobody wants is dead code.
+In the graph a convolution is ``relax.nn.conv{1,2,3}d`` or ``relax.nn.conv{1,2,3}d_transpose``. Its
+gradients are separate ATen calls of ``aten.convolution_backward``, each with one result, so that an
+unused gradient is removed as dead code.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ CONVOLUTIONS: dict[str, bool] = {
 
 @dataclass(frozen=True)
 class Convolution:
-    """What a convolution is besides its operands; one number for each spatial dimension.
+    """The parameters of a convolution, named as in ``aten.convolution``.
 
-    The words are those of ``aten.convolution``: the data has the shape (batch, channels,
-    *extents), and so has the weight, with the result's channels first, of a transposed convolution
-    with the data's first. ``padding`` stands at both ends of a dimension.
+    Tuples have one number for each spatial dimension. The data has the shape (batch, channels,
+    *extents). The weight has the result's channels first; if transposed, the data's channels first.
+
+    - ``padding``: the padding at each end of a dimension.
     """
 
     stride: tuple[int, ...]
@@ -51,10 +52,10 @@ class Convolution:
 
     @classmethod
     def of(cls, call: relax.Call) -> Convolution | None:
-        """What ``call``, one of :data:`CONVOLUTIONS`, computes; None if PyTorch has no such one.
+        """Return the parameters of ``call``, one of :data:`CONVOLUTIONS`.
 
-        (Other orders of the dimensions, a padding of two sides that differ, a result of another
-        dtype than the data's.)
+        None if PyTorch has no such convolution: the dimensions are in another order, the padding
+        differs between two ends, or the result has another dtype than the data.
         """
         attrs = call.attrs
         rank = call.args[0].ty.ndim - 2
@@ -81,7 +82,7 @@ class Convolution:
         )
 
     def of_operands(self, data: relax.Expr, weight: relax.Expr) -> relax.Call:
-        """The convolution of ``data`` by ``weight`` as an operator of Relax."""
+        """Return the call of Relax's convolution operator on ``data`` and ``weight``."""
         options: dict[str, Any] = {
             "strides": self.stride,
             "padding": self.padding * 2,
@@ -93,7 +94,7 @@ class Convolution:
         return _OPERATORS[len(self.stride), self.transposed](data, weight, **options)
 
     def _arguments(self) -> list[Any]:
-        """The arguments of ``aten.convolution`` behind the bias."""
+        """Return the arguments of ``aten.convolution`` that follow the bias."""
         return [
             list(self.stride),
             list(self.padding),
@@ -104,7 +105,7 @@ class Convolution:
         ]
 
     def kernel_call(self, tensors: Sequence[relax.Expr], type_: relax.Type) -> relax.Call:
-        """The call of PyTorch's kernel on data, weight and, if there is one, bias."""
+        """Return the call of PyTorch's kernel; ``tensors`` are data, weight and perhaps a bias."""
         operands: list[Any] = [{"tensor": i} for i in range(len(tensors))]
         operands += [None] * (3 - len(operands))
         name = "aten.convolution.default"
@@ -113,7 +114,10 @@ class Convolution:
     def gradient_call(
         self, cotangent: relax.Expr, data: relax.Expr, weight: relax.Expr, position: int
     ) -> relax.Call:
-        """The gradient of the data (``position`` 0) or of the weight (1), in a tuple of one."""
+        """Return the call for the gradient of the data (``position`` 0) or of the weight (1).
+
+        The call's result is a tuple with one tensor.
+        """
         mask = [position == number for number in range(3)]
         operands: list[Any] = [{"tensor": i} for i in range(3)]
         content = {

@@ -1,4 +1,4 @@
-"""Convolutions of 3x3 that leave pictures their size, and their gradients: sizes and operands."""
+"""3x3 convolutions that keep the size of images, and their gradients: sizes and operands."""
 
 from __future__ import annotations
 
@@ -9,21 +9,24 @@ Shape = tuple[int, ...]
 
 
 class ConvolutionResult(Enum):
-    """What is computed, and from what."""
+    """The tensor that a kernel computes: the convolution's result, or one of its gradients."""
 
     RESULT = "result"
-    """From data, weight and perhaps bias."""
+    """The result, computed from data, weight and perhaps a bias."""
     DATA = "data's gradient"
-    """From cotangent and weight."""
+    """The gradient of the data, computed from cotangent and weight."""
     WEIGHT = "weight's gradient"
-    """From cotangent and data."""
+    """The gradient of the weight, computed from cotangent and data."""
 
 
 @dataclass(frozen=True)
 class SameConvolution:
-    """A convolution of 3x3, stride 1 and padding 1, or one of its gradients.
+    """A 3x3 convolution with stride 1 and padding 1, or one of its gradients.
 
-    The data is (batch, channels, height, width), the weight (filters, channels, 3, 3).
+    The data has the shape (batch, channels, height, width), the weight (filters, channels, 3, 3).
+
+    - ``part``: the tensor that is computed.
+    - ``biased``: whether a bias is added to the result.
     """
 
     part: ConvolutionResult
@@ -36,7 +39,7 @@ class SameConvolution:
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
-        """Of the operands, in the order of :class:`ConvolutionResult`, and of the result."""
+        """The shapes of the operands, ordered as in :class:`ConvolutionResult`, and the result."""
         data = (self.batch, self.channels, self.height, self.width)
         result = (self.batch, self.filters, self.height, self.width)
         weight = (self.filters, self.channels, 3, 3)
@@ -48,13 +51,13 @@ class SameConvolution:
 
     @property
     def work(self) -> int:
-        """How many multiplications it is, as it is defined."""
+        """The number of multiplications of the direct method."""
         return 9 * self.batch * self.channels * self.filters * self.height * self.width
 
     @staticmethod
     def of(
         part: ConvolutionResult, data: Shape, weight: Shape, biased: bool = False
     ) -> SameConvolution:
-        """The convolution of data and weight of these shapes, whose kernel is 3x3."""
+        """Return the form of a convolution from the shapes of data and of a 3x3 weight."""
         batch, channels, height, width = data
         return SameConvolution(part, batch, channels, weight[0], height, width, biased)

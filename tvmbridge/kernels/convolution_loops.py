@@ -1,4 +1,4 @@
-"""Whether a 3x3 convolution of float32, or a gradient of one, is faster in loops of ours."""
+"""Measure whether a float32 3x3 convolution, or a gradient of one, is faster in generated loops."""
 
 from __future__ import annotations
 
@@ -15,28 +15,29 @@ from tvmbridge.kernels.few_channels import BACKWARD
 from tvmbridge.kernels.table import choice
 
 FORWARD = "aten.convolution.default"
-"""What computes a convolution in eager PyTorch."""
+"""The overload that computes a convolution in eager PyTorch."""
 
 _LIBRARY, _LOOPS = _WAYS = ("library", "loops")
-# Convolutions of fewer multiplications take some ten microseconds with either.
+# Smaller convolutions (in multiplications) take some ten microseconds either way.
 _WORTH_MEASURING = 1 << 22
-# So many filters of the first picture are compared with float64.
+# Only this many channels are compared with the result in float64.
 _MOST_FILTERS = 8
 # Stride, padding, dilation, transposed, output padding, groups.
 _SAME = [[1, 1], [1, 1], [1, 1], False, [0, 0], 1]
 
 Maker = Callable[[SameConvolution], Callable[..., None] | None]
-"""Makes the loops of a form, alone: a function of operands and result. None where there are none.
-"""
+"""Compiles the loops of one form to a function of operands and result; None if it has no loops."""
 
 
 def form_of(spec: str, shapes: Sequence[Shape]) -> tuple[SameConvolution, list[int]] | None:
-    """The form of an ATen call, and which of its tensors are the operands.
+    """Return the convolution that an ATen call computes, and which of its tensors are the operands.
+
+    None unless the call computes a 3x3 convolution that keeps the size of images, or a gradient of
+    one.
 
     Args:
-        spec: that of the call; None is returned for any but one of a convolution of 3x3 that
-            leaves pictures their size, or of one of its gradients.
-        shapes: those of its tensors.
+        spec: the spec of the call.
+        shapes: the shapes of its tensors.
     """
     content = json.loads(spec)
     given = [{"tensor": i} for i in range(len(shapes))]
@@ -71,7 +72,7 @@ def _is_square(weight: Shape) -> bool:
 
 
 def faster_in_loops(form: SameConvolution, make: Maker) -> bool:
-    """Whether loops are measured to be faster than PyTorch's kernel, and are as precise."""
+    """Whether loops are as precise as PyTorch's kernel and were measured to be faster."""
     if form.work < _WORTH_MEASURING:
         return False
     measure = functools.partial(_faster, form, make)
@@ -96,7 +97,7 @@ def _faster(form: SameConvolution, make: Maker) -> str:
 
 
 def usual(form: SameConvolution, operands: Sequence[torch.Tensor]) -> torch.Tensor:
-    """What eager PyTorch computes of these operands."""
+    """Return the result of eager PyTorch's kernel for these operands."""
     if form.part is ConvolutionResult.RESULT:
         bias = operands[2] if form.biased else None
         result: torch.Tensor = torch.ops.aten.convolution(*operands[:2], bias, *_SAME)
@@ -110,7 +111,7 @@ def usual(form: SameConvolution, operands: Sequence[torch.Tensor]) -> torch.Tens
 
 
 def _exactly(form: SameConvolution, operands: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The beginning of the result in float64: some channels of a picture, or some filters."""
+    """Return a part of the result in float64: some channels of one image, or some filters."""
     some = slice(_MOST_FILTERS)
     first, second, *bias = (t.double() for t in operands)
     if form.part is ConvolutionResult.WEIGHT:

@@ -1,7 +1,7 @@
-"""The one mapping between PyTorch's dtypes and TVM's.
+"""The mapping between PyTorch's dtypes and TVM's.
 
-TVM has no complex numbers. A complex tensor is a real one in compiled code, with a last dimension
-of two, as ``torch.view_as_real`` gives it; only ATen calls read and make such pairs.
+TVM has no complex numbers. In compiled code a complex tensor is a real tensor with a last dimension
+of two, as ``torch.view_as_real`` returns it. Only ATen calls read and create such pairs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,11 @@ def is_supported(dtype: torch.dtype) -> bool:
 
 
 def to_relax_dtype(dtype: torch.dtype) -> str:
-    """TVM's name of ``dtype``; KeyError where TVM has none (complex, quantised)."""
+    """Return TVM's name of ``dtype``.
+
+    Raises:
+        KeyError: TVM has no such dtype (complex, quantised).
+    """
     return _NAMES[dtype]
 
 
@@ -40,12 +44,12 @@ _PAIRS = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 
 def has_type(dtype: torch.dtype) -> bool:
-    """Whether tensors of ``dtype`` have a type in compiled code, be it as pairs."""
+    """Whether compiled code can hold tensors of ``dtype``; complex ones as pairs of numbers."""
     return dtype in _NAMES or dtype in _PAIRS
 
 
 def tensor_type(shape: Sequence[int], dtype: torch.dtype) -> relax.TensorType:
-    """The type of a tensor of ``dtype`` in compiled code."""
+    """Return the Relax type of a tensor; a complex one has a last dimension of two."""
     extents = [int(extent) for extent in shape]
     if dtype in _PAIRS:
         return relax.TensorType([*extents, 2], _NAMES[_PAIRS[dtype]])
@@ -53,10 +57,10 @@ def tensor_type(shape: Sequence[int], dtype: torch.dtype) -> relax.TensorType:
 
 
 def as_pairs(tensor: torch.Tensor) -> torch.Tensor:
-    """A complex tensor as compiled code has it; any other as it is."""
+    """Return a complex tensor as a real one of pairs; return any other tensor unchanged."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def from_relax_dtype(name: str) -> torch.dtype:
-    """PyTorch's dtype for TVM's name."""
+    """Return PyTorch's dtype for a TVM name."""
     return _DTYPES[name]

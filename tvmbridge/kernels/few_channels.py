@@ -1,8 +1,8 @@
-"""The gradient of a picture with few channels by a product and a sum, where that is faster.
+"""Gradients of convolutions over images with few channels, by a faster kernel of PyTorch.
 
-oneDNN computes the gradient of a convolution's data for whole vectors of channels: of 3 channels,
-as colours are, it computes 16. PyTorch has another kernel beside it, which multiplies cotangent
-and weight, and adds up what meets in each pixel.
+oneDNN computes the gradient of a convolution's data for whole vectors of channels: for 3 color
+channels it computes 16. PyTorch has another kernel, which multiplies the cotangent by the weight
+and sums the products that belong to each pixel.
 """
 
 from __future__ import annotations
@@ -19,20 +19,25 @@ from tvmbridge.core.decisions import Rule, decided
 from tvmbridge.kernels.choice import as_precise, operands_to_measure, race
 from tvmbridge.kernels.table import choice
 
-# With as many channels a vector of AVX-512 is full.
+# This many channels fill a vector of AVX-512.
 _ENOUGH_CHANNELS = 16
-# The product is in memory for a while, which a busy machine may feel more than the measurement.
+# The other kernel needs memory for the product, which may cost more on a busy machine than it did
+# in the measurement.
 _GAIN = 0.9
-# Gradients of fewer multiplications take some microseconds with either.
+# Smaller gradients (in multiplications) take a few microseconds either way.
 _WORTH_MEASURING = 1 << 20
 _PRODUCT = "product"
 BACKWARD = "aten.convolution_backward.default"
-"""What computes the gradients of a convolution in eager PyTorch."""
+"""The overload that computes the gradients of a convolution in eager PyTorch."""
 
 
 @dataclass(frozen=True)
 class DataGradient:
-    """The gradient of the data of a convolution, by the shapes of what its kernels read."""
+    """The gradient of a convolution's data.
+
+    - ``cotangent``, ``data``, ``weight``: shapes of the tensors.
+    - ``stride``, ``padding``: parameters of the convolution.
+    """
 
     cotangent: tuple[int, ...]
     data: tuple[int, ...]
@@ -41,14 +46,14 @@ class DataGradient:
     padding: tuple[int, ...]
 
     def usual(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The gradient by the kernel that eager PyTorch calls."""
+        """Return the gradient by the kernel that eager PyTorch calls."""
         sizes = list(self.stride), list(self.padding), [1, 1], False, [0, 0], 1
         mask = [True, False, False]
         result: torch.Tensor = torch.ops.aten.convolution_backward(*tensors, None, *sizes, mask)[0]
         return result
 
     def by_product(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The gradient by a product and a sum."""
+        """Return the gradient by the kernel that multiplies and sums."""
         sizes = self.weight[2:], self.stride, self.padding
         kernel = torch.ops.aten._slow_conv2d_backward.output_mask
         result: torch.Tensor = kernel(*tensors, *sizes, [True, False, False])[0]
@@ -56,12 +61,14 @@ class DataGradient:
 
 
 def product_spec(spec: str, shapes: Sequence[tuple[int, ...]]) -> str | None:
-    """The spec of an ATen call that computes the same gradient, where that was measured faster.
+    """Return the spec of an ATen call that computes the same gradient faster.
+
+    None if the other kernel was not measured to be faster, or if the call computes anything but
+    the gradient of data with few channels.
 
     Args:
-        spec: that of an ATen call; None is returned for any but one of the gradient of a picture
-            with few channels alone.
-        shapes: those of its operands, which are float32.
+        spec: the spec of an ATen call.
+        shapes: the shapes of its operands, which are float32.
     """
     content = json.loads(spec)
     if content["op"] != BACKWARD or not torch.backends.mkldnn.is_available():

@@ -1,6 +1,7 @@
-"""Keys: short names of specs, under which compiled code hands them to kernels.
+"""Keys: short names of specs, which compiled code passes to kernels in place of the specs.
 
-A kernel gets the key at each call, copies it and looks it up. A spec has hundreds of bytes.
+A spec is the JSON text that describes a kernel's work; it has hundreds of bytes. A kernel copies
+and looks up the string at each call, so a short key is faster.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import base64
 import hashlib
 
 _LONGEST = 7
-# A second one is needed once in 10**13 specs.
+# A second salt is needed for one in 10**13 specs.
 _MOST_SALTS = 4
 
 _keys: dict[str, str] = {}
@@ -17,9 +18,9 @@ _specs: dict[str, str] = {}
 
 
 def key_of(spec: str) -> str:
-    """The key of ``spec``: the same one for the same spec, at most seven bytes long.
+    """Return the key of ``spec``, at most seven bytes long; a spec that short is its own key.
 
-    It is the same in every process, unless two specs in this one have the same digest.
+    The key is the same in every process, unless two specs in a process have the same digest.
     """
     if len(spec.encode()) <= _LONGEST:
         return spec
@@ -27,7 +28,7 @@ def key_of(spec: str) -> str:
     salt = 0
     while known is None:
         key = _derived(spec, salt)
-        # Another thread may name the same spec meanwhile: whoever is first names it for both.
+        # Another thread may name the same spec at the same time; the first name holds for both.
         if key != spec and _specs.setdefault(key, spec) == spec:
             known = _keys.setdefault(spec, key)
         salt += 1
@@ -35,7 +36,7 @@ def key_of(spec: str) -> str:
 
 
 def may_be_key_of(key: str, spec: str) -> bool:
-    """Whether some process may have named ``spec`` by ``key``."""
+    """Whether ``key`` may be the key of ``spec`` in some process."""
     return any(key == _derived(spec, salt) for salt in range(_MOST_SALTS))
 
 
@@ -45,13 +46,14 @@ def _derived(spec: str, salt: int) -> str:
 
 
 def adopt(keys: dict[str, str]) -> bool:
-    """Name specs by these keys, as compiled code of another process does; False: it cannot be.
+    """Add the keys (with their specs) that compiled code of another process uses.
 
-    A key that stands for another spec here already would send the code's calls to that.
+    Return False if a key already belongs to another spec in this process: the code's calls would
+    get the wrong spec, so the code must not be used.
     """
     return all(_specs.setdefault(key, spec) == spec for key, spec in keys.items())
 
 
 def spec_named(key: str) -> str:
-    """The spec that ``key`` is the key of; a spec itself stays as it is."""
+    """Return the spec of ``key``; a string that is no key is returned unchanged."""
     return _specs.get(key, key)

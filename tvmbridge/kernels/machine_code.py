@@ -1,4 +1,4 @@
-"""Machine code for this process: functions in LLVM's language, compiled by TVM's LLVM."""
+"""Compile functions in LLVM IR with TVM's LLVM, and load them into this process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import tvm
 from tvm import tirx
 
-_KEPT: list[object] = []  # code that runs until the process ends
+_KEPT: list[object] = []  # code is never unloaded, since addresses of it are in use
 
 _ADDRESS_OF = """
 define i32 @__tvm_ffi_{name}_address(ptr %self, ptr %args, i32 %n, ptr %result) {{
@@ -23,13 +23,13 @@ define i32 @__tvm_ffi_{name}_address(ptr %self, ptr %args, i32 %n, ptr %result) 
 
 
 def load_functions(source: str, names: Sequence[str]) -> list[int]:
-    """Compile ``source``, text in LLVM's language, and return the addresses of its functions.
+    """Compile ``source``, text of LLVM IR, and return the addresses of its functions.
 
     The code stays in memory until the process ends.
 
     Args:
-        source: definitions, without the lines that name the machine.
-        names: the functions whose addresses are wanted.
+        source: definitions, without the ``target`` lines that name the machine.
+        names: the functions whose addresses are returned.
 
     Raises:
         OSError: no temporary file can be written.
@@ -45,7 +45,7 @@ def load_functions(source: str, names: Sequence[str]) -> list[int]:
 
 @functools.cache
 def _target_lines() -> str:
-    """Return the lines that say for which machine LLVM code is, taken from code for this one."""
+    """Return the ``target`` lines of LLVM IR for this machine, taken from a compiled function."""
     nothing = tirx.PrimFunc([], tirx.Evaluate(0)).with_attr("global_symbol", "nothing")
     source = tvm.tirx.build(nothing, target="llvm").inspect_source("ll")
     lines = [line for line in source.splitlines() if line.startswith("target ")]

@@ -1,9 +1,9 @@
-"""Matrix products by PyTorch's library, on strided views of what Relax holds.
+"""Matrix products by PyTorch's libraries, on strided views of the operands in memory.
 
 In the graph a product is ``call_dps_packed("tvmbridge.matmul", (spec, a, b[, bias]))`` with a
 result that Relax allocates. ``spec`` is JSON: ``{"views": [view of a, view of b], "result":
-shape}``, where a view is ``[size, stride]`` over the argument's memory, or null for the argument as
-it is. Both operands are matrices or batches of matrices; a bias is a row added to each row.
+shape}``. A view is ``[size, stride]`` over the operand's memory, or null for the operand itself.
+Both operands are matrices or batches of matrices; a bias is a row that is added to each row.
 
 ``call_pure_packed("tvmbridge.onednn_matmul", spec, a, b[, bias])`` is the same product of float32
 matrices by oneDNN's kernel, which allocates its result.
@@ -26,18 +26,22 @@ MATMUL = "tvmbridge.matmul"
 ONEDNN_MATMUL = "tvmbridge.onednn_matmul"
 
 View = tuple[tuple[int, ...], tuple[int, ...]] | None
-# Shape in memory, and the view of it that is multiplied.
+# The shape of an operand in memory, and the view of it that is multiplied.
 Operand = tuple[tuple[int, ...], View]
 
 
 def matmul_spec(views: tuple[View, View], result: tuple[int, ...]) -> str:
-    """The spec of a product; ``result`` has two or three dimensions."""
+    """Return the JSON spec of a product whose shape ``result`` has two or three dimensions."""
     return json.dumps({"views": views, "result": result})
 
 
 @functools.lru_cache(maxsize=4096)
 def program(key: str) -> Callable[..., None]:
-    """The product of a spec, or of its key, as a function of its tensors, the result last."""
+    """Return a function that computes the product described by a spec, by ATen.
+
+    ``key`` is the key of the spec, or the spec itself. The function takes the operands and, as the
+    last argument, the tensor to write the result into.
+    """
     content = json.loads(spec_named(key))
     left, right = (_viewer(v) for v in content["views"])
     shape = tuple(content["result"])
@@ -62,7 +66,10 @@ def program(key: str) -> Callable[..., None]:
 
 @functools.lru_cache(maxsize=4096)
 def onednn_program(key: str) -> Callable[..., torch.Tensor]:
-    """The product of a spec, or of its key, by oneDNN, as a function of its operands."""
+    """Return a function that computes the product described by a spec, by oneDNN.
+
+    ``key`` is the key of the spec, or the spec itself. The function returns a new tensor.
+    """
     left, right = (_viewer(v) for v in json.loads(spec_named(key))["views"])
     kernel = torch.ops.mkldnn._linear_pointwise
 
@@ -81,26 +88,27 @@ def _viewer(view: Any) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def run_matmul(key: str, *tensors: Any) -> None:
-    """Run one product; registered with TVM under :data:`MATMUL`. The last tensor is the result."""
+    """Run one product; registered in TVM as :data:`MATMUL`. The last tensor is the result."""
     run_on(program(key), tensors)
 
 
 def run_onednn_matmul(key: str, *tensors: Any) -> torch.Tensor:
-    """Run one product by oneDNN; registered with TVM under :data:`ONEDNN_MATMUL`."""
+    """Run one product by oneDNN; registered in TVM as :data:`ONEDNN_MATMUL`."""
     return run_on(onednn_program(key), tensors)
 
 
 def register_compiled() -> bool:
-    """Have TVM call the compiled half in place of the functions above; False: there is none.
+    """Register the C++ extension's products in place of the functions above.
 
-    Its kernels read specs by :func:`_described`, each once.
+    The extension parses each spec once, by :func:`_described`. Return False if there is no
+    extension.
     """
     half = compiled_half("tvmbridge.kernels._products")
     return half is not None and half.register_products(MATMUL, ONEDNN_MATMUL, _described)
 
 
 def _described(key: str) -> tuple[Any, Any, tuple[int, ...]]:
-    """The views of both operands and the shape of the result, in tuples."""
+    """Return the views of both operands and the shape of the result from a spec, as tuples."""
     content = json.loads(spec_named(key))
     left, right = (None if v is None else (tuple(v[0]), tuple(v[1])) for v in content["views"])
     return left, right, tuple(content["result"])

@@ -1,9 +1,10 @@
-"""Products with weights that were packed once, in the layout of the library that multiplies.
+"""Products with weights that were packed once, into the memory layout of the library.
 
-A packed weight is a tensor of the library's own, which DLPack cannot carry. Compiled code gets a
-*ticket* for it, a tensor of one number. In the graph such a product is
-``call_pure_packed("tvmbridge.packed_matmul", spec, x, ticket[, bias])``, where ``spec`` is JSON:
-``{"rows": rows of x, "then": [name, algorithm]}``: what is applied to each element of the result.
+A packed weight is an opaque tensor of the library, which DLPack cannot pass to compiled code. So
+compiled code has a *ticket* for it, a tensor with one number. In the graph such a product is
+``call_pure_packed("tvmbridge.packed_matmul", spec, x, ticket[, bias])``. ``spec`` is JSON:
+``{"rows": rows of x, "then": [name, algorithm]}``, where ``then`` names the function that oneDNN
+applies to each element of the result.
 """
 
 from __future__ import annotations
@@ -31,9 +32,11 @@ _weights: weakref.WeakValueDictionary[int, Packed] = weakref.WeakValueDictionary
 
 @dataclass(frozen=True)
 class WeightPacking:
-    """How a weight is packed: by which library, for so many rows of the other operand.
+    """The way in which a weight is packed.
 
-    ``transposed``: the weight lies as that of a linear layer does, (columns, depth).
+    - ``library``: ``ONEDNN`` or ``MKL``.
+    - ``rows``: the number of rows of the other operand.
+    - ``transposed``: whether the weight is in memory as (columns, depth), as in a linear layer.
     """
 
     library: str
@@ -41,7 +44,7 @@ class WeightPacking:
     transposed: bool
 
     def pack(self, weight: torch.Tensor) -> Packed:
-        """``weight``, which is float32 and of two dimensions, packed."""
+        """Pack ``weight``, a float32 matrix."""
         with torch.no_grad():
             own = (weight if self.transposed else weight.t()).detach().contiguous()
             return Packed(_PACKERS[self.library](own, self.rows))
@@ -50,8 +53,8 @@ class WeightPacking:
 class Packed:
     """A packed weight; compiled code finds it by its ``ticket`` as long as this object lives.
 
-    Args:
-        run: the kernel that reads it, on the other operands.
+    - ``run``: calls the library's kernel with this weight; takes the other operands.
+    - ``ticket``: a tensor with the number of this weight.
     """
 
     def __init__(self, run: Callable[..., torch.Tensor]) -> None:
@@ -62,7 +65,7 @@ class Packed:
 
     @staticmethod
     def of(ticket: torch.Tensor) -> Packed:
-        """The packed weight that ``ticket`` stands for."""
+        """Return the packed weight with the number in ``ticket``."""
         return _weights[int(ticket)]
 
 
@@ -96,7 +99,7 @@ _PACKERS = {ONEDNN: _onednn, MKL: _mkl}
 
 
 def packed_spec(rows: int, then: tuple[str, str] = NOTHING) -> str:
-    """The spec of a product."""
+    """Return the JSON spec of a product with a packed weight; ``then`` is applied to the result."""
     return json.dumps({"rows": rows, "then": then})
 
 
@@ -107,7 +110,7 @@ def _then(key: str) -> tuple[str, str]:
 
 
 def run_packed_matmul(key: str, *tensors: Any) -> torch.Tensor:
-    """Run one product; registered with TVM under :data:`PACKED_MATMUL`."""
+    """Run one product with a packed weight; registered in TVM as :data:`PACKED_MATMUL`."""
 
     def run(x: torch.Tensor, ticket: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
         return Packed.of(ticket).run(x, bias, *_then(key))

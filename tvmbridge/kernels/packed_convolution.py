@@ -1,13 +1,13 @@
-"""Convolutions with weights that were packed once, on pictures whose channels lie last.
+"""Convolutions with weights that were packed once, on images in channels-last layout.
 
 In the graph such a convolution is ``call_pure_packed("tvmbridge.packed_convolution", spec, x,
-ticket[, bias])`` with ``x`` and the result as (batch, height, width, channels); the ticket stands
-for the packed weight (see :mod:`.packed`), and ``spec`` is JSON: the fields of
-:class:`PackedForm`.
+ticket[, bias])`` with ``x`` and the result as (batch, height, width, channels). The ticket stands
+for the packed weight (see :mod:`.packed`), and ``spec`` has the fields of :class:`PackedForm` as
+JSON.
 
-oneDNN's kernels for channels that lie last add a long sum in one chain, where those for channels
-first have several: where an error would be many times eager PyTorch's, that convolution has its
-channels first for itself.
+oneDNN's channels-last kernels add a long sum in one chain; its channels-first kernels use several
+chains and are more precise. If the error would be many times eager PyTorch's, the convolution
+converts its own data to channels-first.
 """
 
 from __future__ import annotations
@@ -28,17 +28,20 @@ from tvmbridge.kernels.packed import Packed
 from tvmbridge.kernels.table import choice
 
 PACKED_CONVOLUTION = "tvmbridge.packed_convolution"
-# All of a network is converted; only a clear gain pays for that.
+# Only a clear gain pays for converting a whole network to channels-last.
 _GAIN = 0.95
 _SAME = ((3, 3), (1, 1), (1, 1), (1, 1), 1, False)
 
 
 @dataclass(frozen=True)
 class PackedForm:
-    """A convolution of pictures: ``data`` (batch, channels, height, width) by ``weight``.
+    """The sizes and parameters of a convolution of images, named as in ``Convolution``.
 
-    ``transposed`` as in ``Convolution``. ``alone``: it is computed with channels first. Neither of
-    these is packed.
+    If ``transposed`` or ``alone``, PyTorch's kernel computes it and the weight is not packed.
+
+    - ``data``: the shape (batch, channels, height, width).
+    - ``weight``: the shape of the weight.
+    - ``alone``: whether the data is converted to channels-first for this convolution.
     """
 
     data: tuple[int, ...]
@@ -53,16 +56,16 @@ class PackedForm:
 
     @property
     def settings(self) -> tuple[Any, ...]:
-        """Stride, padding, dilation, groups, and whether it is transposed."""
+        """Stride, padding, dilation, groups, and whether the convolution is transposed."""
         return self.stride, self.padding, self.dilation, self.groups, self.transposed
 
     @property
     def spec(self) -> str:
-        """The spec of its calls."""
+        """The JSON spec that calls of this convolution have in the graph."""
         return json.dumps(asdict(self))
 
     def pack(self, weight: torch.Tensor) -> Packed:
-        """``weight``, packed."""
+        """Pack ``weight``, or wrap it unpacked if the convolution is transposed or alone."""
         if self.alone:
             own = weight.detach()
             return Packed(lambda x, bias: self.plain(x.contiguous(), own, bias))
@@ -84,7 +87,7 @@ class PackedForm:
     def plain(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """PyTorch's own convolution."""
+        """Return the result of PyTorch's own convolution."""
         sizes = self.stride, self.padding
         if self.transposed:
             more, groups, spread = self.output_padding, self.groups, self.dilation
@@ -93,8 +96,8 @@ class PackedForm:
 
 
 def run_packed_convolution(key: str, *tensors: Any) -> torch.Tensor:
-    """Run one; registered with TVM under :data:`PACKED_CONVOLUTION`."""
-    del key  # for people: the packed weight knows it
+    """Run one packed convolution; registered in TVM as :data:`PACKED_CONVOLUTION`."""
+    del key  # The packed weight has the form; the key is in the graph for people.
     x, ticket, *rest = (from_dlpack(t) for t in tensors)
     with torch.no_grad():
         bias = rest[0] if rest else None
@@ -105,8 +108,16 @@ def run_packed_convolution(key: str, *tensors: Any) -> torch.Tensor:
 def faster_packed(
     forms: Sequence[PackedForm], measure: bool, make: Maker
 ) -> tuple[PackedForm, ...]:
-    """The convolutions of a network as they are to be packed; none where that is not clearly
-    faster, measured in sum. ``make``: the loops that are taken where they are faster."""
+    """Return the forms to pack a network's convolutions by; () if packing is not clearly faster.
+
+    Args:
+        forms: the convolutions of the network.
+        measure: whether kernels may be measured; otherwise nothing is packed.
+        make: compiles loops, which compete with PyTorch's kernels for the unpacked convolutions.
+
+    Returns:
+        ``forms`` with ``alone`` set, if the sum of the packed times is clearly smaller.
+    """
     if not measure or not forms or not torch.backends.mkldnn.is_available():
         return ()
     found = {form: replace(form, alone=_is_alone(form)) for form in dict.fromkeys(forms)}
@@ -118,7 +129,7 @@ def faster_packed(
 
 def _is_alone(form: PackedForm) -> bool:
     if form.transposed:
-        return False  # it is the same kernel in both orders
+        return False  # PyTorch uses the same kernel for both layouts
     question = f"precision of a packed convolution {form.spec}"
     return choice(question, ("precise", ""), partial(_precision, form)) == ""
 
@@ -130,7 +141,7 @@ def _faster(forms: Sequence[PackedForm], make: Maker) -> str:
 
 
 def _precision(form: PackedForm) -> str:
-    """Whether the packed kernel is about as precise as PyTorch's."""
+    """Return "precise" if the packed kernel is about as precise as PyTorch's, else ""."""
     x, last, weight = _operands(form)
     with torch.no_grad():
         try:
@@ -142,7 +153,7 @@ def _precision(form: PackedForm) -> str:
 
 
 def _seconds(form: PackedForm, make: Maker) -> list[float]:
-    """The times of what is not packed, PyTorch's kernel or loops, and of the packed one."""
+    """Return two times: of the unpacked convolution (PyTorch's kernel or loops), and packed."""
     x, last, weight = _operands(form)
     with torch.no_grad():
         packed = form.pack(weight)
@@ -157,7 +168,7 @@ def _not_packed(
     form: PackedForm, make: Maker, x: torch.Tensor, weight: torch.Tensor
 ) -> Callable[[], object]:
     if (form.weight[2:], *form.settings) == _SAME:
-        # Batch norm that was folded left it a bias.
+        # The form has a bias: folding a batch norm leaves one.
         same = SameConvolution.of(ConvolutionResult.RESULT, form.data, form.weight, biased=True)
         loops = make(same) if faster_in_loops(same, make) else None
         if loops is not None:
@@ -167,7 +178,7 @@ def _not_packed(
 
 
 def _operands(form: PackedForm) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Data, the same with channels last, and a weight."""
+    """Return random data, the same data in channels-last layout, and a weight."""
     x, weight = operands_to_measure([form.data, form.weight], torch.float32)
     x, weight = x - 0.5, weight - 0.5
     return x, x.contiguous(memory_format=torch.channels_last), weight

@@ -1,9 +1,9 @@
-"""Whether products with a common left operand are faster as one, measured on this machine.
+"""Measure whether linear layers with a common input are faster combined into one product.
 
-In training a linear layer is three products: forward, the gradient of its input and that of its
-weight. Each is measured for a group of layers with one input, apart and combined. Concatenating the
-cotangents is not counted: TVM writes them to one place instead of several. Adding up the inputs'
-gradients is, and so is taking the weights' gradients apart.
+In training a linear layer has three products: forward, the gradient of the input and the gradient
+of the weight. Each kind is measured for a group of layers, separate and combined. The time to
+concatenate cotangents is not counted, because TVM writes them to one place from the start. The time
+to sum input gradients and the time to split weight gradients are counted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tvmbridge.kernels.choice import library_product, operands_to_measure, race
 from tvmbridge.kernels.matmul import Operand
 from tvmbridge.kernels.table import choice
 
-# Only a clear gain pays for moving weights.
+# Combining copies weights, which only a clear gain pays for.
 _GAIN = 0.05
 KINDS = ("forward", "input", "weight")
 _YES, _NO = _ANSWERS = ("together", "apart")
@@ -27,7 +27,11 @@ _YES, _NO = _ANSWERS = ("together", "apart")
 
 @dataclass(frozen=True)
 class Layers:
-    """Linear layers with one input: ``(rows, depth) @ (depth, width)`` for each of ``widths``."""
+    """Linear layers with a common input: ``(rows, depth) @ (depth, width)`` for each width.
+
+    - ``dtype``: the dtype of all operands.
+    - ``threads``: PyTorch's number of threads.
+    """
 
     rows: int
     depth: int
@@ -38,7 +42,10 @@ class Layers:
 
 @functools.lru_cache(maxsize=1024)
 def seconds(layers: Layers, kind: str) -> tuple[float, float]:
-    """The best time of the products of one of :data:`KINDS`, apart and combined."""
+    """Return the shortest times of one kind of products for separate and for combined layers.
+
+    ``kind``: one of :data:`KINDS`: forward, the gradient of the input, or that of the weight.
+    """
     together = (sum(layers.widths),)
     with torch.no_grad():
         apart, combined = race([_step(layers, kind, w) for w in (layers.widths, together)])
@@ -55,13 +62,13 @@ def _in_all(layers: Layers) -> str:
     for kind in KINDS:
         separate, combined = seconds(layers, kind)
         apart += separate
-        # The backward products can stay apart, but not where forward's are.
+        # With a combined forward, each kind of backward product can still stay separate.
         gained += separate - combined if kind == "forward" else max(0.0, separate - combined)
     return _answer(gained > _GAIN * apart)
 
 
 def faster(layers: Layers, kind: str) -> bool:
-    """Whether the products of one of :data:`KINDS` are faster combined."""
+    """Whether one kind of products, one of :data:`KINDS`, is faster for combined layers."""
     return choice(f"{kind} of {layers}", _ANSWERS, partial(_of_kind, layers, kind)) == _YES
 
 
@@ -75,7 +82,11 @@ def _answer(yes: bool) -> str:
 
 
 def _step(layers: Layers, kind: str, widths: Sequence[int]) -> Callable[[], object]:
-    """The products of ``kind`` for layers of ``widths``, with what comes after them."""
+    """Return a function that runs the products of ``kind`` for layers of ``widths``.
+
+    It includes the sum of input gradients of separate layers, or the split of combined weight
+    gradients.
+    """
     rows, depth, dtype = layers.rows, layers.depth, layers.dtype
     x: Operand = ((rows, depth), None)
     products = []
@@ -104,6 +115,6 @@ def _step(layers: Layers, kind: str, widths: Sequence[int]) -> Callable[[], obje
 def _product(
     left: Operand, right: Operand, result: tuple[int, ...], dtype: torch.dtype
 ) -> Callable[[], torch.Tensor]:
-    """A product by the kernel that it would be given."""
+    """Return a function that computes a product by the kernel that compilation would choose."""
     a, b = operands_to_measure((left[0], right[0]), dtype)
     return library_product(left, right, result, a, b)

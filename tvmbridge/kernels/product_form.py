@@ -1,4 +1,4 @@
-"""Products of two matrices without gaps: sizes, and how the operands lie in memory."""
+"""The form of a matrix product: its sizes, and which of its dense operands is transposed."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Form:
-    """Sizes of a product (rows, columns) over ``depth``, and which operand lies transposed.
+    """Sizes and memory layout of a product ``(rows, depth) @ (depth, columns)``.
 
-    A left one as (depth, rows), a right one as (columns, depth). ``batch``: so many products of
-    matrices that lie one after the other; None: one, of tensors of two dimensions.
+    - ``left_transposed``: whether the left operand is in memory as (depth, rows).
+    - ``right_transposed``: whether the right operand is in memory as (columns, depth).
+    - ``batch``: the number of products in a batch; None for one product of two-dimensional tensors.
     """
 
     rows: int
@@ -27,7 +28,7 @@ class Form:
 
     @property
     def shapes(self) -> tuple[Shape, Shape, Shape]:
-        """Of both operands in memory, and of the result."""
+        """The shapes of both operands in memory, and of the result."""
         left, right = (self.rows, self.depth), (self.depth, self.columns)
         batch = () if self.batch is None else (self.batch,)
         return (
@@ -38,7 +39,7 @@ class Form:
 
     @property
     def operands(self) -> tuple[Operand, Operand]:
-        """Shapes in memory, and the views of those that lie transposed."""
+        """Both operands: the shape in memory, and the view of a transposed operand."""
         left, right, _ = self.shapes
         return (
             (left, _transposed(left) if self.left_transposed else None),
@@ -47,12 +48,12 @@ class Form:
 
     @property
     def work(self) -> int:
-        """How many multiplications it is."""
+        """The number of multiplications."""
         return (self.batch or 1) * self.rows * self.columns * self.depth
 
 
 def form_of(left: Operand, right: Operand, result: Shape) -> Form | None:
-    """The form of a product, of one matrix or of several; None where an operand has gaps."""
+    """Return the form of a product; None if an operand is neither dense nor a dense transpose."""
     *batch, rows, columns = result
     depth = (right[1][0] if right[1] else right[0])[-2]
     lies = (
@@ -65,7 +66,7 @@ def form_of(left: Operand, right: Operand, result: Shape) -> Form | None:
 
 
 def _lies_transposed(operand: Operand, size: Shape) -> bool | None:
-    """Whether it does; None where it is not of this size without gaps."""
+    """Whether a dense operand of ``size`` is transposed in memory; None if it is not dense."""
     shape, view = operand
     if prod(shape) != prod(size):
         return None
@@ -81,7 +82,7 @@ def _contiguous(shape: Shape) -> View:
 
 
 def _transposed(shape: Shape) -> View:
-    """The view of a tensor of this shape whose last two dimensions are exchanged."""
+    """Return the view of a dense tensor of ``shape`` with the last two dimensions exchanged."""
     *batch, rows, columns = shape
     outer = [rows * columns] * len(batch)
     return (*batch, columns, rows), (*outer, 1, columns)

@@ -1,7 +1,8 @@
-"""Whether a float32 product is faster with loops of ours than by a library alone.
+"""Measure whether a float32 product is faster with generated loops than by a library alone.
 
-Loops may multiply, or copy a transposed left operand into the order that a library reads: a linear
-layer's weight has such a gradient, the cotangent, transposed, times the input.
+The loops either multiply, or copy a transposed left operand into the layout that a library reads.
+The gradient of a linear layer's weight has such an operand: the transposed cotangent times the
+input.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from tvmbridge.kernels.table import choice
 
 LIBRARY, TRANSPOSED, MULTIPLIED = "library", "of a transposed copy", "multiplied by loops"
 
-# Products of fewer multiplications are not worth a function of their own in compiled code, and
-# copies not worth one more kernel.
+# A product with fewer multiplications is not worth a function of its own in compiled code, and a
+# copy is not worth another kernel.
 _WORTH_LOOPS, _WORTH_COPYING = 1 << 20, 1 << 25
 
 _Run = Callable[[], torch.Tensor]
@@ -36,10 +37,11 @@ _Run = Callable[[], torch.Tensor]
 
 @dataclass(frozen=True)
 class Loops:
-    """What makes kernels of ours, alone: functions of tensors.
+    """Functions that compile generated loops to stand-alone kernels.
 
-    ``transposition`` is of a matrix of so many rows and columns; ``multiplication`` is None for a
-    form that there are no loops for.
+    - ``transposition``: takes the rows and columns of a matrix; returns a kernel to transpose it.
+    - ``multiplication``: takes a form, and returns a kernel that multiplies; None if the form has
+      no loops.
     """
 
     transposition: Callable[[int, int], Callable[[torch.Tensor], torch.Tensor]]
@@ -47,9 +49,16 @@ class Loops:
 
 
 def fastest(form: Form, loops: Loops, *, multiply: bool = True) -> str:
-    """``LIBRARY``, ``TRANSPOSED`` or ``MULTIPLIED``, whichever is measured to be the fastest.
+    """Return the fastest way to compute a product, by measurement.
 
-    ``multiply``: whether loops may multiply, which add no bias, and have one size.
+    Args:
+        form: the sizes and layout of the product.
+        loops: compiles the generated loops.
+        multiply: whether loops may multiply. Such loops add no bias and need fixed sizes.
+
+    Returns:
+        ``LIBRARY``: the library alone; ``TRANSPOSED``: the library on a copy of the left operand
+        that loops transpose; ``MULTIPLIED``: loops alone.
     """
     among, is_copied = [LIBRARY], form.left_transposed and form.batch is None
     if is_copied and form.work >= _WORTH_COPYING and torch.backends.mkldnn.is_available():

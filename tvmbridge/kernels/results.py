@@ -1,7 +1,7 @@
-"""What an ATen call returns: tensors of their own, of the shapes and dtypes that were declared.
+"""Check and copy the results of ATen calls: fresh tensors of the declared shapes and dtypes.
 
-Compiled code takes the declared type of a result for granted: a smaller tensor would be read past
-its end. So each is compared at each call, which costs a fraction of a microsecond.
+Compiled code relies on the declared type of a result: a smaller tensor would be read past its end.
+So each result is checked at each call, which costs a fraction of a microsecond.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _ADVICE = (
 
 
 def taker_of(content: Mapping[str, Any]) -> Callable[[Any, Tensors], Any]:
-    """From what an operator returned, and its operands, to the results that the graph has.
+    """Return a function that checks what an operator returned, and selects the graph's results.
+
+    The function takes the operator's return value and its operands. It raises an
+    UnsupportedOperatorError if the operator violates its schema or its declared results.
 
     Args:
-        content: the spec of the call. ``declared`` are the shapes and dtypes of the results;
-            ``promises``, of operators that are not PyTorch's, is what :func:`promises_of` returns.
-
-    The function returned raises:
-        UnsupportedOperatorError: the operator broke its word.
+        content: the spec of the call. ``declared`` has the shapes and dtypes of the results;
+            ``promises``, for custom operators alone, is the value of :func:`promises_of`.
     """
     name, places = content["op"], content["results"]
     numbers = [0] if places is None else places
@@ -75,7 +75,7 @@ def _taker(name: str, number: int, declared: Any) -> Callable[[Any, Tensors], to
 
 
 def _is_with(result: torch.Tensor, operands: Tensors) -> bool:
-    """Whether a result is in the same device's memory as the operands, if there are any."""
+    """Whether a result is on the operands' device; without operands, on the CPU or a GPU."""
     return result.device == operands[0].device if operands else result.is_cpu or result.is_cuda
 
 
@@ -84,14 +84,17 @@ def _type(shape: Sequence[int], dtype: torch.dtype) -> str:
 
 
 def own(result: torch.Tensor, operands: Tensors) -> torch.Tensor:
-    """The result as a dense tensor of its own: memory planning assumes that results are fresh."""
+    """Return the result as a dense, aligned tensor that shares no memory with the operands.
+
+    Memory planning assumes that results are fresh. A result that meets this is not copied.
+    """
     result = as_pairs(result)
-    if not result.numel():  # Any strides are contiguous then, but not to compiled code.
+    if not result.numel():  # PyTorch calls any strides contiguous here; compiled code does not.
         return torch.empty(result.shape, dtype=result.dtype, device=result.device)
     result = result.contiguous()
-    if result.is_neg():  # DLPack has no word for it.
+    if result.is_neg():  # DLPack cannot represent the negative bit.
         return result.resolve_neg()
-    if result._is_zerotensor():  # It has no memory.
+    if result._is_zerotensor():  # A zero tensor has no memory.
         return torch.zeros_like(result)
     storage = result.untyped_storage().data_ptr()
     if any(t.untyped_storage().data_ptr() == storage for t in operands):
@@ -104,9 +107,10 @@ def own(result: torch.Tensor, operands: Tensors) -> torch.Tensor:
 def promises_of(
     operands: Sequence[torch.Tensor], results: torch.Tensor | Sequence[torch.Tensor | None]
 ) -> list[list[int] | None]:
-    """The strides that the fake kernel of an operator gives its results.
+    """Return the strides of each result that the fake kernel of a custom operator declares.
 
-    None where they may follow those of operands, which compiled code passes as dense tensors.
+    If an operand is not contiguous, each entry is None: results may follow the operands' strides,
+    and compiled code passes dense operands.
     """
     fakes = [results] if isinstance(results, torch.Tensor) else results
     dense = all(t.is_contiguous() for t in operands)
@@ -114,13 +118,13 @@ def promises_of(
 
 
 def _strides(tensor: torch.Tensor) -> list[int]:
-    """The strides that say where elements lie; 0 for the others."""
+    """Return the strides, with 0 for dimensions whose stride has no effect (one element, empty)."""
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     return [step if size > 1 and tensor.numel() else 0 for size, step in pairs]
 
 
 def _check_conduct(name: str, count: int, outs: Sequence[Any], operands: Tensors) -> None:
-    # Operands come by DLPack, where versions begin at zero.
+    # Tensors imported by DLPack begin at version zero, so any other version is a write.
     if any(t._version for t in operands):
         raise UnsupportedOperatorError(
             f"{name} wrote into an argument, which its schema does not say: {_ADVICE}"

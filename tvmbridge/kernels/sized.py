@@ -1,9 +1,11 @@
-"""Kernels whose specs have sizes in them, which a call gets as its second argument.
+"""Kernels whose specs contain symbolic sizes; each call passes the values of the symbols.
 
-In a spec ``{"size": [terms, divisor, remainder, atoms]}`` stands for an integer: a polynomial of
-the symbols and of the atoms, by its coefficients and the power of each of these, or where the
-divisor is not 1 its quotient, rounded down, or its remainder. Atoms are such integers, without
-atoms of their own.
+In a spec, ``{"size": [terms, divisor, remainder, atoms]}`` is an integer that depends on symbols:
+
+- ``terms``: a polynomial in the symbols and the atoms, as pairs of a coefficient and the powers.
+- ``divisor``: the value is the polynomial divided by it, rounded down.
+- ``remainder``: if true, the value is the polynomial modulo the divisor instead.
+- ``atoms``: integers of the same kind (terms, divisor, remainder), without atoms of their own.
 """
 
 from __future__ import annotations
@@ -17,13 +19,13 @@ from typing import Any, TypeAlias
 from tvmbridge.kernels.callbacks import integers
 from tvmbridge.kernels.keys import key_of, spec_named
 
-# Behind the names of such kernels.
+# The suffix of the names of such kernels.
 SIZED = ".sized"
 SIZE = "size"
 
 
 Terms: TypeAlias = Iterable[tuple[int, Sequence[int]]]
-# Terms, divisor, and whether the remainder is meant.
+# Terms, divisor, and whether the value is the remainder.
 Fields: TypeAlias = tuple[Terms, int, bool]
 
 
@@ -34,7 +36,10 @@ def value_of(
     point: Sequence[int],
     atoms: Iterable[Fields] = (),
 ) -> int:
-    """A size where the symbols are ``point``."""
+    """Return the value of a size, given the values ``point`` of the symbols.
+
+    The other arguments are described in the module's docstring.
+    """
     point = [*point, *(value_of(*fields, point) for fields in atoms)]
     value = sum(
         coefficient * prod(x**power for x, power in zip(point, powers, strict=True))
@@ -44,7 +49,11 @@ def value_of(
 
 
 def with_sizes(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """``kernel``, called with a spec, the values of the symbols as int64, and tensors."""
+    """Return ``kernel`` with another argument after the key: the values of the symbols.
+
+    The values arrive as the bytes of int64. The sizes in the spec are replaced by numbers before
+    ``kernel`` is called.
+    """
 
     def run(key: str, point: bytes, *tensors: Any) -> Any:
         return kernel(_key_at(key, integers(point)), *tensors)

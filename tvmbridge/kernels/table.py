@@ -1,10 +1,10 @@
-"""The table of choices: which candidate was the fastest on this machine, kept on disk.
+"""The table of choices on disk: the fastest candidate for each question on this machine.
 
-A choice is made once, by measurement, and then holds in every process: code in the cache depends on
-choices, and a run should not differ from the one before it by how busy the machine was. The table
-is JSON in the cache folder, one file for each processor, build of PyTorch and setting of its
-libraries; with ``TVMBRIDGE_CACHE=0`` it is the process's own. What is damaged, or may have been
-written by somebody else, is told once and not used.
+A choice is measured once and then holds in every process. Code in the cache depends on choices, and
+two runs should not differ because the machine was busy during one of them. The table is JSON in the
+cache folder, with one file for each processor, build of PyTorch and setting of its libraries. With
+``TVMBRIDGE_CACHE=0`` each process has its own table in memory. A file that is damaged, or that
+somebody else may have written, is logged once and not used.
 """
 
 from __future__ import annotations
@@ -36,10 +36,9 @@ PATTERN = "choices-*.json"
 
 
 class Table:
-    """The choices of one file.
+    """The choices of one file, with the answer to each question.
 
-    Args:
-        path: the file; None: they are kept in this process alone.
+    - ``path``: the file; None: the choices are in the memory of this process alone.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -48,7 +47,10 @@ class Table:
         self._known: dict[str, str] | None = None
 
     def choice(self, question: str, among: Sequence[str], measure: Callable[[], str]) -> str:
-        """The answer to ``question``: the one known, or what ``measure()`` says, which is kept."""
+        """Return the known answer to ``question``, or else store and return ``measure()``.
+
+        A known answer that is not in ``among`` is ignored.
+        """
         with self._lock:
             if self._known is None:
                 self._known = self._read()
@@ -56,7 +58,7 @@ class Table:
             if found is not None and found in among:
                 return found
             found = measure()
-            # What another process has found out meanwhile holds in this one as well.
+            # An answer that another process stored during the measurement takes precedence.
             on_disk = self._read()
             if on_disk.get(question) in among:
                 found = on_disk[question]
@@ -65,21 +67,21 @@ class Table:
             return found
 
     def adopt(self, choices: dict[str, str]) -> None:
-        """Add choices of another machine of this kind; what is known here stays."""
+        """Add choices of an equal machine; answers that are known here stay."""
         with self._lock:
             known = {**choices, **(self._known or {}), **self._read()}
             self._known = known
             self._write(known)
 
     def known(self, question: str) -> str | None:
-        """The answer that was kept; None: there is none."""
+        """Return the stored answer to ``question``; None if there is none."""
         with self._lock:
             if self._known is None:
                 self._known = self._read()
             return self._known.get(question)
 
     def keep(self, question: str, answer: str) -> None:
-        """Keep ``answer``, in place of any that is known."""
+        """Store ``answer`` in place of any known answer."""
         with self._lock:
             self._known = {**(self._known or {}), **self._read(), question: answer}
             self._write(self._known)
@@ -115,7 +117,7 @@ _DAMAGED = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
 def _parsed(content: bytes) -> dict[str, str]:
-    """The choices in the content of a file; none of another version's."""
+    """Parse the content of a file; return no choices if it is of another version."""
     found = parse_json(content, _MOST_VALUES)
     if found["version"] != _VERSION:
         return {}
@@ -123,7 +125,7 @@ def _parsed(content: bytes) -> dict[str, str]:
 
 
 def adopt_choices(path: Path, content: bytes) -> str | None:
-    """Take over the choices in ``content`` for the table at ``path``; why not, or None."""
+    """Add the choices in ``content`` to the table at ``path``; return why not, or None."""
     try:
         choices = _parsed(content)
     except _DAMAGED as error:
@@ -134,21 +136,23 @@ def adopt_choices(path: Path, content: bytes) -> str | None:
 
 
 _tables: dict[Path | None, Table] = {}
-# Who measures in place of this process.
+# Answers questions by measurement in another process, if set.
 _elsewhere: Callable[[str, Sequence[str], Callable[[], str]], str] | None = None
 
 
 def ask_elsewhere(ask: Callable[[str, Sequence[str], Callable[[], str]], str]) -> None:
-    """Have ``ask`` answer, as :func:`choice` does, what nobody knows: another process measures."""
+    """Make :func:`choice` call ``ask`` in place of ``measure``: another process then measures."""
     global _elsewhere
     _elsewhere = ask
 
 
 def choice(question: str, among: Sequence[str], measure: Callable[[], str]) -> str:
-    """The answer to ``question`` on this machine, one of ``among``; measured where not known.
+    """Return the answer to ``question`` on this machine, measured unless it is known.
 
-    The number of PyTorch's threads is a part of the question. Another process may be asked to
-    measure: ``measure`` can be pickled.
+    Args:
+        question: a text that describes the choice. PyTorch's number of threads is added to it.
+        among: the possible answers.
+        measure: returns the answer. It can be pickled, because another process may call it.
     """
     if _elsewhere is not None:
         measure = functools.partial(_elsewhere, question, among, measure)
@@ -156,12 +160,12 @@ def choice(question: str, among: Sequence[str], measure: Callable[[], str]) -> s
 
 
 def known_answer(question: str) -> str | None:
-    """The answer to ``question`` that :func:`keep_answer` has kept on this machine, if any."""
+    """Return the answer that :func:`keep_answer` stored on this machine; None if there is none."""
     return _table_of_now().known(_on_threads(question))
 
 
 def keep_answer(question: str, answer: str) -> None:
-    """Keep ``answer``, found at calls, for this machine and PyTorch's number of threads."""
+    """Store ``answer``, measured during calls, for this machine and PyTorch's thread count."""
     _table_of_now().keep(_on_threads(question), answer)
 
 
@@ -175,7 +179,7 @@ def _on_threads(question: str) -> str:
 
 
 def clear_tables(folder: Path) -> int:
-    """Remove the tables in ``folder``, and forget them; how many files there were."""
+    """Remove the tables in ``folder`` and in memory; return how many files were removed."""
     _tables.clear()
     count = 0
     for path in folder.glob(PATTERN) if folder.is_dir() else ():
@@ -186,7 +190,7 @@ def clear_tables(folder: Path) -> int:
 
 
 def _surroundings() -> str:
-    """Stands for what choices depend on beside the question."""
+    """Return a digest of the machine, PyTorch build and settings that choices depend on."""
     variables = sorted((n, v) for n, v in os.environ.items() if n.upper().startswith(_PREFIXES))
     backends = torch.backends
     what = (

@@ -1,4 +1,4 @@
-"""Tensors of compiled code as PyTorch has them, for kernels that take some microseconds."""
+"""Call kernels on tensors of compiled code, with little overhead."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ Result = TypeVar("Result")
 
 
 def run_on(function: Callable[..., Result], tensors: Sequence[Any]) -> Result:
-    """Call ``function``, which nothing is to be recorded of, with ``tensors`` of TVM.
+    """Convert TVM's ``tensors`` to PyTorch's, and call ``function`` with them, without autograd.
 
-    The public ``from_dlpack`` asks for device and stream first, which compiled code has settled.
+    PyTorch's public ``from_dlpack`` would query device and stream first, which compiled code
+    already guarantees.
     """
     arguments = [from_dlpack_capsule(tensor.__dlpack__()) for tensor in tensors]
     return without_gradients(function, *arguments)

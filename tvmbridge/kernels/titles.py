@@ -1,4 +1,4 @@
-"""What kernels are called in the profiler."""
+"""The names of compiled kernels in PyTorch's profiler."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ _NUMBERED = re.compile(r"(?<=[a-z])\d+(?=_|$)")
 
 
 def title(symbol: str, arguments: Sequence[Any]) -> str | None:
-    """The name of the kernel that a VirtualMachine calls by ``symbol``; None: it is none.
+    """Return the display name of the kernel that a VirtualMachine calls by ``symbol``.
 
-    Fused functions are named by their operators, PyTorch's kernels by the overload.
+    A fused function is named by its operators, a PyTorch kernel by its overload. None if ``symbol``
+    is no kernel.
     """
     if symbol.startswith("vm."):
         return None
@@ -35,7 +36,7 @@ def title(symbol: str, arguments: Sequence[Any]) -> str | None:
 
 @contextmanager
 def kernels_told(machine: Any) -> Iterator[None]:
-    """Within it the profiler shows each kernel that ``machine``, a VirtualMachine, calls."""
+    """Make the profiler show each kernel that ``machine``, a VirtualMachine, calls."""
     tell = getattr(machine, "set_instrument", None)
     if tell is None:
         yield
@@ -56,5 +57,5 @@ def kernels_told(machine: Any) -> Iterator[None]:
         yield
     finally:
         tell(None)
-        while begun:  # the kernel has raised
+        while begun:  # ranges stay open if a kernel raises
             begun.pop().__exit__(None, None, None)

@@ -1,4 +1,4 @@
-"""The dtypes of results that PyTorch's fake kernels foretell wrongly."""
+"""Correct the dtypes of results that PyTorch's fake kernels predict wrongly."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import fx
 
 aten = torch.ops.aten
 
-# Of their operands the fourth and the fifth are running statistics, new ones their last results.
+# The fourth and fifth operands are running statistics; the last two results are the updated ones.
 _MOVING_STATISTICS = frozenset(
     {
         aten._native_batch_norm_legit_functional.default,
@@ -39,10 +39,10 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 def true_dtype(node: fx.Node, fake: torch.Tensor) -> torch.dtype:
-    """The dtype that ``fake``, a result of ``node``, has where the operator runs."""
+    """Return the dtype that the operator of ``node`` really gives its result ``fake``."""
     operand: Any
     if node.target in _MOVING_STATISTICS:
-        # They come in their own dtype.
+        # Updated running statistics have the dtype of the running statistics.
         for place, result in zip((3, 4), node.meta["val"][-2:], strict=True):
             operand = node.args[place]
             if result is fake and operand is not None:
@@ -59,10 +59,11 @@ def true_dtype(node: fx.Node, fake: torch.Tensor) -> torch.dtype:
 
 
 def _of_mixed_norm(node: fx.Node, fake: torch.Tensor) -> torch.dtype | None:
-    """The dtype of a result of a norm of half precision with float32 parameters, or its backward.
+    """Return the dtype of a result of a half-precision norm with float32 parameters.
 
-    It saves statistics in float32, for its backward, which returns the operand's gradient in the
-    operand's dtype. Whatever else reads these was traced for another dtype: None.
+    On the CPU such a norm saves its statistics in float32, and its backward returns the gradient in
+    the operand's dtype. Return None for any other result, and if other operators read the result:
+    they were traced for the fake dtype.
     """
     if node.target not in _NORMS | _BACKWARDS_OF_NORMS or fake.device.type != "cpu":
         return None
@@ -81,7 +82,7 @@ def _of_mixed_norm(node: fx.Node, fake: torch.Tensor) -> torch.dtype | None:
 
 
 def _readers(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
-    """What reads the values of ``nodes``, by other names too."""
+    """Yield the nodes that read the values of ``nodes``, directly or through aliases."""
     for user in (user for node in nodes for user in node.users):
         if user.target is aten.alias.default:
             yield from _readers([user])

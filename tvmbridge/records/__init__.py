@@ -1,4 +1,4 @@
-"""Tuning records: kept in folders, looked up and applied by compilation."""
+"""Tuning records: stored in folders, looked up and applied by compilation."""
 
 from tvmbridge.records.apply import Applied, Coverage, apply_records, coverage_of
 from tvmbridge.records.folder import Folder

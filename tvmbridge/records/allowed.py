@@ -1,9 +1,9 @@
-"""What the steps of a tuning record may be: an allow-list, kept as data.
+"""An allow-list of the scheduling steps that a tuning record may have.
 
-A trace drives TVM's scheduler, which takes annotations that link code of the record's own
-(``pragma_import_llvm``) and steps that change what a function computes. So a trace is applied only
-where each of its steps is one that the rules of :mod:`tvmbridge.tuning.search` make, with values of
-the kind and size that they have, and only where what it leads to is of a size with the function.
+TVM's scheduler executes whatever a trace says. A trace could link code of its own
+(``pragma_import_llvm``), or change what a function computes. So a trace is applied only if the
+rules of :mod:`tvmbridge.tuning.search` can produce each of its steps, with values of the same kind
+and range. The scheduled function must not grow beyond ``GROWTH``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Check = Callable[[Any], bool]
 
 
 class RefusedRecordError(ValueError):
-    """A record holds what is not on the allow-list; the message says what."""
+    """A record has content that is not on the allow-list; the message names it."""
 
 
 def _number(low: int, high: int) -> Check:
@@ -52,7 +52,7 @@ MOST_STEPS = 4000
 MOST_OPERANDS = 64
 LARGEST_FACTOR = 2**31 - 1
 WIDEST_VECTOR = 256
-GROWTH = 64  # what a schedule may add in iterations and in memory, as a multiple of the function's
+GROWTH = 64  # limit of iterations and buffer elements, as a multiple of the unscheduled function's
 _SMALL = 2**16
 
 NAME: Check = _word(r"[\w.\[\]-]{1,300}")
@@ -62,14 +62,14 @@ _UNROLL = _number(0, 1024)
 
 @dataclass(frozen=True)
 class InstructionKind:
-    """One kind of instruction.
+    """The operands that one kind of scheduling instruction may have.
 
-    Args:
-        inputs: a pattern over one letter for each input: a block, a loop, a value that a step
-            before named; ``i`` a number, ``n`` none, ``e`` an empty list, ``q`` a quoted word.
-        outputs: the same for what the step names.
-        attributes: a check for each attribute.
-        decision: a check of the decision, for the steps that take one.
+    - ``inputs``: a regular expression over one letter for each input. ``b``, ``l`` and ``v`` are a
+      block, a loop and a value that earlier steps named; ``i`` is a number, ``n`` None, ``e`` an
+      empty list, ``q`` a quoted word.
+    - ``outputs``: the same for the outputs: ``b``, ``l`` and ``v``.
+    - ``attributes``: one check for each attribute.
+    - ``decision``: the check of the decision; None if the instruction takes no decision.
     """
 
     inputs: str
@@ -120,7 +120,7 @@ STEPS: Mapping[str, InstructionKind] = {
     "EnterPostproc": InstructionKind(""),
 }
 
-# The value of a key, or a value that a step before sampled from numbers that were checked there.
+# Checks for constant values of annotations. A value that an earlier step sampled was checked there.
 ANNOTATIONS: Mapping[str, Check] = {
     "meta_schedule.parallel": _number(-1, 2**20),
     "meta_schedule.vectorize": _number(0, WIDEST_VECTOR),
@@ -133,7 +133,7 @@ ANNOTATIONS: Mapping[str, Check] = {
 
 
 def trace_refusal(trace: Any) -> str | None:
-    """Why a trace, as its JSON gives it, may not be applied; None if it may."""
+    """Return why a trace in JSON form may not be applied; None if it may."""
     if not (isinstance(trace, list) and len(trace) == 2 and _list(_is_step, MOST_STEPS)(trace[0])):
         return f"it is no trace of at most {MOST_STEPS} steps"
     if not _list(_is_decision, MOST_STEPS)(trace[1]):
@@ -184,7 +184,7 @@ def _step_refusal(
 
 
 def _kind(value: Any, known: set[str]) -> str:
-    """The letter of an input, ``?`` for what none may be."""
+    """Return the letter that stands for an input in patterns; ``?`` if no input may be like it."""
     if isinstance(value, str) and value in known:
         return value[0]
     if type(value) is int and abs(value) <= LARGEST_FACTOR:
@@ -195,11 +195,11 @@ def _kind(value: Any, known: set[str]) -> str:
 
 
 def scheduled_by(mod: tvm.IRModule, trace: Any) -> Schedule:
-    """The function ``main`` of ``mod`` with the JSON of a trace applied to it.
+    """Apply a trace in JSON form to the function ``main`` of ``mod``, and return the schedule.
 
     Raises:
-        RefusedRecordError: a step is not on the allow-list, or leads to what is out of proportion.
-        Exception: the steps do not fit the function; TVM has no narrower class.
+        RefusedRecordError: a step is not on the allow-list, or the function grows too large.
+        Exception: the steps do not fit the function; TVM raises no narrower class.
     """
     reason = trace_refusal(trace)
     if reason is None:
@@ -220,7 +220,7 @@ class _Extents:
 
 
 def _extents(schedule: Schedule) -> _Extents:
-    """The most iterations of a block, elements of a buffer, and lanes of a vectorised nest."""
+    """Return the largest numbers of block iterations, buffer elements and vector lanes."""
     function = schedule.mod["main"]
     blocks: list[SBlock] = []
     tvm_ffi.structural_walk(function.body, (SBlock, blocks.append))

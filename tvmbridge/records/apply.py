@@ -1,4 +1,4 @@
-"""The tuned schedules of a module's functions, before the rules schedule the others."""
+"""Apply tuning records to a module's functions, before the rules schedule the other functions."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tvmbridge.schedules import is_scheduled
 
 @dataclass(frozen=True)
 class Coverage:
-    """The calls in compiled code by where the kernel comes from.
+    """Counts of the kernel calls in compiled code, by the origin of the kernel.
 
-    Args:
-        tuned: scheduled by a tuning record.
-        by_rule: scheduled by the rules of tvmbridge.
-        plain: loops as TVM makes them, since no rule knows the form.
-        external: PyTorch's kernels.
-        untuned: those of TVM's that nobody has tuned for this target yet, where records are used.
+    - ``tuned``: calls of kernels scheduled by a tuning record.
+    - ``by_rule``: calls of kernels scheduled by the rules of tvmbridge.
+    - ``plain``: calls of kernels with TVM's default loops, because no rule fits them.
+    - ``external``: calls of PyTorch's kernels.
+    - ``untuned``: calls of TVM's kernels that nobody has tuned for this target yet; 0 if records
+      are not used.
     """
 
     tuned: int = 0
@@ -37,7 +37,12 @@ class Coverage:
 
 @dataclass(frozen=True)
 class Applied:
-    """A module with tuned functions, their names, and the tasks nobody has tuned, with weights."""
+    """A module after tuning records were applied.
+
+    - ``mod``: the module.
+    - ``tuned``: the names of the functions that a record scheduled.
+    - ``missing``: tasks that nobody has tuned, with their numbers of calls.
+    """
 
     mod: tvm.IRModule
     tuned: frozenset[str]
@@ -64,7 +69,7 @@ def apply_records(mod: tvm.IRModule, library: Library) -> Applied:
 
 
 def _in_place_of(function: tirx.PrimFunc, scheduled: tirx.PrimFunc) -> tirx.PrimFunc:
-    """``scheduled`` with the name and the other attributes of ``function``."""
+    """Return ``scheduled`` with the attributes of ``function``, its name included."""
     scheduled = scheduled.without_attr("global_symbol")
     for name, value in dict(function.attrs or {}).items():
         scheduled = scheduled.with_attr(name, value)
@@ -72,7 +77,7 @@ def _in_place_of(function: tirx.PrimFunc, scheduled: tirx.PrimFunc) -> tirx.Prim
 
 
 def coverage_of(mod: tvm.IRModule, tuned: frozenset[str]) -> Coverage:
-    """Count the calls of a scheduled module."""
+    """Count the kernel calls of a scheduled module; ``tuned`` names the functions with records."""
     by_rule = {
         name.name_hint
         for name, function in mod.functions_items()

@@ -1,9 +1,10 @@
-"""The folder of one target: MetaSchedule's database, and what each task's tuning came to.
+"""The folder of one target: MetaSchedule's database, and a verdict for each tuned task.
 
 ``database_workload.json`` and ``database_tuning_record.json`` are in MetaSchedule's own format.
-``verdicts.json`` has a line for each time that the tuning of a task came to an end: how fast the
-rule's kernel is on the same machine, and which record was found to be right and faster. Only a
-record that a verdict names is ever applied.
+``verdicts.json`` has one line, a verdict, for each finished tuning of a task. A verdict compares
+records with the kernel by rule, which is the function as tvmbridge's rules schedule it without a
+record. It names the record that was correct and faster, if any. Only a record that a verdict names
+is ever applied.
 """
 
 from __future__ import annotations
@@ -32,21 +33,22 @@ WORKLOADS = "database_workload.json"
 RECORDS = "database_tuning_record.json"
 VERDICTS = "verdicts.json"
 _MOST_TRIALS = 2**31
-FAILED_SECONDS = 1e10  # MetaSchedule's sign for a candidate that did not run
+FAILED_SECONDS = 1e10  # MetaSchedule's time for a candidate that did not run
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What tuning a task came to.
+    """The result of tuning one task.
 
-    Args:
-        task: the key of the task.
-        trials: candidates measured in all, also by earlier runs.
-        rule_seconds: the time of the kernel that is used without a record; None: it did not run.
-        schedule: digest of the record that is right and faster than the rule, or None.
-        seconds: the time of that record, measured in turns with the rule's.
-        finished: there is nothing left to try, whatever the number of trials.
-        reason: why there is no record to apply.
+    - ``task``: the key of the task.
+    - ``trials``: the number of candidates measured, earlier runs included.
+    - ``rule_seconds``: the time of the kernel by rule, which is used without a record; None if that
+      kernel did not run.
+    - ``schedule``: the digest of the record that is correct and faster than the rule, or None.
+    - ``seconds``: the time of the best record, measured in turns with the kernel by rule; None if
+      no record could be compared.
+    - ``finished``: whether there is nothing left to try, whatever the number of trials.
+    - ``reason``: why there is no record to apply; "" if there is one.
     """
 
     task: str
@@ -59,7 +61,7 @@ class Verdict:
 
     @property
     def applies(self) -> bool:
-        """Whether the record that it names is to be used."""
+        """Whether the verdict names a record that is faster than the rule."""
         return (
             self.schedule is not None
             and self.seconds is not None
@@ -69,7 +71,7 @@ class Verdict:
 
     @staticmethod
     def parse(value: Any) -> Verdict | None:
-        """A verdict from its JSON, None where it is none."""
+        """Return the verdict of a parsed JSON line; None if the line is no valid verdict."""
         try:
             verdict = Verdict(**value)
         except TypeError:
@@ -89,29 +91,35 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Record:
-    """One measured schedule, as JSON: MetaSchedule's trace, seconds, target, arguments."""
+    """One measured schedule.
+
+    - ``content``: MetaSchedule's trace, times in seconds, target and arguments, all in JSON form.
+    """
 
     content: tuple[Any, Any, Any, Any]
 
     @property
     def trace(self) -> Any:
-        """The scheduling steps."""
+        """The scheduling steps, as MetaSchedule's trace in JSON form."""
         return self.content[0]
 
     @property
     def seconds(self) -> float:
-        """The shortest measured time, :data:`FAILED_SECONDS` where there is none."""
+        """The shortest measured time; :data:`FAILED_SECONDS` if there is none."""
         return min((float(s) for s in self.content[1] or ()), default=FAILED_SECONDS)
 
     @property
     def digest(self) -> str:
-        """What the schedule is called in a verdict."""
+        """A digest of the trace, by which a verdict names the record."""
         text = json.dumps(self.trace, separators=(",", ":"), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @staticmethod
     def parse(value: Any, target: dict[str, Any]) -> tuple[int, Record] | None:
-        """A line's workload index and record, None where it is none or of another target."""
+        """Return the workload index and the record of a parsed JSON line.
+
+        None if the line is no valid record, or is for another target than ``target``.
+        """
         if not (isinstance(value, list) and len(value) == 2 and type(value[0]) is int):
             return None
         content = value[1]
@@ -130,7 +138,14 @@ def _is_duration(value: Any) -> bool:
 
 @dataclass
 class TaskRecords:
-    """All that a folder knows of a task; ``names`` are the keys by which files call it."""
+    """The content of a folder that concerns one task.
+
+    - ``task``: the task.
+    - ``names``: the keys by which the files of the folder name it.
+    - ``records``: the measured schedules.
+    - ``verdict``: the latest verdict; None if the tuning has not finished.
+    - ``source``: the folder; None after records of several folders were merged.
+    """
 
     task: Task
     names: set[str]
@@ -140,7 +155,7 @@ class TaskRecords:
 
     @property
     def chosen(self) -> Record | None:
-        """The record to apply, if there is one."""
+        """The record to apply; None if no verdict names one."""
         verdict = self.verdict
         if verdict is None or not verdict.applies:
             return None
@@ -148,12 +163,12 @@ class TaskRecords:
 
     @property
     def trials(self) -> int:
-        """Candidates measured so far."""
+        """The number of candidates measured so far."""
         return max(len(self.records), self.verdict.trials if self.verdict else 0)
 
 
 class Folder:
-    """One target's folder below a log directory."""
+    """The folder with the records of one target, below a log directory."""
 
     def __init__(self, path: Path, target: Target) -> None:
         self.path = path
@@ -161,24 +176,24 @@ class Folder:
 
     @staticmethod
     def below(log_dir: str | Path, target: Target) -> Folder:
-        """The folder of ``target`` in ``log_dir``; it need not exist."""
+        """Return the folder of ``target`` in ``log_dir``; it need not exist."""
         return Folder(Path(log_dir) / target_name(target), target)
 
     @property
     def exists(self) -> bool:
-        """Whether there is anything to read."""
+        """Whether the folder has a file of tasks."""
         return (self.path / WORKLOADS).is_file()
 
     def refusal(self) -> str | None:
-        """Why the records may not be applied; None if they may."""
+        """Return why the records may not be applied; None if they may."""
         meta = read_meta(self.path)
         return meta if isinstance(meta, str) else meta.refusal(self.target)
 
     def open_for_writing(self) -> None:
-        """Create the folder and its META.json, or see that they fit.
+        """Create the folder and its META.json, or check that an existing folder fits.
 
         Raises:
-            BridgeError: it is of another target or TVM, or cannot be written.
+            BridgeError: the folder is for another target or TVM version, or cannot be written.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -197,7 +212,7 @@ class Folder:
             )
 
     def load(self) -> dict[Task, TaskRecords]:
-        """What is known of each task; damaged lines are skipped, each with a warning."""
+        """Read the records and the verdict of each task; skip damaged lines with a warning."""
         by_line = self._tasks_by_line()
         entries: dict[Task, TaskRecords] = {}
         for named in by_line:
@@ -236,10 +251,10 @@ class Folder:
 
     @contextmanager
     def _written(self) -> Iterator[None]:
-        """Within it the folder is locked.
+        """Hold the lock of the folder during a write.
 
         Raises:
-            BridgeError: it cannot be written, as on a full disk.
+            BridgeError: the write raised an OSError, for example because the disk is full.
         """
         try:
             with locked(self.path):
@@ -256,7 +271,7 @@ class Folder:
         return [_parsed_workload(value, f"{path}, line {number}") for number, value in lines]
 
     def add_task(self, task: Task) -> tuple[int, str]:
-        """The line number and the key of ``task`` in the folder, appended if it was missing."""
+        """Append ``task`` if the folder lacks it; return the line index and key of the task."""
         with self._written():
             lines = self._tasks_by_line()
             for index, named in enumerate(lines):
@@ -266,12 +281,12 @@ class Folder:
             return len(lines), task.key
 
     def add_records(self, index: int, records: Sequence[Record]) -> None:
-        """Append measured schedules of the task in line ``index``."""
+        """Append measured schedules of the task at line index ``index``."""
         with self._written():
             append_lines(self.path / RECORDS, [[index, list(r.content)] for r in records])
 
     def add_verdict(self, verdict: Verdict) -> None:
-        """Append what tuning a task came to; later lines count."""
+        """Append a verdict, which replaces earlier verdicts of the same task."""
         with self._written():
             append_lines(self.path / VERDICTS, [asdict(verdict)])
 
@@ -282,7 +297,7 @@ def _parsed_workload(value: Any, place: str) -> tuple[Task, str] | None:
     try:
         structural, encoded = map(str, value)
         return parse_workload(encoded), workload_key([structural, encoded])
-    except Exception as error:  # TVM has no narrower class for what it cannot parse
+    except Exception as error:  # TVM raises no narrower class for malformed JSON
         logger.warning(
             "%s is no function to schedule and was skipped: %s", place, first_line(error)
         )

@@ -1,7 +1,7 @@
 """Files of JSON lines that several processes append to, and that may be damaged.
 
 A line is appended whole, under a lock. A process that is killed while it writes leaves at most one
-unfinished line at the end; the next writer begins a new line after it, and readers skip it.
+unfinished line at the end. The next writer begins a new line after it, and readers skip it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 try:
     import fcntl
-except ImportError:  # not on Windows: there two writers at once may lose lines
+except ImportError:  # On Windows there is no lock: two writers at once may lose lines.
     fcntl = None  # type: ignore[assignment]
 
 from tvmbridge.core import own_files
@@ -26,27 +26,28 @@ logger = logging.getLogger(__name__)
 
 MOST_BYTES = 256 * 2**20
 MOST_LINE_BYTES = 16 * 2**20
-# Of all lines together; a record of a search has about two hundred.
+# JSON values of all lines of a file together; one record has about two hundred.
 MOST_FILE_VALUES = 2**21
-# The records that come with tvmbridge: whoever can write them can write its code as well.
+# Records shipped with tvmbridge are trusted: whoever can write them can also write the code.
 SHIPPED = Path(__file__).resolve().parents[1] / "tuning_logs"
 
 _LOCK = ".lock"
 
 
 def read_own(path: Path) -> bytes:
-    """The content of a file of records that only this user, or root, can have written.
+    """Return the content of a file of records that only this user or root can have written.
 
     Raises:
-        UntrustedFileError: others can write it, or it is no file of a size with records.
-        OSError: it cannot be read.
+        UntrustedFileError: others can write the file, it is no regular file, or it is larger than
+            :data:`MOST_BYTES`.
+        OSError: the file cannot be read.
     """
     return own_files.read_own(path, MOST_BYTES, SHIPPED)
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of ``folder``; the system lifts it when the process ends in any way."""
+    """Hold the lock of ``folder``; the system releases it if the process ends in any way."""
     if fcntl is None:
         yield
         return
@@ -56,9 +57,10 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def read_lines(path: Path) -> list[Any]:
-    """The value of each line in order; None for a damaged one, of which a warning is logged.
+    """Return the value of each line in order; a missing file has no lines.
 
-    A missing file has no lines. Empty lines are kept as None, since others are found by number.
+    A damaged line gives None, and a warning is logged. An empty line also gives None, because other
+    files refer to lines by number.
 
     Raises:
         OSError: as :func:`read_own`.
@@ -71,7 +73,7 @@ def read_lines(path: Path) -> list[Any]:
     start, size = 0, len(raw) - raw.endswith(b"\n")
     budget = MOST_FILE_VALUES
     while raw and start <= size:
-        # Line by line: a list of all lines would take the memory of the file once more.
+        # Splitting all lines at once would take the memory of the file a second time.
         found = raw.find(b"\n", start, size)
         end = size if found < 0 else found
         budget -= min(count_values(raw, start, end), MOST_VALUES)
@@ -89,7 +91,7 @@ def read_lines(path: Path) -> list[Any]:
 
 
 def _value_of(path: Path, number: int, raw: bytes, start: int, end: int) -> Any:
-    """The value of the line from ``start`` to ``end`` of a file; None where it is damaged."""
+    """Parse the line from ``start`` to ``end`` of a file; return None if it is empty or damaged."""
     if start == end:
         return None
     try:
@@ -109,7 +111,7 @@ def append_lines(path: Path, values: Iterable[Any]) -> None:
         OSError: the file cannot be written.
     """
     text = "".join(json.dumps(value, separators=(",", ":")) + "\n" for value in values)
-    # Not through a link that somebody laid: it may lead to any file of this user's.
+    # A symbolic link that somebody planted could lead to any file of this user.
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0)
     with open(os.open(path, flags, own_files.MODE), "ab+") as file:
         if file.tell():

@@ -1,4 +1,4 @@
-"""Where compilation looks for records, and which record a function gets."""
+"""Find the tuning records that compilation uses, and choose the record for each function."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ VARIABLE = "TVMBRIDGE_TUNING_LOGS"
 
 
 def named_log_dir(option: str | None) -> Path | None:
-    """The log directory that the user asked for: by the option, else by the variable.
+    """Return the log directory named by the option, or else by ``TVMBRIDGE_TUNING_LOGS``.
 
-    None where it is not there, which is logged once: compilation makes no log directory, since its
-    name may be mistyped.
+    None if neither names one, or if the directory does not exist. A missing directory is logged
+    once and never created, because its name may be mistyped.
     """
     named = option or os.environ.get(VARIABLE)
     if not named:
@@ -44,7 +44,7 @@ def named_log_dir(option: str | None) -> Path | None:
 def _is_missing(path: Path) -> bool:
     try:
         return not path.exists()
-    except OSError:  # who may not look there is told when it is read
+    except OSError:  # Reading the directory later logs the reason.
         return False
 
 
@@ -59,8 +59,10 @@ def _warn_of_missing(path: str, whose: str) -> None:
 
 
 def log_dirs(option: str | None) -> list[Path]:
-    """Where to look for records, in this order: the directory that the user named, and the one that
-    came with tvmbridge. Nothing is read from the working directory unless it is named."""
+    """Return the directories to search for records: the user's own, then the one of tvmbridge.
+
+    The working directory is not searched unless the user names it.
+    """
     named = named_log_dir(option)
     found = [SHIPPED] if named is None else [named, SHIPPED]
     return list(dict.fromkeys(filter(None, map(_resolved, found))))
@@ -69,30 +71,33 @@ def log_dirs(option: str | None) -> list[Path]:
 def _resolved(path: Path) -> Path | None:
     try:
         return path.resolve()
-    except (OSError, RuntimeError) as error:  # the working directory was deleted; links in a circle
+    except (OSError, RuntimeError) as error:  # a deleted working directory; cyclic links
         logger.warning("the tuning records in %s are not used: %s", path, error)
         return None
 
 
 @dataclass(frozen=True)
 class Library:
-    """The loaded folders of one target, the most important first."""
+    """The tuning records of one target.
+
+    - ``entries``: the tasks of each loaded folder with their records; earlier folders win.
+    """
 
     entries: Sequence[Mapping[Task, TaskRecords]]
 
     @staticmethod
     def open(option: str | None, target: Target) -> Library:
-        """Load what there is for ``target``; what may not be applied is logged and left out."""
+        """Load the records for ``target``; folders that may not be used are logged and left out."""
         folders = (Folder.below(path, target) for path in log_dirs(option))
         loaded = (_load_once(folder) for folder in folders if _readable(folder))
         return Library([entries for entries in loaded if entries])
 
     def knows(self, task: Task) -> bool:
-        """Whether a task was tuned, with whatever result."""
+        """Whether a folder has a verdict for the task, with or without a record to apply."""
         return any(e[task].verdict is not None for e in self.entries if task in e)
 
     def schedule(self, task: Task) -> tirx.PrimFunc | None:
-        """The function by the best record for ``task``, None if there is no record to apply."""
+        """Return the function of ``task`` scheduled by its record; None if no record applies."""
         for entries in self.entries:
             entry = entries.get(task)
             record = entry.chosen if entry is not None else None
@@ -115,7 +120,7 @@ EMPTY = Library([])
 
 
 def _readable(folder: Folder) -> bool:
-    """Whether there are records; a folder that may not be looked into has none."""
+    """Whether ``folder`` has records; a folder that cannot be accessed is logged and has none."""
     try:
         return folder.exists
     except OSError as error:
@@ -125,7 +130,7 @@ def _readable(folder: Folder) -> bool:
 
 def _load_once(folder: Folder) -> Mapping[Task, TaskRecords]:
     stamps = tuple(_stamp(folder.path / n) for n in (META, WORKLOADS, RECORDS, VERDICTS))
-    # A target by its text: two objects of one target are not equal to each other.
+    # The target is passed as text, because two Target objects never compare equal.
     return _load(str(folder.path.resolve()), str(folder.target), stamps)
 
 

@@ -1,4 +1,4 @@
-"""META.json: what the records of a folder were measured for, by what, and where."""
+"""META.json: the target, TVM version and machine that a folder's records were measured with."""
 
 from __future__ import annotations
 
@@ -24,9 +24,12 @@ _WITHOUT_MEANING = ("tag", "keys")
 
 @dataclass(frozen=True)
 class Meta:
-    """``target`` is the target's JSON; the others are for people, but for ``tvm``.
+    """The content of META.json.
 
-    A record is a sequence of TVM's own scheduling steps, so it belongs to one version of TVM.
+    - ``tvm``: the version of TVM. A record is a sequence of TVM's own scheduling steps, so another
+      version may not apply it.
+    - ``target``: the target in JSON form; records are applied for equal targets only.
+    - ``cpu``, ``cores``, ``date``: the machine and the day of the measurement, for people.
     """
 
     tvm: str
@@ -37,12 +40,12 @@ class Meta:
 
     @staticmethod
     def of(target: Target) -> Meta:
-        """What is true here and now."""
+        """Return the values of this machine, this TVM and today for ``target``."""
         today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
         return Meta(tvm.__version__, target_json(target), cpu_model(), usable_cores(), today)
 
     def refusal(self, target: Target) -> str | None:
-        """Why the records may not be used for ``target`` by this TVM; None if they may."""
+        """Return why this TVM may not use the records for ``target``; None if it may."""
         if self.tvm != tvm.__version__:
             return f"it was made by TVM {self.tvm!s:.40}, this is TVM {tvm.__version__}"
         if self.target != target_json(target):
@@ -52,7 +55,7 @@ class Meta:
 
 
 def target_json(target: Target) -> dict[str, Any]:
-    """The attributes of a target that decide about code, in plain JSON."""
+    """Return the attributes of a target that affect code, in plain JSON."""
     attributes = json.loads(str(target))
     return {
         name: value for name, value in sorted(attributes.items()) if name not in _WITHOUT_MEANING
@@ -60,7 +63,7 @@ def target_json(target: Target) -> dict[str, Any]:
 
 
 def target_name(target: Target) -> str:
-    """The name of a target's folder: kind, processor, cores, and a digest of whatever else."""
+    """Return the name of a target's folder: kind, processor, cores, and a digest of the rest."""
     attributes = target_json(target)
     parts = [str(attributes["kind"])]
     if "mcpu" in attributes:
@@ -73,7 +76,7 @@ def target_name(target: Target) -> str:
 
 
 def read_meta(folder: Path) -> Meta | str:
-    """The folder's META.json, or why it cannot be used."""
+    """Return the content of the folder's META.json, or a text that says why it cannot be used."""
     try:
         content = parse_json(read_own(folder / NAME))
         return Meta(**{name: content[name] for name in Meta.__dataclass_fields__})
@@ -84,5 +87,5 @@ def read_meta(folder: Path) -> Meta | str:
 
 
 def write_meta(folder: Path, meta: Meta) -> None:
-    """Write META.json whole."""
+    """Write META.json; a reader sees the old file or the new one, never a part."""
     replace_file(folder / NAME, json.dumps(asdict(meta), indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""The list of tasks that compilation met and nobody has tuned yet."""
+"""The list of tasks that compilation has found without a verdict, to be tuned later."""
 
 from __future__ import annotations
 
@@ -26,7 +26,12 @@ _MOST_CALLS = 2**31
 
 @dataclass(frozen=True)
 class Pending:
-    """A task without a record: how often it is called, and where it was met."""
+    """A task on the list of tasks to tune.
+
+    - ``task``: the task.
+    - ``weight``: the number of calls in the compiled module.
+    - ``origin``: the module that it was found in, for people.
+    """
 
     task: Task
     weight: int
@@ -34,7 +39,7 @@ class Pending:
 
 
 def read_pending(folder: Folder) -> list[Pending]:
-    """The list without what is damaged or doubled, the weightiest first."""
+    """Return the listed tasks, the most often called first, without damaged lines or duplicates."""
     found: dict[Task, Pending] = {}
     path = folder.path / NAME
     for number, value in enumerate(read_lines(path), 1):
@@ -51,7 +56,7 @@ def _parse(value: Any, place: str) -> Pending | None:
         _, encoded = value["task"]
         task = parse_workload(str(encoded))
         return Pending(task, min(int(value["weight"]), _MOST_CALLS), str(value["origin"]))
-    except Exception as error:  # TVM has no narrower class for what it cannot parse
+    except Exception as error:  # TVM raises no narrower class for malformed JSON
         logger.warning("%s is no task and was skipped: %s", place, first_line(error))
         return None
 
@@ -59,13 +64,13 @@ def _parse(value: Any, place: str) -> Pending | None:
 def note_missing(
     missing: Mapping[Task, int], log_dir: str | None, target: tvm.target.Target, origin: str
 ) -> None:
-    """Put tasks without a record on the list of the directory that the user named, if any.
+    """Add untuned tasks to the list in the user's log directory, if the user named one.
 
     Args:
         missing: the tasks, and how often each is called.
         log_dir: :attr:`tvmbridge.CompileOptions.tuning_logs`.
-        target: what was compiled for.
-        origin: where they were met, for people.
+        target: the target of the compilation.
+        origin: the module that the tasks were found in, for people.
     """
     directory = named_log_dir(log_dir)
     if directory is None or not missing:
@@ -76,9 +81,9 @@ def note_missing(
 
 
 def note_pending(folder: Folder, tasks: Mapping[Task, int], origin: str) -> int:
-    """Add the tasks that the list lacks; return how many of ``tasks`` it then has.
+    """Add the tasks that the list lacks; return how many of ``tasks`` are then on the list.
 
-    It does not raise: compilation goes on without a list that cannot be written.
+    Never raise: if the list cannot be written, log a warning and return 0.
     """
     try:
         folder.open_for_writing()
@@ -91,7 +96,7 @@ def note_pending(folder: Folder, tasks: Mapping[Task, int], origin: str) -> int:
             lines = [_line(Pending(task, tasks[task], origin)) for task in new[:room]]
             if lines:
                 append_lines(path, lines)
-    except Exception as error:  # whatever is wrong with the list, the compilation is not
+    except Exception as error:  # A broken list must not fail the compilation.
         logger.warning("tasks without a record could not be noted: %s", error)
         return 0
     if len(new) > room:
@@ -104,7 +109,7 @@ def _line(pending: Pending) -> dict[str, Any]:
 
 
 def remove_pending(folder: Folder, done: Iterable[Task]) -> None:
-    """Take what was tuned off the list.
+    """Remove the tasks in ``done`` from the list.
 
     Raises:
         OSError: the list cannot be written.

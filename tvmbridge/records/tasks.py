@@ -1,4 +1,4 @@
-"""Tuning tasks: the fused functions of a module, equal ones once."""
+"""Tuning tasks: the fused functions of a module, without duplicates."""
 
 from __future__ import annotations
 
@@ -26,16 +26,18 @@ _KEPT_ATTRIBUTES = ("tirx.noalias", "s_tir")
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """One function to be scheduled, named ``main`` in a module of its own.
+    """One function to be scheduled.
 
-    Equality is structural: neither names of functions nor those of variables count.
+    Two tasks are equal if their functions are structurally equal: names do not matter.
+
+    - ``mod``: a module with this function alone, under the name ``main``.
     """
 
     mod: tvm.IRModule
 
     @staticmethod
     def of(function: tirx.PrimFunc) -> Task:
-        """The task of a function; what its place in a module adds to it is dropped."""
+        """Return the task of a function, without the attributes that depend on its module."""
         for name in list(function.attrs.keys() if function.attrs else ()):
             if name not in _KEPT_ATTRIBUTES:
                 function = function.without_attr(name)
@@ -43,7 +45,7 @@ class Task:
 
     @cached_property
     def hash(self) -> int:
-        """TVM's structural hash; it need not be the same on another machine."""
+        """TVM's structural hash, which may differ on another machine."""
         return int(tvm_ffi.structural_hash(self.mod))
 
     def __hash__(self) -> int:
@@ -58,9 +60,9 @@ class Task:
 
     @cached_property
     def workload(self) -> list[str]:
-        """MetaSchedule's JSON of the function, without the spaces in it."""
+        """MetaSchedule's JSON of the function (hash and encoded text), without white space."""
         structural, encoded = ms.database.Workload(self.mod).as_json()
-        # A stream of TVM's: the length in eight bytes, then the text, indented.
+        # TVM's encoding: the length in eight bytes, then indented JSON.
         graph = json.loads(base64.b64decode(encoded)[LENGTH.size :])
         dense = json.dumps(graph, separators=(",", ":")).encode()
         stream = LENGTH.pack(len(dense)) + dense
@@ -68,7 +70,7 @@ class Task:
 
     @cached_property
     def refusal(self) -> str | None:
-        """Why the function cannot be kept in a file: it would not be read again."""
+        """Why readers would refuse the function in a file; None if it can be stored."""
         try:
             checked_workload(self.workload[1])
         except RefusedRecordError as error:
@@ -77,12 +79,12 @@ class Task:
 
     @property
     def key(self) -> str:
-        """What the task is called in files: a digest of its JSON."""
+        """The name of the task in files: a digest of its JSON."""
         return workload_key(self.workload)
 
     @cached_property
     def blocks(self) -> list[str]:
-        """The names of the blocks in order."""
+        """The names of the function's blocks, in order."""
         names: list[str] = []
         tvm_ffi.structural_walk(
             self.mod["main"].body, (tvm.s_tir.SBlock, lambda block: names.append(block.name_hint))
@@ -91,7 +93,7 @@ class Task:
 
     @property
     def size(self) -> int:
-        """The number of blocks, a measure of how much there is to schedule."""
+        """The number of blocks, which measures how much there is to schedule."""
         return len(self.blocks)
 
     @property
@@ -102,7 +104,7 @@ class Task:
 
     @property
     def label(self) -> str:
-        """The blocks and the shape of the last result, for people."""
+        """A short description for people: the blocks, and the shape of the last parameter."""
         names = self.blocks
         shown = names if len(names) <= 4 else [*names[:2], "...", *names[-2:]]
         shape = "x".join(str(_extent(d)) for d in shape_of(self.mod["main"].params[-1]))
@@ -114,22 +116,22 @@ def _extent(dimension: Any) -> int:
 
 
 def shape_of(param: Any) -> list[Any]:
-    """The shape of a function's parameter, empty for a number."""
+    """Return the shape of a function's parameter; an empty list for a number."""
     return list(param.shape) if tirx.is_buffer_var(param) else []
 
 
 def workload_key(workload: list[str]) -> str:
-    """A digest of a workload's JSON as it stands in a file."""
+    """Return a digest of a workload's encoded JSON, by which files name the task."""
     return hashlib.sha256(workload[1].encode()).hexdigest()[:16]
 
 
 @lru_cache(maxsize=4096)
 def parse_workload(encoded: str) -> Task:
-    """The task of the second part of a workload's JSON; the first is TVM's hash of it.
+    """Return the task of a workload's encoded text, the second item of MetaSchedule's JSON.
 
     Raises:
-        Exception: it is not allowed (:mod:`tvmbridge.records.workloads`), or whatever TVM raises
-            for what is no module.
+        RefusedRecordError: the text is not allowed (:mod:`tvmbridge.records.workloads`).
+        Exception: TVM cannot load the text; TVM raises no narrower class.
     """
     task = Task(tvm.ir.load_json(checked_workload(encoded)))
     if [name.name_hint for name in task.mod.get_global_vars()] != ["main"]:
@@ -138,7 +140,7 @@ def parse_workload(encoded: str) -> Task:
 
 
 def count_tasks(mod: tvm.IRModule) -> dict[Task, int]:
-    """The tasks of a module of fused functions, and how often each is called."""
+    """Return the tasks of a module of fused functions, with the number of calls of each."""
     calls = count_calls(mod)
     tasks: Counter[Task] = Counter()
     for name, function in mod.functions_items():
@@ -148,7 +150,7 @@ def count_tasks(mod: tvm.IRModule) -> dict[Task, int]:
 
 
 def count_calls(mod: tvm.IRModule) -> Counter[str]:
-    """How often each function of loops is called; external kernels under an empty name."""
+    """Count the calls of each TIR function; calls of external kernels count under ""."""
     calls: Counter[str] = Counter()
     for value in _calls(mod):
         name = getattr(value.op, "name", "")

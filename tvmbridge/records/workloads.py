@@ -1,8 +1,8 @@
-"""What a function in a file may consist of, checked before TVM makes objects of it.
+"""Check a function in a file against an allow-list, before TVM creates objects from it.
 
-TVM's JSON can hold any object that TVM knows, compiled modules among them, references that go in
-circles, and graphs that unfold to more nodes than there is memory. A function that loops are
-scheduled for needs few kinds of nodes: they are listed here, with their fields.
+TVM's JSON can describe any TVM object, compiled modules among them. It can also have cyclic
+references, and graphs that unfold to more nodes than fit in memory. A function to be scheduled
+needs few kinds of nodes, which are listed here with their fields.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tvmbridge.records.allowed import RefusedRecordError
 
 LENGTH = struct.Struct("<Q")
 MOST_NODES = 200_000
-MOST_UNFOLDED = 5_000_000  # nodes, where each one is counted as often as it is reached
+MOST_UNFOLDED = 5_000_000  # nodes of the graph as a tree: each one counts once for each path to it
 DEEPEST = 400
 LONGEST_NAME = 300
 
@@ -29,7 +29,7 @@ _BINARY = (
     *("LE", "GT", "GE", "And", "Or", "LShift", "RShift", "BitwiseAnd", "BitwiseOr", "BitwiseXor"),
 )
 
-# The fields of each kind of node; each is the number of another node, but for those in _PLAIN.
+# The fields of each kind of node. A field is the number of another node, unless it is in _PLAIN.
 NODES: Mapping[str, frozenset[str]] = {
     kind: frozenset(fields.split())
     for kind, fields in {
@@ -72,7 +72,7 @@ NODES: Mapping[str, frozenset[str]] = {
     }.items()
 }
 
-# Fields that are numbers themselves, and what they may be.
+# Fields that are plain numbers, with the allowed values.
 _PLAIN: Mapping[str, range] = {
     "ndim": range(65),
     "kind": range(2),  # serial and parallel loops
@@ -82,7 +82,7 @@ _PLAIN: Mapping[str, range] = {
 }
 _NULLABLE = "span attrs derive_func vdevice init step thread_binding layout else_case"
 _MAY_BE_NONE = frozenset(_NULLABLE.split())
-# What the function itself and its parts may be marked with.
+# The keys that attributes and other maps may have.
 _MAP_KEYS = frozenset({"global_symbol", "tirx.noalias", "s_tir", "main"})
 _DTYPES = re.compile(r"bool|u?int(8|16|32|64)|float(16|32|64)|bfloat16|void|handle")
 _STRINGS = re.compile(rf"[ -~]{{0,{LONGEST_NAME}}}")
@@ -103,10 +103,10 @@ OPERATORS = frozenset(_ARITHMETIC.split())
 
 
 def checked_workload(encoded: str) -> str:
-    """The JSON of a module from the text in which MetaSchedule's files keep it.
+    """Decode the text of a workload in MetaSchedule's files, and return the module's JSON.
 
     Raises:
-        RefusedRecordError: it is damaged, or holds what is not on the allow-list.
+        RefusedRecordError: the text is damaged, or has content that is not on the allow-list.
     """
     try:
         raw = base64.b64decode(encoded, validate=True)[LENGTH.size :]
@@ -144,7 +144,10 @@ def _graph_refusal(graph: Any) -> str | None:
 
 
 def _references(node: Any, nodes: list[Any], number: int) -> list[int] | str:
-    """The nodes that ``node`` refers to, all of which stand before it; or why it is refused."""
+    """Return the numbers of the nodes that ``node`` refers to, or why ``node`` is refused.
+
+    A node may refer only to nodes before it, which excludes cycles.
+    """
     kind = node.get("type") if isinstance(node, dict) else None
     if not isinstance(kind, str):
         return "it is no node"

@@ -1,4 +1,4 @@
-"""Schedules for fused functions without a tuning record."""
+"""Schedule fused functions by rule, if they have no tuning record."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MARKS = (_SCHEDULED, "tir.is_scheduled")
 
 
 def schedule_function(func: tirx.PrimFunc, target: Target) -> tirx.PrimFunc | None:
-    """Return ``func`` with new loops, or None if it is of a form that no rule here knows."""
+    """Return ``func`` with new loops, or None if no rule here fits its form."""
     if is_product(func):
         return marked_scheduled(schedule_product(func, Machine.of(target)))
     kernel = parse(func)
@@ -38,7 +38,7 @@ def schedule_function(func: tirx.PrimFunc, target: Target) -> tirx.PrimFunc | No
         statements = _loops(kernel, Machine.of(target))
     except TooLargeError:
         return None
-    # Passes over Relax modules look into functions by their root block.
+    # Passes over Relax modules expect functions to have a root block.
     body = sequence(statements)
     if any(stage.dtype == "bool" for stage in kernel.stages):
         body = kept_as_bytes(body)
@@ -47,7 +47,7 @@ def schedule_function(func: tirx.PrimFunc, target: Target) -> tirx.PrimFunc | No
 
 
 def _is_reshape(kernel: Kernel) -> bool:
-    """Return whether a function only copies: later passes turn such a call into a view."""
+    """Whether a function copies a tensor in order; later passes turn calls of it into views."""
     stage = kernel.stages[0]
     if (
         len(kernel.stages) > 1
@@ -62,9 +62,9 @@ def _is_reshape(kernel: Kernel) -> bool:
 
 
 def is_one_nest(func: tirx.PrimFunc, target: Target, most: int) -> bool:
-    """Whether a function that is not scheduled yet would be one nest, which reads its rows once.
+    """Whether scheduling ``func`` would give a single loop nest that reads its rows once.
 
-    One of more than ``most`` stages is said not to be.
+    False if ``func`` is scheduled already, or has more than ``most`` stages.
     """
     kernel = None if is_scheduled(func) else parse(func)
     if kernel is None or len(kernel.stages) > most or _is_reshape(kernel):
@@ -94,19 +94,19 @@ def _loops(kernel: Kernel, machine: Machine) -> list[tirx.Stmt]:
 
 
 def is_scheduled(func: tirx.PrimFunc) -> bool:
-    """Return whether a function says that its loops are to stay as they are."""
+    """Whether a function has an attribute that says it is scheduled."""
     return any(mark in func.attrs for mark in _MARKS)
 
 
 def marked_scheduled(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    """Return ``func`` with the mark that no rule may schedule it."""
+    """Return ``func`` with the attribute that says it is scheduled."""
     return func.with_attr(_SCHEDULED, True)
 
 
 def schedule_for_cpu(mod: IRModule, target: Target) -> IRModule:
     """Return ``mod`` with every function of fused tensor expressions scheduled for ``target``.
 
-    Functions that say they are scheduled, are not TIR, or are of another form are left alone.
+    Functions that are scheduled already, are not TIR, or fit no rule are left unchanged.
     """
     updates = {}
     for name, func in mod.functions_items():

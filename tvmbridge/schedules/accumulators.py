@@ -1,7 +1,7 @@
-"""Partial results of the reductions of a pass over a row, one a vector lane.
+"""Accumulators for reductions over a row, with one partial result in each vector lane.
 
-One long sum rounds worse than many short ones. Where a row is long its partial results are added
-to totals after each stretch of it, and begun anew.
+One long sum has larger rounding errors than many short ones. So a long row is cut into stretches of
+256 steps. After each stretch the partial results are added to totals and reset.
 """
 
 from __future__ import annotations
@@ -27,15 +27,19 @@ from tvmbridge.schedules.loops import (
 )
 from tvmbridge.schedules.reader import Buffer
 
-# Steps of a stretch: what a lane adds up before its total is touched.
+# Steps of a stretch: the number of elements that a lane adds before it adds to its total.
 _STRETCH = 256
 
 
 @dataclass(frozen=True)
 class Accumulator:
-    """The partial results of ``stage`` in ``buffer``, and those of all stretches in ``totals``.
+    """The partial results of one reduction.
 
-    ``totals`` is ``buffer`` where the row is one stretch.
+    - ``stage``, ``reduction``: the reduction.
+    - ``buffer``: the partial results of the current stretch, one for each lane.
+    - ``totals``: the combined results of all stretches; ``buffer`` itself if there is only one.
+    - ``lanes``: the number of lanes.
+    - ``allocations``: the statements that allocate the buffers.
     """
 
     stage: KernelStage
@@ -47,7 +51,7 @@ class Accumulator:
 
     @classmethod
     def of(cls, stage: KernelStage, lanes: int, steps: int) -> Accumulator:
-        """One of ``lanes`` lanes for a pass of ``steps`` steps."""
+        """Create an accumulator of ``lanes`` lanes for a pass of ``steps`` steps."""
         assert stage.reduction is not None
         buffer, room = allocate([lanes], stage.dtype, f"{stage.name}_lanes")
         if not decided(Rule.MOST, lambda: steps >= 2 * _STRETCH):
@@ -57,11 +61,11 @@ class Accumulator:
 
     @property
     def stretched(self) -> bool:
-        """Whether there are several stretches."""
+        """Whether the pass has several stretches."""
         return self.totals is not self.buffer
 
     def begin(self) -> list[tirx.Stmt]:
-        """Return what makes the accumulator ready."""
+        """Return the statements that allocate the buffers and clear the totals."""
         return [*self.allocations, self._clear(self.totals)]
 
     def _clear(self, buffer: Buffer) -> tirx.Stmt:
@@ -69,11 +73,11 @@ class Accumulator:
         return vector_loop(self.lanes, lambda lane: [store(buffer, init, lane)])
 
     def begin_stretch(self) -> tirx.Stmt:
-        """Return what makes the partial results ready for a stretch."""
+        """Return the statement that clears the partial results before a stretch."""
         return self._clear(self.buffer)
 
     def end_stretch(self) -> tirx.Stmt:
-        """Return what combines the partial results of a stretch with the totals."""
+        """Return the statement that combines the partial results of a stretch with the totals."""
 
         def add(lane: Expr) -> list[tirx.Stmt]:
             both = self.reduction.combine(load(self.totals, lane), load(self.buffer, lane))
@@ -82,18 +86,21 @@ class Accumulator:
         return vector_loop(self.lanes, add)
 
     def end(self) -> list[tirx.Stmt]:
-        """Return what combines the lanes."""
+        """Return the statements that combine the lanes into lane 0."""
         return combine_lanes(self.totals, self.lanes, self.reduction)
 
     def result(self) -> Expr:
-        """The result, when all is combined."""
+        """Return the expression that reads the result, after the statements of :meth:`end`."""
         return load(self.totals, integer(0))
 
 
 def in_stretches(
     accumulators: Sequence[Accumulator],
 ) -> Callable[[int | Expr, Body], tirx.Stmt]:
-    """Return what makes the loop of a pass with these accumulators, of the number of its steps."""
+    """Return a function that builds the loop of a pass from its number of steps and its body.
+
+    The function builds a plain loop, or a loop over stretches if an accumulator needs them.
+    """
     stretched = [a for a in accumulators if a.stretched]
     if not stretched:
         return loop

@@ -1,4 +1,4 @@
-"""Kernels of compiled code, each alone: so that they can be measured beside a library's."""
+"""Compile generated kernels on their own, so that they can be measured against a library's."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from tvmbridge.schedules.threads import share_torch_threads
 
 
 def this_machine() -> Machine:
-    """The machine that kernels are measured on."""
+    """Return the description of this machine, on which kernels are measured."""
     return Machine.of(host_target())
 
 
 @functools.lru_cache(maxsize=64)
 def transposition(rows: int, columns: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function of a contiguous float32 matrix (rows, columns): (columns, rows), contiguous."""
+    """Return a compiled function that transposes a contiguous float32 matrix (rows, columns)."""
     builder = relax.BlockBuilder()
     matrix = relax.Var("matrix", relax.TensorType((rows, columns), "float32"))
     with builder.function("main", [matrix]):
@@ -47,9 +47,9 @@ def transposition(rows: int, columns: int) -> Callable[[torch.Tensor], torch.Ten
 def multiplication(
     form: Form,
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] | None:
-    """A function of two float32 matrices and the product, which it writes; all are contiguous.
+    """Return a compiled function that multiplies two float32 matrices into its third argument.
 
-    None where there are no loops for this form.
+    All tensors must be contiguous. None if the generated loops do not support ``form``.
     """
     machine = this_machine()
     if not fits(form, machine):
@@ -59,9 +59,9 @@ def multiplication(
 
 @functools.lru_cache(maxsize=64)
 def convolution(form: SameConvolution) -> Callable[..., None] | None:
-    """A function of a convolution's float32 operands and the result, which it writes.
+    """Return a compiled function that computes a convolution into its last argument.
 
-    All are contiguous. None where there are no loops for this form.
+    All tensors must be float32 and contiguous. None if the generated loops do not support ``form``.
     """
     machine = this_machine()
     if not convolutions.fits(form, machine):

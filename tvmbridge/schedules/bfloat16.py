@@ -1,9 +1,9 @@
-"""bfloat16 in vector loops: values are held as float32 that bfloat16 can represent.
+"""bfloat16 in vector loops: a value in flight is a float32 that bfloat16 can represent.
 
-TVM's own legalisation of bfloat16 does not know bound variables, and without it a conversion
-becomes a call of a library function for every element. So expressions are rewritten here: every
-operation on bfloat16 is done in float32 and its result rounded to nearest even, which is what
-PyTorch does; memory holds 16 bits.
+TVM's own legalisation of bfloat16 does not support bound variables. Without it, a conversion
+becomes a library call for every element. So expressions are rewritten here: every operation on
+bfloat16 runs in float32 and rounds its result to nearest even, as PyTorch does. Memory holds 16
+bits.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from tvm.ir import Call, Expr
 
 NAME = "bfloat16"
 _ARITHMETIC = (tirx.Add, tirx.Sub, tirx.Mul, tirx.Div, tirx.Max, tirx.Min)
-# Whether CUDA's own conversion rounds.
+# Whether `rounded` uses CUDA's own conversion.
 _by_cuda: ContextVar[bool] = ContextVar("by_cuda", default=False)
 _COMPARISONS = (tirx.EQ, tirx.NE, tirx.LT, tirx.LE, tirx.GT, tirx.GE)
 
 
 class BFloat16Error(Exception):
-    """An expression of bfloat16 that is not understood."""
+    """An expression of bfloat16 cannot be rewritten."""
 
 
 def held_as(dtype: str) -> str:
@@ -34,7 +34,7 @@ def held_as(dtype: str) -> str:
 
 
 def stored_as(dtype: str) -> str:
-    """Return the dtype of memory of our own for elements of ``dtype``: bfloat16 as its bits."""
+    """Return the dtype of intermediate buffers for elements of ``dtype``: uint16 for bfloat16."""
     return "uint16" if dtype == NAME else dtype
 
 
@@ -57,7 +57,7 @@ def to_memory(value: Expr, dtype: str, memory: str) -> Expr:
 
 @contextmanager
 def rounded_by_cuda(enabled: bool = True) -> Iterator[None]:
-    """Within it :func:`rounded` is one instruction, which only CUDA source can ask for."""
+    """Make :func:`rounded` use CUDA's conversion instruction, which only CUDA source can call."""
     token = _by_cuda.set(enabled)
     try:
         yield
@@ -66,7 +66,7 @@ def rounded_by_cuda(enabled: bool = True) -> Iterator[None]:
 
 
 def rounded(value: Expr) -> Expr:
-    """Return a float32 rounded to what bfloat16 can represent, to nearest even; NaN stays NaN."""
+    """Return a float32 rounded to the nearest bfloat16 value, ties to even; NaN stays NaN."""
     if _by_cuda.get():
         half = tirx.call_pure_extern(NAME, "__float2bfloat16_rn", value)
         return tirx.call_pure_extern("float32", "__bfloat162float", half)
@@ -84,7 +84,7 @@ def rounded(value: Expr) -> Expr:
 
 
 def widen(expr: Expr) -> Expr:
-    """Rewrite an expression (its reads replaced by variables of float32) to have no bfloat16."""
+    """Rewrite an expression to compute in float32; its reads must be float32 variables already."""
     names: dict[Any, Expr] = {}
 
     def binary(node: Any, mutator: Any) -> Expr:

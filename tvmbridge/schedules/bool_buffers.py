@@ -1,9 +1,9 @@
-"""Truth values in memory of a function's own: one byte each, 0 or 1.
+"""Intermediate bool buffers: stored as one byte per element, 0 or 1.
 
-TVM gives memory that vectors are written to the dtype of a vector. Vectors of truth values become
-vectors of int8 then, but what reads them still takes them for truth values: the simplifier stops at
-such an expression, and a choice by it is ill-typed. So the bytes and the conversions are written
-out.
+If vectors are written to a buffer, TVM gives it a vector dtype, and bool vectors become int8
+vectors. The expressions that read them still have the type bool: TVM's simplifier fails on such an
+expression, and a Select by it is ill-typed. So the int8 buffers and the conversions are written
+explicitly.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _BYTE = "int8"
 
 
 def kept_as_bytes(body: tirx.Stmt) -> tirx.Stmt:
-    """Return ``body`` with every buffer of truth values that it allocates made one of bytes."""
+    """Return ``body`` with every bool buffer that it allocates replaced by an int8 buffer."""
     bytes_of: dict[Any, Any] = {}
 
     def allocate(node: tirx.AllocBuffer, mutator: Any) -> tirx.Stmt:

@@ -1,4 +1,4 @@
-"""Code for reductions down columns."""
+"""Generate CPU loops for reductions down columns."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from tvmbridge.schedules.reader import Buffer
 from tvmbridge.schedules.reductions import ReductionEmitter, ReductionNest, loop_of_tasks
 from tvmbridge.schedules.values import Evaluator, Lane, Memory
 
-# Columns that one task sums at a time: its accumulators stay in the first-level cache.
+# Columns that one task reduces at a time, so that its accumulators stay in the first-level cache.
 _BLOCK = 2048
-# Steps that are combined before the accumulator is touched, unless their code is long.
+# Steps that are combined before the accumulator is updated, unless their code is long.
 _UNROLL = 4
 _UNROLL_COST = 40
 
 
 def emit_columns(nest: ReductionNest, machine: Machine, memory: Memory) -> list[tirx.Stmt]:
-    """Return the code of a reduction down columns."""
+    """Return the statements of a reduction down columns."""
     e = ReductionEmitter(nest, machine, memory)
     stage, rows, columns, depth = nest.stage, nest.rows, nest.columns, nest.stage.depth
     block = decided(Rule.LEAST, lambda: min(columns, _BLOCK))
     blocks = blocks_of(columns, block)
     parts = e.parts(rows * blocks, depth)
     lanes = power_of_two_below(min(machine.lanes, block)) if e.vectorizable else 1
-    # Decided here, since at other sizes there may be one part.
+    # Decided even if there is one part, because there may be several at other sizes.
     across = decided(Rule.LEAST, lambda: power_of_two_below(min(lanes, rows * columns)))
     partial, room = allocate([parts * rows * columns], stage.dtype, f"{stage.name}_parts")
 
@@ -87,7 +87,15 @@ def emit_columns(nest: ReductionNest, machine: Machine, memory: Memory) -> list[
 
 @dataclass(frozen=True)
 class _Block:
-    """The accumulators of a block of columns of one row."""
+    """The accumulators of a block of columns in one row of the result.
+
+    - ``emitter``: the emitter of the reduction.
+    - ``sums``: the buffer of the accumulators.
+    - ``lanes``: the number of vector lanes.
+    - ``row``: the row of the result.
+    - ``first``: the first column of the block.
+    - ``width``: the number of columns.
+    """
 
     emitter: ReductionEmitter
     sums: Buffer
@@ -97,7 +105,7 @@ class _Block:
     width: int
 
     def add(self, depth: Expr, count: int) -> tirx.Stmt:
-        """Return the loop that adds ``count`` steps from ``depth`` to the accumulators."""
+        """Return the loop that adds ``count`` elements of each column, from ``depth`` on."""
         return over_vectors(self.width, self.lanes, lambda b, f: self._vector(depth, count, b, f))
 
     def _vector(self, depth: Expr, count: int, base: Expr, fresh: Expr | None) -> list[tirx.Stmt]:
@@ -125,7 +133,7 @@ class _Block:
         return element_loop(self.lanes, e.evaluator, body)
 
     def add_steps(self, start: Expr, end: Expr) -> list[tirx.Stmt]:
-        """Return loops that add steps [start, end) to the accumulators."""
+        """Return the loops that add the elements [start, end) of each column."""
         e = self.emitter
 
         def step(depth: Expr) -> list[tirx.Stmt]:
@@ -156,9 +164,9 @@ def combine_parts(
     memory: Memory,
     fork: Callable[[Lane], Evaluator],
 ) -> list[tirx.Stmt]:
-    """Return the loop that combines the parts of every element of the result, by halves.
+    """Return the loop that combines the parts of every element of the result, as a binary tree.
 
-    So no part is rounded as often as there are parts.
+    A tree has fewer rounding errors for each part than a sum of one part after the other.
     """
     assert stage.reduction is not None
     size, combine = stage.size, stage.reduction.combine

@@ -1,4 +1,4 @@
-"""Functions of 3x3 convolutions in loops, and which of them there are."""
+"""TIR functions for 3x3 convolutions and their gradients, and the sizes that they support."""
 
 from __future__ import annotations
 
@@ -18,7 +18,12 @@ _FEWEST_CHANNELS, _NARROWEST = 8, 4
 
 
 def fits(form: SameConvolution, machine: Machine) -> bool:
-    """Whether there are loops for this form: its filters are a multiple of a tile's height."""
+    """Whether the generated loops support this convolution or gradient.
+
+    Images must not be too narrow, nor channels and filters too few. A tile's height must divide the
+    filters (for the data's gradient: the channels). The weight's gradient needs as many channels as
+    a tile is wide.
+    """
     if form.width < _NARROWEST or min(form.channels, form.filters) < _FEWEST_CHANNELS:
         return False
     tile = tile_of(form.channels if form.part is ConvolutionResult.DATA else form.filters, machine)
@@ -28,7 +33,10 @@ def fits(form: SameConvolution, machine: Machine) -> bool:
 
 
 def convolution(form: SameConvolution, machine: Machine) -> tirx.PrimFunc:
-    """A function of the operands and the result, which it writes; for what :func:`fits`."""
+    """Return the TIR function for a convolution or gradient for which :func:`fits` is true.
+
+    Its parameters are the operands and the result.
+    """
     names = [f"operand{i}" for i in range(len(form.shapes) - 1)]
     buffers = [
         tirx.decl_buffer([integer(n) for n in shape], DTYPE, name)

@@ -1,7 +1,7 @@
-"""Reductions over the rows of a nest, made beside what else is done with each row.
+"""Reductions over the rows of a loop nest, computed in the same pass as other stages of the rows.
 
-Each parallel part of the rows has results of its own; they are combined when all parts are done.
-The gradients of a norm's weights are made so, in the pass that makes that of its input.
+Each parallel part of the rows has partial results of its own, which are combined after all parts.
+For example, the gradients of a norm's weights are computed in the pass over its input's gradient.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from tvmbridge.schedules.reductions import LONGEST, columns_of
 from tvmbridge.schedules.rows import Member
 from tvmbridge.schedules.values import Evaluator, Lane, Memory
 
-# Results of all that one nest reduces so: they stay in the second-level cache.
+# The most results of all such reductions in a kernel, so that they stay in the second-level cache.
 _MOST_RESULTS = 32768
-# Rows that one part adds to each result, at least: else to begin and to combine takes longer.
+# The fewest rows of a part: with fewer, clearing and combining the results takes longer.
 _LEAST_DEPTH = 16
 
 
 def down_buffers(
     kernel: Kernel, stored: set[Any], stages: Sequence[KernelStage], machine: Machine
 ) -> set[Any]:
-    """The results of those reductions that may be made beside other things of the rows.
+    """Return the results of reductions that may run in the same pass as other stages of the rows.
 
-    They lie side by side, are few, and are read by no stage.
+    Such a reduction goes down contiguous columns, has few results, and no stage reads them.
     """
     if not machine.merges or sizes_vary():
         return set()
@@ -54,7 +54,11 @@ def down_buffers(
 
 
 def parts_of(members: Sequence[Member], machine: Machine, wanted: int) -> int:
-    """Into how many parts the rows are cut, of which each has results of its own."""
+    """Return the number of parallel parts of the rows: ``wanted``, unless rows are reduced.
+
+    For reductions over the rows, a part has partial results of its own and needs enough rows. It
+    has at most ``LONGEST`` rows, so that sums stay short.
+    """
     depths = [m.stage.depth for m in members if m.down]
     if not depths:
         return wanted
@@ -64,7 +68,14 @@ def parts_of(members: Sequence[Member], machine: Machine, wanted: int) -> int:
 
 @dataclass(frozen=True)
 class DownSum:
-    """The results of ``stage`` in each of ``parts`` parts of the rows, one part behind another."""
+    """The partial results of a reduction over the rows.
+
+    - ``stage``: the reduction.
+    - ``buffer``: the results of each part, one part after the other.
+    - ``parts``: the number of parts of the rows.
+    - ``lanes``: the number of vector lanes.
+    - ``room``: the statement that allocates ``buffer``.
+    """
 
     stage: KernelStage
     buffer: Buffer
@@ -74,12 +85,12 @@ class DownSum:
 
     @classmethod
     def of(cls, stage: KernelStage, parts: int, machine: Machine) -> DownSum:
-        """One for as many parts of the rows."""
+        """Create the partial results of ``stage`` for ``parts`` parts of the rows."""
         buffer, room = allocate([parts * stage.size], stage.dtype, f"{stage.name}_parts")
         return cls(stage, buffer, parts, power_of_two_below(machine.lanes), room)
 
     def begin(self, part: Expr) -> tirx.Stmt:
-        """Return what makes the results of a part ready."""
+        """Return the statement that clears the results of a part."""
         assert self.stage.reduction is not None
         init, origin = self.stage.reduction.init, part * integer(self.stage.size)
 
@@ -94,7 +105,16 @@ class DownSum:
     def add(
         self, evaluator: Evaluator, part: Expr, offset: Expr, element: Expr, fresh: Expr | None
     ) -> None:
-        """Combine ``element`` with the result at ``offset``, where it is ``fresh`` if given."""
+        """Add the statements to ``evaluator`` that combine ``element`` with a part's result.
+
+        Args:
+            evaluator: the evaluator of the loop over the row.
+            part: the part of the rows.
+            offset: the position of the result.
+            element: the element to combine.
+            fresh: the condition that the element was not added by an overlapping vector before;
+                None if vectors do not overlap.
+        """
         assert self.stage.reduction is not None
         place = part * integer(self.stage.size) + offset
         old = evaluator.name(load(self.buffer, place), "old")
@@ -104,5 +124,5 @@ class DownSum:
         evaluator.statements.append(stored_at(self.buffer, new, place))
 
     def end(self, memory: Memory, fork: Callable[[Lane], Evaluator]) -> list[tirx.Stmt]:
-        """Return what combines the parts."""
+        """Return the statements that combine the parts."""
         return combine_parts(self.stage, self.buffer, self.parts, self.lanes, memory, fork)

@@ -1,9 +1,9 @@
-"""Indices with quotients and remainders, kept from a rewriting of TVM's that is wrong.
+"""Protect indices with quotients and remainders from a wrong rewriting in TVM.
 
-``FlattenBuffer`` looks for affine maps of the loops in each index, and takes
-``(i + 1) % 20 // 10 * 10 + i % 10`` for ``(i + 1) % 20``: the parts of two different numbers become
-one. It leaves indices as they are where the range of one loop depends on another, so a function
-with such indices gets an empty nest of that kind in front, which a later pass removes.
+TVM's ``FlattenBuffer`` looks for affine maps of the loops in each index. It wrongly simplifies
+``(i + 1) % 20 // 10 * 10 + i % 10`` to ``(i + 1) % 20``. It skips functions in which the range of
+one loop depends on another loop. So a function with such indices gets an empty loop nest of this
+kind in front, which a later pass removes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tvmbridge.schedules.indexing import index_var, integer
 
 
 def with_exact_indices(mod: IRModule) -> IRModule:
-    """``mod`` with functions whose indices TVM's lowering does not take for others."""
+    """Return ``mod`` with an empty loop nest in each function whose indices need protection."""
     functions = dict(mod.functions_items())
     for name, function in functions.items():
         if isinstance(function, tirx.PrimFunc) and _divides(function.body):
@@ -28,7 +28,7 @@ def with_exact_indices(mod: IRModule) -> IRModule:
 
 
 def _divides(body: tirx.Stmt) -> bool:
-    """Whether some index has a quotient or a remainder in it."""
+    """Whether any index in ``body`` has a quotient or a remainder."""
     found: list[Any] = []
 
     def look(access: Any) -> None:

@@ -1,4 +1,4 @@
-"""Index expressions: made, simplified over known ranges, and taken apart along axes."""
+"""Index expressions: create them, simplify them over known ranges, and split them along axes."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ class Indexer:
             self.bind(var, extent)
 
     def bind(self, var: tirx.Var, extent: int) -> None:
-        """State that ``var`` lies in [0, extent)."""
-        # At other sizes what can only be 0 here may be more.
+        """Declare that ``var`` is in [0, extent)."""
+        # A variable that is always 0 at these sizes may not be at others.
         self._analyzer.bind(var, Range(0, max(extent, 2 if sizes_vary() else 1)))
 
     def position(self, value: Expr, extent: int) -> tirx.Var:
         """Return a variable that stands for ``value``, in [0, extent).
 
-        Offsets are simplified with the variable first, and then with its value: the simplifier
-        takes quotients and remainders of a sum apart, each in another way, and does not find that
-        they were those of one position.
+        Offsets are simplified with the variable first, and then with its value. With the value
+        alone, the simplifier rewrites the quotient and the remainder of a sum in different ways. It
+        then no longer finds that both belong to one position.
         """
         var = index_var("position")
         self.bind(var, extent)
@@ -68,12 +68,12 @@ class Indexer:
         return self._analyzer.simplify(substitute(offset, self._positions))
 
     def lies_in(self, index: Expr, extent: int) -> bool:
-        """Whether ``index`` is known to lie in [0, extent)."""
+        """Whether ``index`` is known to be in [0, extent)."""
         bound = self._analyzer.const_int_bound(index)
         return bound.min_value >= 0 and bound.max_value < extent
 
     def start_of(self, flat: Expr, lane: tirx.Var) -> Expr | None:
-        """Return ``flat`` at lane 0 where it is one more from lane to lane, else None."""
+        """Return ``flat`` at lane 0 if it increases by one from lane to lane, else None."""
         if not mentions(flat, lane):
             return None
         start = self._analyzer.simplify(substitute(flat, {lane: integer(0)}))
@@ -85,7 +85,7 @@ class Indexer:
         return known.coeff % factor == 0 and known.base % factor == 0
 
     def coefficient(self, flat: Expr, var: tirx.Var) -> int | None:
-        """Return d(flat)/d(var) where it is the same everywhere, else None."""
+        """Return the constant by which ``flat`` grows with ``var``; None if it is not constant."""
         if not mentions(flat, var):
             return 0
         step = self._analyzer.simplify(substitute(flat, {var: var + integer(1)}) - flat)
@@ -93,7 +93,7 @@ class Indexer:
 
 
 def divisors_of(index: Expr, var: tirx.Var) -> list[int]:
-    """Return the numbers that ``index`` has quotients or remainders of ``var`` by."""
+    """Return the divisors of all quotients and remainders of ``var`` in ``index``."""
     found: list[int] = []
 
     def note(part: Any) -> None:
@@ -121,7 +121,10 @@ def unravel(position: Expr, axes: Sequence[Axis], indexer: Indexer) -> dict[Any,
 
 
 def split_axes(axes: Sequence[Axis], rows: int) -> tuple[Sequence[Axis], Sequence[Axis]] | None:
-    """Split axes into leading ones of ``rows`` elements in all, and the rest."""
+    """Split a list of axes into leading axes with ``rows`` elements in all, and the rest.
+
+    None if no such split exists; no axis itself is divided.
+    """
     for cut in range(len(axes), -1, -1):
         if prod(axis.extent for axis in axes[:cut]) == rows:
             return axes[:cut], axes[cut:]
@@ -131,7 +134,12 @@ def split_axes(axes: Sequence[Axis], rows: int) -> tuple[Sequence[Axis], Sequenc
 def cut_axes(
     axes: Sequence[Axis], rows: int
 ) -> tuple[Sequence[Axis], Sequence[Axis], Mapping[Any, Expr]] | None:
-    """:func:`split_axes` within an axis, and the value of that axis by those of its two parts."""
+    """Split axes as :func:`split_axes` does, but inside an axis, which becomes two axes.
+
+    Returns:
+        The leading axes, the other axes, and the value of the axis that was split as an expression
+        of its two parts. None if the axes cannot be split in this way.
+    """
     before = 1
     for place, axis in enumerate(axes):
         if rows % before == 0 and before < rows < before * axis.extent:

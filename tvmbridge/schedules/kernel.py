@@ -1,9 +1,8 @@
-"""A fused tensor-expression function read as a list of stages, one for each block.
+"""Parse a fused tensor-expression function into a list of stages, one for each block.
 
-TE and FuseTIR make functions of one form only: a sequence of perfect loop nests over constant
-extents, each with one block that stores one element of one buffer. :func:`parse` reads that
-form; a function of any other form is not read (the result is None) and keeps the loops that it
-has.
+TE and FuseTIR generate functions of one form: a sequence of perfect loop nests over constant
+extents, each with one block that stores one element of one buffer. :func:`parse` reads this form.
+For any other form it returns None, and the function keeps its loops.
 """
 
 from __future__ import annotations
@@ -52,9 +51,15 @@ class Reduction:
 class KernelStage:
     """One block: ``buffer[dims] = value`` (or the reduction of ``value``) over ``axes``.
 
-    ``guards`` are the conditions of reads that must not be made elsewhere, where nothing else keeps
-    the stage from being vectorized. ``binds`` are named intermediate values in order; they and
-    ``value`` mention iteration variables, the slots of ``loads`` and earlier names.
+    - ``dims``: the axis that indexes each dimension of ``buffer``; None if no axis does.
+    - ``loads``: the reads; each is a variable (its slot) in expressions.
+    - ``binds``: named intermediate values, in order. Each may use axes, slots and earlier names.
+    - ``value``: the element to store or to reduce, in terms of axes, slots and names.
+    - ``reduction``: how elements are combined; None if the block reduces nothing.
+    - ``cost``: the number of expression nodes.
+    - ``vectorizable``: whether the element can be computed in a vector loop.
+    - ``guards``: the conditions of choices between reads that may be out of bounds. None if there
+      are no such reads, or if something else prevents vectorization.
     """
 
     name: str
@@ -76,11 +81,11 @@ class KernelStage:
 
     @property
     def reduced(self) -> tuple[Axis, ...]:
-        """The axes that are summed over."""
+        """The axes that are reduced."""
         return tuple(axis for axis in self.axes if axis.reduce)
 
     def at(self, indices: Sequence[Expr]) -> dict[Any, Expr]:
-        """Return the value of each spatial axis for an element of the result."""
+        """Return the value of each spatial axis for the element of the result at ``indices``."""
         values = {axis.var: tirx.IntImm("int64", 0) for axis in self.spatial}
         pairs = zip(self.dims, indices, strict=True)
         return values | {var: index for var, index in pairs if var is not None}
@@ -103,19 +108,24 @@ class KernelStage:
 
 @dataclass
 class Kernel:
-    """A function and its stages; ``outputs`` are the buffers that the caller sees."""
+    """A parsed function.
+
+    - ``func``: the function.
+    - ``stages``: its blocks, in order.
+    - ``outputs``: the parameters that stages write.
+    """
 
     func: tirx.PrimFunc
     stages: list[KernelStage]
     outputs: set[Any] = field(default_factory=set)
 
     def producer(self, buffer: Buffer) -> KernelStage | None:
-        """Return the stage that writes ``buffer``, if one does."""
+        """Return the stage that writes ``buffer``; None if it is an input."""
         return next((stage for stage in self.stages if stage.buffer.same_as(buffer)), None)
 
 
 def parse(func: tirx.PrimFunc) -> Kernel | None:
-    """Read a function, or return None if it is of another form."""
+    """Return the stages of a function; None if the function is not of the supported form."""
     try:
         return _parse(func)
     except (UnsupportedError, bfloat16.BFloat16Error):
@@ -211,7 +221,7 @@ def _dimensions(store: tirx.BufferStore, spatial: list[tirx.Var]) -> tuple[Any, 
 def _split_reduction(
     buffer: Buffer, init: Expr, value: Expr, reader: ExpressionReader
 ) -> tuple[Expr, Reduction]:
-    """Take ``combine(old, element)`` apart."""
+    """Split the value ``combine(old, element)`` of a block into the element and the reduction."""
     old = [load for load in reader.loads if load.buffer.same_as(buffer)]
     require(len(old) == 1)
     reader.loads.remove(old[0])
@@ -222,7 +232,7 @@ def _split_reduction(
             return value.b, Reduction(init, combine)
         if value.b.same_as(slot) and not mentions(value.a, slot):
             return value.a, Reduction(init, combine)
-    # Any other combination is understood if the element is a single read.
+    # Any other combination is supported if the element is a single read.
     require(len(reader.loads) == 1)
     element = reader.loads[0].slot
     body = value
@@ -237,7 +247,7 @@ def _split_reduction(
 
 
 def virtual_stages(kernel: Kernel, stored: set[Any], stage: KernelStage) -> list[KernelStage]:
-    """Return a stage and the ones that are computed within it, each once."""
+    """Return ``stage`` and all stages that are computed inside it because no buffer stores them."""
     found: list[KernelStage] = []
     pending = [stage]
     while pending:

@@ -1,4 +1,4 @@
-"""Code for reductions of few, long rows (to a scalar, say)."""
+"""Generate CPU loops for reductions of few, long rows (for example to a scalar)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tvmbridge.schedules.values import Evaluator, Lane, Memory
 
 
 def emit_long_rows(nest: ReductionNest, machine: Machine, memory: Memory) -> list[tirx.Stmt]:
-    """Return the code of a reduction of few, long rows."""
+    """Return the statements of a reduction of few, long rows."""
     e = ReductionEmitter(nest, machine, memory)
     stage, rows, depth = nest.stage, nest.rows, nest.stage.depth
     widest = power_of_two_below(min(machine.lanes * 4, depth)) if e.vectorizable else 1
@@ -70,7 +70,10 @@ def emit_long_rows(nest: ReductionNest, machine: Machine, memory: Memory) -> lis
 def _finish_row(
     e: ReductionEmitter, partial: Buffer, parts: int, row: Expr, lanes: int
 ) -> list[tirx.Stmt]:
-    """Combine the parts of a row, and the last elements, which fill no vector of ``lanes``."""
+    """Return the statements that combine the parts of a row with its last elements.
+
+    The last elements are those that do not fill a vector of ``lanes``.
+    """
     if isinstance(row, tirx.Var):
         e.indexer.bind(row, e.nest.rows)
     memory, out, rows = e.memory, e.stage.buffer, integer(e.nest.rows)

@@ -17,7 +17,7 @@ Body = Callable[[Expr], list[tirx.Stmt]]
 
 
 def sequence(statements: Sequence[tirx.Stmt]) -> tirx.Stmt:
-    """Return one statement for several."""
+    """Return one statement that runs ``statements`` in order."""
     if len(statements) == 1:
         return statements[0]
     return tirx.SeqStmt(list(statements)) if statements else tirx.Evaluate(integer(0))
@@ -26,7 +26,7 @@ def sequence(statements: Sequence[tirx.Stmt]) -> tirx.Stmt:
 def loop(
     extent: Expr | int, body: Body, kind: tirx.ForKind = tirx.ForKind.SERIAL, start: Expr | int = 0
 ) -> tirx.Stmt:
-    """Return a loop over [start, start + extent); one of extent 1 is its body."""
+    """Return a loop over [start, start + extent); a loop of extent 1 becomes its body."""
     first = integer(start) if isinstance(start, int) else start
     if isinstance(extent, int):
         if extent == 1:
@@ -39,8 +39,8 @@ def loop(
 def rounded_up(extent: int | Expr, divisor: int) -> int | Expr:
     """Return ``extent / divisor``, rounded up.
 
-    It stays a quotient where code for several sizes is compared: a number could be that of several
-    extents.
+    If code for several sample sizes is to become code for any size (``sizes_vary()``), the result
+    stays a quotient expression. A plain number would not show which extent it came from.
     """
     if isinstance(extent, int):
         if not sizes_vary():
@@ -52,28 +52,32 @@ def rounded_up(extent: int | Expr, divisor: int) -> int | Expr:
 
 
 def less(extent: int, amount: int) -> Expr:
-    """Return ``extent - amount``; as :func:`rounded_up` otherwise."""
+    """Return ``extent - amount``; an unevaluated expression in the case of :func:`rounded_up`."""
     if not sizes_vary():
         return integer(extent - amount)
     return tirx.Sub(integer(extent), integer(amount))
 
 
 def rounded_down(extent: int, divisor: int) -> Expr:
-    """Return ``extent / divisor``, rounded down; as :func:`rounded_up` otherwise."""
+    """Return ``extent // divisor``; an unevaluated expression in the case of :func:`rounded_up`."""
     if not sizes_vary():
         return integer(extent // divisor)
     return tirx.FloorDiv(integer(extent), integer(divisor))
 
 
 def vector_loop(lanes: int, body: Body) -> tirx.Stmt:
-    """Return a loop of ``lanes`` iterations that become one vector operation each."""
+    """Return a vectorized loop of ``lanes`` iterations."""
     return loop(lanes, body, tirx.ForKind.VECTORIZED)
 
 
 def element_loop(
     lanes: int, fork: Callable[[Lane], Evaluator], body: Callable[[Evaluator, Expr], None]
 ) -> list[tirx.Stmt]:
-    """Return a vector loop of what ``body(evaluator, lane)`` has the evaluator compute."""
+    """Return a vector loop, with the allocations that it needs before it.
+
+    ``fork`` creates an evaluator for the loop; ``body(evaluator, lane)`` adds the statements of one
+    lane to the evaluator.
+    """
     cells: list[tirx.Stmt] = []
 
     def statements(lane: Expr) -> list[tirx.Stmt]:
@@ -92,11 +96,16 @@ def over_vectors(
     body: Callable[[Expr, Expr | None], list[tirx.Stmt]],
     steps: Callable[[int | Expr, Body], tirx.Stmt] = loop,
 ) -> tirx.Stmt:
-    """Return a loop over [0, extent) in steps of ``lanes``, at most ``extent``.
+    """Return a loop over [0, extent) in steps of ``lanes``, which is at most ``extent``.
 
-    ``body(base, fresh)`` handles the ``lanes`` positions from ``base``. Where ``lanes`` does not
-    divide ``extent`` the last step overlaps the one before it, and positions from ``fresh`` on are
-    new; else ``fresh`` is None. ``steps`` makes the loop over the steps, of their number.
+    If ``lanes`` does not divide ``extent``, the last step overlaps the one before it.
+
+    Args:
+        extent: the number of positions.
+        lanes: the number of positions of a step.
+        body: ``body(base, fresh)`` returns the statements for ``lanes`` positions from ``base``.
+            Positions from ``fresh`` on are new; None if no step overlaps.
+        steps: builds the loop from the number of steps and its body.
     """
     count = rounded_up(extent, lanes)
     if divides(lanes, extent):
@@ -128,7 +137,7 @@ def load(buffer: Buffer, *indices: Expr) -> Expr:
 
 
 def combine_lanes(accumulator: Buffer, lanes: int, reduction: Reduction) -> list[tirx.Stmt]:
-    """Reduce ``lanes`` (a power of two) partial results into element 0, by halves."""
+    """Return the statements that reduce ``lanes`` (a power of two) partial results to element 0."""
     statements = []
     half = lanes // 2
     while half >= 1:

@@ -1,4 +1,4 @@
-"""What the schedules need to know of a machine, and when a parallel loop pays."""
+"""The properties of a machine that schedules depend on, and when a parallel loop pays."""
 
 from __future__ import annotations
 
@@ -9,19 +9,23 @@ from tvm.target import Target
 from tvmbridge.core.decisions import Rule, decided
 from tvmbridge.schedules.target import core_count, vector_bits
 
-# Expression nodes evaluated in about the time that a parallel launch costs.
+# About as many expression nodes are evaluated in the time that a parallel launch costs.
 _PARALLEL_WORK = 500_000
 _LONGEST_ROW = 16384
 
 
 @dataclass(frozen=True)
 class Machine:
-    """``lanes`` float32 elements fit a vector register; ``cores`` share a parallel loop.
+    """The properties of a machine that schedules depend on.
 
-    A map of at most ``cheap`` nodes is computed wherever it is read; where nothing is reduced,
-    one of ``cheap_without_reductions``. A row longer than ``longest_row`` is not left to one core
-    while others have none. ``merges``: several kernels may become one nest. Then reductions over
-    rows are made beside what else is done with each row, and rows may end within an axis.
+    - ``lanes``: the number of float32 elements in a vector register.
+    - ``cores``: the number of cores that share a parallel loop.
+    - ``cheap``: an elementwise stage of at most this many expression nodes is recomputed at each
+      read instead of stored, if the kernel has reductions.
+    - ``cheap_without_reductions``: the same limit for kernels without reductions.
+    - ``longest_row``: a longer row is not left to one core while others are idle; None: no limit.
+    - ``merges``: whether stages of several kernels may share a loop nest. Then reductions over the
+      rows may join other stages, and rows may end inside an axis.
     """
 
     lanes: int
@@ -33,12 +37,17 @@ class Machine:
 
     @staticmethod
     def of(target: Target) -> Machine:
-        """Return what ``target`` says of itself."""
+        """Return the machine that ``target`` describes."""
         lanes, cores = vector_bits(target) // 32, core_count(target)
         return Machine(lanes, cores, longest_row=_LONGEST_ROW, merges=True)
 
     def chunks(self, work: int, steps: int) -> int:
-        """Return into how many parallel parts to cut ``steps`` steps of ``work`` nodes in all."""
+        """Return the number of parallel parts for a loop; 1 if the work is too small to share.
+
+        Args:
+            work: the number of expression nodes that the whole loop evaluates.
+            steps: the number of steps of the loop, which limits the number of parts.
+        """
         if self.cores == 1:
             return 1
         wanted = max(1, min(steps, 4 * self.cores)) if work >= _PARALLEL_WORK else 1

@@ -1,4 +1,4 @@
-"""Which stages of a function are stored, and in which nests they are computed."""
+"""Decide which stages of a function are stored, and group them into loop nests."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from tvmbridge.schedules.tiles import TileNest, transposed_axis
 
 Nest = RowNest | ReductionNest | TileNest
 
-# A reduction of fewer rows than cores is divided along a row of at least this length.
+# A reduction of few rows is divided along the row if the row has at least this length.
 _LONG_ROW = 16384
 
 
 def stored_stages(kernel: Kernel, machine: Machine) -> list[KernelStage]:
-    """Return the stages that are not just computed where they are read, in order.
+    """Return the stages whose results are stored, in order.
 
-    These are reductions, outputs, and maps that are not cheap and are read by several stages or by
-    one that is larger (a broadcast would repeat them).
+    All other stages are recomputed at each read. Stored are reductions, outputs, and elementwise
+    stages that are not cheap and would be computed repeatedly: several stages read them, or a
+    larger stage does (a broadcast).
     """
     readers: dict[Any, list[KernelStage]] = {}
     for stage in kernel.stages:
@@ -50,7 +51,7 @@ def stored_stages(kernel: Kernel, machine: Machine) -> list[KernelStage]:
 def _reads_again(reader: KernelStage, stage: KernelStage) -> bool:
     """Whether ``reader`` needs elements of ``stage`` more than once.
 
-    It does not where it chooses, by the position, between this piece and others.
+    A concatenation, which chooses one piece for each position, reads each element once.
     """
     loads = [load for load in reader.loads if load.buffer.same_as(stage.buffer)]
     if reader.reduction is None and all(load.guarded for load in loads):
@@ -59,11 +60,11 @@ def _reads_again(reader: KernelStage, stage: KernelStage) -> bool:
 
 
 def plan(kernel: Kernel, machine: Machine) -> list[Nest]:
-    """Group the stored stages into nests, each as large as its rows allow."""
+    """Group the stored stages into loop nests; a stage joins the previous one if its rows fit."""
     stages = stored_stages(kernel, machine)
     stored = {stage.buffer for stage in stages}
     downs = down_buffers(kernel, stored, stages, machine)
-    # What reads the rows first says how they are cut.
+    # Other stages come first, because they determine the rows that these reductions join.
     stages.sort(key=lambda stage: stage.buffer in downs)
     nests: list[Nest] = []
     for position, stage in enumerate(stages):
@@ -90,7 +91,10 @@ def plan(kernel: Kernel, machine: Machine) -> list[Nest]:
 
 
 def _joins(nest: Nest, stage: KernelStage, machine: Machine) -> bool:
-    """Let ``stage`` join ``nest`` if it can, and if that leaves enough for all cores to do."""
+    """Add ``stage`` to ``nest`` if its rows fit and all cores still have enough work.
+
+    Return whether it was added.
+    """
     longest = machine.longest_row
     if not isinstance(nest, RowNest) or longest is None or stage.reduction is not None:
         return nest.add(stage)
@@ -107,7 +111,7 @@ def _joins(nest: Nest, stage: KernelStage, machine: Machine) -> bool:
 def _reduction_nest(
     kernel: Kernel, stored: set[Any], stage: KernelStage, machine: Machine
 ) -> ReductionNest | None:
-    """Return a nest of its own for a reduction that does not run along many rows."""
+    """Return a separate loop nest for a reduction down columns or along few, long rows, or None."""
     if stage.reduction is None or stage.depth == 0:
         return None
     columns = columns_of(kernel, stored, stage)
@@ -122,7 +126,7 @@ def _reduction_nest(
 def _rows_for(
     kernel: Kernel, stored: set[Any], stages: list[KernelStage], downs: set[Any], cuts: bool
 ) -> int:
-    """Return the rows of the nest that begins with the first of ``stages``."""
+    """Return the number of rows of the loop nest that begins with the first of ``stages``."""
     first = stages[0]
     if first.reduction is not None:
         return first.size
@@ -138,7 +142,7 @@ def _rows_for(
     if rows is None:
         extents = [axis.extent for axis in first.spatial]
         rows = first.size // extents[-1]
-    # What is reduced over the rows needs as many of them.
+    # A reduction over the rows can join only if there are as many rows as it reduces.
     depths = [stage.depth for stage in stages if stage.buffer in downs]
     if depths and rows < depths[0] and split_axes(first.spatial, depths[0]):
         return depths[0]
@@ -146,7 +150,7 @@ def _rows_for(
 
 
 def shared_buffers(kernel: Kernel, nests: list[Nest]) -> set[Any]:
-    """Return the buffers that must lie in memory for the caller or for another nest."""
+    """Return the buffers that must be in memory: the caller or another loop nest reads them."""
     shared = set(kernel.outputs)
     home = {m.stage.buffer: i for i, nest in enumerate(nests) for m in nest.members}
     for i, nest in enumerate(nests):

@@ -1,6 +1,6 @@
-"""Tiles of a product of float32 matrices: what of the result lies in registers at a time.
+"""Tiles of a product of float32 matrices: blocks of the result that are computed in registers.
 
-The tiles are those of Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication"
+The method is from Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication"
 (2008).
 """
 
@@ -18,13 +18,15 @@ from tvmbridge.schedules.machine import Machine
 from tvmbridge.schedules.reader import Buffer
 
 DTYPE = "float32"
-# Vectors of a tile: as many as hide the latency of a multiplication, and leave registers for
-# operands. AVX-512 has 32 registers, AVX2 has 16.
+# Vectors in a row of a tile, and rows of a tile (with AVX-512, and with AVX2). Enough vectors hide
+# the latency of multiplications, and registers must remain for operands. AVX-512 has 32 registers,
+# AVX2 has 16.
 _VECTORS = 2
 _HIGH, _LOW = 8, 6
-# So many products are added up, and then the sums: that keeps roundings few, as libraries do.
+# The depth is summed in blocks of this length, whose sums are then added: as in libraries, this
+# keeps rounding errors small.
 _BLOCK = 256
-# Parts of the work for each core, should one be slower than others.
+# Parts of the work for each core: several, in case one core is slower than others.
 PARTS = 4
 
 _Element = Callable[[Expr, Expr], tirx.Stmt]
@@ -34,7 +36,10 @@ Write = Callable[[Buffer, Expr, Expr], list[tirx.Stmt]]
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix in a buffer: all of it, or one of a batch."""
+    """A matrix in a buffer.
+
+    - ``batch``: the leading indices of the matrix in a batch; () if the buffer is one matrix.
+    """
 
     buffer: Buffer
     batch: tuple[Expr, ...] = ()
@@ -47,18 +52,22 @@ class Matrix:
 
 
 def height_of(machine: Machine) -> int:
-    """The rows of a tile."""
+    """Return the number of rows of a tile."""
     return _HIGH if machine.lanes >= 16 else _LOW
 
 
 def width_of(machine: Machine) -> int:
-    """The columns of a tile."""
+    """Return the number of columns of a tile."""
     return machine.lanes * _VECTORS
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows of vectors of ``lanes`` numbers, which lie in registers."""
+    """The size of a tile that is held in registers.
+
+    - ``height``: the number of rows.
+    - ``lanes``: the number of elements of a vector; a row has ``_VECTORS`` vectors.
+    """
 
     height: int
     lanes: int
@@ -71,7 +80,10 @@ class Tile:
         return allocate([self.height, self.width], DTYPE, name)
 
     def summed(self, sums: Buffer, length: int, terms: _Terms) -> list[tirx.Stmt]:
-        """``sums`` of ``terms`` of each of ``length`` steps."""
+        """Return the statements that clear ``sums`` and add the terms of ``length`` steps.
+
+        ``terms(i)`` returns the terms of step ``i``, as functions of row and column.
+        """
 
         def step(i: Expr) -> list[tirx.Stmt]:
             def added(term: Callable[[Expr, Expr], Expr]) -> tirx.Stmt:
@@ -85,7 +97,10 @@ class Tile:
         return self.each(lambda r, c: store(sums, tirx.const(0.0, DTYPE), r, c))
 
     def each(self, element: _Element) -> tirx.Stmt:
-        """``element(row, column)`` for all of a tile, without a loop: so it lies in registers."""
+        """Return the statements ``element(row, column)`` for all elements of a tile.
+
+        The loops are unrolled, so that LLVM keeps the tile in registers.
+        """
 
         def vectors(row: Expr) -> list[tirx.Stmt]:
             def vector(number: Expr) -> list[tirx.Stmt]:
@@ -98,7 +113,12 @@ class Tile:
 
 
 class Tiles:
-    """Tiles of a product of elements ``left(row, k)`` and the rows of ``right``."""
+    """Generates the tiles of a matrix product.
+
+    - ``depth``: the number of products in a sum.
+    - ``left``: returns the element of the left operand at a row and a depth.
+    - ``right``: the right operand.
+    """
 
     def __init__(
         self, machine: Machine, depth: int, left: Callable[[Expr, Expr], Expr], right: Matrix
@@ -108,7 +128,11 @@ class Tiles:
         self.height, self.width, self.each = self.shape.height, self.shape.width, self.shape.each
 
     def loops(self, rows: int, columns: int, write: Write) -> tirx.Stmt:
-        """Panels of columns, each cut into parts of its rows where there are few."""
+        """Return a parallel loop over all tiles of the result.
+
+        The loop runs over panels of columns; few panels are cut into parts of their rows.
+        ``write(sums, row, column)`` returns the statements that store a tile.
+        """
         panels, tiles = -(-columns // self.width), -(-rows // self.height)
         tiles_of_part = -(-tiles // min(tiles, -(-PARTS * self.cores // panels)))
         parts = -(-tiles // tiles_of_part)
@@ -150,7 +174,7 @@ class Tiles:
     def _added(
         self, sums: Buffer, row: Expr, column: Expr, start: Expr, length: int
     ) -> list[tirx.Stmt]:
-        """The sums of a tile over ``length`` of the depth."""
+        """Return the statements that compute the sums of a tile over [start, start + length)."""
 
         def terms(i: Expr) -> list[Callable[[Expr, Expr], Expr]]:
             k = start + i
@@ -164,5 +188,5 @@ def kind_of(cores: int) -> tirx.ForKind:
 
 
 def start_of(number: Expr, size: int, extent: int) -> Expr:
-    """Where a tile begins; the last ones overlap, and find the same there."""
+    """Return the start of a tile; the last tiles may overlap and compute some elements twice."""
     return tirx.Min(number * integer(size), integer(extent - size))

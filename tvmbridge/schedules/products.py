@@ -1,10 +1,10 @@
-"""A product of float32 matrices in loops: tiles of the result that lie in registers.
+"""A product of float32 matrices in loops, with tiles of the result in registers.
 
-Operands are read where they lie: vectors of the right one's rows, and single elements of the left
-one, which may be transposed. So a linear layer's gradients need no copy, its input's (cotangent
-times weight) and its weight's (transposed cotangent times input), where libraries bring operands
-into an order of their own first. The layer itself, input times transposed weight, is computed with
-both exchanged: only its few rows are transposed before.
+Operands are read in place: vectors from rows of the right operand, and single elements of the left
+operand, which may be transposed. So the gradients of a linear layer need no copy: the input's
+(cotangent times weight) and the weight's (transposed cotangent times input). Libraries copy their
+operands into another layout first. The forward of a linear layer (input times transposed weight) is
+computed as the transposed product: only the few rows of the input are transposed before.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from tvmbridge.schedules.product_tiles import (
 )
 from tvmbridge.schedules.reader import Buffer
 
-# From this depth on the columns of a transposed operand are copied, in blocks of so many tiles:
-# their elements lie in lines of their own, which push one another out of the caches.
+# From this depth on, a transposed operand is copied in blocks of `_FEWEST` to `_MOST` tiles: each
+# element of its columns is in another cache line, and these lines evict one another.
 _DEEP = 160
 _FEWEST, _MOST = 4, 20
-# A product of more rows with a transposed matrix spends too long on copying them.
+# With more rows, a product with a transposed matrix spends too much time on copying the rows.
 _FEW_ROWS = 128
 
 
 def fits(form: Form, machine: Machine) -> bool:
-    """Whether there are loops for this form, and room for a tile in the result."""
+    """Whether the generated loops support this product: its layout, and at least a tile's size."""
     height, width = height_of(machine), width_of(machine)
     if not form.right_transposed:
         return form.rows >= height and form.columns >= width
@@ -53,12 +53,18 @@ def fits(form: Form, machine: Machine) -> bool:
 
 
 def _copies_right(form: Form) -> bool:
-    """Which operand is copied where the right one lies transposed: the smaller one, in a batch."""
+    """Whether the right operand, if it is transposed, is the one to copy.
+
+    In a batch the smaller operand is copied; otherwise the left one.
+    """
     return form.batch is not None and form.columns <= form.rows
 
 
 def product(form: Form, machine: Machine) -> tirx.PrimFunc:
-    """A function of the operands and the result, which it writes; for what :func:`fits`."""
+    """Return the TIR function that computes a product for which :func:`fits` is true.
+
+    Its parameters are the two operands and the result.
+    """
     left, right, out = (
         tirx.decl_buffer([integer(n) for n in shape], DTYPE, name)
         for shape, name in zip(form.shapes, ("left", "right", "out"), strict=True)
@@ -95,7 +101,7 @@ def _of_matrices(
 
 
 def _writing(tiles: Tiles, out: Matrix, first: Expr | None = None) -> Write:
-    """What writes a tile where it belongs; rows are counted from ``first``."""
+    """Return a function that writes a tile of sums to ``out``, with rows counted from ``first``."""
 
     def write(sums: Buffer, row: Expr, column: Expr) -> list[tirx.Stmt]:
         top = row if first is None else first + row
@@ -107,7 +113,7 @@ def _writing(tiles: Tiles, out: Matrix, first: Expr | None = None) -> Write:
 def _of_copied_columns(
     form: Form, machine: Machine, left: Matrix, right: Matrix, out: Matrix
 ) -> tirx.Stmt:
-    """The right operand is transposed before."""
+    """Return the statements of a product that first transposes the right operand into a copy."""
     copy, room = allocate([form.depth, form.columns], DTYPE, "transposed")
     copied = _transposed(right, copy, form.columns, form.columns, form.depth, machine)
     tiles = Tiles(machine, form.depth, left.at, Matrix(copy))
@@ -116,7 +122,10 @@ def _of_copied_columns(
 
 
 def _block(rows: int, machine: Machine) -> int | None:
-    """The tiles of a block, of which all cores have as many, with few that overlap; if any."""
+    """Return the number of tiles in a block of rows; None if no number is suitable.
+
+    All cores get the same number of blocks, and as few tiles as possible overlap.
+    """
     tiles = -(-rows // height_of(machine))
     counts = range(machine.cores, tiles + 1, machine.cores)
     found = [
@@ -130,7 +139,7 @@ def _block(rows: int, machine: Machine) -> int | None:
 def _of_copied_rows(
     form: Form, machine: Machine, tiles_of_block: int, left: Matrix, right: Matrix, out: Matrix
 ) -> tirx.Stmt:
-    """Blocks of the result's rows, whose part of ``left`` is copied, tile by tile."""
+    """Return a loop over blocks of the result's rows, each of which copies its part of ``left``."""
     height, width = height_of(machine), width_of(machine)
     rows = tiles_of_block * height
     copy, room = allocate([tiles_of_block, form.depth, height], DTYPE, "copied")
@@ -168,14 +177,17 @@ def _of_copied_rows(
 def _of_few_rows(
     form: Form, machine: Machine, left: Matrix, right: Matrix, out: Matrix
 ) -> tirx.Stmt:
-    """The transposed product: rows of the weight times the transposed rows, which are copied."""
+    """Return the statements of the transposed product, ``right`` times the transposed ``left``.
+
+    The few rows of ``left`` are transposed into a copy before.
+    """
     width = width_of(machine)
     padded = -(-form.rows // width) * width
     copy, room = allocate([form.depth, padded], DTYPE, "transposed")
     tiles = Tiles(machine, form.depth, right.at, Matrix(copy))
 
     def write(sums: Buffer, row: Expr, column: Expr) -> list[tirx.Stmt]:
-        # Registers have no columns: they go through memory.
+        # Registers hold rows of the tile; memory is needed to read its columns.
         tile, more = allocate([tiles.height, tiles.width], DTYPE, "tile")
 
         def line(c: Expr) -> list[tirx.Stmt]:
@@ -197,7 +209,16 @@ def _of_few_rows(
 def _transposed(
     rows: Matrix, copy: Buffer, count: int, padded: int, depth: int, machine: Machine
 ) -> tirx.Stmt:
-    """Copy ``rows``, of ``depth`` columns, to columns of ``copy``, and zeros beside them."""
+    """Return a loop that transposes a matrix into ``copy``.
+
+    Args:
+        rows: the matrix, with ``depth`` columns.
+        copy: the buffer (depth, padded).
+        count: the number of rows of the matrix.
+        padded: the number of columns of ``copy``; columns after ``count`` become zero.
+        depth: the number of columns of the matrix.
+        machine: the machine to generate code for.
+    """
     lanes = machine.lanes
 
     def some(number: Expr) -> list[tirx.Stmt]:

@@ -1,4 +1,4 @@
-"""Expressions of a stage: what they read, what they name, whether they can be vectorized."""
+"""Analyze the expression of a stage: its reads, its named values, and whether it vectorizes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ Buffer = Any
 
 @dataclass(frozen=True)
 class Axis:
-    """An iteration variable of a stage, from 0 to ``extent``."""
+    """An iteration variable of a stage.
+
+    - ``var``: the variable, which is in [0, ``extent``).
+    - ``reduce``: whether the axis is reduced.
+    """
 
     var: tirx.Var
     extent: int
@@ -26,9 +30,10 @@ class Axis:
 
 @dataclass(frozen=True)
 class Load:
-    """A read of ``buffer[indices]``, replaced in the stage's expressions by ``slot``.
+    """A read of ``buffer[indices]``.
 
-    A guarded read may be evaluated only where the expression around it chooses it.
+    - ``slot``: the variable that stands for the value in the stage's expressions.
+    - ``guarded``: whether the read may be out of bounds unless a choice around it selects it.
     """
 
     slot: tirx.Var
@@ -38,7 +43,7 @@ class Load:
 
 
 class UnsupportedError(Exception):
-    """The function is not of the form that can be read."""
+    """The function is not of the form that the parser supports."""
 
 
 def require(condition: bool) -> None:
@@ -62,7 +67,7 @@ def substitute(expr: Expr, values: dict[Any, Expr]) -> Expr:
 
 
 def fresh_lets(expr: Expr) -> Expr:
-    """Rename the variables that ``expr`` binds, so that it may stand twice in one function."""
+    """Rename the variables that ``expr`` binds, so that it may occur twice in one function."""
 
     def rename(let: tirx.Let) -> tirx.Let:
         var = tirx.Var(let.var.name, str(let.var.ty.dtype))
@@ -72,7 +77,13 @@ def fresh_lets(expr: Expr) -> Expr:
 
 
 class ExpressionReader:
-    """Replaces the reads of an expression by slots and lifts its Lets."""
+    """Replaces the reads of an expression by slots, and lifts its Lets out.
+
+    - ``loads``: the reads.
+    - ``binds``: the lifted names with their values, in order.
+    - ``cost``: the number of expression nodes.
+    - ``vectorizable``, ``guards``: as in :class:`.kernel.KernelStage`.
+    """
 
     def __init__(self, axes: tuple[Axis, ...]) -> None:
         self.loads: list[Load] = []
@@ -88,7 +99,7 @@ class ExpressionReader:
                 self._analyzer.bind(axis.var, Range(0, axis.extent))
 
     def read(self, expr: Expr) -> Expr:
-        """Return ``expr`` over slots; :attr:`loads` and :attr:`binds` say what they stand for."""
+        """Return ``expr`` in terms of slots and names; extend :attr:`loads` and :attr:`binds`."""
         half = _has_bfloat16(expr)
         self._choices = _has_choices(expr)
         expr = tvm_ffi.structural_map(expr, (TensorLoad, self._load))
@@ -97,7 +108,7 @@ class ExpressionReader:
         return tvm_ffi.structural_mutate(self._finish(expr), (tirx.Let, self._lift))
 
     def uses_in_binds(self, var: tirx.Var) -> bool:
-        """Return whether a lifted name's value mentions ``var``."""
+        """Whether the value of any lifted name mentions ``var``."""
         return any(mentions(value, var) for _, value in self.binds)
 
     def _load(self, load: TensorLoad) -> Expr:
@@ -115,7 +126,7 @@ class ExpressionReader:
         return slot
 
     def _inside(self, load: TensorLoad) -> bool:
-        """Return whether a read is known to be within its buffer."""
+        """Whether a read is known to be within the bounds of its buffer."""
         return all(
             self._analyzer.can_prove(index >= 0) and self._analyzer.can_prove(index < extent)
             for index, extent in zip(load.indices, load.source.shape, strict=True)
@@ -123,7 +134,7 @@ class ExpressionReader:
         )
 
     def _finish(self, expr: Expr) -> Expr:
-        """Turn choices between safe values into selects; note what cannot be vectorized."""
+        """Turn choices without guarded reads into Selects; record cost and vectorizability."""
         expr = tvm_ffi.structural_map(expr, (tirx.Cast, _select_number))
         if not any(load.guarded for load in self.loads):
             expr = tvm_ffi.structural_map(expr, (Call, _select))
@@ -157,7 +168,7 @@ def _has_bfloat16(expr: Expr) -> bool:
 
 
 def _conditions(expr: Expr) -> tuple[Expr, ...]:
-    """What the choices in ``expr`` depend on."""
+    """Return the conditions of all choices in ``expr``."""
     found: list[Expr] = []
 
     def look(node: Expr) -> None:
@@ -182,7 +193,7 @@ def _has_choices(expr: Expr) -> bool:
 
 
 def is_if(node: Expr) -> bool:
-    """Return whether ``node`` evaluates one of two expressions only."""
+    """Whether ``node`` is an ``if_then_else``, which evaluates only one of its branches."""
     return isinstance(node, Call) and getattr(node.op, "name", "") == "prim.if_then_else"
 
 
@@ -198,7 +209,7 @@ def _select(call: Call) -> Expr:
 
 
 def _below(call: Call) -> Expr:
-    """Ask ``index < constant`` for ``constant <= index``: the simplifier decides only that one."""
+    """Rewrite ``constant <= index`` to ``index < constant``, the form that TVM can simplify."""
     if not is_if(call) or not isinstance(call.args[0], tirx.LE):
         return call
     condition, chosen, other = call.args
@@ -208,7 +219,10 @@ def _below(call: Call) -> Expr:
 
 
 def _select_number(cast: tirx.Cast) -> Expr:
-    """Spell out a truth value's integer: the simplifier stops at the cast of a vector of them."""
+    """Rewrite a cast from bool to integer as a Select.
+
+    TVM's simplifier fails on a cast of a bool vector.
+    """
     dtype = str(cast.ty.dtype)
     if str(cast.value.ty.dtype) != "bool" or "float" in dtype:
         return cast

@@ -1,8 +1,11 @@
-"""Reductions that rows cannot hold: down columns, and of long rows (to a scalar, say).
+"""Reductions that do not run row by row: down columns, and along few long rows (to a scalar).
 
-Both go in two steps. Tasks run in parallel, each over a part of what is reduced, with partial
-results in vector lanes; then the tasks' results are combined, one after the other, always in
-the same order. Many short sums also lose less precision than one long one.
+A reduction goes down columns if neighbouring results, and not neighbouring elements of one sum, are
+contiguous in memory.
+
+Both have two steps. First, parallel tasks reduce parts, with partial results in vector lanes. Then
+the results of the tasks are combined in a fixed order. Many short sums also lose less precision
+than one long sum.
 """
 
 from __future__ import annotations
@@ -22,15 +25,18 @@ from tvmbridge.schedules.reader import mentions
 from tvmbridge.schedules.rows import Member, extent_of
 from tvmbridge.schedules.values import Evaluator, Lane, Memory, reads
 
-# Elements added to one accumulator before it is combined with others.
+# The most elements that are added to one accumulator before it is combined with others.
 LONGEST = 1024
 
 
 @dataclass
 class ReductionNest:
-    """One reduction: of ``rows`` x ``depth`` x ``columns`` elements over the depth.
+    """A loop nest of one reduction over the depth of ``rows`` x ``depth`` x ``columns`` elements.
 
-    ``columns`` is 1 for a reduction along rows.
+    - ``stored``: the buffers that are stored in memory.
+    - ``stage``: the reduction.
+    - ``columns``: the number of contiguous columns; 1 for a reduction along rows.
+    - ``members``: the reduction, as the only member.
     """
 
     kernel: Kernel
@@ -45,12 +51,12 @@ class ReductionNest:
         self.members = [Member(self.stage, self.stage.depth, 0, axes)]
 
     def add(self, stage: KernelStage) -> bool:
-        """No other stage joins."""
+        """Return False: no other stage can join."""
         return False
 
 
 def columns_of(kernel: Kernel, stored: set[Any], stage: KernelStage) -> int | None:
-    """Return how many columns lie side by side if ``stage`` reduces down them, else None."""
+    """Return the number of contiguous columns if ``stage`` reduces down columns, else None."""
     indexer = Indexer({axis.var: axis.extent for axis in stage.axes})
     at = {axis.var: axis.var for axis in stage.axes}
     wide = [axis for axis in stage.axes if axis.extent > 1]
@@ -59,7 +65,7 @@ def columns_of(kernel: Kernel, stored: set[Any], stage: KernelStage) -> int | No
     if not reduced or not spatial:
         return None
     flats = [indexer.flat(b, i) for _, b, i in reads(kernel, stored, indexer, stage, at)]
-    # One value a row is read by all columns.
+    # Ignore reads that do not depend on the column.
     across = [flat for flat in flats if mentions(flat, spatial[-1].var)]
     if any(indexer.coefficient(flat, reduced[-1].var) == 1 for flat in across):
         return None
@@ -83,7 +89,7 @@ def _smooth_columns(kernel: Kernel, stored: set[Any], stage: KernelStage) -> int
 
 
 class ReductionEmitter:
-    """Writes one :class:`ReductionNest`."""
+    """Generates the statements of one :class:`ReductionNest`."""
 
     def __init__(self, nest: ReductionNest, machine: Machine, memory: Memory) -> None:
         self.nest, self.machine, self.memory = nest, machine, memory
@@ -97,12 +103,12 @@ class ReductionEmitter:
         self.vectorizable = all(stage.vectorizable for stage in virtual)
 
     def evaluator(self, lane: Lane) -> Evaluator:
-        """Return an evaluator that knows nothing yet."""
+        """Return a new evaluator for a position in a vector loop."""
         nest = self.nest
         return Evaluator(nest.kernel, nest.stored, self.indexer, self.memory, lane)
 
     def element(self, evaluator: Evaluator, row: Expr, depth: Expr, column: Expr) -> Expr:
-        """Return the element that is reduced, named."""
+        """Return the value of the element to reduce at a row, depth and column, bound to a name."""
         depth = self._position(evaluator, depth, self.stage.depth)
         column = self._position(evaluator, column, self.nest.columns)
         at = unravel(row, self.outer, self.indexer) | unravel(column, self.inner, self.indexer)
@@ -117,7 +123,12 @@ class ReductionEmitter:
         return position
 
     def parts(self, tasks: int, steps: int) -> int:
-        """Return into how many parts to cut the ``steps`` steps of each of ``tasks`` tasks."""
+        """Return the number of parts that the reduction of each task is cut into.
+
+        Args:
+            tasks: the number of tasks that run in parallel anyway.
+            steps: the number of steps of each task.
+        """
         nest = self.nest
         work = nest.rows * nest.columns * self.stage.depth * (self.cost + 8)
         wanted = -(-self.machine.chunks(work, 1 << 30) // tasks)
@@ -125,7 +136,7 @@ class ReductionEmitter:
         return decided(Rule.MIDDLE, lambda: parts)
 
     def index(self, limit: int, name: str) -> tirx.Var:
-        """Return a fresh variable known to lie in [0, limit)."""
+        """Return a new variable that is declared to be in [0, limit)."""
         var = index_var(name)
         self.indexer.bind(var, limit)
         return var

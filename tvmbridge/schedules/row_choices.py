@@ -1,8 +1,8 @@
-"""Into how many rows a nest is cut, and what its columns have in common.
+"""Choose the number of rows of a loop nest, by the reads and conditions of its columns.
 
-A row is best where reads move on with its columns, and where all columns of it choose the same:
-such choices are no vectors. At a concatenation rows may end within an axis for that, where pieces
-do.
+Rows are best if reads advance by at most one element from column to column. All columns of a row
+should also take the same branch of each choice: the condition is then a scalar, not a vector. For a
+concatenation, rows may end inside an axis, at the bounds of the pieces.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def smooth_rows(
 ) -> int | None:
     """Return the fewest rows for which reads move by 0 or 1 from column to column, if any.
 
-    Those where choices are the same in all columns, if there are; where ``within`` is set, rows may
-    end within an axis for that, as at the pieces of a concatenation.
+    Numbers of rows for which all columns take the same branches are preferred. If ``within`` is
+    set, rows may end inside an axis for this, as at the pieces of a concatenation.
     """
     row, column = index_var("row"), index_var("column")
     rows, first = 1, None
@@ -58,7 +58,7 @@ def smooth_rows(
 
 
 def _rows_of_pieces(kernel: Kernel, stored: set[Any], stage: KernelStage) -> int | None:
-    """The fewest rows in each of which choices between pieces of one axis are the same, if any."""
+    """Return the fewest rows such that each row is within one piece of a concatenation, or None."""
     row, column = index_var("row"), index_var("column")
     before = 1
     for axis in stage.spatial:
@@ -80,7 +80,7 @@ def _rows_of_pieces(kernel: Kernel, stored: set[Any], stage: KernelStage) -> int
 
 
 def _bounds(kernel: Kernel, stored: set[Any], stage: KernelStage, axis: Axis) -> list[int]:
-    """The constants that ``axis`` is compared with to choose what is read."""
+    """Return the constants that ``axis`` is compared with in conditions of reads."""
     found: list[int] = []
 
     def note(condition: tirx.LT) -> None:
@@ -107,7 +107,7 @@ def _is_uniform(
     at: Mapping[Any, Expr],
     row: tirx.Var,
 ) -> bool:
-    """Whether all columns of a row choose the same, so that they can be vectorized."""
+    """Whether all columns of a row take the same branches, so that they can be vectorized."""
     if not stage.vectorizable:
         if stage.guards is None:
             return False
@@ -125,7 +125,7 @@ def _is_uniform(
 
 
 def are_uniform(nest: RowNest, members: Sequence[Member]) -> bool:
-    """Whether all columns of a row choose the same in each of ``members``."""
+    """Whether all columns of a row take the same branches, for each of ``members``."""
     kernel, row = nest.kernel, nest.row
     indexer = Indexer({row: nest.rows, nest.column: members[0].columns})
     for member in members:
@@ -136,10 +136,10 @@ def are_uniform(nest: RowNest, members: Sequence[Member]) -> bool:
 
 
 def run_of(nest: RowNest, members: Sequence[Member]) -> int:
-    """Return the number of columns after which a read of ``members`` goes on at another place.
+    """Return the number of columns after which a read of ``members`` jumps to another address.
 
-    (A sum over the batch and the places of pictures reads those of one picture in a run.) All of
-    the columns where there is no such number, or runs are shorter than a vector.
+    For example, a sum over batch and positions reads the positions of one image contiguously.
+    Return all columns if no read jumps, or if runs are shorter than a vector.
     """
     columns = members[0].columns
     if sizes_vary():

@@ -1,9 +1,9 @@
-"""Row-wise nests: whatever a row needs is computed while that row is in cache.
+"""Row-wise loop nests: all stages of a row run while the row is in cache.
 
-A nest is a loop over rows. For each row it runs passes over the columns (vector loops; a
-reduction keeps one partial result a lane) and, between passes, the scalars of the row. Softmax
-and layer normalisation with what surrounds them are one nest with three passes; a chain of
-element-wise stages is one with one pass.
+The outer loop runs over rows. For each row there are passes over the columns: vector loops, in
+which a reduction keeps one partial result per lane. Between passes, the scalars of the row are
+computed. Softmax or layer normalisation, with the stages around it, is one loop nest with three
+passes. A chain of elementwise stages is a loop nest with one pass.
 """
 
 from __future__ import annotations
@@ -32,13 +32,18 @@ SplitAxes = tuple[Sequence[Axis], Sequence[Axis]]
 
 @dataclass
 class Member:
-    """A stage of a nest, over ``columns`` positions of a row, in pass ``time``.
+    """A stage in a row-wise loop nest.
 
-    Even times are passes over columns, odd ones the scalars between. ``axes`` are those of rows and
-    of columns. ``kept`` says that its value is read after its pass, or from another column, so that
-    it needs a place in memory; ``crossed`` that it is read from another column. ``down``: it is a
-    reduction over the rows, which has its results when all rows are done. ``cut``: the value of an
-    axis that rows end within, by those of its parts.
+    - ``stage``: the stage.
+    - ``columns``: the number of positions of a row.
+    - ``time``: when it runs within a row: even times are passes over the columns, odd times are
+      scalars between passes.
+    - ``axes``: the stage's axes of rows, and its axes of columns.
+    - ``kept``: whether the value needs memory, because it is read after its pass or from another
+      column.
+    - ``crossed``: whether the value is read from another column.
+    - ``down``: whether the stage is a reduction over the rows, complete only after all rows.
+    - ``cut``: if rows end inside an axis, the value of that axis in terms of its two parts.
     """
 
     stage: KernelStage
@@ -52,17 +57,17 @@ class Member:
 
     @property
     def along(self) -> bool:
-        """Whether it is a reduction of each row."""
+        """Whether the stage reduces each row to one value."""
         return self.stage.reduction is not None and not self.down
 
     @property
     def scalar(self) -> bool:
-        """Whether the result is one value a row."""
+        """Whether the stage has one value for each row."""
         return self.columns == 1 or self.along
 
     @property
     def looped(self) -> bool:
-        """Whether it runs in a pass over columns."""
+        """Whether the stage runs in a pass over columns."""
         return self.stage.reduction is not None or self.columns > 1
 
     @property
@@ -73,7 +78,14 @@ class Member:
 
 @dataclass
 class RowNest:
-    """Stages that share a loop over ``rows`` rows; :meth:`add` says whether one more can join."""
+    """Stages that share a loop over rows; :meth:`add` adds another stage if it fits.
+
+    - ``kernel``: the function of the stages.
+    - ``rows``: the number of rows.
+    - ``stored``: the buffers whose results are stored.
+    - ``members``: the stages, in the order in which they were added.
+    - ``cuts``: whether rows may end inside an axis.
+    """
 
     kernel: Kernel
     rows: int
@@ -86,7 +98,7 @@ class RowNest:
 
     @property
     def is_elementwise(self) -> bool:
-        """Whether each element needs no other element of the nest."""
+        """Whether the loop nest is purely elementwise: no element depends on another position."""
         members = self.members
         return all(
             m.looped
@@ -97,7 +109,7 @@ class RowNest:
         ) or all(m.columns == 1 and not m.looped and not m.crossed for m in members)
 
     def copy(self) -> RowNest:
-        """The same nest, to which stages can be added apart from this one."""
+        """Return a copy, to which stages can be added without changing this loop nest."""
         members = [replace(m) for m in self.members]
         return RowNest(self.kernel, self.rows, self.stored, members, self.cuts)
 
@@ -106,7 +118,10 @@ class RowNest:
         return next((m for m in self.members if m.stage.buffer.same_as(buffer)), None)
 
     def add(self, stage: KernelStage) -> bool:
-        """Let ``stage`` join if every row of it needs only the same row of the stages before it."""
+        """Add ``stage`` if each of its rows reads only the same row of earlier members.
+
+        Return whether it was added.
+        """
         axes = row_axes(stage, self.rows)
         if axes is None and self.cuts and stage.reduction is None:
             parts = cut_axes(stage.spatial, self.rows)
@@ -114,7 +129,7 @@ class RowNest:
         return self._add(stage, axes, down=False)
 
     def add_down(self, stage: KernelStage) -> bool:
-        """Let a reduction over the rows join, under the same condition."""
+        """Add a reduction over the rows, under the same condition; return whether it was added."""
         axes = split_axes((*stage.reduced, *stage.spatial), self.rows)
         if axes is None or any(axis.reduce for axis in axes[1]):
             return False
@@ -161,10 +176,10 @@ class RowNest:
         return True
 
     def _same_row(self, source: Member, indices: Sequence[Expr], indexer: Indexer) -> bool:
-        """Whether a read, wherever it is guarded, is of the row that is being computed.
+        """Whether a read is always in the row that is computed, by its row indices.
 
-        A position relative to the row says so only where it lies in the row: one before its begin
-        is the end of the row above.
+        The offset from the start of the row cannot show this for a guarded read: an offset of -1
+        would be the end of the previous row.
         """
         if source.cut:
             return False
@@ -175,12 +190,18 @@ class RowNest:
 
 
 def _shares_pass(member: Member, other: Member) -> bool:
-    """Whether two stages stand in the same loop over columns, which then must be of one width."""
+    """Whether two stages run in the same loop over columns, and so need equal widths."""
     return member.looped and other.looped and member.time == other.time
 
 
 def _earliest(source: Member, looped: bool, same: bool) -> int:
-    """Return the first time at which a stage that reads ``source`` can run."""
+    """Return the first time at which a stage that reads ``source`` can run.
+
+    Args:
+        source: the member that is read.
+        looped: whether the reading stage runs in a pass over columns.
+        same: whether it reads only its own column.
+    """
     if source.scalar:
         return source.ready + 1 if looped else source.ready
     if not looped:
@@ -197,14 +218,17 @@ def extent_of(axes: Sequence[Axis]) -> int:
 
 
 def row_axes(stage: KernelStage, rows: int) -> SplitAxes | None:
-    """Split a stage's axes into those of rows and of columns (what is reduced)."""
+    """Split a stage's axes into row axes, with ``rows`` elements in all, and column axes.
+
+    Reduced axes are columns. None if there is no such split.
+    """
     if stage.reduction is not None:
         return (stage.spatial, stage.reduced) if stage.size == rows else None
     return split_axes(stage.spatial, rows)
 
 
 def element_at(member: Member, row: Expr, column: Expr, indexer: Indexer) -> dict[Any, Expr]:
-    """The values of the axes of a member's stage at a column of a row."""
+    """Return the values of the axes of a member's stage at a row and column."""
     rows, columns = member.axes
     at = unravel(row, rows, indexer) | unravel(column, columns, indexer)
     return at | {v: indexer.simplify(substitute(e, at)) for v, e in member.cut.items()}

@@ -1,4 +1,4 @@
-"""Code for a row-wise nest."""
+"""Generate CPU loops for a row-wise loop nest."""
 
 from __future__ import annotations
 
@@ -31,12 +31,18 @@ from tvmbridge.schedules.row_choices import are_uniform, run_of
 from tvmbridge.schedules.rows import Member, RowNest, element_at
 from tvmbridge.schedules.values import Evaluator, Memory
 
-# A pass with fewer expression nodes than this keeps several accumulators, to hide their latency.
+# A pass with fewer expression nodes than this has several accumulators, to hide their latency.
 _CHEAP_PASS = 24
 
 
 class RowEmitter:
-    """Writes one :class:`RowNest`; ``shared`` are the buffers that are read outside of it."""
+    """Generates the statements of one :class:`RowNest`.
+
+    - ``shared``: the buffers that are read outside of the loop nest.
+    - ``local``: the buffers that hold one row, by the buffer that they replace.
+    - ``sums``: the partial results of reductions over the rows.
+    - ``part``: the parallel part that is generated.
+    """
 
     def __init__(self, nest: RowNest, machine: Machine, shared: set[Any], memory: Memory) -> None:
         self.nest, self.machine, self.shared, self.memory = nest, machine, shared, memory
@@ -47,7 +53,7 @@ class RowEmitter:
         self.evaluator = Evaluator(nest.kernel, nest.stored, self.indexer, memory)
 
     def emit(self) -> list[tirx.Stmt]:
-        """Return the statements of the nest."""
+        """Return the statements of the loop nest."""
         rows, machine, members = self.nest.rows, self.machine, self.nest.members
         if rows == 1 and self._is_flat():
             return self._flat()
@@ -71,7 +77,7 @@ class RowEmitter:
         return [*(each.room for each in self.sums.values()), bound, *ended]
 
     def work(self) -> int:
-        """Return the number of expression nodes that the nest evaluates, about."""
+        """Return about how many expression nodes the loop nest evaluates."""
         nest = self.nest
         work = 0
         for member in nest.members:
@@ -85,7 +91,7 @@ class RowEmitter:
         )
 
     def _flat(self) -> list[tirx.Stmt]:
-        """Return element-wise stages over one long row, the vectors divided among the cores."""
+        """Return a loop of elementwise stages over one long row, divided among the cores."""
         members = self.nest.members
         columns, row = members[0].columns, integer(0)
         lanes = self._lanes(members, columns, columns)
@@ -121,7 +127,7 @@ class RowEmitter:
         return statements
 
     def _row(self, row: Expr) -> list[tirx.Stmt]:
-        """Return all passes over one row."""
+        """Return the statements of all passes over one row."""
         if isinstance(row, tirx.Var):
             self.indexer.bind(row, self.nest.rows)
         self._redirect(row)
@@ -137,7 +143,7 @@ class RowEmitter:
         return statements
 
     def _redirect(self, row: Expr) -> None:
-        """Make reads of kept rows go to their local buffers."""
+        """Redirect reads of buffered rows to their local buffers."""
         self.evaluator = self.evaluator.fork()
         self.evaluator.places.clear()
         for member in self.nest.members:
@@ -150,7 +156,7 @@ class RowEmitter:
         return lambda offset: load(local, self.indexer.simplify(offset - row * columns))
 
     def _set_scalar(self, member: Member, value: Expr, row: Expr) -> list[tirx.Stmt]:
-        """Let later reads of a row's scalar be ``value``; store it if it is read elsewhere."""
+        """Make later reads of a row's scalar return ``value``; store it if others read it."""
         stage = member.stage
         named = self.evaluator.name(value, stage.name)
         self.evaluator.places[stage.buffer] = lambda _: named
@@ -178,11 +184,11 @@ class RowEmitter:
         return decided(Rule.LEAST, lambda: lanes)
 
     def _pass(self, members: Sequence[Member], row: Expr) -> list[tirx.Stmt]:
-        """Return one loop over the columns, and what finishes its reductions."""
+        """Return one loop over the columns, and the statements that finish its reductions."""
         columns = members[0].columns
         run = run_of(self.nest, members)
         lanes = self._lanes(members, columns, run)
-        # One after another too, elements go to several sums: a single long one would round worse.
+        # Without vectors there are several sums as well: one long sum has larger rounding errors.
         places = decided(
             Rule.LEAST,
             lambda: lanes if lanes > 1 else power_of_two_below(min(self.machine.lanes, columns)),
@@ -216,7 +222,7 @@ class RowEmitter:
         body: Callable[[Expr, Expr | None], list[tirx.Stmt]],
         steps: Callable[[int | Expr, Body], tirx.Stmt],
     ) -> tirx.Stmt:
-        """Return what :func:`over_vectors` does, in each of ``count`` runs of columns."""
+        """Return a loop like that of :func:`over_vectors`, in each of ``count`` runs of columns."""
         each = -(-run // lanes)
 
         def step(i: Expr) -> list[tirx.Stmt]:
@@ -242,7 +248,16 @@ class RowEmitter:
         fresh: Expr | None,
         lanes: int,
     ) -> list[tirx.Stmt]:
-        """Return the members' elements at ``lanes`` columns from ``base``."""
+        """Return a vector loop that computes the members' elements at ``lanes`` columns.
+
+        Args:
+            members: the stages of the pass.
+            accumulators: the accumulators of the members that reduce the row.
+            row: the row.
+            base: the first column.
+            fresh: the first column that no earlier vector computed; None if vectors do not overlap.
+            lanes: the number of columns.
+        """
 
         def body(evaluator: Evaluator, lane: Expr) -> None:
             if isinstance(lane, tirx.Var):
@@ -262,7 +277,7 @@ class RowEmitter:
                         self.sums[stage.buffer].add(evaluator, self.part, offset, value, new)
                         continue
                     value = self._keep(member, evaluator, row, column, value)
-                    # As readers of the same axes ask for it, which need not simplify to the same.
+                    # Readers compute this offset; it may not simplify to the one in `_keep`.
                     evaluator.remember(stage.buffer, offset, value)
                     continue
                 assert stage.reduction is not None
@@ -280,7 +295,7 @@ class RowEmitter:
     def _keep(
         self, member: Member, evaluator: Evaluator, row: Expr, column: Expr, value: Expr
     ) -> Expr:
-        """Remember a map's element for this pass, and store it where it is needed later."""
+        """Record an element for reads in this pass, and store it if it is needed later."""
         stage = member.stage
         offset = self.indexer.simplify(row * integer(member.columns) + column)
         named = evaluator.name(value, stage.name)
@@ -293,5 +308,5 @@ class RowEmitter:
 
 
 def emit_rows(nest: RowNest, machine: Machine, shared: set[Any], memory: Memory) -> list[tirx.Stmt]:
-    """Return the code of a nest; ``shared`` are the buffers that are read outside of it."""
+    """Return the statements of ``nest``; ``shared`` are the buffers that are read outside of it."""
     return RowEmitter(nest, machine, shared, memory).emit()

@@ -1,4 +1,4 @@
-"""What a CPU target offers, and the target of this machine."""
+"""Query the vector width and cores of a CPU target, and find the target of this machine."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import platform
 import torch
 from tvm.target import Target, codegen
 
-# What the suite takes for this machine, as "processor:cores" (tests/machines.py).
+# Tests set this variable to a pretended machine, as "processor:cores" (tests/machines.py).
 _PRETENDED = "TVMBRIDGE_TESTED_MACHINE"
-# Names for instruction sets, for a host whose processor LLVM does not know by a name that has them.
+# Processor names to use if LLVM's name for the host does not have the host's instruction set.
 _GENERIC = {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3"}
 _WIDTHS = {"AVX512": "avx512f", "AVX2": "avx2"}
 
 
 def vector_bits(target: Target) -> int:
     """Return the width of a vector register of ``target``: 512, 256 or 128 bits."""
-    # LLVM's own answer for the target is the widest that any processor of the architecture has.
+    # LLVM's own vector width is the widest of any processor of the architecture.
     if codegen.target_has_features("avx512f", target):
         return 512
     return 256 if codegen.target_has_features("avx2", target) else 128
@@ -40,10 +40,10 @@ def usable_cores() -> int:
 
 
 def host_target(cores: int | None = None) -> Target:
-    """Return the target of this machine, with ``cores`` cores (all that the process may use).
+    """Return the target of this machine, with ``cores`` cores; None: all that the process may use.
 
-    LLVM names the processor by family and model, which a virtual machine may state wrongly in
-    either direction; PyTorch looks at the instruction sets themselves, so its answer decides.
+    LLVM finds the processor's name by family and model, which a virtual machine may report wrongly.
+    PyTorch queries the instruction sets directly, so its answer takes precedence.
     """
     attributes: dict[str, object] = {"kind": "llvm", "num-cores": cores or usable_cores()}
     pretended = os.environ.get(_PRETENDED)

@@ -1,11 +1,13 @@
-"""Parallel loops of compiled kernels on PyTorch's own threads.
+"""Run parallel loops of compiled kernels on PyTorch's own threads.
 
-TVM brings a thread pool of its own. Beside PyTorch's OpenMP pool it does harm: both spin while
-they wait and take the cores from each other; it binds the calling thread to a core; every
-thread that calls a kernel (autograd's, say) gets a pool; and on x86 it takes half of the
-processors for hyperthreads. TVM lets a host program supply the function that starts a parallel
-loop, so here it is given one that asks PyTorch's OpenMP runtime, a few instructions compiled by
-TVM's LLVM. The number of threads is then ``torch.get_num_threads()``.
+TVM has its own thread pool, which conflicts with PyTorch's OpenMP pool. Both pools spin while they
+wait and take cores from each other. TVM's pool binds the calling thread to a core, and every thread
+that calls a kernel (for example autograd's) gets a pool. On x86 it counts half of the processors as
+hyperthreads and leaves them idle.
+
+TVM lets a host program supply the function that starts a parallel loop. Here that function is a
+small one in LLVM IR, which calls PyTorch's OpenMP runtime. The number of threads is then
+``torch.get_num_threads()``.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from tvmbridge.kernels.machine_code import load_functions
 
 logger = logging.getLogger(__name__)
 
-# task(task_id, environment, data) divides its loop among the environment's number of tasks.
+# task(task_id, environment, data) runs its share of a loop; the environment has the task count.
 _LAUNCHER = """
 define internal void @member(ptr %job) {{
   %task = load ptr, ptr %job
@@ -62,10 +64,10 @@ _NEEDED = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 
 @functools.cache
 def share_torch_threads() -> bool:
-    """Run parallel loops of modules loaded from now on by PyTorch's threads; False if it cannot.
+    """Make modules that are loaded from now on run parallel loops on PyTorch's threads.
 
-    It cannot where PyTorch was built without GNU's OpenMP interface, or no temporary file can be
-    written; TVM's own pool serves there.
+    Return False, and leave TVM's own pool in use, if PyTorch was built without GNU's OpenMP
+    interface or no temporary file can be written.
     """
     addresses = _openmp_addresses()
     if addresses is None:
@@ -82,7 +84,7 @@ def share_torch_threads() -> bool:
 
 
 def _openmp_addresses() -> dict[str, int] | None:
-    """Return where the OpenMP runtime that PyTorch uses has its functions."""
+    """Return the addresses of functions of PyTorch's OpenMP runtime; None if they are missing."""
     folder = Path(torch.__file__).parent / "lib"
     library = next(iter(sorted(folder.glob("libtorch_cpu.*"))), None)
     if library is None or not torch.backends.openmp.is_available():

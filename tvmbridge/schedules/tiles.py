@@ -1,8 +1,8 @@
-"""Transposes: maps that write along one axis and read along another.
+"""Transposes: elementwise stages that write along one axis and read along another.
 
-The loop runs over tiles, a few rows of a few vectors each, so that every cache line that is read
-is used up while it is still in the first-level cache. What only copies reads each line once and
-whole, into a tile of its own: lines that lie a multiple of a page apart push one another out.
+The loop runs over tiles of a few rows of a few vectors each. So every cache line that is read is
+used completely while it is in the first-level cache. A stage that only copies reads whole lines
+into a local tile first. Otherwise lines at distances of a multiple of a page evict one another.
 """
 
 from __future__ import annotations
@@ -40,7 +40,13 @@ _TILE_COLUMNS = 64
 
 @dataclass
 class TileNest:
-    """One map in tiles over its last axis and over ``across``, along which it reads."""
+    """The loop nest of one transpose, in tiles over two axes.
+
+    - ``stored``: the buffers that are stored in memory.
+    - ``stage``: the elementwise stage, which writes along its last axis.
+    - ``across``: the axis along which it reads contiguous memory.
+    - ``members``: the stage, as the only member.
+    """
 
     kernel: Kernel
     stored: set[Any]
@@ -52,12 +58,12 @@ class TileNest:
         self.members = [Member(self.stage, self.stage.size, 0, (self.stage.spatial, ()))]
 
     def add(self, stage: KernelStage) -> bool:
-        """No other stage joins."""
+        """Return False: no other stage can join."""
         return False
 
 
 def transposed_axis(kernel: Kernel, stored: set[Any], stage: KernelStage) -> Axis | None:
-    """Return the axis along which a map reads memory in order, if it is not the last one."""
+    """Return the axis along which a stage reads contiguous memory, if it is not the last one."""
     indexer = Indexer({axis.var: axis.extent for axis in stage.axes})
     at = {axis.var: axis.var for axis in stage.axes}
     wide = [axis for axis in stage.spatial if axis.extent > 1]
@@ -74,7 +80,7 @@ def transposed_axis(kernel: Kernel, stored: set[Any], stage: KernelStage) -> Axi
 
 
 class TileEmitter:
-    """Writes one :class:`TileNest`."""
+    """Generates the statements of one :class:`TileNest`."""
 
     def __init__(self, nest: TileNest, machine: Machine, memory: Memory) -> None:
         self.nest, self.machine, self.memory = nest, machine, memory
@@ -110,7 +116,10 @@ class TileEmitter:
         return [loop(tiles, body, tirx.ForKind.PARALLEL if parallel else tirx.ForKind.SERIAL)]
 
     def _nested(self, parallel: bool) -> tirx.Stmt:
-        """The tiles in loops of their own, whose extents are no products of rounded numbers."""
+        """Return separate loops over the tiles of each axis, for sizes that vary.
+
+        A single loop would have a product of rounded quotients as its extent.
+        """
         outer = extent_of(self.outer)
         kinds = [tirx.ForKind.SERIAL, tirx.ForKind.SERIAL]
         if parallel:
@@ -136,7 +145,7 @@ class TileEmitter:
         for start, size, extent in zip(starts, self.tile, (self.rows, self.columns), strict=True):
             first = index_var("first")
             self.indexer.bind(first, extent - size + 1)
-            # The last tile overlaps the one before it where tiles do not divide the extent.
+            # If tiles do not divide the extent, the last tile overlaps the one before it.
             value = tirx.Min(start * integer(size), less(extent, size))
             binds.append(tirx.Bind(first, value))
             firsts.append(first)
@@ -157,7 +166,7 @@ class TileEmitter:
         return [*binds, loop(self.tile[0], row)]
 
     def _only_copies(self) -> bool:
-        """Whether an element is one of memory, as it is."""
+        """Whether the stage copies elements from memory unchanged."""
         nest, stage = self.nest, self.nest.stage
         if len(stage.loads) != 1 or not stage.value.same_as(stage.loads[0].slot):
             return False
@@ -166,7 +175,7 @@ class TileEmitter:
         return in_memory and not sizes_vary() and stage.dtype == str(stage.buffer.dtype)
 
     def _through_local(self, outer: dict[Any, Expr], firsts: Sequence[Expr]) -> list[tirx.Stmt]:
-        """Return one tile read along the axis that lies in order in memory, then written."""
+        """Return the statements that read one tile along contiguous memory, and then write it."""
         stage, (of,), (height, width) = self.nest.stage, self.nest.stage.loads, self.tile
         local, allocation = allocate([height * width], stage.dtype, f"{stage.name}_tile")
 
@@ -215,14 +224,14 @@ class TileEmitter:
 
 
 def emit_tiles(nest: TileNest, machine: Machine, memory: Memory) -> list[tirx.Stmt]:
-    """Return the code of a transpose."""
+    """Return the statements of a transpose."""
     return TileEmitter(nest, machine, memory).emit()
 
 
 def _lines(
     count: int, length: int, lanes: int, element: Callable[[Expr, Expr], tirx.Stmt]
 ) -> tirx.Stmt:
-    """A loop over lines of a tile, each in vectors."""
+    """Return a loop over the lines of a tile, with a vector loop over each line."""
 
     def line(number: Expr) -> list[tirx.Stmt]:
         def vector(first: Expr, _: Expr | None) -> list[tirx.Stmt]:

@@ -1,7 +1,7 @@
-"""Evaluation on demand: what a stage's element is, in terms of what lies in memory.
+"""Evaluation on demand: express an element of a stage by elements that are in memory.
 
-A stage that is not stored anywhere is computed where it is read, once for every distinct index
-(the results are bound to names, so nothing is copied as often as it is read).
+A stage that is not stored is computed at its reads, once for every distinct index. The results are
+bound to variables, so that two reads of one element share the computation.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tvmbridge.schedules.reader import Buffer, fresh_lets, is_if, substitute
 
 Indices = tuple[Expr, ...]
 
-# Names bound in one loop body beyond which a function is left to its plain loops.
+# With more variables in one loop body, a function is not scheduled.
 _LARGEST = 5000
 
 
@@ -32,7 +32,11 @@ class TooLargeError(ValueError):
 
 @dataclass(frozen=True)
 class Lane:
-    """A position in a vector loop of ``count`` lanes; 0 of 1 where there is none."""
+    """A position in a vector loop.
+
+    - ``index``: the lane; 0 outside of vector loops.
+    - ``count``: the number of lanes; 1 outside of vector loops.
+    """
 
     index: Expr
     count: int
@@ -44,9 +48,12 @@ _SCALAR = Lane(integer(0), 1)
 class Memory:
     """Access to the buffers of a function by row-major offset.
 
-    An offset stands in the last index, zeros before it: buffers are compact, so flattening gives
-    the offset back. (A one-dimensional view would say it better, but TVM's legalisation of
-    bfloat16 loses views of parameters.) ``cells`` is the storage scope of single values.
+    The offset is the last index, and all other indices are zero. Buffers are compact, so flattening
+    restores the offset. (One-dimensional views would be clearer, but TVM's legalisation of bfloat16
+    loses views of parameters.)
+
+    - ``cells``: the storage scope of single values.
+    - ``allocations``: the statements that allocate intermediate buffers.
     """
 
     def __init__(self, cells: str = "global") -> None:
@@ -55,9 +62,9 @@ class Memory:
         self._flat: dict[Any, Buffer] = {}
 
     def allocate(self, buffer: Buffer) -> None:
-        """Make room for an intermediate result.
+        """Allocate an intermediate buffer; a bfloat16 buffer holds its bits as uint16.
 
-        TVM's legalisation of bfloat16 loses allocations that a choice reads: they hold bits.
+        TVM's legalisation of bfloat16 loses allocations that a conditional expression reads.
         """
         size = integer(prod(int(extent) for extent in buffer.shape))
         kept = bfloat16.stored_as(str(buffer.dtype))
@@ -65,7 +72,7 @@ class Memory:
         self.allocations.append(tirx.AllocBuffer(self._flat[buffer]))
 
     def holds(self, buffer: Buffer) -> bool:
-        """Whether room was made for ``buffer``."""
+        """Whether :meth:`allocate` was called for ``buffer``."""
         return buffer in self._flat
 
     def load(self, buffer: Buffer, offset: Expr) -> Expr:
@@ -80,12 +87,12 @@ class Memory:
         return self.put(buffer, offset, element)
 
     def dtype(self, buffer: Buffer) -> str:
-        """Return the dtype of ``buffer`` where it lies."""
+        """Return the dtype of ``buffer`` in memory."""
         target: Buffer = self._flat.get(buffer, buffer)
         return str(target.dtype)
 
     def put(self, buffer: Buffer, offset: Expr, element: Expr) -> tirx.Stmt:
-        """Return the statement that writes an element as it is in memory."""
+        """Return the statement that writes an element given in the dtype of memory."""
         target: Buffer = self._flat.get(buffer, buffer)
         return tirx.BufferStore(target, element, _last(target, offset))
 
@@ -98,8 +105,11 @@ def _last(buffer: Buffer, offset: Expr) -> list[Expr]:
 class Evaluator:
     """Builds the statements and the expression for elements of stages at given indices.
 
-    ``stored`` are the buffers that lie in memory; ``places`` redirects reads of a buffer (a row
-    kept in a local buffer, a value held in a scalar).
+    - ``stored``: the buffers whose results are stored.
+    - ``lane``: the position in the vector loop that is generated.
+    - ``cells``: the statements that allocate single values.
+    - ``places``: redirects reads of a buffer, for example to a local row or to a scalar.
+    - ``statements``: the statements built so far.
     """
 
     def __init__(
@@ -118,7 +128,7 @@ class Evaluator:
         self._known: dict[tuple[Any, int], list[tuple[Expr, Expr]]] = {}
 
     def element(self, stage: KernelStage, at: Mapping[Any, Expr]) -> Expr:
-        """Return the element of ``stage``, not yet reduced, where its axes have values ``at``."""
+        """Return the element of ``stage`` at the axis values ``at``, before any reduction."""
         values: dict[Any, Expr] = dict(at)
         for load in stage.loads:
             read = self._inline if load.guarded else self.load
@@ -129,7 +139,10 @@ class Evaluator:
         return self._decided(value) if stage.guards else value
 
     def _decided(self, value: Expr) -> Expr:
-        """``value`` with simpler conditions: what all columns of a row choose is no vector."""
+        """Return ``value`` with simplified conditions.
+
+        A condition that is the same for all columns of a row must become a scalar.
+        """
 
         def simpler(call: Call) -> Expr:
             if not is_if(call):
@@ -140,9 +153,12 @@ class Evaluator:
         return tvm_ffi.structural_map(value, (Call, simpler))
 
     def name(self, value: Expr, hint: str) -> Expr:
-        """Bind ``value`` to a fresh variable unless it is one already.
+        """Bind ``value`` to a new variable, unless it is a variable or a constant.
 
-        Truth values are not bound: the simplifier stops at a variable that is a vector of them.
+        A bool is not bound, because TVM's simplifier fails on a variable that is a bool vector.
+
+        Raises:
+            TooLargeError: the loop body has too many statements.
         """
         dtype = str(value.ty.dtype)
         if isinstance(value, tirx.Var | tirx.IntImm | tirx.FloatImm) or dtype == "bool":
@@ -156,11 +172,11 @@ class Evaluator:
         return var
 
     def _through_memory(self, value: Expr, hint: str, dtype: str) -> Expr:
-        """Store ``value`` in a cell and return its read; LLVM makes the cell a register.
+        """Store ``value`` in a memory cell and return its read; LLVM makes the cell a register.
 
-        TVM's simplifier multiplies out chains of bound variables, floating ones too: the time grows
-        exponentially with the length of a chain, and ``(x + y) - y`` is found to be ``x``. It
-        does not look behind a read.
+        TVM's simplifier expands chains of bound variables, also of floats. The time grows
+        exponentially with the length of a chain, and ``(x + y) - y`` becomes ``x``. The simplifier
+        does not see through a read of memory.
         """
         count, scope = [integer(self.lane.count)], self.memory.cells
         cell = tirx.decl_buffer(count, dtype, f"{hint}_cell", scope=scope)
@@ -169,7 +185,7 @@ class Evaluator:
         return tirx.BufferLoad(cell, [self.lane.index])
 
     def load(self, buffer: Buffer, indices: Indices) -> Expr:
-        """Return the value of ``buffer[indices]``, computing it if it is stored nowhere."""
+        """Return the value of ``buffer[indices]``; compute it if it is not in memory."""
         offset = self.indexer.flat(buffer, indices)
         for at, value in self._known.get(_key(buffer, offset), ()):
             if tvm_ffi.structural_equal(at, offset):
@@ -187,19 +203,19 @@ class Evaluator:
         return named
 
     def _lies(self, buffer: Buffer) -> bool:
-        """Whether ``buffer`` is in memory; what is stored in a name only is computed anew."""
+        """Whether ``buffer`` is in memory, and not only in a variable or local buffer."""
         if buffer not in self.stored:
             return False
         return self.memory.holds(buffer) or buffer in self.kernel.outputs
 
     def remember(self, buffer: Buffer, offset: Expr, value: Expr) -> None:
-        """State that the element of ``buffer`` at a row-major offset is ``value`` in this scope."""
+        """Make later reads of ``buffer`` at a row-major offset return ``value`` in this scope."""
         self._known.setdefault(_key(buffer, offset), []).append((offset, value))
 
     def store(self, buffer: Buffer, offset: Expr, value: Expr) -> None:
-        """Write the element of ``buffer`` at a row-major offset."""
+        """Add the statement that writes the element of ``buffer`` at a row-major offset."""
         if self.lane.count > 1 and self.memory.dtype(buffer) == bfloat16.NAME:
-            # TVM's legalisation of bfloat16 does not know a value that is the same in all lanes.
+            # TVM's legalisation of bfloat16 does not support a value that is equal in all lanes.
             kept = bfloat16.stored_as(bfloat16.NAME)
             bits = self._through_memory(
                 bfloat16.to_memory(value, bfloat16.NAME, kept), "bits", kept
@@ -210,13 +226,13 @@ class Evaluator:
         self.statements.append(self.memory.store(buffer, offset, value))
 
     def fork(self, lane: Lane = _SCALAR) -> Evaluator:
-        """Return an evaluator for an inner scope, whose statements are its own."""
+        """Return an evaluator for an inner scope, with its own list of statements."""
         inner = Evaluator(self.kernel, self.stored, self.indexer, self.memory, lane)
         inner.places = dict(self.places)
         return inner
 
     def take(self) -> list[tirx.Stmt]:
-        """Return the statements so far and start afresh."""
+        """Return the statements built so far, and clear them."""
         statements = [*self.cells, *self.statements]
         self.cells, self.statements = [], []
         return statements
@@ -225,9 +241,10 @@ class Evaluator:
         return tuple(self.indexer.simplify(substitute(i, dict(at))) for i in indices)
 
     def _inline(self, buffer: Buffer, indices: Indices) -> Expr:
-        """Like :meth:`load`, as one expression that evaluates nothing outside of itself.
+        """Return the value of ``buffer[indices]`` as one expression, without separate statements.
 
-        What is stored for this scope only, in a name, is computed anew at other indices.
+        A guarded read must not be evaluated outside of its condition. Results that are only in a
+        variable or a local buffer are recomputed.
         """
         lying = {b for b in self.stored if self._lies(b)}
         inner = _Inliner(self.kernel, lying, self.indexer, self.memory)
@@ -239,14 +256,14 @@ class Evaluator:
 
 
 class _Inliner(Evaluator):
-    """An evaluator whose names become Let expressions."""
+    """An evaluator that binds variables by Let expressions, not by statements."""
 
     def __init__(self, kernel: Kernel, stored: set[Any], indexer: Indexer, memory: Memory) -> None:
         super().__init__(kernel, stored, indexer, memory)
         self.bindings: list[tuple[tirx.Var, Expr]] = []
 
     def name(self, value: Expr, hint: str) -> Expr:
-        """Name ``value`` by a Let around the whole expression."""
+        """Bind ``value`` to a variable by a Let around the whole expression."""
         if isinstance(value, tirx.Var | tirx.IntImm | tirx.FloatImm):
             return value
         var = tirx.Var(hint, str(value.ty.dtype))
@@ -261,7 +278,10 @@ def _key(buffer: Buffer, offset: Expr) -> tuple[Any, int]:
 def reads(
     kernel: Kernel, stored: set[Any], indexer: Indexer, stage: KernelStage, at: Mapping[Any, Expr]
 ) -> Iterator[tuple[KernelStage, Buffer, Indices]]:
-    """Yield (reader, buffer, indices) of all that an element of ``stage`` reads from memory."""
+    """Yield (reader, buffer, indices) of each read from memory for an element of ``stage``.
+
+    The reader is ``stage`` itself, or an unstored stage that is computed inside it.
+    """
     for load in stage.loads:
         indices = tuple(indexer.simplify(substitute(i, dict(at))) for i in load.indices)
         producer = None if load.buffer in stored else kernel.producer(load.buffer)

@@ -1,9 +1,10 @@
-"""A 3x3 convolution of float32 pictures, and its data's gradient, by Winograd's algorithm.
+"""A 3x3 convolution of float32 images, and its data's gradient, by Winograd's algorithm.
 
-See :mod:`tvmbridge.schedules.winograd_rows`. The gradient of the data is the same convolution with
-filters and channels exchanged, and the kernel turned round. Each core takes blocks of pairs of
-rows: for some channels at a time what the products multiply of the pictures is computed once, and
-what they multiply of kernels for each tile of filters; so neither is ever in memory as a whole.
+The algorithm is described in :mod:`tvmbridge.schedules.winograd_rows`. The gradient of the data is
+the same convolution with filters and channels exchanged and the kernel rotated by 180 degrees. Each
+core computes blocks of pairs of rows, for a chunk of channels at a time. The input transform runs
+once for each chunk, and the kernel transform for each tile of filters. So neither transform is ever
+in memory as a whole.
 """
 
 from __future__ import annotations
@@ -31,22 +32,28 @@ from tvmbridge.schedules.winograd_rows import (
     tile_of,
 )
 
-# Channels whose products are added up before the sums: their rows lie in a core's cache meanwhile,
-# and roundings are few.
+# Channels whose products are summed before they are added to the results. Their transformed rows
+# stay in a core's cache, and rounding errors stay small.
 _CHUNK = 32
 _CHUNK_BYTES = 400_000
-# What a block costs beside its positions, in positions: kernels are read for each.
+# The fixed cost of a block, as a number of positions: each block reads all kernels.
 _BESIDE = 13
 _TAPS = 3
 
 
 def convolution_body(form: SameConvolution, machine: Machine, *buffers: Buffer) -> tirx.Stmt:
-    """The loops for operands and result of a form that ``fits``, of any part but the weight's."""
+    """Return the loops that compute a convolution or the gradient of its data.
+
+    Args:
+        form: the convolution; :func:`.convolutions.fits` must be true for it.
+        machine: the machine to generate code for.
+        buffers: the operands, and then the result.
+    """
     return _Emitter(form, machine, *buffers).loops()
 
 
 def pairs_of_block(pairs: Pairs, channels: int, width: int, cores: int) -> int:
-    """How many pairs of rows a block has, of which all cores take as many."""
+    """Return the number of pairs of rows in a block, such that all cores get equal work."""
     best: tuple[float, int] | None = None
     for blocks in range(cores, pairs.count + 1, cores):
         size = -(-pairs.count // blocks)
@@ -61,13 +68,19 @@ def pairs_of_block(pairs: Pairs, channels: int, width: int, cores: int) -> int:
 
 
 def _positions(pairs: Pairs, size: int, width: int) -> int:
-    """Those that tiles of ``width`` have in so many pairs of rows."""
+    """Return the number of positions in tiles of ``width`` that cover ``size`` pairs of rows."""
     return -(-(size * pairs.stride - 1) // width) * width
 
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Some channels of the pictures, from ``first`` on, and their part of what is multiplied."""
+    """A chunk of input channels, with their transformed rows and kernels.
+
+    - ``first``: the first channel.
+    - ``count``: the number of channels.
+    - ``rows``: the buffer of the input transform.
+    - ``kernels``: the buffer of the kernel transform for one tile of filters.
+    """
 
     first: Expr
     count: int
@@ -95,7 +108,7 @@ class _Emitter:
 
     def _block(self, block: Expr) -> list[tirx.Stmt]:
         first = start_of(block, self.size, self.pairs.count)
-        # Behind the last tile taps read as far as a vector.
+        # The taps of the last tile read up to one vector beyond it.
         behind = self.positions + self.machine.lanes
         count = min(_CHUNK, self.given)
         rows, room = allocate([PRODUCTS, count, behind], DTYPE, "rows")
@@ -123,7 +136,7 @@ class _Emitter:
         return filled(value, sums, self.machine.lanes, row, k)
 
     def _picture(self, c: Expr, first: Expr, chunk: _Chunk) -> list[tirx.Stmt]:
-        """What products multiply of one channel of the block's rows."""
+        """Return the statements of the input transform for one channel of the block's rows."""
         stride, end = self.pairs.stride, self.size * self.pairs.stride
 
         def pair(number: Expr) -> list[tirx.Stmt]:
@@ -149,7 +162,7 @@ class _Emitter:
         return [loop(count, zero, start=start)]
 
     def _filters(self, tile: Expr, chunk: _Chunk, sums: Buffer) -> list[tirx.Stmt]:
-        """What a tile of filters adds to the sums of the block."""
+        """Return the statements that add a tile of filters to the sums of the block."""
         first = tile * integer(self.tile.height)
         panels = self.positions // self.tile.width
         return [
@@ -161,7 +174,7 @@ class _Emitter:
         ]
 
     def _kernel(self, row: Expr, first: Expr, chunk: _Chunk) -> tirx.Stmt:
-        """What products multiply of a filter's kernels."""
+        """Return the loop of the kernel transform for one filter."""
 
         def channel(c: Expr) -> list[tirx.Stmt]:
             places = chunk.first + c, first + row
@@ -187,7 +200,7 @@ class _Emitter:
 
         def terms(c: Expr) -> list[Callable[[Expr, Expr], Expr]]:
             def term(tap: int) -> Callable[[Expr, Expr], Expr]:
-                # A kernel that is turned round is read from its end.
+                # A rotated kernel is read from its end.
                 ahead = integer(_TAPS - 1 - tap if self.turned else tap)
 
                 def multiplied(row: Expr, column: Expr) -> Expr:
@@ -215,7 +228,7 @@ class _Emitter:
         return [room, *self.tile.summed(found, chunk.count, terms), all_added(0)]
 
     def _results(self, k: Expr, first: Expr, sums: Buffer) -> list[tirx.Stmt]:
-        """The block's rows of one channel of the result."""
+        """Return the statements that write the block's rows of one channel of the result."""
 
         def pair(number: Expr) -> list[tirx.Stmt]:
             begin = number * integer(self.pairs.stride)

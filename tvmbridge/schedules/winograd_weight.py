@@ -1,8 +1,9 @@
 """The gradient of the weight of a 3x3 convolution of float32, by Winograd's algorithm.
 
-See :mod:`tvmbridge.schedules.winograd_rows`. The sums of the four products go over all positions of
-all pictures, and three rows of each kernel's gradient are made of them in the end. Pictures are
-brought into another order before, panels of channels, so that vectors of a tile are of channels.
+The algorithm is described in :mod:`tvmbridge.schedules.winograd_rows`. The four products are summed
+over all positions of all images. At the end, the three rows of each kernel's gradient are computed
+from the sums. The images are first copied into panels of channels, so that the vectors of a tile
+run along channels.
 """
 
 from __future__ import annotations
@@ -30,13 +31,19 @@ from tvmbridge.schedules.winograd_rows import (
     tile_of,
 )
 
-# Positions whose products are added up before the sums; they lie in a core's cache.
+# Positions whose products are summed before they are added to the results; they fit in a cache.
 _CHUNK = 96
 _TAPS = 3
 
 
 def weight_gradient_body(form: SameConvolution, machine: Machine, *buffers: Buffer) -> tirx.Stmt:
-    """The loops for cotangent, data and result of a form that ``fits``."""
+    """Return the loops that compute the weight's gradient.
+
+    Args:
+        form: the convolution; :func:`.convolutions.fits` must be true for it.
+        machine: the machine to generate code for.
+        buffers: cotangent, data and result.
+    """
     return _WeightEmitter(form, machine, *buffers).loops()
 
 
@@ -59,7 +66,7 @@ class _WeightEmitter:
         self.rooms = [room, more, most]
 
     def _parts(self, wanted: int) -> int:
-        """Into how many parts of as many tiles the filters are cut, for all cores to have work."""
+        """Return the number of equal parts of the filters, such that all cores have work."""
         tiles = self.form.filters // self.tile.height
         enough = -(-wanted // (PRODUCTS * self.panels))
         return next((n for n in range(enough, tiles) if tiles % n == 0), tiles)
@@ -78,15 +85,15 @@ class _WeightEmitter:
         )
 
     def _vectors(self, element: Callable[[Expr], list[tirx.Stmt]]) -> tirx.Stmt:
-        """``element(column)`` for the columns of a panel."""
+        """Return a vector loop of ``element(column)`` over the columns of a panel."""
         return in_vectors(self.tile.width, self.tile.lanes, element)
 
     def _first(self, panel: Expr) -> Expr:
         return start_of(panel, self.tile.width, self.form.channels)
 
     def _pictures(self, pair: Expr) -> list[tirx.Stmt]:
-        """What products multiply of a pair's rows of the data, transposed."""
-        # An odd distance: lines that lie a multiple of a page apart push one another out.
+        """Return the statements of the input transform for a pair's rows, written transposed."""
+        # An odd distance, because lines at distances of a multiple of a page evict one another.
         apart = self.form.width | 1
         rows, room = allocate([PRODUCTS, self.tile.width, apart], DTYPE, "rows")
         begin = pair * integer(self.pairs.stride)
@@ -122,7 +129,7 @@ class _WeightEmitter:
         return [self._zeros(product, panel, place) for place in places]
 
     def _cotangents(self, k: Expr) -> list[tirx.Stmt]:
-        """What products multiply of one filter's cotangents."""
+        """Return the statements of the cotangent transform for one filter."""
 
         def pair(number: Expr) -> list[tirx.Stmt]:
             begin = number * integer(self.pairs.stride)
@@ -141,7 +148,7 @@ class _WeightEmitter:
         return [loop(self.pairs.count, pair)]
 
     def _unit(self, unit: Expr) -> list[tirx.Stmt]:
-        """One product's sums of a panel of channels with a part of the filters."""
+        """Return the statements that sum one product for a panel of channels and some filters."""
         panels, parts = integer(self.panels), integer(self.parts)
         place = unit // (panels * parts), unit // parts % panels
         tiles = self.form.filters // self.tile.height // self.parts
@@ -170,7 +177,7 @@ class _WeightEmitter:
     def _added(
         self, place: tuple[Expr, Expr], tap: Expr, first: Expr, start: Expr, length: int
     ) -> list[tirx.Stmt]:
-        """Sums of a tile grow by those over ``length`` positions."""
+        """Return the statements that add ``length`` positions to the sums of a tile."""
         found, room = self.tile.registers("products")
 
         def terms(i: Expr) -> list[Callable[[Expr, Expr], Expr]]:

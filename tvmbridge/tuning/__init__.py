@@ -1,4 +1,4 @@
-"""Search for faster schedules, with the results kept in folders of records."""
+"""Search for faster schedules, and store the results in folders of tuning records."""
 
 from tvmbridge.tuning.api import TuningReport, tune, tune_pending
 

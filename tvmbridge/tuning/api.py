@@ -35,10 +35,13 @@ DEFAULT_LOG_DIR = "tuning_logs"
 
 @dataclass(frozen=True)
 class Limits:
-    """Where a run ends: candidates for each task, seconds in all; None: no bound of that kind.
+    """The limits of a tuning run.
+
+    - ``trials``: the number of candidates for each task; None: by the size of the task.
+    - ``timeout``: seconds for the whole run; None: no limit.
 
     Raises:
-        ValueError: a limit leaves nothing to do.
+        ValueError: a limit is not positive.
     """
 
     trials: int | None = None
@@ -53,12 +56,11 @@ class Limits:
 
 @dataclass(frozen=True)
 class TuningReport:
-    """What a run of tuning came to.
+    """The results of a tuning run.
 
-    Args:
-        folder: the folder of the target, with the records.
-        outcomes: each task, with its number of calls and what is known of it now.
-        external: calls of PyTorch's kernels, which are not tuned.
+    - ``folder``: the folder of the target, with the records.
+    - ``outcomes``: the result of each task, with its number of calls.
+    - ``external``: the number of calls of PyTorch's kernels, which are not tuned.
     """
 
     folder: Path
@@ -67,17 +69,17 @@ class TuningReport:
 
     @property
     def tuned(self) -> int:
-        """Tasks for which a record is faster than the rule."""
+        """The number of tasks whose best record is faster than the kernel by rule."""
         return sum(o.verdict is not None and o.verdict.applies for o in self.outcomes)
 
     @property
     def unfinished(self) -> int:
-        """Tasks for which there was no time."""
+        """The number of tasks that the run had no time for."""
         return sum(o.verdict is None for o in self.outcomes)
 
     @property
     def saved_seconds(self) -> float:
-        """Seconds that the records save in one call of the compiled functions, as measured."""
+        """Seconds that the records save in one call of the module, from the measured times."""
         saved = 0.0
         for o in self.outcomes:
             if o.verdict is not None and o.verdict.applies:
@@ -105,23 +107,26 @@ def tune(
     timeout: float | None = None,
     options: CompileOptions | dict[str, Any] | None = None,
 ) -> TuningReport:
-    """Search for faster schedules of the loops that ``module`` compiles to, and keep them.
+    """Search for faster schedules of the kernels that ``module`` compiles to, and store them.
 
-    MetaSchedule proposes candidates; each is compiled, checked against the kernel that is used
-    without a record, and measured, in a process of its own. What was measured is written to
-    ``log_dir/<target>/`` batch by batch, so that a run that is ended loses one batch at most, and
-    the next goes on where it was. Compilation finds the records by itself (docs/tuning.md).
+    MetaSchedule proposes candidates. A separate process compiles each candidate, checks it against
+    the kernel that is used without a record, and measures it. The results are written to
+    ``log_dir/<target>/`` after each batch: an interrupted run loses at most one batch, and the next
+    run continues from there. See docs/tuning.md for how compilation finds the records.
 
     Args:
-        module: forward and backward are tuned in train mode, forward in eval mode.
+        module: in train mode, forward and backward are tuned; in eval mode, forward alone.
         sample_input: a tensor, or a tuple of positional arguments.
         sample_kwargs: keyword arguments of forward.
-        target: as for :func:`add_tvm_dispatch`; the measuring machine must run its code.
+        target: as for :func:`add_tvm_dispatch`; this machine must be able to run its code.
         log_dir: the directory of the records.
-        trials: candidates to be measured for each task in all, also by earlier runs; None: by the
+        trials: how many candidates to measure for each task, earlier runs included; None: by the
             size of the task.
-        timeout: seconds for the whole run; None: until all is done.
+        timeout: seconds for the whole run; None: no limit.
         options: as for :func:`add_tvm_dispatch`.
+
+    Returns:
+        A report with the result of each task.
 
     Raises:
         TypeError, ValueError: an argument cannot be used.
@@ -139,7 +144,7 @@ def tune_all(
     target: Any,
     limits: Limits,
 ) -> TuningReport:
-    """Tune the tasks of several modules with their sample inputs as one list."""
+    """Tune the tasks of several modules, given as pairs of module and sample input, in one run."""
     modules = [(module, *normalize_sample(sample, None)) for module, sample in samples]
     return _tune_modules(modules, log_dir, target, limits, None)
 
@@ -174,9 +179,9 @@ def tune_pending(
     trials: int | None = None,
     timeout: float | None = None,
 ) -> TuningReport:
-    """Work off the list of tasks that compilation noted in ``log_dir`` for this target.
+    """Tune the tasks that compilation has listed in ``log_dir`` for this target.
 
-    Arguments and errors are those of :func:`tune`.
+    Arguments and errors are as for :func:`tune`. Finished tasks are removed from the list.
     """
     limits = Limits(trials, timeout)
     folder = Folder.below(Path(log_dir), resolve_target(target))
@@ -191,7 +196,7 @@ def tune_pending(
 def tune_tasks(
     folder: Folder, tasks: Mapping[Task, int], trials: int | None, clock: Clock
 ) -> list[TaskOutcome]:
-    """Tune ``tasks`` and write what comes of it to ``folder``."""
+    """Tune ``tasks``, write the records to ``folder``, and show the progress on a terminal."""
     folder.open_for_writing()
     logger.info("%d tasks for %s", len(tasks), folder.path)
     console = Console(stderr=True)

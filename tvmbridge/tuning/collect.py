@@ -1,4 +1,4 @@
-"""The tasks of a module: what compilation would schedule for it."""
+"""Collect the tuning tasks of a module: the functions that compilation would schedule."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ def module_tasks(
     target: Any,
     options: CompileOptions,
 ) -> tuple[dict[Task, int], int, Target]:
-    """The tasks with their number of calls, the number of external kernels, and the target.
+    """Return a module's tasks with their numbers of calls, its external calls, and the target.
 
-    They are those of forward and backward for a module in train mode, of forward in eval mode.
+    Tasks are from forward and backward if the module is in train mode and anything requires a
+    gradient; otherwise from forward alone.
     """
     needs_grad = module.training and anything_requires_grad(module, (args, dict(kwargs)))
     records: list[PassRecord] = []

@@ -1,4 +1,4 @@
-"""Compiling, checking and timing scheduled functions; runs in a worker process.
+"""Compile, check and time scheduled functions; this module runs in a worker process.
 
 Loops run on PyTorch's threads, as they do in compiled modules.
 """
@@ -29,16 +29,25 @@ from tvmbridge.tuning.samples import buffer_types, disagreement, sample_inputs
 _REPEATS = 5
 _REPEAT_SECONDS = 0.01
 _RACE_ROUNDS = 12
-_GIVE_UP = 10.0  # times the rule's kernel: not worth measuring well
+_GIVE_UP = 10.0  # slower than this multiple of the rule's time, a candidate is timed only once
 
 
 class WrongResultError(Exception):
-    """A candidate does not compute what the function says."""
+    """A candidate's results differ from the results of the kernel without a record."""
 
 
 @dataclass
 class _Bench:
-    """One task: the kernel in use without a record, inputs, and what it makes of them."""
+    """The task that this process measures.
+
+    - ``mod``: the module with the unscheduled function ``main``.
+    - ``target``: the target that kernels are compiled for.
+    - ``rule``: the kernel by rule, which is used without a record.
+    - ``inputs``: several lists of arguments.
+    - ``expected``: the results of the rule's kernel for each list of arguments.
+    - ``writable``: the positions of the parameters that the function writes.
+    - ``seconds``: the time of the rule's kernel.
+    """
 
     mod: tvm.IRModule
     target: Target
@@ -53,7 +62,14 @@ _bench: _Bench | None = None
 
 
 def set_up(module: str, target: str) -> list[float]:
-    """Prepare to measure schedules of a function; return the seconds of the rule's kernel."""
+    """Prepare to measure schedules of a function; return the times of its kernel by rule.
+
+    The kernel by rule is the function as tvmbridge schedules it without a tuning record.
+
+    Args:
+        module: the JSON of a module with the function ``main``.
+        target: the text of the target.
+    """
     global _bench
     torch.set_grad_enabled(False)
     share_torch_threads()
@@ -74,10 +90,10 @@ def set_up(module: str, target: str) -> list[float]:
 
 
 def measure(module: str) -> list[float]:
-    """The seconds of a call of a scheduled function, a few times; it is checked before.
+    """Check a scheduled function, and return several measured times of a call, in seconds.
 
     Raises:
-        WrongResultError: its results differ from those of the rule's kernel.
+        WrongResultError: the results differ from those of the rule's kernel.
     """
     bench = _prepared()
     kernel = _checked(tvm.ir.load_json(module)["main"], bench)
@@ -85,10 +101,10 @@ def measure(module: str) -> list[float]:
 
 
 def race(traces: Sequence[Any]) -> list[float | None]:
-    """The shortest seconds of the rule's kernel and of each record's, run in turns.
+    """Time the kernel by rule and the kernel of each trace in turns; return their shortest times.
 
-    The records are applied as compilation does it. None stands for one that is wrong or does not
-    compile.
+    The traces are applied as in compilation. The time is None if a kernel's results are wrong or it
+    does not compile.
     """
     bench = _prepared()
     kernels: list[Callable[..., None] | None] = [bench.rule]
@@ -119,7 +135,7 @@ def _compile(function: tirx.PrimFunc, target: Target) -> Callable[..., None]:
 
 
 def _written(function: tirx.PrimFunc) -> list[int]:
-    """The positions of the parameters that the function writes."""
+    """Return the positions of the parameters that the function writes."""
     root = function.body.block
     buffers = {region.buffer for region in root.writes}
     stores: list[tirx.BufferStore] = []
@@ -131,7 +147,10 @@ def _written(function: tirx.PrimFunc) -> list[int]:
 def _run(
     kernel: Callable[..., None], tensors: Sequence[torch.Tensor], writable: Sequence[int]
 ) -> list[torch.Tensor]:
-    """Results in fresh memory, filled before with what no kernel may leave there."""
+    """Call the kernel, and return its results in new memory that was filled with wrong values.
+
+    A kernel that leaves elements unwritten is found by these values.
+    """
     args = list(tensors)
     for i in writable:
         args[i] = _garbage(tensors[i])
@@ -159,7 +178,7 @@ def _checked(function: tirx.PrimFunc, bench: _Bench) -> Callable[..., None]:
 def _time(
     kernel: Callable[..., None], args: Sequence[torch.Tensor], limit: float, repeats: int = _REPEATS
 ) -> list[float]:
-    """Mean seconds of a call, for each repeat; one only if it is slower than ``limit``."""
+    """Return the mean time of a call in each repeat, or one time if it is above ``limit``."""
     kernel(*args)
     start = time.perf_counter()
     kernel(*args)

@@ -1,4 +1,4 @@
-"""Folders of records brought together, and made small: the best record of each task."""
+"""Merge and prune folders of records: keep the best record of each task."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from tvmbridge.records.tasks import Task
 
 
 def merge(sources: Sequence[Path], out: Path | None = None) -> Path:
-    """Bring the records of several folders together; of each task the best record stays.
+    """Merge the records of several folders; keep the best record of each tuned task.
 
     Args:
-        sources: folders of one target, or log directories that hold a single one.
-        out: a folder to be written; None: the first of ``sources``.
+        sources: folders of one target, or log directories with the folder of a single target.
+        out: the folder to write; None: the first of ``sources``.
 
     Returns:
         The written folder.
 
     Raises:
-        BridgeError: a folder is none of records, or they differ in target or TVM version.
+        BridgeError: a folder has no records, or the folders differ in target or TVM version.
     """
     folders = [target_folder(path) for path in sources]
     metas = [_meta(folder) for folder in folders]
@@ -64,10 +64,10 @@ def merge(sources: Sequence[Path], out: Path | None = None) -> Path:
 
 
 def prune(path: Path) -> list[Path]:
-    """Make folders small: of each task that was tuned to an end, only the best record stays.
+    """Remove all records but the best one of each task whose tuning has finished.
 
     Args:
-        path: the folder of a target, or a log directory, all of whose folders are meant.
+        path: the folder of one target, or a log directory, whose folders are all pruned.
 
     Returns:
         The written folders.
@@ -77,10 +77,10 @@ def prune(path: Path) -> list[Path]:
 
 
 def target_folder(path: Path) -> Path:
-    """The folder of one target that ``path`` is or holds.
+    """Return the folder of one target: ``path`` itself, or the only such folder in it.
 
     Raises:
-        BridgeError: there is none, or more than one.
+        BridgeError: there is no such folder, or more than one.
     """
     if (path / META).is_file():
         return path
@@ -110,24 +110,24 @@ def _joined(first: TaskRecords, second: TaskRecords) -> TaskRecords:
 
 
 def _gain(verdict: Verdict) -> float:
-    """The record's time relative to the rule's; times of two machines do not compare directly."""
+    """Return the record's time divided by the rule's; absolute times differ between machines."""
     if not verdict.applies or verdict.seconds is None or not verdict.rule_seconds:
         return 1.0
     return verdict.seconds / verdict.rule_seconds
 
 
 def _kept(entry: TaskRecords) -> list[Record]:
-    """The record to apply; all that ran where the tuning of the task is not at its end."""
+    """Return the record to apply, or all records that ran if the task's tuning is not finished."""
     if entry.verdict is None:
         return [r for r in entry.records if r.seconds < FAILED_SECONDS]
     return [] if entry.chosen is None else [entry.chosen]
 
 
 def _write(folder: Path, meta: Meta, entries: Iterable[TaskRecords]) -> None:
-    """Replace the files of a folder.
+    """Replace the files of a folder, one after the other.
 
-    A reader between two of the replacements may miss records, but takes none for another task's: a
-    verdict names its record by a digest.
+    A reader between two replacements may miss records, but never applies a record of another task:
+    a verdict names its record by a digest.
     """
     workloads, records, verdicts = [], [], []
     for index, entry in enumerate(entries):

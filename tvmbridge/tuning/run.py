@@ -1,4 +1,4 @@
-"""The run: task after task, batch after batch, each written down before the next begins."""
+"""A tuning run: tasks one after the other, in batches that are written before the next begins."""
 
 from __future__ import annotations
 
@@ -25,20 +25,27 @@ logger = logging.getLogger(__name__)
 _BATCH = 16
 _FINALISTS = 3
 _MOST_CALLS = 500
-_CLEARLY_FASTER = 0.97  # less than that may be noise
+_CLEARLY_FASTER = 0.97  # a smaller gain may be measurement error
 _MEASURE_SECONDS = 20.0
 _SET_UP_SECONDS = 120.0
 _SEARCH_SECONDS = 180.0
 
 
 def default_trials(task: Task) -> int:
-    """How many candidates to measure for a task, by the number of its blocks."""
+    """Return how many candidates to measure for a task, by the number of its blocks."""
     return min(256, 32 * max(1, math.ceil(task.size / 2)))
 
 
 @dataclass(frozen=True)
 class TaskOutcome:
-    """What became of a task in one run; ``known`` if it was tuned enough before."""
+    """The result of one task in one run.
+
+    - ``task``: the task.
+    - ``weight``: the number of calls.
+    - ``verdict``: the verdict; None if the run had no time for the task.
+    - ``wanted``: the number of candidates to measure, earlier runs included.
+    - ``known``: whether an earlier run had already measured enough candidates.
+    """
 
     task: Task
     weight: int
@@ -69,20 +76,28 @@ def _is_enough(verdict: Verdict, wanted: int) -> bool:
 
 
 class Clock:
-    """The time that a run may take, in seconds; None: as long as it needs."""
+    """The deadline of a run: ``timeout`` seconds from now; None: no deadline."""
 
     def __init__(self, timeout: float | None) -> None:
         self._end = math.inf if timeout is None else time.monotonic() + timeout
 
     @property
     def over(self) -> bool:
-        """Whether no batch may begin any more."""
+        """Whether the deadline has passed."""
         return time.monotonic() >= self._end
 
 
 @dataclass
 class Tuner:
-    """The two worker processes of a run, and the folder that it writes."""
+    """A tuning run with its two worker processes.
+
+    - ``folder``: the folder that the run writes.
+    - ``trials``: candidates to measure for each task; None: by the size of the task.
+    - ``clock``: the deadline.
+    - ``bar``: the progress bar.
+    - ``searcher``: the process that proposes candidates.
+    - ``measurer``: the process that compiles and times candidates.
+    """
 
     folder: Folder
     trials: int | None
@@ -96,12 +111,15 @@ class Tuner:
         self.searcher, self.measurer = Worker(cores), Worker(cores)
 
     def close(self) -> None:
-        """End the processes."""
+        """End the two worker processes."""
         self.searcher.close()
         self.measurer.close()
 
     def run(self, tasks: Mapping[Task, int]) -> list[TaskOutcome]:
-        """Tune the tasks, the weightiest first; those tuned enough are passed over."""
+        """Tune the tasks, and skip those that earlier runs tuned enough.
+
+        The order is by calls times elements of the largest parameter, the largest first.
+        """
         entries = self.folder.load()
         wanted = {
             task: default_trials(task) if self.trials is None else self.trials for task in tasks
@@ -128,7 +146,7 @@ class Tuner:
             )
         if self.clock.over:
             return TaskOutcome(task, weight, None, wanted)
-        # Compiled code stays in a process, so that it grows.
+        # A process never unloads compiled code and grows with each call.
         for worker in (self.searcher, self.measurer):
             if worker.calls > _MOST_CALLS:
                 worker.close()
@@ -136,7 +154,7 @@ class Tuner:
 
 
 class _TaskRun:
-    """One task's way: the rule's time, batches of candidates, the race of the best."""
+    """The tuning of one task: time the kernel by rule, measure candidates, compare the best."""
 
     def __init__(self, tuner: Tuner, task: Task, entry: TaskRecords | None, wanted: int) -> None:
         self.tuner = tuner
@@ -152,7 +170,7 @@ class _TaskRun:
         self._set_up_at = -1
 
     def run(self) -> Verdict:
-        """Search, and write down what it came to."""
+        """Search for a faster schedule, and write and return the verdict."""
         verdict = Verdict(self.key, self.trials, None, None, None)
         try:
             self._set_up()
@@ -176,7 +194,11 @@ class _TaskRun:
             self._set_up_at = worker.starts
 
     def _search(self) -> str:
-        """Measure candidates until there are enough or the time is over; a reason to stop early."""
+        """Measure candidates until there are enough or the time is over.
+
+        Returns:
+            The reason if the search ended early, otherwise "".
+        """
         history = [r for r in self.records if r.seconds < FAILED_SECONDS and self._usable(r)]
         earlier = [(r.trace, list(r.content[1])) for r in history]
         searcher = self.tuner.searcher
@@ -221,7 +243,7 @@ class _TaskRun:
         return any(record.seconds < FAILED_SECONDS for record in self.records)
 
     def _measure_batch(self, candidates: Sequence[Any]) -> list[list[float]]:
-        """The seconds of each candidate, of the first ones only where the time runs out."""
+        """Return the times of each candidate; only of the first ones if the time runs out."""
         results = []
         for candidate in candidates:
             if self.tuner.clock.over:
@@ -230,7 +252,7 @@ class _TaskRun:
         return results
 
     def _measure(self, module: str, trace: Any, arguments: Any) -> list[float]:
-        """The seconds of a candidate, none where it failed."""
+        """Return the measured times of a candidate in seconds; an empty list if it failed."""
         self._show()
         worker = self.tuner.measurer
         try:
@@ -261,7 +283,10 @@ class _TaskRun:
         self.records += batch
 
     def _judge(self, reason: str) -> Verdict:
-        """Race the best records against the rule's kernel, and choose."""
+        """Time the best records in turns with the kernel by rule, and return the verdict.
+
+        ``reason``: why the search ended early, or "".
+        """
         ran = sorted(
             (r for r in self.records if r.seconds < FAILED_SECONDS), key=lambda r: r.seconds
         )

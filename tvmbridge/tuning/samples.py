@@ -1,4 +1,4 @@
-"""Inputs on which a scheduled kernel must agree with another one, and how closely."""
+"""Sample inputs on which two kernels must agree, and the tolerances of the comparison."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from collections.abc import Sequence
 import torch
 from tvm import tirx
 
-# Relative to the element, and to the largest element of the tensor: sums in another order differ
-# by some roundings, a wrong index by the value itself.
+# Tolerances relative to the element, and to the largest element of the tensor. Sums in another
+# order differ by a few rounding errors; a wrong index differs by the value itself.
 _TOLERANCES = {
     torch.float64: (1e-10, 1e-12),
     torch.float32: (1e-4, 1e-5),
     torch.float16: (2e-2, 1e-2),
     torch.bfloat16: (4e-2, 2e-2),
 }
-# One special value in so many elements, so that most rows stay without one.
+# One special value per this many elements, so that most rows have none.
 _SPARSE = 2048
 
 
 def buffer_types(function: tirx.PrimFunc) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of each parameter.
+    """Return the shape and dtype of each parameter of ``function``.
 
     Raises:
-        ValueError: a parameter is no tensor, or of a shape or dtype that PyTorch cannot make.
+        ValueError: a parameter is no tensor, has a dtype that PyTorch lacks, or a symbolic shape.
     """
     types = []
     for param in function.params:
@@ -42,9 +42,9 @@ def buffer_types(function: tirx.PrimFunc) -> list[tuple[tuple[int, ...], torch.d
 def sample_inputs(
     types: Sequence[tuple[tuple[int, ...], torch.dtype]],
 ) -> list[list[torch.Tensor]]:
-    """Three sets of tensors: of both signs, positive, and with NaN, infinities and zeros.
+    """Return three lists of tensors: of both signs, positive, and with NaN, infinities and zeros.
 
-    Integers may be indices into any tensor, so they stay below the smallest dimension.
+    Integers may be indices into any tensor, so they are below the smallest dimension.
     """
     generator = torch.Generator().manual_seed(20)
     bound = min((d for shape, _ in types for d in shape), default=1)
@@ -75,7 +75,7 @@ def _with_specials(tensor: torch.Tensor, generator: torch.Generator) -> torch.Te
 
 
 def disagreement(result: torch.Tensor, expected: torch.Tensor) -> str | None:
-    """How ``result`` departs from ``expected``; None if only by rounding."""
+    """Return how ``result`` differs from ``expected``; None if only within the tolerances."""
     relative, absolute = _TOLERANCES.get(expected.dtype, (0.0, 0.0))
     finite = expected[expected.isfinite()].double()
     scale = float(finite.abs().max()) if len(finite) else 0.0

@@ -1,8 +1,8 @@
-"""MetaSchedule's search for schedules of one function; runs in a worker process.
+"""MetaSchedule's search for schedules of one function; this module runs in a worker process.
 
-The design space is the union of what TVM's rules for CPUs give for several choices of how many
-threads a loop is cut for and how wide it is vectorised: the rules take these as fixed, and small
-kernels are faster on one thread.
+TVM's rules for CPUs fix the number of parallel parts of a loop and the width of vectors. The best
+choice depends on the kernel (small ones are faster on one thread). So the design space is the union
+of the spaces that the rules give for several choices.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from tvm.target import Target
 
 from tvmbridge.records.allowed import scheduled_by
 
-# Parallel parts for each core (-1: one thread), the most elements in a vectorised loop, and whether
-# reductions are tiled.
+# Parallel parts per core (-1: one thread), the largest vectorised extent, and whether reductions
+# are tiled.
 _SPACES = (
     (16, 64, False),
     (4, 32, False),
@@ -49,10 +49,15 @@ _search: _Search | None = None
 
 
 def start(module: str, target: str, history: History, trials: int, batch: int, seed: int) -> None:
-    """Begin the search for ``trials`` candidates in batches.
+    """Begin the search for one function.
 
     Args:
-        history: the traces of earlier records, with the seconds that they took.
+        module: the JSON of a module with the function ``main``.
+        target: the text of the target.
+        history: the traces of earlier records, with their times in seconds.
+        trials: the number of candidates to propose in all.
+        batch: the number of candidates in a batch.
+        seed: the seed of the search's random draws.
     """
     global _search
     _leave_out_intrinsics()
@@ -81,7 +86,10 @@ def start(module: str, target: str, history: History, trials: int, batch: int, s
 
 
 def propose() -> list[tuple[str, Any, Any]]:
-    """The next candidates: module, trace and arguments as JSON; none when nothing is left."""
+    """Return the next batch of candidates, each as the JSON of module, trace and arguments.
+
+    The list is empty when the search has nothing left to propose.
+    """
     search = _running()
     search.proposed = list(search.context.generate_measure_candidates() or ())
     return [
@@ -95,7 +103,7 @@ def propose() -> list[tuple[str, Any, Any]]:
 
 
 def learn(seconds: Sequence[Sequence[float]]) -> None:
-    """Tell the search how long its candidates took; none for one that failed."""
+    """Report the times of the proposed candidates to the search; an empty list is a failure."""
     search = _running()
     results = [
         ms.runner.RunnerResult(list(s), None) if s else ms.runner.RunnerResult(None, "failed")
@@ -129,17 +137,23 @@ def _cost_model(threads: int) -> ms.CostModel:
 
 
 def _leave_out_intrinsics() -> None:
-    """Spare the import of TVM's tensor intrinsics, which every TuneContext asks for.
+    """Prevent the import of TVM's tensor intrinsics, which every TuneContext triggers.
 
-    It reads their sources through ``inspect``, which takes a minute or more once PyTorch's modules
-    are loaded, and the rules here use none of them.
+    The import reads sources through ``inspect``, which takes a minute or more once PyTorch is
+    loaded. The rules here use no tensor intrinsics.
     """
     name = "tvm.s_tir.tensor_intrin"
     sys.modules.setdefault(name, types.ModuleType(name))
 
 
 def _design_spaces(mod: tvm.IRModule, target: Target, threads: int) -> list[tvm.s_tir.Schedule]:
-    """The union of the spaces; a rule that stops at a form it does not expect costs its own."""
+    """Return the union of the design spaces of all choices.
+
+    If a rule raises for a function that it does not expect, only the space of that choice is lost.
+
+    Raises:
+        RuntimeError: no choice gives a design space.
+    """
     spaces: list[tvm.s_tir.Schedule] = []
     failure: Exception | None = None
     for choice in _SPACES:
@@ -198,7 +212,7 @@ def _space(jobs: int, lanes: int, tiled: bool) -> ms.space_generator.PostOrderAp
 
 
 def _plain(value: Any) -> Any:
-    """JSON values in place of TVM's containers and numbers."""
+    """Convert TVM's containers and numbers to plain Python values."""
     if isinstance(value, (tvm.ir.Array, tuple, list)):
         return [_plain(item) for item in value]
     if isinstance(value, (tvm.tirx.IntImm, tvm.tirx.FloatImm)):

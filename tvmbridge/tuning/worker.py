@@ -1,4 +1,4 @@
-"""A process of its own for what may crash or hang: TVM's search, its compiler, its kernels."""
+"""A worker process for calls that may crash or hang: TVM's search, its compiler, its kernels."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 from tvmbridge.core.errors import BridgeError
 
-# The worker begins as TVM's own program and does not import the caller's script, so that needs no
-# guard. It imports from where the caller does, and on Linux it ends with the caller.
+# The worker runs TVM's own program and does not import the caller's script, so the script needs no
+# ``if __name__ == "__main__"``. It has the caller's sys.path, and on Linux it ends with the caller.
 _SETUP = """
 import sys
 sys.path[:] = {path!r}
@@ -24,9 +24,9 @@ torch.set_num_threads({threads})
 
 
 class WorkerError(Exception):
-    """A call that did not return: the message says whether it raised, crashed or took too long.
+    """A call in the worker raised, crashed the process or took too long, as the message says.
 
-    ``late`` is set for the last of these, which another time may end better.
+    - ``late``: whether it took too long; a later attempt may then succeed.
     """
 
     def __init__(self, message: str, late: bool = False) -> None:
@@ -35,10 +35,10 @@ class WorkerError(Exception):
 
 
 class Worker:
-    """One process that calls functions one after another; after a crash a new one takes over."""
+    """One process that calls functions one after another; after a crash a new process starts."""
 
     def __init__(self, threads: int = 1) -> None:
-        """``threads`` is the number of PyTorch's threads in the process."""
+        """Prepare a process with ``threads`` PyTorch threads, which the first call starts."""
         try:
             import cloudpickle  # noqa: F401
             import psutil  # noqa: F401
@@ -50,15 +50,15 @@ class Worker:
         setup = _SETUP.format(path=[os.path.abspath(p) for p in sys.path], threads=threads)
         quiet = subprocess.DEVNULL
         self._worker = PopenWorker(exec, (setup,), stdout=quiet, stderr=quiet)
-        self.running = False  # whether there is a process, with what earlier calls left in it
+        self.running = False  # whether there is a process, which has the state of earlier calls
         self.starts = 0
         self.calls = 0
 
     def call(self, function: Callable[..., Any], *args: Any, timeout: float) -> Any:
-        """``function(*args)`` in the process, with ``timeout`` seconds to return.
+        """Return ``function(*args)``, called in the process within ``timeout`` seconds.
 
         Raises:
-            WorkerError: it raised, the process ended, or the time was over.
+            WorkerError: the call raised, the process ended, or the timeout passed.
         """
         self.starts += not self.running
         self.running = True

@@ -1,4 +1,7 @@
-"""NVIDIA and AMD GPUs: our kernels by TVM, products, convolutions and attention by PyTorch."""
+"""NVIDIA and AMD GPUs: TVM generates kernels.
+
+PyTorch's kernels compute matrix products, convolutions and attention.
+"""
 
 from __future__ import annotations
 

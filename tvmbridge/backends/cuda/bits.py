@@ -1,7 +1,9 @@
-"""The bits of a number in CUDA source, where TVM would take the address of an expression.
+"""Lower ``reinterpret`` for CUDA: TVM's own lowering takes the address of an expression.
 
-A product of the graph, which passes through its bits (:mod:`tvmbridge.legalize.arithmetic`), is
-asked for by a function that is never made one with a sum. Those inside a polynomial are.
+:mod:`tvmbridge.legalize.arithmetic` wraps each product of the graph in a pair of ``reinterpret``.
+Here such a product becomes ``__fmul_rn``, which the CUDA compiler never contracts with a sum into
+an FMA. Products inside the polynomials of elementwise functions are not wrapped and may be
+contracted.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ _PRODUCTS = {"float32": "__fmul_rn", "float64": "__dmul_rn"}
 
 @functools.cache
 def register_bits() -> None:
-    """Tell TVM, once in a process, to call CUDA's own functions for ``reinterpret``."""
+    """Register, once in a process, CUDA's own functions as TVM's lowering of ``reinterpret``."""
     register_intrin_lowering("tirx.reinterpret", "cuda", f=_by_function)
 
 
@@ -42,7 +44,7 @@ def _by_function(call: Expr) -> Expr:
     product = value.args[0] if getattr(value, "op", None) == call.op else None
     if isinstance(product, tirx.Mul) and to in _PRODUCTS and str(product.ty.dtype) == to:
         return tirx.call_pure_extern(to, _PRODUCTS[to], product.a, product.b)
-    # CUDA has them for signed 64-bit integers alone.
+    # CUDA's functions exist for signed 64-bit integers only.
     if source == "uint64":
         value, source = tirx.Cast("int64", value), "int64"
     if to == "uint64":

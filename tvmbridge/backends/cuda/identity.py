@@ -1,4 +1,4 @@
-"""What compiled code for a GPU depends on beside its target: drivers, compilers, libraries."""
+"""The part of a cache key that identifies a GPU's drivers, compilers and libraries."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tvmbridge.backends.cuda.nvrtc import nvrtc
 from tvmbridge.backends.cuda.source import NVRTC, cuda_compiler
 from tvmbridge.core.builds import build_stamp
 
-# Variables that CUDA's and AMD's compilers and libraries, or PyTorch's allocator, may read.
+# Prefixes of variables that CUDA's and AMD's compilers and libraries, or PyTorch's allocator, read.
 _PREFIXES = ("CUBLAS", "CUDA_", "CUDNN", "HIP", "HSA_", "NVIDIA_", "NVRTC", "PYTORCH_", "ROC")
-# Ranks of one job differ in what they see of the machine, and share code.
+# Ranks of one job see different devices but share code, so these variables are left out.
 _VISIBLE = "VISIBLE_DEVICES"
 
 
 def gpu_identity(device: torch.device) -> str:
-    """The entry of a cache key that stands for the GPU and for all that makes code for it."""
+    """Return the cache key's entry for a GPU: its architecture, driver, compiler and libraries."""
     return json.dumps(
         {
             "architecture": _architecture(device),
@@ -52,7 +52,7 @@ def _architecture(device: torch.device) -> str:
 
 @functools.cache
 def _driver_version() -> str:
-    """The newest version of CUDA (of HIP) that the driver supports."""
+    """Return the newest version of CUDA (or HIP) that the driver supports, or "unknown"."""
     hip = bool(torch.version.hip)
     name, function = ("libamdhip64.so", "hipDriver") if hip else ("libcuda.so.1", "cuDriver")
     version = ctypes.c_int()
@@ -64,7 +64,10 @@ def _driver_version() -> str:
 
 
 def _compiler() -> str:
-    """The compiler of kernels: NVRTC with its version, or the build of a program."""
+    """Return a text that identifies the kernel compiler.
+
+    NVRTC is identified by its version; nvcc, or ld.lld for AMD GPUs, by the build of its file.
+    """
     if torch.version.hip:
         return _stamp(shutil.which("ld.lld"))
     compiler = cuda_compiler()
@@ -76,7 +79,7 @@ def _nvrtc_version() -> str:
     library, major, minor = nvrtc(), ctypes.c_int(), ctypes.c_int()
     if library is None or library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)):
         return "unknown"
-    # Releases of one version have files of their own.
+    # Several releases of NVRTC have one version number; the stamp of the file distinguishes them.
     return f"{major.value}.{minor.value} {_stamp(library._name)}"
 
 
@@ -90,7 +93,7 @@ def _libraries() -> list[str]:
 def _stamp(path: str | None) -> str:
     try:
         return build_stamp(Path(path or "").resolve(strict=True))
-    except OSError:  # The system's loader found it by its name alone.
+    except OSError:  # A bare library name, which the system's loader resolved.
         return str(path)
 
 

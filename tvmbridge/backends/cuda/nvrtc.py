@@ -1,4 +1,4 @@
-"""CUDA source to machine code by NVRTC, the compiler that comes with PyTorch's CUDA builds."""
+"""Compile CUDA source by NVRTC, the compiler library that comes with PyTorch's CUDA builds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from tvmbridge.core.errors import BuildError
 
-# What TVM's source asks of the C++ library, which NVRTC does not have.
+# NVRTC has no C++ standard library: these are the parts of it that TVM's generated source uses.
 _HEADERS = {
     "cuda/std/cstdint": """
 namespace cuda { namespace std {
@@ -50,9 +50,9 @@ _OPTIONS = ("--std=c++17", "--disable-warnings")
 
 @functools.cache
 def nvrtc() -> ctypes.CDLL | None:
-    """The library, from NVIDIA's packages for Python or the system; None: there is none."""
+    """Load NVRTC from NVIDIA's Python packages or from the system; None if there is none."""
     try:
-        # The library opens these by their name, which is known once they are loaded.
+        # NVRTC opens its builtins library by bare name, which works once that library is loaded.
         for path in _packaged("lib/libnvrtc-builtins.so.*"):
             ctypes.CDLL(str(path))
     except OSError:
@@ -72,17 +72,17 @@ def _packaged(pattern: str) -> Iterator[Path]:
 
 
 def _include_options() -> list[str]:
-    """Where the headers of half precision are."""
+    """Return the compiler options that name the folders of the half-precision headers."""
     found = [file.parent for file in _packaged("include/cuda_fp16.h")]
     found += [Path("/usr/local/cuda/include")]
     return [f"--include-path={folder}" for folder in found if folder.is_dir()]
 
 
 def compile_by_nvrtc(source: str, arch: str) -> bytes:
-    """A cubin of CUDA ``source`` for ``arch`` (``sm_90``).
+    """Return a cubin of CUDA ``source`` for ``arch`` (for example ``sm_90``).
 
     Raises:
-        BuildError: the library is missing, or refuses the source.
+        BuildError: NVRTC is missing, or rejects the source.
     """
     library = nvrtc()
     if library is None:

@@ -1,4 +1,4 @@
-"""What TVM's code for AMD GPUs lacks: exchange within 32 lanes, functions of doubles."""
+"""Lowerings that TVM lacks for AMD GPUs: shuffles within 32 lanes, and functions of doubles."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from tvm import tirx
 from tvm.ir import Expr
 from tvm.tirx.op import register_intrin_lowering
 
-# Lanes exchange within groups of 32: the bits of a lane that are kept, and those that are turned.
+# The pattern of ds_swizzle: an AND mask over the five bits of the lane number within a group of 32,
+# and the position of the XOR mask.
 _KEPT = 0x1F
 _TURNED = 10
 
 
 @functools.cache
 def register_rocm() -> None:
-    """Tell TVM, once in a process, how AMD GPUs do what we ask of kernels."""
+    """Register, once in a process, the lowerings for AMD GPUs that our kernels need."""
     register_intrin_lowering("tirx.tvm_warp_shuffle_xor", "rocm", f=_exchanged)
     register_intrin_lowering("tirx.call_pure_extern", "rocm", f=_from_device_library)
 
@@ -39,7 +40,7 @@ def _swizzled(value: Expr, pattern: Expr) -> Expr:
 
 
 def _from_device_library(call: Expr) -> Expr:
-    """A function of the C library by the name that AMD's library for devices gives it."""
+    """Return ``call`` under its name in AMD's device library, if it is a C function of doubles."""
     name, *arguments = call.args
     dtype = str(call.ty.dtype)
     if dtype != "float64" or name.value.startswith("__"):

@@ -1,4 +1,4 @@
-"""CUDA source becomes machine code."""
+"""Compile CUDA source to machine code, by NVRTC or nvcc."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OPTIONS = ("-O3", "--std=c++17", "-w")
 
 @functools.cache
 def register_compiler() -> None:
-    """Let TVM compile CUDA source by :func:`compile_source`; done once in a process."""
+    """Make TVM compile CUDA source by :func:`compile_source`; done once in a process."""
     name, compiler = "tvm_callback_cuda_compile", callback(_compile_for_tvm)
     tvm_ffi.register_global_func(name, compiler, override=True)
 
@@ -35,18 +35,19 @@ def _compile_for_tvm(source: str) -> bytes:
 
 
 def arch_of(device: torch.device | None = None) -> str:
-    """The architecture of an NVIDIA GPU (``sm_90``); None: of the current one."""
+    """Return the architecture of an NVIDIA GPU (``sm_90``); for None, of the current GPU."""
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}"
 
 
 def compile_source(source: str, arch: str) -> bytes:
-    """A cubin of CUDA ``source`` for ``arch`` (``sm_90``).
+    """Return a cubin of CUDA ``source`` for ``arch`` (for example ``sm_90``).
 
-    By :func:`cuda_compiler`. What NVRTC refuses, for want of headers perhaps, nvcc is given.
+    The compiler is :func:`cuda_compiler`. If NVRTC rejects the source, perhaps because it lacks
+    headers, nvcc compiles it, if installed.
 
     Raises:
-        BuildError: there is no CUDA compiler, or it refuses the source.
+        BuildError: there is no CUDA compiler, or it rejects the source.
     """
     compiler = cuda_compiler()
     if compiler is None:
@@ -66,9 +67,9 @@ def compile_source(source: str, arch: str) -> bytes:
 
 
 def cuda_compiler() -> str | None:
-    """:data:`NVRTC`, which is the faster, or otherwise the path of nvcc; None: there is neither.
+    """Return :data:`NVRTC`, the faster compiler, or else the path of nvcc; None if neither exists.
 
-    ``TVMBRIDGE_CUDA_COMPILER=nvcc`` takes that where there is an NVRTC.
+    ``TVMBRIDGE_CUDA_COMPILER=nvcc`` prefers nvcc to NVRTC.
     """
     path = shutil.which("nvcc")
     if path is not None and os.environ.get("TVMBRIDGE_CUDA_COMPILER") == "nvcc":

@@ -1,4 +1,4 @@
-"""Schedules of fused functions for GPUs: each nest of a function is a kernel of its own."""
+"""Schedule fused functions for GPUs: each loop nest of a function becomes one kernel."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ from tvmbridge.schedules.rows import RowNest
 from tvmbridge.schedules.tiles import TileNest
 from tvmbridge.schedules.values import Memory, TooLargeError
 
-# A vector register is one thread's, and these many multiprocessors share a kernel.
+# A GPU as the planner sees it: no vector lanes, and 132 multiprocessors (an H100's) as cores.
 _MACHINE = Machine(lanes=1, cores=132, cheap_without_reductions=100, longest_row=8192)
 
 
 def schedule_for_gpu(mod: IRModule, target: Target) -> IRModule:
-    """``mod`` with every function of loops made kernels: by our rules, or else by dlight's.
+    """Return ``mod`` with every TIR function scheduled for a GPU.
 
-    Functions that say they are scheduled, and reshapes, are left alone.
+    Functions that fit no rule here are scheduled by TVM's dlight. Functions that are scheduled
+    already are left unchanged.
     """
     updates = {}
     rest = {}
@@ -53,7 +54,7 @@ def schedule_for_gpu(mod: IRModule, target: Target) -> IRModule:
 
 
 def schedule_function(func: tirx.PrimFunc) -> tirx.PrimFunc | None:
-    """``func`` as kernels, or None if it is of a form that no rule here knows."""
+    """Return ``func`` as GPU kernels, or None if no rule here fits its form."""
     kernel = parse(func)
     if kernel is None:
         return None

@@ -1,4 +1,4 @@
-"""float64 constants for CUDA source, by their bits: TVM prints them with fifteen decimals."""
+"""Exact float64 constants in CUDA source: TVM prints constants with fifteen decimals."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tvm.ir import Expr
 
 
 def exact_doubles(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    """``func`` without float64 constants that would be printed as another number."""
+    """Return ``func`` with the bits of each float64 constant that would be printed inexactly."""
     return func.with_body(tvm_ffi.structural_map(func.body, (tirx.FloatImm, _exact)))
 
 

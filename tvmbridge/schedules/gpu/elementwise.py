@@ -1,4 +1,4 @@
-"""GPU kernels of element-wise stages: one thread an element, neighbours side by side."""
+"""GPU kernels of elementwise stages: neighbouring threads compute neighbouring elements."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from tvmbridge.schedules.tiles import TileNest
 from tvmbridge.schedules.values import Evaluator, Memory
 
 _THREADS = 256
-# Elements, or vectors of them, of one thread: so many that a chip is full of blocks of it.
+# The most elements (or vectors) of one thread, and the number of threads that fills a GPU. A thread
+# gets several elements only if the GPU stays full.
 _MOST_EACH = 4
 _FULL = 132 * 8 * _THREADS
 
 
 def emit_elementwise(nest: RowNest, shared: set[Any], memory: Memory) -> list[tirx.Stmt]:
-    """The kernel of a nest that ``is_elementwise``."""
+    """Return the kernel of a loop nest that ``is_elementwise``."""
     columns, total = nest.members[0].columns, nest.rows * nest.members[0].columns
     indexer = Indexer()
 
@@ -52,7 +53,7 @@ def emit_elementwise(nest: RowNest, shared: set[Any], memory: Memory) -> list[ti
 
 
 def emit_transpose(nest: TileNest, memory: Memory) -> list[tirx.Stmt]:
-    """The kernel of a map that reads along another axis than it writes."""
+    """Return the kernel of a stage that reads along another axis than it writes."""
     stage, indexer = nest.stage, Indexer()
 
     def element(position: Expr) -> list[tirx.Stmt]:
@@ -70,9 +71,9 @@ def over_elements(
     element: Callable[[Expr], list[tirx.Stmt]],
     dtypes: Sequence[str] = (),
 ) -> tirx.Stmt:
-    """A kernel of ``element(position)`` for each position below ``total``.
+    """Return a kernel that runs ``element(position)`` for each position below ``total``.
 
-    ``dtypes`` are those of arrays that may be read or written as vectors.
+    ``dtypes``: the dtypes of the arrays that may be read or written as vectors.
     """
     lanes = lanes_for(dtypes, total, _FULL // 4)
     count = total // lanes

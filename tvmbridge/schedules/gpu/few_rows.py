@@ -1,8 +1,8 @@
-"""A product of few rows with a matrix, x w^T in float32, bound by reading the matrix once.
+"""A product of few rows with a matrix, x w^T in float32, limited by the time to read the matrix.
 
-Libraries tile such a product for hundreds of rows and leave most of a GPU without work. Here a
-block has a few rows of ``w``: its threads divide the depth, each adds up all products of its part
-in registers, and what the threads have is combined in the order of a tree.
+Libraries tile such a product for hundreds of rows and leave most of a GPU idle. Here a block has a
+few rows of ``w``, and its threads divide the depth. Each thread sums all products of its part in
+registers. The sums of the threads are then combined as a binary tree.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tvmbridge.schedules.indexing import Indexer, integer
 from tvmbridge.schedules.loops import load, loop, store, vector_loop
 from tvmbridge.schedules.reader import Buffer
 
-# Rows of x, of the product, that a block has at most, and its sums.
+# The most rows of x in a block, and the most sums.
 _ROWS = 16
 _SUMS = 64
 _LANES = 4
@@ -26,12 +26,18 @@ MOST_ROWS = 2 * _ROWS
 
 
 def fits(rows: int, columns: int, depth: int) -> bool:
-    """Whether a product is of the kind that this is for."""
+    """Whether this kernel is to compute a product (rows, depth) by (depth, columns).
+
+    It needs few rows, a depth that is a multiple of the vector width, and a large matrix.
+    """
     return rows <= MOST_ROWS and depth % _LANES == 0 and columns * depth >= 1 << 16
 
 
 def few_row_product(rows: int, columns: int, depth: int) -> tirx.PrimFunc:
-    """The scheduled function of x (rows, depth), w (columns, depth) and the result."""
+    """Return the scheduled TIR function that computes x w^T.
+
+    Its parameters are x (rows, depth), w (columns, depth) and the result (rows, columns).
+    """
     x, w = (
         tirx.decl_buffer([integer(n), integer(depth)], "float32", name)
         for n, name in ((rows, "x"), (columns, "w"))
@@ -52,7 +58,7 @@ class _Product:
         self.row_tiles = -(-rows // _ROWS)
         self.high = -(-rows // self.row_tiles)
         self.wide = 4 if self.high > 8 else 8
-        # Halved five times, each lane of a warp is left with a few.
+        # The combination in a warp halves the sums of each lane five times.
         self.sums = max(WARP, 1 << (self.high * self.wide - 1).bit_length())
         self.threads = min(_THREADS, -(-depth // (_LANES * WARP)) * WARP)
         self.indexer = Indexer()
@@ -85,7 +91,7 @@ class _Product:
     def _products(
         self, sums: Buffer, first_row: Expr, first_column: Expr, at: Expr
     ) -> list[tirx.Stmt]:
-        """Add the products of four neighbours of the depth to all sums."""
+        """Return the statements that add the products of four neighbouring depths to all sums."""
         w, room = allocate_in("local", self.wide * _LANES, "float32", "w_part")
         x, more = allocate_in("local", _LANES, "float32", "x_part")
         statements = [room, more]
@@ -104,11 +110,15 @@ class _Product:
 
     @staticmethod
     def _at_most(index: Expr, extent: int, tile: int) -> Expr:
-        """``index``, or the last one: what is computed twice is stored once."""
+        """Return ``index``, limited to the last index; duplicates are computed but not stored."""
         return index if extent % tile == 0 else tirx.Min(index, integer(extent - 1))
 
     def _combined(self, sums: Buffer, thread: Expr) -> list[tirx.Stmt]:
-        """Within a warp: at each level a lane keeps one half of its sums, and gives the other."""
+        """Return the statements that combine the sums of the lanes of a warp.
+
+        At each of five levels a lane keeps one half of its sums and sends the other half to another
+        lane. In the end each lane has a few complete sums.
+        """
         statements, count = list[tirx.Stmt](), self.sums
         for offset in (16, 8, 4, 2, 1):
             count //= 2
@@ -123,10 +133,13 @@ class _Product:
     def _across_warps(
         self, sums: Buffer, thread: Expr, first_row: Expr, first_column: Expr
     ) -> list[tirx.Stmt]:
-        """The warps' sums in their order; a thread stores one element of the result, or more."""
+        """Return the statements that add the warps' sums in order, and store the result.
+
+        Each thread stores one element of the result, or more.
+        """
         warps, each = self.threads // WARP, self.sums // WARP
         parts, room = allocate_in("shared", warps * self.sums, "float32", "parts")
-        # The bits of a lane, from the highest, say which halves it kept.
+        # A lane's bits, from the highest, are the halves that it kept, so its sums are contiguous.
         own = thread * integer(each)
         put = [store(parts, load(sums, integer(i)), own + integer(i)) for i in range(each)]
         total, more = allocate_in("local", 1, "float32", "total")
@@ -155,7 +168,7 @@ class _Product:
 
 
 def _vector(local: Buffer, start: int, source: Buffer, row: Expr, at: Expr) -> tirx.Stmt:
-    """Four neighbours of a row, as one access."""
+    """Return a vector load of four neighbouring elements of a row."""
 
     def one(i: Expr) -> list[tirx.Stmt]:
         return [store(local, load(source, row, at + i), integer(start) + i)]

@@ -1,6 +1,6 @@
-"""GPU kernels of reductions that rows cannot hold: down columns, and of few, long rows.
+"""GPU kernels of reductions that do not run row by row: down columns, and along few long rows.
 
-Both go in two steps: blocks reduce parts, and a second kernel combines the parts in their order.
+Both have two steps: blocks reduce parts, and a second kernel combines the parts in order.
 """
 
 from __future__ import annotations
@@ -22,12 +22,18 @@ _LONG_TEAM = 512
 _HEIGHT = 16
 _FIRST = integer(0)
 _LANE = Lane(_FIRST, 1)
-# Columns of a thread where there are many elements, and blocks for each multiprocessor.
+# Columns of a thread if there are at least `_MANY` elements, and blocks for each multiprocessor.
 _LANES, _MANY, _FILLING = 4, 1 << 21, 2
 
 
 class _Parts:
-    """Where blocks put what they reduced: the result, or parts that are combined after them."""
+    """The destination of the blocks' results: the final result, or parts that are combined later.
+
+    - ``e``: the emitter of the reduction.
+    - ``count``: the number of parts; with 1, blocks write the final result.
+    - ``total``: the number of elements of the result.
+    - ``buffer``: the buffer of the parts.
+    """
 
     def __init__(self, e: ReductionEmitter, count: int) -> None:
         self.e, self.count = e, count
@@ -36,13 +42,13 @@ class _Parts:
         self.buffer = tirx.decl_buffer(shape, e.stage.dtype, f"{e.stage.name}_parts")
 
     def put(self, part: Expr, position: Expr, value: Expr) -> tirx.Stmt:
-        """Store what the ``part`` of the result at ``position`` is."""
+        """Return the statement that stores ``value`` of ``part`` for the result at ``position``."""
         if self.count == 1:
             return self.e.memory.store(self.e.stage.buffer, position, value)
         return store(self.buffer, value, part * integer(self.total) + position)
 
     def around(self, kernel: tirx.Stmt) -> list[tirx.Stmt]:
-        """``kernel``, and the one that combines the parts."""
+        """Return ``kernel``, and then the kernel that combines the parts if there are several."""
         if self.count == 1:
             return [kernel]
         e, indexer = self.e, Indexer()
@@ -63,12 +69,12 @@ class _Parts:
 
 
 def accumulate(total: Buffer, e: ReductionEmitter, value: Expr, at: Expr = _FIRST) -> tirx.Stmt:
-    """Combine ``total[at]`` with ``value``."""
+    """Return the statement that combines ``value`` into ``total[at]``."""
     return store(total, e.reduction.combine(load(total, at), value), at)
 
 
 def emit_gpu_reduction(nest: ReductionNest, machine: Machine, memory: Memory) -> list[tirx.Stmt]:
-    """The kernels of a reduction down columns or along few, long rows."""
+    """Return the kernels of a reduction down columns or along few, long rows."""
     e = ReductionEmitter(nest, machine, memory)
     return _down_columns(e) if nest.columns > 1 else _along_rows(e)
 
@@ -119,7 +125,7 @@ def _down_columns(e: ReductionEmitter) -> list[tirx.Stmt]:
 
 
 def _columns_of_thread(e: ReductionEmitter) -> int:
-    """Neighbouring columns of a thread: several where enough is left for all threads."""
+    """Return the number of neighbouring columns of a thread: several if all threads have work."""
     many = e.nest.rows * e.nest.columns * e.stage.depth >= _MANY
     return _LANES if many and e.nest.columns % _LANES == 0 else 1
 
@@ -134,7 +140,18 @@ def _over_heights(
     thread: Expr,
     width: int,
 ) -> list[tirx.Stmt]:
-    """Combine a column's sums at all heights, and store that."""
+    """Return the statements that combine the sums of a block for one column, and store the result.
+
+    Args:
+        e: the emitter of the reduction.
+        parts: the destination of the result.
+        sums: the block's sums in shared memory: ``_HEIGHT`` sums for each of ``width`` columns.
+        part: the part of the depth that the block reduces.
+        row: the row of the result.
+        first: the first column of the block.
+        thread: the thread, which combines one column.
+        width: the number of columns of the block.
+    """
     total, room = allocate_in("local", 1, e.stage.dtype, "total")
 
     def add(i: Expr) -> list[tirx.Stmt]:
@@ -159,7 +176,18 @@ def _strided(
     stride: int = _HEIGHT,
     lanes: int = 1,
 ) -> tirx.Stmt:
-    """Add every ``stride``-th element from ``begin`` on, below ``end``, of ``lanes`` columns."""
+    """Return a loop that adds every ``stride``-th element of [begin, end) in ``lanes`` columns.
+
+    Args:
+        e: the emitter of the reduction.
+        total: the buffer with one total for each column.
+        begin, end: the range of the depth.
+        count: the largest number of steps.
+        row: the row of the elements.
+        column: the first column.
+        stride: the distance of two elements along the depth.
+        lanes: the number of neighbouring columns.
+    """
 
     def step(i: Expr) -> list[tirx.Stmt]:
         if isinstance(i, tirx.Var):

@@ -1,8 +1,8 @@
-"""GPU kernels of row-wise nests: a team of threads a row, its values in registers.
+"""GPU kernels of row-wise loop nests: a team of threads for each row, with values in registers.
 
-Softmax and normalisations with what surrounds them are one kernel: the passes over a row run one
-after another in the same threads. What a pass needs of an earlier one lies in registers where each
-thread reads its own columns alone, and else in shared memory.
+Softmax or a normalisation, with the stages around it, is one kernel: the passes over a row run one
+after another in the same threads. A value from an earlier pass is in registers if each thread reads
+only its own columns, and otherwise in shared memory.
 """
 
 from __future__ import annotations
@@ -33,14 +33,21 @@ from tvmbridge.schedules.values import Evaluator, Memory, TooLargeError
 _REGISTERS = 32
 _SHARED_BYTES = 40_000
 _SMALLEST_BLOCK = 128
-# The longest row of a single warp, and where there are so many rows that warps fill the chip.
+# The longest row for a single warp, and the same if at least `_MANY` rows fill the GPU with warps.
 _WARP_COLUMNS = 256
 _WARP_COLUMNS_OF_MANY = 1024
 _MANY = 132 * 16
 
 
 class GpuRowEmitter:
-    """Writes one :class:`RowNest`; ``shared`` are the buffers that are read outside of it."""
+    """Generates the kernel of one :class:`RowNest`.
+
+    - ``shared``: the buffers that are read outside of the loop nest.
+    - ``size``: the number of threads in a team.
+    - ``teams``: the number of teams in a block.
+    - ``local``: the register arrays that hold values between passes, by buffer.
+    - ``tile``: the shared-memory arrays that hold rows between passes, by buffer.
+    """
 
     def __init__(self, nest: RowNest, shared: set[Any], memory: Memory) -> None:
         self.nest, self.shared, self.memory = nest, shared, memory
@@ -51,11 +58,11 @@ class GpuRowEmitter:
         self.teams = _SMALLEST_BLOCK // self.size if self.size <= WARP else 1
         self.local: dict[Any, Buffer] = {}
         self.tile: dict[Any, Buffer] = {}
-        # A thread's column as it is called within a pass, and the step of the loop that it is of.
+        # The variable of a thread's column in the current pass, and its step of the loop.
         self.step_of: tuple[tirx.Var | None, Expr] = None, integer(0)
 
     def emit(self) -> list[tirx.Stmt]:
-        """The statements of the nest: one kernel."""
+        """Return the kernel of the loop nest, as a list of one statement."""
         blocks = -(-self.nest.rows // self.teams)
         return [launch(self.indexer, blocks, self.size * self.teams, self._block)]
 
@@ -68,7 +75,7 @@ class GpuRowEmitter:
         self.indexer.bind(row, rows)
         own = block * integer(self.teams) + self.place
         if rows % self.teams:
-            # Teams without a row repeat the last one: barriers are for all threads.
+            # Teams without a row repeat the last row, because all threads must reach barriers.
             own = tirx.Min(own, integer(rows - 1))
         statements: list[tirx.Stmt] = [tirx.Bind(row, own), *self._allocations()]
         self._redirect(row)
@@ -110,7 +117,7 @@ class GpuRowEmitter:
         return -(-columns // self.size)
 
     def _redirect(self, row: Expr) -> None:
-        """Make reads of kept values go to registers and to shared memory."""
+        """Redirect reads of values of earlier passes to registers or shared memory."""
         for member in self.nest.members:
             buffer = member.stage.buffer
             if buffer in self.local:
@@ -145,7 +152,7 @@ class GpuRowEmitter:
         return self._set_scalar(member, self.evaluator.element(member.stage, at), row)
 
     def _set_scalar(self, member: Member, value: Expr, row: Expr) -> list[tirx.Stmt]:
-        """Let later reads of a row's scalar be ``value``; store it if it is read elsewhere."""
+        """Make later reads of a row's scalar return ``value``; store it if others read it."""
         stage = member.stage
         named = self.evaluator.name(value, stage.name)
         self.evaluator.places[stage.buffer] = lambda _: named
@@ -156,7 +163,7 @@ class GpuRowEmitter:
         return statements
 
     def _pass(self, members: Sequence[Member], row: Expr) -> list[tirx.Stmt]:
-        """One loop over a thread's columns, and what the team makes of its reductions."""
+        """Return one loop over a thread's columns, and the reductions over a team's threads."""
         columns, size = members[0].columns, self.size
         reducing = [m for m in members if m.stage.reduction is not None]
         sums, statements = {}, []
@@ -172,7 +179,7 @@ class GpuRowEmitter:
             own = self.indexer.simplify(i * integer(size) + self.rank)
             if columns % size == 0:
                 return self._column(members, sums, row, own, i)
-            # A name with a range: that it lies within is not to be seen in the expression.
+            # A variable with a known range: the simplifier cannot find the range in the expression.
             column = index_var("column")
             self.indexer.bind(column, columns)
             self.step_of = column, i
@@ -190,7 +197,7 @@ class GpuRowEmitter:
     def _column(
         self, members: Sequence[Member], sums: Any, row: Expr, column: Expr, step: Expr
     ) -> list[tirx.Stmt]:
-        """The members' elements at one column."""
+        """Return the statements that compute the elements of all members at one column."""
         evaluator, indexer = self.evaluator.fork(), self.indexer
         for member in members:
             stage = member.stage
@@ -215,7 +222,7 @@ class GpuRowEmitter:
         step: Expr,
         value: Expr,
     ) -> None:
-        """Store a map's element wherever it is read later."""
+        """Add the statements that store an element in all places where it is read later."""
         buffer = member.stage.buffer
         offset = self.indexer.simplify(row * integer(member.columns) + column)
         evaluator.remember(buffer, offset, value)
@@ -229,9 +236,10 @@ class GpuRowEmitter:
 
 
 def _team_size(columns: int, rows: int) -> int:
-    """Threads for a row, a power of two: at most a warp for short rows, else one for four columns.
+    """Return the number of threads for a row, a power of two.
 
-    Warps need no barriers, but few rows would leave most of the chip without work.
+    Short rows get at most one warp, which needs no barriers. Longer rows get one thread for four
+    columns. If there are few rows, the limit for one warp is lower, to keep the GPU busy.
     """
     longest = _WARP_COLUMNS_OF_MANY if rows >= _MANY else _WARP_COLUMNS
     wanted = columns if columns <= WARP else WARP if columns <= longest else -(-columns // 4)
@@ -239,5 +247,5 @@ def _team_size(columns: int, rows: int) -> int:
 
 
 def emit_gpu_rows(nest: RowNest, shared: set[Any], memory: Memory) -> list[tirx.Stmt]:
-    """The kernel of a nest; ``shared`` are the buffers that are read outside of it."""
+    """Return the kernel of ``nest``; ``shared`` are the buffers that are read outside of it."""
     return GpuRowEmitter(nest, shared, memory).emit()

@@ -1,4 +1,4 @@
-"""Statements of GPU kernels: grids of blocks, barriers, and what threads reduce together."""
+"""Statement builders for GPU kernels: grids of blocks, barriers, and reductions over threads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tvmbridge.schedules.reader import Buffer
 WARP = 32
 MOST_THREADS = 1024
 _ALL_LANES = 0xFFFFFFFF
-# What warps exchange; values of other dtypes are widened.
+# The dtypes that warps can exchange; values of other dtypes are widened.
 _EXCHANGED = ("float32", "float64", "int32", "int64")
 
 
@@ -28,7 +28,7 @@ def launch(
     threads: int,
     body: Callable[[Expr, Expr], list[tirx.Stmt]],
 ) -> tirx.Stmt:
-    """A kernel of ``blocks`` blocks of ``threads`` threads, of ``body(block, thread)``."""
+    """Return a kernel that runs ``body(block, thread)`` in ``blocks`` blocks of ``threads``."""
     block, thread = index_var("block"), index_var("thread")
     indexer.bind(block, blocks)
     indexer.bind(thread, threads)
@@ -43,37 +43,39 @@ def _bound(var: tirx.Var, extent: int, tag: str, body: tirx.Stmt) -> tirx.Stmt:
 
 
 def when(condition: Expr | None, statements: list[tirx.Stmt]) -> list[tirx.Stmt]:
-    """``statements`` where ``condition`` holds; None: always."""
+    """Return ``statements`` in an ``if``; unchanged if ``condition`` is None."""
     if condition is None:
         return statements
     return [tirx.IfThenElse(condition, sequence(statements), None)]
 
 
 def barrier() -> tirx.Stmt:
-    """All threads of a block have come here, and see what the others wrote before."""
+    """Return a barrier for all threads of a block; all see the writes that came before it."""
     return tirx.Evaluate(tvm_storage_sync("shared"))
 
 
 def allocate_in(scope: str, size: int, dtype: str, name: str) -> tuple[Buffer, tirx.Stmt]:
-    """A buffer in a storage scope (``local`` or ``shared``) and the statement that allocates it."""
+    """Return a buffer in a storage scope (``local`` or ``shared``), and its allocation."""
     buffer = tirx.decl_buffer([integer(size)], dtype, name, scope=scope)
     return buffer, tirx.AllocBuffer(buffer)
 
 
 @dataclass(frozen=True)
 class Team:
-    """``size`` neighbouring threads (a power of two) that work on one row.
+    """Neighbouring threads that work on one row; a team larger than a warp is the whole block.
 
-    ``rank`` is the number of a thread in its team; a team larger than a warp is the whole block.
+    - ``size``: the number of threads, a power of two.
+    - ``rank``: the number of a thread in its team.
     """
 
     size: int
     rank: Expr
 
     def all_reduce(self, value: Buffer, reduction: Reduction, dtype: str) -> list[tirx.Stmt]:
-        """Combine what each thread has in ``value[0]``; each then has the result there.
+        """Return the statements that combine ``value[0]`` of all threads of the team.
 
-        The order is always the same. A barrier is passed where the team is larger than a warp.
+        Afterwards each thread has the result in ``value[0]``. The order of the combination is
+        fixed. If the team is larger than a warp, the statements contain a barrier.
         """
         statements = []
         offset = min(self.size, WARP) // 2
@@ -91,8 +93,8 @@ class Team:
         parts, room = allocate_in("shared", warps, dtype, "warps")
         first = (self.rank % integer(WARP)).equal(integer(0))
         put = store(parts, load(value, integer(0)), self.rank // integer(WARP))
-        # Every thread combines all parts, as a tree: no second exchange, one rounding a level.
-        # In an array: TVM would put what it names into each place where that is read.
+        # Every thread combines all parts as a tree: no second exchange, one rounding per level.
+        # The tree is an array, because TVM would inline variables at each of their reads.
         tree, more = allocate_in("local", warps // 2, dtype, "tree")
         combined, source, count = list[tirx.Stmt](), parts, warps
         while count > 1:
@@ -106,7 +108,7 @@ class Team:
 
 
 def exchanged(value: Expr, dtype: str, offset: int) -> Expr:
-    """The value of the thread whose lane differs in the bit ``offset``."""
+    """Return the value of the thread whose lane number differs in the bit ``offset``."""
     wide = dtype if dtype in _EXCHANGED else "float32" if "float" in dtype else "int32"
     sent = value if wide == dtype else tirx.Cast(wide, value)
     mask = tirx.const(_ALL_LANES, "uint32")

@@ -1,4 +1,4 @@
-"""Neighbouring elements of one thread: what they read and write side by side moves as vectors."""
+"""Neighbouring elements of one GPU thread: read and write contiguous memory as vectors."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from tvmbridge.schedules.indexing import Indexer, index_var, integer
 from tvmbridge.schedules.loops import load, loop, sequence, store, vector_loop
 from tvmbridge.schedules.reader import Buffer, is_if
 
-# The widest access of a thread, and elements by their bytes; truth values are not moved.
+# The widest access of a thread in bytes, and the bytes of dtypes; bool is not accessed as vectors.
 _WIDEST = 16
 _BYTES = {"int8": 1, "uint8": 1, "float16": 2, "bfloat16": 2, "int16": 2, "uint16": 2}
 _BYTES |= {"float32": 4, "int32": 4, "uint32": 4, "float64": 8, "int64": 8, "uint64": 8}
 
 
 def lanes_for(dtypes: Iterable[str], total: int, threads: int) -> int:
-    """Elements for a thread: the smallest ones fill an access, and ``threads`` have some.
+    """Return the number of neighbouring elements for a thread, a power of two dividing ``total``.
 
-    A power of two that divides ``total``.
+    The smallest dtype fills the widest access, unless fewer than ``threads`` threads would have
+    elements.
     """
     lanes = max((_WIDEST // _BYTES[d] for d in dtypes if d in _BYTES), default=1)
     lanes = gcd(lanes, total)
@@ -39,11 +40,11 @@ def side_by_side(
     position: Expr,
     element: Callable[[Expr, Expr], list[tirx.Stmt]],
 ) -> list[tirx.Stmt]:
-    """``element(position + i, i)`` for each ``i`` below ``lanes``, of which ``position`` is a
-    multiple.
+    """Return the statements ``element(position + i, i)`` for each ``i`` below ``lanes``.
 
-    A read of ``lanes`` neighbours from a multiple of their size on goes before the loop, as
-    vectors, and such a write behind it. Reads within a choice stay: they may lie outside.
+    ``position`` must be a multiple of ``lanes``. Aligned contiguous reads move before the loop, as
+    vector loads; such writes move after it. Reads inside a conditional expression stay, because
+    they may be out of bounds.
     """
     lane = index_var("lane")
     indexer.bind(lane, lanes)
@@ -55,7 +56,11 @@ def side_by_side(
 
 
 class _Mover:
-    """Takes accesses of ``lanes`` neighbours out of the statements of one element."""
+    """Moves accesses to ``lanes`` contiguous elements out of the loop over the elements.
+
+    - ``before``: the vector loads, to run before the loop.
+    - ``behind``: the vector stores, to run after the loop.
+    """
 
     def __init__(
         self, indexer: Indexer, lane: tirx.Var, lanes: int, body: Sequence[tirx.Stmt]
@@ -67,7 +72,7 @@ class _Mover:
         self._read: list[tuple[Buffer, Expr, Buffer]] = []
 
     def moved(self, statement: tirx.Stmt) -> tirx.Stmt:
-        """``statement`` with elements of vectors in place of memory."""
+        """Return ``statement`` with vector elements in place of accesses that were moved."""
         handlers = [(TensorLoad, self._load), (Call, _unless_choice), (tirx.Select, _kept)]
         statement = tvm_ffi.structural_mutate(statement, handlers)
         if not isinstance(statement, tirx.BufferStore):
@@ -98,7 +103,10 @@ class _Mover:
         return allocate_in("local", self.lanes, str(buffer.dtype), f"{buffer.name}_lanes")
 
     def _start(self, buffer: Buffer, indices: Sequence[Expr]) -> Expr | None:
-        """Where the neighbours begin that an access in global memory is one of; None: nowhere."""
+        """Return the offset of the first of the lanes' contiguous elements in global memory.
+
+        None if the access is not contiguous over lanes, is not aligned, or is not to global memory.
+        """
         dtype = str(buffer.dtype)
         if buffer.scope() != "global" or dtype not in _BYTES or not indices:
             return None
