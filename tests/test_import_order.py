@@ -40,9 +40,9 @@ ORDER = (
     "inspect",
     "tuning",
     "exporting",
+    "dynamo",
     "dispatch",
     "bundles",
-    "dynamo",
     "distributed",
     "tvmbridge",  # the package's own __init__: the public names
     "doctor",

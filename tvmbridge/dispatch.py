@@ -11,7 +11,7 @@ from torch import nn
 from tvmbridge.backends import known_target
 from tvmbridge.core.checks import CheckPolicy
 from tvmbridge.core.contents import MISSING
-from tvmbridge.core.errors import CaptureError
+from tvmbridge.core.errors import CaptureError, DataDependentError
 from tvmbridge.core.libraries import register_containers
 from tvmbridge.core.methods import MethodOf
 from tvmbridge.core.options import CompileOptions
@@ -26,6 +26,7 @@ from tvmbridge.runtime.dispatcher import Dispatcher
 from tvmbridge.runtime.fallbacks import ON_FALLBACK
 from tvmbridge.runtime.guards.forwards import standing_behind
 from tvmbridge.runtime.methods import holder_of, install, methods_of, samples_by_method, uninstall
+from tvmbridge.runtime.parts import ON_BREAK, Cut, ServedParts
 from tvmbridge.runtime.samples import compile_sample
 
 
@@ -40,6 +41,7 @@ def add_tvm_dispatch(
     dynamic_shapes: Any = None,
     freeze: bool | None = None,
     budget: float | None = None,
+    on_break: Literal["eager", "forward"] | None = None,
     methods: Sequence[str] | Mapping[str, Any] = ("forward",),
 ) -> nn.Module:
     """Make ``module`` run, and train, on code compiled by TVM.
@@ -80,6 +82,11 @@ def add_tvm_dispatch(
             then goes on in another process, while the module's own forward runs; 0: nothing waits.
             ``CompileOptions.background`` says the same and where it can be. None, the default:
             what the options say, or an earlier dispatch of the module.
+        on_break: what happens where a size or a decision depends on the values of tensors (masks,
+            ``nonzero``, ``item()``), so that no one graph has all of forward. ``"eager"``, the
+            default: PyTorch runs that, and the graphs before and behind it are compiled, each at
+            its first call and for any size. ``"forward"``: a sample is refused, and calls run the
+            module's own forward. None leaves what an earlier dispatch of the module has set.
         methods: the names of what is dispatched, ``["encode", "decode"]``: each method as forward
             is. A dict gives each a sample, or None: ``{"encode": x, "decode": (z,)}``.
 
@@ -118,6 +125,7 @@ def add_tvm_dispatch(
                 dynamic_shapes=dynamic_shapes,
                 freeze=freeze,
                 budget=budget,
+                on_break=on_break,
             )
         for holder in holders.values():
             if isinstance(holder, MethodOf):
@@ -131,6 +139,8 @@ def add_tvm_dispatch(
     policy = CheckPolicy.of_now(chosen.check)
     if on_fallback not in (None, *ON_FALLBACK):
         raise ValueError(f"on_fallback is {on_fallback!r}; choose one of {', '.join(ON_FALLBACK)}")
+    if on_break not in (None, *ON_BREAK):
+        raise ValueError(f"on_break is {on_break!r}; choose one of {', '.join(ON_BREAK)}")
     sampled = sample_input is not MISSING or sample_kwargs is not None
     if chosen.budget is not None and on_fallback == "raise":
         raise ValueError("with on_fallback='raise' calls cannot but wait: set background=False")
@@ -162,22 +172,42 @@ def add_tvm_dispatch(
         dispatcher.renew_after_fork()
         if budget is not None:
             dispatcher.background.budget = chosen.budget
+        if on_break is not None:
+            dispatcher.cut = _cut(dispatcher, on_break)
     else:
         dispatcher = Dispatcher(module, installed, target, chosen)
+        dispatcher.cut = _cut(dispatcher, on_break or "eager")
         if sizes is not None:
             dispatcher.serve_any_size(None if sizes == "auto" else sizes)
         if policy.word != "never":
             dispatcher.checker = Checker(policy, chosen)
     register_containers(module)
     if sampled:
-        with gathered(module):
-            compile_sample(dispatcher, args, kwargs)
+        try:
+            with gathered(module):
+                compile_sample(dispatcher, args, kwargs)
+        except DataDependentError as error:
+            if not dispatcher.cut.at(str(error)):
+                raise
     elif not isinstance(dispatcher.any_size, DeclaredSizes):
         dispatcher.compiles_signatures = True
     if on_fallback is not None:
         dispatcher.tally.on_fallback = on_fallback
     module.__dict__["forward"] = dispatcher
     return module
+
+
+def _cut(dispatcher: Dispatcher, on_break: str) -> Cut:
+    if on_break == "forward" or dispatcher.options.freeze:
+        return Cut()
+
+    def make(of: Dispatcher) -> ServedParts:
+        # Imported where there are parts: with TorchDynamo comes a second of imports.
+        from tvmbridge.dynamo.parts import ModuleInParts
+
+        return ModuleInParts(of)
+
+    return Cut(make, dispatcher)
 
 
 def _refuse_to_freeze(module: nn.Module, dynamic_shapes: Any) -> None:

@@ -18,6 +18,7 @@ from tvmbridge.records import Coverage
 from tvmbridge.records.meta import target_name
 from tvmbridge.runtime.dispatcher import Dispatcher
 from tvmbridge.runtime.fallbacks import advice, share, worst
+from tvmbridge.runtime.parts import PartReport
 from tvmbridge.runtime.verdict import SpeedVerdict
 
 # Imported where a report is printed: to dispatch a module takes no tables.
@@ -92,7 +93,9 @@ class DispatchReport:
     were due for a check but could not be checked, by reason. ``under_way`` is what another process
     compiles at this time. ``missing_halves`` says of each C++ half that this process lacks why it
     is missing, and what that costs. ``methods`` has the report of each method that is dispatched,
-    and of forward, where it is not forward alone; their sum is the rest.
+    and of forward, where it is not forward alone; their sum is the rest. ``parts`` are the graphs
+    that a module is cut into, ``cut`` says why it is, and ``breaks`` counts what PyTorch runs
+    between them (``on_break``); a call in parts is served where all its parts were.
     """
 
     tvm_calls: int
@@ -106,6 +109,9 @@ class DispatchReport:
     under_way: tuple[str, ...] = ()
     missing_halves: tuple[str, ...] = ()
     methods: Mapping[str, DispatchReport] = field(default_factory=dict)
+    parts: tuple[PartReport, ...] = ()
+    breaks: Mapping[str, int] = field(default_factory=dict)
+    cut: str | None = None
 
     @property
     def share(self) -> float:
@@ -172,6 +178,8 @@ class DispatchReport:
         for reason in dict.fromkeys(s.joint_reason for s in self.specializations):
             if reason:
                 console.print(f"joint by PyTorch's own derivatives: {reason}", highlight=False)
+        for line in _part_lines(self):
+            console.print(line, highlight=False, markup=False)
         for pack in self.packs:
             console.print(str(pack), highlight=False)
         for s in self.specializations:
@@ -260,6 +268,9 @@ def report_of(dispatcher: Dispatcher) -> DispatchReport:
         under_way=dispatcher.background.under_way(),
         missing_halves=tuple(map(str, missing_halves())),
         unchecked={} if dispatcher.checker is None else dict(dispatcher.checker.unchecked),
+        parts=() if dispatcher.cut.parts is None else dispatcher.cut.parts.reports(),
+        breaks={} if dispatcher.cut.parts is None else dispatcher.cut.parts.breaks(),
+        cut=dispatcher.cut.why,
     )
 
 
@@ -284,7 +295,26 @@ def report_of_all(dispatchers: Mapping[str, Dispatcher]) -> DispatchReport:
         under_way=tuple(what for r in parts for what in r.under_way),
         unchecked={f"{m}: {k}": v for m, r in reports.items() for k, v in r.unchecked.items()},
         methods=reports,
+        parts=tuple(part for r in parts for part in r.parts),
+        breaks=dict(sum((Counter(r.breaks) for r in parts), Counter[str]())),
+        cut=next((r.cut for r in parts if r.cut), None),
     )
+
+
+def _part_lines(report: DispatchReport) -> list[str]:
+    """The parts of a module that is cut, and what PyTorch runs between them."""
+    if report.cut is None:
+        return []
+    lines = [f"compiled in parts, because {report.cut}"]
+    for reason, count in report.breaks.items():
+        lines.append(f"runs in eager PyTorch between parts, {count} cuts: {reason}")
+    for part in report.parts:
+        eager = "".join(f", {count} by PyTorch ({why})" for why, count in part.eager_calls.items())
+        ends = f"; ends: {part.ends}" if part.ends else ""
+        lines.append(
+            f"part {part.name}, {part.operators} operators: {part.calls} calls by TVM{eager}{ends}"
+        )
+    return lines
 
 
 def _calls_text(report: DispatchReport) -> str:

@@ -36,7 +36,7 @@ import tvm
 from tvm import relax, tirx
 
 from tvmbridge.passes.base import PassReport, RelaxPass, with_span
-from tvmbridge.passes.relax.merged_functions import merged
+from tvmbridge.passes.relax.merged_functions import merged, stage_count
 from tvmbridge.schedules import is_one_nest
 
 # Longer bodies of loops take long to compile, and need more registers than there are.
@@ -203,9 +203,12 @@ class _Merging:
         """The function of both, made once for all calls of the two with like arguments."""
         if not (self._is_simple(first) and self._is_simple(second)):
             return None
+        functions = self._function(first), self._function(second)
+        if sum(map(stage_count, functions)) > _MOST_STAGES:
+            return None
         key = first, second, given, kept
         if key not in self._known:
-            function = merged(self._function(first), self._function(second), given, kept)
+            function = merged(*functions, given, kept)
             fits = is_one_nest(function, self.target, most=_MOST_STAGES)
             self._known[key] = self._added((first, second), function) if fits else None
         return self._known[key]

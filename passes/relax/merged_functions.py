@@ -47,6 +47,12 @@ def merged(
     )
 
 
+def stage_count(func: tirx.PrimFunc) -> int:
+    """How many nests of loops the body of ``func`` is: that of two that are merged is the sum."""
+    body = func.body.block.body
+    return len(body.seq) if isinstance(body, tirx.SeqStmt) else 1
+
+
 def _result_count(func: tirx.PrimFunc) -> int:
     written = {store.buffer for store in _stores(func)}
     return sum(param in written for param in func.params)

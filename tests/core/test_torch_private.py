@@ -28,6 +28,7 @@ NOT_OF_PYTORCH = {
     "os.environ._data",
     "os._exit",
     "sys._getframe",
+    "sys._current_frames",
     "functools._lru_cache_wrapper",
     "_active_collector",
 }

@@ -146,7 +146,7 @@ def test_a_list_of_the_numbers_of_a_range_is_known() -> None:
 def test_a_range_that_was_written_into_is_not_known() -> None:
     module = Called(lambda x: _over_ranges(x, True)).eval()
     with pytest.raises(BridgeError):
-        add_tvm_dispatch(module, torch.randn(2, 3, 4))
+        add_tvm_dispatch(module, torch.randn(2, 3, 4), on_break="forward")
 
 
 def test_a_view_whose_place_depends_on_data_is_a_view_of_the_argument() -> None:
@@ -229,7 +229,7 @@ def test_containers_of_tensors_beside_what_the_tail_makes() -> None:
 
 def test_containers_of_tensors_with_a_part_that_the_tail_makes_are_refused() -> None:
     with pytest.raises(BridgeError, match="a value whose size or number depends on data"):
-        add_tvm_dispatch(Caches(part=True), torch.randn(5, 3))
+        add_tvm_dispatch(Caches(part=True), torch.randn(5, 3), on_break="forward")
 
 
 def test_a_tail_marks_its_results_among_the_others() -> None:

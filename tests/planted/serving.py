@@ -312,4 +312,28 @@ SERVING = (
         "off, reduced = attention_switched_off(), ()",
         ("tests/core/kernel_settings_cases.py", "-k", "mode_of_its_own"),
     ),
+    Plant(
+        "another thread's draws taken for forward's",
+        "runtime",
+        "tvmbridge.graph_capture.observe.effects",
+        "used = [name for name in generators.used() if own.may_draw_from(name)]",
+        "used = generators.used()",
+        ("tests/graph_capture/observe/test_own_calls.py", "-k", "not_forwards and draws"),
+    ),
+    Plant(
+        "marks of sizes left on a sample",
+        "runtime",
+        "tvmbridge.graph_capture.trace.size_marks",
+        "for name in list(held) if name.startswith(_MARKS)",
+        "for name in list(held) if False",
+        ("tests/graph_capture/trace/test_size_marks.py",),
+    ),
+    Plant(
+        "a proxy left in what a hook collects",
+        "runtime",
+        "tvmbridge.graph_capture.observe.leaks",
+        "issubclass(type(held), FakeTensor | fx.Proxy)",
+        "issubclass(type(held), FakeTensor)",
+        ("tests/graph_capture/observe/test_leaks.py", "-k", "no_proxy"),
+    ),
 )

@@ -101,11 +101,11 @@ def run(sequence: Drawn) -> Outcome:
         for number, call in enumerate(sequence.calls):
             torch.manual_seed(1000 * sequence.number + number)
             arguments = model.arguments(*call.sizes)
-            found = [_step(m, model, arguments, call.training) for m in (ours, plain, exact)]
-            difference = _difference(*found)
+            found = [step(m, model, arguments, call.training) for m in (ours, plain, exact)]
+            different = difference(*found)
             served = dispatch_report(ours).tvm_calls
-            if difference:
-                reason = f"call {number} {call}: {difference}"
+            if different:
+                reason = f"call {number} {call}: {different}"
                 return Outcome("wrong", reason, served, len(sequence.calls))
     except Exception as error:
         return Outcome("error", f"{type(error).__name__}: {error}", served, len(sequence.calls))
@@ -141,7 +141,7 @@ def _spec(model: Model, sequence: Drawn) -> Any:
     return dict(zip(names, spec, strict=True))
 
 
-def _step(
+def step(
     module: nn.Module, model: Model, arguments: tuple[torch.Tensor, ...], training: bool
 ) -> list[torch.Tensor]:
     """Results, and in training gradients and buffers."""
@@ -164,7 +164,7 @@ def _step(
     return [*(r.detach() for r in results), *gradients, *(b.clone() for b in module.buffers())]
 
 
-def _difference(
+def difference(
     ours: Sequence[torch.Tensor], plain: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]
 ) -> str | None:
     if not len(ours) == len(plain) == len(exact):

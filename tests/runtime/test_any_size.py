@@ -109,7 +109,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[..., torch.Tensor], Siz
 }
 # Calls, of two rounds, that the module's own forward runs: there is no symbolic code for these
 # sizes, and three others have code of their own.
-NOT_SERVED = {"parity": 2, "first rows": 2}
+NOT_SERVED = {"parity": 2}
 
 
 def _outputs(results: Any) -> list[torch.Tensor]:
@@ -162,14 +162,47 @@ def test_draws_are_those_of_eager() -> None:
     assert dispatch_report(module).tvm_calls == 3
 
 
-def test_empty_and_single_rows_run_in_eager() -> None:
-    module = nn.Linear(4, 2).eval()
-    add_tvm_dispatch(module, torch.randn(3, 4), dynamic_shapes="auto", on_fallback="silent")
-    for rows in (0, 1):
-        x = torch.randn(rows, 4)
-        expected = nn.functional.linear(x, module.weight, module.bias)
-        torch.testing.assert_close(module(x), expected)
-    assert dispatch_report(module).tvm_calls == 0
+class Attends(nn.Module):
+    """Rows of a sequence attend to all of it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ x.mT).softmax(-1) @ x
+
+
+def test_the_smallest_sizes_are_served_and_empty_ones_run_in_eager() -> None:
+    module = Attends().eval()
+    add_tvm_dispatch(module, torch.randn(6, 9, 4), dynamic_shapes="auto", on_fallback="silent")
+    # Of the first ones both sizes change; then both, one or the other is 1, or small.
+    shapes = [(7, 20), (2, 2), (3, 3), (1, 1), (1, 7), (1, 12), (2, 40), (40, 2)]
+    for shape in [*shapes, (0, 9)]:
+        x = torch.randn(*shape, 4)
+        torch.testing.assert_close(module(x), Attends()(x))
+    report = dispatch_report(module)
+    assert (report.tvm_calls, sum(report.fallbacks.values())) == (len(shapes), 1)
+
+
+class Halves(nn.Module):
+    """Pools and repeats: what is left is added to images of an even size alone."""
+
+    def forward(self, x: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
+        pooled = functional.avg_pool1d(x, 2)
+        return torch.cat([x + pooled.repeat_interleave(2, -1), more], -2) * more.mean()
+
+
+def test_sizes_that_forward_relates_are_served_where_they_are_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiled, genuine = [], family.Family._compile
+    monkeypatch.setattr(
+        family.Family, "_compile", lambda *given: compiled.append(1) or genuine(*given)
+    )
+    module = Halves().eval()
+    add_tvm_dispatch(module, dynamic_shapes="auto", on_fallback="silent")
+    sizes = [(30, 3), (34, 4), (80, 5), (62, 9), (6, 7)]
+    for length, rows in sizes:
+        x, more = torch.randn(3, length), torch.randn(rows, length)
+        torch.testing.assert_close(module(x, more), Halves()(x, more))
+    assert (len(compiled), dispatch_report(module).tvm_calls) == (2, len(sizes))
 
 
 def test_parameters_stay_live_and_copies_have_code_of_their_own() -> None:

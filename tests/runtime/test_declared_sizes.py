@@ -126,18 +126,44 @@ class Grown(nn.Module):
     """Two tensors that grow by a row, as the keys and values of a decoder do, of one length."""
 
     def forward(self, x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        return torch.cat([keys, x], 1) * torch.cat([values, x], 1)
+        row = x.view(2, 1, 3, 4).transpose(1, 2)
+        return torch.cat([keys, row], 2) * torch.cat([values, row], 2)
 
 
-@pytest.mark.parametrize("shapes", ["auto", (None, {1: Dim.AUTO}, {1: Dim.AUTO})])
+@pytest.mark.parametrize("shapes", ["auto", (None, {2: Dim.AUTO}, {2: Dim.AUTO})])
 def test_lengths_that_forward_finds_to_be_equal_when_they_have_grown(shapes: Any) -> None:
     module = Grown().eval()
     add_tvm_dispatch(module, dynamic_shapes=shapes)
     for length in (16, 17, 18, 40):
-        x, keys, values = torch.randn(1, 1, 4), *torch.randn(2, 1, length, 4)
-        expected = torch.cat([keys, x], 1) * torch.cat([values, x], 1)
-        torch.testing.assert_close(module(x, keys, values), expected)
+        x, keys, values = torch.randn(2, 1, 12), *torch.randn(2, 2, 3, length, 4)
+        torch.testing.assert_close(module(x, keys, values), Grown()(x, keys, values))
     assert dispatch_report(module).fallbacks == {}
+
+
+class Pairs(nn.Module):
+    """Neighbours of a sequence, and a mask for one place more than a cache has."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        pairs = x.view(x.shape[0] // 2, 2).sum(1)
+        return torch.cat([pairs, pairs[:1]]).softmax(0) * mask
+
+
+def test_a_dim_made_of_another_is_an_expression_of_it(compilations: list[str]) -> None:
+    half = Dim("half", max=60)
+    module = Pairs().eval()
+    add_tvm_dispatch(module, dynamic_shapes=({0: 2 * half}, {0: half + 1}), on_fallback="silent")
+    for n in (9, 20, 2, 60, 1):
+        x, mask = torch.randn(2 * n), torch.rand(n + 1)
+        torch.testing.assert_close(module(x, mask), Pairs()(x, mask))
+    assert dispatch_report(module).fallbacks == {}
+    # For the common sizes, the small ones, and the single one.
+    assert compilations == ["Family", "Family", "Compiler"]
+    for x, mask in ((torch.randn(122), torch.rand(62)), (torch.randn(8), torch.rand(1))):
+        module(x, mask)
+    assert sorted(dispatch_report(module).examples.values()) == [
+        "`x`[0], `mask`[0]",
+        "argument `x`: dimension 0: it is 122, for which half is 61, and half is from 0 to 60",
+    ]
 
 
 BAD: dict[str, tuple[Any, type[Exception], str]] = {
@@ -151,7 +177,6 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
     ),
     "another rank": (({2: Dim.AUTO},), ValueError, "which has 2 dimensions"),
     "another size": (({0: 5},), ValueError, "says that dimension 0 .* is 5, and it is 4"),
-    "derived": (({0: 2 * Dim("half")},), ValueError, "a Dim made of another"),
     "no spec": (5, ValueError, "a spec as of torch.export"),
 }
 

@@ -118,3 +118,19 @@ def test_expressions_have_the_same_values() -> None:
     expression = size.expression([b, s])
     at_point = substitute(expression, {b: tirx.IntImm("int64", 7), s: tirx.IntImm("int64", 11)})
     assert int(Analyzer().simplify(at_point)) == size.at((7, 11)) == (3 * 7 * 121 - 5) // 4
+
+
+def test_images_with_borders() -> None:
+    def padded(b: int, s: int) -> int:
+        return 8 * b * (s // 2 + 3) * (b + 2)
+
+    sizes = Sizes(POINTS)
+    sizes.find(values(lambda b, s: s))
+    assert sizes.find_divided(values(lambda b, s: s // 2)) is not None
+    found = sizes.find(values(padded))
+    assert found is not None
+    for point in ((2, 3), (100, 64), (17, 1000)):
+        assert found.at(point) == padded(*point)
+    assert sizes.find(values(lambda b, s: padded(b, s) + 5)) is None
+    # All points are odd: there it is (s + 1) * (s + 3) as well.
+    assert sizes.find(values(lambda b, s: 4 * (s // 2 + 2) * (s // 2 + 1))) is None

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy
 import torch
-from torch import nn
+from torch import fx, nn
 
 # Marks an attribute that does not exist.
 MISSING: Any = enum.Enum("Missing", "MISSING").MISSING  # type: ignore[attr-defined]
@@ -89,7 +89,7 @@ def same_value(a: Any, b: Any, depth: int = DEPTH) -> bool:
         return isinstance(a, torch.Tensor)
     if type(b) is PartOf and type(a) is not PartOf:
         return b.fits(a, depth)
-    if type(a) is not type(b):
+    if type(a) is not type(b) or issubclass(type(a), fx.Proxy):
         return False
     if isinstance(a, float):
         return (a == b and math.copysign(1, a) == math.copysign(1, b)) or (a != a and b != b)
@@ -201,6 +201,9 @@ def state_of(value: Any) -> list[Any] | None:
     The state is the contents of the value, or what pickling would save. None means that the state
     is unknown: such a value equals only itself.
     """
+    # The proxy of a data-dependent value refuses to be asked for its class.
+    if issubclass(type(value), fx.Proxy):
+        return None
     if isinstance(value, numpy.ndarray):
         return [value.dtype.str, value.shape, value.tobytes()]
     if isinstance(value, torch.Generator):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tvmbridge.dynamo.backend import tvmbridge, tvmbridge_aot, tvmbridge_eager
 from tvmbridge.dynamo.public import compile
+from tvmbridge.dynamo.registry import register_backends_once
 from tvmbridge.dynamo.report import CompileReport, GraphReport, compile_report
 
 __all__ = [
@@ -15,3 +16,5 @@ __all__ = [
     "tvmbridge_aot",
     "tvmbridge_eager",
 ]
+
+register_backends_once()

@@ -72,7 +72,7 @@ def tvmbridge(
     Raises:
         TypeError, ValueError: ``options`` or ``mode`` are not right.
     """
-    return _called(graph_module, options, mode, CompiledGraph)
+    return keep(_called(graph_module, options, mode, CompiledGraph))
 
 
 def _called(
@@ -80,21 +80,34 @@ def _called(
     options: Mapping[str, Any] | None,
     mode: str | None,
     compiled: Callable[[DynamoGraph, CompileOptions], CompiledGraph],
-) -> Called:
+) -> CompiledGraph | EagerGraph:
     chosen = BackendOptions.of(options)
     if mode is not None:
         raise ValueError(f"mode={mode!r} is not known to tvmbridge; give options instead")
+    return graph_on_code(graph_module, chosen, compiled)
+
+
+def graph_on_code(
+    graph_module: fx.GraphModule,
+    chosen: BackendOptions,
+    compiled: Callable[[DynamoGraph, CompileOptions], CompiledGraph] = CompiledGraph,
+) -> CompiledGraph | EagerGraph:
+    """What serves a graph of Dynamo: code that its first call compiles, or PyTorch.
+
+    Raises:
+        SkipFrame: Dynamo took strides for others than eager PyTorch has.
+    """
     _check_strides(graph_module)
     try:
         graph = read_graph(graph_module)
     except Exception as error:
         # Whatever it is, PyTorch can run the graph.
         logger.warning("a graph of torch.compile runs in eager PyTorch", exc_info=True)
-        return keep(EagerGraph("graph", 0, graph_module.forward, first_line(error)))
+        return EagerGraph("graph", 0, graph_module.forward, first_line(error))
     if graph.operators < chosen.smallest_graph:
         reason = f"it has fewer than {chosen.smallest_graph} operators"
-        return keep(EagerGraph(graph.name, graph.operators, graph_module.forward, reason))
-    return keep(compiled(graph, chosen.compile))
+        return EagerGraph(graph.name, graph.operators, graph_module.forward, reason, small=True)
+    return compiled(graph, chosen.compile)
 
 
 def _check_strides(graph_module: fx.GraphModule) -> None:
@@ -128,7 +141,7 @@ def tvmbridge_eager(
 
     To find where a difference of numbers comes from; it is slow.
     """
-    return _called(graph_module, options, mode, captured_graph)
+    return keep(_called(graph_module, options, mode, captured_graph))
 
 
 def tvmbridge_aot(
@@ -142,7 +155,7 @@ def tvmbridge_aot(
 
     To find where a difference of numbers comes from; it is slow.
     """
-    return _called(graph_module, options, mode, differentiated_graph)
+    return keep(_called(graph_module, options, mode, differentiated_graph))
 
 
 for backend in (tvmbridge, tvmbridge_eager, tvmbridge_aot):

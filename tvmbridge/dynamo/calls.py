@@ -17,6 +17,8 @@ from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.profiling import profiling
 from tvmbridge.dynamo.graphs import DynamoGraph, Given
 from tvmbridge.runtime.dispatcher import Dispatcher
+from tvmbridge.runtime.fallbacks import Tally
+from tvmbridge.runtime.guards.spelling import Mismatch
 
 # After so many calls the code for tensors that none of them came with is let go.
 _CALLS_TO_FORGET = 1024
@@ -58,6 +60,8 @@ class CompiledGraph:
         self.options = options
         self._instead = instead
         self._held_of = graph.held_of()
+        # Called with the reason before PyTorch serves a call in place of the code.
+        self.noted: Callable[[str], None] | None = None
         self._known: dict[tuple[int, ...], _Held] = {}
         self._last: _Held | None = None
         self._changing = threading.Lock()
@@ -113,6 +117,8 @@ class CompiledGraph:
         module = self.graph.module(tensors)
         register_containers(module)
         dispatcher = Dispatcher(module, None, None, self.options, "silent")
+        if self.noted is not None:
+            dispatcher.tally = _NotedTally(type(module).__name__, self.noted)
         dispatcher.compiler = replace(dispatcher.compiler, instead=self._instead, background=None)
         dispatcher.compiles_signatures = True
         if self.graph.symbolic:
@@ -122,6 +128,19 @@ class CompiledGraph:
             _share(like.dispatcher, dispatcher)
         module.__dict__["forward"] = dispatcher
         return dispatcher
+
+
+class _NotedTally(Tally):
+    """Fallbacks that ``noted`` is told of, one by one."""
+
+    def __init__(self, name: str, noted: Callable[[str], None]) -> None:
+        super().__init__(name, "silent")
+        self._noted = noted
+
+    def note(self, why: str | Mismatch, *, settling: bool = False) -> None:
+        """Count a call that PyTorch is to serve."""
+        super().note(why, settling=settling)
+        self._noted(why.reason if isinstance(why, Mismatch) else why)
 
 
 def _share(known: Dispatcher, dispatcher: Dispatcher) -> None:
@@ -147,9 +166,21 @@ def _memo(one: nn.Module, other: nn.Module) -> dict[int, Any]:
 
 
 class EagerGraph:
-    """A graph that runs as Dynamo captured it, for a ``reason``, and how often it did."""
+    """A graph that runs as Dynamo captured it, for a ``reason``, and how often it did.
 
-    def __init__(self, name: str, operators: int, run: Callable[..., Any], reason: str) -> None:
+    ``small``: it has too few operators to be compiled.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        operators: int,
+        run: Callable[..., Any],
+        reason: str,
+        *,
+        small: bool = False,
+    ) -> None:
+        self.small = small
         self.name = name
         self.operators = operators
         self.reason = reason

@@ -38,8 +38,10 @@ class DynamoGraph:
 
     ``module_class`` runs it. ``held`` are the places of the tensors that the captured model holds,
     ``names`` how a module of that class calls them; ``given`` are the places of the arguments of
-    its forward, ``numbers`` those among them that come as tensors of one number. What is in none
-    of these, sizes of arguments, is found again. ``constants`` are further tensors and regions.
+    its forward, ``numbers`` those among them that come as tensors of one number, ``lengths`` those
+    that are integers: each becomes the size of a tensor without elements, since code is for any
+    size, and a number is a constant. What is in none of these, sizes of arguments, is found again.
+    ``constants`` are further tensors and regions.
     ``symbolic``: sizes are not all known.
     """
 
@@ -49,6 +51,7 @@ class DynamoGraph:
     names: tuple[str, ...]
     given: tuple[int, ...]
     numbers: tuple[int, ...]
+    lengths: tuple[int, ...]
     symbolic: bool
     operators: int
 
@@ -78,7 +81,10 @@ class DynamoGraph:
         scope = Scope()
         held = zip(self.held, tensors, strict=True)
         same = [f"args[{place}] is {scope.bind('t', tensor)}" for place, tensor in held]
-        given = [f"args[{p}].item()" if p in self.numbers else f"args[{p}]" for p in self.given]
+        empty = scope.bind("tensor_of", _tensor_of)
+        forms = dict.fromkeys(self.numbers, "args[{0}].item()")
+        forms |= dict.fromkeys(self.lengths, f"{empty}(args[{{0}}])")
+        given = [forms.get(p, "args[{0}]").format(p) for p in self.given]
         body = f"({', '.join([*given, ''])}) if {' and '.join(same) or True} else None"
         found: Given
         found = scope.function("given", f"given = lambda args: {body}", "<given>")
@@ -153,6 +159,9 @@ def read_graph(dynamo: fx.GraphModule) -> DynamoGraph:
                 user.replace_all_uses_with(each.node)
                 graph.erase_node(user)
     given = [i for i in inputs if not i.is_held and i.symbol not in sizes]
+    lengths = [i for i in given if i.symbol is not None]
+    for each in lengths:
+        _read_as_size(graph, each.node)
     module_class, constants = _running(captured_in(), dynamo, graph)
     return DynamoGraph(
         module_class=module_class,
@@ -161,9 +170,30 @@ def read_graph(dynamo: fx.GraphModule) -> DynamoGraph:
         names=names,
         given=tuple(i.place for i in given),
         numbers=tuple(i.place for i in given if i.is_number),
+        lengths=tuple(i.place for i in lengths),
         symbolic=any(i.symbol is not None for i in inputs),
         operators=_count(dynamo),
     )
+
+
+def _tensor_of(length: int) -> Any:
+    """A tensor of this size without elements; a negative number as it is."""
+    return torch.empty((length, 0)) if length >= 0 else length
+
+
+def _length_of(carrier: Any) -> Any:
+    """The number that :func:`_tensor_of` has made a tensor of."""
+    return carrier.size(0) if isinstance(carrier, torch.Tensor) else carrier
+
+
+def _read_as_size(graph: fx.Graph, node: fx.Node) -> None:
+    """Have an integer argument arrive as the size of a tensor."""
+    node.type = None
+    first = next(n for n in graph.nodes if n.op != "placeholder")
+    with graph.inserting_before(first):
+        made = graph.call_function(_length_of, (node,))
+    made.meta = dict(node.meta)
+    node.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
 
 
 def _names(graph: fx.Graph, held: Sequence[_Input]) -> tuple[str, ...]:

@@ -114,12 +114,13 @@ def compile_report() -> CompileReport:
     breaks = graph_breaks()
     breaks.subtract(_breaks_before)
     return CompileReport(
-        graphs=tuple(_report(called) for _, called in sorted(_graphs.items())),
+        graphs=tuple(graph_report(called) for _, called in sorted(_graphs.items())),
         breaks={reason: count for reason, count in breaks.items() if count > 0},
     )
 
 
-def _report(called: CompiledGraph | EagerGraph) -> GraphReport:
+def graph_report(called: CompiledGraph | EagerGraph) -> GraphReport:
+    """What became of one graph."""
     if isinstance(called, EagerGraph):
         eager = {called.reason: called.calls}
         return GraphReport(called.name, called.operators, 0, eager)

@@ -12,7 +12,7 @@ import sympy  # type: ignore[import-untyped]
 
 from tvmbridge.core.errors import ExportError
 from tvmbridge.graph_capture.relations import Relations
-from tvmbridge.symbolic.probes import Symbols
+from tvmbridge.symbolic.symbols import Symbols
 
 # Classes of sympy and of PyTorch by name, and what the runtime calls them.
 _OPERATORS = {

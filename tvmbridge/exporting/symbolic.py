@@ -35,8 +35,9 @@ from tvmbridge.runtime.declared_sizes import reach
 from tvmbridge.symbolic.building import code_for_all
 from tvmbridge.symbolic.code import Points
 from tvmbridge.symbolic.declared import DeclaredDimension, declared, symbols_of
-from tvmbridge.symbolic.probes import Dimension, Symbols, points_within
+from tvmbridge.symbolic.probes import points_within
 from tvmbridge.symbolic.sizes import DifferentCodeError, Sizes
+from tvmbridge.symbolic.symbols import Dimension, Symbols
 
 _SMALL = (2, 3, 5, 7)
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -105,6 +106,11 @@ def _symbols(dimensions: Mapping[Dimension, DeclaredDimension], sample: _Argumen
     shapes = [(leaf, tuple(shape)) for leaf, shape in shapes_of(sample).items()]
     symbols = symbols_of(dimensions, [shapes])
     assert symbols is not None, "the spec names a dimension"
+    if symbols.forms:
+        raise ExportError(
+            "dynamic_shapes has a Dim made of another, which exported functions do not take: give "
+            "each of the two dimensions a Dim of its own"
+        )
     return symbols
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from tvmbridge.core.admission import is_proven
-from tvmbridge.core.errors import UnsupportedOperatorError
+from tvmbridge.core.errors import DataDependentError, UnsupportedOperatorError
 from tvmbridge.core.torch_private import OpOverload
 from tvmbridge.core.types import TensorSpec
 from tvmbridge.frontend.registry import Converter
@@ -87,7 +87,7 @@ def refuse_what_cannot_run(node: fx.Node) -> None:
         if not has_type(tensor.dtype):
             raise UnsupportedOperatorError(f"{target} makes a tensor of {tensor.dtype}")
         if not all(isinstance(s, int) for s in tensor.shape):
-            raise UnsupportedOperatorError(f"{target} has a result whose shape depends on data")
+            raise DataDependentError(f"{target} has a result whose shape depends on data")
     _refuse_other_dtypes(node)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from tvmbridge.core.decisions import Rule, decided
 from tvmbridge.frontend.elementwise import result_dtype
 from tvmbridge.frontend.importer import Importer
 from tvmbridge.frontend.limits import FEW_CALLS
@@ -95,7 +96,8 @@ def _pdist(ctx: Importer, node: fx.Node, x: fx.Node, p: float = 2.0) -> Any:
 def _refuse_costly(terms: int, p: float) -> None:
     if p == math.inf:
         raise Declined("a largest difference, of which PyTorch passes over some that are NaN")
-    if terms > (_MOST_WRITTEN if p in (0, 1, 2) else FEW_CALLS):
+    most = _MOST_WRITTEN if p in (0, 1, 2) else FEW_CALLS
+    if decided(Rule.MIDDLE, lambda: terms > most):
         raise Declined("many distances, for which PyTorch has vectors")
 
 
@@ -116,7 +118,7 @@ def _col2im(ctx: Importer, node: fx.Node, *_: Any) -> Any:
 
 @converts(aten.sort.default, aten.sort.stable, dtypes=NUMBERS | HALVES)
 def _sort(ctx: Importer, node: fx.Node, x: fx.Node, *_: Any, **kwargs: Any) -> Any:
-    if not shape_of(x) or prod(shape_of(x)) > _MOST_SORTED:
+    if not shape_of(x) or _are_many(_MOST_SORTED, x):
         raise Declined("a 0-d tensor, or many elements, for which PyTorch has vectors")
     if not kwargs.get("stable") and _reads_places(node):
         raise Declined("the order of equal elements is that of PyTorch's kernel")
@@ -133,7 +135,7 @@ def _topk(
     largest: bool = True,
     in_order: bool = True,
 ) -> Any:
-    if not shape_of(x) or prod(shape_of(x)) > _MOST_SORTED or k > _MOST_CHOSEN:
+    if not shape_of(x) or k > _MOST_CHOSEN or _are_many(_MOST_SORTED, x):
         raise Declined("a 0-d tensor, or many elements")
     if not in_order or _reads_places(node):
         raise Declined("the order of equal elements is that of PyTorch's kernel")
@@ -146,5 +148,10 @@ def _reads_places(node: fx.Node) -> bool:
 
 
 def _refuse_many(*nodes: fx.Node) -> None:
-    if max(prod(shape_of(n)) for n in nodes) > _MOST_WRITTEN:
+    if _are_many(_MOST_WRITTEN, *nodes):
         raise Declined("many elements, for which PyTorch's kernel uses all cores")
+
+
+def _are_many(most: int, *nodes: fx.Node) -> bool:
+    """Whether a tensor has more than ``most`` elements; loops and kernel are right for any."""
+    return decided(Rule.MIDDLE, lambda: max(prod(shape_of(n)) for n in nodes) > most)

@@ -174,7 +174,23 @@ def _select(ctx: Importer, node: fx.Node, x: fx.Node, dim: int, index: int) -> r
 
 @converts(aten.repeat.default, dtypes=MOVED)
 def _repeat(ctx: Importer, node: fx.Node, x: fx.Node, repeats: Sequence[int]) -> relax.Expr:
+    shape = [1] * (len(repeats) - len(shape_of(x))) + list(shape_of(x))
+    if all(size == 1 or times == 1 for size, times in zip(shape, repeats, strict=True)):
+        # TVM's tile and reshape take remainders of places, and fold them with the offsets of a
+        # concatenation: these numbers are no functions of sizes that symbolic code knows.
+        return relax.op.broadcast_to(ctx.value(_behind_leading_ones(x)), shape_of(node))
     return relax.op.tile(ctx.value(x), list(repeats))
+
+
+def _behind_leading_ones(x: fx.Node) -> fx.Node:
+    """The tensor that a view has put dimensions of size 1 in front of, or ``x`` itself."""
+    if x.target not in (aten.view.default, aten.reshape.default, aten.unsqueeze.default):
+        return x
+    source = x.args[0]
+    assert isinstance(source, fx.Node)
+    shape, inner = tuple(shape_of(x)), tuple(shape_of(source))
+    in_front = len(shape) - len(inner)
+    return source if in_front > 0 and shape == (1,) * in_front + inner else x
 
 
 @converts(aten.flip.default, dtypes=MOVED)

@@ -33,7 +33,9 @@ from tvmbridge.graph_capture.relations import Relations, relations_in
 from tvmbridge.graph_capture.surroundings import refused_now, tracing_here
 from tvmbridge.graph_capture.symbols import dynamic_shapes, spelled_out
 from tvmbridge.graph_capture.trace.answers import small_buffers
+from tvmbridge.graph_capture.trace.backends import only_switched_off
 from tvmbridge.graph_capture.trace.linear_export import export_in_linear_time
+from tvmbridge.graph_capture.trace.size_marks import size_marks_put_away
 from tvmbridge.graph_capture.trace.standins import (
     attributes_put_back,
     without_hooks,
@@ -165,6 +167,8 @@ def _export(
         torch.set_grad_enabled(needs_grad),
         without_hooks(module),
         export_in_linear_time(),
+        only_switched_off(),
+        size_marks_put_away((args, kwargs)),
         warnings.catch_warnings(),
     ):
         warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec", FutureWarning)

@@ -14,12 +14,19 @@ from torch.export.graph_signature import InputKind
 
 from tvmbridge.core.autocast import autocast_now, without_autocast
 from tvmbridge.core.captured_graph import Assumptions, CallingConvention, CapturedGraph
-from tvmbridge.core.errors import CaptureError, NotApartError, PassError, UnsupportedOperatorError
+from tvmbridge.core.errors import (
+    CaptureError,
+    DataDependentError,
+    NotApartError,
+    PassError,
+    UnsupportedOperatorError,
+)
 from tvmbridge.core.generated import plain_text
 from tvmbridge.core.libraries import register_containers
 from tvmbridge.core.structure import children
 from tvmbridge.core.torch_private import inductor_config, pytree
 from tvmbridge.core.types import IntermediateBase, PassRecord
+from tvmbridge.graph_capture.dependence import depends_on_values
 from tvmbridge.graph_capture.host_constants import device_of, move_in_program
 from tvmbridge.graph_capture.noise import find_noise, tidy_draws
 from tvmbridge.graph_capture.observe.descriptors import (
@@ -52,6 +59,7 @@ from tvmbridge.graph_capture.trace.functions import functions_replaced
 from tvmbridge.graph_capture.trace.kernel_strides import strides_of_kernels
 from tvmbridge.graph_capture.trace.linear_export import export_in_linear_time
 from tvmbridge.graph_capture.trace.reshapes import reshape_instead_of_view
+from tvmbridge.graph_capture.trace.size_marks import size_marks_put_away
 from tvmbridge.graph_capture.trace.standins import (
     attributes_put_back,
     without_hooks,
@@ -189,7 +197,8 @@ def _export(
         if "torch._C.Generator" in str(error):  # PyTorch 2.11 cannot trace an operator given one
             raise UnsupportedOperatorError(OWN_GENERATOR) from error
         line = user_line(error) or "an unknown line"
-        raise CaptureError(
+        kind = DataDependentError if depends_on_values(error) else CaptureError
+        raise kind(
             f"torch.export cannot capture {type(module).__name__}; it stopped at {line}: "
             f"{first_paragraph(error)}"
         ) from error
@@ -231,6 +240,7 @@ def _exported(
         kept_whole_under_autograd(),
         export_in_linear_time(),
         only_switched_off(),
+        size_marks_put_away((args, kwargs)),
         warnings.catch_warnings(),
     ):
         # torch.export copies its own tree specs in a way that torch deprecates.

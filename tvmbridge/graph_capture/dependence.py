@@ -28,6 +28,16 @@ _BY_TENSOR: Mapping[Any, int] = {
     for name, place in (("narrow", 2), ("tensor_split", 1), ("repeat_interleave", 1))
 }
 
+# Classes of PyTorch's errors, known by their names: some are imported with TorchDynamo alone.
+_STOPS = frozenset(
+    {
+        "DataDependentOutputException",
+        "DynamicOutputShapeException",
+        "GuardOnDataDependentSymNode",
+        "PendingUnbackedSymbolNotFound",
+    }
+)
+
 BRANCHES = "use torch.where in place of the branch, or decide outside of the module"
 AS_NUMBER = "keep it as a tensor, or pass the number as an argument of forward"
 
@@ -38,16 +48,28 @@ class DependenceError(CaptureError):
     Args:
         what: forward does.
         advice: what the user can do about it.
+        in_parts: forward can be compiled in parts, between which PyTorch computes the value.
     """
 
-    def __init__(self, what: str, advice: str = "") -> None:
+    def __init__(self, what: str, advice: str = "", *, in_parts: bool = True) -> None:
         super().__init__(f"forward {what}")
         self.advice = advice
+        self.in_parts = in_parts
 
     def at(self, line: str | None) -> str:
         """The text with the ``line`` of forward, if that is known, and the advice."""
         place = "" if line is None else f", at {line}"
         return f"{self}{place}" + (f"; {self.advice}" if self.advice else "")
+
+
+def depends_on_values(error: BaseException) -> bool:
+    """Whether PyTorch's trace stopped because a size or a decision depends on data."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if type(cause).__name__ in _STOPS:
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
 
 
 def is_known(arguments: Any) -> bool:

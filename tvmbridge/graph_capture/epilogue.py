@@ -30,6 +30,7 @@ from tvmbridge.graph_capture.dependence import (
     depends_on_data,
     is_known,
 )
+from tvmbridge.graph_capture.trace.generators import generators_used_by
 
 # So much that little of forward is left to be compiled.
 _LONGEST = 64
@@ -309,13 +310,13 @@ def try_epilogue(epilogue: Epilogue, flat: Sequence[Any]) -> None:
     Raises:
         UnsupportedOperatorError: it draws random numbers, or writes into a tensor.
     """
-    before, first = torch.get_rng_state(), len(flat) - epilogue.num_read
+    first = len(flat) - epilogue.num_read
     kept, read = flat[:first], flat[first:]
     copies = [t.detach().clone() for t in read]
     versions = [c._version for c in copies]
     with torch.no_grad():
-        epilogue.resolve([*kept, *copies])
-    if not torch.equal(before, torch.get_rng_state()):
+        used = generators_used_by(lambda: epilogue.resolve([*kept, *copies]))
+    if "torch" in used:
         raise UnsupportedOperatorError(
             "forward draws random numbers from what depends on the values of tensors"
         )

@@ -39,7 +39,7 @@ class Relations:
         known = self.symbols(sizes)
         for leaf, shape in self.shapes.items():
             for expression, size in zip(shape, sizes[leaf], strict=True):
-                if int(_at(expression, known)) != size:
+                if _at(expression, known) != size:
                     return f"a size is {expression}, and not {size}"
         for symbol, (least, most) in self.bounds.items():
             if symbol in known and not least <= known[symbol] <= most:
@@ -56,6 +56,11 @@ class Relations:
             for expression, size in zip(shape, sizes[leaf], strict=True):
                 if isinstance(expression, sympy.Symbol):
                     known.setdefault(expression, size)
+        for leaf, shape in self.shapes.items():
+            for expression, size in zip(shape, sizes[leaf], strict=True):
+                symbol, scale, offset = affine(expression) or (None, 1, 0)
+                if symbol is not None and not (size - offset) % scale:
+                    known.setdefault(symbol, (size - offset) // scale)
         for symbol, expression in self.replaced.items():
             value = _at(expression, known)
             if getattr(value, "is_Integer", False):
@@ -78,8 +83,23 @@ class Relations:
         return self.bounds.get(expression, (0, _UNBOUNDED))[1]
 
     def is_symbolic(self, leaf: int, dimension: int) -> bool:
-        """Whether a dimension is a symbol: otherwise forward demands its size."""
-        return isinstance(self.shapes[leaf][dimension], sympy.Symbol)
+        """Whether a dimension depends on symbols: otherwise forward demands its size."""
+        expression = self.shapes[leaf][dimension]
+        return isinstance(expression, sympy.Basic) and bool(expression.free_symbols)
+
+
+def affine(expression: Any) -> tuple[Any, int, int] | None:
+    """The symbol, scale and offset of an expression ``scale * symbol + offset``; None: no such."""
+    if not isinstance(expression, sympy.Basic) or len(expression.free_symbols) != 1:
+        return None
+    (symbol,) = expression.free_symbols
+    offset, more = (expression.subs(symbol, n) for n in (0, 1))
+    scale = more - offset
+    if not (offset.is_Integer and scale.is_Integer and scale > 0):
+        return None
+    if sympy.expand(scale * symbol + offset - expression) != 0:
+        return None
+    return symbol, int(scale), int(offset)
 
 
 def relations_in(program: Any) -> Relations:

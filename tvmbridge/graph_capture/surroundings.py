@@ -29,6 +29,8 @@ from tvmbridge.core.turns import compiling
 from tvmbridge.graph_capture.observe.leaks import tensors_forgotten
 from tvmbridge.graph_capture.observe.settings import outside_of_autocast_regions, settings_kept
 from tvmbridge.graph_capture.trace.dynamo import dynamo_left_out
+from tvmbridge.graph_capture.trace.generators import torch_generator_kept
+from tvmbridge.graph_capture.trace.own_calls import all_own_calls
 from tvmbridge.graph_capture.trace.patches import patched_here
 
 _CHECKPOINTS = "torch.utils.checkpoint"
@@ -126,8 +128,9 @@ def undisturbed() -> Iterator[None]:
     The caller's random numbers stay as they are: a module's own ``__deepcopy__`` may draw some.
     """
     with (
-        torch.random.fork_rng(devices=[]),
-        settings_kept(),
+        all_own_calls() as own,
+        torch_generator_kept(own),
+        settings_kept(own.may_set),
         outside_of_autocast_regions(),
         without_autocast(),
         torch.inference_mode(False),

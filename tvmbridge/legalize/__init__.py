@@ -22,6 +22,7 @@ from tvmbridge.legalize.elementwise import (
     unary,
     unary_float,
 )
+from tvmbridge.legalize.pieces import concat
 from tvmbridge.legalize.powers import power
 from tvmbridge.legalize.reductions import reduction
 
@@ -66,6 +67,7 @@ LEGALIZE_MAP: dict[str, LegalizeFunc] = {
     **{f"relax.{kind}": reduction(kind) for kind in ("sum", "mean", "variance", "prod")},
     **{f"relax.{kind}": reduction(kind) for kind in ("max", "min")},
 }
+LEGALIZE_MAP["relax.concat"] = concat(_upstream("relax.concat"))
 LEGALIZE_MAP["relax.power"] = power(LEGALIZE_MAP, _upstream("relax.power"))
 
 __all__ = ["LEGALIZE_MAP"]

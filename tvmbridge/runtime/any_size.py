@@ -21,7 +21,7 @@ from tvmbridge.runtime.guards.signature import Matched
 from tvmbridge.runtime.guards.spelling import Mismatch
 from tvmbridge.runtime.single_sizes import SingleSizes
 from tvmbridge.runtime.specialization import Specialization
-from tvmbridge.symbolic.probes import Symbols
+from tvmbridge.symbolic.symbols import Symbols
 
 logger = logging.getLogger(__name__)
 

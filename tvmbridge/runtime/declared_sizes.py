@@ -30,8 +30,8 @@ from tvmbridge.symbolic.declared import (
     names_no_size,
     symbols_of,
 )
-from tvmbridge.symbolic.probes import Dimension, Shapes
 from tvmbridge.symbolic.sizes import Point
+from tvmbridge.symbolic.symbols import Dimension, Shapes
 
 # So many structures of arguments calls may have compiled.
 _MOST_SIGNATURES = 4
@@ -103,7 +103,7 @@ class _Declared:
         sample = [(i, tuple(shape)) for i, shape, *_ in self.signature.tensors]
         if not symbols.are_all(sample, matched.leaves):
             return self.signature.mismatch(matched.leaves)
-        if symbols.point(matched.leaves) is None or len(self.calls) >= _MOST_CHOICES:
+        if symbols.sizes(matched.leaves) is None or len(self.calls) >= _MOST_CHOICES:
             return Mismatch(_TOGETHER, ", ".join(self._names()))
         self.calls.append(shapes)
         if self.family is not None:

@@ -30,6 +30,7 @@ from tvmbridge.runtime.guards.forwards import (
 )
 from tvmbridge.runtime.guards.mode import Mode
 from tvmbridge.runtime.guards.signature import (
+    OTHER_SHAPE,
     Matched,
     has_plain_names,
     nearest,
@@ -145,6 +146,8 @@ class Dispatcher(ModuleCode, StandsForForward):
         return own(*args, **kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], again: bool = False) -> Any:
+        if self.cut.why is not None and not any(s.compiled() for s in self.all_specializations()):
+            return self._run_in_parts(args, kwargs)
         started = time.perf_counter()
         known, unserved = self.specializations, _Unserved()
         misfits: list[Mismatch] = []
@@ -168,11 +171,15 @@ class Dispatcher(ModuleCode, StandsForForward):
         for specialization, mode, matched in lacking[:1]:
             found = self._compiled(specialization, mode, matched, f"the first in mode {mode}")
             if isinstance(found, str):
+                if found != COMPILING and (self.cut.why or self._cut_for_any_size(found)):
+                    return self._run_in_parts(args, kwargs)
                 return self._fall_back(found, args, kwargs)
             served = self._serve(specialization, mode, found, matched, started)
             if isinstance(served, _Served):
                 return served.results
             unserved = served
+        if self.cut.why is not None:
+            return self._run_in_parts(args, kwargs)
         why = unserved.reason or nearest(misfits)
         may_add = self.compiles_signatures and not again
         if may_add and self.room.is_left(unserved.outgrown, why, misfits):
@@ -180,9 +187,23 @@ class Dispatcher(ModuleCode, StandsForForward):
             if refused is None:
                 return self._call(args, kwargs, again=True)
             why = refused
+        if any(m.reason == OTHER_SHAPE for m in misfits) and self._cut_for_any_size(OTHER_SHAPE):
+            return self._run_in_parts(args, kwargs)
         return self._fall_back(
             why or self._without_code(), args, kwargs, settling=unserved.settling
         )
+
+    def _run_in_parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Serve a call by the parts of the module, with PyTorch between them."""
+        reason = self.cut.refusal(args, kwargs)
+        if reason is not None:
+            return self._fall_back(reason, args, kwargs)
+        results, unserved = self.cut.run(self.original, args, kwargs)
+        if unserved is not None:
+            self.tally.note(unserved)
+        if self._failed is not None:
+            self._retry_if_settled()
+        return results
 
     def _serve(
         self,
@@ -313,6 +334,7 @@ class Dispatcher(ModuleCode, StandsForForward):
                 s.rebound(memo, duplicate.packing) for s in self.specializations
             )
         duplicate.packing.claim_like(self.packing)
+        duplicate.cut = self.cut.renewed(duplicate)
         duplicate.checker = None if self.checker is None else self.checker.renewed()
         return duplicate
 

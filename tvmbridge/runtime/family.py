@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections import OrderedDict
@@ -10,8 +11,9 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from tvmbridge.core.errors import BridgeError, BuildError, first_line
-from tvmbridge.graph_capture.any_size import shapes_of, traced_with_symbols
+from tvmbridge.graph_capture.any_size import shapes_of
 from tvmbridge.graph_capture.surroundings import tracing_here, undisturbed
+from tvmbridge.graph_capture.trace.arguments import Arguments
 from tvmbridge.graph_capture.trace.standins import without_inference_tensors
 from tvmbridge.runtime.background import UnderWayError
 from tvmbridge.runtime.entry import CompiledEntry
@@ -20,11 +22,13 @@ from tvmbridge.runtime.guards.mode import Flags, Mode, flags_of
 from tvmbridge.runtime.guards.signature import Matched, Signature
 from tvmbridge.runtime.guards.state import ModuleState
 from tvmbridge.runtime.progress import progress
+from tvmbridge.runtime.sized_code import compiled_for, traced_for
 from tvmbridge.runtime.specialization import Specialization
 from tvmbridge.runtime.trial import try_out
-from tvmbridge.symbolic.code import SymbolicCode, compile_symbolic
-from tvmbridge.symbolic.probes import Dimension, Shapes, Symbols, points_within
-from tvmbridge.symbolic.sizes import Point
+from tvmbridge.symbolic.code import SymbolicCode
+from tvmbridge.symbolic.related import divided, related
+from tvmbridge.symbolic.sizes import DifferentCodeError, Point
+from tvmbridge.symbolic.symbols import LEAST_SIZE, Dimension, Shapes, Symbols
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +44,8 @@ class RefusedGuessError(BuildError):
     """There is no code for a guess at what is symbolic: the next call makes a family without it."""
 
 
+# Code is for a mode, flags, and for small sizes or for common ones.
+_Key: TypeAlias = tuple[Mode, Flags, bool]
 Retire: TypeAlias = Callable[[Iterable[CompiledEntry]], None]
 
 
@@ -74,18 +80,24 @@ class Family:
         # What is symbolic, and has a size that forward demands.
         self.demanded: set[Dimension] = set()
         self.why = "; a call with other sizes asks for it"
-        self.codes: dict[tuple[Mode, Flags], SymbolicCode | str] = {}
+        self.codes: dict[_Key, SymbolicCode | str] = {}
         self.compilations = 0
         self.instances: OrderedDict[Point, Specialization] = OrderedDict()
+        # Of calls where some symbols are 1, which means something else to broadcasting.
+        self._ones: dict[Point, Family] = {}
         self._tried: list[SymbolicCode] = []
         # Of compilations under way: the sizes that they are for.
-        self._bounds: dict[tuple[Mode, Flags], tuple[Point, Point]] = {}
-        self._least = tuple(map(min, zip(*seen, strict=True)))
-        self._most = tuple(map(max, zip(*seen, strict=True)))
+        self._bounds: dict[_Key, tuple[Point, ...]] = {}
+        # Of which forward limits the sizes.
+        self._limited: set[_Key] = set()
+        # The symbols of code: of those above some may be expressions of others.
+        self._related = symbols
+        self._least = tuple(max(LEAST_SIZE, min(sizes)) for sizes in zip(*seen, strict=True))
+        self._most = tuple(max(LEAST_SIZE, *sizes) for sizes in zip(*seen, strict=True))
 
     def instance(self, matched: Matched) -> Specialization | None:
         """The specialisation for a call; None: other dimensions than the symbols differ."""
-        point = self.symbols.point(matched.leaves)
+        point = self.symbols.sizes(matched.leaves)
         sample = [(i, tuple(shape)) for i, shape, *_ in self.signature.tensors]
         if point is None or not self.symbols.are_all(sample, matched.leaves):
             return None
@@ -93,13 +105,35 @@ class Family:
         if found is None:
             args, kwargs = matched.arguments
             found = Specialization(Signature(tuple(args), kwargs, self.signature.forward))
-            found.family = partial(self.entry, point)
+            found.family = self._maker(point, found.signature, matched)
             self.instances[point] = found
             if len(self.instances) > _MOST_INSTANCES:
                 _, oldest = self.instances.popitem(last=False)
                 self.retire(entry for _, entry in oldest.compiled())
         self.instances.move_to_end(point)
         return found
+
+    def _maker(
+        self, point: Point, signature: Signature, matched: Matched
+    ) -> Callable[[Mode, Matched], CompiledEntry] | None:
+        """What makes code for a call with the sizes ``point``; None: it needs code of its own.
+
+        Dimensions of 1 are no symbols, so calls with other such dimensions have other code.
+        """
+        larger = tuple(size >= LEAST_SIZE for size in point)
+        if all(larger):
+            return partial(self.entry, point)
+        if not any(larger):
+            return None
+        rest = tuple(itertools.compress(point, larger))
+        family = self._ones.get(larger)
+        if family is None:
+            symbols = self.symbols.where(larger)
+            shapes = [(i, tuple(matched.leaves[i].shape)) for i, *_ in signature.tensors]
+            family = Family(self.compiler, signature, symbols, [rest], shapes, self.retire)
+            family.why = self.why
+            self._ones[larger] = family
+        return partial(family.entry, rest)
 
     def entry(self, point: Point, mode: Mode, matched: Matched) -> CompiledEntry:
         """Code for a call with the sizes ``point``.
@@ -108,21 +142,12 @@ class Family:
             BridgeError: there is none; the message says why.
         """
         flags = flags_of(self.compiler.module, matched.leaves)
-        code = self.codes.get((mode, flags))
-        self._least = tuple(map(min, self._least, point))
-        self._most = tuple(map(max, self._most, point))
-        # That compiled in the background may be for the sizes of earlier calls.
-        while code is None or self._is_for_less(code, point):
-            wider = self._compile(mode, flags, matched)
-            if code is None or isinstance(wider, SymbolicCode):
-                code = self.codes[mode, flags] = wider
-                for instance in self.instances.values():
-                    instance.failures.clear()
-            if isinstance(wider, str):
-                break
+        self._note(self._point(matched))
+        code = self._code(mode, flags, matched)
         if isinstance(code, str):
             self.refused = self.guessed
             raise (RefusedGuessError if self.guessed else BuildError)(code)
+        point = self._point(matched)
         if not code.points.hold(point):
             raise BuildError(
                 f"code for other sizes is for {code.points.least} to {code.points.most}"
@@ -132,16 +157,60 @@ class Family:
             raise BuildError(f"the sizes are not such as forward takes for granted: {broken}")
         return self._instantiated(code, point, flags, matched)
 
-    def _is_for_less(self, code: SymbolicCode | str, point: Point) -> bool:
-        """Whether code is for other sizes, and may be compiled for more."""
-        outside = isinstance(code, SymbolicCode) and not code.points.hold(point)
-        return outside and self.compilations < _MOST_RANGES * len(self.codes)
+    def _point(self, matched: Matched) -> Point:
+        """The symbols of code for a call.
 
-    def _compile(self, mode: Mode, flags: Flags, matched: Matched) -> SymbolicCode | str:
-        name = type(self.compiler.module).__name__
+        Raises:
+            BuildError: its sizes are not related as those of other calls.
+        """
+        point = self._related.sizes(matched.leaves)
+        if point is None or min(point) < LEAST_SIZE:
+            raise BuildError("the sizes are not such multiples, or sums, as forward demands")
+        return point
+
+    def _note(self, *points: Point) -> None:
+        """Code is to be for these sizes, too."""
+        for point in points:
+            self._least = tuple(
+                max(LEAST_SIZE, min(n)) for n in zip(self._least, point, strict=True)
+            )
+            self._most = tuple(map(max, self._most, point))
+
+    def _code(self, mode: Mode, flags: Flags, matched: Matched) -> SymbolicCode | str:
+        """The code for the sizes of a call, compiled now where it is missing.
+
+        Sizes below those of the first code have another one: its loops have fewer lanes.
+        """
+        common = self.codes.get((mode, flags, False))
+        if common is None:
+            # That compiled in the background may be for the sizes of earlier calls.
+            common = self._compile((mode, flags, False), matched, self._least)
+        if isinstance(common, str):
+            return common
+        point = self._point(matched)
+        if common.points.hold(point):
+            return common
+        least = common.points.least
+        is_small = any(size < bound for size, bound in zip(point, least, strict=True))
+        key = mode, flags, is_small
+        code = self.codes.get(key)
+        while not (isinstance(code, SymbolicCode) and code.points.hold(point)):
+            if key in self._limited or self.compilations >= _MOST_RANGES * len(self.codes):
+                return code or common
+            small = (LEAST_SIZE,) * len(point)
+            wider = self._compile(key, matched, small if is_small else least)
+            if isinstance(wider, str):
+                return wider if code is None else code
+            code = wider
+        return code
+
+    def _compile(self, key: _Key, matched: Matched, least: Point) -> SymbolicCode | str:
+        mode, name = key[0], type(self.compiler.module).__name__
         what = f"compiling {name} for {mode}, any size"
         # What two processes compile is for the same sizes, whatever comes between.
-        bounds = self._bounds.setdefault((mode, flags), (self._least, self._most))
+        bounds = self._bounds.setdefault(
+            key, (least, tuple(map(max, least, self._least)), self._most)
+        )
         body = partial(self._told, what, mode, matched, bounds)
         code: SymbolicCode | str
         try:
@@ -149,7 +218,7 @@ class Family:
             if background is None:
                 code = body()
             else:
-                code = background.run(what, self, (mode, flags), body, self.signature)
+                code = background.run(what, self, key, body, self.signature)
         except UnderWayError:
             raise
         except Exception as error:
@@ -159,17 +228,23 @@ class Family:
             code = f"no code for any size: {kind}{first_line(error)}"
             logger.info("%s of %s for %s", code, name, mode)
         self.compilations += 1
-        del self._bounds[mode, flags]
+        del self._bounds[key]
+        if isinstance(code, str) or not all(map(code.points.hold, bounds[1:])):
+            self._limited.add(key)
+        if isinstance(code, SymbolicCode) or key not in self.codes:
+            self.codes[key] = code
+            for instance in self.instances.values():
+                instance.failures.clear()
         return code
 
     def _told(
-        self, what: str, mode: Mode, matched: Matched, bounds: tuple[Point, Point]
+        self, what: str, mode: Mode, matched: Matched, bounds: tuple[Point, ...]
     ) -> SymbolicCode:
         """The code; the log and a terminal tell of it."""
         start = time.perf_counter()
         with progress(what, self.why), tracing_here(), undisturbed():
             args, kwargs = without_inference_tensors(matched.arguments)
-            code = self._compiled(mode, args, kwargs, *bounds)
+            code = self._compiled(mode, args, kwargs, bounds)
         logger.info(
             "compiled %s for %s, any size from %s to %s: %.1f s",
             type(self.compiler.module).__name__,
@@ -181,28 +256,33 @@ class Family:
         return code
 
     def _compiled(
-        self, mode: Mode, args: Any, kwargs: Any, least: Point, most: Point
+        self, mode: Mode, args: Any, kwargs: Any, bounds: tuple[Point, ...]
     ) -> SymbolicCode:
-        compiler, symbols, names = self.compiler, self.symbols, self.signature.names
-        dimensions = [d for group in symbols.dimensions for d in group]
-        trace = traced_with_symbols(
-            compiler.module,
-            *symbols.probe(args, kwargs, symbols.apart(shapes_of((args, kwargs)))),
-            dimensions,
-            needs_grad=mode.needs_grad,
-            autocast=mode.autocast,
-        )
-        return compile_symbolic(
-            compiler.module,
-            partial(symbols.probe, args, kwargs),
-            points_within(trace.relations, symbols, (args, kwargs), least, most, names),
-            trace,
-            needs_grad=mode.needs_grad,
-            target=compiler.target,
-            options=compiler.options,
-            packing=compiler.packing,
-            autocast=mode.autocast,
-        )
+        symbols, sample = self._related, (args, kwargs)
+        trace = traced_for(self.compiler, symbols, sample, mode)
+        if symbols is self.symbols:
+            symbols = related(symbols, trace.relations, sample, bounds)
+            bounds = self._relate(symbols, sample, bounds)
+        compiled = partial(compiled_for, self.compiler, self.signature.names, trace, sample, mode)
+        try:
+            return compiled(symbols, bounds)
+        except DifferentCodeError:
+            units = divided(symbols, trace, sample, bounds)
+            if units is None or any(isinstance(c, SymbolicCode) for c in self.codes.values()):
+                raise
+            bounds = self._relate(units, sample, bounds)
+            return compiled(units, bounds)
+
+    def _relate(
+        self, symbols: Symbols, sample: Arguments, bounds: tuple[Point, ...]
+    ) -> tuple[Point, ...]:
+        """Compile for these symbols from now on; return the bounds in them."""
+        shapes = [shapes_of(self._related.probe(*sample, point)) for point in bounds]
+        self._related = symbols
+        found = tuple(map(symbols.point_of, shapes))
+        self._least = self._most = found[-1]
+        self._note(*found)
+        return (self._least, self._least, self._most)
 
     def _instantiated(
         self, code: SymbolicCode, point: Point, flags: Flags, matched: Matched

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from tvmbridge.compiler.packing import ModulePacks
+from tvmbridge.core.errors import DataDependentError
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.turns import compiling
 from tvmbridge.graph_capture.observe.effects import StateBefore
@@ -27,12 +28,14 @@ from tvmbridge.runtime.guards.forwards import StandsForForward, forward_of_class
 from tvmbridge.runtime.guards.mode import Flags, Mode, flags_of
 from tvmbridge.runtime.guards.signature import Matched, Signature
 from tvmbridge.runtime.guards.spelling import Mismatch
+from tvmbridge.runtime.parts import Cut
 from tvmbridge.runtime.room import Room
 from tvmbridge.runtime.specialization import Specialization
 from tvmbridge.runtime.timed_path import ServingPath
 
 logger = logging.getLogger(__name__)
 
+_FORKED = "the process was forked after dispatch"
 _IN_TRAINING = "the weights are frozen, and the module is in train mode"
 _NO_GRADIENTS = "the weights are frozen, and autograd records the call (use torch.no_grad())"
 
@@ -70,6 +73,7 @@ class ModuleCode:
         self._failed: _Failed | None = None
         self._retried: set[int] = set()
         self.any_size: AnySize | None = None
+        self.cut = Cut()
         self.packing = ModulePacks(module)
         self.background = Background(options)
         self.compiler = Compiler(
@@ -91,7 +95,7 @@ class ModuleCode:
     def _mode(self, specialization: Specialization, leaves: list[Any]) -> Mode | str:
         """The mode of this call; or why nothing that was compiled can serve it."""
         if os.getpid() != self._process:
-            return "the process was forked after dispatch"
+            return _FORKED
         recording = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         needs_grad = recording and specialization.anything_requires_grad(self.module, leaves)
         if self.options.freeze and (self.module.training or needs_grad):
@@ -132,7 +136,7 @@ class ModuleCode:
     def served(self) -> int:
         """The calls that compiled code has served, that which was dropped since included."""
         kept = [entry.calls for s in self.all_specializations() for _, entry in s.compiled()]
-        return sum(kept) + self._retired_calls
+        return sum(kept) + self._retired_calls + self.cut.served
 
     def add(self, specialization: Specialization) -> None:
         """Keep ``specialization``; those that were not used for longest go where too many."""
@@ -177,6 +181,7 @@ class ModuleCode:
                 if entry is None:
                     signature, (args, kwargs) = specialization.signature, matched.arguments
                     entry = self.compiler.entry(signature, mode, tuple(args), kwargs, why)
+                self.cut.instead_of(entry.compiled.eager_functions)
                 self._keep(specialization, mode, entry)
                 return entry
             except UnderWayError:
@@ -184,9 +189,21 @@ class ModuleCode:
             except Exception as error:
                 # Whatever it is, the module's own forward may do better.
                 reason = specialization.failures[mode, flags] = f"{mode}: {error}"
+                if isinstance(error, DataDependentError):
+                    self.cut.at(reason)
                 if not specialization.compiled():
                     self._failed = _Failed(specialization, (mode, flags), StateBefore(self.module))
                 return reason
+
+    def _cut_for_any_size(self, why: str) -> bool:
+        """Have calls of other sizes served in parts, where code runs a part in eager PyTorch.
+
+        Such code is for one size, and parts are for any.
+        """
+        if not self.compiles_signatures and self.any_size is None:
+            return False
+        entries = [e for s in self.all_specializations() for _, e in s.compiled()]
+        return any(e.compiled.eager_functions for e in entries) and self.cut.at(why)
 
     def _retry_if_settled(self) -> None:
         """Have the next call compiled where the own forward, in this one, has made what it keeps.
@@ -199,6 +216,7 @@ class ModuleCode:
             self._retried.add(id(failed.specialization))
             if any(map(self._is_users, failed.before.written())):
                 failed.specialization.failures.pop(failed.key, None)
+                self.cut.why = None
 
     def _is_users(self, name: str) -> bool:
         """Whether the attribute of this dotted name is the user's: a dispatch changes itself."""

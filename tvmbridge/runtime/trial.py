@@ -9,7 +9,7 @@ import torch
 
 from tvmbridge.core.devices import gpus_of
 from tvmbridge.graph_capture.epilogue import try_epilogue
-from tvmbridge.graph_capture.trace.generators import no_draws_by
+from tvmbridge.graph_capture.trace.generators import refuse_draws_by
 from tvmbridge.graph_capture.trace.standins import without_inference_tensors
 from tvmbridge.kernels.aten_call import foreign_among
 from tvmbridge.runtime.entry import CompiledEntry
@@ -21,14 +21,16 @@ def try_out(entry: CompiledEntry, leaves: Sequence[Any]) -> None:
     What cannot run must show itself now, when the module still has its own forward, and not
     in the middle of a training step. State, arguments and random state stay as they are.
     """
-    with torch.random.fork_rng(devices=gpus_of(entry.compiled.captured.device)):
+    foreign = foreign_among(entry.compiled.aten_calls)
+    draws = bool(entry.compiled.captured.noise or foreign)
+    # Without draws the generator is left alone: other threads draw from it as well.
+    with torch.random.fork_rng(gpus_of(entry.compiled.captured.device), enabled=draws):
         tensors: Sequence[Any] = _sample_state(entry)
         primals = [p.detach() for p in entry.given.of_call(leaves, tensors)]
         primals = without_inference_tensors(primals)
         # Nothing is moved before the code is known to run.
         primals += [entry.packing.copied([tensors[i] for i in s]) for _, s in entry.packs]
-        with no_draws_by(foreign_among(entry.compiled.aten_calls)):
-            _try(entry, primals, leaves)
+        refuse_draws_by(foreign, lambda: _try(entry, primals, leaves))
 
 
 def _try(entry: CompiledEntry, primals: list[torch.Tensor], leaves: Sequence[Any]) -> None:

@@ -10,11 +10,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch.export import Dim
 
 from tvmbridge.core.torch_private import placed_dynamic_shapes, pytree
-from tvmbridge.symbolic.probes import Dimension, Shapes, Symbols
+from tvmbridge.symbolic.symbols import ITSELF, Dimension, LinearSize, Shapes, Symbols
 
 Spec: TypeAlias = Mapping[str, Any] | tuple[Any, ...] | list[Any]
 
@@ -25,7 +26,8 @@ _HINT = type(Dim.AUTO)
 class DeclaredDimension:
     """What a spec says of one dimension: the ``name`` of its Dim, or of the hint, and its bounds.
 
-    ``free``: it is ``Dim.AUTO``, and may be of one size after all.
+    ``free``: it is ``Dim.AUTO``, and may be of one size after all. ``form``: of a Dim made of
+    another one, as ``2 * batch + 1``, whose name and bounds stand here.
     """
 
     name: str
@@ -33,13 +35,14 @@ class DeclaredDimension:
     most: int | None
     is_hint: bool
     free: bool
+    form: LinearSize = ITSELF
 
     @classmethod
     def of(cls, given: Any, size: int, where: str) -> DeclaredDimension | None:
         """Of what stands for a dimension of this size; None: it is static.
 
         Raises:
-            ValueError: it is another size, or a Dim made of another.
+            ValueError: it is another size.
         """
         if isinstance(given, int):
             if given != size:
@@ -52,22 +55,27 @@ class DeclaredDimension:
             return cls(f"Dim.{kind}", given.min or 0, given.max, True, kind == "AUTO")
         if not isinstance(given, Dim):
             return None
+        root, form = given, ITSELF
         if hasattr(given, "root"):
-            raise ValueError(
-                f"dynamic_shapes: {where} is {given.__name__}, a Dim made of another one, which is "
-                "not supported: write Dim.AUTO"
-            )
-        most = given.max if isinstance(given.max, int) else None
-        return cls(given.__name__, given.min, most, False, False)
+            made: Any = given
+            root = made.root
+            offset, more = (int(made.fn(sympy.Integer(n))) for n in (0, 1))
+            form = LinearSize(more - offset, offset)
+        most = root.max if isinstance(root.max, int) else None
+        return cls(root.__name__, root.min, most, False, False, form)
 
     def refusal(self, size: int) -> str | None:
         """Why code is not for this size; None: it may be."""
-        if size < 2:
-            return f"it is {size}, and there is no code for sizes of 0 and 1"
-        if self.least <= size and (self.most is None or size <= self.most):
+        if not size:
+            return "it is 0, and there is no code for sizes of 0"
+        symbol = self.form.symbol(size)
+        if symbol is None:
+            return f"it is {size}, and not {self.form.scale} * {self.name} + {self.form.offset}"
+        if self.least <= symbol and (self.most is None or symbol <= self.most):
             return None
         bounds = f"from {self.least}" + ("" if self.most is None else f" to {self.most}")
-        return f"it is {size}, and {self.name} is {bounds}"
+        of_symbol = "" if symbol == size else f", for which {self.name} is {symbol}"
+        return f"it is {size}{of_symbol}, and {self.name} is {bounds}"
 
 
 def names_no_size(spec: Spec) -> bool:
@@ -83,7 +91,7 @@ def declared(
 
     Raises:
         torch._dynamo.exc.UserError: the spec is not one for these arguments; as of torch.export.
-        ValueError: it names a size that the call does not have, or a Dim made of another.
+        ValueError: it names a size that the call does not have.
     """
     leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
     # Of a tensor that is given twice each place has sizes of its own.
@@ -125,4 +133,5 @@ def symbols_of(
         if not (dim.free and (leaf, number) in without):
             seen = tuple(each[leaf][number] for each in sizes)
             groups.setdefault(seen if dim.is_hint else dim.name, []).append((leaf, number))
-    return Symbols(tuple(map(tuple, groups.values()))) if groups else None
+    forms = {d: found[d].form for group in groups.values() for d in group}
+    return Symbols(tuple(map(tuple, groups.values())), forms) if groups else None

@@ -9,29 +9,22 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
-
-import torch
+from collections.abc import Sequence
 
 from tvmbridge.core.errors import CaptureError
-from tvmbridge.core.torch_private import pytree
 from tvmbridge.graph_capture.any_size import shapes_of
 from tvmbridge.graph_capture.relations import Relations
 from tvmbridge.graph_capture.trace.arguments import Arguments
 from tvmbridge.symbolic.code import Points
 from tvmbridge.symbolic.sizes import Point
-
-# A dimension of an argument: the number of its leaf, and of the dimension.
-Dimension: TypeAlias = tuple[int, int]
-Shapes: TypeAlias = Sequence[tuple[int, tuple[int, ...]]]
+from tvmbridge.symbolic.symbols import LEAST_SIZE, Dimension, Symbols
 
 _LANES = 64
+# Code is for sizes so many times those that calls had.
+_FAR = 8
 # The smallest sizes that code may be for: 0 and 1 mean something else to broadcasting, and 2 is
 # also the number of many other things.
 _LEAST = (3, 5, 7, 11, 17)
-_ALLOWED = 2
 _SMALL_DIVISORS = 2 * 3 * 5 * 7
 # What sizes are bounded by where forward bounds them itself, in ways that are not looked into.
 _LIMITS = tuple(1 << i for i in range(40, 4, -1))
@@ -51,102 +44,11 @@ class DemandedSizeError(CaptureError):
         self.dimensions = tuple(dimensions)
 
 
-@dataclass(frozen=True)
-class Symbols:
-    """The symbolic dimensions: those of each symbol have one size at every call.
-
-    Args:
-        dimensions: of each symbol.
-    """
-
-    dimensions: tuple[tuple[Dimension, ...], ...]
-
-    @classmethod
-    def of(cls, *calls: Shapes) -> Symbols | None:
-        """Those of dimensions that are not of one size in all calls; None: the ranks differ.
-
-        Dimensions that are of the same size in each call are one symbol.
-        """
-        sizes: dict[tuple[int, ...], list[Dimension]] = {}
-        for arguments in zip(*calls, strict=True):
-            if len({len(shape) for _, shape in arguments}) > 1:
-                return None
-            leaf = arguments[0][0]
-            for number, seen in enumerate(zip(*(shape for _, shape in arguments), strict=True)):
-                if len(set(seen)) > 1:
-                    sizes.setdefault(seen, []).append((leaf, number))
-        return cls(tuple(map(tuple, sizes.values())))
-
-    def with_rows(self, shapes: Shapes) -> Symbols | None:
-        """These, and one for the first dimensions of all arguments, which seem to be the rows of a
-        batch, since they have one size; None: they do not, or are among these."""
-        first = {(leaf, 0): shape[0] for leaf, shape in shapes if shape}
-        known = {d for group in self.dimensions for d in group}
-        rows = set(first.values())
-        if len(rows) != 1 or min(rows) < _LEAST[0] or known & first.keys():
-            return None
-        return Symbols((tuple(first), *self.dimensions))
-
-    def point(self, leaves: Sequence[Any]) -> Point | None:
-        """The sizes of the symbols in a call; None: those of one differ, or are 0 or 1."""
-        shapes = {i: leaf.shape for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
-        found: list[int] = []
-        for dimensions in self.dimensions:
-            sizes = {shapes[leaf][number] for leaf, number in dimensions}
-            if len(sizes) > 1 or min(sizes) < _ALLOWED:
-                return None
-            found += sizes
-        return tuple(found)
-
-    def are_all(self, sample: Shapes, leaves: Sequence[Any]) -> bool:
-        """Whether a call differs from a sample in the sizes of symbols alone."""
-        symbolic = {d for dimensions in self.dimensions for d in dimensions}
-        return all(
-            len(shape) == leaves[i].dim()
-            and all(
-                (i, d) in symbolic or size == leaves[i].shape[d] for d, size in enumerate(shape)
-            )
-            for i, shape in sample
-        )
-
-    def point_of(self, shapes: Mapping[int, Sequence[int]]) -> Point:
-        """The sizes of the symbols in a call with these shapes, which they were found in."""
-        return tuple(shapes[leaf][number] for (leaf, number), *_ in self.dimensions)
-
-    def apart(self, shapes: Mapping[int, Sequence[int]]) -> Point:
-        """The sizes of a call, all different: of equal ones torch.export would make one symbol."""
-        taken: list[int] = []
-        for size in self.point_of(shapes):
-            while size in taken:
-                size += 1
-            taken.append(size)
-        return tuple(taken)
-
-    def probe(self, args: Any, kwargs: Any, point: Point) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments as those given whose symbolic dimensions have the sizes of ``point``."""
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        shapes = {i: list(t.shape) for i, t in enumerate(leaves) if isinstance(t, torch.Tensor)}
-        for dimensions, size in zip(self.dimensions, point, strict=True):
-            for leaf, number in dimensions:
-                shapes[leaf][number] = size
-        made = [_resized(leaf, shapes.get(i)) for i, leaf in enumerate(leaves)]
-        found: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(made, spec)
-        return found
-
-
-def _resized(leaf: Any, shape: list[int] | None) -> Any:
-    """A tensor like ``leaf`` with this shape; nothing is read of its elements."""
-    if shape is None or list(leaf.shape) == shape:
-        return leaf
-    made = torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
-    return made.requires_grad_(leaf.requires_grad)
-
-
 def points_within(
     relations: Relations,
     symbols: Symbols,
     sample: Arguments,
-    smallest: Point,
+    smallest: Sequence[Point],
     largest: Point,
     names: Sequence[str],
 ) -> Points:
@@ -156,7 +58,8 @@ def points_within(
         relations: what that is.
         symbols: the symbolic dimensions.
         sample: arguments of some size.
-        smallest, largest: as of :func:`points_for`.
+        smallest: as of :func:`points_for`; of several the first that can be.
+        largest: as of :func:`points_for`.
         names: what messages call the leaves of the arguments.
 
     Raises:
@@ -166,19 +69,30 @@ def points_within(
     fixed = [d for group in symbols.dimensions for d in group if not relations.is_symbolic(*d)]
     if fixed:
         raise DemandedSizeError(fixed, relations, names)
-    bounds = [min(relations.most(*d) for d in group) for group in symbols.dimensions]
+    bounds = [
+        min(_bound(relations, symbols, d, size) for d in group)
+        for group, size in zip(symbols.dimensions, largest, strict=True)
+    ]
     broken: str | None = None
-    for limit, tight in itertools.product(_LIMITS, (False, True)):
+    ways = itertools.product(dict.fromkeys(smallest), _LIMITS, (False, True))
+    for least, limit, tight in ways:
         within = [min(bound, limit) for bound in bounds]
-        points = points_for(smallest, largest, within, tight=tight)
+        points = points_for(least, largest, within, tight=tight)
         if points is None:
-            break
+            continue
         probes = (symbols.probe(*sample, point) for point in points.all)
         broken = next(filter(None, map(relations.broken, map(shapes_of, probes))), None)
         if broken is None:
             return points
     reason = broken or f"there are no sizes to compile for around {largest}"
     raise CaptureError(f"forward goes another way at other sizes: {reason}")
+
+
+def _bound(relations: Relations, symbols: Symbols, dimension: Dimension, largest: int) -> int:
+    """What the symbol of a dimension may not exceed where a call has had ``largest``."""
+    scale, offset = symbols.form(dimension)
+    most = (relations.most(*dimension) - offset) // scale
+    return most if scale == 1 else min(most, _FAR * max(largest, -(-_LANES // scale)))
 
 
 def points_for(
@@ -198,11 +112,12 @@ def points_for(
     taken: set[int] = set()
     most, middle, least = [], [], []
     for low, high, bound in zip(smallest, largest, bounds, strict=True):
-        bottom = _small(low, taken, tight)
+        # Two symbols may be 2 at once: at the other points they differ.
+        bottom = low if low == LEAST_SIZE else _small(low, taken, tight)
         if bottom is None:
             return None
         least.append(bottom)
-        top = _largest(min(8 * max(high, _LANES), bound), taken, high, bottom)
+        top = _largest(min(_FAR * max(high, _LANES), bound), taken, high, bottom)
         common = min(max(high, 2 * _LEAST[-1]), bound)
         between = _prime_below(common, taken, least[-1], 4, 3)
         between = between or _prime_below(common, taken, least[-1])
@@ -225,10 +140,10 @@ def _small(size: int, taken: set[int], tight: bool) -> int | None:
     """A size well below one that calls had, if there is one: the next may be smaller."""
     if tight and size > _LEAST[-1]:
         return _prime_below(size, taken, _LEAST[-1])
-    free = [n for n in (_ALLOWED, *_LEAST) if n <= size and n not in taken]
+    free = [n for n in (LEAST_SIZE, *_LEAST) if n <= size and n not in taken]
     if not free:
         return None
-    below = [n for n in free if n <= size // 2 and n > _ALLOWED][-1:]
+    below = [n for n in free if n <= size // 2 and n > LEAST_SIZE][-1:]
     found = free[-1:] if tight else below or free[-1:]
     taken.update(found)
     return found[0]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -28,6 +29,8 @@ _MOST_POWER = 2
 _DIVISORS = tuple(1 << i for i in range(1, 17))
 # Smaller numbers are quotients or remainders of something by accident.
 _LEAST_QUOTIENT = 16
+# Rows and columns that padding adds to an image, or a window takes.
+_BORDERS = range(-2, 7)
 
 
 class DifferentCodeError(BuildError):
@@ -105,6 +108,8 @@ class Sizes:
         sought = values, len(self._atoms)
         if values not in self._found and sought not in self._missed:
             size = self._polynomial(values) or self.only(self._of_atoms(values))
+            if size is None and min(values) >= _LEAST_QUOTIENT:
+                size = self.only(self._with_borders(values))
             if size is None:
                 self._missed.add(sought)
             else:
@@ -197,6 +202,39 @@ class Sizes:
                     if more:
                         terms.append((more, (0,) * (self.symbols + count)))
                     yield Size(tuple(terms), atoms=atoms)
+
+    def _with_borders(self, values: tuple[int, ...]) -> Iterable[Size]:
+        """Products of a quotient and another extent, each with a number: images with borders."""
+        ones = [m for m in self._monomials if sum(m) == 1]
+        extents: list[tuple[Size, tuple[int, ...], tuple[Size, ...]]]
+        extents = [(Size(((1, m),)), m, ()) for m in ones]
+        extents += [(a, (0,) * self.symbols, (a,)) for a in self._atoms]
+        at = [([x.at(p) for p in self.points], powers, atoms) for x, powers, atoms in extents]
+        for (y, _, atom), (x, powers, other) in itertools.product(at[len(ones) :], at):
+            for monomial in self._monomials:
+                divided = [
+                    divmod(v, m) for v, m in zip(values, self._values[monomial], strict=True)
+                ]
+                if any(rest for _, rest in divided):
+                    continue
+                for i, j in itertools.product(_BORDERS, _BORDERS):
+                    products = [(a + i) * (b + j) for a, b in zip(y, x, strict=True)]
+                    factor = divided[0][0] // products[0] if products[0] > 0 else 0
+                    if factor < 1 or any(
+                        factor * product != v
+                        for product, (v, _) in zip(products, divided, strict=True)
+                    ):
+                        continue
+                    more = tuple(map(operator.add, monomial, powers))
+                    quotients = [(1, 1), (1, 0), (0, 1), (0, 0)]
+                    terms = [
+                        (
+                            factor * (1 if p else i) * (1 if q else j),
+                            (*(more if q else monomial), p, *((q,) if other else ())),
+                        )
+                        for p, q in quotients
+                    ]
+                    yield Size(tuple(t for t in terms if t[0]), atoms=(*atom, *other))
 
     def only(self, candidates: Iterable[Size]) -> Size | None:
         """The only one, as functions of the symbols."""

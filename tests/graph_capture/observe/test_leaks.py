@@ -206,3 +206,11 @@ def test_parameters_can_be_exchanged_in_place() -> None:
         torch.testing.assert_close(module(x.double()), plain(x.double()))
         torch.testing.assert_close(module.to(torch.float32)(x), plain(x.double()).float())
     assert dispatch_report(module).tvm_calls == 2
+
+
+def test_number_that_a_hook_collects_is_no_proxy() -> None:
+    module, seen = nn.Sequential(nn.Linear(3, 3), nn.Tanh()), list[float]()
+    module[0].register_forward_hook(lambda _, given, result: seen.append(result.sum().item()))
+    with pytest.raises(CaptureError, match="changes seen outside of the module"):
+        add_tvm_dispatch(module, torch.randn(2, 3))
+    assert all(type(number) is float for number in seen)

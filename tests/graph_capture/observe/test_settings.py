@@ -97,8 +97,8 @@ def test_errors_leave_nothing_changed() -> None:
         assert settings.changed() == names
         raise KeyError
 
-    settings = Settings()
-    with pytest.raises(KeyError), settings_kept() as kept:
+    settings = Settings(lambda: True)
+    with pytest.raises(KeyError), settings_kept(lambda: True) as kept:
         fail(kept)
     assert not settings.changed()
     assert torch.zeros(1).device.type == "cpu"

@@ -100,3 +100,35 @@ def test_equals_eager(module: nn.Module) -> None:
     add_tvm_dispatch(module.eval(), (x, y))
     torch.testing.assert_close(module(x, y), expected)
     assert dispatch_report(module).tvm_calls == 1
+
+
+def _chain(length: int) -> tvm.IRModule:
+    builder = relax.BlockBuilder()
+    x = relax.Var("x", _TYPE)
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            value: relax.Expr = x
+            for _ in range(length):
+                value = builder.emit(op.tanh(value))
+            result = builder.emit_output(value)
+        builder.emit_func_output(result)
+    passes = [relax.transform.LegalizeOps(LEGALIZE_MAP), relax.transform.AnnotateTIROpPattern()]
+    return tvm.ir.transform.Sequential(passes)(builder.get())
+
+
+def _operators_of_groups(mod: tvm.IRModule) -> list[int]:
+    return [
+        sum(len(block.bindings) for block in function.body.blocks)
+        for _, function in mod.functions_items()
+        if isinstance(function, relax.Function) and "Primitive" in function.attrs
+    ]
+
+
+def test_long_chains_of_equal_layers_are_calls_of_few_functions() -> None:
+    fused, _ = _fused(_chain(200))
+    groups = _operators_of_groups(fused)
+    # Whole groups are one function, the last one has the rest.
+    assert len(groups) <= 2
+    assert max(groups) <= 65
+    calls = sum(len(block.bindings) for block in fused["main"].body.blocks)
+    assert calls <= 200 // 64 + 2

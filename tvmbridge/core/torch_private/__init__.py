@@ -29,6 +29,7 @@ import torch._utils
 import torch.amp.autocast_mode
 import torch.autograd.graph
 import torch.nn.modules.batchnorm
+import torch.nn.modules.module
 import torch.overrides
 import torch.utils._device
 import torch.utils._python_dispatch
@@ -69,6 +70,7 @@ linalg_check_errors = torch._linalg_check_errors
 native_multi_head_attention = torch._native_multi_head_attention
 transformer_encoder_layer_fwd = torch._transformer_encoder_layer_fwd
 pack_padded_sequence = torch._pack_padded_sequence
+has_any_global_hook = torch.nn.modules.module._has_any_global_hook
 BatchNorm = torch.nn.modules.batchnorm._BatchNorm
 
 # Fake tensors
@@ -179,6 +181,11 @@ def symbolic_shapes() -> Any:
     return importlib.import_module("torch.fx.experimental.symbolic_shapes")
 
 
+def dynamo_config() -> Any:
+    """TorchDynamo's settings."""
+    return importlib.import_module("torch._dynamo.config")
+
+
 def graph_breaks() -> Counter[str]:
     """Count the graph breaks of TorchDynamo in this process by the first line of the reason."""
     counters = importlib.import_module("torch._dynamo.utils").counters
@@ -245,6 +252,17 @@ def skipped_frame(reason: str) -> Exception:
     """Return the exception that makes TorchDynamo run a function in Python, uncompiled."""
     error: Exception = importlib.import_module("torch._dynamo.exc").SkipFrame(reason)
     return error
+
+
+def backend_registry() -> Any:
+    """The module that has the backends of ``torch.compile`` by name."""
+    return importlib.import_module("torch._dynamo.backends.registry")
+
+
+def registered_backends() -> dict[str | None, Any]:
+    """The functions of the backends of ``torch.compile`` that were loaded, by name."""
+    functions: dict[str | None, Any] = backend_registry()._COMPILER_FNS
+    return functions
 
 
 def free_cublas_workspaces() -> None:

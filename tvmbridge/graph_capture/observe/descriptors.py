@@ -13,7 +13,12 @@ from torch.export.graph_signature import ConstantArgument, InputSpec, TensorArgu
 from torch.export.graph_signature import InputKind as ExportInputKind
 from torch.export.graph_signature import OutputKind as ExportOutputKind
 
-from tvmbridge.core.errors import CaptureError, NotApartError, UnsupportedOperatorError
+from tvmbridge.core.errors import (
+    CaptureError,
+    DataDependentError,
+    NotApartError,
+    UnsupportedOperatorError,
+)
 from tvmbridge.core.torch_private import make_contiguous_strides_for
 from tvmbridge.core.types import (
     InputDescriptor,
@@ -226,13 +231,13 @@ def _laid_out(spec: TensorSpec | None, stride: tuple[int, ...] | None) -> Tensor
 def _output_spec(name: str, value: Any) -> TensorSpec:
     """The spec of a result, which must be a tensor whose shape is known."""
     if not isinstance(value, torch.Tensor):
-        raise UnsupportedOperatorError(
+        raise DataDependentError(
             f"the result {name} is a number that is computed from the values of tensors"
         )
     if value.is_complex():
         raise UnsupportedOperatorError(f"the result {name} is of {value.dtype}")
     if not all(isinstance(extent, int) for extent in value.shape):
-        raise UnsupportedOperatorError(f"the shape of the result {name} depends on data")
+        raise DataDependentError(f"the shape of the result {name} depends on data")
     return TensorSpec.of(value)
 
 

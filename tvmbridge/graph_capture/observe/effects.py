@@ -22,6 +22,7 @@ from tvmbridge.graph_capture.observe.executed import is_called_by_library
 from tvmbridge.graph_capture.trace.callers import calling_python_module
 from tvmbridge.graph_capture.trace.generators import Generators
 from tvmbridge.graph_capture.trace.kernel_strides import unanswered
+from tvmbridge.graph_capture.trace.own_calls import OwnCalls
 from tvmbridge.graph_capture.trace.patches import patched_here
 from tvmbridge.graph_capture.trace.standins import tensors_of
 
@@ -192,10 +193,10 @@ _NOTED = (
 
 
 @contextmanager
-def impurities() -> Iterator[list[str]]:
+def impurities(own: OwnCalls) -> Iterator[list[str]]:
     """Collects uses of autograd's hooks, and of random number generators but to draw.
 
-    All generators are as before afterwards.
+    All generators that forward's ``own`` thread used are as before afterwards.
     """
     found: list[str] = []
     noted = [(owner, name, _noting(what, found)) for owner, name, what in _NOTED]
@@ -208,12 +209,12 @@ def impurities() -> Iterator[list[str]]:
             stack.enter_context(_hashes_watched(found))
             yield found
         # Nothing is drawn on fake tensors.
-        used = generators.used()
+        used = [name for name in generators.used() if own.may_draw_from(name)]
         if not found and "torch" in used:
             found.append("sets the state of PyTorch's generator")
         found += [f"draws from {name}" for name in used if name != "torch"]
     finally:
-        generators.restore()
+        generators.restore(own.may_draw_from)
 
 
 @contextmanager
@@ -264,7 +265,8 @@ def _refusing(what: str) -> Callable[..., Any]:
     def refuse(genuine: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         raise DependenceError(
             f"uses {what}, which compiled code would not call again: leave this module to "
-            "PyTorch, and dispatch submodules whose gradients need no gradient themselves"
+            "PyTorch, and dispatch submodules whose gradients need no gradient themselves",
+            in_parts=False,
         )
 
     return refuse

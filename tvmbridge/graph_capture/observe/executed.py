@@ -12,6 +12,7 @@ from typing import Any
 from tvmbridge.core.libraries import KEEPS_BOOKS
 from tvmbridge.graph_capture.observe.names import Names, names_of
 from tvmbridge.graph_capture.trace.callers import calling_python_module
+from tvmbridge.graph_capture.trace.own_calls import OwnCalls
 
 # Of these nothing is read that is not watched, or that may change what is computed.
 _LIBRARIES = frozenset({"functorch", "mpmath", "numpy", "sympy", "torch", "torchgen", "triton"})
@@ -34,21 +35,25 @@ class Executed:
 
 
 @contextmanager
-def executed_functions(note: Callable[[Executed], None]) -> Iterator[None]:
+def executed_functions(note: Callable[[Executed], None], own: OwnCalls) -> Iterator[None]:
     """Within it ``note`` gets each function that runs in this thread, before its first run.
 
     Those of PyTorch, Python's library and the bridge are left out, and what runs while something is
-    imported: it does not run again. A profiler rests meanwhile.
+    imported: it does not run again. ``own`` notes builtin functions and those of libraries. A
+    profiler rests meanwhile.
     """
     known: dict[tuple[int, ...], CodeType] = {}
     before = _imports_under_way(sys._getframe())
 
     def called(frame: FrameType, event: str, argument: object) -> None:
         code = frame.f_code
+        if event == "c_call":
+            own.note_builtin(argument)
         if event != "call" or (id(code),) in known:
             return
         if is_library(frame.f_globals.get("__name__")) or code.co_filename.startswith("<frozen"):
             known[(id(code),)] = code
+            own.note_library(frame)
             return
         values = frame.f_locals if code.co_freevars else {}
         free = {name: values[name] for name in code.co_freevars if name in values}

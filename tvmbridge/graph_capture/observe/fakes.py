@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,12 +68,18 @@ def _entwined(leaves: Sequence[Any], own: Sequence[torch.Tensor]) -> Iterator[in
                 yield number
 
 
-def is_tagged(value: Any) -> bool:
+def any_tagged(values: Iterable[Any]) -> bool:
     """Whether a fake tensor has attributes that fake tensors do not have by themselves."""
-    if not isinstance(value, FakeTensor):
-        return False
-    plain = value.fake_mode.from_tensor(torch.empty(0))
-    return not vars(value).keys() <= vars(plain).keys()
+    plain: dict[int, set[str]] = {}
+    for value in values:
+        if not isinstance(value, FakeTensor):
+            continue
+        mode = value.fake_mode
+        if id(mode) not in plain:
+            plain[id(mode)] = set(vars(mode.from_tensor(torch.empty(0))))
+        if not vars(value).keys() <= plain[id(mode)]:
+            return True
+    return False
 
 
 def all_tensors(module: nn.Module) -> list[torch.Tensor]:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from tvmbridge.core.contents import CONTAINERS, DEPTH, all_held, attributes_of
@@ -145,12 +145,15 @@ def refuse_hidden(
 
 
 def holds_fakes(value: Any) -> bool:
-    """Whether ``value`` is a fake tensor, or holds one."""
-    return any(isinstance(held, FakeTensor) for held in all_held(value))
+    """Whether ``value`` is a fake tensor or a proxy, or holds one."""
+    return any(issubclass(type(held), FakeTensor | fx.Proxy) for held in all_held(value))
 
 
 def remove_fakes(now: Any, before: Any, depth: int = DEPTH) -> None:
-    """Take fake tensors out of a container; what they replaced comes from ``before``, its copy."""
+    """Take fake tensors and proxies out of a container.
+
+    What they replaced comes from ``before``, its copy.
+    """
     entries, earlier = _entries(now), _entries(before)
     if not isinstance(now, CONTAINERS) and hasattr(now, "__dict__"):
         now = vars(now)

@@ -42,7 +42,7 @@ from tvmbridge.graph_capture.observe.attributes import (
     values_read,
 )
 from tvmbridge.graph_capture.observe.effects import QuestionWatch, StateBefore, impurities
-from tvmbridge.graph_capture.observe.fakes import Fakes, all_tensors, is_tagged, laid_out
+from tvmbridge.graph_capture.observe.fakes import Fakes, all_tensors, any_tagged, laid_out
 from tvmbridge.graph_capture.observe.foreign import ForeignConstant, ForeignModules, ForeignTensors
 from tvmbridge.graph_capture.observe.objects import NO_READS, ObjectReads
 from tvmbridge.graph_capture.observe.outside import OutsideReads
@@ -139,14 +139,14 @@ def observe(
                 seen = run(Fakes.of(module, args, kwargs))
         except BaseException as error:
             leaks.release_frames(error, handled)
-            if made.alive():
-                outside.remove_fakes()
+            outside.remove_fakes()
             raise
         finally:
             adoption.watched = outside.values()
         kept = bool(made.alive())
-        if kept:
+        if kept or seen.changes:
             outside.remove_fakes()
+        if kept:
             read = (*seen.values.values(), *(value.expected for value in seen.outside))
             leaks.refuse_hidden(made.alive(), module, read)
         return replace(seen, kept=kept)
@@ -201,7 +201,7 @@ class _Run:
             self._foreign_modules.noticing_new_ones(),
             self._watches.objects.recording(self._module),
             self.outside.collecting(),
-            settings_kept() as settings,
+            settings_kept(self.outside.own.may_set) as settings,
             ExitStack() as further,
         ):
             for each in within:
@@ -221,7 +221,7 @@ class _Run:
             if id(r) in self.questions.started
         )
         self._writes_entwined = versions != list(map(version_of, self._fakes.entwined))
-        self._tagged = any(map(is_tagged, (*tensors, *self.results)))
+        self._tagged = any_tagged((*tensors, *self.results))
         if any(isinstance(r, torch.Tensor) and r.is_inference() for r in self.results):
             self.questions.asks.add(Question.INFERENCE)
         return structure
@@ -270,7 +270,7 @@ def _observe(
 ) -> Observation:
     others, buffers = ForeignModules(), small_buffers(module)
     with ExitStack() as stack:
-        impure = stack.enter_context(impurities())
+        impure = stack.enter_context(impurities(watches.outside.own))
         reads = stack.enter_context(recorded_reads(module, others))
         assignments = stack.enter_context(recorded_assignments(module, reads))
         for context in (fakes.mode, torch.set_grad_enabled(needs_grad), without_autocast()):

@@ -40,6 +40,7 @@ from tvmbridge.graph_capture.observe.sources import (
     roots,
 )
 from tvmbridge.graph_capture.observe.watching import Codes, defaults, exactly, watched
+from tvmbridge.graph_capture.trace.own_calls import OwnCalls
 
 # Tracing switches them off meanwhile.
 _EXCHANGED = (torch.backends.mkldnn, torch.backends.nnpack, torch.backends.cudnn)
@@ -62,11 +63,13 @@ class OutsideReads:
     """Collects what the functions of users that run may read outside of the module.
 
     ``asks`` is what they may ask of tensors, and ``complaints`` what compiled code cannot repeat.
+    ``own``: the calls of this thread that have effects which other threads may have as well.
     """
 
     def __init__(self, module: nn.Module, objects: ObjectReads) -> None:
         self.asks: set[Question] = set()
         self.complaints: list[str] = []
+        self.own = OwnCalls()
         self._objects = objects
         self._sources: dict[tuple[int, str], Source] = {}
         self._values: dict[tuple[int, str], OutsideValue] = {}
@@ -95,7 +98,7 @@ class OutsideReads:
 
     def collecting(self) -> AbstractContextManager[None]:
         """Within it functions that run in this thread are looked at before they do."""
-        return executed_functions(self._note_function)
+        return executed_functions(self._note_function, self.own)
 
     def _note_function(self, executed: Executed) -> None:
         with self._objects.paused():
@@ -155,6 +158,7 @@ class OutsideReads:
         if source.key in self._sources or isinstance(value, FakeTensor):
             return False
         self._sources[source.key] = source
+        self.own.note_value(value)
         if holds_iterator(value):
             self.complaints.append(f"reads the iterator {source.label}")
         found = list(watched(source))

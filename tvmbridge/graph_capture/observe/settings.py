@@ -22,6 +22,7 @@ from tvmbridge.core.torch_private import (
     function_mode_count,
     pop_function_mode,
 )
+from tvmbridge.graph_capture.trace.own_calls import OwnCalls
 
 _backends = torch.backends
 
@@ -30,6 +31,8 @@ class _Setting(NamedTuple):
     name: str
     get: Callable[[], Any]
     put: Callable[[Any], Any]
+    # Whether each thread has a value of its own.
+    of_thread: bool = False
 
 
 def _attribute(owner: Any, name: str, label: str) -> _Setting:
@@ -91,10 +94,10 @@ def _anomaly() -> tuple[bool, bool]:
 
 _SETTINGS = (
     _Setting("the default dtype", torch.get_default_dtype, torch.set_default_dtype),
-    _Setting("the default device", _default_device, torch.set_default_device),
-    _Setting("the number of threads", torch.get_num_threads, torch.set_num_threads),
-    _Setting("the gradient mode", torch.is_grad_enabled, _put_grad_mode),
-    _Setting("inference mode", torch.is_inference_mode_enabled, lambda _: None),
+    _Setting("the default device", _default_device, torch.set_default_device, of_thread=True),
+    _Setting("the number of threads", torch.get_num_threads, torch.set_num_threads, of_thread=True),
+    _Setting("the gradient mode", torch.is_grad_enabled, _put_grad_mode, of_thread=True),
+    _Setting("inference mode", torch.is_inference_mode_enabled, lambda _: None, of_thread=True),
     _Setting(
         "deterministic algorithms",
         _deterministic,
@@ -110,20 +113,27 @@ _SETTINGS = (
                 f"autocast of {device}",
                 partial(torch.is_autocast_enabled, device),
                 partial(torch.set_autocast_enabled, device),
+                of_thread=True,
             ),
             _Setting(
                 f"the dtype of autocast of {device}",
                 partial(torch.get_autocast_dtype, device),
                 partial(torch.set_autocast_dtype, device),
+                of_thread=True,
             ),
         )
     ),
     _Setting(
-        "the cache of autocast", torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled
+        "the cache of autocast",
+        torch.is_autocast_cache_enabled,
+        torch.set_autocast_cache_enabled,
+        of_thread=True,
     ),
-    _Setting("the nesting of autocast", _autocast_nesting, _put_autocast_nesting),
+    _Setting("the nesting of autocast", _autocast_nesting, _put_autocast_nesting, of_thread=True),
     _Setting("the precision of float32 products", precisions, put_precisions),
-    _Setting("the flushing of denormals", _flushes_denormals, torch.set_flush_denormal),
+    _Setting(
+        "the flushing of denormals", _flushes_denormals, torch.set_flush_denormal, of_thread=True
+    ),
     _Setting("warn_always", torch.is_warn_always_enabled, torch.set_warn_always),
     *(
         _Setting(f"scaled_dot_product_attention by {kind}", enabled, put)
@@ -152,33 +162,47 @@ _SETTINGS = (
 
 
 class Settings:
-    """The settings of PyTorch as they are now, in this thread."""
+    """The settings of PyTorch as they are now, in this thread.
 
-    def __init__(self) -> None:
+    Args:
+        may_set: whether this thread may have changed a setting that all threads share; by default
+            where no other thread runs.
+    """
+
+    def __init__(self, may_set: Callable[[], bool] | None = None) -> None:
+        self._may_set = may_set or OwnCalls().may_set
         self._values = [setting.get() for setting in _SETTINGS]
         self._modes = function_mode_count()
 
     def changed(self) -> list[str]:
         """The names of those that have changed."""
-        pairs = zip(_SETTINGS, self._values, strict=True)
-        found = [setting.name for setting, value in pairs if setting.get() != value]
+        found = [setting.name for setting, _ in self._changed()]
         if not found and function_mode_count() != self._modes:
             found.append("a function mode that it entered")
         return found
 
     def restore(self) -> None:
         """Restore them."""
-        for setting, value in zip(_SETTINGS, self._values, strict=True):
-            if setting.get() != value:
-                setting.put(value)
+        for setting, value in self._changed():
+            setting.put(value)
         while function_mode_count() > self._modes:
             pop_function_mode()
 
+    def _changed(self) -> list[tuple[_Setting, Any]]:
+        """The settings that this thread has changed, with their values before."""
+        pairs = list(zip(_SETTINGS, self._values, strict=True))
+        changed = [(setting, value) for setting, value in pairs if setting.get() != value]
+        shared = any(not setting.of_thread for setting, _ in changed) and not self._may_set()
+        return [pair for pair in changed if pair[0].of_thread or not shared]
+
 
 @contextmanager
-def settings_kept() -> Iterator[Settings]:
-    """Restores the settings, whatever runs within it."""
-    settings = Settings()
+def settings_kept(may_set: Callable[[], bool] | None = None) -> Iterator[Settings]:
+    """Restores the settings, whatever runs within it.
+
+    Settings that all threads share are restored where this thread ``may_set`` them.
+    """
+    settings = Settings(may_set)
     try:
         # What is entered within it ends with it; it says of gradients what it thinks best.
         infers, records = torch.is_inference_mode_enabled(), torch.is_grad_enabled()

@@ -17,7 +17,7 @@ from torch import nn
 from tvmbridge.core.assumptions import Question
 from tvmbridge.core.autocast import Autocast
 from tvmbridge.core.contents import same_value
-from tvmbridge.core.errors import BridgeError, CaptureError, NotApartError
+from tvmbridge.core.errors import BridgeError, CaptureError, DataDependentError, NotApartError
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.graph_capture.dependence import DependenceError
 from tvmbridge.graph_capture.observe.adoption import Adoption
@@ -152,7 +152,8 @@ def _staged(
             seen = _settled(seen, replace(again, values={**again.values, **in_place}))
     except DependenceError as error:
         message = f"{error.at(user_line(error))}{advice_on_experts(module)}"
-        raise CaptureError(message) from error
+        kind = DataDependentError if error.in_parts else CaptureError
+        raise kind(message) from error
     except BridgeError:
         raise
     except Exception as error:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from tvmbridge.core.errors import UnsupportedOperatorError
+from tvmbridge.core.errors import DataDependentError, UnsupportedOperatorError
 from tvmbridge.core.torch_private import innermost_transform, pack_padded_sequence
 from tvmbridge.graph_capture.trace.function_table import Call, replaces
 from tvmbridge.graph_capture.trace.recurrent_ops import (
@@ -54,7 +54,7 @@ def _recurrent_layers(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any])
     # For packed sequences the sizes of the batches come before the states.
     of_packed = "batch_sizes" in kwargs or (len(args) > 3 and isinstance(args[3], list | tuple))
     if call.function is pack_padded_sequence or of_packed:
-        raise UnsupportedOperatorError(
+        raise DataDependentError(
             "forward packs a padded sequence, and the values of the lengths decide what shape "
             "it has then; leave it padded, or dispatch the submodules before and behind it"
         )

@@ -31,6 +31,8 @@ _TEXT = {str}
 
 _PLACED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
+OTHER_SHAPE = "the shape of an input differs"
+
 
 class Matched(NamedTuple):
     """A call that fits a signature: its leaves, and its arguments as the sample spells them."""
@@ -181,7 +183,7 @@ class Signature:
                 return Mismatch("an argument has left a function transform")
             if leaf.shape != shape and not any_size:
                 text = f"shape {tuple(leaf.shape)}, compiled for {tuple(shape)}"
-                return self._of(i, "the shape of an input differs", text)
+                return self._of(i, OTHER_SHAPE, text)
             if leaf.dtype is not dtype:
                 text = f"dtype {leaf.dtype}, compiled for {dtype}"
                 return self._of(i, "the dtype of an input differs", text)

@@ -36,6 +36,19 @@ DYNAMO = (
         _counts,
     ),
     PrivateName(
+        "torch._dynamo.config",
+        "parts of a module, which rely on settings of Dynamo",
+        has(
+            "patch",
+            "suppress_errors",
+            "skip_nnmodule_hook_guards",
+            "trace_numpy",
+            "capture_scalar_outputs",
+            "capture_dynamic_output_shape_ops",
+            "recompile_limit",
+        ),
+    ),
+    PrivateName(
         "torch._dynamo.symbolic_convert.InstructionTranslator",
         "the name of the module whose forward Dynamo captures",
         has("current_tx"),
@@ -54,6 +67,16 @@ DYNAMO = (
         "torch._dynamo.convert_frame.compile_lock",
         "captures of TorchDynamo that wait for a trace",
         has("acquire", "release"),
+    ),
+    PrivateName(
+        "torch._dynamo.backends.registry._COMPILER_FNS",
+        "threads that look up a backend by its name at the same time",
+        has("get"),
+    ),
+    PrivateName(
+        "torch._dynamo.backends.registry.register_backend",
+        "threads that look up a backend by its name at the same time",
+        takes("compiler_fn", "name", "tags"),
     ),
     PrivateName(
         "torch._dynamo.trace_rules.get_torch_obj_rule_map",

@@ -207,6 +207,11 @@ IMPORTED = (
         lambda op: [a.name for a in op._schema.arguments][:4] == ["X", "W", "B", "attr"],
     ),
     PrivateName(
+        "torch.nn.modules.module._has_any_global_hook",
+        "hooks of all modules, which parts are not compiled with",
+        callable,
+    ),
+    PrivateName(
         "torch.nn.modules.batchnorm._BatchNorm",
         "batch norms with cumulative averages",
         lambda kind: issubclass(nn.BatchNorm1d, kind) and hasattr(kind, "_check_input_dim"),

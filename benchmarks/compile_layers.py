@@ -1,0 +1,122 @@
+"""CPU seconds of add_tvm_dispatch for modules of many equal layers; nothing comes from the cache.
+
+Each module is compiled in a process of its own. ``--rows norms-train`` chooses some, ``--layers
+250`` compiles fewer layers, to see how the time grows.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.common import Row, parser, report
+from benchmarks.compile_scaling import TOTAL
+from tvmbridge import CompileOptions, add_tvm_dispatch, dispatch_report
+
+
+def linears(layers: int) -> tuple[nn.Module, Tensor]:
+    """Linear layers and tanh in turns."""
+    pairs = ((nn.Linear(8, 8), nn.Tanh()) for _ in range(layers // 2))
+    return nn.Sequential(*(layer for pair in pairs for layer in pair)), torch.randn(4, 8)
+
+
+def norms(layers: int) -> tuple[nn.Module, Tensor]:
+    """A chain of layer norms."""
+    return nn.Sequential(*(nn.LayerNorm(8) for _ in range(layers))), torch.randn(4, 8)
+
+
+def convolutions(layers: int) -> tuple[nn.Module, Tensor]:
+    """Blocks of a convolution, batch norm and ReLU: seven parameters and buffers a block."""
+    blocks = (
+        nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.ReLU()) for _ in range(layers)
+    )
+    return nn.Sequential(*blocks), torch.randn(2, 4, 8, 8)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A module of ``layers`` equal layers, how it is compiled, and the bound in CPU seconds."""
+
+    make: Callable[[int], tuple[nn.Module, Tensor]]
+    layers: int
+    training: bool
+    bound: float
+
+
+CASES: Mapping[str, Case] = MappingProxyType(
+    {
+        "linears-eval": Case(linears, 1000, training=False, bound=25),
+        "linears-train": Case(linears, 1000, training=True, bound=25),
+        "norms-eval": Case(norms, 1000, training=False, bound=25),
+        "norms-train": Case(norms, 1000, training=True, bound=25),
+        "convolutions-eval": Case(convolutions, 286, training=False, bound=30),
+    }
+)
+
+
+def compile_here(case: Case, layers: int) -> dict[str, float]:
+    """CPU seconds of one compilation in this process, by stage and in all."""
+    options = CompileOptions(cache=False)
+    warm = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).train(case.training)
+    add_tvm_dispatch(warm, torch.randn(2, 4), options=options)
+    module, sample = case.make(layers)
+    module.train(case.training)
+    # The stages are measured by this clock too.
+    with mock.patch("time.perf_counter", time.process_time):
+        start = time.process_time()
+        add_tvm_dispatch(module, sample, options=options)
+        total = time.process_time() - start
+    (entry,) = dispatch_report(module).specializations
+    return {**entry.seconds, TOTAL: total}
+
+
+def measure(name: str, layers: int) -> dict[str, float]:
+    """:func:`compile_here` in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.compile_layers", "--worker"]
+    command += ["--rows", name, "--layers", str(layers)]
+    answer = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    seconds: dict[str, float] = json.loads(answer.stdout.splitlines()[-1])
+    return seconds
+
+
+def rows(name: str, layers: int | None) -> list[Row]:
+    """Seconds of each stage; the bound is that of the whole, for as many layers as it is set."""
+    case = CASES[name]
+    count = layers or case.layers
+    return [
+        Row(
+            f"{name}, {count} layers, {stage}",
+            seconds,
+            "s",
+            case.bound if stage == TOTAL and count == case.layers else None,
+        )
+        for stage, seconds in measure(name, count).items()
+    ]
+
+
+def main(argv: Sequence[str] = ()) -> int:
+    """Measure the rows that are named, or all."""
+    options = parser(__doc__)
+    options.add_argument("--rows", nargs="+", choices=CASES, default=list(CASES))
+    options.add_argument("--layers", type=int, help="instead of each row's own number")
+    options.add_argument("--worker", action="store_true", help="compile here and print JSON")
+    chosen = options.parse_args(list(argv))
+    if chosen.worker:
+        case = CASES[chosen.rows[0]]
+        print(json.dumps(compile_here(case, chosen.layers or case.layers)))
+        return 0
+    table = [row for name in chosen.rows for row in rows(name, chosen.layers)]
+    return report("CPU time of add_tvm_dispatch", table, check=not chosen.no_check)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,195 @@
+"""Modules whose graph depends on data, in parts: results, gradients, state and draws of eager."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from tvmbridge import add_tvm_dispatch, dispatch_report, remove_tvm_dispatch
+from tvmbridge.core.errors import CaptureError, FallbackError
+
+
+class Branching(nn.Module):
+    """A number decides between two branches; buffers are written, and dropout draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(self.first(x)).relu() * 2 + 1
+        if x.abs().mean().item() > 2:
+            y = self.second(y).tanh() * 3 - 1
+        return functional.dropout(y, 0.3, self.training).sin() + y
+
+
+class Masked(nn.Module):
+    """Values that a mask chooses are written into what carries a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x).tanh() + 2
+        chosen = y > 2
+        z = y * 2
+        z[chosen] = 1 + torch.log(z[chosen])
+        return (z * y).sum(-1) + z[:, 0].sin()
+
+
+class Propagation(nn.Module):
+    """A graph convolution as PyG writes it: self loops are added where there are none."""
+
+    def __init__(self, inner: int, outer: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(inner, outer)
+
+    def forward(self, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+        nodes = x.size(0)
+        between = edges[:, edges[0] != edges[1]]
+        loops = torch.arange(nodes).view(1, -1).repeat(2, 1)
+        source, target = torch.cat([between, loops], 1)
+        ones = torch.ones(source.size(0), dtype=x.dtype)
+        degrees = torch.zeros(nodes, dtype=x.dtype).scatter_add_(0, target, ones)
+        scale = degrees.pow(-0.5)
+        messages = self.linear(x)[source] * (scale[source] * scale[target]).unsqueeze(-1)
+        return torch.zeros_like(messages[:nodes]).index_add(0, target, messages)
+
+
+class Graphs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Propagation(8, 16), Propagation(16, 4)
+
+    def forward(self, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x, edges).relu(), edges)
+
+
+class Tiny(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1 if x.sum().item() > 0 else x
+
+
+def graph(number: int, nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    edges = torch.randint(0, nodes, (2, 4 * nodes + number % 3), generator=generator)
+    return torch.randn(nodes, 8, generator=generator, dtype=torch.float64), edges
+
+
+def assert_like_eager(module: nn.Module, reference: nn.Module, calls: Sequence[Any]) -> None:
+    """Each call of both in turn, with a backward where autograd records."""
+    for args in calls:
+        results = []
+        for each in (module, reference):
+            torch.manual_seed(3)
+            each.zero_grad()
+            result = each(*copy.deepcopy(args))
+            if result.requires_grad:
+                result.square().sum().backward()
+            gradients = [p.grad for p in each.parameters()]
+            results.append([result, *gradients, *each.buffers(), torch.get_rng_state()])
+        torch.testing.assert_close(*results, rtol=1e-10, atol=1e-10)
+
+
+def pair(kind: type[nn.Module], **options: Any) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    module = kind().double()
+    reference = copy.deepcopy(module)
+    return add_tvm_dispatch(module, on_fallback="silent", **options), reference
+
+
+def rows(scale: float = 1.0, count: int = 6) -> tuple[torch.Tensor]:
+    generator = torch.Generator().manual_seed(count)
+    return (scale * torch.randn(count, 8, dtype=torch.float64, generator=generator),)
+
+
+def _doubled(module: nn.Module, args: Any, result: torch.Tensor) -> torch.Tensor:
+    return result * 2
+
+
+def test_a_branch_and_hooks_of_all_modules() -> None:
+    module, reference = pair(Branching)
+    module.eval(), reference.eval()
+    with torch.no_grad():
+        assert_like_eager(module, reference, [rows(), rows(9.0), rows()])
+        assert dispatch_report(module).share == 1
+        with torch.nn.modules.module.register_module_forward_hook(_doubled):
+            assert_like_eager(module, reference, [rows(9.0)])
+    assert "hooks of all modules" in next(iter(dispatch_report(module).fallbacks))
+
+
+@pytest.mark.slow
+def test_state_draws_and_hooks() -> None:
+    module, reference = pair(Branching)
+    assert_like_eager(module, reference, [rows(), rows(9.0), rows()])
+    for each in (module, reference):
+        each.get_submodule("second").register_forward_hook(_doubled)
+    assert_like_eager(module, reference, [rows(9.0)])
+    report = dispatch_report(module)
+    assert report.share == 1
+    assert "branches by a value that depends on data" in str(report.cut)
+    assert any(part.calls and "test_parts.py" in part.ends for part in report.parts)
+    assert report.breaks
+    assert "in eager PyTorch between parts" in str(report)
+    unpickled = pickle.loads(pickle.dumps(module))
+    assert_like_eager(unpickled, copy.deepcopy(reference), [rows()])
+    remove_tvm_dispatch(module)
+    assert_like_eager(module, reference, [rows()])
+
+
+def test_values_that_a_mask_chooses_are_written() -> None:
+    module, reference = pair(Masked)
+    assert_like_eager(module, reference, [rows(), rows()])
+    twin = copy.deepcopy(module)
+    assert_like_eager(twin, copy.deepcopy(reference), [rows()])
+    assert dispatch_report(module).share == dispatch_report(twin).share == 1
+    assert dispatch_report(twin).tvm_calls == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grad", [True, False])
+def test_graphs_that_change(grad: bool) -> None:
+    module, reference = pair(Graphs)
+    with torch.set_grad_enabled(grad):
+        calls = [graph(number, 20 + 7 * number % 11) for number in range(12)]
+        assert_like_eager(module, reference, calls)
+    assert dispatch_report(module).share == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["GCNConv", "GATConv"])
+def test_layers_of_pyg(name: str) -> None:
+    layers = pytest.importorskip("torch_geometric.nn")
+    module, reference = pair(lambda: getattr(layers, name)(8, 4))  # type: ignore[arg-type]
+    assert_like_eager(module, reference, [graph(number, 20 + number) for number in range(6)])
+    assert dispatch_report(module).share == 1
+
+
+def test_parts_that_are_too_small() -> None:
+    module = add_tvm_dispatch(Tiny(), on_fallback="silent")
+    for number in range(10):
+        x = torch.full((3,), float(number % 2))
+        assert torch.equal(module(x), Tiny()(x))
+    report = dispatch_report(module)
+    assert report.share == 0
+    assert all("large enough" in reason for reason in report.fallbacks)
+
+
+def test_the_own_forward_where_a_graph_is_not_to_be_cut() -> None:
+    with pytest.raises(CaptureError, match="branches by"):
+        add_tvm_dispatch(Tiny(), torch.ones(3), on_break="forward")
+    module = add_tvm_dispatch(Tiny(), on_break="forward", on_fallback="raise")
+    with pytest.raises(FallbackError, match="branches by"):
+        module(torch.ones(3))
+    assert dispatch_report(module).cut is None
+    with pytest.raises(ValueError, match="on_break"):
+        add_tvm_dispatch(Tiny(), on_break="break")  # type: ignore[arg-type]

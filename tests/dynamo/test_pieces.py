@@ -1,0 +1,66 @@
+"""Writes that cut a graph of TorchDynamo; the pieces do what the graph does, in its order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from tvmbridge.dynamo.pieces import in_pieces
+
+
+def _by_a_mask(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    z = x * 2
+    chosen = z > 0
+    z[chosen] = torch.exp(y)[:8]
+    return z.sin() + x
+
+
+def _by_a_number(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    z = x * 2
+    z[z > 0] = 1.0
+    return z.sin() + y.sum()
+
+
+def _with_a_gradient(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    v = x + 3
+    x.mul_(2)
+    return x.sin() + v + y.sum()
+
+
+def pieces_of(
+    function: Callable[..., torch.Tensor], x: torch.Tensor, y: torch.Tensor
+) -> tuple[torch.Tensor, int, bool]:
+    """The result of a function that TorchDynamo captures, its pieces, and whether it is cut."""
+    served: list[fx.GraphModule] = []
+    cut = False
+
+    def serve(piece: fx.GraphModule) -> Callable[..., Any]:
+        served.append(piece)
+        return piece.forward
+
+    def backend(graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        nonlocal cut
+        run = in_pieces(graph, serve)
+        cut = run is not None
+        return run or graph.forward
+
+    torch.compiler.reset()
+    return torch.compile(function, backend=backend)(x, y), len(served), cut
+
+
+@pytest.mark.parametrize(
+    ("function", "pieces"), [(_by_a_mask, 2), (_by_a_number, 0), (_with_a_gradient, 2)]
+)
+def test_pieces(function: Callable[..., torch.Tensor], pieces: int) -> None:
+    x = torch.cat([torch.ones(8), -torch.ones(8)]).requires_grad_()
+    y = torch.arange(8.0)
+    expected = function(x * 1, y)
+    found, served, cut = pieces_of(function, x * 1, y)
+    assert torch.equal(found, expected)
+    assert (served, cut) == (pieces, pieces > 0)
+    gradients = [torch.autograd.grad(result.sum(), x)[0] for result in (found, expected)]
+    assert torch.equal(*gradients)

@@ -1,0 +1,85 @@
+"""Symbols that forward relates: sums with a number, multiples, and what sizes are divided by."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from tvmbridge.graph_capture.any_size import shapes_of, traced_with_symbols
+from tvmbridge.symbolic.related import divided, related
+from tvmbridge.symbolic.symbols import LinearSize, Symbols
+
+
+class Grows(nn.Module):
+    """A mask is for one place more than a cache has."""
+
+    def forward(self, cache: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return torch.cat([cache, cache[:1]]) + mask
+
+
+class Halves(nn.Module):
+    """What is pooled and repeated is added to sizes that are even."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        pooled = functional.avg_pool1d(x, 2).repeat_interleave(2, -1)
+        return (x + pooled).sum() + y.sum()
+
+
+class Patches(nn.Module):
+    """As many patches of four as there are."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return functional.conv1d(x, x.new_ones(1, 3, 4), stride=4) * y.mean()
+
+
+def _forms(
+    first: tuple[int, int], scale: int, other: LinearSize | None = None
+) -> dict[tuple[int, int], LinearSize]:
+    return {first: LinearSize(scale), (1, 0): other or LinearSize()}
+
+
+@pytest.mark.parametrize(
+    ("module", "shapes", "calls", "expected"),
+    [
+        (
+            Grows(),
+            [(9,), (10,)],
+            [(9, 10), (14, 15)],
+            {(0, 0): LinearSize(), (1, 0): LinearSize(1, 1)},
+        ),
+        (
+            Halves(),
+            [(1, 3, 24), (8,)],
+            [(24, 8), (36, 12)],
+            {(0, 2): LinearSize(2), (1, 0): LinearSize()},
+        ),
+        (
+            Patches(),
+            [(1, 3, 24), (8,)],
+            [(24, 8), (48, 12)],
+            {(0, 2): LinearSize(4), (1, 0): LinearSize()},
+        ),
+    ],
+)
+def test_forms_are_those_that_forward_demands(
+    module: nn.Module,
+    shapes: list[tuple[int, ...]],
+    calls: list[tuple[int, int]],
+    expected: dict[tuple[int, int], LinearSize],
+) -> None:
+    sample = tuple(map(torch.randn, shapes)), dict[str, torch.Tensor]()
+    symbols = Symbols(tuple((d,) for d in expected))
+    trace = traced_with_symbols(module, *sample, list(expected), needs_grad=False)
+    found = related(symbols, trace.relations, sample, calls)
+    if isinstance(module, Patches):
+        assert set(found.forms.values()) == {LinearSize()}
+        units = divided(found, trace, sample, calls)
+        assert units is not None
+        found = units
+    assert found.forms == expected
+    for symbol in (3, 7):
+        probe = found.probe(*sample, (symbol,) * len(found.dimensions))
+        assert trace.relations.broken(shapes_of(probe)) is None
+        assert set(found.sizes(probe[0]) or ()) == {symbol}

@@ -1,0 +1,117 @@
+"""Own calls: whether forward's own thread used a generator, or set a setting of the process.
+
+All threads share PyTorch's generator, those of Python and numpy, and most of PyTorch's settings. A
+change of these is an effect of forward if no other thread ran, or if forward's thread called
+something that makes such a change.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import numpy
+import torch
+
+# The names of builtin functions that set what all threads share begin so; fake tensors call others.
+_SETTERS = (
+    "_set_cublas",
+    "_set_cudnn",
+    "_set_default_dtype",
+    "_set_deterministic",
+    "_set_float32",
+    "_set_fp32",
+    "_set_mkldnn",
+    "_set_onednn",
+    "_set_sdp",
+    "_set_warnAlways",
+    "set_anomaly",
+)
+_PYTHON_SETTERS = ("_set_", "set_")
+_GENERATOR = (
+    (random.random.__self__, "random"),  # type: ignore[attr-defined]
+    (numpy.random.rand.__self__, "numpy.random"),  # type: ignore[attr-defined]
+    (torch.default_generator, "torch"),
+)
+
+_THREAD = threading.local()
+
+
+def is_alone() -> bool:
+    """Whether no other thread runs Python now."""
+    return len(sys._current_frames()) == 1
+
+
+class OwnCalls:
+    """What forward's thread called while forward ran.
+
+    Attributes:
+        generators: the modules whose global generator it may have used: torch, random or
+            numpy.random.
+        sets: whether it called a setter of PyTorch's.
+    """
+
+    def __init__(self) -> None:
+        self.generators: set[str] = set()
+        self.sets = False
+        self._was_alone = is_alone()
+
+    def note_builtin(self, function: Any) -> None:
+        """Note a builtin function that is called."""
+        self.note_value(function)
+        if getattr(function, "__name__", "").startswith(_SETTERS):
+            self._note_setter()
+
+    def note_library(self, frame: FrameType) -> None:
+        """Note a function of a library that is called."""
+        in_backends = str(frame.f_globals.get("__name__")).startswith("torch.backends")
+        if in_backends and frame.f_code.co_name.startswith(_PYTHON_SETTERS):
+            self._note_setter()
+
+    def note_value(self, value: Any) -> None:
+        """Note a value that forward's functions name, or a function that is called.
+
+        The methods of numpy's generators are no builtin functions, so that calls are not seen.
+        """
+        owner = getattr(value, "__self__", None)
+        for generator, name in _GENERATOR:
+            if owner is generator or value is generator:
+                for calls in (self, *_around()):
+                    calls.generators.add(name)
+
+    def _note_setter(self) -> None:
+        for calls in (self, *_around()):
+            calls.sets = True
+
+    def may_draw_from(self, name: str) -> bool:
+        """Whether a change of this generator may be forward's."""
+        return name in self.generators or self.is_alone()
+
+    def may_set(self) -> bool:
+        """Whether a change of a setting of the process may be forward's."""
+        return self.sets or self.is_alone()
+
+    def is_alone(self) -> bool:
+        """Whether no other thread ran Python, neither when this began nor now."""
+        return self._was_alone and is_alone()
+
+
+@contextmanager
+def all_own_calls() -> Iterator[OwnCalls]:
+    """Yields what forward's thread calls in all the runs within it that are watched."""
+    around = OwnCalls()
+    _around().append(around)
+    try:
+        yield around
+    finally:
+        _around().remove(around)
+
+
+def _around() -> list[OwnCalls]:
+    around: list[OwnCalls] = _THREAD.__dict__.setdefault("around", [])
+    return around

@@ -1,0 +1,65 @@
+"""Symbolic code for a call of a dispatched module: traced with symbols, compiled within bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from tvmbridge.graph_capture.any_size import SymbolicTrace, shapes_of, traced_with_symbols
+from tvmbridge.graph_capture.trace.arguments import Arguments
+from tvmbridge.runtime.entry_compiler import Compiler
+from tvmbridge.runtime.guards.mode import Mode
+from tvmbridge.symbolic.code import SymbolicCode, compile_symbolic
+from tvmbridge.symbolic.probes import points_within
+from tvmbridge.symbolic.sizes import Point
+from tvmbridge.symbolic.symbols import Symbols
+
+
+def traced_for(
+    compiler: Compiler, symbols: Symbols, sample: Arguments, mode: Mode
+) -> SymbolicTrace:
+    """The module of ``compiler``, traced with ``symbols`` in arguments like those of ``sample``.
+
+    Raises:
+        CaptureError: it cannot be traced so.
+    """
+    dimensions = [d for group in symbols.dimensions for d in group]
+    return traced_with_symbols(
+        compiler.module,
+        *symbols.probe(*sample, symbols.apart(shapes_of(sample))),
+        dimensions,
+        needs_grad=mode.needs_grad,
+        autocast=mode.autocast,
+    )
+
+
+def compiled_for(
+    compiler: Compiler,
+    names: Sequence[str],
+    trace: SymbolicTrace,
+    sample: Arguments,
+    mode: Mode,
+    symbols: Symbols,
+    bounds: tuple[Point, ...],
+) -> SymbolicCode:
+    """Code for all sizes within ``bounds``.
+
+    Args:
+        names: what messages call the leaves of the arguments.
+        bounds: smallest sizes, of which the first that can be are taken; last, the largest.
+
+    Raises:
+        BridgeError: there is none.
+    """
+    *least, most = bounds
+    return compile_symbolic(
+        compiler.module,
+        partial(symbols.probe, *sample),
+        points_within(trace.relations, symbols, sample, least, most, names),
+        trace,
+        needs_grad=mode.needs_grad,
+        target=compiler.target,
+        options=compiler.options,
+        packing=compiler.packing,
+        autocast=mode.autocast,
+    )
