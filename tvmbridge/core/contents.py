@@ -201,7 +201,7 @@ def state_of(value: Any) -> list[Any] | None:
     The state is the contents of the value, or what pickling would save. None means that the state
     is unknown: such a value equals only itself.
     """
-    # The proxy of a data-dependent value refuses to be asked for its class.
+    # The proxy of a data-dependent value refuses isinstance.
     if issubclass(type(value), fx.Proxy):
         return None
     if isinstance(value, numpy.ndarray):

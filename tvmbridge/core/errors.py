@@ -36,8 +36,8 @@ class UnsupportedOperatorError(BridgeError):
 class DataDependentError(CaptureError, UnsupportedOperatorError):
     """A size or a decision of forward depends on the values of tensors.
 
-    Raised where a mask, ``nonzero`` or ``item()`` decides what forward does next, so that no one
-    graph has all of it. ``add_tvm_dispatch`` compiles such a module in parts.
+    Raised if a mask, ``nonzero`` or ``item()`` decides what forward does next, so that one graph
+    cannot represent all of forward. ``add_tvm_dispatch`` compiles such a module in parts.
     """
 
 

@@ -182,7 +182,7 @@ def symbolic_shapes() -> Any:
 
 
 def dynamo_config() -> Any:
-    """TorchDynamo's settings."""
+    """Return the module with TorchDynamo's settings."""
     return importlib.import_module("torch._dynamo.config")
 
 
@@ -255,12 +255,12 @@ def skipped_frame(reason: str) -> Exception:
 
 
 def backend_registry() -> Any:
-    """The module that has the backends of ``torch.compile`` by name."""
+    """Return the module that registers the backends of ``torch.compile`` by name."""
     return importlib.import_module("torch._dynamo.backends.registry")
 
 
 def registered_backends() -> dict[str | None, Any]:
-    """The functions of the backends of ``torch.compile`` that were loaded, by name."""
+    """Return the functions of the loaded backends of ``torch.compile``, by name."""
     functions: dict[str | None, Any] = backend_registry()._COMPILER_FNS
     return functions
 
