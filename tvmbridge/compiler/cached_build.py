@@ -203,8 +203,8 @@ class CachedBuild:
 def _exported_and_loaded(executable: Any) -> tuple[bytes, Any]:
     """Return the executable as bytes, and the module that is loaded from them.
 
-    The bytes are a shared library if one can be linked and loaded. Otherwise they are bitcode: there
-    may be no linker, or the folder of temporary files may not allow executable code.
+    The bytes are a shared library if one can be linked and loaded. Otherwise they are bitcode:
+    there may be no linker, or the folder of temporary files may not allow executable code.
     """
     try:
         library = exported(executable, linked=True)
