@@ -50,7 +50,7 @@ class CompiledModule:
     - ``captured``: the captured graph.
     - ``recorded``: whether the code serves calls that autograd records.
     - ``origin``: the name of the module's class.
-    - ``packs``: the names of the parameters in each packed weight.
+    - ``packs``: for each packed weight (one tensor of several parameters), the parameters' names.
     - ``split``: the forward and backward graphs; None in inference.
     - ``copied_outputs``, ``copied_gradients``: numbers of results that share memory with another
       tensor, and are copied before the caller gets them.

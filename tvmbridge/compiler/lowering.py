@@ -71,7 +71,8 @@ class LoweredModule:
     - ``split``: the forward and backward functions; None in inference.
     - ``mod``: the functions ``forward`` and, with ``split``, ``backward``.
     - ``origin``: the name of the module's class.
-    - ``packs``: the names of the parameters in each packed weight.
+    - ``num_outputs``: the number of outputs that forward computes, without residuals.
+    - ``packs``: for each packed weight (one tensor of several parameters), the parameters' names.
     """
 
     captured: CapturedGraph

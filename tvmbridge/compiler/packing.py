@@ -56,7 +56,7 @@ class PackReport:
 
 
 class AddressReader(Protocol):
-    """An object that stores addresses of parameters, and outlives the calls that read them.
+    """An object that stores addresses of parameters, and lives until the calls that use them end.
 
     - ``outdated``: tensors on old memory of parameters, which a running call may still read.
     """

@@ -1,4 +1,4 @@
-"""Cut tensors of which compiled backward returns several gradients at once."""
+"""Cut one tensor that compiled backward returns into the several gradients that it consists of."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Pieces:
         return found
 
     def places(self, numbers: Collection[int]) -> frozenset[int]:
-        """Return the caller's numbers of the results that ``function`` returns at ``numbers``."""
+        """Translate numbers of results of ``function`` to numbers of results for the caller."""
         found = {place for number, place in self._uncut if number in numbers}
         for whole in self._wholes:
             if whole.number in numbers:

@@ -142,7 +142,7 @@ def _gradient_reads(
 def _separate_outputs(
     coloring: Coloring, outputs: Sequence[relax.Expr], unsaved: Collection[int]
 ) -> tuple[dict[relax.Var, int], list[relax.Var]]:
-    """Return the residuals that share memory with an output, by the output, and the others.
+    """Return the residuals that share memory with an output, with its number, and the others.
 
     The user may write into an output before backward. Autograd notices that only by the version
     counter of the output itself, so backward must read the output. Outputs in ``unsaved``, which

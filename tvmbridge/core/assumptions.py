@@ -12,7 +12,10 @@ from torch import nn
 
 
 class Question(enum.Enum):
-    """A property, beyond the shapes and dtypes of tensors, that forward may read and branch on."""
+    """A property, beyond the shapes and dtypes of tensors, that forward may read and branch on.
+
+    The value completes a message that begins with "forward asks".
+    """
 
     LAYOUT = "how tensors lie in memory"
     OFFSET = "where in its memory a tensor starts"
@@ -70,7 +73,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Check:
-    """The error, by class and message, that is raised if a check of data does not pass."""
+    """The error, by class and message, to raise if a check that forward makes of data fails."""
 
     error: type[Exception]
     message: str

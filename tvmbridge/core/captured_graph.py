@@ -33,7 +33,7 @@ class CallingConvention:
     - ``out_spec``: the pytree structure of forward's results.
     - ``changed_arguments``: the positions or keywords of container arguments that forward changes;
       the graph returns their new contents too.
-    - ``assigned``: the attributes that each call sets to a constant, with the constant.
+    - ``assigned``: the attributes that each call sets to the same value, with this value.
     - ``left``: the attributes in which each call stores a computed value. If there are any, the
       traced forward returns ``(results, left)``.
     - ``bases``: tensors that forward does not return, but that some of its results are views of;

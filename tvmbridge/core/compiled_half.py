@@ -141,7 +141,7 @@ def _path_of(half: Half) -> Path:
 
 
 def _started() -> dict[str, Future[Path]]:
-    """Return the running builds by name of the half; the first call starts all missing halves."""
+    """Return the builds (futures) by name of the half; the first call builds all missing halves."""
     global _builds
     if _builds is not None:
         return _builds

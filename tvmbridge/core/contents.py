@@ -59,7 +59,10 @@ class PartOf:
     asks: bool = False
 
     def found(self, value: Any, name: str) -> Any:
-        """Return the attribute ``name`` of ``value``, MISSING, or the class of an error."""
+        """Return the attribute ``name`` of ``value``, or MISSING if there is none.
+
+        If the look-up raises an error, return the class of the error.
+        """
         if not self.asks:
             return vars(value).get(name, MISSING)
         try:

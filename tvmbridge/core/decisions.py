@@ -22,7 +22,7 @@ _T = TypeVar("_T")
 class Rule(enum.Enum):
     """How decisions at several sample sizes are combined into one decision for all sizes.
 
-    - ``LEAST``: take the decision at the smallest sizes; a larger one would be wrong for them.
+    - ``LEAST``: take the decision at the smallest sizes; others would be wrong for these sizes.
     - ``MIDDLE``: take the decision at common sizes: every decision is correct, and this one fast.
     - ``MOST``: take the decision at the largest sizes.
     - ``ALWAYS``: yes if it is yes at all samples.

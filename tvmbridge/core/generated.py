@@ -30,7 +30,7 @@ class Scope:
     """The globals of generated source; all generated source is run by this class.
 
     Args:
-        names: the first global variables of the source.
+        names: the initial global variables of the source.
 
     Example:
         >>> scope = Scope({"limit": 3})

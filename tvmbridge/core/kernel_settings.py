@@ -86,7 +86,7 @@ def kernel_settings() -> dict[str, Any]:
 
 
 def gpu_settings() -> tuple[Any, ...]:
-    """Return the settings that choose between cuBLAS and cuDNN kernels; read at each GPU call."""
+    """Return the settings by which cuBLAS and cuDNN choose kernels; read at each call on a GPU."""
     precisions = [_precision(name) for name in _PRECISIONS if name.startswith("cud")]
     return (*precisions, *map(_flag, _CUDNN))
 
@@ -97,7 +97,7 @@ def precision_reader(device: str) -> Callable[[], str | None]:
 
 
 def reduced_precisions() -> Reduced:
-    """Return the libraries with reduced precision of float32 products; none by default."""
+    """Return each library whose float32 products have a reduced precision, with the precision."""
     found = ((library, _precision(name) or "none") for library, name in _PRODUCTS.items())
     return tuple((library, precision) for library, precision in found if precision not in _FULL)
 

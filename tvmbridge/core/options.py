@@ -77,9 +77,9 @@ class CompileOptions:
             PyTorch. None: ``HorizontalFusion`` of eight chains and more, if it pays.
         background: what a call does if its code is not compiled yet. False: the call waits. True:
             the module's own forward serves the call while another process compiles, and the first
-            call after that runs the compiled code. A number: the call waits for at most that many
-            seconds. If background compilation is impossible (docs/limits.md), the call waits.
-        only_if_faster: time the first calls in both compiled code and the module's own forward, and
+            call after that runs the compiled code. A number: the call first waits for at most that
+            many seconds. If background compilation is impossible (docs/limits.md), the call waits.
+        only_if_faster: serve some of the first calls by the module's own forward, time both, and
             let the faster one serve all later calls (docs/when_it_pays.md). False: compiled code
             serves every call that it can. ``TVMBRIDGE_ONLY_IF_FASTER``, if set when a module is
             dispatched, overrides the option.

@@ -177,7 +177,8 @@ class Epilogue:
 class InputDescriptor:
     """One input of the captured graph.
 
-    - ``target``: the dotted name of the parameter, buffer or attribute; None for user inputs.
+    - ``target``: the dotted name of the parameter, buffer, attribute or constant; None for a user
+      input.
     - ``position``: for a user input, its index among the leaves of ``(args, kwargs)``; else None.
     """
 
@@ -229,7 +230,7 @@ class OutputAlias:
 
 @dataclass(frozen=True)
 class IntermediateBase:
-    """A tensor that forward does not return, but that some of its outputs are views of.
+    """A tensor that forward does not return, but that some of forward's outputs are views of.
 
     - ``output``: the number of an output that is a view of it.
     - ``order``: the dimensions of the base in memory order, from the outermost to the innermost.

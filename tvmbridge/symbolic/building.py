@@ -1,7 +1,7 @@
-"""Build symbolic code: the graphs at several points become one executable, or load it.
+"""Build one executable from the graphs at several points, or load it from the cache.
 
-The cache key consists of the graphs at all points, before kernels are chosen, operators legalized
-and loops scheduled. Equal graphs give equal code.
+A point is one value for each symbol. The cache key consists of the graphs at all points, before
+kernels are chosen, operators legalized and loops scheduled. Equal graphs give equal code.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class Points:
 
     @property
     def all(self) -> tuple[Point, ...]:
-        """All points; the compilations at the others repeat decisions made at the first."""
+        """All points, first the middle, whose decisions the compilations at the others repeat."""
         return (self.middle, self.most, *self.between, self.least)
 
     def hold(self, point: Sequence[int]) -> bool:

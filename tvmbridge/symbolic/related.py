@@ -31,6 +31,8 @@ def related(
 ) -> Symbols:
     """Return symbols that express related sizes by one symbol, and have units if necessary.
 
+    A unit is an integer: all sizes of the symbol grow in steps of it.
+
     Args:
         symbols: one symbol for each group of dimensions with equal sizes.
         relations: the relations between sizes that forward assumes.
@@ -62,9 +64,9 @@ def _merged(symbols: Symbols, relations: Relations) -> Symbols:
 def _in_units(
     symbols: Symbols, relations: Relations, sample: Arguments, seen: Sequence[Point]
 ) -> Symbols:
-    """Return the symbols with the smallest units for which all relations of forward hold.
+    """Return the symbols in the smallest units for which all relations of forward hold.
 
-    A unit makes each size of a symbol a multiple. Without fitting units, return the same symbols.
+    If no units fit, return the symbols unchanged.
     """
 
     def fit(units: Sequence[int]) -> bool:

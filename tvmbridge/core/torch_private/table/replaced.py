@@ -22,7 +22,7 @@ class _Applied(Function):
 
 
 def _is_known_by_its_context(_: Any) -> bool:
-    """Whether each call of a custom function creates a context, even by an earlier bound method."""
+    """Whether each call of a custom function creates a context, even by a stored ``apply``."""
     made: list[Any] = []
     bound: Any = _Applied.apply
     with mock.patch.object(
