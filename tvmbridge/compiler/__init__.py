@@ -1,1 +1,1 @@
-"""From the joint function to loaded code."""
+"""The compiler: it turns a module into graphs, and the graphs into loaded code."""

@@ -1,13 +1,13 @@
-"""Kernels without TVM's checks of their arguments, which compiled code has made already.
+"""A TVM pipeline that compiles kernels without checks of their arguments.
 
-TVM gives each kernel a look at the number, kind, type, shape, strides and device of its arguments,
-with a message for each. That is more code than a small kernel itself: it takes most of LLVM's time,
-and a part of each call. Here a kernel gets what the Relax function around it holds: arguments
-that the VirtualMachine has looked at, memory that it has allocated, and results of PyTorch's
-kernels, which ``kernels/results.py`` compares at each call.
+TVM adds to each kernel checks of the number, type, shape, strides and device of its arguments, each
+with a message. That is more code than a small kernel itself: it takes most of LLVM's time, and a
+part of each call's. The checks are redundant in tvmbridge. A kernel's arguments come from the Relax
+function that calls it: arguments that the VirtualMachine has checked, memory that it has allocated,
+and results of PyTorch's kernels, which ``kernels/results.py`` checks at each call.
 
-Kernels that read symbols from the shapes of their arguments keep theirs; those of symbolic code get
-them as arguments.
+A kernel that reads symbols from the shapes of its arguments keeps its checks. Kernels of symbolic
+code get the symbols as arguments.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tvm.s_tir.pipeline import default_s_tir_pipeline
 # The name of the pipeline, for ``tvm.tirx.build`` and ``relax.build``.
 UNCHECKED = "tvmbridge.unchecked"
 
-# Around a kernel's own body, in what TVM wraps it in.
+# The attribute that TVM puts around a kernel's own body.
 _OWN_BODY = "compute_scope"
 
 
@@ -38,7 +38,7 @@ def _unchecked_pipeline() -> tuple[tvm.transform.Pass, Any, Any]:
 
 
 def _is_known(function: tirx.PrimFunc) -> bool:
-    """Whether no symbol has to be read from a shape: those there are are arguments themselves."""
+    """Whether each symbol in the parameters' shapes is itself a parameter of the function."""
     given = {p for p in function.params if not tirx.is_buffer_var(p)}
     found: set[Any] = set()
     for param in function.params:
@@ -57,7 +57,7 @@ def _without_checks(mod: tvm.IRModule, names: set[str]) -> tvm.IRModule:
 
 
 def _without_preamble(body: tirx.Stmt) -> tirx.Stmt:
-    """``body`` without assertions, and without branches, around the kernel's own."""
+    """Return ``body`` without the assertions and branches that TVM puts before the kernel's own."""
     scopes: list[tuple[list[tirx.Stmt], tirx.AttrStmt]] = []
     while True:
         kept = [s for s in _listed(body) if not isinstance(s, tirx.AssertStmt | tirx.IfThenElse)]

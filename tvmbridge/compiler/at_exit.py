@@ -1,4 +1,4 @@
-"""Code on a GPU at the end of the process: it stays, since CUDA may be gone before it is."""
+"""Keep GPU code loaded when the process ends, since CUDA may shut down before the code is freed."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _loaded: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def stays_at_exit(module: Any) -> None:
-    """Keep what ``module`` holds from being unloaded once the interpreter ends.
+    """Keep the code of ``module`` from being unloaded when the interpreter ends.
 
-    TVM aborts the process where it unloads code after CUDA's own end. The driver frees all of it.
+    TVM aborts the process if it unloads code after CUDA has shut down. The driver frees the code.
     """
     _register()
     _loaded.add(module)

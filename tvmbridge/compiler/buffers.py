@@ -1,4 +1,4 @@
-"""The buffers of compiled functions, and the memory that the planner has several of them share.
+"""The buffers of compiled functions, and the memory in which TVM's planner places several of them.
 
 ::
 
@@ -29,9 +29,11 @@ _VIEWS = ("relax.reshape", "relax.memory.view")
 
 @dataclass(frozen=True)
 class Buffer:
-    """A tensor that a function makes, and the steps from which to which it is used.
+    """A tensor that a function allocates.
 
-    ``storage`` is the number of the memory that it lies in; None: it has its own, as results do.
+    - ``storage``: the number of the storage that it is placed in; None if it has its own memory, as
+      results have.
+    - ``first``, ``last``: the numbers of the first and last step that use it.
     """
 
     name: str
@@ -43,13 +45,18 @@ class Buffer:
 
     @property
     def nbytes(self) -> int:
-        """Its size in bytes."""
+        """The size of the buffer in bytes."""
         return math.prod(self.shape) * ((tvm.DataType(self.dtype).bits + 7) // 8)
 
 
 @dataclass(frozen=True)
 class BufferPlan:
-    """The buffers of a function, the bytes of each storage, and what its steps call."""
+    """The memory plan of a function.
+
+    - ``steps``: the name of the kernel or function that each step calls.
+    - ``buffers``: the tensors that the function allocates.
+    - ``storages``: the size of each storage in bytes.
+    """
 
     steps: tuple[str, ...]
     buffers: tuple[Buffer, ...]
@@ -57,16 +64,19 @@ class BufferPlan:
 
     @property
     def reuse(self) -> Reuse:
-        """What is shared between the buffers that the planner has placed."""
+        """How much memory the planned buffers share."""
         planned = sum(b.nbytes for b in self.buffers if b.storage is not None)
         return Reuse(sum(self.storages), planned)
 
 
 @dataclass(frozen=True)
 class Reuse:
-    """Bytes of the memory that a function's intermediate values share, and of each with its own.
+    """Memory of a function's intermediate values, in bytes.
 
-    Results, residuals among them, are in neither, nor what PyTorch's kernels allocate.
+    Results, residuals and memory that PyTorch's kernels allocate are not counted.
+
+    - ``shared``: the size of the storages that the values share.
+    - ``separate``: the size that the values would need without sharing.
     """
 
     shared: int
@@ -78,9 +88,9 @@ class Reuse:
 
 @dataclass(frozen=True)
 class NotePlans(RelaxPass):
-    """Note the plan of each function in ``plans``; the module stays as it is.
+    """Record the memory plan of each function in ``plans``; the module is not changed.
 
-    Functions whose sizes are symbols have none. Runs after: the planner. Runs before:
+    Functions with symbolic sizes have no plan. Runs after: the planner. Runs before:
     LowerAllocTensor.
     """
 
@@ -96,7 +106,7 @@ class NotePlans(RelaxPass):
 
 
 def buffer_plan(function: relax.Function) -> BufferPlan | None:
-    """The plan of a function in destination-passing style; None where sizes are symbols."""
+    """Return the plan of a function in destination-passing style; None if a size is a symbol."""
     reading = _Reading()
     for block in function.body.blocks:
         for binding in block.bindings:
@@ -113,10 +123,10 @@ class _Reading:
         self.steps: list[str] = []
         self.buffers: list[Buffer] = []
         self.storages: dict[relax.Var, int] = {}
-        self.behind: dict[relax.Var, set[int]] = {}  # the buffers that a variable may lie in
+        self.behind: dict[relax.Var, set[int]] = {}  # the buffers that a variable may be in
 
     def read(self, binding: relax.Binding) -> bool:
-        """Take in a binding; False where a size is no number."""
+        """Process one binding; return False if a size is not a number."""
         var, value = binding.var, binding.value
         name = _operator(value)
         if name == _STORAGE:
@@ -142,7 +152,7 @@ class _Reading:
         return True
 
     def use(self, values: Sequence[relax.Expr], step: int) -> None:
-        """The buffers behind ``values`` are used by a step."""
+        """Record that ``step`` uses the buffers of ``values``."""
         for value in values:
             for var in relax.analysis.free_vars(value):
                 for number in self.behind.get(var, ()):

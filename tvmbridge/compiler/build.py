@@ -1,4 +1,4 @@
-"""Build: a module of pure functions becomes an executable for a target."""
+"""Build a module of pure Relax functions into an executable for a target."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tvmbridge.records import Coverage, Library, Task, apply_records, coverage_o
 from tvmbridge.records.library import EMPTY as NO_RECORDS
 from tvmbridge.schedules.exact_indices import with_exact_indices
 
-# LLVM finds common expressions itself; TVM's search moves some in front of what they are made of.
+# LLVM finds common subexpressions itself. TVM's pass moves some before the values they are made of.
 COMPILER_CONFIG = {"tirx.disable_cse_tir": True}
 _CPU = torch.device("cpu")
 
@@ -53,7 +53,7 @@ def _planning_passes(backend: Backend, noting: NotePlans) -> list[tvm.transform.
 
 
 def planned(mod: tvm.IRModule, target: tvm.target.Target) -> dict[str, BufferPlan]:
-    """The buffers of each function of ``mod``, as code for ``target`` would have them."""
+    """Return the buffer plan of each function of ``mod``, without compiling it for ``target``."""
     noting = NotePlans()
     with target:
         fused = fuse(mod, target, [])
@@ -77,14 +77,16 @@ def _virtual_machine_passes(backend: Backend, noting: NotePlans) -> tvm.transfor
 
 @dataclass(frozen=True)
 class Code:
-    """A compiled module before it is loaded.
+    """A compiled module before it is loaded; mappings are by the name of a function.
 
-    ``unaligned``: which arguments of each function may lie at any address. ``shared`` are the
-    results of each function that are constants, views, or one with another: folding and merging
-    make more of them than the function had. ``coverage`` counts where the kernels come from,
-    ``missing`` are tasks that nobody has tuned, with the number of calls. ``keys`` are the specs of
-    kernels by the keys that the code has of them. ``reuse`` is the memory that buffers of each
-    function share.
+    - ``executable``: TVM's executable.
+    - ``unaligned``: for each argument, whether it may have any address.
+    - ``shared``: the numbers of results that are constants, views, or equal to another result.
+      Constant folding and merging add some to those of the source.
+    - ``coverage``: the number of kernel calls, by the origin of the kernel.
+    - ``missing``: the kernels that nobody has tuned, with the number of calls of each.
+    - ``keys``: the specs of kernels by the short keys that replace them in the code.
+    - ``reuse``: how much memory the buffers share.
     """
 
     executable: Any
@@ -98,10 +100,11 @@ class Code:
 
 @dataclass(frozen=True)
 class Built:
-    """A loaded executable, with what :class:`Code` says of it.
+    """A loaded executable; other fields as in :class:`Code`.
 
-    ``cache`` says where it came from: ``hit``, or why it was compiled. ``key`` is the name under
-    which it is kept on disk, empty where it is not.
+    - ``machine``: TVM's virtual machine with the loaded code.
+    - ``cache``: ``hit`` if the code came from the cache; otherwise why it was compiled.
+    - ``key``: the name of the code in the cache; empty if it is not there.
     """
 
     machine: relax.VirtualMachine
@@ -115,10 +118,10 @@ class Built:
 
 
 def _may_be_unaligned(function: relax.Function) -> tuple[bool, ...]:
-    """Parameters that only PyTorch's kernels read: they take any address, our loops do not.
+    """Return, for each parameter, whether only PyTorch's kernels read it.
 
-    Weights that were loaded from a file often start anywhere, and copying them at each call would
-    cost more than the call.
+    PyTorch's kernels take unaligned addresses; compiled loops do not. Weights loaded from a file
+    are often unaligned, and copying them at each call would cost more than the call.
     """
     bound = {b.var: b.value for block in function.body.blocks for b in block.bindings}
     strict = set(relax.analysis.free_vars(function.body.body))
@@ -139,7 +142,7 @@ def _is_view(value: relax.Expr) -> bool:
 
 
 def _with_some_loops(mod: tvm.IRModule) -> tvm.IRModule:
-    """``mod`` with a function of loops if it has none: TVM would ask for a C compiler otherwise."""
+    """Return ``mod`` with at least one function of loops: without any, TVM needs a C compiler."""
     if any(isinstance(f, tvm.tirx.PrimFunc) for _, f in mod.functions_items()):
         return mod
     source = te.placeholder((1,), "int32")
@@ -156,7 +159,7 @@ def fuse(
     *,
     measure: bool = False,
 ) -> tvm.IRModule:
-    """``mod`` with calls of kernels and of fused functions, whose loops are not scheduled yet."""
+    """Return ``mod`` as calls of kernels and of fused functions, whose loops are not scheduled."""
     register_kernels()
     with target:
         return run_passes(mod, backend_for(target).kernel_passes(measure), records)
@@ -164,7 +167,7 @@ def fuse(
 
 @dataclass(frozen=True)
 class Fused:
-    """A module of fused functions without schedules; the rest as in :class:`Built`."""
+    """A module of fused functions that are not scheduled yet; other fields as in :class:`Code`."""
 
     mod: tvm.IRModule
     target: tvm.target.Target
@@ -174,7 +177,7 @@ class Fused:
 
 @dataclass(frozen=True)
 class Scheduled(Fused):
-    """A module of scheduled functions, which TVM has yet to lower and to compile."""
+    """A module of scheduled functions, which are not compiled yet; fields as in :class:`Code`."""
 
     coverage: Coverage
     missing: Mapping[Task, int]
@@ -190,13 +193,20 @@ def build(
     device: torch.device = _CPU,
     bundle: BundleResiduals | None = None,
 ) -> Built:
-    """Compile ``mod`` and load it; ``measure`` lets kernels be chosen by measurement.
+    """Compile ``mod`` and load it.
 
-    Functions for which ``library`` has a tuning record get its schedule, the others that of a rule.
-    ``bundle`` makes one result, and one argument, of all residuals.
+    Args:
+        mod: the module of pure Relax functions.
+        target: the target.
+        records: receives a record of each pass.
+        measure: whether kernels may be chosen by measurement.
+        library: the tuning records. A function without a record gets the schedule of a rule.
+        device: the device that the code runs on.
+        bundle: the pass that makes one result, and one argument, of all residuals; None: no
+            residuals.
 
     Raises:
-        BuildError: TVM cannot compile it for ``target``.
+        BuildError: TVM cannot compile the module for ``target``.
     """
     fused = prepare(mod, target, records, measure=measure)
     return load(schedule(fused, records, library=library, bundle=bundle), records, device)
@@ -209,7 +219,7 @@ def prepare(
     *,
     measure: bool = False,
 ) -> Fused:
-    """:func:`fuse`, and what the caller of the functions has to know of them."""
+    """Fuse ``mod`` (see :func:`fuse`); find unaligned arguments and results that share memory."""
     backend_for(target).prepare()
     names = [n.name_hint for n, f in mod.functions_items() if isinstance(f, relax.Function)]
     given = {name: shared_results(mod, name) for name in names}
@@ -231,7 +241,7 @@ def schedule(
     library: Library = NO_RECORDS,
     bundle: BundleResiduals | None = None,
 ) -> Scheduled:
-    """Give every function its loops; arguments as of :func:`build`."""
+    """Schedule the loops of every function; arguments as for :func:`build`."""
     target, backend = fused.target, backend_for(fused.target)
     with target:
         applied = apply_records(fused.mod, library if backend.tuned else NO_RECORDS)
@@ -251,7 +261,7 @@ def schedule(
 
 
 def load(scheduled: Scheduled, records: list[PassRecord], device: torch.device = _CPU) -> Built:
-    """Compile what :func:`schedule` has made for ``device`` and load it.
+    """Compile the result of :func:`schedule`, and load it on ``device``.
 
     Raises:
         BuildError: TVM cannot compile it for the target.
@@ -261,7 +271,7 @@ def load(scheduled: Scheduled, records: list[PassRecord], device: torch.device =
 
 
 def compile_code(scheduled: Scheduled, records: list[PassRecord]) -> Code:
-    """Compile what :func:`schedule` has made.
+    """Compile the result of :func:`schedule`.
 
     Raises:
         BuildError: TVM cannot compile it for the target.
@@ -288,7 +298,7 @@ def compile_code(scheduled: Scheduled, records: list[PassRecord]) -> Code:
 
 
 def make_ready(target: tvm.target.Target) -> None:
-    """Register what code for ``target`` needs, when it is compiled and when it is loaded."""
+    """Register the functions that code for ``target`` needs, before it is compiled or loaded."""
     backend_for(target).prepare()
     register_kernels()
 
@@ -296,7 +306,15 @@ def make_ready(target: tvm.target.Target) -> None:
 def load_code(
     code: Code, module: Any, target: tvm.target.Target, device: torch.device, cache: str = ""
 ) -> Built:
-    """``module``, which is the executable of ``code`` or was loaded from it, ready to be called."""
+    """Start a virtual machine for compiled code.
+
+    Args:
+        code: the compiled code.
+        module: the executable of ``code``, or the module that was loaded from its exported form.
+        target: its target.
+        device: the device that the code runs on.
+        cache: whether it came from the cache, see :class:`Built`.
+    """
     machine = relax.VirtualMachine(module, backend_for(target).device(device))
     unaligned, shared = code.unaligned, code.shared
     return Built(machine, unaligned, shared, code.coverage, code.missing, cache, code.reuse)

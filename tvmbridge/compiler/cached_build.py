@@ -1,8 +1,8 @@
-"""Building with the cache: code that another process compiled of the same graph is loaded.
+"""Build with the cache: load code that another process compiled from the same graph.
 
-The key of code is the graph as it is handed to the build, whole, and all that decides what the
-build makes of it. What is compiled now is exported, kept, and loaded as what is found is: a first
-process and a second one run the same instructions.
+The key of code consists of the whole graph that is built, and of everything else that affects the
+result. Newly compiled code is exported, written to the cache, and loaded from its exported form. A
+first and a second process therefore run the same instructions.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ HIT = "hit"
 
 @dataclass(frozen=True)
 class CachedBuild:
-    """Builds modules for one target, with these options, for tensors on this device."""
+    """Builds graphs for one target, with these options, for tensors on this device."""
 
     target: tvm.target.Target
     options: CompileOptions
@@ -58,15 +58,20 @@ class CachedBuild:
     def __call__(
         self, mod: tvm.IRModule, records: list[PassRecord], bundle: BundleResiduals | None = None
     ) -> Built:
-        """Load code for ``mod`` from the cache, or compile it; what passes did is in ``records``.
+        """Load code for ``mod`` from the cache, or compile it.
+
+        Args:
+            mod: the graphs.
+            records: receives a record of each pass.
+            bundle: the pass that makes one result of all residuals; None: there are none.
 
         Raises:
             BuildError: TVM cannot compile it for the target.
         """
 
         def graph() -> dict[str, str]:
-            # Names of variables and the values of constants are in it, other than in TVM's
-            # hashes, of which two graphs may have the same.
+            # Unlike TVM's structural hash, this has the names of variables and the values of
+            # constants, and two graphs cannot have the same.
             return {"graph": digest_of(tvm.ir.save_json(mod)), "residuals": repr(bundle)}
 
         return self.found_or_compiled(graph, partial(self._compiled, mod, bundle), records)
@@ -77,12 +82,12 @@ class CachedBuild:
         compile_: Callable[[list[PassRecord]], Code],
         records: list[PassRecord],
     ) -> Built:
-        """Load from the cache what ``compile_`` would return, or have it compiled.
+        """Load code from the cache, or call ``compile_`` and store its result.
 
         Args:
-            entries: the entries of the key that say what is compiled.
-            compile_: called with the list that its passes are recorded in.
-            records: what passes did, now or when the code was compiled.
+            entries: returns the entries of the cache key that identify the source of the code.
+            compile_: compiles the code; called with a list that receives the records of passes.
+            records: receives the records of passes that ran now, or when the code was compiled.
 
         Raises:
             BuildError: TVM cannot compile it for the target.
@@ -109,18 +114,18 @@ class CachedBuild:
         records += mine
         count_code(from_disk=False)
         logger.info("compiled code: miss: %s; %s", found, disk_text())
-        # What has changed while it was compiled may have changed the code, or not.
+        # A change of the key during the compilation may have affected the code.
         unchanged = self.key(compiled_of) == key
         return self._keep(store, key if unchanged else None, code, mine, f"miss: {found}")
 
     def unused(self) -> str | None:
-        """Why the cache takes no part; None: it does."""
+        """Return why the cache is not used; None if it is used."""
         if passes_are_observed():
             return "passes are observed"
         return unusable(self.options.cache)
 
     def key(self, compiled_of: Mapping[str, str]) -> CacheKey:
-        """All that code depends on; ``compiled_of`` are the entries that say what it is for."""
+        """Return the cache key; ``compiled_of`` has the entries that identify the code's source."""
         options = self.options
         return CacheKey(
             {
@@ -147,14 +152,14 @@ class CachedBuild:
         return replace(code, coverage=replace(code.coverage, untuned=untuned))
 
     def _loaded(self, kept: Kept, records: list[PassRecord]) -> Built | str:
-        """The code, or why it cannot be loaded here."""
+        """Return the loaded code, or the reason why it cannot be loaded in this process."""
         try:
             code, passes = described(kept.description, kept.library)
             if not adopt(dict(code.keys)):
                 return "kernels of this process have the keys of others of the code's"
             module = module_of(kept.library)
             built = load_code(code, module, self.target, self.device, HIT)
-        except Exception as error:  # whatever is wrong with it: it is compiled again
+        except Exception as error:  # the code is compiled again
             logger.warning("compiled code from the cache cannot be loaded: %s", error)
             return f"it cannot be loaded: {type(error).__name__}"
         records += passes
@@ -168,9 +173,10 @@ class CachedBuild:
         passes: list[PassRecord],
         why: str,
     ) -> Built:
-        """Load ``code`` from its exported form where that can be had, and keep this.
+        """Export ``code``, load it from its exported form, and write this to the cache.
 
-        ``key``: None where what it is made of has changed meanwhile.
+        Code that cannot be exported is loaded directly. ``key`` is None if the key has changed
+        during the compilation; then nothing is written. ``why`` says why the code was compiled.
         """
         digest = ""
         try:
@@ -182,7 +188,7 @@ class CachedBuild:
             why += "; it cannot be exported"
         else:
             if key is not None:
-                # Tasks are large, and asked for where they are noted alone.
+                # Tasks are large, and needed only if there is a list of pending tasks.
                 noted = named_log_dir(self.options.tuning_logs) is not None
                 missing = code.missing if noted else {}
                 description = description_of(code, missing, passes, library)
@@ -195,10 +201,10 @@ class CachedBuild:
 
 
 def _exported_and_loaded(executable: Any) -> tuple[bytes, Any]:
-    """The executable as bytes, and the module that is loaded from them.
+    """Return the executable as bytes, and the module that is loaded from them.
 
-    A library where it can be linked and loaded; bitcode where there is no linker, or where nothing
-    may run from the folder of temporary files.
+    The bytes are a shared library if one can be linked and loaded. Otherwise they are bitcode:
+    there may be no linker, or the folder of temporary files may not allow executable code.
     """
     try:
         library = exported(executable, linked=True)

@@ -1,4 +1,4 @@
-"""Combined products: which products of a graph become one, and the packed weights they read."""
+"""Combine matrix products with a common operand into one product, which reads a packed weight."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from tvmbridge.passes.relax.lift_packed_weights import LiftPackedWeights, concat
 from tvmbridge.passes.relax.parallel_products import ParallelProducts
 from tvmbridge.pipeline import run_passes, tidy_passes
 
-# Names of parameters as the module knows them, one tuple for each tensor that compiled code takes.
+# For each packed weight that compiled code takes, the dotted names of its parameters.
 Packs = tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True)
 class Combining:
-    """How the products of one graph are combined.
+    """Combines the products of one graph.
 
     Args:
         targets: dotted names of the module's parameters by their names in the graph.
-        packing: says which parameters may be packed; None: none may.
+        packing: decides which parameters may be packed; None: none may.
         options: ``combine_matmuls`` and ``measure_kernels`` are read.
-        records: what each pass did is appended here.
+        records: receives a record of each pass.
     """
 
     targets: Mapping[str, str]
@@ -53,12 +53,15 @@ class Combining:
         options: CompileOptions,
         records: list[PassRecord],
     ) -> Combining:
-        """For the graph of ``captured``."""
+        """Return an instance for the graph of ``captured``."""
         targets = {d.name: d.target or "" for d in captured.inputs if d.kind is InputKind.PARAMETER}
         return cls(targets, packing, options, records)
 
     def inference(self, mod: tvm.IRModule) -> tuple[tvm.IRModule, Packs]:
-        """``mod`` with combined products; packed weights are the last parameters of ``main``."""
+        """Return ``mod`` with combined products, and the packs.
+
+        The packed weights become the last parameters of ``main``.
+        """
         if self.options.combine_matmuls == "never" or self.packing is None:
             return mod, ()
         combine = CombineParallelBatchMatmul(
@@ -68,7 +71,10 @@ class Combining:
         return self._lift(mod, "main", None)
 
     def joint(self, joint: JointModule) -> tuple[JointModule, Packs]:
-        """``joint`` with combined products; packed weights are its last primals."""
+        """Return ``joint`` with combined products, and the packs.
+
+        The packed weights become its last primals.
+        """
         if self.options.combine_matmuls == "never" or self.packing is None:
             return joint, ()
         combine = CombineParallelBatchMatmul(
@@ -144,7 +150,7 @@ class Combining:
 
 
 def _layers(group: ParallelProducts) -> Layers | None:
-    """The group as it is measured; None where its products are not PyTorch's kernels."""
+    """Return the group in the form that is measured; None if it does not use PyTorch's kernels."""
     if group.dtype not in ("float32", "float64"):
         return None
     *leading, depth = group.left

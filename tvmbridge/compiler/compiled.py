@@ -32,7 +32,7 @@ from tvmbridge.pipeline import run_passes, tidy_passes
 from tvmbridge.records import Coverage
 from tvmbridge.records.pending import note_missing
 
-# Graphs, the records of passes and how residuals are bundled, to code.
+# Called with the graphs, the list of pass records, and how residuals are bundled; returns code.
 Building: TypeAlias = Callable[..., Built]
 
 
@@ -40,23 +40,31 @@ Building: TypeAlias = Callable[..., Built]
 class CompiledModule:
     """Loaded code of one module for one signature and mode.
 
-    ``loaded`` has ``forward(primals...) -> (outputs...)``; when ``split`` is not None,
+    In inference, ``loaded`` has ``forward(primals...) -> (outputs...)``. In training it has
     ``forward(primals...) -> (outputs..., residuals)`` and ``backward(reads..., kept outputs...,
-    residuals, cotangents...) -> (gradients...)``, where ``residuals`` is one tuple. Primals are the
-    user inputs, the parameters and buffers, the draws, the dropout masks and the packed weights, in
-    this order. ``packs`` are the names of the parameters in each packed weight.
-    ``copied_outputs`` and ``copied_gradients`` are results that share memory with another tensor
-    and must be copied before they are handed out. ``layouts`` are those of results that eager
-    PyTorch does not return contiguous. ``joint`` names the source of the joint function (None where
-    nothing is differentiated), ``joint_reason`` says why it is not ``relax``.
-    ``recorded``: it serves calls that autograd records. ``origin`` is the class of the module.
-    ``coverage`` counts the calls of kernels by where these come from. ``cache``: ``hit``, or why
-    the code was compiled and not found on disk. ``key``: its name there, empty where it is not
-    kept. ``partial_backwards``: those
-    without some of the cotangents (None where ``split`` is None). ``cuda_graphs``: calls are
-    replayed as CUDA graphs where that is safe. ``reuse``: the memory that the buffers of each
-    function share, where its sizes are numbers. ``freezing``: what ``forward`` takes in place of
-    the primals, where weights are frozen; else None.
+    residuals, cotangents...) -> (gradients...)``, where ``residuals`` is one tuple. Primals are, in
+    this order: user inputs, parameters and buffers, random draws, dropout masks, packed weights.
+
+    - ``captured``: the captured graph.
+    - ``recorded``: whether the code serves calls that autograd records.
+    - ``origin``: the name of the module's class.
+    - ``packs``: for each packed weight (one tensor of several parameters), the parameters' names.
+    - ``split``: the forward and backward graphs; None in inference.
+    - ``copied_outputs``, ``copied_gradients``: numbers of results that share memory with another
+      tensor, and are copied before the caller gets them.
+    - ``layouts``: the layouts of results that are not contiguous in eager PyTorch.
+    - ``joint``: the source of the joint function; None if nothing is differentiated.
+    - ``joint_reason``: why the source is not ``relax``; otherwise empty.
+    - ``native_calls``, ``aten_calls``: the number of operators that Relax code or calls of ATen
+      compute, by name.
+    - ``coverage``: the number of kernel calls, by the origin of the kernel.
+    - ``seconds``: the duration of each compilation stage.
+    - ``partial_backwards``: backwards for calls without some cotangents; None in inference.
+    - ``cuda_graphs``: whether calls are replayed as CUDA graphs if that is safe.
+    - ``cache``: ``hit``, or the reason why the code was compiled and not loaded from the cache.
+    - ``key``: the name of the code in the cache; empty if it is not there.
+    - ``reuse``: how much memory the buffers of each function share, if its sizes are numbers.
+    - ``freezing``: the arguments of ``forward`` if weights are frozen; otherwise None.
     """
 
     captured: CapturedGraph
@@ -87,37 +95,43 @@ class CompiledModule:
     def forward(
         self, primals: Sequence[Any], strides: Strides = None, bound: Bound | None = None
     ) -> list[Any]:
-        """The outputs, with the sample's strides or with these, and behind them the residuals."""
+        """Run forward, and return its outputs followed by the residuals.
+
+        Args:
+            primals: the arguments of ``forward``.
+            strides: strides by the number of an output, if they differ from the sample's.
+            bound: arguments that were converted before.
+        """
         results = self.loaded.run("forward", primals, self.copied_outputs, bound)
         if self.layouts.outputs or strides:
             put_on(self.layouts.outputs, results, strides)
         return results
 
     def backward(self, values: Sequence[Any], bound: Bound | None = None) -> list[torch.Tensor]:
-        """The gradients, laid out as in eager PyTorch."""
+        """Run backward, and return the gradients with the memory layouts of eager PyTorch."""
         gradients = self.loaded.run("backward", values, self.copied_gradients, bound)
         if self.layouts.gradients:
             put_on(self.layouts.gradients, gradients)
         return gradients
 
     def compile_no_more(self) -> None:
-        """Have no backward compiled for its speed alone: most calls are served by other code."""
+        """Compile no partial backward just for speed from now on: other code serves most calls."""
         if isinstance(self.partial_backwards, PartialBackwards):
             self.partial_backwards.for_speed = False
 
     @property
     def eager_functions(self) -> Mapping[str, int]:
-        """What runs in eager PyTorch after the compiled code, counted by name."""
+        """The functions that run eagerly after the compiled code: the number of calls by name."""
         return self.captured.epilogue.functions if self.captured.epilogue is not None else {}
 
     @property
     def residual_bytes(self) -> int:
-        """Bytes that live for backward's sake; inputs, state and outputs are not counted."""
+        """The bytes kept alive only for backward, without inputs, state and outputs."""
         return 0 if self.split is None else self.split.residual_bytes
 
     @property
     def residuals(self) -> tuple[ValueDescriptor, ...]:
-        """What :attr:`residual_bytes` is made of, the largest first."""
+        """The values that :attr:`residual_bytes` counts, the largest first."""
         if self.split is None:
             return ()
         values = (*self.split.residuals, *self.split.drawn)
@@ -156,10 +170,12 @@ def build_lowered(
     stages: StageDurations | None = None,
     building: Callable[..., Building] = CachedBuild,
 ) -> CompiledModule:
-    """Build what :func:`lower_module` made and load it; arguments as of :func:`compile_module`.
+    """Build the graphs that :func:`lower_module` returned, and load the code.
+
+    ``options`` and ``building`` are as for :func:`compile_module`.
 
     Raises:
-        BuildError: TVM cannot compile it for the target.
+        BuildError: TVM cannot compile the graphs for the target.
     """
     stages = stages or StageDurations()
     mod, parts = lay_out_functions(lowered.mod, lowered.split, lowered.layouts, records)
@@ -190,7 +206,16 @@ def assembled(
     records: list[PassRecord],
     stages: StageDurations,
 ) -> CompiledModule:
-    """What was lowered, laid out (``mod``, ``parts``) and built, without partial backwards."""
+    """Assemble the compiled module, without partial backwards, from the results of the stages.
+
+    Args:
+        lowered: the result of :func:`lower_module`.
+        mod: the graphs after :func:`lay_out_functions`.
+        parts: the split functions after it; None in inference.
+        built: the loaded code.
+        records: the records of all passes.
+        stages: the durations of the stages.
+    """
     derivation, imported = lowered.derivation, lowered.imported
     copied_outputs, copied_gradients = copied_results(lowered, parts, built.shared)
     gradients = None
@@ -227,6 +252,6 @@ def copied_results(
     parts: SplitModule | None,
     shared: Mapping[str, frozenset[int]],
 ) -> tuple[frozenset[int], frozenset[int]]:
-    """Outputs, and gradients, that share memory with another tensor."""
+    """Return the numbers of outputs, and of gradients, that share memory with another tensor."""
     outputs = shared["forward"].intersection(range(lowered.num_outputs))
     return outputs, frozenset() if parts is None else shared["backward"]

@@ -1,7 +1,7 @@
-"""What the cache keeps beside a shared library: a description of it in plain JSON.
+"""The description, in plain JSON, that the cache stores beside each shared library.
 
-A file of the cache may be damaged, or made by hand, and have a right checksum all the same. Every
-value is therefore checked when it is read; one that is not as it was written makes a miss.
+A file of the cache may be damaged or written by hand and still have a correct checksum. Every value
+is therefore checked when it is read; an invalid value makes a cache miss.
 """
 
 from __future__ import annotations
@@ -20,18 +20,20 @@ from tvmbridge.records import Coverage
 from tvmbridge.records.tasks import Task, parse_workload
 
 _T = TypeVar("_T")
-# The fields of these classes are of the types below.
+# The fields of these classes have only types that ``_FIELDS`` lists.
 _Made = TypeVar("_Made", Coverage, PassRecord, Reuse)
 
 
 def description_of(
     code: Code, missing: Mapping[Task, int], passes: list[PassRecord], library: bytes
 ) -> dict[str, Any]:
-    """The description of ``code``, whose exported form is ``library``.
+    """Return the description of ``code``.
 
     Args:
-        missing: the untuned tasks that are kept with it.
-        passes: what passes did while it was compiled.
+        code: the compiled code.
+        missing: the untuned tasks to store, with the number of calls of each.
+        passes: the records of the passes that ran when the code was compiled.
+        library: the exported code.
     """
     return {
         "library": hashlib.sha256(library).hexdigest(),
@@ -46,11 +48,14 @@ def description_of(
 
 
 def described(content: Mapping[str, Any], library: bytes) -> tuple[Code, list[PassRecord]]:
-    """The code that :func:`description_of` described, without its executable.
+    """Return the code (without its executable) and the pass records that ``content`` describes.
+
+    Args:
+        content: the description.
+        library: the exported code.
 
     Raises:
-        ValueError, KeyError: it does not describe ``library``, or something in it is not as it is
-            written there.
+        ValueError, KeyError: ``content`` does not describe ``library``, or a value is invalid.
     """
     if content["library"] != hashlib.sha256(library).hexdigest():
         raise ValueError("it describes another library")
@@ -69,7 +74,7 @@ def described(content: Mapping[str, Any], library: bytes) -> tuple[Code, list[Pa
 
 
 def _made(kind: type[_Made], content: Any) -> _Made:
-    """A dataclass whose fields have the types that it declares."""
+    """Return an instance of the dataclass ``kind``, after checking the types of its fields."""
     if not isinstance(content, dict) or set(content) != {f.name for f in fields(kind)}:
         raise ValueError(f"it is no {kind.__name__}")
     return kind(**{f.name: _FIELDS[str(f.type)](content[f.name]) for f in fields(kind)})

@@ -1,4 +1,4 @@
-"""Durations: how long each stage of a compilation takes, and who is told when one begins."""
+"""Measure how long each stage of a compilation takes, and notify a listener when one begins."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _listener: ContextVar[Callable[[str], None] | None] = ContextVar("listener", def
 
 @contextmanager
 def stages_told_to(listener: Callable[[str], None]) -> Iterator[None]:
-    """Within it ``listener`` is called with the name of each stage that this thread begins."""
+    """Call ``listener`` with the name of each stage that this thread begins in this context."""
     token = _listener.set(listener)
     try:
         yield
@@ -23,7 +23,7 @@ def stages_told_to(listener: Callable[[str], None]) -> Iterator[None]:
 
 
 class StageDurations:
-    """Wall-clock seconds by stage."""
+    """The wall-clock duration of each compilation stage, in seconds by the name of the stage."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}

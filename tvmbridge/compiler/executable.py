@@ -1,4 +1,4 @@
-"""Executables: calls compiled functions on PyTorch's tensors, by DLPack and without a copy."""
+"""Call compiled functions on PyTorch tensors, by DLPack and without copies."""
 
 from __future__ import annotations
 
@@ -22,24 +22,26 @@ from tvmbridge.core.torch_private import current_raw_stream
 from tvmbridge.kernels.titles import kernels_told
 from tvmbridge.passes.relax.lift_frozen import TRANSFORM
 
-# Compiled code loads whole vectors and does not check: a tensor that starts elsewhere would crash.
+# Compiled code loads aligned vectors without a check: a tensor at another address would crash it.
 _ALIGNMENT_MASK = 63
 _CPU = torch.device("cpu")
 
-# The residuals of one forward call: as compiled code returns them, or as tensors of PyTorch.
+# The residuals of one forward call: the array that compiled code returned, or PyTorch tensors.
 Residuals: TypeAlias = tvm_ffi.Array | tuple[torch.Tensor, ...]
 
 
 def tensors_of(residuals: tvm_ffi.Array) -> list[torch.Tensor]:
-    """``residuals`` as tensors of PyTorch."""
+    """Return ``residuals`` as PyTorch tensors."""
     return [r if isinstance(r, torch.Tensor) else from_dlpack(r) for r in residuals]
 
 
 def prepare(tensor: Any, anywhere: bool = False) -> Any:
-    """``tensor`` if compiled code may read its memory, else a dense, aligned copy of its values.
+    """Return ``tensor`` if compiled code can read its memory, else a dense, aligned copy.
 
-    ``anywhere``: it is read by PyTorch's kernels alone, which take any address. Residuals are
-    what compiled code has returned, which it can read, or a tuple of tensors.
+    Args:
+        tensor: a tensor, or residuals: a TVM array, which is returned unchanged, or a tuple of
+            tensors.
+        anywhere: whether only PyTorch's kernels read it, which take unaligned addresses.
     """
     if isinstance(tensor, tvm_ffi.Array):
         return tensor
@@ -61,10 +63,10 @@ def _readable(tensor: torch.Tensor, anywhere: bool) -> bool:
 
 
 def _borrowed(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor in the memory of ``tensor``, which it does not keep alive.
+    """Return a contiguous tensor on the memory of ``tensor``, without keeping it alive.
 
-    Who holds the tensor or its memory is counted: before it is exchanged for another
-    (``torch.utils.swap_tensors``), and before it is moved into a pack.
+    References to a tensor and its storage are counted by ``torch.utils.swap_tensors``, and before
+    a parameter is moved into a pack. This tensor must not be one of them.
     """
     if tensor.is_cuda:
         found = torch.as_tensor(_DeviceMemory(tensor), device=tensor.device)
@@ -74,7 +76,7 @@ def _borrowed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _DeviceMemory:
-    """The bytes of a tensor on a GPU, as a buffer that keeps nothing alive."""
+    """The bytes of a GPU tensor as a buffer that does not keep the tensor alive."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         data = (tensor.data_ptr(), False)
@@ -87,9 +89,11 @@ class _DeviceMemory:
 
 
 class Bound:
-    """Arguments that were converted once: ``values`` by position, None where each call has its own.
+    """Arguments that are converted once for many calls.
 
-    ``as_they_are`` are the positions of those that need no look, ``missing`` of the others.
+    - ``values``: the converted arguments by position; None for an argument that each call gives.
+    - ``as_they_are``: the positions of arguments that each call gives and that need no conversion.
+    - ``missing``: the positions of the other arguments that each call gives.
     """
 
     def __init__(self, values: list[Any], as_they_are: Sequence[int] = ()) -> None:
@@ -102,7 +106,7 @@ class Bound:
 class LoadedModule:
     """The functions of a loaded executable.
 
-    A VirtualMachine keeps its state in itself, so calls from several threads take turns.
+    Calls from several threads run one at a time, since a VirtualMachine holds the state of a call.
     """
 
     def __init__(
@@ -112,9 +116,13 @@ class LoadedModule:
         device: torch.device = _CPU,
         gradients: Pieces | None = None,
     ) -> None:
-        """``unaligned`` says for each function which arguments need not be aligned.
+        """Wrap the functions of ``vm``.
 
-        ``gradients``: what backward returns is not as its caller counts it.
+        Args:
+            vm: the virtual machine with the loaded executable.
+            unaligned: for each function, which arguments need not be aligned.
+            device: the device of the tensors.
+            gradients: how to cut the results of backward into gradients; None: they need no cut.
         """
         self._vm = vm
         self._unaligned = dict(unaligned or {})
@@ -129,7 +137,7 @@ class LoadedModule:
             stays_at_exit(self)
 
     def at(self, sizes: Sequence[int]) -> LoadedModule:
-        """These functions with ``sizes``, which symbolic code takes last, in each call."""
+        """Return this symbolic module with ``sizes`` as the last argument of each call."""
         instance = copy.copy(self)
         shape = tvm_ffi.Shape(tuple(sizes))
         instance._functions = {n: _with_last(f, shape) for n, f in self._functions.items()}
@@ -142,11 +150,18 @@ class LoadedModule:
         count: int,
         as_they_are: Sequence[int] = (),
     ) -> Bound:
-        """Arguments of ``name``, of ``count``, that stay the same from call to call, by position.
+        """Convert arguments that are the same in many calls.
 
-        They keep their addresses, not their memory: who calls must know that the tensors are still
-        there. A tensor that would have to be copied is not among them: its values may change.
-        Arguments ``as_they_are`` are results of compiled code, which it can read.
+        The result has the addresses of the tensors but does not keep their memory alive; the caller
+        must make sure that the tensors still exist. A tensor that would need a copy is not
+        converted, since its values may change between calls.
+
+        Args:
+            name: the function.
+            held: the tensors by the position of the argument.
+            count: the number of arguments of the function.
+            as_they_are: positions of arguments that are results of compiled code, which need no
+                conversion.
         """
         loose = self._loose(name, count)
         values: list[Any] = [None] * count
@@ -156,12 +171,15 @@ class LoadedModule:
         return Bound(values, as_they_are)
 
     def readable(self, name: str, tensors: Sequence[torch.Tensor]) -> list[int]:
-        """Which of ``tensors``, the first arguments of ``name``, it can read as they are."""
+        """Return which of ``tensors``, the first arguments of ``name``, need no copy."""
         loose = self._loose(name, len(tensors))
         return [i for i, t in enumerate(tensors) if _readable(t, loose[i])]
 
     def prepare(self, name: str, tensors: Sequence[Any], bound: Bound | None = None) -> list[Any]:
-        """``tensors`` as ``name`` may read them: copied where it cannot; or what is ``bound``."""
+        """Return the arguments for ``name``: copies of ``tensors`` that it cannot read directly.
+
+        Arguments in ``bound`` replace the tensors at their positions.
+        """
         loose = self._loose(name, len(tensors))
         if bound is None:
             return [prepare(t, anywhere) for t, anywhere in zip(tensors, loose, strict=True)]
@@ -182,17 +200,17 @@ class LoadedModule:
         copied: Collection[int] = (),
         bound: Bound | None = None,
     ) -> list[Any]:
-        """Call ``name`` on tensors as they come; the results numbered ``copied`` are clones."""
+        """Prepare ``tensors`` and call ``name`` on them; clone the results numbered ``copied``."""
         results = self.call(name, self.prepare(name, tensors, bound))
         for i in copied:
             results[i] = results[i].clone()
         return results
 
     def call(self, name: str, tensors: Sequence[Any]) -> list[Any]:
-        """Call ``name`` on prepared arguments; the results own their memory or share it with
-        an argument of which they are a view.
+        """Call ``name`` on prepared arguments.
 
-        They are tensors of PyTorch, but for residuals, which stay what compiled code returns.
+        Results are PyTorch tensors, except residuals, which stay a TVM array. A result owns its
+        memory, or is a view of an argument.
         """
         function = self._functions[name]
         with self._lock:
@@ -201,7 +219,7 @@ class LoadedModule:
                     results: list[Any] = function(*tensors)[:]
             else:
                 results = function(*tensors)[:]
-        # Results are PyTorch's tensors only where an argument was one.
+        # TVM returns PyTorch tensors only if an argument was one.
         if results and isinstance(results[0], tvm_ffi.Tensor):
             results = [from_dlpack(r) if isinstance(r, tvm_ffi.Tensor) else r for r in results]
         if self._gradients is not None and name == "backward":
@@ -214,7 +232,7 @@ def _with_last(function: Callable[..., Any], argument: Any) -> Callable[..., Any
 
 
 def on_current_stream(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """``function`` of compiled code, whose kernels run on PyTorch's current stream of a GPU."""
+    """Return the compiled ``function`` with its kernels on PyTorch's current stream of a GPU."""
     if device.type != "cuda":
         return function
     index = gpu_index(device)

@@ -1,7 +1,7 @@
-"""Executables as bytes: a shared library, or LLVM's bitcode where no compiler can link one.
+"""Executables as bytes: a shared library, or LLVM bitcode if no compiler can link a library.
 
-A library is loaded as it is. Bitcode has been optimized, and LLVM, which is part of TVM, makes
-machine code of it when it is loaded: that takes longer, and needs no program beside Python.
+A library is loaded directly. Bitcode is already optimized; LLVM, which is part of TVM, compiles it
+to machine code when it is loaded. That takes longer, but needs no program other than Python.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ _EXECUTABLE: Final = "relax.VMExecutable"
 
 
 def can_link() -> bool:
-    """Whether TVM finds a compiler that may link shared libraries."""
+    """Whether TVM finds a compiler that can link shared libraries."""
     return get_cc() is not None
 
 
 def exported(executable: Any, linked: bool) -> bytes:
-    """Return the executable, with its constants: as a shared library if ``linked``, or as bitcode.
+    """Return the executable with its constants: as a shared library if ``linked``, or as bitcode.
 
     Raises:
-        BuildError: there is no compiler to link it, or part of it is no code of LLVM's.
+        BuildError: there is no compiler to link it, or bitcode cannot hold it: part of it, such as
+            GPU code, is not LLVM's.
         RuntimeError: the compiler cannot link it.
         OSError: the folder of temporary files cannot be written.
     """
@@ -44,10 +45,10 @@ def exported(executable: Any, linked: bool) -> bytes:
 
 
 def module_of(content: bytes) -> Any:
-    """Return the module that :func:`exported` has made ``content`` of.
+    """Load the module whose bytes :func:`exported` returned as ``content``.
 
-    From a file of its own, each time: a system hands out one copy of a library that is loaded
-    twice, in which the second module would take the place of the first.
+    Each call loads from a new file. The operating system maps a file that is loaded twice only
+    once, and the second module would replace the first in it.
     """
     with tempfile.TemporaryDirectory(prefix="tvmbridge-") as folder:
         if content.startswith(_BITCODE):
@@ -68,7 +69,10 @@ def _as_bitcode(module: Any, folder: Path) -> bytes:
 
 
 def _kinds_below(module: Any) -> list[str]:
-    """The kinds of all modules that ``module`` imports; kernels for a GPU are below the host's."""
+    """Return the kinds of all modules that ``module`` imports, directly or not.
+
+    The host's module imports the modules of GPU kernels.
+    """
     return [k for each in module.imports for k in (each.kind, *_kinds_below(each))]
 
 

@@ -1,9 +1,9 @@
-"""Freezing: what depends on the module's weights alone is computed once, and not at each call.
+"""Freezing: values that depend only on the module's weights are computed once, not at each call.
 
-Batch norm goes into the convolutions before it, products with a common operand become one, and
-the rest of what depends on weights alone becomes a function of its own, ``transform_params``. Its
-results, and packed weights of products, are arguments of ``forward``: compiled code has no
-values of weights in it, so that it can be kept for another process and other values.
+Batch norm is folded into the convolution before it, and products with a common operand become one.
+All other computations on weights alone move into a separate function, ``transform_params``. Its
+results, and packed weights of products, are arguments of ``forward``. Compiled code therefore
+contains no values of weights, and the cache can serve it to another process with other weights.
 """
 
 from __future__ import annotations
@@ -44,10 +44,11 @@ _LAYOUTS = {
 
 @dataclass(frozen=True)
 class FrozenValue:
-    """An argument of ``forward`` that is the same at each call.
+    """An argument of ``forward`` that is the same at each call: a primal or a computed value.
 
-    It is the primal at this place, or the result of ``transform_params`` with this number; packed,
-    where ``packing`` is not None.
+    - ``primal``: the position of the primal; None for a computed value.
+    - ``result``: the number of the result of ``transform_params``; None for a primal.
+    - ``packing``: how the value is packed for a library or a kernel; None if it is not packed.
     """
 
     primal: int | None
@@ -57,11 +58,15 @@ class FrozenValue:
 
 @dataclass(frozen=True)
 class Freezing:
-    """What compiled code takes in place of the primals.
+    """The arguments that compiled functions take in place of the primals, if weights are frozen.
 
-    ``frozen`` are the names of the module's tensors whose values must not change, ``kept`` the
-    places of the primals that ``forward`` takes, first; behind them are ``values``. ``transformed``
-    are the places of the primals that ``transform_params`` takes; it is there if it has results.
+    ``forward`` takes the primals ``kept``, then ``values``.
+
+    - ``frozen``: the names of the module's tensors whose values must not change.
+    - ``kept``: the positions of the primals that ``forward`` takes.
+    - ``transformed``: the positions of the primals that ``transform_params`` takes; the function
+      exists only if it has results.
+    - ``values``: the arguments of ``forward`` that are the same at each call.
     """
 
     frozen: frozenset[str]
@@ -77,13 +82,20 @@ def freeze(
     *,
     alone: bool = False,
 ) -> tuple[LoweredModule, Freezing]:
-    """``lowered``, of inference, with its weights frozen, and what its functions take.
+    """Freeze the weights of a module that was lowered for inference.
 
-    ``alone``: no library multiplies, so that weights are not packed for one, and weights of
-    products are transposed once.
+    Args:
+        lowered: the module.
+        options: how to compile.
+        records: receives a record of each pass.
+        alone: whether the code must run without a library for products. Weights are then not
+            packed for a library; weights of products are transposed once.
+
+    Returns:
+        The module with frozen weights, and the arguments that its functions take.
 
     Raises:
-        BuildError: a tensor is of a kind that cannot be frozen, or not on the CPU.
+        BuildError: a tensor is complex, or not on the CPU.
     """
     captured = lowered.captured
     if captured.device.type != "cpu":
@@ -100,7 +112,7 @@ def freeze(
         mod, packings = _packed(mod, (*names, *lifted), options, records)
         mod, forms = _channels_last(mod, (*names, *lifted), options, records)
     mod, sources = _without_unread(mod, (*names, *lifted))
-    # In the order of forward's parameters, of which the tickets are the last.
+    # In the order of forward's parameters. Packed weights are the last of them.
     values = [FrozenValue(None, lifted.index(n)) for n in sources if n in lifted]
     packed: list[tuple[str, WeightPacking | PackedForm]] = [*packings, *forms]
     for name, packing in packed:
@@ -119,9 +131,9 @@ def freeze(
 
 
 def _frozen_targets(captured: CapturedGraph) -> dict[str, str]:
-    """The names in the module of the tensors that are frozen, by those in the graph.
+    """Return the dotted names of the tensors to freeze, by their names in the graph.
 
-    What forward itself writes is not.
+    Buffers that forward itself writes are not frozen.
     """
     written = {o.target for o in captured.outputs if o.kind is OutputKind.BUFFER_MUTATION}
     found = {}
@@ -155,7 +167,7 @@ def _packed(
     options: CompileOptions,
     records: list[PassRecord],
 ) -> tuple[tvm.IRModule, tuple[tuple[str, WeightPacking], ...]]:
-    """``mod`` with products that read packed weights, and how each of these is packed."""
+    """Return ``mod`` with products that read packed weights, and how each weight is packed."""
     packings = []
     for found in frozen_products(mod["forward"], frozen):
         shape = (found.rows, found.depth, found.columns)
@@ -173,7 +185,10 @@ def _channels_last(
     options: CompileOptions,
     records: list[PassRecord],
 ) -> tuple[tvm.IRModule, Packings]:
-    """``mod`` with channels last and packed weights of convolutions, if that is faster in all."""
+    """Return ``mod`` with convolutions in channels-last layout, with packed weights, if faster.
+
+    The measured convolutions decide together. Otherwise ``mod`` is returned unchanged.
+    """
     found = packable_convolutions(mod["forward"], frozen)
     if isinstance(found, str):
         return mod, ()
@@ -182,7 +197,7 @@ def _channels_last(
     if not packed:
         return mod, ()
     forms = tuple(dict.fromkeys((name, f) for (name, _), f in zip(found, packed, strict=True)))
-    # Only what runs at each call: the weights' function has no convolutions.
+    # The function transform_params has no convolutions.
     forward = tvm.IRModule({"forward": mod["forward"]})
     convert = relax.transform.ConvertLayout(_LAYOUTS)
     forward = run_passes(forward, [convert, *tidy_passes()], records)
@@ -195,7 +210,10 @@ def _channels_last(
 
 
 def _without_unread(mod: tvm.IRModule, frozen: Collection[str]) -> tuple[tvm.IRModule, list[str]]:
-    """``mod`` where ``forward`` takes of ``frozen`` what it reads; the names of what it takes."""
+    """Drop parameters of ``forward`` that are in ``frozen`` and not read.
+
+    Return the changed module, and the names of the remaining parameters.
+    """
     forward = mod["forward"]
     read = set(relax.analysis.free_vars(forward.body))
     parameters = [p for p in forward.params if p in read or p.name not in frozen]

@@ -1,4 +1,4 @@
-"""Laying out: compiled functions return and take what lies in another order in that order."""
+"""Memory layouts: compiled functions take and return tensors in eager PyTorch's memory order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ from tvmbridge.pipeline import layout_passes, run_passes
 
 @dataclass(frozen=True)
 class Layouts:
-    """The layouts of outputs and of gradients that eager PyTorch does not return contiguous."""
+    """Memory layouts, by number, of the results that eager PyTorch does not return contiguous.
+
+    - ``outputs``: the layouts of forward's outputs.
+    - ``gradients``: the layouts of the gradients.
+    """
 
     outputs: Mapping[int, Layout]
     gradients: Mapping[int, Layout]
@@ -27,7 +31,13 @@ class Layouts:
 def put_on(
     layouts: Mapping[int, Layout], results: list[torch.Tensor], strides: Strides = None
 ) -> None:
-    """Give results, by number, their layouts; copies with other strides stand for some of them."""
+    """Change ``results`` in place so that they have the strides of eager PyTorch.
+
+    Args:
+        layouts: the layouts by the number of the result; they need no copy.
+        results: the results of a compiled function.
+        strides: other strides by number; such a result is replaced by a copy.
+    """
     for number, layout in layouts.items():
         layout.put_on(results[number])
     for number, stride in (strides or {}).items():
@@ -40,9 +50,10 @@ def lay_out_functions(
     layouts: Layouts,
     records: list[PassRecord],
 ) -> tuple[tvm.IRModule, SplitModule | None]:
-    """The functions with results in their order of memory; backward takes outputs in it too.
+    """Return the functions with results in the memory order of eager PyTorch.
 
-    Cotangents arrive in the order of their outputs: most often they lie so.
+    Backward takes the outputs that it reads in that order too. It takes each cotangent in the order
+    of its output, which is the most common order of cotangents.
     """
     moved = _moved(layouts.outputs)
     mod = run_passes(mod, layout_passes("forward", list(moved.values()), ()), records)

@@ -1,4 +1,4 @@
-"""Lowering: a module becomes graphs, forward and backward, as they are built."""
+"""Lower a module to the Relax functions ``forward`` and ``backward``, ready to be built."""
 
 from __future__ import annotations
 
@@ -41,9 +41,11 @@ from tvmbridge.pipeline import (
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of a module from compiling it for other sizes, and true of these as well.
+    """Results of compiling a module for other sizes, which are valid for the present sizes too.
 
-    ``captured`` is its graph for these sizes.
+    - ``stage``: the module prepared for capture; None: prepare it now.
+    - ``captured``: its captured graph for the present sizes; None: capture it now.
+    - ``facts``: how eager PyTorch differentiates it; None: find out now.
     """
 
     stage: StagedModule | None = None
@@ -56,11 +58,18 @@ NOTHING_KNOWN = Known()
 
 @dataclass(frozen=True)
 class LoweredModule:
-    """A module as graphs, before it is built: what compilation and comparison have in common.
+    """A module as Relax functions, before it is built.
 
-    ``mod`` has ``forward``, and ``backward`` when ``split`` is not None. ``derivation`` is None
-    where nothing is differentiated: autograd does not record the call (``recorded``), or no output
-    requires a gradient. ``origin`` is the class of the module, for people.
+    - ``captured``: the captured graph.
+    - ``recorded``: whether autograd records the calls that are served.
+    - ``imported``: the graph as the frontend converted it.
+    - ``derivation``: the joint function and its source; None if nothing is differentiated, because
+      autograd does not record the call or no output requires a gradient.
+    - ``split``: the forward and backward functions; None in inference.
+    - ``mod``: the functions ``forward`` and, with ``split``, ``backward``.
+    - ``origin``: the name of the module's class.
+    - ``num_outputs``: the number of outputs that forward computes, without residuals.
+    - ``packs``: for each packed weight (one tensor of several parameters), the parameters' names.
     """
 
     captured: CapturedGraph
@@ -76,7 +85,7 @@ class LoweredModule:
 
     @property
     def layouts(self) -> Layouts:
-        """Those of the results that eager PyTorch does not return contiguous."""
+        """The layouts of the results that eager PyTorch does not return contiguous."""
         gradients = {} if self.derivation is None else self.derivation.layouts
         return Layouts(output_layouts(self.captured), gradients)
 
@@ -126,7 +135,7 @@ def lower_module(
     else:
         with measure("import"):
             if known.captured is None:
-                # Export drops draws that nothing reads, in evaluation too.
+                # torch.export drops random draws that nothing reads, in evaluation too.
                 refuse_other_draws(Rehearsal(stage.module, args, kwargs, captured))
             imported = import_graph(captured)
         with measure("passes"):

@@ -1,4 +1,4 @@
-"""A pack: parameters that share one piece of memory, side by side; and which may be moved there."""
+"""Packs: parameters that are moved to be adjacent in one tensor, and rules for which may move."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from torch import nn
 
 from tvmbridge.core.torch_private import storage_use_count
 
-# Compiled loops read whole vectors from such addresses; a slice elsewhere would be copied per call.
+# Compiled loops need addresses that are multiples of this; other slices would be copied per call.
 _ALIGNMENT = 64
 _SAME_TYPE = "different shapes or dtypes"
 
 
 class _Slice(np.ndarray):
-    """The memory of one parameter in a pack; it keeps the pack alive."""
+    """A numpy array on the memory of one parameter in a pack, which keeps the pack alive."""
 
     pack: Pack
 
 
 class Pack:
-    """Parameters in one tensor, concatenated along their first dimension.
+    """One tensor that holds several parameters, concatenated along their first dimension.
 
-    It lives as long as the memory of any of them, so an address within it says that a parameter
-    is in it.
+    A pack lives as long as the memory of any of its parameters. A parameter is therefore in the
+    pack exactly if its address is within the pack's memory.
 
     Args:
-        members: tensors of one dtype whose shapes differ in the first extent at most.
+        members: tensors of one dtype, whose shapes differ at most in the first extent.
     """
 
     def __init__(self, members: Sequence[torch.Tensor]) -> None:
         first = members[0]
         rows = sum(m.shape[0] for m in members)
-        # Memory made in inference mode could not be trained on later.
+        # A tensor created in inference mode could not be trained later.
         with torch.inference_mode(False):
             self.tensor = torch.empty((rows, *first.shape[1:]), dtype=first.dtype)
         begin = self.tensor.data_ptr()
@@ -47,7 +47,7 @@ class Pack:
         self._members: list[weakref.ref[torch.Tensor]] = []
 
     def holds(self, members: Sequence[torch.Tensor]) -> bool:
-        """Whether the memory of ``members`` is that of the pack, in its order."""
+        """Whether ``members`` are exactly the parameters in the pack, in the same order."""
         if len(members) != len(self.pointers):
             return False
         for member, pointer in zip(members, self.pointers, strict=True):
@@ -56,16 +56,16 @@ class Pack:
         return True
 
     def in_use(self) -> bool:
-        """Whether the parameters that were moved into the pack are all still there."""
+        """Whether all parameters that were moved into the pack are still in its memory."""
         members = [m for m in (reference() for reference in self._members) if m is not None]
         return self.holds(members)
 
     def overlaps(self, member: torch.Tensor) -> bool:
-        """Whether ``member`` lies in the pack."""
+        """Whether the memory of ``member`` begins in the pack."""
         return self.pointers[0] <= member.data_ptr() < self.end
 
     def take_in(self, members: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Move ``members`` into the pack; the result keeps their old memory alive."""
+        """Move ``members`` into the pack, and return tensors that keep their old memory alive."""
         memory = self.tensor.view(torch.uint8).reshape(-1).numpy()
         begin = self.pointers[0]
         old = []
@@ -87,25 +87,25 @@ _live: weakref.WeakSet[Pack] = weakref.WeakSet()
 
 
 def pack_of(members: Sequence[torch.Tensor]) -> Pack | None:
-    """The pack that ``members`` lie in, in its order."""
+    """Return the pack whose parameters are exactly ``members``, in this order; None if none is."""
     return next((pack for pack in list(_live) if pack.holds(members)), None)
 
 
 def _holders(tensor: torch.Tensor) -> int:
-    """How many tensors (and other things) hold the storage of ``tensor``."""
+    """Return the number of references to the storage of ``tensor``."""
     return int(storage_use_count(tensor.untyped_storage()._cdata))
 
 
-# What a tensor's storage counts when nobody else holds it.
+# The number of references to the storage of a tensor that nothing else shares.
 _ALONE = _holders(torch.empty(1))
 
 
 def unmovable(parameter: object, module: nn.Module) -> str | None:
-    """Why the memory of ``parameter`` must stay where it is; None where nobody else can hold it.
+    """Return why the memory of ``parameter`` must not move; None if nothing else can refer to it.
 
     Args:
-        parameter: a tensor that belongs to ``module``, whose other tensors may share its storage
-            as long as they do not overlap with it.
+        parameter: a parameter of ``module``.
+        module: its other tensors may share the parameter's storage if they do not overlap with it.
     """
     if type(parameter) is not nn.Parameter:
         return "it is not a plain parameter"
@@ -119,7 +119,7 @@ def unmovable(parameter: object, module: nn.Module) -> str | None:
         return "it is shared with other processes"
     storage = parameter.untyped_storage()
     holders = _holders(parameter) - _ALONE
-    # All tensors of a module are looked at only where somebody holds the memory, which is rare.
+    # Other references are rare, so the search of all tensors of the module is too.
     if holders:
         mates = {
             id(t): t
@@ -136,7 +136,7 @@ def unmovable(parameter: object, module: nn.Module) -> str | None:
 
 
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether the memory of the contiguous ``one`` can be that of ``other``."""
+    """Whether the memory of ``other`` may overlap with the contiguous memory of ``one``."""
     if not other.is_contiguous():
         return True
     begin, end = (t.data_ptr() for t in (one, other))
@@ -148,7 +148,7 @@ def _in_a_pack(tensor: torch.Tensor) -> bool:
 
 
 def _in_a_file(tensor: torch.Tensor) -> bool:
-    """Whether the memory is a private mapping of a file, as that of loaded weights often is."""
+    """Whether the memory is a private mapping of a file, which is common for loaded weights."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:
@@ -162,7 +162,7 @@ def _in_a_file(tensor: torch.Tensor) -> bool:
 
 
 def unpackable(members: Sequence[torch.Tensor]) -> str | None:
-    """Why tensors that may each be moved cannot be one pack; None when they can."""
+    """Return why tensors that may each be moved cannot form one pack; None if they can."""
     first = members[0]
     if len({id(m) for m in members}) < len(members):
         return "a parameter stands in it twice"

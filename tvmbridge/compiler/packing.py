@@ -1,19 +1,19 @@
-"""Packing: parameters that compiled code reads as one tensor lie side by side in memory.
+"""Packing: parameters that compiled code reads as one tensor are moved to be adjacent in memory.
 
-A product with the concatenated weights of query, key and value needs one tensor. Keeping a copy of
-them would make stale results possible: no counter sees a write through ``parameter.data``. So the
-parameters themselves move: one *pack* is allocated, the parameters are copied into it, and the
-``data`` of each is set to its slice. Compiled code reads the pack, everybody else the parameters,
-and both are the same memory: a write of any kind is seen, and there is no second copy.
+A product with the concatenated weights of query, key and value needs one tensor. A copy of the
+weights could become stale: no version counter sees a write through ``parameter.data``. Therefore
+the parameters themselves move. One *pack* is allocated, the parameters are copied into it, and the
+``data`` of each parameter is set to its slice. Compiled code reads the pack, and all other code
+reads the parameters. Both are the same memory, so every write is seen and there is no second copy.
 
-Each slice has a storage of its own (``torch.frombuffer``), as large as the parameter: saving,
-copying, pickling and sharing a parameter are what they were, and files do not grow.
+Each slice has its own storage (``torch.frombuffer``), as large as the parameter. Saving, copying,
+pickling and sharing a parameter therefore work as before, and files do not grow.
 
-At every call the addresses of the parameters are compared with those of the pack. Where they
-differ (``load_state_dict(assign=True)``, ``module.to(...)``, ``parameter.data = ...``) the
-parameters are packed again. A parameter is moved only where nobody can notice, see
-:func:`~tvmbridge.compiler.pack.unmovable`; where that no longer holds at a call, the values are
-concatenated for that call alone, and it is counted.
+Each call compares the addresses of the parameters with the addresses in the pack. If they differ
+(after ``load_state_dict(assign=True)``, ``module.to(...)``, ``parameter.data = ...``), the
+parameters are packed again. A parameter is moved only if nothing else can refer to its memory, see
+:func:`~tvmbridge.compiler.pack.unmovable`. If that no longer holds, a call concatenates the values
+for itself alone, and the report counts it.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ _packing_lock = threading.RLock()
 
 @dataclass(frozen=True)
 class PackReport:
-    """Parameters that compiled code reads as one tensor.
+    """A report on parameters that compiled code reads as one tensor.
 
-    ``packed`` says how often they were moved to lie side by side, ``concatenated`` how many calls
-    had to concatenate their values instead, by reason.
+    - ``names``: the dotted names of the parameters.
+    - ``packed``: how often the parameters were moved to be adjacent.
+    - ``concatenated``: how many calls had to concatenate the values instead, by reason.
     """
 
     names: tuple[str, ...]
@@ -55,14 +56,14 @@ class PackReport:
 
 
 class AddressReader(Protocol):
-    """What knows addresses of parameters, and lives as long as a call that reads them.
+    """An object that stores addresses of parameters, and lives until the calls that use them end.
 
-    ``outdated`` keeps memory alive that parameters have been moved from.
+    - ``outdated``: tensors on old memory of parameters, which a running call may still read.
     """
 
     @property
     def outdated(self) -> list[torch.Tensor]:
-        """To be added to."""
+        """The list of these tensors, to which packing appends."""
 
 
 class ModulePacks:
@@ -84,7 +85,7 @@ class ModulePacks:
         self.concatenated: Counter[tuple[tuple[str, ...], str]] = Counter()
 
     def __enter__(self) -> None:
-        """A call begins, forward or backward: memory that it may read is not given back."""
+        """Begin a call, forward or backward; memory that it may read is kept until it ends."""
         ident = threading.get_ident()
         self._inside[ident] += 1
         if self._old and self._alone():
@@ -105,7 +106,7 @@ class ModulePacks:
         return len(self._inside) <= 1
 
     def weight_refusal(self, name: str) -> str | None:
-        """Why the parameter called ``name`` must not be packed now; None when it may."""
+        """Return why the parameter ``name`` must not be packed now; None if it may."""
         try:
             parameter = self._module.get_parameter(name)
         except AttributeError:
@@ -114,22 +115,22 @@ class ModulePacks:
         return None if reason is None else f"{name} cannot be packed: {reason}"
 
     def group_refusal(self, names: tuple[str, ...]) -> str | None:
-        """Why the parameters called ``names`` cannot be one pack now; None when they can."""
+        """Return why the parameters ``names`` cannot form one pack now; None if they can."""
         for group in self._groups:
             if group != names and set(group) & set(names):
                 return "a parameter is packed with others"
         return unpackable([self._module.get_parameter(name) for name in names])
 
     def claim(self, names: tuple[str, ...]) -> None:
-        """Note that compiled code reads the parameters called ``names`` as one tensor."""
+        """Record that compiled code reads the parameters ``names`` as one tensor."""
         self._groups.add(names)
 
     def claim_like(self, other: ModulePacks) -> None:
-        """Take over what ``other`` has noted: compiled code of a copy reads the same."""
+        """Add the groups of ``other``, the packs of a copy of the module with the same code."""
         self._groups |= other._groups
 
     def reports(self) -> tuple[PackReport, ...]:
-        """What became of each group so far."""
+        """Return a report on each group of parameters."""
         return tuple(
             PackReport(
                 names,
@@ -140,14 +141,19 @@ class ModulePacks:
         )
 
     def held(self, names: tuple[str, ...], members: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """The memory of ``members`` as one tensor, if they lie so."""
+        """Return the pack's tensor if ``members`` are in the pack; otherwise None."""
         pack = self._packs.get(names)
         return pack.tensor if pack is not None and pack.holds(members) else None
 
     def tensor(self, names: tuple[str, ...], members: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The values of ``members``, the parameters called ``names`` of now, as one tensor.
+        """Return the values of ``members`` as one tensor; pack them now if that is possible.
 
-        It is the memory of the parameters where they may be packed, otherwise a copy.
+        Args:
+            names: the names of the parameters.
+            members: the current parameters with these names.
+
+        Returns:
+            A tensor on the memory of the parameters or, if they cannot be packed, a copy.
         """
         held = self.held(names, members)
         if held is not None:
@@ -165,7 +171,7 @@ class ModulePacks:
 
     @staticmethod
     def copied(members: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The values of ``members`` as one tensor of their own."""
+        """Return a copy of the values of ``members`` as one tensor."""
         return without_gradients(torch.cat, [m.detach() for m in members])
 
     def _reason(self, members: Sequence[torch.Tensor]) -> str | None:

@@ -1,10 +1,11 @@
-"""Backward where some cotangents did not arrive: what eager PyTorch does not visit adds nothing.
+"""Backward for calls in which some cotangents are absent: their outputs got no gradient.
 
-The compiled backward takes a cotangent for every output. Zeros in place of one that did not arrive
-give eager's gradients as long as all derivatives on its paths are finite; where one is not, zero
-times infinity is NaN. Then, and where a backward of the user's own may be anything but linear, a
-backward without the absent cotangents is compiled and used from then on. To look at all gradients
-costs more than a pass over their memory, so what is absent again and again gets one too.
+The compiled backward takes a cotangent for every output. Zeros for an absent cotangent give eager
+PyTorch's gradients only if all derivatives on its paths are finite: zero times infinity is NaN. A
+*partial backward* is compiled without the absent cotangents, and used from then on, in three cases:
+a gradient is not finite, a custom autograd function may not be linear, or the same cotangents are
+absent again and again. The last case is for speed: checking all gradients for finite values costs
+more than a pass over their memory.
 """
 
 from __future__ import annotations
@@ -49,17 +50,20 @@ _NO_LAYOUT = (
     f"{LEAVE_TO_EAGER}"
 )
 
-# Of more patterns of absent cotangents the one that was compiled first is forgotten.
+# The most partial backwards kept; beyond that, the one compiled first is dropped.
 _MAX_PATTERNS = 16
-# So often are gradients looked at before a backward is compiled for its speed alone.
+# How often gradients are checked before a partial backward is compiled just for speed.
 _LOOKS = 2
 
 
 @dataclass(frozen=True, eq=False)
 class PartialBackward:
-    """Backward for one pattern: ``gradients`` are the numbers of those that it computes.
+    """Compiled backward for one set of absent cotangents.
 
-    ``copied`` are results that share memory with another tensor, ``layouts`` those of gradients.
+    - ``loaded``: the code.
+    - ``gradients``: the numbers of the gradients that it computes.
+    - ``copied``: the numbers of results that share memory with another tensor, and are copied.
+    - ``layouts``: the layouts of gradients that are not contiguous, by number.
     """
 
     loaded: LoadedModule
@@ -70,11 +74,17 @@ class PartialBackward:
     def __call__(
         self, values: Sequence[Any], count: int, bound: Bound | None = None
     ) -> list[torch.Tensor | None]:
-        """``count`` gradients of what backward reads and the cotangents that arrived."""
+        """Return ``count`` gradients; None for each one that this backward does not compute.
+
+        Args:
+            values: the values that backward reads, then the cotangents that arrived.
+            count: the number of gradients of the full backward.
+            bound: arguments that were converted before.
+        """
         return self.placed(self.results(values, bound), count)
 
     def results(self, values: Sequence[Any], bound: Bound | None = None) -> list[torch.Tensor]:
-        """Return the gradients that it computes."""
+        """Return only the gradients that this backward computes; arguments as in a call."""
         results = self.loaded.run("backward", values, self.copied, bound)
         for number, result in zip(self.gradients, results, strict=True):
             if number in self.layouts:
@@ -82,7 +92,7 @@ class PartialBackward:
         return results
 
     def placed(self, results: Sequence[torch.Tensor], count: int) -> list[torch.Tensor | None]:
-        """Return ``results`` by their numbers among ``count``; None stands for the others."""
+        """Return a list of ``count`` gradients with ``results`` in their places, None elsewhere."""
         placed: list[torch.Tensor | None] = [None] * count
         for number, result in zip(self.gradients, results, strict=True):
             placed[number] = result
@@ -90,16 +100,16 @@ class PartialBackward:
 
 
 class NoPartialBackwards:
-    """Of code for any size there are none: zeros stand for what is absent where that is exact."""
+    """The partial backwards of symbolic code: none, only zeros for absent cotangents if exact."""
 
     compiled = 0
 
     def known(self, absent: frozenset[int]) -> PartialBackward | None:
-        """None: there is none."""
+        """Return None: there is no partial backward."""
         return None
 
     def without(self, absent: frozenset[int]) -> PartialBackward:
-        """Refuse.
+        """Raise an error: zeros are not exact, and no partial backward can be compiled.
 
         Raises:
             BridgeError: always.
@@ -108,13 +118,13 @@ class NoPartialBackwards:
 
 
 class PartialBackwards:
-    """The backwards without some of the cotangents, each compiled when it is needed.
+    """The partial backwards of a module, each compiled when it is first needed.
 
     Args:
         parts: the split functions of the module.
         build: a :class:`~tvmbridge.compiler.cached_build.CachedBuild` for its target and options.
-        layouts: those of gradients, by number, that are not contiguous.
-        device: where the module's tensors are.
+        layouts: the layouts of gradients that are not contiguous, by number.
+        device: the device of the module's tensors.
     """
 
     def __init__(
@@ -125,9 +135,9 @@ class PartialBackwards:
         device: torch.device,
     ) -> None:
         self.compiled = 0
-        # The names of their code on disk.
+        # The names of the partial backwards' code in the cache.
         self.keys: list[str] = []
-        # Whether what is absent again and again gets a backward where zeros would do.
+        # Whether to compile a partial backward for cotangents that are absent again and again.
         self.for_speed = True
         self._parts = parts
         self._build = build
@@ -137,12 +147,16 @@ class PartialBackwards:
         self._asked: Counter[frozenset[int]] = Counter()
 
     def known(self, absent: frozenset[int]) -> PartialBackward | None:
-        """The backward without the cotangents of these numbers, if zeros must not stand for them.
+        """Return the partial backward to use at once, or None to try zeros first.
 
-        And if they have been absent before: it is compiled for its speed once, where it can be.
+        It is used at once if it is compiled already, or if the module has custom autograd
+        functions. It is also used if ``absent`` was seen often enough to compile it for speed.
+
+        Args:
+            absent: the numbers of the absent cotangents.
 
         Raises:
-            BridgeError: as :meth:`without`.
+            BridgeError: the module has custom autograd functions, and :meth:`without` raised.
         """
         known = self._patterns.get(absent)
         if known is not None:
@@ -161,7 +175,10 @@ class PartialBackwards:
             return None
 
     def without(self, absent: frozenset[int]) -> PartialBackward:
-        """The backward without the cotangents of these numbers, compiled now if it is the first.
+        """Return the partial backward without these cotangents; compile it now if necessary.
+
+        Args:
+            absent: the numbers of the absent cotangents.
 
         Raises:
             BridgeError: it cannot be compiled, or would not be exact; the message says why.
@@ -210,7 +227,7 @@ class PartialBackwards:
 
 
 def all_finite(gradients: Sequence[torch.Tensor]) -> bool:
-    """Whether no element is infinite or NaN; False too where a sum is too large for the dtype."""
+    """Whether no element is infinite or NaN; False also if a sum overflows the dtype."""
     return all(cmath.isfinite(g.sum().item()) for g in gradients)
 
 
@@ -218,7 +235,7 @@ def refuse_unusual(cotangents: Sequence[torch.Tensor | None]) -> None:
     """Refuse cotangents that compiled code cannot read.
 
     Raises:
-        BridgeError: one stands for a batch of them, or has another layout than ``strided``.
+        BridgeError: a cotangent is a batch of cotangents under vmap, or is not ``strided``.
     """
     for cotangent in cotangents:
         if cotangent is None or has_storage(cotangent) or cotangent._is_zerotensor():

@@ -1,4 +1,4 @@
-"""Pieces: compiled backward returns some gradients as one tensor, which is cut for its caller."""
+"""Cut one tensor that compiled backward returns into the several gradients that it consists of."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tvmbridge.passes.relax.return_whole import wholes_of
 
 
 class Pieces:
-    """How the results of ``function`` become those that its caller counts.
+    """Cuts results of a compiled ``function`` into the results that its caller expects.
 
-    See :mod:`tvmbridge.passes.relax.return_whole`.
+    The pass :mod:`tvmbridge.passes.relax.return_whole` makes one result of several.
     """
 
     def __init__(self, function: tvm.relax.Function) -> None:
@@ -27,7 +27,10 @@ class Pieces:
         self._uncut = list(zip(uncut, free, strict=True))
 
     def of(self, results: Sequence[Any]) -> list[Any]:
-        """The results as they are counted; a piece has a version of its own, as eager's."""
+        """Return the results that the caller expects.
+
+        Each piece has its own version counter, as in eager PyTorch.
+        """
         found: list[Any] = [None] * self._count
         for number, place in self._uncut:
             found[place] = results[number]
@@ -38,7 +41,7 @@ class Pieces:
         return found
 
     def places(self, numbers: Collection[int]) -> frozenset[int]:
-        """Where results of the function with these numbers are found."""
+        """Translate numbers of results of ``function`` to numbers of results for the caller."""
         found = {place for number, place in self._uncut if number in numbers}
         for whole in self._wholes:
             if whole.number in numbers:

@@ -1,7 +1,8 @@
-"""Which cotangents meet which values in backward: what a write before backward would change.
+"""Which cotangents read which user memory in backward, and so are affected by a write into it.
 
-A backward without some of the cotangents reads what these meet as well, but multiplies it by zero.
-A write there changes no gradient, and eager PyTorch does not visit the formulas that read it.
+If a cotangent is absent, compiled backward still reads the values that belong to it, but multiplies
+them by zero. A write into such a value changes no gradient, and must not raise: eager PyTorch does
+not evaluate the formulas that read it.
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ from tvmbridge.differentiation.saved import SavedMemory
 class Readers:
     """For memory that the user holds, the numbers of the cotangents whose backward reads it.
 
-    ``primals`` and ``outputs`` are those that compiled backward reads, ``guarded_primals`` and
-    ``guarded_outputs`` the others that eager PyTorch saves. What is missing is read by all.
+    Memory that is in none of the mappings counts as read by all cotangents.
+
+    - ``primals``: primals that compiled backward reads, by name.
+    - ``outputs``: outputs that compiled backward reads, by number.
+    - ``guarded_primals``, ``guarded_outputs``: primals and outputs that only eager PyTorch saves.
     """
 
     primals: Mapping[str, frozenset[int]]
@@ -39,9 +43,10 @@ def readers_of(
     kept: Mapping[relax.Var, int],
     saved: SavedMemory,
 ) -> Readers:
-    """Who reads the primals ``reads`` and the outputs ``kept``, or has them saved in eager PyTorch.
+    """Return which cotangents read the primals ``reads`` and the outputs ``kept``.
 
-    The gradients must be linear in the cotangents.
+    A cotangent counts as a reader also if eager PyTorch saves the memory for it. The gradients must
+    be linear in the cotangents.
     """
     met = met_by(coloring, cotangents, [*reads, *kept])
     outputs: dict[int, frozenset[int]] = {}
@@ -64,9 +69,10 @@ def with_more_copies(
     kept: Mapping[relax.Var, int],
     saved: SavedMemory,
 ) -> SavedMemory | None:
-    """``saved``, where what a cotangent meets that it does not meet in eager PyTorch is copied.
+    """Return ``saved`` with further primals and outputs to copy; None if there are none.
 
-    None: there is nothing more to copy.
+    Memory is copied if backward combines it with a cotangent that does not read it in eager
+    PyTorch.
     """
     met = met_by(coloring, cotangents, [*reads, *kept])
     primals = {v.name for v in reads if met[v] - saved.primals.get(v.name, met[v])}
@@ -83,10 +89,13 @@ def with_more_copies(
 def met_by(
     coloring: Coloring, cotangents: Sequence[relax.Var], values: Sequence[relax.Var]
 ) -> dict[relax.Var, frozenset[int]]:
-    """For each of ``values`` the cotangents that are multiplied by what is computed of it."""
+    """Return, for each of ``values``, the cotangents that backward combines it with.
+
+    A value is combined with a cotangent if one operator reads results of both.
+    """
     nothing: frozenset[relax.Var] = frozenset()
     arriving = {v: frozenset([number]) for number, v in enumerate(cotangents)}
-    # What values without a cotangent are computed from.
+    # For each variable that depends on no cotangent: the ``values`` that it depends on.
     sources = {v: frozenset([v]) for v in values}
     met: dict[relax.Var, frozenset[int]] = dict.fromkeys(values, frozenset())
     for binding in coloring.backward:

@@ -1,4 +1,4 @@
-"""The split: a colored joint function becomes the two functions forward and backward."""
+"""Split a colored joint function into the two functions ``forward`` and ``backward``."""
 
 from __future__ import annotations
 
@@ -24,17 +24,24 @@ from tvmbridge.passes.relax.bundle_residuals import BundleResiduals
 
 @dataclass(frozen=True)
 class SplitModule:
-    """Forward and backward with their calling conventions (all names).
+    """The functions ``forward`` and ``backward``, with their calling conventions.
 
-    ``forward(primals...) -> (outputs..., residuals...)`` and ``backward(reads..., kept outputs...,
-    residuals..., cotangents...) -> (gradients...)``, where ``reads`` are the primals that backward
-    needs again and ``kept_outputs`` the numbers of the outputs that it reads, with the shapes it
-    reads them in: a residual that is an output is not returned twice. ``cotangent_of`` gives the
-    output of each cotangent and ``wanted`` the primal of each gradient. ``gradient_reads`` are the
-    numbers of the cotangents that each gradient depends on: without any of them there is none.
-    ``drawn`` are the random draws among the ``reads``. ``functions``: see :class:`JointModule`.
-    Primals and outputs that eager PyTorch does not save are residuals, which ``OwnResiduals``
-    copies; ``readers`` says which cotangents read the others (None: each reads all).
+    ``mod`` has ``forward(primals...) -> (outputs..., residuals...)`` and ``backward(reads..., kept
+    outputs..., residuals..., cotangents...) -> (gradients...)``. A residual that is also an output
+    is not returned twice. Primals and outputs that eager PyTorch does not save are residuals, of
+    which ``OwnResiduals`` makes copies.
+
+    - ``primals``: the names of forward's parameters.
+    - ``reads``: the names of the primals that backward reads.
+    - ``kept_outputs``: the outputs that backward reads: the number, and the shape that it reads.
+    - ``residuals``: the values that forward keeps for backward.
+    - ``cotangent_of``: for each cotangent, the number of its output.
+    - ``wanted``: for each gradient, the name of its primal.
+    - ``gradient_reads``: for each gradient, the numbers of the cotangents that it depends on; it is
+      None if none of them arrives.
+    - ``drawn``: the random draws among the ``reads``.
+    - ``functions``: the custom autograd functions, see :class:`JointModule`.
+    - ``readers``: which cotangents read the primals and outputs; None: each cotangent reads all.
     """
 
     mod: tvm.IRModule
@@ -52,12 +59,12 @@ class SplitModule:
 
     @property
     def residual_bytes(self) -> int:
-        """Bytes that live for backward's sake: residuals, and the draws that it reads."""
+        """The bytes kept alive only for backward: residuals, and the draws that backward reads."""
         return sum(r.spec.nbytes for r in (*self.residuals, *self.drawn))
 
     @property
     def bundle(self) -> BundleResiduals:
-        """The pass after which the residuals are one result, and one parameter."""
+        """The pass that makes one result, and one parameter, of all residuals."""
         first = len(self.reads) + len(self.kept_outputs)
         return BundleResiduals(self.num_outputs, first, len(self.residuals))
 
@@ -101,10 +108,10 @@ def split(joint: JointModule, coloring: Coloring) -> SplitModule:
 def colored(
     joint: JointModule, policy: str, recompute: Collection[str]
 ) -> tuple[JointModule, Coloring]:
-    """The coloring of ``joint``, which says what of the user's memory is copied; see ``color``.
+    """Return the coloring of ``joint`` (see ``color``), and ``joint`` with the copies it needs.
 
-    A copy costs its bytes. What a policy reads for nothing, for a cotangent that does not read it
-    in eager PyTorch, costs them as well, and the policy decides again.
+    The policy counts the bytes of a copy. It chooses again whenever its coloring lets a cotangent
+    read user memory that the cotangent does not read in eager PyTorch: that memory must be copied.
     """
     while True:
         coloring = color(joint, policy, recompute)
@@ -123,7 +130,7 @@ def colored(
 def _gradient_reads(
     coloring: Coloring, cotangents: Sequence[relax.Var], gradients: Sequence[relax.Expr]
 ) -> tuple[frozenset[int], ...]:
-    """Numbers of the cotangents that each gradient is computed from."""
+    """Return, for each gradient, the numbers of the cotangents that it is computed from."""
     none: frozenset[int] = frozenset()
     reads = {v: frozenset([number]) for number, v in enumerate(cotangents)}
     for binding in coloring.backward:
@@ -135,10 +142,11 @@ def _gradient_reads(
 def _separate_outputs(
     coloring: Coloring, outputs: Sequence[relax.Expr], unsaved: Collection[int]
 ) -> tuple[dict[relax.Var, int], list[relax.Var]]:
-    """Residuals that share memory with an output (and which), and the others.
+    """Return the residuals that share memory with an output, with its number, and the others.
 
-    The user may write into an output before backward; only the output itself has the version
-    counter by which autograd notices. Outputs that are ``unsaved`` in eager PyTorch may be written.
+    The user may write into an output before backward. Autograd notices that only by the version
+    counter of the output itself, so backward must read the output. Outputs in ``unsaved``, which
+    eager PyTorch does not save, may be written.
     """
     bound = {b.var: b.value for b in coloring.forward}
     owner: dict[relax.Var, int] = {}
@@ -177,7 +185,7 @@ def build_function(
     bindings: Iterable[relax.Binding],
     results: Sequence[relax.Expr],
 ) -> relax.Function:
-    """A function of ``inputs`` that runs ``bindings`` and returns ``results`` as a flat tuple."""
+    """Return a function of ``inputs`` that runs ``bindings`` and returns a tuple of ``results``."""
     parameters = [relax.Var(v.name, v.ty) for v in inputs]
     renamed = _Renamer(dict(zip(inputs, parameters, strict=True)))
     builder = relax.BlockBuilder()
@@ -194,7 +202,7 @@ def build_function(
 
 @mutator
 class _Renamer(PyExprMutator):
-    """Replaces variables by others; the split must not share variables between functions."""
+    """Replaces variables by new ones: two functions must not share a variable."""
 
     def __init__(self, names: Mapping[relax.Var, relax.Var]) -> None:
         super().__init__()

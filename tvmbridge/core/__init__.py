@@ -1,1 +1,1 @@
-"""What every other folder may import: data types, errors, options."""
+"""Data types, errors and options, which every other package of tvmbridge may import."""

@@ -1,14 +1,15 @@
-"""Admission: what has been proven right, as data.
+"""Admission: which converters and gradient rules are proven correct, as data.
 
-A converter or a gradient rule is a claim. It is used for those dtypes only for which the
-conformance run (``python -m tests.conformance --admit``) found it right, which is what
-``admitted.json`` says, in three sections:
+A converter or a gradient rule is a claim. It is used only for dtypes in which the conformance run
+(``python -m tests.conformance --admit``) found it correct. The results of that run are in
+``admitted.json``, in three sections:
 
 - ``converters``: ATen overloads that the frontend converts; any other becomes an ATen call;
 - ``rules``: Relax operators that TVM's Gradient may differentiate;
-- ``derivatives``: ATen operators whose derivative is that of what the frontend makes of them.
+- ``derivatives``: ATen operators for which TVM's Gradient of the converted Relax code equals
+  PyTorch's derivative.
 
-An operator with an entry that lacks a dtype is treated in this dtype as if it had none.
+An operator whose entry lacks a dtype is treated, in this dtype, as an operator without an entry.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ ADMITTED_FILE = Path(__file__).with_name("admitted.json")
 
 @dataclass
 class Usage:
-    """What was used while that was recorded: per section the names, and the dtypes of each.
+    """The claims that were used during a recording.
 
-    With ``everything`` all claims count as proven meanwhile.
+    - ``everything``: whether all claims counted as proven during the recording.
+    - ``used``: for each section, the names of the claims, each with the dtypes it was used with.
     """
 
     everything: bool = False
@@ -44,7 +46,7 @@ _watching: ContextVar[Usage | None] = ContextVar("tvmbridge_admission", default=
 
 @contextmanager
 def recorded_uses(*, everything: bool = False) -> Iterator[Usage]:
-    """Within it uses of claims are noted; with ``everything`` also unproven claims are used."""
+    """Record the claims used within this context; with ``everything`` also use unproven claims."""
     usage = Usage(everything)
     token = _watching.set(usage)
     try:
@@ -55,7 +57,7 @@ def recorded_uses(*, everything: bool = False) -> Iterator[Usage]:
 
 @functools.cache
 def admitted_table() -> Mapping[Section, Mapping[str, frozenset[str]]]:
-    """The content of ``admitted.json``: section -> name -> names of dtypes."""
+    """Return the content of ``admitted.json``: section -> name -> names of dtypes."""
     content = json.loads(ADMITTED_FILE.read_text(encoding="utf-8"))
     return {
         section: {name: frozenset(dtypes.split()) for name, dtypes in content[section].items()}
@@ -64,7 +66,7 @@ def admitted_table() -> Mapping[Section, Mapping[str, frozenset[str]]]:
 
 
 def is_proven(section: Section, name: str, dtypes: Iterable[str]) -> bool:
-    """Whether the claim ``name`` has been proven right for all of ``dtypes``."""
+    """Whether the claim ``name`` is proven correct for all of ``dtypes``."""
     watching = _watching.get()
     if watching is not None and watching.everything:
         return True

@@ -1,4 +1,4 @@
-"""Reads: what forward learns beside the values of its tensors, and what it demands of these."""
+"""Assumptions: values beside its tensors that forward reads, and checks that it makes of data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from torch import nn
 
 
 class Question(enum.Enum):
-    """What forward may ask of tensors that their shapes and dtypes do not say."""
+    """A property, beyond the shapes and dtypes of tensors, that forward may read and branch on.
+
+    The value completes a message that begins with "forward asks".
+    """
 
     LAYOUT = "how tensors lie in memory"
     OFFSET = "where in its memory a tensor starts"
@@ -25,19 +28,24 @@ class Question(enum.Enum):
 
 
 class Holder(Protocol):
-    """What a value is looked up in, as in a dict."""
+    """Anything that a value can be looked up in by name, such as a dict."""
 
     def get(self, name: str, default: Any, /) -> Any:
-        """The value of ``name``, or ``default``."""
+        """Return the value of ``name``, or ``default``."""
 
 
 @dataclass(frozen=True)
 class OutsideValue:
-    """A value that forward reads and that is not the module's, as it was found.
+    """A value outside the module that forward reads, such as a global variable.
 
-    ``expected`` is a copy that no change reaches or, where the object ``itself`` matters and not
-    what it holds, the object. Two with the same ``key`` are one. ``owner``: the module whose
-    attribute it is, where deep copies of the dispatched module may have a copy of that.
+    - ``holder``, ``name``: where the value is looked up, and by which name.
+    - ``label``: the value's name for messages.
+    - ``expected``: a copy of the value, which later changes do not affect; with ``itself``, the
+      object.
+    - ``key``: equal for two reads of the same value.
+    - ``itself``: whether the identity of the object matters, not its contents.
+    - ``owner``: the module whose attribute the value is, if a deep copy of the dispatched module
+      may have its own copy of that module; otherwise None.
     """
 
     holder: Holder = field(repr=False)
@@ -51,7 +59,12 @@ class OutsideValue:
 
 @dataclass(frozen=True)
 class Answer:
-    """What forward was told of the buffers ``names``, and how to ask again."""
+    """A Python value that forward computed from small buffers.
+
+    - ``names``: the names of the buffers.
+    - ``ask``: computes the value again from the buffers by name.
+    - ``value``: the value in the trace.
+    """
 
     names: frozenset[str]
     ask: Callable[[Mapping[str, torch.Tensor]], Any]
@@ -60,7 +73,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Check:
-    """What is raised where a check does not pass."""
+    """The error, by class and message, to raise if a check that forward makes of data fails."""
 
     error: type[Exception]
     message: str

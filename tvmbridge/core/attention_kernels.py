@@ -1,4 +1,4 @@
-"""PyTorch's kernels of attention that are switched off, by ``sdpa_kernel`` for instance."""
+"""PyTorch's attention kernels that are switched off, for instance by ``sdpa_kernel``."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ _ENABLED: tuple[tuple[str, Callable[[], bool]], ...] = (
 
 
 def attention_switched_off() -> SwitchedOff:
-    """Their names, which code is compiled for; none of them by default."""
+    """Return the names of attention kernels that are switched off; code is compiled for them."""
     return tuple(name for name, enabled in _ENABLED if not enabled())

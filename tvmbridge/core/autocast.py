@@ -1,4 +1,4 @@
-"""The state of autocast, which code is compiled for and which traces of forward run under."""
+"""The autocast state: code is compiled for one state, and forward is traced under it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _DEVICES = ("cpu", "cuda")
 
 
 def autocast_now() -> Autocast:
-    """The state of this thread."""
+    """Return the autocast state of this thread."""
     return tuple((d, torch.get_autocast_dtype(d)) for d in _DEVICES if torch.is_autocast_enabled(d))
 
 
 @contextmanager
 def without_autocast() -> Iterator[None]:
-    """Within it autocast is off, as it is wherever compiled code runs.
+    """Turn autocast off within this context; compiled code always runs so.
 
-    It is no region of ``torch.autocast``: the casts of weights that one within it keeps are
-    forgotten when that ends.
+    This is no ``torch.autocast`` region and does not count as one in PyTorch's nesting. A region
+    inside it can therefore still clear its cached casts of weights when it ends.
     """
     before = autocast_now()
     try:
@@ -38,9 +38,9 @@ def without_autocast() -> Iterator[None]:
 
 @contextmanager
 def under_autocast(state: Autocast) -> Iterator[None]:
-    """Within it autocast is on for the devices in ``state``, where it was off for all.
+    """Turn autocast on for the devices in ``state`` within this context; it must be off before.
 
-    Casts of weights are not kept: the fake ones of a trace would be found by calls.
+    The cache of cast weights is off: later calls would find the fake tensors of a trace in it.
     """
     with ExitStack() as stack:
         for device, dtype in state:

@@ -1,8 +1,8 @@
-"""Masks of zeros and ones: the draws of ``bernoulli_(p)``, made faster where they stay the same.
+"""Random masks of zeros and ones: ``bernoulli_(p)``, computed faster with the same results.
 
-On processors that are not Intel's PyTorch draws one number after the other, 6 ns each, which is a
-fifteenth of a transformer's step in training. ``_bernoulli.cpp`` makes the same numbers of the same
-generator in a tenth of that. Whether they are the same is tried once in a process, against PyTorch.
+On processors that are not Intel's, PyTorch draws the numbers one by one, 6 ns each. That is a
+fifteenth of a transformer's training step. ``_bernoulli.cpp`` draws the same numbers from the same
+generator in a tenth of the time. Each process checks once that both draw the same numbers.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _TRIED = 3000
 
 
 def draw_mask(mask: torch.Tensor, probability: float) -> torch.Tensor:
-    """``mask.bernoulli_(probability)``, with the same numbers and the same generator after it.
+    """Do ``mask.bernoulli_(probability)``: equal numbers, and the generator in the same state.
 
     Args:
-        mask: any tensor; those of bool on the CPU without gaps are drawn faster.
-        probability: of ones, from 0 to 1.
+        mask: any tensor; dense bool tensors on the CPU are filled faster.
+        probability: the probability of ones, from 0 to 1.
 
     Raises:
         RuntimeError: ``probability`` is not from 0 to 1.
@@ -37,7 +37,7 @@ def draw_mask(mask: torch.Tensor, probability: float) -> torch.Tensor:
 
 @functools.cache
 def _compiled() -> Any:
-    """The compiled function; None where it was not built, or PyTorch draws other numbers."""
+    """Return the compiled function; None if it is missing or PyTorch draws other numbers."""
     half = compiled_half("tvmbridge.core._bernoulli")
     return half.fill_mask if half is not None and _draws_alike(half.fill_mask) else None
 

@@ -1,20 +1,20 @@
-"""Which build of a library or program a file is, on any machine, without reading it whole."""
+"""Identify the build of a library or program file, on any machine, from the file's beginning."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-# A note of ELF files: the lengths of its name and of its content, its type, its name.
+# The build-id note of an ELF file: lengths of name and content, type, name.
 _BUILD_ID = re.compile(rb"\x04\0\0\0([\x08-\x40])\0\0\0\x03\0\0\0GNU\0", re.DOTALL)
 _SEARCHED = 2**20
 
 
 def build_stamp(path: Path) -> str:
-    """Name, size, and the identifier that the linker derived from the content.
+    """Return the file's name, its size, and the build id that the linker computed from its content.
 
-    Copies of one build on two machines have the same stamp. A file without an identifier has the
-    time of its last change instead: its copies differ.
+    Copies of one build have the same stamp on all machines. For a file without a build id, the
+    stamp has the time of the last change instead, so copies have different stamps.
 
     Raises:
         OSError: the file cannot be read.

@@ -1,8 +1,8 @@
-"""Calls in another mode of the thread, which is as it was afterwards, whatever a handler raises.
+"""Call a function in another PyTorch mode, and restore the mode even if a signal handler raises.
 
-A signal handler that raises may do so on entry of ``torch.no_grad().__exit__``, which is Python
-code: gradients then stay off. Python runs handlers after calls and at jumps back alone, so a
-``finally`` whose first call restores the mode is reached by every exception.
+A signal handler may raise on entry of ``torch.no_grad().__exit__``, which is Python code: gradients
+then stay off. Python runs signal handlers only after calls and at backward jumps. No handler can
+therefore run between the start of a ``finally`` block and its first call, which restores the mode.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 def without_gradients(
     function: Callable[Given, Result], /, *args: Given.args, **kwargs: Given.kwargs
 ) -> Result:
-    """Call ``function``, of which autograd records nothing."""
+    """Call ``function`` with gradients disabled, and return its result."""
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     try:
@@ -35,7 +35,7 @@ def without_gradients(
 def with_gradients(
     function: Callable[Given, Result], /, *args: Given.args, **kwargs: Given.kwargs
 ) -> Result:
-    """Call ``function``, which autograd records."""
+    """Call ``function`` with gradients enabled, and return its result."""
     if torch.is_grad_enabled():
         return function(*args, **kwargs)
     try:
@@ -48,7 +48,7 @@ def with_gradients(
 def with_autocast_off(
     function: Callable[Given, Result], /, *args: Given.args, **kwargs: Given.kwargs
 ) -> Result:
-    """Call ``function`` where autocast is off, as it is wherever compiled code runs."""
+    """Call ``function`` with autocast off, as for all compiled code, and return its result."""
     if not (before := autocast_now()):
         return function(*args, **kwargs)
     device = before[0][0]

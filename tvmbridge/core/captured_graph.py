@@ -1,4 +1,4 @@
-"""A captured graph: its program, how it is called, and what it takes for granted."""
+"""A captured graph: its program, its calling convention, and its assumptions."""
 
 from __future__ import annotations
 
@@ -25,15 +25,20 @@ from tvmbridge.core.types import (
 
 @dataclass(frozen=True)
 class CallingConvention:
-    """How a call's arguments become the graph's inputs, and its outputs what forward returns.
+    """How arguments become inputs of the graph, and how its outputs become forward's results.
 
-    ``in_spec`` and ``out_spec`` are the structures of ``(args, kwargs)`` and of what forward
-    returns. ``changed_arguments`` are the places of the container arguments that forward changes:
-    their content is among the outputs. ``assigned`` are the attributes that each call gives a
-    value, by (submodule's name, attribute's name), with it. ``left`` are those in which each call
-    leaves what it computes: with them the results are ``(results, left)``. ``bases`` are user
-    outputs behind all that are returned, from which views among the outputs are made again. The
-    last user outputs tell whether the ``checks`` have passed.
+    Attributes of modules are keyed by (submodule's name, attribute's name).
+
+    - ``in_spec``: the pytree structure of ``(args, kwargs)``.
+    - ``out_spec``: the pytree structure of forward's results.
+    - ``changed_arguments``: the positions or keywords of container arguments that forward changes;
+      the graph returns their new contents too.
+    - ``assigned``: the attributes that each call sets to the same value, with this value.
+    - ``left``: the attributes in which each call stores a computed value. If there are any, the
+      traced forward returns ``(results, left)``.
+    - ``bases``: tensors that forward does not return, but that some of its results are views of;
+      the graph returns them as additional user outputs.
+    - ``checks``: the checks of data; the last user outputs say whether each of them passed.
     """
 
     in_spec: pytree.TreeSpec
@@ -47,17 +52,21 @@ class CallingConvention:
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What the graph was specialised on, and what guards compare at each call.
+    """The facts that the graph was specialised on; guards compare them at each call.
 
-    ``training`` is the module's flag. ``constants`` holds the non-tensor leaves of
-    ``(args, kwargs)`` by position. ``aliases`` gives for dotted names that share a tensor (tied
-    weights) the first name of it. ``values`` are the attributes that forward read, by (submodule's
-    name, attribute's name), ``outside`` what it read beside those. ``foreign`` are tensors that it
-    read though nobody gave them to it; the graph has them as constants. ``asks``: what it asked of
-    tensors beyond shapes and dtypes. ``normed`` names the attributes that hooks of PyTorch's
-    (``weight_norm``, ``spectral_norm``) exchange at each call. ``answers``: what it read of the
-    values of small buffers. ``is_compiling``: what ``torch.compiler.is_compiling()`` said.
-    ``autocast`` is the state of autocast that forward was called under.
+    - ``training``: the module's training flag.
+    - ``constants``: the leaves of ``(args, kwargs)`` that are no tensors, by position.
+    - ``aliases``: for dotted names that share a tensor (tied weights), the first such name.
+    - ``values``: the attributes that forward read, by (submodule's name, attribute's name).
+    - ``outside``: other values that forward read, such as globals.
+    - ``foreign``: tensors that forward read but that are no arguments, parameters or buffers; they
+      are constants of the graph.
+    - ``asks``: the properties of tensors, beyond shapes and dtypes, that forward asked for.
+    - ``normed``: the attributes that PyTorch's ``weight_norm`` and ``spectral_norm`` hooks replace
+      at each call.
+    - ``answers``: the values that forward computed from small buffers.
+    - ``is_compiling``: the result of ``torch.compiler.is_compiling()`` in the trace.
+    - ``autocast``: the autocast state that forward was called under.
     """
 
     training: bool
@@ -75,13 +84,18 @@ class Assumptions:
 
 @dataclass(frozen=True)
 class CapturedGraph:
-    """A module's functional graph with a description of every input and output.
+    """A module's functional graph, with a description of every input and output.
 
-    ``noise`` are its random draws, which are inputs. ``constant_tensors`` are the tensors that the
-    program holds itself. ``outside`` are the tensors that forward reads though the module has no
-    name for them, by the names that the inputs have as their targets. ``prologue`` makes the draws
-    where one of them reads values (None where none does), and ``epilogue`` is what runs eagerly
-    after the compiled code, on the last of the outputs.
+    - ``program``: the exported program.
+    - ``inputs``, ``outputs``: one descriptor for each input and output of the program.
+    - ``noise``: the random draws, which are inputs of the compiled code.
+    - ``constant_tensors``: the tensors that the program itself holds, by name.
+    - ``convention``: how the graph is called.
+    - ``assumptions``: the facts that the graph was specialised on.
+    - ``outside``: tensors that forward reads but that no name in the module reaches, by the
+      ``target`` of their input.
+    - ``prologue``: a graph that makes the draws if one of them reads computed values; else None.
+    - ``epilogue``: a graph that runs eagerly after the compiled code, on its last outputs, or None.
     """
 
     program: ExportedProgram
@@ -97,7 +111,7 @@ class CapturedGraph:
 
     @property
     def device(self) -> torch.device:
-        """The one device that all inputs of the graph live on."""
+        """The device of all inputs of the graph; the CPU if it has no inputs."""
         for descriptor in self.inputs:
             return descriptor.spec.device
         return torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Which calls are checked against eager PyTorch, by the option or by ``TVMBRIDGE_CHECK``."""
+"""Which calls are compared with eager PyTorch, by the option ``check`` or ``TVMBRIDGE_CHECK``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _EVERY = re.compile(r"every:([1-9][0-9]*)")
 
 @dataclass(frozen=True)
 class CheckPolicy:
-    """Which calls of each specialisation and mode are checked.
+    """Decides which calls of each specialisation and mode are compared with eager PyTorch.
 
     Args:
         word: ``"never"``; ``"first"``, the first call alone; ``"growing"``, calls 1, 2, 4, 8 and so
@@ -38,12 +38,12 @@ class CheckPolicy:
 
     @classmethod
     def of_now(cls, word: str) -> CheckPolicy:
-        """The policy that the environment names, which wins, or else ``word``.
+        """Return the policy of ``TVMBRIDGE_CHECK`` or, if it is not set, the policy ``word``.
 
-        The variable ``TVMBRIDGE_CHECK`` takes the same words; 1 is ``growing``, 0 ``never``.
+        The environment variable takes the same words; 1 is ``growing`` and 0 is ``never``.
 
         Raises:
-            ValueError: the environment has another word.
+            ValueError: the variable has another value.
         """
         named = os.environ.get(VARIABLE)
         if named is None:
@@ -54,7 +54,7 @@ class CheckPolicy:
             raise ValueError(f"{VARIABLE}: {error}, 1 for growing or 0 for never") from None
 
     def due(self, call: int) -> bool:
-        """Whether a call is checked; ``call`` counts from 1."""
+        """Whether the call with this number is checked; the first call has number 1."""
         if self.word in ("never", "always"):
             return self.word == "always"
         if self.word == "first":

@@ -1,8 +1,8 @@
-"""Compiled halves: C++ modules that do in one call what tvmbridge otherwise does in Python.
+"""Compiled halves: optional C++ extension modules that replace slower Python code of tvmbridge.
 
-The sources are part of the package. A half is compiled once, at its first use, for the PyTorch
-that runs, and kept in a folder of the user's cache. Without a half tvmbridge computes the same,
-slower: :func:`states` says which half is missing, why, and what that costs.
+The C++ sources are part of the package. A half is compiled once, at its first use, for the
+installed PyTorch, and kept in a folder of the user's cache. Without a half tvmbridge computes the
+same results, but slower. :func:`states` returns which halves are missing, why, and the cost.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ _AT_ONCE = 2  # each takes up to a gigabyte of memory
 
 @dataclass(frozen=True)
 class Half:
-    """One compiled half.
+    """One compiled half: a C++ extension module.
 
-    name: the module's full name.
-    source: its file.
-    cost: what is slower without it.
+    - ``name``: the full name of the module.
+    - ``source``: its C++ file.
+    - ``cost``: a phrase that says what is slower without it.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Half:
     cost: str
 
 
-# In the order in which a first dispatch asks for them.
+# In the order in which a first dispatch loads them.
 HALVES: Final = {
     half.name: half
     for half in (
@@ -82,11 +82,11 @@ HALVES: Final = {
 
 @dataclass(frozen=True)
 class HalfState:
-    """Whether a half is there.
+    """Whether a compiled half is available.
 
-    half: which one.
-    path: its file; None where it is missing.
-    reason: why it is missing; empty where it is there.
+    - ``half``: the half.
+    - ``path``: its compiled file; None if it is missing.
+    - ``reason``: why it is missing; empty if it is available.
     """
 
     half: Half
@@ -107,17 +107,17 @@ _forked = False
 
 
 def compiled_half(name: str) -> Any:
-    """Return the module of a half, or None where it is missing.
+    """Return the extension module of a half, or None if it is missing.
 
-    The first call in a process starts to compile every half that is missing, and waits for the
-    one that it asks for. The answer stays the same for as long as the process lives.
+    The first call in a process starts to compile all missing halves, and waits for the requested
+    one. Later calls in the process return the same result.
     """
     if name in _loaded:
         return _loaded[name]
     half = HALVES[name]
     try:
         module = _module(name, _path_of(half))
-    except Exception as error:  # whatever is wrong with it: Python does the same
+    except Exception as error:  # Python code does the same
         module = None
         _reasons[name] = str(error)
         logger.info("%s is not used: %s", name, error)
@@ -125,10 +125,10 @@ def compiled_half(name: str) -> Any:
 
 
 def _path_of(half: Half) -> Path:
-    """The file of ``half``, which is compiled now if it is missing.
+    """Return the compiled file of ``half``; compile it now if it is missing.
 
     Raises:
-        HalfError: it cannot be compiled, or is not to be.
+        HalfError: it cannot be compiled, or the settings forbid it.
     """
     if word() == "off":
         raise HalfError(f"{SWITCH} is {os.environ.get(SWITCH)}")
@@ -141,13 +141,13 @@ def _path_of(half: Half) -> Path:
 
 
 def _started() -> dict[str, Future[Path]]:
-    """The builds of all halves that were missing; they are started once in a process."""
+    """Return the builds (futures) by name of the half; the first call builds all missing halves."""
     global _builds
     if _builds is not None:
         return _builds
     _builds = {}
     missing = [half for half in HALVES.values() if not half_path(half).is_file()]
-    with contextlib.suppress(HalfError):  # the first half that is asked for says it
+    with contextlib.suppress(HalfError):  # _refuse_to_build raises it again for each half
         command = _compiler_to_use()
         if not any(failure_of(half_path(half)).exists() for half in missing):
             _say_that_it_begins(missing, command[0])
@@ -170,10 +170,10 @@ def _say_that_it_begins(halves: list[Half], compiler: str) -> None:
 
 
 def _compiler_to_use() -> list[str]:
-    """The compiler, if halves may be compiled in this process.
+    """Return the compiler command, if halves may be compiled in this process.
 
     Raises:
-        HalfError: they may not, or cannot.
+        HalfError: the settings forbid it, or there is no compiler.
     """
     if word() != "build":
         raise HalfError(f"it was not compiled before, and {SWITCH} is {word()}")
@@ -191,7 +191,7 @@ def _refuse_to_build(half: Half) -> Path:
 
 
 def _after_fork() -> None:
-    """The threads that compile are not in a forked process, and a lock may be held by one."""
+    """Reset the state in a forked process: no compiling thread is left to release the lock."""
     global _lock, _builds, _forked
     _lock, _builds, _forked = threading.Lock(), None, True
 
@@ -201,7 +201,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def word() -> str:
-    """What ``TVMBRIDGE_HALVES`` says; another word, which is logged once, counts as unset."""
+    """Return the value of ``TVMBRIDGE_HALVES``; log an unknown one once, and treat it as unset."""
     named = os.environ.get(SWITCH, "").strip().lower() or "build"
     named = {"0": "off", "1": "build"}.get(named, named)
     if named in _WORDS:
@@ -213,19 +213,19 @@ def word() -> str:
 
 
 def halves_folder() -> Path:
-    """The folder of compiled halves: the variable's, or one in the user's cache."""
+    """Return the folder of compiled halves: ``TVMBRIDGE_HALVES_DIR``, or the cache's ``halves``."""
     named = os.environ.get(FOLDER)
     return Path(named).expanduser() if named else cache_folder() / "halves"
 
 
 def half_path(half: Half) -> Path:
-    """The file of ``half`` for this Python, PyTorch and TVM; it need not exist."""
+    """Return the path of ``half`` for this Python, PyTorch and TVM; the file may be missing."""
     short = half.name.rpartition(".")[2]
     return halves_folder() / f"{short}-{digest_of_half(half.source)}{EXTENSION_SUFFIXES[0]}"
 
 
 def build_halves() -> list[HalfState]:
-    """Compile every half that is missing or cannot be loaded, whatever failed before."""
+    """Compile every half that is missing or cannot be loaded, even if that failed before."""
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         return list(pool.map(_built, HALVES.values()))
 
@@ -245,12 +245,12 @@ def _built(half: Half) -> HalfState:
 
 
 def states() -> list[HalfState]:
-    """Say of each half whether it is there; nothing is compiled or loaded."""
+    """Return the state of each half, without compiling or loading any."""
     return [_state(half) for half in HALVES.values()]
 
 
 def missing_halves() -> list[HalfState]:
-    """Say of each half that this process has asked for, and lacks, why it is missing."""
+    """Return the state of each half that this process tried to load and could not."""
     return [_state(HALVES[name]) for name, module in list(_loaded.items()) if module is None]
 
 
@@ -276,7 +276,7 @@ def _module(name: str, path: Path) -> Any:
     """Load the module ``name`` from ``path``.
 
     Raises:
-        HalfError: somebody else may have written the file, or it cannot be loaded.
+        HalfError: another user may have written the file, or it cannot be loaded.
     """
     try:
         refuse_shared(path)

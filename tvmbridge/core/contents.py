@@ -1,4 +1,4 @@
-"""Contents: what attributes and arguments hold, and whether two are the same to forward."""
+"""Contents of attributes and arguments, and whether two values are the same for forward."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ import numpy
 import torch
 from torch import fx, nn
 
-# No value at all.
+# Marks an attribute that does not exist.
 MISSING: Any = enum.Enum("Missing", "MISSING").MISSING  # type: ignore[attr-defined]
-# Stands, where a value is expected, for any tensor.
+# As an expected value, matches any tensor.
 ANY_TENSOR: Any = enum.Enum("Tensor", "ANY_TENSOR").ANY_TENSOR  # type: ignore[attr-defined]
-# How deep objects are looked into.
+# How many levels of nested objects are examined.
 DEPTH = 4
-# Two of these are the same only where they are one object. Modules are watched by themselves, and
-# the others hold nothing that could change.
+# Values of these classes are compared by identity. Guards watch modules separately, and the other
+# values hold nothing that could change.
 _THEMSELVES = (
     torch.Tensor,
     nn.Module,
@@ -36,7 +36,7 @@ _THEMSELVES = (
     enum.Enum,
 )
 CONTAINERS = (Mapping, list, tuple, set, frozenset, deque)
-# What they hold is read past their class: some have no length, though they hold much.
+# Items are read by the base class's __iter__: a subclass may report a wrong length.
 _SEQUENCES: tuple[Any, ...] = (list, tuple, deque)
 _PLAIN_VALUES = frozenset({bool, int, float, complex, str, bytes, range, type(None), type(...)})
 _OF_TENSORS = frozenset({torch.Size, torch.dtype, torch.device, torch.layout})
@@ -44,13 +44,14 @@ _OF_TENSORS = frozenset({torch.Size, torch.dtype, torch.device, torch.layout})
 
 @dataclass(frozen=True)
 class PartOf:
-    """What is expected of a plain object of which a part matters.
+    """The expected attributes of a plain object, if forward read only some of them.
 
-    kind: its class.
-    attributes: the values that matter, by name; MISSING where it has none.
-    asks: its class decides itself what an attribute is; otherwise the object's dict does.
+    - ``kind``: the class of the object.
+    - ``attributes``: the attributes that forward read, by name; MISSING for an absent one.
+    - ``asks``: whether to read attributes by ``getattr``, since the class has its own look-up;
+      otherwise they are read from the object's ``__dict__``.
 
-    Example: of ``config``, whose ``act`` alone was read: ``PartOf(Config, {"act": "relu"})``.
+    Example: forward read only ``config.act``: ``PartOf(Config, {"act": "relu"})``.
     """
 
     kind: type
@@ -58,18 +59,21 @@ class PartOf:
     asks: bool = False
 
     def found(self, value: Any, name: str) -> Any:
-        """What ``value``, an object of this kind, has under ``name``."""
+        """Return the attribute ``name`` of ``value``, or MISSING if there is none.
+
+        If the look-up raises an error, return the class of the error.
+        """
         if not self.asks:
             return vars(value).get(name, MISSING)
         try:
             found = getattr(value, name, MISSING)
-        except Exception as error:  # of the class of ``value``: any
+        except Exception as error:  # the class of ``value`` may raise any error
             return type(error)
         own_method = isinstance(found, types.MethodType) and found.__self__ is value
         return found.__func__ if own_method else found
 
     def fits(self, value: Any, depth: int = DEPTH) -> bool:
-        """Whether ``value`` has what is expected."""
+        """Whether ``value`` has the expected class and attributes."""
         return type(value) is self.kind and all(
             same_value(self.found(value, name), expected, depth - 1)
             for name, expected in self.attributes.items()
@@ -77,9 +81,10 @@ class PartOf:
 
 
 def same_value(a: Any, b: Any, depth: int = DEPTH) -> bool:
-    """Whether two attributes mean the same to forward: equal in value, type and sign of zero.
+    """Whether two values are the same for forward: equal in value, type and sign of zero.
 
-    ``b``, or what it holds, may be a :class:`PartOf` what is expected of ``a``.
+    ``b`` is the expected value: it, or a value inside it, may be a :class:`PartOf`. Objects nested
+    deeper than ``depth`` levels count as the same if their classes are equal.
     """
     if a is b:
         return True
@@ -110,14 +115,14 @@ def same_value(a: Any, b: Any, depth: int = DEPTH) -> bool:
 
 
 def is_constant(value: Any) -> bool:
-    """Whether ``value`` is a number, a string, a property of tensors or a tuple of such."""
+    """Whether ``value`` is a number, string, dtype, device or the like, or a tuple of constants."""
     if type(value) is tuple:
         return all(map(is_constant, value))
     return type(value) in _PLAIN_VALUES or type(value) in _OF_TENSORS
 
 
 def contents(value: Any) -> list[Any]:
-    """What ``value`` holds, if it is a container or a plain object such as a configuration."""
+    """Return the items and attributes of a container or plain object, such as a configuration."""
     if isinstance(value, _THEMSELVES):
         return []
     attributes = attributes_of(value)
@@ -133,13 +138,16 @@ def contents(value: Any) -> list[Any]:
 
 
 def all_held(value: Any, depth: int = DEPTH) -> list[Any]:
-    """``value`` and what it holds, each followed by what that holds, down to ``depth``."""
+    """Return ``value`` and, depth first, everything that it holds, down to ``depth`` levels."""
     held = (state_of(value) or []) if depth else []
     return [value, *(inner for item in held for inner in all_held(item, depth - 1))]
 
 
 def same_held(before: list[Any], after: list[Any]) -> bool:
-    """Whether two lists of :func:`all_held` are the same; what containers hold follows them."""
+    """Whether two lists from :func:`all_held` are the same.
+
+    Each pair is compared without its contents, which are further items of the lists.
+    """
     return len(before) == len(after) and all(
         then is now or (type(then) is type(now) and same_value(then, now, depth=0))
         for then, now in zip(before, after, strict=True)
@@ -147,14 +155,14 @@ def same_held(before: list[Any], after: list[Any]) -> bool:
 
 
 def may_grow(value: Any) -> bool:
-    """Whether ``value``, should it be empty, may come to hold something."""
+    """Whether ``value`` can get contents later, even if it is empty now."""
     if isinstance(value, _THEMSELVES):
         return False
     return isinstance(value, Mapping | list | set | deque) or hasattr(value, "__dict__")
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
-    """The attributes of a plain object, in its dict or in slots."""
+    """Return the attributes of a plain object, from its ``__dict__`` and its slots."""
     held = getattr(value, "__dict__", None)
     found = dict(held) if isinstance(held, dict) else {}
     found.update({n: getattr(value, n) for n in slots_of(type(value)) if hasattr(value, n)})  # type: ignore[arg-type]
@@ -163,7 +171,7 @@ def attributes_of(value: Any) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=1024)
 def slots_of(class_: type[Any]) -> tuple[str, ...]:
-    """The names of the slots that objects of ``class_`` have."""
+    """Return the names of the slots that objects of ``class_`` have."""
     names: list[str] = []
     for base in class_.__mro__:
         slots = base.__dict__.get("__slots__", ())
@@ -173,15 +181,14 @@ def slots_of(class_: type[Any]) -> tuple[str, ...]:
     return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
 
 
-# Of an object with a dict, and weak references to it.
+# The size of an object that has only a dict and a list of weak references.
 _PLAIN_SIZE = object.__basicsize__ + 2 * tuple.__itemsize__
 _HEAP_TYPE = 1 << 9
 _NO_OBJECTS = (*CONTAINERS, torch.Tensor, nn.Module, type, types.ModuleType, enum.Enum)
 
 
 def holds_all_in_dict(kind: type[Any]) -> bool:
-    """Whether a class is written in Python alone, its objects having all that they hold in their
-    dict."""
+    """Whether ``kind`` is a pure Python class whose objects keep all state in ``__dict__``."""
     if issubclass(kind, _NO_OBJECTS) or kind.__itemsize__:
         return False
     if slots_of(kind):  # type: ignore[arg-type]
@@ -192,11 +199,12 @@ def holds_all_in_dict(kind: type[Any]) -> bool:
 
 
 def state_of(value: Any) -> list[Any] | None:
-    """What tells ``value`` from others of its type: its contents, or what pickling would keep.
+    """Return the state that distinguishes ``value`` from other values of its type.
 
-    None: it does not say, so that it is the same as itself alone.
+    The state is the contents of the value, or what pickling would save. None means that the state
+    is unknown: such a value equals only itself.
     """
-    # The proxy of a data-dependent value refuses to be asked for its class.
+    # The proxy of a data-dependent value refuses isinstance.
     if issubclass(type(value), fx.Proxy):
         return None
     if isinstance(value, numpy.ndarray):
@@ -222,7 +230,7 @@ def state_of(value: Any) -> list[Any] | None:
         return held
     try:
         reduced = value.__reduce_ex__(4)
-    except Exception:  # a lock, a file, a generator: each class has errors of its own
+    except Exception:  # classes that cannot be pickled raise errors of any type
         return None
     if isinstance(reduced, str):
         return [reduced]

@@ -1,4 +1,4 @@
-"""Operators of our own, each one a call of a Python function, with PyTorch's own gradient of it."""
+"""Register Python functions as PyTorch operators, with the gradient that autograd gives them."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from tvmbridge.core.torch_private import OpOverload
 
 NAMESPACE = "tvmbridge"
 
-# The fake kernels of these are tested against their kernels.
+# The fake kernels in these namespaces are tested against the real kernels.
 _KNOWN_NAMESPACES = frozenset({"aten", "prims", "prim", NAMESPACE})
 
 
 def is_foreign(operator: OpOverload) -> bool:
-    """Whether somebody registered the operator who is neither PyTorch nor this project."""
+    """Whether the operator was registered by neither PyTorch nor tvmbridge."""
     return operator.namespace not in _KNOWN_NAMESPACES
 
 
 def refuse_numbers(operator: OpOverload) -> None:
-    """Refuse a foreign operator that returns numbers: its fake kernel makes them up in a trace.
+    """Refuse a third-party operator that returns numbers: its fake kernel invents them in a trace.
 
     Raises:
-        UnsupportedOperatorError: it does.
+        UnsupportedOperatorError: the operator is a third party's and returns a number.
     """
     kinds = [str(result.type) for result in operator._schema.returns]
     if is_foreign(operator) and not all("Tensor" in kind for kind in kinds):
@@ -38,10 +38,14 @@ def refuse_numbers(operator: OpOverload) -> None:
 
 @dataclass(frozen=True)
 class CustomOperator:
-    """A function with the parameters of its operator and the shape of its result.
+    """A Python function that :func:`register` makes an operator.
 
-    ``function`` and ``result`` are called with the arguments by name; ``result`` with fake tensors,
-    and returns an empty one. ``spellings`` are all the functions that it stands for.
+    - ``name``: the name of the operator, with an overload after a dot if it has one.
+    - ``parameters``: the parameters of its schema, as text.
+    - ``function``: computes the result; called with the arguments by name.
+    - ``result``: called in the same way with fake tensors; returns an empty tensor of the result's
+      shape.
+    - ``spellings``: the functions of PyTorch that the operator replaces in a trace.
     """
 
     name: str
@@ -52,7 +56,7 @@ class CustomOperator:
 
 
 def register(library: torch.library.Library, operator: CustomOperator) -> None:
-    """Define ``operator`` in ``library``, and the one that is its backward."""
+    """Define ``operator`` and the operator of its backward in ``library``."""
     name, _, overload = operator.name.partition(".")
     library.define(f"{operator.name}({operator.parameters}) -> Tensor")
     schema = getattr(getattr(torch.ops.tvmbridge, name), overload or "default")._schema
@@ -73,9 +77,10 @@ def register(library: torch.library.Library, operator: CustomOperator) -> None:
 def _register_backward(
     library: torch.library.Library, operator: CustomOperator, names: Sequence[str]
 ) -> Callable[..., list[torch.Tensor]]:
-    """Define the operator of the gradients of the arguments in places ``wanted``.
+    """Define the backward operator of ``operator``, and return it.
 
-    ``names`` are the arguments of ``operator``.
+    The backward operator takes the result's gradient, the positions ``wanted`` of arguments, and
+    the arguments, called ``names``. It returns the gradients of the arguments at these positions.
     """
     name, _, overload = operator.name.partition(".")
     backward = f"{name}_backward" + (f".{overload}" if overload else "")
@@ -108,7 +113,7 @@ def _register_autograd(
     operator: CustomOperator,
     differentiate: Callable[..., list[torch.Tensor]],
 ) -> None:
-    """Have autograd differentiate ``operator`` by ``differentiate(gradient, places, *args)``."""
+    """Make autograd call ``differentiate(gradient, places, *args)`` as backward of ``operator``."""
 
     def set_up(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
         ctx.places = [i for i, a in enumerate(inputs) if isinstance(a, torch.Tensor)]

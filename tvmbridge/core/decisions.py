@@ -1,8 +1,9 @@
-"""Decisions that a compilation makes by sizes, taken alike where it is made for several sizes.
+"""Compiler decisions that depend on sizes, made equal for all sample sizes of symbolic code.
 
-How many lanes a vector loop has, into how many parts a loop is cut and which library multiplies
-depend on sizes. Code for a few sizes that is to become code for any must differ in numbers alone:
-its decisions are recorded at each of them, brought together, and repeated.
+Sizes decide how many lanes a vector loop has, how a loop is split, and which library multiplies.
+tvmbridge compiles a module for a few sample sizes, and generalizes the results to code for any
+size. The results may therefore differ in numbers alone. Decisions are recorded at each sample,
+combined into decisions that hold for all sizes, and repeated at each sample.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ _T = TypeVar("_T")
 
 
 class Rule(enum.Enum):
-    """Whose decision holds for all sizes.
+    """How decisions at several sample sizes are combined into one decision for all sizes.
 
-    ``LEAST``: that for the smallest sizes, since code for larger ones would not be right for them;
-    ``MOST``: that for the largest ones; ``MIDDLE``: any is right, and that for common sizes fast.
-    ``ALWAYS``: yes where it is so for all. ``DIVIDES``: a number divides another for all sizes; at
-    those that code is compiled for it may do so by accident.
+    - ``LEAST``: take the decision at the smallest sizes; others would be wrong for these sizes.
+    - ``MIDDLE``: take the decision at common sizes: every decision is correct, and this one fast.
+    - ``MOST``: take the decision at the largest sizes.
+    - ``ALWAYS``: yes if it is yes at all samples.
+    - ``DIVIDES``: whether a number divides another for all sizes; at the samples it may do so by
+      chance.
     """
 
     LEAST = "least"
@@ -38,7 +41,7 @@ _OPEN: Any = object()
 
 
 class _Multiple:
-    """Whether ``extent`` is a multiple of ``divisor``."""
+    """A decision that is true if ``extent`` is a multiple of ``divisor``."""
 
     def __init__(self, extent: int, divisor: int) -> None:
         self.extent = extent
@@ -54,7 +57,7 @@ class _Recorded:
         self.like = like
 
     def follow(self, rule: Rule, decide: Callable[[], Any]) -> Any:
-        """What is decided already for all sizes; else what is for these."""
+        """Record and return the decision for all sizes, if it is known, or else ``decide()``."""
         number = len(self.decisions)
         decision: Any = _OPEN
         if number < len(self.like) and self.like[number][0] is rule:
@@ -71,7 +74,7 @@ class _Repeated:
         self.quotients: list[tuple[int, int]] = []
 
     def follow(self, rule: Rule, _: Callable[[], Any]) -> Any:
-        """What was decided before."""
+        """Return the next of the recorded decisions."""
         known, repeated = self.left.pop() if self.left else (None, None)
         if known is not rule:
             raise BuildError("compiled for other sizes, other things are decided by them")
@@ -82,10 +85,10 @@ _now: ContextVar[_Recorded | _Repeated | None] = ContextVar("decisions", default
 
 
 def decided(rule: Rule, decide: Callable[[], _T]) -> _T:
-    """Return what ``decide()`` returns, or an earlier decision where decisions are repeated.
+    """Return the result of ``decide()``, or the recorded decision if decisions are repeated.
 
-    What ``decide`` calls records no decisions of its own: it may compile and time kernels for
-    one size, and does so only where a kernel has not been timed before.
+    No decisions are recorded inside ``decide``: it may compile and time kernels for one size, which
+    it does only for kernels that were not timed before.
     """
     now = _now.get()
     if now is None:
@@ -103,14 +106,15 @@ def decided(rule: Rule, decide: Callable[[], _T]) -> _T:
 
 
 def divides(divisor: int, extent: int) -> bool:
-    """Whether ``extent`` is a multiple of ``divisor``, at all sizes that code is for."""
+    """Whether ``extent`` is a multiple of ``divisor`` at all sizes that the code must serve."""
     return bool(decided(Rule.DIVIDES, lambda: _Multiple(extent, divisor)))
 
 
 def blocks_of(extent: int, block: int) -> int:
-    """Return how many blocks of ``block`` elements hold ``extent``, the last one perhaps in part.
+    """Return the number of blocks of ``block`` elements in ``extent``, rounded up.
 
-    Symbolic code is told of the quotient: values of a few blocks do not say what they count.
+    For symbolic code, record the quotient too: the block counts at a few samples do not show which
+    extent they come from.
     """
     now = _now.get()
     if isinstance(now, _Repeated):
@@ -119,7 +123,7 @@ def blocks_of(extent: int, block: int) -> int:
 
 
 def sizes_vary() -> bool:
-    """Whether what is compiled now stands for code for other sizes, too."""
+    """Whether the current compilation is one sample of code that will serve other sizes too."""
     return _now.get() is not None
 
 
@@ -127,9 +131,10 @@ def sizes_vary() -> bool:
 def recorded_decisions(
     like: Sequence[tuple[Rule, Any]] = (),
 ) -> Iterator[list[tuple[Rule, Any]]]:
-    """The list that the decisions within it are appended to.
+    """Record the decisions made within this context, and yield the list of them.
 
-    Those that :func:`followed` says are taken from ``like``.
+    Args:
+        like: decisions from :func:`followed`, which replace new ones if they are known already.
     """
     recorded = _Recorded(like)
     token = _now.set(recorded)
@@ -143,13 +148,13 @@ def recorded_decisions(
 def repeated_decisions(
     decisions: Sequence[tuple[Rule, Any]],
 ) -> Iterator[list[tuple[int, int]]]:
-    """Repeat ``decisions`` within it, in their order.
+    """Repeat ``decisions``, in their order, within this context.
 
     Yields:
-        the extents and blocks that :func:`blocks_of` is asked for, in their order.
+        the list of ``(extent, block)`` of all calls of :func:`blocks_of`, in their order.
 
     Raises:
-        BuildError: there are more or fewer.
+        BuildError: the code within the context makes more, fewer or other decisions.
     """
     repeated = _Repeated(decisions)
     token = _now.set(repeated)
@@ -162,7 +167,11 @@ def repeated_decisions(
 
 
 def followed(recorded: Sequence[Sequence[tuple[Rule, Any]]]) -> list[tuple[Rule, Any]]:
-    """What is decided already: for common sizes, recorded first, and for the largest, second."""
+    """Return the decisions that the earlier recordings already fix for all sizes.
+
+    The first recording is at common sizes and fixes ``MIDDLE`` decisions. The second is at the
+    largest sizes and fixes ``MOST`` decisions. All others remain open.
+    """
     found: list[tuple[Rule, Any]] = []
     for number, (rule, decision) in enumerate(recorded[0] if recorded else ()):
         largest = recorded[1] if len(recorded) > 1 else ()
@@ -181,15 +190,15 @@ def agreed(
     recorded: Sequence[Sequence[tuple[Rule, Any]]],
     content: Callable[[Sequence[int]], int] = _itself,
 ) -> list[tuple[Rule, Any]]:
-    """The decisions that hold for all sizes.
+    """Combine the decisions recorded at several sample sizes into decisions for all sizes.
 
     Args:
-        recorded: those for common sizes first, then for the largest, last for the smallest.
-        content: of a number that depends on sizes, given by its values at them, what divides it at
-            any size.
+        recorded: the recordings: first at common sizes, then at the largest, last at the smallest.
+        content: takes the values of a number at all samples, and returns a divisor of that number
+            at every size.
 
     Raises:
-        BuildError: they are not decisions of the same things.
+        BuildError: the recordings do not contain the same kinds of decisions.
     """
     if len({tuple(rule for rule, _ in each) for each in recorded}) > 1:
         raise BuildError("for other sizes other things are decided by them")
@@ -205,6 +214,6 @@ def _for_all(rule: Rule, decisions: Sequence[Any], content: Callable[[Sequence[i
         whole = content([d.extent for d in decisions])
         return all(whole % d.divisor == 0 for d in decisions)
     if rule is Rule.LEAST and small != common:
-        # Not a power of two only where it is a size itself.
+        # Only a decision that is itself a size may be no power of two; round it down.
         return 1 << small.bit_length() - 1
     return {Rule.LEAST: small, Rule.MIDDLE: common, Rule.MOST: large}[rule]

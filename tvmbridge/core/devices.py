@@ -1,4 +1,4 @@
-"""PyTorch's devices, as its functions on random state and streams want them."""
+"""PyTorch devices in the form that PyTorch's functions for random state and streams take."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import torch
 
 
 def gpu_index(device: torch.device) -> int:
-    """The number of a GPU; that of the current one where ``device`` names none."""
+    """Return the number of the GPU; the current GPU's number if ``device`` has no index."""
     return torch.cuda.current_device() if device.index is None else device.index
 
 
 def gpus_of(device: torch.device) -> list[int]:
-    """The GPUs whose generators draw for a module on ``device``, for ``torch.random.fork_rng``."""
+    """Return the GPUs whose generators a module on ``device`` uses, as ``fork_rng`` takes them."""
     return [gpu_index(device)] if device.type == "cuda" else []

@@ -1,8 +1,8 @@
-"""Generated source: Python text that the product writes and runs, and how values get into it.
+"""Generated source: Python text that tvmbridge writes and runs, and how values get into it.
 
-Names and constants of users reach such text. The text of a value is its ``repr`` only where the
-value is exactly a ``str``, ``int``, ``bytes``, ``bool`` or None: a subclass has a ``repr`` of its
-own, which is no literal or is code. The text of another value is a name that is bound to it.
+The text may contain names and constants of users. A value is written as its ``repr`` only if its
+type is exactly ``str``, ``int``, ``bytes``, ``bool`` or None: a subclass may have another ``repr``,
+which may even be code. Any other value is bound to a new name, and the text contains the name.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _LONGEST_INTEGER = 1024
 
 
 def plain_text(text: str) -> str:
-    """``text`` as exactly a ``str``: the same characters, whatever subclass holds them."""
+    """Return ``text`` as a plain ``str`` with the same characters, if it is of a subclass."""
     return text if type(text) is str else str.__str__(text)
 
 
@@ -27,10 +27,10 @@ def is_literal(value: Any) -> bool:
 
 
 class Scope:
-    """The globals of generated source, and the one place that runs such source.
+    """The globals of generated source; all generated source is run by this class.
 
     Args:
-        names: values that the source knows by these names.
+        names: the initial global variables of the source.
 
     Example:
         >>> scope = Scope({"limit": 3})
@@ -43,26 +43,26 @@ class Scope:
         self._names: dict[str, Any] = dict(names or {})
 
     def set(self, name: str, value: Any) -> None:
-        """Let the source know ``value`` by ``name``, which the product has chosen."""
+        """Set the global variable ``name``; the name must come from tvmbridge, not from a user."""
         self._names[name] = value
 
     def bind(self, kind: str, value: Any) -> str:
-        """A new name for ``value``, which begins with ``kind``."""
+        """Bind ``value`` to a new name that begins with ``kind``, and return the name."""
         name = f"{kind}{len(self._names)}"
         self._names[name] = value
         return name
 
     def literal(self, value: Any, kind: str = "value") -> str:
-        """The text of ``value``: a literal, or a new name that is bound to it."""
+        """Return the text of ``value``: a literal, or a new name that is bound to it."""
         return repr(value) if is_literal(value) else self.bind(kind, value)
 
     def function(self, name: str, source: str, file: str) -> Any:
-        """Run ``source``, and return what it defines as ``name``.
+        """Run ``source``, and return the function ``name`` that it defines.
 
         Args:
-            name: of the function.
-            source: text of Python, whose values were written by :meth:`literal`.
-            file: what tracebacks call the source.
+            name: the name of the function.
+            source: Python text, in which :meth:`literal` wrote the values.
+            file: the file name that tracebacks show for the source.
         """
         exec(compile(source, file, "exec"), self._names)
         return self._names[name]

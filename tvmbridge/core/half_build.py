@@ -1,4 +1,4 @@
-"""Compiles one half with the C++ compiler of the machine."""
+"""Compile one half (a C++ extension module of tvmbridge) with the machine's C++ compiler."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ except ImportError:  # Windows
 SECONDS: Final = 300.0
 _FLAGS: Final = ("-std=c++20", "-O2", "-fPIC", "-w")
 _LINUX: Final = ("-shared", "-Wl,--as-needed")
-# Symbols of PyTorch and Python are found in the process that loads the half.
+# Symbols of PyTorch and Python are resolved in the process that loads the half.
 _MACOS: Final = ("-bundle", "-undefined", "dynamic_lookup")
 _COMPILERS: Final = ("c++", "g++", "clang++")
 _MOST_ERROR = 300
@@ -43,10 +43,10 @@ class HalfError(BridgeError, RuntimeError):
 
 
 def compiler_command() -> list[str]:
-    """Return the C++ compiler, ``CXX`` or one on the PATH, as a command.
+    """Return the command of the C++ compiler: ``CXX``, or a compiler on the PATH.
 
     Raises:
-        HalfError: there is none, or Python's headers are missing.
+        HalfError: there is no compiler, or Python's headers are missing.
     """
     if sys.platform == "win32":
         raise HalfError("it is not compiled on Windows")
@@ -65,22 +65,22 @@ def compiler_command() -> list[str]:
 
 
 def doctor() -> str:
-    """The command that compiles the halves again."""
+    """Return the shell command that compiles the halves again."""
     return f"{Path(sys.executable).name} -m tvmbridge doctor --build"
 
 
 @functools.cache
 def digest_of_half(source: Path) -> str:
-    """Return the digest of all that the compiled file depends on.
+    """Return a digest of everything that the compiled file depends on, except the compiler.
 
-    The compiler is not part of it: a file that was compiled before also serves where there is no
-    compiler any more. The code is for any processor of the architecture.
+    A compiled file therefore remains usable if the compiler is removed or updated. The code runs on
+    every processor of the architecture.
     """
     parts = (
         source.read_text(encoding="utf-8"),
         *_FLAGS,
         f"{sys.platform} {platform.machine()} {_c_library()}",
-        # sysconfig's variables may be read by one thread at a time: others get None for them.
+        # sysconfig's variables are not safe to read in several threads: a read may return None.
         f"{sys.version} {EXTENSION_SUFFIXES[0]}",
         f"torch {torch.__version__} {torch.version.git_version}",
         f"tvm_ffi {tvm_ffi.__version__}",
@@ -99,10 +99,12 @@ def compile_half(source: Path, path: Path, again: bool = False) -> Path:
     """Compile ``source`` into ``path`` unless another process has done so, and return ``path``.
 
     Args:
-        again: compile even where it failed before with the same compiler.
+        source: the C++ file.
+        path: the compiled file.
+        again: compile even if the same compiler failed before.
 
     Raises:
-        HalfError: it cannot be compiled, or does not end within the time limit.
+        HalfError: the compilation failed or exceeded the time limit, or the file cannot be written.
     """
     command = compiler_command()
     try:
@@ -117,10 +119,10 @@ def compile_half(source: Path, path: Path, again: bool = False) -> Path:
 
 
 def prepare_folder(folder: Path) -> None:
-    """Make the folder.
+    """Create ``folder`` if it is missing.
 
     Raises:
-        HalfError: it cannot be made, or others may write into it.
+        HalfError: it cannot be created, or other users may write into it.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -132,7 +134,7 @@ def prepare_folder(folder: Path) -> None:
 
 
 def refuse_shared(path: Path) -> None:
-    """Raise HalfError where somebody else may have written the file."""
+    """Raise HalfError if another user may have written the file."""
     for each in (path.parent, path):
         reason = distrust(each.stat())
         if reason is not None:
@@ -158,7 +160,7 @@ def _compile(command: list[str], source: Path, path: Path) -> None:
             failure_of(path).unlink(missing_ok=True)
             return
         reason = f"{command[0]} cannot compile it: {_error_in(done.stderr)}"
-        if done.returncode < 0:  # somebody has ended it, with Ctrl-C perhaps
+        if done.returncode < 0:  # a signal ended it, such as Ctrl-C: no failure to remember
             raise HalfError(reason)
     except subprocess.TimeoutExpired:
         reason = f"{command[0]} did not end within {SECONDS:.0f} s"
@@ -175,12 +177,12 @@ def _error_in(text: str) -> str:
 
 
 def failure_of(path: Path) -> Path:
-    """The file that says why ``path`` could not be compiled."""
+    """Return the file that records why ``path`` could not be compiled."""
     return path.with_suffix(".failed")
 
 
 def refuse_known_failure(path: Path, command: list[str]) -> None:
-    """Raise HalfError where this compiler has failed before: a failure costs half a minute."""
+    """Raise HalfError if this compiler has failed before: a failing build takes half a minute."""
     try:
         identity, _, reason = failure_of(path).read_text(encoding="utf-8").partition("\n")
     except (OSError, ValueError):
@@ -216,7 +218,7 @@ def _linked() -> list[str]:
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Within it no other process compiles the same file."""
+    """Hold a file lock within this context, so that no other process compiles the same file."""
     with open(path.with_suffix(".lock"), "ab") as file:
         if fcntl is not None:
             fcntl.flock(file, fcntl.LOCK_EX)

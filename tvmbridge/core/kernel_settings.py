@@ -1,8 +1,8 @@
-"""Settings of PyTorch that its kernels read: one reader of all, which tolerates each of them.
+"""PyTorch's settings that influence its kernels, read in one place without ever raising.
 
-PyTorch has two interfaces for the precision of float32 products. The getters of the older one raise
-RuntimeError once the newer one (``torch.backends.*.fp32_precision``) was used, so that the newer
-one is read here. A setting that a release of PyTorch does not have is None.
+PyTorch has two interfaces for the precision of float32 products. The getters of the older interface
+raise RuntimeError once the newer one (``torch.backends.*.fp32_precision``) was used. This module
+therefore reads the newer one. A setting that the installed PyTorch does not have is None.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch.utils import deterministic
 from tvmbridge.core.attention_kernels import attention_switched_off
 from tvmbridge.core.torch_private import fp32_precision, set_cudnn_enabled
 
-# Reduced precisions of float32 matrix products, by library.
+# Pairs (library, reduced precision of its float32 matrix products).
 Reduced: TypeAlias = tuple[tuple[str, str], ...]
 
-# By the public name: the backend and the kind of operator that PyTorch knows it by. What is set of
-# a parent, which comes first, holds for those below it that are not set.
+# Public name of a precision -> PyTorch's (backend, kind of operator). A parent comes before its
+# children; its value holds for all children that are not set themselves.
 _PRECISIONS = {
     "fp32_precision": ("generic", "all"),
     "cuda.matmul.fp32_precision": ("cuda", "matmul"),
@@ -55,7 +55,7 @@ _FUNCTIONS: Mapping[str, Callable[[], Any]] = {
     "deterministic warns": torch.is_deterministic_algorithms_warn_only_enabled,
     "fills uninitialized memory": lambda: deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
     "attention off": lambda: list(attention_switched_off()),
-    # PyTorch does not return it. It is a mode of the processor, for Python's numbers as well.
+    # PyTorch has no getter. It is a mode of the processor, which Python's floats follow as well.
     "flushes denormals": lambda: sys.float_info.min / 2 == 0,
 }
 
@@ -76,7 +76,7 @@ def _precision(name: str) -> str | None:
 
 
 def kernel_settings() -> dict[str, Any]:
-    """All settings by name, with values that JSON can hold."""
+    """Return all settings by name, with values that JSON can represent."""
     return {
         # "none" is the same as "ieee", which PyTorch's older function sets.
         **{name: None if (p := _precision(name)) in _FULL else p for name in _PRECISIONS},
@@ -86,29 +86,29 @@ def kernel_settings() -> dict[str, Any]:
 
 
 def gpu_settings() -> tuple[Any, ...]:
-    """The settings that choose among kernels of cuBLAS and cuDNN, read at each call on a GPU."""
+    """Return the settings by which cuBLAS and cuDNN choose kernels; read at each call on a GPU."""
     precisions = [_precision(name) for name in _PRECISIONS if name.startswith("cud")]
     return (*precisions, *map(_flag, _CUDNN))
 
 
 def precision_reader(device: str) -> Callable[[], str | None]:
-    """What returns the precision of float32 products on a type of device, for each call."""
+    """Return a function that reads the precision of float32 products on a type of device."""
     return partial(_precision, _PRODUCTS["CUDA" if device == "cuda" else "oneDNN"])
 
 
 def reduced_precisions() -> Reduced:
-    """The libraries whose float32 products have a reduced precision, with that: none by default."""
+    """Return each library whose float32 products have a reduced precision, with the precision."""
     found = ((library, _precision(name) or "none") for library, name in _PRODUCTS.items())
     return tuple((library, precision) for library, precision in found if precision not in _FULL)
 
 
 def precisions() -> tuple[Any, ...]:
-    """The precisions of float32 products, convolutions and recurrent layers of all libraries."""
+    """Return all libraries' precisions of float32 products, convolutions and recurrent layers."""
     return tuple(map(_precision, _PRECISIONS))
 
 
 def put_precisions(values: tuple[Any, ...]) -> None:
-    """Set what is not as :func:`precisions` returned it in ``values``."""
+    """Restore the precisions in ``values``, which :func:`precisions` returned."""
     for name, value in zip(_PRECISIONS, values, strict=True):
         if value is not None and _precision(name) != value:
             owner, _, attribute = name.rpartition(".")
@@ -118,10 +118,10 @@ def put_precisions(values: tuple[Any, ...]) -> None:
 
 @contextmanager
 def cudnn_switched_off() -> Iterator[None]:
-    """Within it cuDNN is off, and nothing else is another setting.
+    """Turn cuDNN off within this context, without changing any other setting.
 
-    ``torch.backends.cudnn.flags`` also writes the precision, and raises where that of convolutions
-    is not that of recurrent layers.
+    ``torch.backends.cudnn.flags`` also writes the precision, and raises if convolutions and
+    recurrent layers have different precisions.
     """
     before = torch.backends.cudnn.enabled
     set_cudnn_enabled(False)

@@ -1,4 +1,4 @@
-"""What the bridge knows of other libraries; none of them is imported, or needed, for it."""
+"""Support for other libraries, such as transformers; none of them is required or imported here."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from tvmbridge.core.contents import is_constant
 from tvmbridge.core.torch_private import pytree
 
 _COLLECTOR = "transformers.utils.output_capturing"
-# Dictionaries of tensors with more attributes, by their modules.
+# Classes of batches: dictionaries of tensors with further attributes.
 _BATCHES = (
     ("transformers.tokenization_utils_base", "BatchEncoding"),
     ("transformers.feature_extraction_utils", "BatchFeature"),
 )
-# Modules whose globals are books about models, and no part of what these compute.
+# Modules whose globals hold registry state; no model computes with it.
 KEEPS_BOOKS = "transformers.utils."
-# Its models skip checks where they are compiled, and compute the same.
+# Models of this library skip checks when they are compiled, and compute the same results.
 SAME_WHEN_COMPILED = "transformers."
-# Attributes that say nothing of results: that hooks are installed, and which weights of a recurrent
-# layer PyTorch has laid side by side (the weights themselves are inputs).
+# Attributes that do not affect results: whether hooks are installed, and PyTorch's references to
+# the flattened weights of a recurrent layer (the weights themselves are inputs).
 BOOKKEEPING = frozenset({"_output_capturing_hooks_installed", "_flat_weight_refs"})
 
 
 def register_containers(module: nn.Module) -> None:
-    """Let PyTorch see into what transformers' models take: its batches and caches become pytrees.
+    """Register the batches and caches of transformers as pytrees, so PyTorch can flatten them.
 
-    Without effect where the library is not imported. Caches are those of ``module``'s models, where
-    the library is new enough to do it itself.
+    This has no effect if transformers is not imported. Caches are registered for the transformers
+    models inside ``module``, by a function of transformers that old releases lack.
     """
     _register_batches()
     library = sys.modules.get("transformers.modeling_utils")
@@ -47,24 +47,25 @@ def register_containers(module: nn.Module) -> None:
 
 
 class _Unseen:
-    """Stands, in a trace and in what it returns, for what a batch knows beside its tensors.
+    """Placeholder, in a trace and in its results, for attributes of a batch that may vary.
 
     Raises:
-        AttributeError, TypeError: it is used.
+        AttributeError, TypeError: forward uses the placeholder.
     """
 
     def __reduce__(self) -> str:
-        return "UNSEEN"  # copies are the one
+        return "UNSEEN"  # so that a copy is the same object
 
 
 UNSEEN = _Unseen()
 
 
 def _register_batches() -> None:
-    """Batches are those of tokenizers and processors.
+    """Register the batches that tokenizers and processors return as pytrees.
 
-    The numbers and strings that a batch has as attributes are part of its structure. The rest, the
-    tokenizer's own account of the text, differs from batch to batch: forward finds :data:`UNSEEN`.
+    Numbers and strings that a batch has as attributes become part of the pytree structure. The
+    other attributes, such as the tokenizer's encodings, differ from batch to batch, so forward
+    gets :data:`UNSEEN` for each of them.
     """
     for module, name in _BATCHES:
         kind = getattr(sys.modules.get(module), name, None)
@@ -97,11 +98,11 @@ def _unflatten_batch(values: Iterable[Any], context: Any) -> Any:
 
 
 def acts(hooks: Iterable[Any]) -> bool:
-    """Whether any of a module's hooks does something in the present context.
+    """Whether any of a module's hooks has an effect in the present context.
 
-    transformers installs hooks, for good, the first time that hidden states or attentions are
-    asked for. They do nothing unless a model that is being called collects what they see; where
-    the collecting model is the captured one, the captured graph has all of it.
+    transformers installs permanent hooks when hidden states or attentions are first requested.
+    The hooks have an effect only while a running model collects these results. If that model is
+    itself captured, the captured graph contains the results.
     """
     for hook in hooks:
         if getattr(hook, "__module__", None) != _COLLECTOR:

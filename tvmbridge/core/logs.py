@@ -1,4 +1,4 @@
-"""``TVMBRIDGE_LOGS``: what is told of a process, by topic, in the manner of ``TORCH_LOGS``."""
+"""``TVMBRIDGE_LOGS`` turns on logging by topic, as ``TORCH_LOGS`` does for PyTorch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 VARIABLE = "TVMBRIDGE_LOGS"
 
-# Topic -> the loggers that tell of it, by their names below ``tvmbridge``.
+# Topic -> names of its loggers below ``tvmbridge``.
 TOPICS: Mapping[str, tuple[str, ...]] = {
     "all": ("",),
     "cache": ("cache", "compiler.cached_build"),
@@ -30,10 +30,12 @@ _LEVELS = {"+": logging.DEBUG, "-": logging.ERROR}
 
 
 def set_logs(text: str | None = None) -> None:
-    """Tell what ``text`` (None: the variable) asks for on standard error.
+    """Log the topics that ``text`` lists to standard error.
 
-    ``text`` lists topics: ``compile`` tells of them (INFO), ``+compile`` in detail (DEBUG),
-    ``-compile`` of errors alone. Where it names none, logging stays as it is.
+    Args:
+        text: topics, separated by commas. ``compile`` logs the topic at level INFO, ``+compile`` at
+            DEBUG, ``-compile`` at ERROR. None: use ``TVMBRIDGE_LOGS``. Without any topic, logging
+            is not changed.
 
     Raises:
         ValueError: there is no such topic.
@@ -56,7 +58,7 @@ def set_logs(text: str | None = None) -> None:
 
 
 def _write_to_standard_error(logger: logging.Logger) -> None:
-    """Have ``logger`` write, unless the program has set up logging itself."""
+    """Add a handler for standard error to ``logger``, unless the program has set up logging."""
     if logger.hasHandlers():
         return
     handler = logging.StreamHandler()

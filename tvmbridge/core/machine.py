@@ -1,4 +1,4 @@
-"""The machine: its processor's name, and the user's folder for what is found out on it."""
+"""The machine: its processor's name, the user's cache folder, and the number of threads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _threads: int | None = None
 
 
 def cpu_model() -> str:
-    """The processor's name, as the system gives it."""
+    """Return the processor's name as the operating system reports it."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
@@ -26,7 +26,7 @@ def cpu_model() -> str:
 
 
 def cache_folder() -> Path:
-    """The folder that the variable names, or that of the user's caches."""
+    """Return tvmbridge's cache folder: ``TVMBRIDGE_CACHE_DIR``, or one in the user's caches."""
     named = os.environ.get(FOLDER)
     if named:
         return Path(named).expanduser()
@@ -36,16 +36,16 @@ def cache_folder() -> Path:
 
 
 def caching_is_off() -> bool:
-    """Whether the variable says that nothing is read from the user's folder, or kept there."""
+    """Whether ``TVMBRIDGE_CACHE`` says that the cache folder is neither read nor written."""
     return os.environ.get(SWITCH, "1") in ("0", "off", "false", "no")
 
 
 def threads() -> int:
-    """The number of threads that code is compiled for: PyTorch's."""
+    """Return the number of threads that code is compiled for: by default PyTorch's number."""
     return torch.get_num_threads() if _threads is None else _threads
 
 
 def compile_for_threads(number: int) -> None:
-    """Compile for so many from now on, however many PyTorch has: the code will run elsewhere."""
+    """Compile for ``number`` threads from now on, not PyTorch's: the code will run elsewhere."""
     global _threads
     _threads = number

@@ -1,4 +1,4 @@
-"""Methods: a method of a module as the forward of another module, which compiles like any."""
+"""A method of a module as the forward of another module, which compiles like any module."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 
 class _ModuleMethod:
-    """The forward of a :class:`MethodOf`: the method that its module has."""
+    """A descriptor for the forward of :class:`MethodOf`: returns the method of the submodule."""
 
     def __init__(self, kind: type[nn.Module], name: str) -> None:
         self.kind = kind
@@ -24,10 +24,11 @@ class _ModuleMethod:
 
 
 class MethodOf(nn.Module):
-    """A module whose forward is a method of its one submodule.
+    """A module whose forward is a method of its only submodule.
 
-    module: whose method it is.
-    own: the method where the instance has one of its own, which its class has not.
+    - ``module``: the submodule, whose method is called.
+    - ``method``: the name of the method.
+    - ``own``: the method that is set on the instance; None if the method is the class's.
 
     Example: ``method_of(vae, "encode", None)(x)`` is ``vae.encode(x)``.
     """
@@ -42,16 +43,22 @@ class MethodOf(nn.Module):
 
     @property
     def training(self) -> bool:
-        """The mode of its module."""
+        """The training flag of the submodule."""
         return self.module.training
 
     @training.setter
     def training(self, mode: bool) -> None:
-        """Keep the mode of the module."""
+        """Ignore the value: only the submodule has a training flag."""
 
 
 def method_of(module: nn.Module, name: str, own: Callable[..., Any] | None) -> MethodOf:
-    """The method ``name`` of ``module`` as a module; ``own``: as the instance itself has it."""
+    """Return a module whose forward is the method ``name`` of ``module``.
+
+    Args:
+        module: the module with the method.
+        name: the name of the method.
+        own: the method that is set on the instance; None to use the class's method.
+    """
     kind = type(module)
     forward = _ModuleMethod(kind, name)
     body = {"forward": forward, "method": name, "__module__": __name__}

@@ -35,66 +35,64 @@ class CompileOptions:
     """How a module is compiled.
 
     Args:
-        joint: where the joint function of training comes from. ``"relax"`` differentiates with
-            TVM's Gradient, ``"aot"`` takes PyTorch's own derivative formulas, ``"auto"`` takes
-            ``relax`` when every operator has an admitted gradient rule and ``aot`` otherwise.
+        joint: the source of the joint function of training. ``"relax"`` differentiates with TVM's
+            Gradient; ``"aot"`` uses PyTorch's own derivative formulas. ``"auto"`` chooses
+            ``relax`` if every operator has an admitted gradient rule, and ``aot`` otherwise.
         residual_policy: which values forward keeps for backward. ``"save_all"`` keeps every
-            forward value that backward reads, ``"recompute_cheap"`` computes element-wise ones
-            again where their operands are kept anyway, ``"min_cut"`` keeps the fewest bytes from
-            which the rest can be computed again without products, convolutions, long reductions
-            or PyTorch's kernels, ``"keep_operands"`` does so but for what these read in backward.
-            ``"keep_casts"`` is ``min_cut`` but for weights and inputs in a half precision that
-            products read, which are cast once. ``"auto"`` is ``keep_casts`` on the CPU and
+            forward value that backward reads. ``"recompute_cheap"`` recomputes element-wise values
+            whose operands are kept anyway. ``"min_cut"`` keeps the fewest bytes from which backward
+            can recompute the rest without products, convolutions, long reductions or PyTorch's
+            kernels. ``"keep_operands"`` is ``min_cut``, but also keeps what such operators read in
+            backward. ``"keep_casts"`` is ``min_cut``, but casts weights and inputs that products
+            read in half precision only once. ``"auto"`` is ``keep_casts`` on the CPU and
             ``keep_operands`` on a GPU.
-        recompute: operators that minimum cuts may compute again all the same, by their names in
-            Relax (``"relax.nn.softmax"``) or, for ATen calls, in PyTorch
-            (``"aten.avg_pool2d.default"``).
-        max_specializations: how many input signatures one module keeps compiled, and of each, in
-            each mode, how many choices of the tensors that require a gradient. Calls compile no
-            further choices; where ``add_tvm_dispatch`` adds one, or a signature, what was not used
-            for longest is dropped, and calls do not compile it again. Where no sample was given,
-            calls compile up to so many signatures, but no more than four.
+        recompute: further operators that the minimum cuts may recompute, by their names in Relax
+            (``"relax.nn.softmax"``) or, for ATen calls, in PyTorch (``"aten.avg_pool2d.default"``).
+        max_specializations: how many input signatures one module keeps compiled. It also limits,
+            for each signature and mode, the different sets of tensors that require a gradient.
+            Calls compile no more than that. If ``add_tvm_dispatch`` adds one more, the least
+            recently used is dropped, and calls do not compile it again. Without sample inputs,
+            calls compile up to this number of signatures, but at most four.
         measure_kernels: choose between PyTorch's libraries for each matrix product by measuring
             both at compilation, once for each shape in a process.
         combine_matmuls: whether products with a common left operand, such as query, key and value,
-            become one product, whose weights are then moved to lie side by side in memory.
-            ``"auto"`` does so in inference, and in training where the combined products were
-            measured to be faster; ``"always"`` in both; ``"never"`` leaves the weights where they
-            are.
-        freeze: take the weights for constants, in evaluation (see ``add_tvm_dispatch``).
-        cuda_graphs: on a GPU, record the launches of a call once and replay them, where that is
-            safe (docs/gpu.md).
-        tuning_records: apply tuning records, where there are any for the target (docs/tuning.md).
-        tuning_logs: an existing directory of tuning records, looked into before the others; kernels
-            without a record are noted in its pending list. The variable ``TVMBRIDGE_TUNING_LOGS``
-            does the same; None and no variable: records are only read, from those that came with
-            tvmbridge, never from the working directory.
-        cache: read compiled code from the cache on disk, and keep it there (``TVMBRIDGE_CACHE=0``
-            turns that off as well, ``TVMBRIDGE_CACHE_DIR`` says where it is).
-        extra_passes: passes of your own (``RelaxPass``), run in order behind the graph passes of
-            the pipeline: on the forward function in inference, on the joint function, before it is
-            split, in training. They may not change what a function takes and returns.
-        fx_passes: passes over PyTorch's graph (``FxPass``), run in order on the program that was
-            captured, before it is decomposed: :func:`tvmbridge.optimize_fx` has them in eager
-            PyTorch. None: ``HorizontalFusion`` of eight chains and more, where it pays.
-        background: what a call does for which code has to be compiled. False waits for it; True
-            runs the module's own forward, while another process compiles, and the next call after
-            that is served; a number waits for so many seconds. Where that cannot be
-            (docs/limits.md) the call waits.
-        only_if_faster: time the first calls of compiled code beside the module's own forward, which
-            serves some of them, and have the faster one serve from then on (docs/when_it_pays.md).
-            ``TVMBRIDGE_ONLY_IF_FASTER``, where it is set when a module is dispatched, wins. False:
-            compiled code serves whatever it can.
-        check: which calls of each specialisation and mode are checked against the module's own
-            forward, outputs, state and gradients: ``"never"``; ``"first"``; ``"growing"``, calls
+            become one product. Their weights are then moved to be adjacent in memory. ``"auto"``
+            combines products in inference, and in training if the combined product was measured to
+            be faster; ``"always"`` in both; ``"never"`` does not move weights.
+        freeze: treat the weights as constants in evaluation mode (see ``add_tvm_dispatch``).
+        cuda_graphs: on a GPU, record the launches of a call once and replay them, if that is safe
+            (docs/gpu.md).
+        tuning_records: apply tuning records, if there are any for the target (docs/tuning.md).
+        tuning_logs: an existing directory of tuning records, which is searched before the others;
+            kernels without a record are added to its pending list. The environment variable
+            ``TVMBRIDGE_TUNING_LOGS`` does the same. With neither, only the records that are part of
+            tvmbridge are read, nothing is written, and the working directory is not searched.
+        cache: read compiled code from the cache on disk, and write it there. ``TVMBRIDGE_CACHE=0``
+            turns the cache off too; ``TVMBRIDGE_CACHE_DIR`` sets its folder.
+        extra_passes: your own passes (``RelaxPass``), run in order after the graph passes of the
+            pipeline. In inference they run on the forward function, in training on the joint
+            function before it is split. A pass must not change a function's parameters or results.
+        fx_passes: passes over PyTorch's graph (``FxPass``), run in order on the captured program
+            before it is decomposed. :func:`tvmbridge.optimize_fx` runs such passes for eager
+            PyTorch. None: ``HorizontalFusion`` of eight chains and more, if it pays.
+        background: what a call does if its code is not compiled yet. False: the call waits. True:
+            the module's own forward serves the call while another process compiles, and the first
+            call after that runs the compiled code. A number: the call first waits for at most that
+            many seconds. If background compilation is impossible (docs/limits.md), the call waits.
+        only_if_faster: serve some of the first calls by the module's own forward, time both, and
+            let the faster one serve all later calls (docs/when_it_pays.md). False: compiled code
+            serves every call that it can. ``TVMBRIDGE_ONLY_IF_FASTER``, if set when a module is
+            dispatched, overrides the option.
+        check: which calls of each specialisation and mode are compared with the module's own
+            forward, in outputs, state and gradients: ``"never"``; ``"first"``; ``"growing"``, calls
             1, 2, 4, 8 and so on; ``"every:N"``, each N-th call; ``"always"``. A difference that
-            rounding does not explain raises NumericsError. ``TVMBRIDGE_CHECK``, where it is set
-            when a module is dispatched, wins; there 1 is ``growing`` and 0 ``never``.
+            rounding does not explain raises NumericsError. ``TVMBRIDGE_CHECK``, if set when a
+            module is dispatched, overrides the option; there 1 is ``growing`` and 0 is ``never``.
 
     Raises:
         ValueError: a field has a value that is not among its choices.
-        TypeError: ``extra_passes`` or ``fx_passes`` is not a tuple of passes, ``tuning_logs`` no
-            path, or a switch neither True nor False.
+        TypeError: ``extra_passes`` or ``fx_passes`` is not a tuple of passes, ``tuning_logs`` is
+            not a path, or a switch is neither True nor False.
     """
 
     joint: str = "auto"
@@ -151,17 +149,17 @@ class CompileOptions:
 
     @property
     def budget(self) -> float | None:
-        """The seconds that a call waits for its code; None: as long as it takes."""
+        """The seconds that a call waits for its code to be compiled; None: until it is."""
         if isinstance(self.background, bool):
             return 0.0 if self.background else None
         return float(self.background)
 
     @classmethod
     def of(cls, options: CompileOptions | dict[str, Any] | None) -> CompileOptions:
-        """``options`` as given, from a dict of fields, or the defaults for None.
+        """Return ``options`` itself, or options from a dict of fields, or the defaults for None.
 
         Raises:
-            TypeError: not a CompileOptions, a dict or None, or a dict with an unknown field.
+            TypeError: ``options`` is of another type, or a dict with an unknown field.
         """
         if options is None:
             return cls()
@@ -193,7 +191,7 @@ def _check_extra_passes(passes: Any) -> None:
             f"CompileOptions.extra_passes is {passes!r}; give a tuple of passes such as (MyPass(),)"
         )
     for pass_ in passes:
-        # By what it can do: options stand below the passes and do not import them.
+        # Checked by its method: this package cannot import the classes of passes.
         if isinstance(pass_, type) or not callable(getattr(pass_, "apply", None)):
             raise TypeError(
                 f"CompileOptions.extra_passes holds {pass_!r}, which is no pass; give instances of "
@@ -202,7 +200,7 @@ def _check_extra_passes(passes: Any) -> None:
 
 
 def check_fx_passes(passes: tuple[Any, ...], whose: str) -> None:
-    """Raise TypeError where ``passes``, given to ``whose``, holds what is no fx pass."""
+    """Raise TypeError if ``passes`` contains anything but FX passes; ``whose`` names the caller."""
     for pass_ in passes:
         if isinstance(pass_, type) or not callable(getattr(pass_, "rewrite", None)):
             raise TypeError(

@@ -1,4 +1,4 @@
-"""Files that this user alone can have written: records, and compiled code, which is code."""
+"""Read and write files that only this user can have written, such as compiled code and records."""
 
 from __future__ import annotations
 
@@ -9,23 +9,25 @@ from pathlib import Path
 
 from tvmbridge.core.errors import BridgeError
 
-MODE = 0o644  # readable by all, and written by its owner alone whatever the umask
+MODE = 0o644  # others can read but not write, whatever the umask
 
 
 class UntrustedFileError(BridgeError, OSError):
-    """A file that somebody else may have written, or that is out of proportion, is not read."""
+    """Raised for a file that another user may have written, or that is too large to be read."""
 
 
 def read_own(path: Path, most: int, shipped: Path | None = None) -> bytes:
-    """The content of a file that only this user, or root, can have written.
+    """Return the content of a file that only this user, or root, can have written.
 
     Args:
+        path: the file.
         most: the largest size in bytes that is read.
-        shipped: a folder that came with tvmbridge, whose files are trusted as its code is.
+        shipped: a folder that is part of the installed tvmbridge; its files are always trusted.
 
     Raises:
-        UntrustedFileError: others can write it, or it is no file of a fitting size.
-        OSError: it cannot be read.
+        UntrustedFileError: other users can write the file, it is no regular file, or it is too
+            large.
+        OSError: the file cannot be read.
     """
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     with open(descriptor, "rb") as file:
@@ -35,7 +37,7 @@ def read_own(path: Path, most: int, shipped: Path | None = None) -> bytes:
         trusted = shipped is not None and path.resolve().is_relative_to(shipped.resolve())
         if reason is not None and not trusted:
             raise UntrustedFileError(f"{path} {reason}")
-        # Python allocates what is asked for, whatever the size of the file.
+        # read(n) allocates n bytes at once, so ask for no more than the file has.
         content = file.read(min(most, status.st_size) + 1)
     if len(content) > most:
         raise UntrustedFileError(f"{path} is larger than {most} bytes; prune or remove it")
@@ -43,7 +45,7 @@ def read_own(path: Path, most: int, shipped: Path | None = None) -> bytes:
 
 
 def distrust(status: os.stat_result) -> str | None:
-    """Why somebody else may have written the file, or into the folder; None: nobody else can."""
+    """Return why another user may have written the file or folder; None if no other user can."""
     if not hasattr(os, "getuid"):  # Windows has neither owners nor modes of this kind
         return None
     if status.st_uid not in (os.getuid(), 0):
@@ -54,7 +56,7 @@ def distrust(status: os.stat_result) -> str | None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a whole file so that a reader sees the old one or the new one, never a part.
+    """Write a file atomically: a reader sees the old file or the new one, never a part.
 
     Raises:
         OSError: the file cannot be written.

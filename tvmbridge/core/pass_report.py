@@ -1,4 +1,4 @@
-"""What a graph pass says of its candidates."""
+"""A graph pass's report on the candidates that it found."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ from dataclasses import dataclass, field
 
 @dataclass
 class PassReport:
-    """What a pass says of its candidates: how many it rewrote, which it declined and why."""
+    """A pass's report on its candidates.
+
+    - ``rewrites``: how many candidates the pass rewrote.
+    - ``declined``: one sentence for each candidate that it left unchanged, with the reason.
+    """
 
     rewrites: int = 0
     declined: list[str] = field(default_factory=list)
 
     def rewrote(self, count: int = 1) -> None:
-        """Count rewritten candidates."""
+        """Add ``count`` rewritten candidates."""
         self.rewrites += count
 
     def decline(self, candidate: str, reason: str) -> None:
-        """Note a candidate that is left as it is."""
+        """Record a candidate that is left unchanged, with the reason."""
         self.declined.append(f"{candidate}: {reason}")

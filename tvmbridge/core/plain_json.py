@@ -1,4 +1,4 @@
-"""JSON from files that somebody may have damaged: bounded in depth and in values."""
+"""Parse JSON from files that may be damaged, with limits on the nesting and number of values."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import json
 from typing import Any
 
 MOST_NESTED = 16
-# A value takes about a hundred bytes as an object of Python, and three as text.
+# A value may take three bytes as text, and takes about a hundred as a Python object.
 MOST_VALUES = 2**16
 
 
 def parse_json(text: bytes, most_values: int = MOST_VALUES) -> Any:
-    """The value of a JSON text.
+    """Return the value of a JSON text.
 
     Args:
-        text: the text; it is not parsed where it may have more than ``most_values`` values.
-        most_values: how many values it may have, a key of an object being one.
+        text: the text; it is not parsed if it could have more than ``most_values`` values.
+        most_values: the largest number of values; each key of an object counts as one.
 
     Raises:
-        ValueError: it is damaged, too large, or nested deeper than anything that is written here.
+        ValueError: the text is damaged, too large, or nested deeper than ``MOST_NESTED`` levels.
     """
     if count_values(text) > most_values:
         raise ValueError(f"it has more than {most_values} values")
@@ -32,7 +32,7 @@ def parse_json(text: bytes, most_values: int = MOST_VALUES) -> Any:
 
 
 def count_values(text: bytes, start: int = 0, end: int | None = None) -> int:
-    """At most how many values the JSON between two places of ``text`` has."""
+    """Return an upper bound for the number of values in the JSON ``text[start:end]``."""
     return 1 + sum(text.count(mark, start, end) for mark in (b",", b"[", b"{", b":"))
 
 

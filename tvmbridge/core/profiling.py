@@ -1,4 +1,4 @@
-"""Regions for ``torch.profiler``; where it is off they cost a look at one flag."""
+"""Regions for ``torch.profiler``; while the profiler is off, a region costs one flag check."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _OFF = nullcontext()
 
 
 def profiling() -> bool:
-    """Whether the profiler records."""
+    """Whether PyTorch's profiler is recording."""
     return profiler._is_profiler_enabled
 
 
 def region(name: str) -> AbstractContextManager[Any]:
-    """A region ``tvmbridge::name`` of the profiler, if it records."""
+    """Return a context manager that marks a profiler region ``tvmbridge::name``, if it records."""
     if not profiler._is_profiler_enabled:
         return _OFF
     return torch.profiler.record_function(f"tvmbridge::{name}")

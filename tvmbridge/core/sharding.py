@@ -1,7 +1,7 @@
-"""Modules that ``torch.distributed.fsdp.fully_shard`` has divided over ranks.
+"""Modules that ``torch.distributed.fsdp.fully_shard`` has sharded over ranks.
 
-``fully_shard`` gives a module a class of its own, replaces its parameters by DTensors, and gathers
-them by a hook before forward: within forward they are plain parameters of full size.
+``fully_shard`` gives a module a generated class and replaces its parameters with DTensors. A hook
+gathers the parameters before forward, so forward sees plain parameters of full size.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 
 def is_sharded(module: nn.Module) -> bool:
     """Whether ``fully_shard`` was applied to ``module`` itself."""
-    # Nothing can be sharded before this is imported, which takes a second.
+    # No module can be sharded unless this is imported. Importing it takes a second.
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
@@ -25,7 +25,7 @@ def class_before(module: nn.Module) -> type[nn.Module]:
     kind = type(module)
     if not is_sharded(module):
         return kind
-    # As FSDPModule itself finds it: the generated class, FSDPModule, the class that was given.
+    # The MRO is: the generated class, FSDPModule, the original class. FSDPModule finds it likewise.
     return kind.__mro__[getattr(kind, "_orig_cls_mro_index", 2)]
 
 
@@ -38,7 +38,7 @@ def sharded_within(module: nn.Module) -> str | None:
 def gathered(module: nn.Module) -> Iterator[None]:
     """Gather the parameters of a sharded module within this context; all ranks enter it together.
 
-    Other modules are left as they are.
+    A module that is not sharded is left unchanged.
     """
     if not is_sharded(module):
         yield

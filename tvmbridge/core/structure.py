@@ -1,6 +1,6 @@
-"""Structures of arguments and results: PyTorch's pytrees, with sizes that stay sizes.
+"""Structures of arguments and results: PyTorch's pytrees, in which a ``torch.Size`` keeps its type.
 
-A result may also be an instance of a dataclass, which PyTorch takes for a leaf: see :func:`opened`.
+A result may also be an instance of a dataclass, which is a leaf for PyTorch: see :func:`opened`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tvmbridge.core.torch_private import pytree
 
 @dataclasses.dataclass(frozen=True)
 class Fields:
-    """What an instance of the dataclass ``kind`` holds, by field; PyTorch sees into it."""
+    """The field values of an instance of the dataclass ``kind``, registered as a pytree node."""
 
     kind: type
     values: Mapping[str, Any]
@@ -49,7 +49,11 @@ pytree.register_pytree_node(
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """What a plain object of ``kind`` holds: tensors and containers, and constants, by name."""
+    """The attributes of a plain object of class ``kind``, registered as a pytree node.
+
+    - ``values``: the attributes that hold tensors or containers, by name.
+    - ``constants``: the attributes that hold constants, by name.
+    """
 
     kind: type
     values: Mapping[str, Any]
@@ -80,17 +84,18 @@ pytree.register_pytree_node(
     serialized_type_name="tvmbridge.Parts",
 )
 
-# Stands for a value that is not made of tensors, constants, containers and plain objects alone.
+# Replaces a value that contains anything but tensors, constants, containers and plain objects.
 UNKNOWN: Any = object()
 
 
 def with_parts(value: Any, known: Collection[int]) -> Any:
-    """``value`` with :class:`Parts` in place of plain objects; :data:`UNKNOWN`: it cannot be.
+    """Return ``value`` with :class:`Parts` in place of plain objects, or :data:`UNKNOWN`.
 
-    Objects whose id is ``known`` are not made by who made ``value``.
+    Return :data:`UNKNOWN` if ``value`` contains an object of another kind, or one whose id is in
+    ``known``: that object is older than ``value``.
     """
     kind = type(value)
-    # What is data-dependent says not of what class it is: it is asked for its type alone.
+    # A data-dependent value refuses isinstance: only its type is safe to read.
     if issubclass(kind, torch.Tensor | fx.Proxy) or is_constant(value):
         return value
     if id(value) in known:
@@ -112,9 +117,10 @@ def with_parts(value: Any, known: Collection[int]) -> Any:
 
 
 def opened(results: Any, kept: Collection[int] = ()) -> Any:
-    """``results`` with :class:`Fields` in place of dataclass instances that hold nothing else.
+    """Return ``results`` with :class:`Fields` in place of dataclass instances.
 
-    Containers whose id is in ``kept`` stay the objects that they are.
+    Only instances without attributes beside their fields are replaced. Containers whose id is in
+    ``kept`` are not opened, and stay the same objects.
     """
 
     def stays(value: Any) -> bool:
@@ -142,7 +148,7 @@ def _is_record(value: Any) -> bool:
 
 
 def _closed(kind: type, names: Sequence[str], values: Sequence[Any]) -> Any:
-    """The instance as it was: its ``__init__`` does not run again."""
+    """Return an instance of ``kind`` with these field values, without running ``__init__``."""
     instance: Any = object.__new__(kind)
     for name, value in zip(names, values, strict=True):
         object.__setattr__(instance, name, value)
@@ -150,9 +156,9 @@ def _closed(kind: type, names: Sequence[str], values: Sequence[Any]) -> Any:
 
 
 def unflatten(leaves: Sequence[Any], spec: Any) -> Any:
-    """The structure ``spec`` with ``leaves``, with instances where dataclasses were opened.
+    """Rebuild the structure ``spec`` from ``leaves``, including dataclass instances.
 
-    PyTorch's own function makes a plain tuple where a ``torch.Size`` stood.
+    PyTorch's own ``tree_unflatten`` would return a plain tuple in place of a ``torch.Size``.
     """
     if not _has_own(spec):
         return pytree.tree_unflatten(leaves, spec)
@@ -160,7 +166,7 @@ def unflatten(leaves: Sequence[Any], spec: Any) -> Any:
 
 
 def builder_of(spec: Any) -> Callable[[list[Any]], Any]:
-    """:func:`unflatten` for one ``spec``; what is common is found out once."""
+    """Return a fast version of :func:`unflatten` for one ``spec``, which is examined only once."""
     if spec.is_leaf():
         return lambda leaves: leaves[0]
     if _has_own(spec) or not all(child.is_leaf() for child in children(spec)):
@@ -172,14 +178,14 @@ def builder_of(spec: Any) -> Callable[[list[Any]], Any]:
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], structure: Any) -> Any:
-    """``structure`` with each tensor in it given to ``function``."""
+    """Return ``structure`` with ``function`` applied to each tensor in it."""
     leaves, spec = pytree.tree_flatten(structure)
     mapped = [function(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     return unflatten(mapped, spec)
 
 
 def children(spec: Any) -> list[Any]:
-    """The specs below; PyTorch 2.11 has them under another name."""
+    """Return the child specs of a tree spec; PyTorch 2.11 has them under another name."""
     return list(spec.children() if hasattr(spec, "children") else spec.children_specs)
 
 

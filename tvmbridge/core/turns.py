@@ -1,4 +1,4 @@
-"""Compilations take turns: tracing uses state of PyTorch that belongs to the process."""
+"""A lock by which threads compile one at a time: tracing changes process-wide state of PyTorch."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ os.register_at_fork(after_in_child=_renew_locks)
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Within it no other thread compiles; it may be entered again within itself.
+    """Hold the compilation lock within this context; the same thread may enter it again.
 
-    TorchDynamo waits in other threads: it must not capture functions that a trace has replaced.
-    Its lock is taken first, since a backend of TorchDynamo may compile as well.
+    TorchDynamo is locked out of other threads too: it must not capture functions that a trace has
+    replaced. Its lock is taken first, since tvmbridge may compile as a backend of TorchDynamo.
     """
     with dynamo_lock(), _lock:
         yield
 
 
 def another_compiles() -> bool:
-    """Whether another thread compiles at this time."""
+    """Whether another thread is compiling now."""
     if not _lock.acquire(blocking=False):
         return True
     _lock.release()

@@ -1,8 +1,8 @@
-"""The frozen data types that travel from capture to dispatch.
+"""The frozen data types that all stages from capture to dispatch share.
 
-Words used here with one meaning: a *primal* is an input of the forward function, a *cotangent* the
-gradient that arrives for an output, a *residual* a value that forward keeps for backward, *noise*
-a random draw that PyTorch makes before the compiled code runs.
+Words with one meaning here: a *primal* is an input of the forward function. A *cotangent* is the
+gradient that arrives for an output. A *residual* is a value that forward keeps for backward.
+*Noise* is a random draw, which PyTorch makes before the compiled code runs.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import fx, nn
 
 from tvmbridge.core.torch_private import pytree
 
-# Stands, among the results of a traced forward, for one that the epilogue computes.
+# Prefix of a string that replaces, among a traced forward's results, one of the epilogue.
 DEFERRED = "tvmbridge.deferred."
 
 
 class InputKind(enum.Enum):
-    """Where the value of a graph input comes from at a call."""
+    """The source of a graph input's value at a call."""
 
     USER = "user"
     PARAMETER = "parameter"
@@ -32,12 +32,12 @@ class InputKind(enum.Enum):
 
     @property
     def is_of_module(self) -> bool:
-        """Whether it is a tensor that the module holds by a name, looked up at each call."""
+        """Whether each call looks the tensor up by its name in the module."""
         return self in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.ATTRIBUTE)
 
 
 class OutputKind(enum.Enum):
-    """What becomes of a graph output after a call."""
+    """The use of a graph output after a call: returned, or written into a buffer or an argument."""
 
     USER = "user"
     BUFFER_MUTATION = "buffer_mutation"
@@ -55,7 +55,7 @@ class TensorSpec:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorSpec:
-        """The spec of a real or fake tensor with static shape."""
+        """Return the spec of a real or fake tensor with a static shape."""
         return cls(
             tuple(int(s) for s in tensor.shape),
             tuple(int(s) for s in tensor.stride()),
@@ -65,14 +65,14 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a contiguous tensor of this spec."""
+        """The size in bytes of a contiguous tensor of this shape and dtype."""
         count = 1
         for extent in self.shape:
             count *= extent
         return count * self.dtype.itemsize
 
     def empty(self) -> torch.Tensor:
-        """A fresh tensor of this spec, with any values."""
+        """Return a new uninitialized tensor of this spec."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
     def __str__(self) -> str:
@@ -81,7 +81,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class ComputedTensor:
-    """A tensor whose values a draw reads: the node ``name`` of the captured graph computes it."""
+    """A tensor whose values a draw reads, computed by the node ``name`` of the captured graph."""
 
     name: str
     spec: TensorSpec
@@ -89,13 +89,17 @@ class ComputedTensor:
 
 @dataclass(frozen=True)
 class NoiseDescriptor:
-    """One random draw, hoisted out of the graph and made by PyTorch before each call.
+    """One random draw, which PyTorch makes before each call and passes to the compiled code.
 
-    ``op`` is the ATen overload that draws, called as ``op(*args, **kwargs)``; a ``TensorSpec``
-    among the arguments stands for a fresh tensor of that spec, of which the operator reads
-    nothing but its metadata, a ``ComputedTensor`` for one whose values it reads.
-    ``drop_probability`` is set for dropout, whose draw is the mask of the elements that stay (one
-    byte an element). ``result`` is the number of the draw among several results of ``op``.
+    - ``name``: the name of the input for the draw.
+    - ``spec``: the spec of the drawn tensor.
+    - ``op``: the ATen overload that draws, called as ``op(*args, **kwargs)``.
+    - ``args``, ``kwargs``: its arguments. A ``TensorSpec`` among them is replaced by a new tensor
+      of that spec, since the operator reads only its metadata. A ``ComputedTensor`` is a tensor
+      whose values the operator reads.
+    - ``drop_probability``: set for dropout only; the draw is then the mask of the elements that are
+      kept, with one byte an element.
+    - ``result``: the number of the draw among several results of ``op``; None for a single one.
     """
 
     name: str
@@ -115,10 +119,11 @@ class NoiseDescriptor:
 
 @dataclass(frozen=True)
 class EagerPrologue:
-    """The part of a captured graph that draws need, which PyTorch runs before the compiled code.
+    """A part of a captured graph that PyTorch runs before the compiled code, to make the draws.
 
-    ``module`` makes all draws in program order, each as eager PyTorch does, and what they read;
-    it returns them as a tuple. ``reads`` are the names of the graph's inputs that it takes.
+    - ``module``: makes all draws in program order, exactly as eager PyTorch, and computes the
+      values that they read; it returns the draws as a tuple.
+    - ``reads``: the names of the graph's inputs that ``module`` takes.
     """
 
     module: fx.GraphModule
@@ -127,11 +132,11 @@ class EagerPrologue:
 
 @dataclass(frozen=True)
 class Left:
-    """How forward leaves a value in an attribute of a module at each call.
+    """How forward stores a value in an attribute of a module at each call.
 
-    into: where what it leaves goes: ``"place"`` of what was there, ``"end"`` of the list that is
-        there, or its ``"content"``.
-    count: what is added to the number that is there; None: it is no such number.
+    - ``into``: ``"place"`` assigns the attribute; ``"end"`` appends items to the list that it
+      holds; ``"content"`` replaces the items of that list.
+    - ``count``: for an integer counter, the number that is added to it; otherwise None.
     """
 
     into: str = "place"
@@ -140,10 +145,11 @@ class Left:
 
 @dataclass(frozen=True)
 class Epilogue:
-    """What runs eagerly after the compiled code.
+    """The end of forward, which runs eagerly after the compiled code.
 
-    ``graph`` has one placeholder for each of the ``num_read`` tensors that are the last results of
-    forward; ``functions`` counts its functions by name.
+    - ``graph``: the FX graph, with one placeholder for each tensor that it reads.
+    - ``num_read``: the number of these tensors; they are the last results of the compiled forward.
+    - ``functions``: the names of the functions that the graph calls, with the number of calls.
     """
 
     graph: fx.Graph
@@ -151,7 +157,12 @@ class Epilogue:
     functions: Mapping[str, int]
 
     def resolve(self, flat: Sequence[Any]) -> list[Any]:
-        """The leaves of what forward returns, from those of what the traced forward returns."""
+        """Run the graph, and return forward's result leaves.
+
+        Args:
+            flat: the leaves that the compiled code returns: forward's results, with a
+                ``DEFERRED`` string for each result of this graph, then the ``num_read`` tensors.
+        """
         read = flat[len(flat) - self.num_read :]
         deferred = fx.Interpreter(nn.Module(), graph=self.graph).run(*read)
         return [
@@ -166,8 +177,9 @@ class Epilogue:
 class InputDescriptor:
     """One input of the captured graph.
 
-    ``target`` is the dotted name of the parameter, buffer or attribute; ``position`` the index of
-    a user input among the flattened leaves of ``(args, kwargs)``.
+    - ``target``: the dotted name of the parameter, buffer, attribute or constant; None for a user
+      input.
+    - ``position``: for a user input, its index among the leaves of ``(args, kwargs)``; else None.
     """
 
     name: str
@@ -180,7 +192,10 @@ class InputDescriptor:
 
 @dataclass(frozen=True)
 class ViewStep:
-    """A view ``operator`` with its arguments behind the tensor; ``index``: of which result."""
+    """One call of a view operator, ``operator(tensor, *args, **kwargs)``.
+
+    - ``index``: the number of the view among several results; None for a single result.
+    """
 
     operator: Any
     args: tuple[Any, ...]
@@ -190,14 +205,17 @@ class ViewStep:
 
 @dataclass(frozen=True)
 class OutputAlias:
-    """An output that shares memory with another tensor, its base.
+    """How to create an output that shares memory with another tensor, its base.
 
-    ``kind`` and ``key`` name the base: a user input by its position among the leaves, a tensor of
-    the module (BUFFER, whatever it is) by its dotted name, or (None) another user output by its
-    number. ``shape`` None says that the output is the base itself; otherwise it is the view with
-    these strides, ``offset`` elements from where the base begins, of a base with the strides
-    ``base_stride``. ``detached``: no gradient flows from it to the base. ``steps``, if there are
-    any, make it where strides do not tell which elements of the base it has.
+    - ``kind``: the kind of base: USER for a user input, BUFFER for any tensor of the module, None
+      for another user output.
+    - ``key``: the base: the input's position among the leaves, the dotted name of the module's
+      tensor, or the number of the output.
+    - ``shape``: the shape of the view; None if the output is the base itself.
+    - ``stride``, ``offset``: the strides of the view, and its offset in elements from the base.
+    - ``base_stride``: the strides of the base that the view was taken of.
+    - ``detached``: whether no gradient flows from the output to the base.
+    - ``steps``: view operators that create the output, if strides alone do not describe it.
     """
 
     kind: InputKind | None
@@ -212,9 +230,10 @@ class OutputAlias:
 
 @dataclass(frozen=True)
 class IntermediateBase:
-    """A tensor that is not returned, but of which outputs are views: that of ``output``, a number.
+    """A tensor that forward does not return, but that some of forward's outputs are views of.
 
-    ``order`` are its dimensions in the order of memory, from the outermost to the innermost.
+    - ``output``: the number of an output that is a view of it.
+    - ``order``: the dimensions of the base in memory order, from the outermost to the innermost.
     """
 
     output: int
@@ -225,9 +244,13 @@ class IntermediateBase:
 class OutputDescriptor:
     """One output of the captured graph.
 
-    A user output that is not computed has ``spec`` None: it is the constant ``value`` (a number,
-    a string, None). Any output may be made again as ``alias`` says. ``rebinds``: a buffer that gets
-    another tensor, and is not written into.
+    - ``spec``: the spec of the tensor; None for a constant.
+    - ``target``: the name of the buffer or argument that the output is written to; None for a user
+      output.
+    - ``value``: the constant, if ``spec`` is None: a number, a string or None.
+    - ``alias``: how to create the output from a tensor that it shares memory with; None if it
+      shares none.
+    - ``rebinds``: whether the buffer's name gets a new tensor, instead of a write into the old one.
     """
 
     kind: OutputKind
@@ -240,13 +263,21 @@ class OutputDescriptor:
 
     @property
     def is_computed(self) -> bool:
-        """Whether compiled code returns it: it is neither a constant nor a view of a tensor."""
+        """Whether compiled code returns the output: it is neither a constant nor an alias."""
         return self.spec is not None and self.alias is None
 
 
 @dataclass(frozen=True)
 class PassRecord:
-    """What one pass did: how many candidates it rewrote, and which it ``declined`` and why."""
+    """The record of one run of a pass.
+
+    - ``name``, ``options``: the pass and its options as text.
+    - ``seconds``: how long it took.
+    - ``rewrites``: how many candidates it rewrote.
+    - ``declined``: one sentence for each candidate that it left unchanged, with the reason.
+    - ``bindings_before``, ``bindings_after``: the number of bindings in the module.
+    - ``hash_before``, ``hash_after``: the structural hash of the module.
+    """
 
     name: str
     options: str
@@ -266,10 +297,10 @@ class PassRecord:
 
 @dataclass(frozen=True)
 class ValueDescriptor:
-    """A named tensor that crosses the border between forward and backward.
+    """A named tensor that forward passes to backward.
 
-    ``made_by`` is the operator that computes it: its name in Relax, or the overload of an ATen
-    call; ``draw`` for a random draw, ``input`` for a copy of an input.
+    - ``made_by``: the operator that computes it, by its name in Relax or the overload of an ATen
+      call; ``draw`` for a random draw, ``input`` for a copy of an input.
     """
 
     name: str

@@ -1,8 +1,8 @@
-"""Which versions tvmbridge needs, and the check that they are the ones installed.
+"""The package versions that tvmbridge needs, and the check that they are installed.
 
 The check runs before ``tvm`` is imported, since a wrong pair of apache-tvm and apache-tvm-ffi can
-crash the process rather than raise. So nothing here imports what it checks: versions are read from
-the installed metadata and from the packages' version files as text.
+crash the process. This module therefore imports none of the packages that it checks. It reads the
+versions from the installed metadata, and from the packages' version files as text.
 
 ``setup.py`` reads ``PINS`` and ``MINIMUMS`` from this file's syntax tree: keep both plain literals.
 """
@@ -29,7 +29,7 @@ PINS: Final[Mapping[str, str]] = {
 MINIMUMS: Final[Mapping[str, str]] = {
     "torch": "2.11",
 }
-# The newest that was tested; with a newer one tvmbridge warns, and goes on.
+# The newest tested versions; tvmbridge warns about newer ones, and continues.
 NEWEST: Final[Mapping[str, str]] = {
     "torch": "2.14",
 }
@@ -46,10 +46,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PackageVersion:
-    """What is installed of one package, against what is needed.
+    """The installed version of one package, and the version that is needed.
 
-    ``metadata`` is what the package's metadata says, ``source`` what the version file of the
-    importable module says; either is None where there is nothing to read.
+    - ``needed``: the requirement, such as ``>=2.11``.
+    - ``importable``: whether the package's module is found.
+    - ``metadata``: the version in the package's metadata; None if there is no metadata.
+    - ``source``: the version in the version file of the module; None if there is no such file.
     """
 
     name: str
@@ -60,12 +62,12 @@ class PackageVersion:
 
     @property
     def found(self) -> str | None:
-        """The version of the code that an import would load, as far as it can be known."""
+        """The version of the module that an import would load; None if it cannot be determined."""
         return self.source or self.metadata
 
     @property
     def problem(self) -> str | None:
-        """What is wrong, in words; None when nothing is known to be wrong."""
+        """A sentence that says what is wrong with the version; None if nothing is known to be."""
         if not self.importable:
             return f"{self.name} is not installed, tvmbridge needs {self.name}{self.needed}"
         for version in (self.metadata, self.source):
@@ -77,7 +79,7 @@ class PackageVersion:
 
     @property
     def newer(self) -> str | None:
-        """In words, that the version is newer than the newest that was tested; None: it is not."""
+        """A sentence saying that the version is newer than any tested one; None if it is not."""
         newest = NEWEST.get(self.name)
         if newest is None or self.found is None:
             return None
@@ -88,24 +90,24 @@ class PackageVersion:
 
 
 def fix_command() -> str:
-    """The pip command that installs versions which work together."""
+    """Return the pip command that installs versions which work together."""
     pins = " ".join(f"{name}=={version}" for name, version in PINS.items())
     minimums = " ".join(f"'{name}>={version}'" for name, version in MINIMUMS.items())
     return f"{Path(sys.executable).name} -m pip install {pins} {minimums}"
 
 
 def installed_versions() -> list[PackageVersion]:
-    """Reads the versions of the packages that tvmbridge is bound to, without importing them."""
+    """Read the versions of the packages that tvmbridge requires, without importing them."""
     needed = {name: f"=={version}" for name, version in PINS.items()}
     needed |= {name: f">={version}" for name, version in MINIMUMS.items()}
     return [_installed_version(name, bound) for name, bound in needed.items()]
 
 
 def check_versions() -> None:
-    """Raises :class:`VersionError` unless the pinned pair and a new enough torch are installed.
+    """Raise :class:`VersionError` unless the pinned pair and a new enough torch are installed.
 
-    A version that cannot be determined, or is newer than those that were tested, is logged as a
-    warning and let pass.
+    A version that cannot be determined, or is newer than the tested ones, is accepted with a
+    warning in the log.
     """
     packages = installed_versions()
     problems = [package.problem for package in packages if package.problem is not None]
@@ -124,9 +126,9 @@ def check_versions() -> None:
 
 
 def running_doctor() -> bool:
-    """Whether this is ``python -m tvmbridge doctor``, whose task is to explain a wrong pair.
+    """Whether this process runs ``python -m tvmbridge`` with a command that needs no version check.
 
-    So it is with ``--version`` and ``--help``, which load nothing.
+    The command ``doctor`` explains wrong versions; ``--version`` and ``--help`` load nothing.
     """
     words = zip(sys.orig_argv, sys.orig_argv[1:], strict=False)
     commands = ("doctor", "--version", "--help", "-h")
@@ -134,7 +136,7 @@ def running_doctor() -> bool:
 
 
 def versions_text() -> str:
-    """What is installed, on one line for a report: ``torch 2.13.0, ..., Python 3.11.2``."""
+    """Return the installed versions on one line: ``torch 2.13.0, ..., Python 3.11.2``."""
     found = [f"{p.name} {p.found or 'not installed'}" for p in installed_versions()]
     return ", ".join([*found, f"Python {sys.version.split()[0]}"])
 
@@ -160,17 +162,16 @@ def _metadata_version(name: str) -> str | None:
 def _module_folder(module: str) -> Path | None:
     try:
         spec = importlib.util.find_spec(module)
-    except ValueError:  # it is loaded already, by something that gave it no spec
+    except ValueError:  # it is loaded already, and has no spec
         spec = None
     if spec is None:
         return None
-    # A folder without __init__.py is found as a namespace package: what pip leaves behind, not the
-    # module.
+    # pip may leave behind a folder without __init__.py, which is found as a namespace package.
     return None if spec.origin is None else Path(spec.origin).parent
 
 
 def _source_version(folder: Path) -> str | None:
-    """Reads ``__version__`` as text from the module's files: TVM may be unpacked, not installed."""
+    """Read ``__version__`` as text from the module's files: TVM may be unpacked, not installed."""
     for path in (folder / name for name in _VERSION_FILES):
         try:
             tree = ast.parse(path.read_text(encoding="utf-8"))

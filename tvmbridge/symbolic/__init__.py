@@ -1,1 +1,1 @@
-"""Symbolic sizes: code for any size, generalised from code for a few."""
+"""Symbolic sizes: code for any size, generalized from code that is compiled for a few sizes."""

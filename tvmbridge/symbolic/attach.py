@@ -1,4 +1,4 @@
-"""Symbols as parameters: functions of loops take them as numbers, functions of Relax as a shape."""
+"""Make symbols parameters: integers of TIR functions, one shape parameter of Relax functions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tvmbridge.passes.base import map_calls
 from tvmbridge.schedules.reader import mentions
 from tvmbridge.symbolic.specs import MARK
 
-# They are not negative where no operand is.
+# The result of these operators is not negative if both operands are not.
 _OF_BOTH = (
     *(tirx.Add, tirx.Mul, tirx.Min, tirx.Max),
     *(tirx.FloorDiv, tirx.FloorMod, tirx.Div, tirx.Mod),
@@ -23,8 +23,13 @@ _PACKED = ("relax.call_pure_packed", "relax.call_dps_packed")
 
 
 def attach_sizes(mod: tvm.IRModule, count: int, prefix: str) -> tvm.IRModule:
-    """``mod``, in whose functions the variables named ``prefix`` and a number are free, without
-    free variables: they are the ``count`` symbols."""
+    """Return ``mod`` with the symbols as parameters of its functions.
+
+    Args:
+        mod: a module whose symbols are free variables, named ``prefix`` and a number.
+        count: the number of symbols.
+        prefix: the beginning of the variables' names.
+    """
     names = [f"{prefix}{i}" for i in range(count)]
     functions: dict[Any, Any] = {}
     taken: dict[str, tuple[tvm.ir.GlobalVar, list[str]]] = {}
@@ -35,7 +40,7 @@ def attach_sizes(mod: tvm.IRModule, count: int, prefix: str) -> tvm.IRModule:
             continue
         found = _named(function, names)
         if found:
-            # Its old name says of which type it was.
+            # A GlobalVar carries the type of its function, so the new type needs a new one.
             function = _with_plain_divisions(_without_vector_divisions(function), found.values())
             function = _taking_numbers(
                 function, list(found.values()), inputs.get(name.name_hint, len(function.params))
@@ -48,7 +53,7 @@ def attach_sizes(mod: tvm.IRModule, count: int, prefix: str) -> tvm.IRModule:
 
 
 def _name_of(function: tirx.PrimFunc, name: str) -> tvm.ir.GlobalVar:
-    """A name for ``function``, of its type."""
+    """Return a GlobalVar for ``function`` with the function's type."""
     return relax.BlockBuilder(tvm.IRModule({})).add_func(function, name)
 
 
@@ -64,7 +69,7 @@ def _named(function: Any, names: list[str]) -> dict[str, tirx.Var]:
 
 
 def _inputs_of_loops(mod: tvm.IRModule) -> dict[str, int]:
-    """How many arguments calls of each function of loops have, results not counted."""
+    """Return the number of arguments in calls of each TIR function, without the results."""
     counts: dict[str, int] = {}
 
     def look(call: relax.Call) -> None:
@@ -78,9 +83,9 @@ def _inputs_of_loops(mod: tvm.IRModule) -> dict[str, int]:
 
 
 def _without_vector_divisions(function: tirx.PrimFunc) -> tirx.PrimFunc:
-    """``function`` with plain loops where lanes would be divided by sizes.
+    """Return ``function`` with serial loops in place of vector loops that divide lanes by sizes.
 
-    No processor divides vectors of integers; what LLVM makes of it takes it long.
+    No processor divides vectors of integers, and LLVM takes long to compile such a division.
     """
 
     def plain(loop: tirx.For) -> tirx.For:
@@ -105,14 +110,14 @@ def _divides_by_size(body: tirx.Stmt, lane: tirx.Var) -> bool:
 
 
 def _with_plain_divisions(function: tirx.PrimFunc, symbols: Iterable[tirx.Var]) -> tirx.PrimFunc:
-    """``function`` with divisions that truncate, where no operand can be negative.
+    """Return ``function`` with truncating divisions wherever no operand can be negative.
 
-    TVM rounds a quotient down by several copies of the dividend, unless it can prove the sign: of
-    divisions within divisions, by sizes, the copies are so many that LLVM takes minutes.
+    TVM rounds a quotient down by an expression with several copies of the dividend, unless it can
+    prove the sign. Nested divisions by sizes multiply the copies, and LLVM then takes minutes.
     """
     known, loops = set(symbols), list[tirx.For]()
     tvm_ffi.structural_walk(function.body, (tirx.For, loops.append))
-    for _ in loops:  # where one begins may depend on those around it, in whatever order they come
+    for _ in loops:  # a loop's start may depend on outer loops, which may come later in the list
         known |= {loop.loop_var for loop in loops if _never_negative(loop.min, known)}
 
     def divided(division: Any) -> Any:
@@ -136,14 +141,14 @@ def _never_negative(expr: Any, known: Container[Any]) -> bool:
 
 
 def _taking_numbers(function: tirx.PrimFunc, symbols: list[tirx.Var], inputs: int) -> tirx.PrimFunc:
-    """``function`` with the symbols behind the ``inputs`` and in front of the results."""
+    """Return ``function`` with the symbols as parameters between ``inputs`` inputs and results."""
     given = list(function.params)
     params = [*given[:inputs], *symbols, *given[inputs:]]
     return tirx.PrimFunc(params, function.body, function.ret_type, function.attrs)
 
 
 def _taking_shape(function: relax.Function, names: list[str]) -> relax.Function:
-    """``function`` with a last parameter, the shape that the symbols make."""
+    """Return ``function`` with one more parameter, the last: the shape of all symbols."""
     found = _named(function, names)
     symbols = [found[n] if n in found else tirx.Var(n, "int64") for n in names]
     sizes = relax.Var("sizes", relax.ShapeType(symbols))

@@ -1,7 +1,7 @@
-"""Building symbolic code: the graphs for several sizes become one executable, or that on disk.
+"""Build one executable from the graphs at several points, or load it from the cache.
 
-The cache is asked with the graphs as they are before kernels are chosen, operators legalised and
-loops scheduled, at all of the sizes: the same graphs give the same code.
+A point is one value for each symbol. The cache key consists of the graphs at all points, before
+kernels are chosen, operators legalized and loops scheduled. Equal graphs give equal code.
 """
 
 from __future__ import annotations
@@ -40,10 +40,18 @@ def build_for_all(
     device: torch.device,
     records: list[PassRecord],
 ) -> Built:
-    """Code for all sizes, of the ``graphs`` at the points of ``sizes``.
+    """Build code for all sizes from ``graphs``, or load it from the cache.
+
+    Args:
+        graphs: for each point of ``sizes``, the module, and how its residuals are bundled.
+        sizes: finds the functions of the symbols.
+        target: the target.
+        options: how to compile.
+        device: the device that the code runs on.
+        records: receives a record of each pass.
 
     Raises:
-        DifferentCodeError: at one of the points the code is another one.
+        DifferentCodeError: the code at the points differs in more than sizes.
         BuildError: TVM cannot compile it for the target.
     """
 
@@ -60,7 +68,7 @@ def build_for_all(
 
         return code_for_all(graphs, sizes, prepare_one, mine)
 
-    # Tuning records are of one size.
+    # A tuning record is for one size.
     build = CachedBuild(target, replace(options, tuning_records=False), device)
     return build.found_or_compiled(entries, compile_, records)
 
@@ -71,10 +79,16 @@ def code_for_all(
     prepare_one: Callable[[tvm.IRModule], Fused],
     records: list[PassRecord],
 ) -> Code:
-    """Compile the ``graphs`` at the points of ``sizes``, of which ``prepare_one`` chooses kernels.
+    """Compile code for all sizes from ``graphs``.
+
+    Args:
+        graphs: for each point of ``sizes``, the module, and how its residuals are bundled.
+        sizes: finds the functions of the symbols.
+        prepare_one: chooses the kernels of a module, and fuses its functions.
+        records: receives a record of each pass.
 
     Raises:
-        DifferentCodeError: at one of the points the code is another one.
+        DifferentCodeError: the code at the points differs in more than sizes.
         BuildError: TVM cannot compile it for the target.
     """
     fused = _prepared([mod for mod, _ in graphs], prepare_one)
@@ -86,7 +100,7 @@ def code_for_all(
 def _prepared(
     mods: Sequence[tvm.IRModule], prepare_one: Callable[[tvm.IRModule], Fused]
 ) -> list[Fused]:
-    """The modules with the kernels that are chosen for the first of them."""
+    """Return the modules with kernels, all with the choices that are made for the first."""
     with recorded_decisions() as decisions:
         fused = [prepare_one(mods[0])]
     for mod in mods[1:]:
@@ -102,7 +116,7 @@ def _prepared(
 def _scheduled(
     fused: Sequence[Fused], bundles: Sequence[BundleResiduals | None], sizes: Sizes
 ) -> list[Scheduled]:
-    """The modules with loops by the decisions that hold at all points."""
+    """Return the modules with scheduled loops, by decisions that hold for all sizes."""
 
     def run(each: Fused, bundle: Any) -> Scheduled:
         return schedule(each, [], bundle=bundle)

@@ -1,8 +1,8 @@
-"""Symbolic code: a module compiled at a few sizes, generalised to one compilation for all between.
+"""Symbolic code: one compilation of a module for all sizes in a range.
 
-It is lowered and scheduled at each of several points, with the same decisions; what comes out is
-generalised (:mod:`.generalize`, :mod:`.descriptions`) and compiled once. Where it differs between
-the points in more than numbers, there is no symbolic code.
+The module is lowered and scheduled at several points (values of the symbols), with the same
+decisions. The results are generalized (:mod:`.generalize`, :mod:`.descriptions`) and compiled
+once. If they differ in more than numbers, there is no symbolic code.
 """
 
 from __future__ import annotations
@@ -38,9 +38,11 @@ _NO_GRAPH: Any = None
 
 @dataclass(frozen=True)
 class Points:
-    """Where a module is compiled: ``least`` and ``most`` bound the sizes that the code is for.
+    """The points (values of the symbols) at which a module is compiled.
 
-    ``middle`` is common, and ``between`` are further corners of the box that they span.
+    - ``least``, ``most``: the smallest and largest values of the symbols that the code serves.
+    - ``middle``: values that are common in calls.
+    - ``between``: further corners of the box from ``least`` to ``most``.
     """
 
     least: Point
@@ -50,18 +52,18 @@ class Points:
 
     @property
     def all(self) -> tuple[Point, ...]:
-        """The first of them is the middle, whose decisions the others repeat."""
+        """All points, first the middle, whose decisions the compilations at the others repeat."""
         return (self.middle, self.most, *self.between, self.least)
 
     def hold(self, point: Sequence[int]) -> bool:
-        """Whether code for these points is for ``point``."""
+        """Whether ``point`` is in the range of sizes that the code serves."""
         bounds = zip(self.least, point, self.most, strict=True)
         return all(low <= size <= high for low, size, high in bounds)
 
 
 @dataclass(frozen=True)
 class _Described:
-    """What may differ between the sizes in numbers alone, but for the code."""
+    """The description of a compiled module, which may differ between points only in numbers."""
 
     captured: CapturedGraph
     split: SplitModule | None
@@ -81,9 +83,11 @@ class _Lowered:
 
 @dataclass(frozen=True, eq=False)
 class SymbolicCode:
-    """Code for all sizes that ``points`` hold.
+    """Code for all sizes in the range of ``points`` that satisfy the ``relations``.
 
-    Of them it is for those that fulfil the ``relations``. ``compiled`` is it at one of the points.
+    - ``points``: the points at which the module was compiled.
+    - ``relations``: the relations between sizes that forward assumes.
+    - ``compiled``: the code, with the descriptions of one point.
     """
 
     points: Points
@@ -92,7 +96,7 @@ class SymbolicCode:
     _described: _Described = field(repr=False)
 
     def at(self, point: Point) -> CompiledModule:
-        """The code for the sizes ``point``; it shares the executable."""
+        """Return the code for one point; it shares the executable."""
         described = at(self._described, point)
         whole = self.compiled.captured
         captured = replace(described.captured, program=whole.program, assumptions=whole.assumptions)
@@ -120,8 +124,8 @@ def compile_symbolic(
         trace: the module with symbols.
 
     Raises:
-        DifferentCodeError: at one of the points the code is another one.
-        BridgeError: as compile_module.
+        DifferentCodeError: the code at the points differs in more than sizes.
+        BridgeError: an error that ``compile_module`` raises.
     """
     stages, records = StageDurations(), list[PassRecord]()
 
@@ -162,7 +166,7 @@ def compile_symbolic(
 
 
 def _known(trace: SymbolicTrace, first: LoweredModule, there: Arguments, here: Arguments) -> Known:
-    """What need not be found out again for the arguments ``here``, of those ``there``."""
+    """Return results for the arguments ``there`` that are valid for the arguments ``here`` too."""
     captured = trace.captured(first.captured, there, here)
     derivation = first.derivation
     if captured is None or derivation is None or derivation.layouts:
@@ -189,10 +193,10 @@ def _laid_out(lowered: LoweredModule, records: list[PassRecord]) -> _Lowered:
 
 
 def _merged(lowered: Sequence[_Lowered], sizes: Sizes) -> _Described:
-    """What describes the module for any size."""
+    """Return the description of the module for any size."""
     same: list[_Described] = []
     for described in (each.described for each in lowered):
-        # Graphs are generalised when they are built; these are for people.
+        # The graphs are generalized when they are built, so the description needs none.
         captured = replace(described.captured, program=_NO_GRAPH, assumptions=_NO_ASSUMPTIONS)
         parts = described.split
         if parts is not None:
@@ -202,17 +206,17 @@ def _merged(lowered: Sequence[_Lowered], sizes: Sizes) -> _Described:
 
 
 def _refuse_other_copies(lowered: Sequence[_Lowered], built: Built) -> None:
-    """Refuse that at some sizes other results share memory."""
+    """Raise DifferentCodeError if the results that share memory depend on the size."""
     copied = [copied_results(e.lowered, e.parts, built.shared) for e in lowered]
     if any(other != copied[0] for other in copied[1:]):
         raise DifferentCodeError("at other sizes, other results share memory")
 
 
 def _together(all_: Sequence[Assumptions]) -> Assumptions:
-    """The assumptions of all of the compilations: what forward reads at one size is watched.
+    """Combine the assumptions of all points: guards watch each value that forward reads at any.
 
     Raises:
-        DifferentCodeError: it was answered something else at another size.
+        DifferentCodeError: forward computed other values from buffers, or branched otherwise.
     """
     first = all_[0]
     for other in all_[1:]:

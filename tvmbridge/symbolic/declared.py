@@ -1,7 +1,7 @@
-"""Declared symbols: the dimensions that a spec in torch.export's words names, with their bounds.
+"""Symbols that the user declares by a ``dynamic_shapes`` spec of torch.export, with their bounds.
 
-``{"x": {0: Dim("batch", max=512), 1: Dim.AUTO}}`` is two symbols for a call ``f(x)``. torch.export
-checks the spec, and its errors are raised as they are.
+``{"x": {0: Dim("batch", max=512), 1: Dim.AUTO}}`` declares two symbols for a call ``f(x)``.
+torch.export checks the spec, and raises its own errors.
 """
 
 from __future__ import annotations
@@ -24,10 +24,14 @@ _HINT = type(Dim.AUTO)
 
 @dataclass(frozen=True)
 class DeclaredDimension:
-    """What a spec says of one dimension: the ``name`` of its Dim, or of the hint, and its bounds.
+    """One dimension that a spec declares as dynamic.
 
-    ``free``: it is ``Dim.AUTO``, and may be of one size after all. ``form``: of a Dim made of
-    another one, as ``2 * batch + 1``, whose name and bounds stand here.
+    - ``name``: the name of its Dim, or of the hint, such as ``Dim.AUTO``.
+    - ``least``, ``most``: the bounds of the symbol; ``most`` is None without an upper bound.
+    - ``is_hint``: whether the spec has a hint and not a Dim.
+    - ``free``: whether the hint is ``Dim.AUTO``, which allows the dimension to be static.
+    - ``form``: how the size depends on the symbol. For a Dim such as ``2 * batch + 1``, the name
+      and the bounds are those of ``batch``.
     """
 
     name: str
@@ -39,10 +43,15 @@ class DeclaredDimension:
 
     @classmethod
     def of(cls, given: Any, size: int, where: str) -> DeclaredDimension | None:
-        """Of what stands for a dimension of this size; None: it is static.
+        """Return the declaration in ``given``; None if it declares the dimension static.
+
+        Args:
+            given: the spec's entry for the dimension: an integer, a hint, a Dim or None.
+            size: the size of the dimension in the call.
+            where: a phrase for the dimension in messages.
 
         Raises:
-            ValueError: it is another size.
+            ValueError: ``given`` is an integer other than ``size``.
         """
         if isinstance(given, int):
             if given != size:
@@ -65,7 +74,7 @@ class DeclaredDimension:
         return cls(root.__name__, root.min, most, False, False, form)
 
     def refusal(self, size: int) -> str | None:
-        """Why code is not for this size; None: it may be."""
+        """Return why code with this declaration cannot serve ``size``; None if it can."""
         if not size:
             return "it is 0, and there is no code for sizes of 0"
         symbol = self.form.symbol(size)
@@ -79,7 +88,7 @@ class DeclaredDimension:
 
 
 def names_no_size(spec: Spec) -> bool:
-    """Whether all dimensions are static by ``spec``."""
+    """Whether ``spec`` declares all dimensions static."""
     leaves = pytree.tree_leaves(spec)
     return all(x is None or isinstance(x, int) or x == Dim.STATIC for x in leaves)
 
@@ -87,14 +96,20 @@ def names_no_size(spec: Spec) -> bool:
 def declared(
     spec: Spec, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> dict[Dimension, DeclaredDimension]:
-    """What ``spec`` says of the dimensions of a call that are not static.
+    """Return the dimensions of a call that ``spec`` declares dynamic, with their declarations.
+
+    Args:
+        spec: the ``dynamic_shapes`` of torch.export.
+        forward: the function that is called.
+        args: the positional arguments of the call.
+        kwargs: its keyword arguments.
 
     Raises:
-        torch._dynamo.exc.UserError: the spec is not one for these arguments; as of torch.export.
-        ValueError: it names a size that the call does not have.
+        torch._dynamo.exc.UserError: torch.export finds that ``spec`` does not match the arguments.
+        ValueError: ``spec`` names a dimension or a size that the call does not have.
     """
     leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
-    # Of a tensor that is given twice each place has sizes of its own.
+    # A tensor that is passed twice has two entries in the spec, so each place needs its own tensor.
     apart = [
         torch.empty_like(x, device="meta") if isinstance(x, torch.Tensor) else x for x in leaves
     ]
@@ -123,9 +138,14 @@ def symbols_of(
     calls: Sequence[Shapes],
     without: Collection[Dimension] = (),
 ) -> Symbols | None:
-    """The symbols of declared dimensions: one for each Dim, and for hints of one size in ``calls``.
+    """Return the symbols of declared dimensions; None if there are none.
 
-    None: there are none. Dimensions ``without`` are no symbols, if they need not be.
+    There is one symbol for each Dim. Hints share a symbol if their sizes agree in all ``calls``.
+
+    Args:
+        found: the declared dimensions.
+        calls: the shapes of the arguments in each known call.
+        without: dimensions that become static if their declaration is free.
     """
     sizes = [dict(call) for call in calls]
     groups: dict[Any, list[Dimension]] = {}

@@ -1,9 +1,9 @@
-"""Descriptions with sizes in them: what a call is told of a compilation, for any size.
+"""Descriptions of compiled code for any size.
 
-The descriptions of a module compiled for several sizes (inputs, outputs, layouts, what crosses from
-forward to backward) are frozen dataclasses that differ in integers alone. :func:`merged` makes one
-of them, with a :class:`~.sizes.Size` for each such integer, and :func:`at` gives it back for a
-point.
+A compiled module is described by frozen dataclasses: its inputs, outputs, layouts, and the values
+that forward passes to backward. At several sizes, the descriptions differ only in integers.
+:func:`merged` combines them into one, with a :class:`~.sizes.Size` for each such integer.
+:func:`at` returns the description at a point (a value for each symbol).
 """
 
 from __future__ import annotations
@@ -20,10 +20,15 @@ _T = TypeVar("_T")
 
 
 def merged(values: Sequence[_T], sizes: Sizes, where: str) -> _T:
-    """The description of which ``values`` are the instances at the points of ``sizes``.
+    """Combine ``values``, one for each point of ``sizes``, into one symbolic description.
+
+    Args:
+        values: the descriptions at the points.
+        sizes: finds the functions of the symbols.
+        where: a phrase for the description in messages.
 
     Raises:
-        DifferentCodeError: they differ otherwise; the message says ``where``.
+        DifferentCodeError: the descriptions differ in more than sizes.
     """
     found: _T = _merged(values, sizes, where)
     return found
@@ -93,7 +98,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def at(value: _T, point: Sequence[int]) -> _T:
-    """``value`` where the symbols are ``point``."""
+    """Return the description ``value`` with the numbers of ``point`` in place of its sizes."""
     found: _T = _at(value, point)
     return found
 

@@ -1,4 +1,4 @@
-"""Floating-point numbers of compiled code that come from sizes: counts, and quotients of them."""
+"""Floating-point numbers in compiled code that are computed from sizes, such as ``1 / count``."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from tvm.ir import Expr
 
 from tvmbridge.symbolic.sizes import Size, Sizes
 
-# A count as it is, the factor of a mean, that of an unbiased variance, that of a sum of squares;
-# each with the count that a number of the form is of.
+# Functions of a count, each with its inverse: the count itself, the factor of a mean, the
+# correction of an unbiased variance, the factor of a sum of squares.
 _FORMS: tuple[tuple[Callable[[float], float], Callable[[float], float]], ...] = (
     (lambda n: n, lambda v: v),
     (lambda n: 1.0 / n, lambda v: 1.0 / v),
@@ -24,9 +24,17 @@ _EXACT = 1 << 24
 def float_of_sizes(
     values: Sequence[float], dtype: str, sizes: Sizes, symbols: Sequence[Expr]
 ) -> Expr | None:
-    """The float64 expression that, rounded to ``dtype``, has ``values`` at the points of ``sizes``.
+    """Return an expression of the symbols with these ``values`` at the points of ``sizes``.
 
-    None where there is none of a known form.
+    Args:
+        values: the values of a literal in the code, one for each point.
+        dtype: the dtype of the literal.
+        sizes: finds the functions of the symbols.
+        symbols: the variables of the symbols.
+
+    Returns:
+        A float64 expression that equals ``values`` when rounded to ``dtype``; None if no known form
+        fits.
     """
     if dtype not in ("float32", "float64") or not all(v and numpy.isfinite(v) for v in values):
         return None
@@ -49,7 +57,7 @@ def _fits(
     form: Callable[[float], float],
     sizes: Sizes,
 ) -> bool:
-    """Whether rounding, after which several counts may give one number, leaves ``values``."""
+    """Whether ``form`` of the counts ``size``, rounded to ``dtype``, equals ``values``."""
     rounded, counts = numpy.dtype(dtype).type, [size.at(p) for p in sizes.points]
     if any(n < 2 for n in counts):
         return False
@@ -62,12 +70,12 @@ def _counts(
     form: Callable[[float], float],
     count_of: Callable[[float], float],
 ) -> tuple[int, ...] | None:
-    """The integers of which ``values`` are of this form, rounded; None: they are not."""
+    """Return the integers whose ``form``, rounded, equals ``values``; None if any is not unique."""
     rounded = numpy.dtype(dtype).type
     found: list[int] = []
     for value in values:
         try:
-            # Of a rounded value the nearest integer may be a neighbour.
+            # Since the value is rounded, the count may be an integer near the computed one.
             near = round(count_of(value))
             reach = min(64, 1 + abs(near) // 1000)
             candidates = [n for n in range(near - reach, near + reach + 1) if n not in (0, 1)]

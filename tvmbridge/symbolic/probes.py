@@ -1,8 +1,8 @@
-"""Probes: which dimensions are symbols, where a module is compiled, and arguments of these sizes.
+"""Choose the sample sizes (points) at which a module is compiled to get code for any size.
 
-Sizes of probes are primes, or twice a prime, so that nothing divides them and no two dimensions
-agree by accident. The smallest and the largest differ by what no small number divides: remainders
-of them differ too.
+Sample sizes are primes or twice a prime, so that few numbers divide them and no two dimensions
+agree by chance. No small prime divides the difference of the smallest and the largest size. Their
+remainders by small numbers therefore differ as well.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from tvmbridge.symbolic.sizes import Point
 from tvmbridge.symbolic.symbols import LEAST_SIZE, Dimension, Symbols
 
 _LANES = 64
-# Code is for sizes so many times those that calls had.
+# The largest sample size is this many times the largest size that calls had.
 _FAR = 8
-# The smallest sizes that code may be for: 0 and 1 mean something else to broadcasting, and 2 is
-# also the number of many other things.
+# Candidates for the smallest sample size: 0 and 1 have another meaning in broadcasting, and 2
+# equals many other numbers in code.
 _LEAST = (3, 5, 7, 11, 17)
 _SMALL_DIVISORS = 2 * 3 * 5 * 7
-# What sizes are bounded by where forward bounds them itself, in ways that are not looked into.
+# Limits that are tried in turn, since forward may bound sizes in a way that is not analyzed.
 _LIMITS = tuple(1 << i for i in range(40, 4, -1))
 
 
 class DemandedSizeError(CaptureError):
-    """Forward demands the sizes of ``dimensions``, which were to be symbols."""
+    """Forward works only for the sample's sizes of ``dimensions``, which cannot be symbols."""
 
     def __init__(
         self, dimensions: Sequence[Dimension], relations: Relations, names: Sequence[str]
@@ -52,19 +52,19 @@ def points_within(
     largest: Point,
     names: Sequence[str],
 ) -> Points:
-    """Where to compile code, such that all that forward takes for granted of sizes holds there.
+    """Return sample points at which all relations hold that forward assumes of sizes.
 
     Args:
-        relations: what that is.
+        relations: the relations between sizes that forward assumes.
         symbols: the symbolic dimensions.
         sample: arguments of some size.
-        smallest: as of :func:`points_for`; of several the first that can be.
-        largest: as of :func:`points_for`.
-        names: what messages call the leaves of the arguments.
+        smallest: candidates for the smallest point, in order of preference.
+        largest: the largest size of each symbol that calls had.
+        names: the names of the leaves of the arguments for messages.
 
     Raises:
-        DemandedSizeError: forward demands one size.
-        CaptureError: it goes another way at others.
+        DemandedSizeError: forward works for only one size of a dimension.
+        CaptureError: there are no such points, since forward branches on sizes.
     """
     fixed = [d for group in symbols.dimensions for d in group if not relations.is_symbolic(*d)]
     if fixed:
@@ -89,7 +89,7 @@ def points_within(
 
 
 def _bound(relations: Relations, symbols: Symbols, dimension: Dimension, largest: int) -> int:
-    """What the symbol of a dimension may not exceed where a call has had ``largest``."""
+    """Return the upper bound of a dimension's symbol if ``largest`` is the largest in calls."""
     scale, offset = symbols.form(dimension)
     most = (relations.most(*dimension) - offset) // scale
     return most if scale == 1 else min(most, _FAR * max(largest, -(-_LANES // scale)))
@@ -98,21 +98,21 @@ def _bound(relations: Relations, symbols: Symbols, dimension: Dimension, largest
 def points_for(
     smallest: Point, largest: Point, bounds: Sequence[int], *, tight: bool = False
 ) -> Points | None:
-    """Where to compile code for sizes between these and many others.
+    """Return sample points whose range contains the given sizes and many others.
 
     Args:
-        smallest: the least size of each symbol that calls had.
-        largest: the greatest.
-        bounds: what no size may exceed.
-        tight: do not go far below the smallest sizes.
+        smallest: the smallest size of each symbol that calls had.
+        largest: the largest size of each symbol that calls had.
+        bounds: the upper bound of each symbol.
+        tight: whether to stay close to the smallest sizes.
 
     Returns:
-        None: there are no such sizes.
+        The points, or None if there are none.
     """
     taken: set[int] = set()
     most, middle, least = [], [], []
     for low, high, bound in zip(smallest, largest, bounds, strict=True):
-        # Two symbols may be 2 at once: at the other points they differ.
+        # Several symbols may have the size 2 at the smallest point; they differ at the others.
         bottom = low if low == LEAST_SIZE else _small(low, taken, tight)
         if bottom is None:
             return None
@@ -130,14 +130,14 @@ def points_for(
 
 
 def _corners(least: Sequence[int], most: Sequence[int]) -> tuple[Point, ...]:
-    """With several symbols, those corners where one of them is large."""
+    """Return, for several symbols, points at which one symbol is large and all others small."""
     if len(least) == 1:
         return ()
     return tuple((*least[:i], most[i], *least[i + 1 :]) for i in range(len(least) - 1))
 
 
 def _small(size: int, taken: set[int], tight: bool) -> int | None:
-    """A size well below one that calls had, if there is one: the next may be smaller."""
+    """Return a sample size well below ``size``, since later calls may have smaller sizes."""
     if tight and size > _LEAST[-1]:
         return _prime_below(size, taken, _LEAST[-1])
     free = [n for n in (LEAST_SIZE, *_LEAST) if n <= size and n not in taken]
@@ -150,11 +150,11 @@ def _small(size: int, taken: set[int], tight: bool) -> int | None:
 
 
 def _largest(limit: int, taken: set[int], least: int, bottom: int) -> int | None:
-    """The greatest size up to ``limit`` that differs from ``bottom``, the smallest one, by what no
-    small number divides.
+    """Return the largest sample size: a prime or twice a prime, at most ``limit``.
 
-    A remainder of a size is then another at some point: what TVM has computed of it in numbers, and
-    left out of an expression, is noticed. It is a prime or twice one.
+    No small prime divides its difference from ``bottom``, the smallest sample size. A remainder
+    of the size then differs between the points. If TVM folds a remainder into an expression, the
+    expressions therefore differ, and the comparison notices it.
     """
     for candidate in range(limit, least - 1, -1):
         half = candidate // 2 if candidate % 2 == 0 else candidate
@@ -168,11 +168,10 @@ def _largest(limit: int, taken: set[int], least: int, bottom: int) -> int | None
 def _prime_below(
     limit: int, taken: set[int], least: int, modulus: int = 1, rest: int = 1
 ) -> int | None:
-    """Return the greatest prime from ``least`` to ``limit``, ``rest`` more than a multiple of
-    ``modulus``.
+    """Return the greatest prime from ``least`` to ``limit`` with remainder ``rest`` by ``modulus``.
 
-    A prime one below a power of two is left out: a size plus one, as caches have, would be that
-    power there, which is a number of lanes or of tiles elsewhere.
+    A prime one below a power of two is skipped. The size plus one, which caches have, would be that
+    power, and powers of two are numbers of lanes and tiles elsewhere in the code.
     """
     for candidate in range(limit, least - 1, -1):
         if (

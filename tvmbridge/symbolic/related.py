@@ -1,7 +1,7 @@
-"""Related sizes: symbols that forward takes to be multiples, or another symbol and a number.
+"""Related sizes: sizes that forward requires to be a multiple, or another size plus a constant.
 
-A cache of ``s`` places has a mask of ``s + 1``; images of a network that halves them twice have
-sizes ``4 * s``. Code for any size is then for the symbol ``s`` alone.
+A cache of ``s`` places has a mask of ``s + 1`` places. A network that halves images twice needs
+sizes ``4 * s``. Symbolic code then has the symbol ``s`` alone.
 """
 
 from __future__ import annotations
@@ -22,18 +22,22 @@ from tvmbridge.graph_capture.trace.arguments import Arguments
 from tvmbridge.symbolic.sizes import Point
 from tvmbridge.symbolic.symbols import Dimension, LinearSize, Symbols
 
-# Symbols of sizes that are multiples of nothing but of a unit.
+# Prime values for symbols: sizes are then multiples of their unit and of little else.
 _GENERIC = (17, 23, 29, 37, 41, 43, 47, 53), (3, 5, 7, 11, 13, 17, 19, 23)
 
 
 def related(
     symbols: Symbols, relations: Relations, sample: Arguments, seen: Sequence[Point]
 ) -> Symbols:
-    """``symbols``, of which some are expressions of others, or have a unit, by ``relations``.
+    """Return symbols that express related sizes by one symbol, and have units if necessary.
+
+    A unit is an integer: all sizes of the symbol grow in steps of it.
 
     Args:
+        symbols: one symbol for each group of dimensions with equal sizes.
+        relations: the relations between sizes that forward assumes.
         sample: arguments of some size.
-        seen: sizes that calls had.
+        seen: the sizes of the symbols in known calls.
     """
     merged = _merged(symbols, relations)
     shapes = [shapes_of(symbols.probe(*sample, point)) for point in seen]
@@ -41,7 +45,7 @@ def related(
 
 
 def _merged(symbols: Symbols, relations: Relations) -> Symbols:
-    """The symbols, without those whose sizes forward takes for others and a number."""
+    """Return the symbols, with dimensions merged whose sizes are linear in the same symbol."""
     groups: dict[object, list[Dimension]] = {}
     forms = dict(symbols.forms)
     apart: list[tuple[Dimension, ...]] = []
@@ -60,9 +64,9 @@ def _merged(symbols: Symbols, relations: Relations) -> Symbols:
 def _in_units(
     symbols: Symbols, relations: Relations, sample: Arguments, seen: Sequence[Point]
 ) -> Symbols:
-    """The symbols in small units of which all sizes are such as forward takes for granted.
+    """Return the symbols in the smallest units for which all relations of forward hold.
 
-    They are unchanged where there are none.
+    If no units fit, return the symbols unchanged.
     """
 
     def fit(units: Sequence[int]) -> bool:
@@ -87,9 +91,19 @@ def _in_units(
 def divided(
     symbols: Symbols, trace: SymbolicTrace, sample: Arguments, seen: Sequence[Point]
 ) -> Symbols | None:
-    """The symbols in units of what the shapes of a trace divide sizes by; None: by nothing.
+    """Return the symbols in units of the numbers by which shapes in a trace divide sizes.
 
-    Images are cut into patches: with a unit of a patch their number is a product of symbols.
+    For images that are cut into patches, the unit is a patch: the number of patches is then a
+    product of symbols.
+
+    Args:
+        symbols: the symbols.
+        trace: the trace of the module with symbols.
+        sample: arguments of some size.
+        seen: the sizes of the symbols in known calls; they must be multiples of the units.
+
+    Returns:
+        The symbols in units, or None if there are no units that forward permits.
     """
     found: dict[Any, int] = {}
     for node in trace.program.graph.nodes:

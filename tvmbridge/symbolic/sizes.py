@@ -1,9 +1,10 @@
-"""Sizes: integers of compiled code as functions of the symbols, found from their values.
+"""Find integers in compiled code as functions of the symbols, from their values at a few points.
 
-The same compilation at several points (values of the symbols) gives the same code with other
-numbers in it. Each such number is a polynomial of the symbols, or a quotient or remainder of one;
-which one, its values at the points tell. Where they do not tell it apart from another one, there
-is no answer. Quotients of a symbol (the extents that a stride leaves) are factors of others.
+A *point* is one integer for each symbol. Compiling a module at several points gives the same code
+with other numbers in it. Each such number is assumed to be a polynomial of the symbols, or a
+quotient or remainder of a polynomial. Its values at the points decide which; if several functions
+fit, there is no result. A quotient of a symbol, such as the extent after a strided window, may be
+a factor in other polynomials.
 """
 
 from __future__ import annotations
@@ -23,27 +24,29 @@ from tvmbridge.kernels.sized import Fields, value_of
 
 Point: TypeAlias = tuple[int, ...]
 
-# Of one symbol in a product of symbols.
+# The greatest power of one symbol in a product of symbols.
 _MOST_POWER = 2
 # Vector lengths, numbers of threads and of tiles are powers of two.
 _DIVISORS = tuple(1 << i for i in range(1, 17))
-# Smaller numbers are quotients or remainders of something by accident.
+# Smaller numbers may equal a quotient or remainder by chance.
 _LEAST_QUOTIENT = 16
-# Rows and columns that padding adds to an image, or a window takes.
+# How many rows or columns padding may add to an image, or a window remove.
 _BORDERS = range(-2, 7)
 
 
 class DifferentCodeError(BuildError):
-    """The code for some sizes is not that for others with other numbers."""
+    """Code for several sizes differs in more than numbers, so it cannot be generalized."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """An integer that depends on the symbols: a polynomial, perhaps divided.
+    """An integer as a function of the symbols: a polynomial, or its quotient or remainder.
 
-    ``terms`` are coefficients with the power of each symbol, and of each of the ``atoms``, which
-    are quotients. With a ``divisor`` it is the quotient, rounded down, or where ``remainder`` is
-    set the remainder.
+    - ``terms``: the terms of the polynomial: a coefficient, and the powers of each symbol and then
+      of each atom.
+    - ``divisor``: the integer that the polynomial is divided by, rounding down; 1: no division.
+    - ``remainder``: whether the value is the remainder of that division and not the quotient.
+    - ``atoms``: quotients of symbols that are factors in the terms, like further symbols.
     """
 
     terms: tuple[tuple[int, tuple[int, ...]], ...]
@@ -53,15 +56,15 @@ class Size:
 
     @property
     def atom_fields(self) -> list[Fields]:
-        """What the atoms are, for :func:`.value_of`."""
+        """The atoms in the form that :func:`.value_of` takes."""
         return [(a.terms, a.divisor, a.remainder) for a in self.atoms]
 
     def at(self, point: Sequence[int]) -> int:
-        """Its value where the symbols are ``point``."""
+        """Return the value at ``point``."""
         return value_of(self.terms, self.divisor, self.remainder, point, self.atom_fields)
 
     def expression(self, symbols: Sequence[Expr]) -> Expr:
-        """It as an expression of TVM's."""
+        """Return the size as a TVM expression of ``symbols``."""
         symbols = [*symbols, *(atom.expression(symbols) for atom in self.atoms)]
         total: Expr | None = None
         for coefficient, powers in self.terms:
@@ -80,11 +83,11 @@ class Size:
 
 
 class Sizes:
-    """Finds the sizes that have given values at ``points``.
+    """Finds the function of the symbols (a :class:`Size`) that has given values at ``points``.
 
     Args:
-        points: values of the symbols, at least three of them, generic: no number of compiled code
-            should be one of them by accident.
+        points: at least three points. Their numbers should be unusual ones, so that no other number
+            in compiled code equals one of them by chance.
     """
 
     def __init__(self, points: Sequence[Point]) -> None:
@@ -92,7 +95,7 @@ class Sizes:
         self.symbols = len(points[0])
         self._found: dict[tuple[int, ...], Size] = {}
         self._atoms: tuple[Size, ...] = ()
-        # Values that were looked for in vain, with so many atoms.
+        # Values for which nothing was found, with the number of atoms known at that time.
         self._missed: set[tuple[tuple[int, ...], int]] = set()
         # Values that are known to be quotients, however small they are.
         self._quotients: set[tuple[int, ...]] = set()
@@ -104,7 +107,7 @@ class Sizes:
         self._elsewhere = _other_points(self.points)
 
     def find(self, values: tuple[int, ...]) -> Size | None:
-        """The size with these values at the points; None: there is none, or more than one."""
+        """Return the size with these values at the points; None if there is none, or several."""
         sought = values, len(self._atoms)
         if values not in self._found and sought not in self._missed:
             size = self._polynomial(values) or self.only(self._of_atoms(values))
@@ -117,7 +120,7 @@ class Sizes:
         return self._found.get(values)
 
     def find_divided(self, values: tuple[int, ...]) -> Size | None:
-        """As :meth:`find`, of quotients and remainders of polynomials that were found before."""
+        """Like :meth:`find`, but try quotients and remainders of the known polynomials too."""
         known = self.find(values)
         accidental = max(values) < _LEAST_QUOTIENT and values not in self._quotients
         if known is not None or accidental:
@@ -132,12 +135,15 @@ class Sizes:
         return size
 
     def note_quotient(self, extents: tuple[int, ...], divisor: int) -> None:
-        """Note that code counts blocks of ``divisor`` elements that hold ``extents``."""
+        """Record that the code contains the number of blocks of ``divisor`` elements in an extent.
+
+        ``extents`` are the values of the extent at the points.
+        """
         if self.find(extents) is not None:
             self._quotients.add(tuple(-(-extent // divisor) for extent in extents))
 
     def content(self, values: Sequence[int]) -> int:
-        """What divides the number with these values at the points, wherever the symbols are."""
+        """Return a divisor, at all sizes, of the number with these values at the points."""
         size = self.find(tuple(values))
         if size is None or size.divisor != 1:
             return 1
@@ -145,7 +151,7 @@ class Sizes:
 
     @property
     def known(self) -> set[Size]:
-        """The polynomials that were found so far."""
+        """The polynomials found so far."""
         return {s for s in self._found.values() if s.divisor == 1}
 
     def _polynomial(self, values: tuple[int, ...]) -> Size | None:
@@ -160,8 +166,10 @@ class Sizes:
         return self.only(itertools.chain(self._of_two_terms(values), self._sums(values)))
 
     def _of_two_terms(self, values: tuple[int, ...]) -> Iterable[Size]:
-        """Sums such as ``s + 1`` or ``b * s - b``, where the one product divides the other, and
-        of two symbols."""
+        """Yield sums of two terms: of two symbols, or of products of which one divides the other.
+
+        Examples are ``s + 1`` and ``b * s - b``.
+        """
         for larger, smaller in itertools.permutations(self._monomials, 2):
             divided = all(a >= b for a, b in zip(larger, smaller, strict=True))
             if not divided and (sum(larger), sum(smaller)) != (1, 1):
@@ -178,7 +186,7 @@ class Sizes:
                 yield Size(((first, larger), (second, smaller)))
 
     def _sums(self, values: tuple[int, ...]) -> Iterable[Size]:
-        """Sums of two symbols and a number: what is left of what was concatenated."""
+        """Yield sums of two symbols and a number, as slices of concatenated tensors have them."""
         linear = [m for m in self._monomials if sum(m) == 1]
         for one, other in itertools.combinations(linear, 2):
             of = zip(values, self._values[one], self._values[other], strict=True)
@@ -187,7 +195,7 @@ class Sizes:
                 yield Size(((1, one), (1, other), (more, (0,) * self.symbols)))
 
     def _of_atoms(self, values: tuple[int, ...]) -> Iterable[Size]:
-        """Products of one or two quotients with symbols, and such a product less a number."""
+        """Yield products of one or two atoms with symbols, plus a constant that may be negative."""
         for count in (1, 2):
             for atoms in itertools.combinations_with_replacement(self._atoms, count):
                 at = [math.prod(a.at(p) for a in atoms) for p in self.points]
@@ -204,7 +212,7 @@ class Sizes:
                     yield Size(tuple(terms), atoms=atoms)
 
     def _with_borders(self, values: tuple[int, ...]) -> Iterable[Size]:
-        """Products of a quotient and another extent, each with a number: images with borders."""
+        """Yield products of two extents, one an atom, each plus a constant: images with borders."""
         ones = [m for m in self._monomials if sum(m) == 1]
         extents: list[tuple[Size, tuple[int, ...], tuple[Size, ...]]]
         extents = [(Size(((1, m),)), m, ()) for m in ones]
@@ -237,13 +245,13 @@ class Sizes:
                     yield Size(tuple(t for t in terms if t[0]), atoms=(*atom, *other))
 
     def only(self, candidates: Iterable[Size]) -> Size | None:
-        """The only one, as functions of the symbols."""
+        """Return a candidate if all candidates are the same function of the symbols, else None."""
         functions = {tuple(c.at(p) for p in self._elsewhere): c for c in candidates}
         return next(iter(functions.values())) if len(functions) == 1 else None
 
 
 def _linear(values: Sequence[int], of: Sequence[int]) -> tuple[int, int] | None:
-    """The numbers ``(a, b)`` with ``values = a * of + b``; None: there are none."""
+    """Return ``(a, b)`` such that ``values = a * of + b`` and ``a > 0``; None if there are none."""
     other = next((i for i, x in enumerate(of) if x != of[0]), None)
     if other is None:
         return None
@@ -254,14 +262,14 @@ def _linear(values: Sequence[int], of: Sequence[int]) -> tuple[int, int] | None:
 
 
 def _is_extent(size: Size) -> bool:
-    """Whether it is a quotient of one symbol, perhaps with a number added."""
+    """Whether ``size`` is the quotient of one symbol plus at most a constant."""
     first, *rest = (powers for _, powers in size.terms)
     plain = not size.remainder and not size.atoms and sum(first) == 1
     return plain and size.terms[0][0] == 1 and not any(map(any, rest))
 
 
 def _begins_last_vector(size: Size, whole: Iterable[Size]) -> bool:
-    """Whether it is another size less the lanes of a vector: nothing is divided by such."""
+    """Whether ``size`` is another size minus the lanes of a vector; such a size has no quotient."""
     if len(size.terms) < 2 or any(size.terms[-1][1]):
         return False
     lanes = -size.terms[-1][0]
@@ -283,7 +291,7 @@ def _divided(
 
 
 def _other_points(points: Sequence[Point]) -> tuple[Point, ...]:
-    """Points between and beside ``points``, at which different functions differ."""
+    """Return ``points`` and further points, between and near them, at which functions differ."""
     between = [
         tuple((3 * a + 2 * b) // 5 + i for i, (a, b) in enumerate(zip(p, q, strict=True)))
         for p, q in itertools.pairwise(points)

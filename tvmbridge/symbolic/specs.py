@@ -1,4 +1,4 @@
-"""Specs of kernels with sizes in them: see :mod:`tvmbridge.kernels.sized`."""
+"""Specs of kernels that contain symbolic sizes, see :mod:`tvmbridge.kernels.sized`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MARK = "sized:"
 
 
 def generalize_spec(texts: Sequence[str], sizes: Sizes) -> str | None:
-    """The spec of which ``texts`` are the instances at the points of ``sizes``; None: none is."""
+    """Combine specs, one for each point of ``sizes``, into a symbolic spec; None if impossible."""
     try:
         spec = merged([json.loads(text) for text in texts], sizes, "a spec")
     except (ValueError, DifferentCodeError):

@@ -1,8 +1,9 @@
-"""PyTorch's private names: all that the bridge uses of them, under public ones.
+"""All private names of PyTorch that tvmbridge imports, under public names.
 
-``table/`` says of each what it is for, and checks that it does what is relied on. Private
-attributes of PyTorch's objects (``tensor._version``) are read where they are needed, but only those
-of the table. What takes long to import is a function here, called where it is needed.
+``table/`` lists every private name with its purpose, and a check that it behaves as tvmbridge
+expects. Other modules read private attributes of PyTorch's objects (``tensor._version``) directly,
+but only attributes that the table lists. Modules of PyTorch that take long to import are behind
+functions here, so that they are imported at first use.
 """
 
 from __future__ import annotations
@@ -124,22 +125,22 @@ queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """What is equal for two tensors of one storage, while one of them lives."""
+    """Return a key that two tensors share exactly if they share a storage, while one is alive."""
     return tensor.untyped_storage()._cdata
 
 
 def inductor_config() -> Any:
-    """The module of Inductor's settings."""
+    """Return the module with Inductor's settings."""
     return importlib.import_module("torch._inductor.config")
 
 
 def export_trace() -> Any:
-    """The module of ``torch.export.export``."""
+    """Return the module that implements ``torch.export.export``."""
     return importlib.import_module("torch.export._trace")
 
 
 def proxy_tensor() -> Any:
-    """The module that records operators."""
+    """Return the module ``torch.fx.experimental.proxy_tensor``, which records operators."""
     return importlib.import_module("torch.fx.experimental.proxy_tensor")
 
 
@@ -150,11 +151,18 @@ def placed_dynamic_shapes(
     spec: Any,
     place: Callable[[str, Any, Any], None],
 ) -> None:
-    """Call ``place`` with each leaf of the arguments, the path to it, and what ``spec``, of
-    torch.export's ``dynamic_shapes``, says of it.
+    """Call ``place`` for each leaf of the arguments, with its part of a ``dynamic_shapes`` spec.
+
+    Args:
+        forward: the function that the arguments are for; its signature names them.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        spec: the ``dynamic_shapes`` of ``torch.export.export``.
+        place: called as ``place(path, leaf, shape)``, with the path to the leaf as a string and
+            the part of ``spec`` for the leaf.
 
     Raises:
-        torch._dynamo.exc.UserError: ``spec`` is not one for these arguments.
+        torch._dynamo.exc.UserError: ``spec`` does not match the arguments.
     """
     shapes = importlib.import_module("torch.export.dynamic_shapes")
     given = shapes._combine_args(forward, args, kwargs)
@@ -169,41 +177,42 @@ def placed_dynamic_shapes(
 
 
 def symbolic_shapes() -> Any:
-    """The module of the symbolic sizes that fake tensors have."""
+    """Return the module that implements symbolic sizes of fake tensors."""
     return importlib.import_module("torch.fx.experimental.symbolic_shapes")
 
 
 def dynamo_config() -> Any:
-    """TorchDynamo's settings."""
+    """Return the module with TorchDynamo's settings."""
     return importlib.import_module("torch._dynamo.config")
 
 
 def graph_breaks() -> Counter[str]:
-    """How often TorchDynamo stopped capturing in this process, by the first line of the reason."""
+    """Count the graph breaks of TorchDynamo in this process by the first line of the reason."""
     counters = importlib.import_module("torch._dynamo.utils").counters
     found: Counter[str] = Counter()
-    # Most are in both: where a function is left to Python whole, or branches, in the second alone.
+    # Most breaks are in both counters. Skipped frames and branches are in the second one only.
     for reason, count in (counters["graph_break"] | counters["unimplemented"]).items():
         found[reason.partition("\n")[0]] += count
     return found
 
 
 def dynamo_lock() -> Any:
-    """The lock that a thread holds while TorchDynamo captures in it."""
+    """Return the lock that a thread holds while TorchDynamo captures a graph in it."""
     return _convert_frame().compile_lock
 
 
 def renew_dynamo_lock() -> None:
-    """In a forked process: no thread there holds the lock."""
+    """Replace TorchDynamo's lock in a forked process, where no thread can release the old one."""
     convert_frame = sys.modules.get("torch._dynamo.convert_frame")
     if convert_frame is not None:
         convert_frame.compile_lock = threading.RLock()  # type: ignore[attr-defined]
 
 
 def eval_frame() -> Any:
-    """The module by which TorchDynamo is called; PyTorch's tables of its functions are complete.
+    """Return the module ``torch._dynamo.eval_frame``, after PyTorch's function tables are built.
 
-    They are built when they are first needed, and kept: no function may be replaced then.
+    PyTorch builds its tables of functions at first use and keeps them. The tables must therefore be
+    built before tvmbridge replaces any function of PyTorch for a trace.
     """
     _convert_frame()
     rules = importlib.import_module("torch._dynamo.trace_rules")
@@ -219,7 +228,10 @@ def _convert_frame() -> Any:
 
 
 def captured_in() -> str:
-    """What TorchDynamo captures now: the class of the module of a method, or a function's name."""
+    """Return a name for the current TorchDynamo capture: the module's class or the function's name.
+
+    Without a capture, or without an identifier for it, return ``"graph"``.
+    """
     translators = importlib.import_module("torch._dynamo.symbolic_convert")
     try:
         root = translators.InstructionTranslator.current_tx().output.root_tx
@@ -232,50 +244,50 @@ def captured_in() -> str:
 
 
 def traced_code() -> list[Any]:
-    """The code of all functions that TorchDynamo has followed in what it captures now."""
+    """Return the code of all functions that TorchDynamo has traced in its current capture."""
     return list(importlib.import_module("torch._guards").TracingContext.get_traced_code() or ())
 
 
 def skipped_frame(reason: str) -> Exception:
-    """What a backend raises to have TorchDynamo leave a function to Python."""
+    """Return the exception that makes TorchDynamo run a function in Python, uncompiled."""
     error: Exception = importlib.import_module("torch._dynamo.exc").SkipFrame(reason)
     return error
 
 
 def backend_registry() -> Any:
-    """The module that has the backends of ``torch.compile`` by name."""
+    """Return the module that registers the backends of ``torch.compile`` by name."""
     return importlib.import_module("torch._dynamo.backends.registry")
 
 
 def registered_backends() -> dict[str | None, Any]:
-    """The functions of the backends of ``torch.compile`` that were loaded, by name."""
+    """Return the functions of the loaded backends of ``torch.compile``, by name."""
     functions: dict[str | None, Any] = backend_registry()._COMPILER_FNS
     return functions
 
 
 def free_cublas_workspaces() -> None:
-    """Let cuBLAS allocate its workspaces anew, in builds of PyTorch for GPUs."""
+    """Free the workspaces of cuBLAS, which allocates new ones when needed; needs a CUDA build."""
     torch._C._cuda_clearCublasWorkspaces()
 
 
 def current_raw_stream(index: int) -> int:
-    """The address of the current stream of a GPU, without an object for it."""
+    """Return the address of the current stream of GPU ``index``; creates no Stream object."""
     found: int = torch._C._cuda_getCurrentRawStream(index)
     return found
 
 
 def functional_collectives() -> Any:
-    """The module of the functional collectives."""
+    """Return the module that implements functional collectives."""
     return importlib.import_module("torch.distributed._functional_collectives")
 
 
 def default_store() -> Any:
-    """The store that the processes of the default group share."""
+    """Return the store that the processes of the default process group share."""
     groups: Any = torch.distributed.distributed_c10d
     return groups._get_default_store()
 
 
 def process_group(name: str) -> Any:
-    """The process group of this name."""
+    """Return the process group with this name."""
     groups: Any = torch.distributed.distributed_c10d
     return groups._resolve_process_group(name)

@@ -1,7 +1,7 @@
-"""Every private name of PyTorch that is used, what for, and what is relied on, as data.
+"""Every private name of PyTorch that tvmbridge uses, with its purpose and a check of its behavior.
 
-The doctor loads this package by its path, also where PyTorch lacks one of the names: so it imports
-nothing of tvmbridge, and its own modules relatively.
+The doctor loads this package by its path, even if PyTorch lacks one of the names. The package
+therefore imports nothing of tvmbridge, and imports its own modules relatively.
 """
 
 from __future__ import annotations
@@ -43,5 +43,5 @@ TABLE: tuple[PrivateName, ...] = (
 
 
 def problems() -> list[str]:
-    """What this PyTorch lacks, or does otherwise than is relied on, a sentence each."""
+    """Return a sentence for each private name that is missing or behaves unexpectedly."""
     return [found for name in TABLE if (found := problem(name)) is not None]

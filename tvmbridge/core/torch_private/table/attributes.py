@@ -1,4 +1,4 @@
-"""Private attributes of PyTorch's objects, read and set in place, and a variable that changes."""
+"""Private attributes of PyTorch's objects, and private variables of its modules, used in place."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _counts_writes(_: Any) -> bool:
 
 
 def _calls_hooks(_: Any) -> bool:
-    """A dict of our own, put there as Tensor.register_hook does, is the one that backward reads."""
+    """Whether backward calls the hooks in a dict registered as ``Tensor.register_hook`` does it."""
     x = weight().sin()
     seen: list[torch.Tensor] = []
     x._backward_hooks = OrderedDict({0: seen.append})
@@ -53,7 +53,7 @@ def _is_storage_key(_: Any) -> bool:
 
 
 def _calls_forward(function: Any) -> bool:
-    """What calls forward is found by its code, and the module by its local variable ``self``."""
+    """Whether this method has a local variable ``self``: a frame that calls forward shows it."""
     codes = (function.__code__, *function.__code__.co_consts)
     return any(
         "self" in getattr(c, "co_varnames", ()) + getattr(c, "co_freevars", ()) for c in codes

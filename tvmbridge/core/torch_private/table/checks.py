@@ -1,4 +1,4 @@
-"""How a private name is looked up and checked."""
+"""Look up a private name of PyTorch, and check that it behaves as expected."""
 
 from __future__ import annotations
 
@@ -16,7 +16,12 @@ Check = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class PrivateName:
-    """A name from ``torch`` on. ``check`` raises or is false where the value is not as needed."""
+    """A private name of PyTorch that tvmbridge uses.
+
+    - ``path``: the dotted name, beginning with ``torch``.
+    - ``purpose``: a phrase for what tvmbridge uses it for.
+    - ``check``: called with the value; raises or returns a false value if it is not as expected.
+    """
 
     path: str
     purpose: str
@@ -24,7 +29,7 @@ class PrivateName:
 
 
 def problem(name: PrivateName) -> str | None:
-    """What is wrong with it in this PyTorch, in a sentence; None: nothing."""
+    """Return a sentence about what is wrong with the name in this PyTorch, or None."""
     try:
         right = name.check(resolve(name.path))
         reason = "" if right else "it does something else"
@@ -34,7 +39,7 @@ def problem(name: PrivateName) -> str | None:
 
 
 def resolve(path: str) -> Any:
-    """What ``path`` names; modules on the way are imported, ``Kind()`` is an instance."""
+    """Return the value that ``path`` names; import its modules, and call where it has ``()``."""
     parts = path.split(".")
     value: Any = torch
     count = 1
@@ -51,7 +56,7 @@ def resolve(path: str) -> Any:
 
 
 def takes(*args: Any, **kwargs: Any) -> Check:
-    """The signature lets it be called with as many arguments, of these names."""
+    """Return a check that a function's signature accepts these arguments."""
 
     def check(function: Any) -> bool:
         inspect.signature(function).bind(*args, **kwargs)
@@ -61,12 +66,12 @@ def takes(*args: Any, **kwargs: Any) -> Check:
 
 
 def has(*attributes: str) -> Check:
-    """It has these attributes."""
+    """Return a check that a value has these attributes."""
     return lambda value: all(hasattr(value, attribute) for attribute in attributes)
 
 
 def has_schema(*arguments: str) -> Check:
-    """It is an ATen operator whose first arguments have these names, in this order."""
+    """Return a check that the ATen operator's first arguments have these names, in this order."""
 
     def check(function: Any) -> bool:
         schema = getattr(torch.ops.aten, function.__name__).default._schema
@@ -76,12 +81,12 @@ def has_schema(*arguments: str) -> Check:
 
 
 def has_local(variable: str) -> Check:
-    """A frame of it has this local variable, which is read from outside."""
+    """Return a check that a function has this local variable; tvmbridge reads it from a frame."""
     return lambda function: variable in inspect.unwrap(function).__code__.co_varnames
 
 
 def within(context: AbstractContextManager[Any], ask: Callable[[], Any]) -> Any:
-    """What ``ask`` returns in ``context``."""
+    """Return the result of ``ask()``, called in ``context``."""
     with context:
         return ask()
 

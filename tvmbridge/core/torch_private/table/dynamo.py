@@ -1,4 +1,4 @@
-"""What TorchDynamo writes into its graphs, and what it tells of its captures."""
+"""Private names that TorchDynamo writes into its graphs, or that describe its captures."""
 
 from __future__ import annotations
 

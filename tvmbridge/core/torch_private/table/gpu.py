@@ -1,4 +1,4 @@
-"""What builds of PyTorch for GPUs have."""
+"""Private names that only GPU builds of PyTorch have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What guards leave to PyTorch to compare."""
+"""Private names by which PyTorch compares tensors and state for tvmbridge's guards."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _stays(kind: Any, context: Any) -> bool:
 
 
 class _OtherDtype:
-    """A context of another default dtype."""
+    """A context manager in which the default dtype differs from the current one."""
 
     def __enter__(self) -> None:
         self._before = torch.get_default_dtype()

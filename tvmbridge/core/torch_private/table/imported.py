@@ -1,4 +1,4 @@
-"""Operators, tensors and functions that are imported from PyTorch's private modules."""
+"""Operators, classes and functions that tvmbridge imports from PyTorch's private modules."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _finds_hooks(top: Any) -> bool:
 
 
 def _recomputes(kind: Any) -> bool:
-    """The hook of a checkpoint that recomputes is a function within the class of this name."""
+    """Whether the hook of a recomputing checkpoint is a function inside the class ``kind``."""
     seen: list[str] = []
 
     def forward(x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Modes, and the state of a thread that a call is made in."""
+"""Private names for PyTorch's modes and other state of the calling thread."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ONE_MODE = BaseTorchFunctionMode
 
 
 class _Functions(TorchFunctionMode):
-    """Notes what it is asked to call."""
+    """A function mode that records each function called under it, with its arguments."""
 
     def __init__(self) -> None:
         super().__init__()

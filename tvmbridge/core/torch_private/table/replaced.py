@@ -1,4 +1,4 @@
-"""Functions that are replaced by name while a module is traced."""
+"""Functions of PyTorch that tvmbridge replaces, by name, while it traces a module."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .checks import PrivateName, has, takes
 
 
 class _Applied(Function):
-    """Returns its input."""
+    """A custom autograd function that returns a copy of its input."""
 
     @staticmethod
     def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -22,7 +22,7 @@ class _Applied(Function):
 
 
 def _is_known_by_its_context(_: Any) -> bool:
-    """Each call of a custom function makes one, also of an ``apply`` that was bound before."""
+    """Whether each call of a custom function creates a context, even by a stored ``apply``."""
     made: list[Any] = []
     bound: Any = _Applied.apply
     with mock.patch.object(

@@ -1,4 +1,4 @@
-"""Function transforms, dispatch keys, and operators whose operands are functions."""
+"""Private names for function transforms, dispatch keys and higher-order operators."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .checks import PrivateName, takes, within
 
 
 def _seen_in_vmap(ask: Any) -> tuple[Any, Any]:
-    """What ``ask`` says of a tensor that vmap wraps, and of one that it does not."""
+    """Return ``ask`` of a tensor inside vmap and, if that is True, ``ask`` of a plain tensor."""
     seen: list[Any] = []
 
     def called(x: torch.Tensor) -> torch.Tensor:
@@ -27,7 +27,7 @@ def _counts(ask: Any) -> bool:
 
 
 def _ends(begin: str, *given: Any) -> Any:
-    """A check of what ends the transform that ``begin``, a function of functorch, begins."""
+    """Return a check that a function ends the transform which functorch's ``begin`` begins."""
 
     def check(end: Any) -> bool:
         depth = torch._C._functorch.get_dynamic_layer_stack_depth
@@ -52,7 +52,7 @@ def _forces(guard: Any) -> bool:
     return bool(within(same, lambda: include().raw_repr() == keys))
 
 
-# By name: what begins a transform of the kind is called with these arguments.
+# Kind of transform, and the arguments of the functorch function that begins it.
 _KINDS: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("vmap", (2, "error")),
     ("grad", ()),
