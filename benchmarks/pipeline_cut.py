@@ -23,6 +23,7 @@ from benchmarks.pipeline_common import in_turns, spread, step_seconds
 from benchmarks.pipeline_models import blocks_model, cross_entropy
 from tvmbridge.distributed import PipelineRunner, Plan, pipeline
 from tvmbridge.distributed.plan import every_plan
+from tvmbridge.distributed.runner import RunnerSettings
 
 CUTS = ("4 alike", "8 growing", "12 shrinking", "16 alike", "16 mixed")
 # A cut is timed further where its fastest of so many steps is at most so many times the fastest
@@ -104,11 +105,16 @@ def _plans(automatic: PipelineRunner) -> list[Plan]:
 
 def _recut(automatic: PipelineRunner, module: torch.nn.Module, plan: Plan) -> PipelineRunner:
     """A runner of the same module and ranks by another cut."""
+    settings = RunnerSettings(cross_entropy, tvm=False, check_batches=False)
     return PipelineRunner(
-        module, automatic.graph, plan, automatic.sample, automatic.control,
-        device=automatic.device, loss=cross_entropy, seed=0, tvm=False, options=None, target=None,
-        check_batches=False,
-    )  # fmt: skip
+        module,
+        automatic.graph,
+        plan,
+        automatic.sample,
+        automatic.control,
+        automatic.device,
+        settings,
+    )
 
 
 def _tried(runner: PipelineRunner, batch: tuple[torch.Tensor, torch.Tensor]) -> Tried:

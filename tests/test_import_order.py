@@ -163,6 +163,35 @@ def test_no_two_classes_share_a_name() -> None:
     assert not {name: where for name, where in places.items() if len(where) > 1}
 
 
+# Functions with the signatures of operators, and the public ones that take options by name.
+_MANY_PARAMETERS = {
+    "graph_capture/trace/fast_paths.py",
+    "graph_capture/trace/fused_attention.py",
+    "graph_capture/trace/recurrent.py",
+    "frontend/convolution.py",
+    "frontend/norms.py",
+    "frontend/pooling.py",
+    "dispatch.py",
+    "distributed/api.py",
+}
+MOST_PARAMETERS = 8
+
+
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_functions_have_few_parameters(name: str) -> None:
+    path = FILES[name]
+    if str(path.relative_to(PACKAGE)) in _MANY_PARAMETERS:
+        return
+    many = [
+        f"{node.name}: {count}"
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef)
+        and (count := len([*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]))
+        > MOST_PARAMETERS
+    ]
+    assert not many
+
+
 def test_passes_import_absolutely() -> None:
     relative = [
         f"{path.relative_to(ROOT)}:{node.lineno}"

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.pipeline_cut import CUTS
 from tests.distributed.models import Language, tokens
 from tvmbridge.distributed.graph import capture_graph
-from tvmbridge.distributed.plan import MicroBatch, every_plan, make_plan
+from tvmbridge.distributed.plan import MicroBatch, PlanRequest, every_plan, make_plan
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -22,7 +22,7 @@ def test_every_plan_has_the_automatic_one() -> None:
     sample, args, kwargs = MicroBatch.of(tokens()[0], 4)
     graph = capture_graph(Language(tied=True).train(), args, kwargs)
     device = args[0].device
-    chosen = make_plan(graph, sample, "simple", 4, None, 2, 2, device, None)
+    chosen = make_plan(graph, sample, PlanRequest("simple", 4, None, 2, 2), device, None)
     plans = every_plan(graph, sample, chosen, device)
     # Behind the embedding and each of the four blocks.
     assert len({p.positions for p in plans}) == len(plans) == 5

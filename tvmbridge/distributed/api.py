@@ -16,8 +16,15 @@ from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.distributed.control import Control, has_nccl
 from tvmbridge.distributed.graph import PipelineGraph, capture_graph, value_of
-from tvmbridge.distributed.plan import MicroBatch, Plan, Stages, count_stages, make_plan
-from tvmbridge.distributed.runner import PipelineRunner
+from tvmbridge.distributed.plan import (
+    MicroBatch,
+    Plan,
+    PlanRequest,
+    Stages,
+    count_stages,
+    make_plan,
+)
+from tvmbridge.distributed.runner import PipelineRunner, RunnerSettings
 
 
 def pipeline(
@@ -95,18 +102,15 @@ def pipeline(
     plan: Plan | None = None
     if control.rank == 0:
         try:
-            plan = make_plan(
-                graph, chosen, schedule, microbatches, stages, wanted, control.size, device, limit
-            )
+            request = PlanRequest(schedule, microbatches, stages, wanted, control.size)
+            plan = make_plan(graph, chosen, request, device, limit)
         except BridgeError as problem:
             error = problem
     control.agree(error, "the pipeline cannot be built")
     plan = control.share(plan)
     assert plan is not None
-    return PipelineRunner(
-        module, graph, plan, chosen, control, device=device, loss=loss, seed=seed, tvm=tvm,
-        options=chosen_options, target=target, check_batches=check_batches,
-    )  # fmt: skip
+    settings = RunnerSettings(loss, seed, tvm, chosen_options, target, check_batches)
+    return PipelineRunner(module, graph, plan, chosen, control, device, settings)
 
 
 def _join(timeout: float) -> None:

@@ -131,6 +131,24 @@ class MicroBatch:
         return MicroBatch(tuple(leaves), spec), args, dict(kwargs)
 
 
+@dataclass(frozen=True)
+class PlanRequest:
+    """What a plan is made for.
+
+    - ``schedule``: the name of the schedule.
+    - ``microbatches``: the number of micro-batches of a mini-batch.
+    - ``stages``: the stages as the user gives them; see :func:`pipeline`.
+    - ``count``: the number of stages.
+    - ``ranks``: the number of devices.
+    """
+
+    schedule: str
+    microbatches: int
+    stages: Stages
+    count: int
+    ranks: int
+
+
 def plan_pipeline(
     module: nn.Module,
     sample: Any,
@@ -162,10 +180,8 @@ def plan_pipeline(
     chosen, args, kwargs = MicroBatch.of(sample, microbatches)
     graph = capture_graph(module, args, kwargs)
     wanted = count_stages(stages, ranks)
-    return make_plan(
-        graph, chosen, schedule, microbatches, stages, wanted, ranks or wanted,
-        torch.device(device), memory,
-    )  # fmt: skip
+    request = PlanRequest(schedule, microbatches, stages, wanted, ranks or wanted)
+    return make_plan(graph, chosen, request, torch.device(device), memory)
 
 
 def count_stages(stages: Stages, ranks: int | None) -> int:
@@ -192,19 +208,17 @@ def count_stages(stages: Stages, ranks: int | None) -> int:
 def make_plan(
     graph: PipelineGraph,
     sample: MicroBatch,
-    schedule: str,
-    microbatches: int,
-    stages: Stages,
-    count: int,
-    ranks: int,
+    request: PlanRequest,
     device: torch.device,
     memory: int | None,
 ) -> Plan:
     """Plan the stages of a captured graph; see :func:`plan_pipeline`."""
-    wrong = problem(schedule, count, ranks, microbatches)
+    stages, count = request.stages, request.count
+    schedule = (request.schedule, count, request.ranks, request.microbatches)
+    wrong = problem(*schedule)
     if wrong is not None:
         raise PipelineError(wrong)
-    order = orders(schedule, count, ranks, microbatches)
+    order = orders(*schedule)
     by_hand = stages is not None and not isinstance(stages, (int, Mapping))
     if by_hand:
         inner = cuts_by_hand(graph, list(stages))  # type: ignore[arg-type]
@@ -217,7 +231,7 @@ def make_plan(
     search = Search(costs, order, count, machine, pinned)
     partition = search.evaluate(range(len(positions)), fitting=False) if by_hand else search.best()
     assert partition is not None
-    return _described(graph, schedule, microbatches, positions, partition, search)
+    return _described(graph, request.schedule, request.microbatches, positions, partition, search)
 
 
 def every_plan(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from tvmbridge.core.errors import PipelineError
+from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.distributed.batches import (
     as_arguments,
@@ -32,6 +34,18 @@ from tvmbridge.distributed.tied import TiedGradients
 Loss = Callable[..., torch.Tensor]
 
 
+@dataclass(frozen=True)
+class RunnerSettings:
+    """How a pipeline trains; see :func:`pipeline` for the meaning of each field."""
+
+    loss: Loss | None = None
+    seed: int = 0
+    tvm: bool = True
+    options: CompileOptions | None = None
+    target: Any = None
+    check_batches: bool = True
+
+
 class PipelineRunner:
     """Trains a module whose stages run on several ranks; :func:`pipeline` creates it.
 
@@ -47,14 +61,8 @@ class PipelineRunner:
         plan: Plan,
         sample: MicroBatch,
         control: Control,
-        *,
         device: torch.device,
-        loss: Loss | None,
-        seed: int,
-        tvm: bool,
-        options: Any,
-        target: Any,
-        check_batches: bool,
+        settings: RunnerSettings,
     ) -> None:
         self.plan = plan
         self.device = device
@@ -62,10 +70,10 @@ class PipelineRunner:
         self.measured: Timeline | None = None
         self.graph = graph
         self.sample = sample
-        self._loss = loss
-        self._check_batches = check_batches
+        self._loss = settings.loss
+        self._check_batches = settings.check_batches
         self._inputs = MicrobatchInputs()
-        self._inputs.seed = seed
+        self._inputs.seed = settings.seed
         self._targets: Sequence[Any] = ()
         self._losses: dict[int, torch.Tensor] = {}
         control.describe = self._described
@@ -79,9 +87,9 @@ class PipelineRunner:
         leaves = pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), sample.leaves)
         self.eager: dict[int, str] = {}
         self.equal_to: dict[int, int] = {i: i for i in range(len(plan.stages))}
-        if tvm:
+        if settings.tvm:
             self.eager, self.equal_to = compile_stages(
-                self.stages, leaves, device, control, options, target
+                self.stages, leaves, device, control, settings.options, settings.target
             )
         else:
             self.eager = dict.fromkeys(range(len(plan.stages)), "tvm=False")

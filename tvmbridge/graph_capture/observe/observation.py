@@ -49,6 +49,7 @@ from tvmbridge.graph_capture.observe.objects import NO_READS, ObjectReads
 from tvmbridge.graph_capture.observe.outside import OutsideReads
 from tvmbridge.graph_capture.observe.settings import settings_kept
 from tvmbridge.graph_capture.trace.answers import small_buffers
+from tvmbridge.graph_capture.trace.arguments import Arguments
 from tvmbridge.graph_capture.trace.functions import functions_replaced
 from tvmbridge.graph_capture.trace.old_norms import normed_weights, shared_with
 from tvmbridge.graph_capture.trace.standins import tensors_of, tensors_replaced
@@ -106,8 +107,7 @@ class Observation:
 
 def observe(
     module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    arguments: Arguments,
     needs_grad: bool,
     within: Iterable[AbstractContextManager[Any]] = (),
     is_compiling: bool = True,
@@ -119,8 +119,7 @@ def observe(
 
     Args:
         module: the module whose forward runs.
-        args: positional arguments.
-        kwargs: keyword arguments.
+        arguments: the positional and the keyword arguments of forward.
         needs_grad: whether autograd records.
         within: further contexts, for forward alone.
         is_compiling: what ``torch.compiler.is_compiling()`` returns.
@@ -148,7 +147,8 @@ def observe(
                 )
                 watches = _Watches(made, outside, objects, adoption.found)
                 run = partial(_observe, module, needs_grad, watches, within, forward)
-                seen = run(Fakes.of(module, args, kwargs))
+                args, kwargs = arguments
+                seen = run(Fakes.of(module, tuple(args), kwargs))
         except BaseException as error:
             leaks.release_frames(error, handled)
             outside.remove_fakes()

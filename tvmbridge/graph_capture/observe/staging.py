@@ -139,7 +139,7 @@ def _staged(
     if not apart:
         refuse_own_call(module)
     originals: dict[int, nn.Module] = {}
-    watch = partial(observe, args=args, kwargs=kwargs, needs_grad=needs_grad, autocast=autocast)
+    watch = partial(observe, arguments=(args, kwargs), needs_grad=needs_grad, autocast=autocast)
     watch = partial(watch, adoption=adoption)
     if apart:
         watch = partial(watch, left=None)

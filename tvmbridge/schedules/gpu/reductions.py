@@ -111,7 +111,7 @@ def _down_columns(e: ReductionEmitter) -> list[tirx.Stmt]:
             room,
             more,
             *(store(totals, e.reduction.init, integer(i)) for i in range(lanes)),
-            _strided(e, totals, begin, end, -(-stretch // _HEIGHT), row, columns, lanes=lanes),
+            _strided(e, totals, (begin, end), -(-stretch // _HEIGHT), row, columns, lanes=lanes),
             *put,
             barrier(),
             *when(
@@ -168,8 +168,7 @@ def _over_heights(
 def _strided(
     e: ReductionEmitter,
     total: Buffer,
-    begin: Expr,
-    end: Expr,
+    span: tuple[Expr, Expr],
     count: int,
     row: Expr,
     column: Expr,
@@ -181,13 +180,15 @@ def _strided(
     Args:
         e: the emitter of the reduction.
         total: the buffer with one total for each column.
-        begin, end: the range of the depth.
+        span: begin and end of the range of the depth.
         count: the largest number of steps.
         row: the row of the elements.
         column: the first column.
         stride: the distance of two elements along the depth.
         lanes: the number of neighbouring columns.
     """
+
+    begin, end = span
 
     def step(i: Expr) -> list[tirx.Stmt]:
         if isinstance(i, tirx.Var):
@@ -225,7 +226,7 @@ def _along_rows(e: ReductionEmitter) -> list[tirx.Stmt]:
         return [
             room,
             store(total, e.reduction.init, integer(0)),
-            _strided(e, total, begin, end, count, row, integer(0), _LONG_TEAM),
+            _strided(e, total, (begin, end), count, row, integer(0), _LONG_TEAM),
             *team.all_reduce(total, e.reduction, e.stage.dtype),
             *when(thread.equal(integer(0)), [parts.put(part, row, load(total, integer(0)))]),
         ]
