@@ -52,7 +52,7 @@ Retire: TypeAlias = Callable[[Iterable[CompiledEntry]], None]
 class Family:
     """A shape class: the calls that differ from a sample only in the sizes of some dimensions.
 
-    These dimensions are symbols. A point is a tuple with the size of each symbol.
+    Such dimensions are symbols. A point is a tuple with the size of each symbol.
 
     Args:
         compiler: the compiler of the dispatched module.

@@ -41,7 +41,7 @@ class DispatchedMethod(StandsForForward):
     def _is_in_copies(self) -> bool:
         """Whether a shallow copy of the module holds this same object.
 
-        A call cannot tell whether it came through the original or the copy.
+        A call does not show whether it came through the original or the copy.
 
         Raises:
             BridgeError: the copy's attributes differ from the original's.

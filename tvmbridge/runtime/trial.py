@@ -18,8 +18,8 @@ from tvmbridge.runtime.entry import CompiledEntry
 def try_out(entry: CompiledEntry, leaves: Sequence[Any]) -> None:
     """Run forward and backward once and discard the results.
 
-    Code that cannot run must fail now, when the module's own forward can still serve the call, and
-    not in the middle of a training step. Module state, arguments and random state do not change.
+    Code that cannot run must fail now, not in the middle of a training step: the module's own
+    forward can still serve the call. Module state, arguments and random state do not change.
     """
     foreign = foreign_among(entry.compiled.aten_calls)
     draws = bool(entry.compiled.captured.noise or foreign)
