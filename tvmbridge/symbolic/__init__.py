@@ -1,1 +1,1 @@
-"""Symbolic sizes: code for any size, generalised from code for a few."""
+"""Symbolic sizes: compile at a few sizes and generalise the results to code for any size."""

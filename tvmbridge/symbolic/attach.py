@@ -1,4 +1,4 @@
-"""Symbols as parameters: functions of loops take them as numbers, functions of Relax as a shape."""
+"""Symbols as parameters: TIR functions take them as numbers, Relax functions as a shape."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tvmbridge.passes.base import map_calls
 from tvmbridge.schedules.reader import mentions
 from tvmbridge.symbolic.specs import MARK
 
-# They are not negative where no operand is.
+# Expressions that are not negative if no operand is.
 _OF_BOTH = (
     *(tirx.Add, tirx.Mul, tirx.Min, tirx.Max),
     *(tirx.FloorDiv, tirx.FloorMod, tirx.Div, tirx.Mod),
@@ -23,8 +23,13 @@ _PACKED = ("relax.call_pure_packed", "relax.call_dps_packed")
 
 
 def attach_sizes(mod: tvm.IRModule, count: int, prefix: str) -> tvm.IRModule:
-    """``mod``, in whose functions the variables named ``prefix`` and a number are free, without
-    free variables: they are the ``count`` symbols."""
+    """Turn the free variables of a module's functions into parameters.
+
+    Args:
+        mod: the module, whose functions use the symbols as free variables.
+        count: the number of symbols.
+        prefix: the symbols' names are this prefix followed by 0, 1, ...
+    """
     names = [f"{prefix}{i}" for i in range(count)]
     functions: dict[Any, Any] = {}
     taken: dict[str, tuple[tvm.ir.GlobalVar, list[str]]] = {}
@@ -35,7 +40,7 @@ def attach_sizes(mod: tvm.IRModule, count: int, prefix: str) -> tvm.IRModule:
             continue
         found = _named(function, names)
         if found:
-            # Its old name says of which type it was.
+            # A new name, since the type of a global variable cannot change.
             function = _with_plain_divisions(_without_vector_divisions(function), found.values())
             function = _taking_numbers(
                 function, list(found.values()), inputs.get(name.name_hint, len(function.params))
@@ -48,7 +53,7 @@ def attach_sizes(mod: tvm.IRModule, count: int, prefix: str) -> tvm.IRModule:
 
 
 def _name_of(function: tirx.PrimFunc, name: str) -> tvm.ir.GlobalVar:
-    """A name for ``function``, of its type."""
+    """Return a new global variable for ``function`` that has its type."""
     return relax.BlockBuilder(tvm.IRModule({})).add_func(function, name)
 
 
@@ -64,7 +69,7 @@ def _named(function: Any, names: list[str]) -> dict[str, tirx.Var]:
 
 
 def _inputs_of_loops(mod: tvm.IRModule) -> dict[str, int]:
-    """How many arguments calls of each function of loops have, results not counted."""
+    """Return the number of input arguments of each TIR function, without its results."""
     counts: dict[str, int] = {}
 
     def look(call: relax.Call) -> None:
@@ -78,9 +83,9 @@ def _inputs_of_loops(mod: tvm.IRModule) -> dict[str, int]:
 
 
 def _without_vector_divisions(function: tirx.PrimFunc) -> tirx.PrimFunc:
-    """``function`` with plain loops where lanes would be divided by sizes.
+    """Make vectorised loops serial if they divide lanes by a symbolic size.
 
-    No processor divides vectors of integers; what LLVM makes of it takes it long.
+    No processor divides vectors of integers, and LLVM takes long to compile such a division.
     """
 
     def plain(loop: tirx.For) -> tirx.For:
@@ -105,14 +110,14 @@ def _divides_by_size(body: tirx.Stmt, lane: tirx.Var) -> bool:
 
 
 def _with_plain_divisions(function: tirx.PrimFunc, symbols: Iterable[tirx.Var]) -> tirx.PrimFunc:
-    """``function`` with divisions that truncate, where no operand can be negative.
+    """Replace floor divisions by truncating ones if no operand can be negative.
 
-    TVM rounds a quotient down by several copies of the dividend, unless it can prove the sign: of
-    divisions within divisions, by sizes, the copies are so many that LLVM takes minutes.
+    Unless TVM can prove the sign, it lowers a floor division to several copies of the dividend.
+    With nested divisions by sizes there are so many copies that LLVM takes minutes.
     """
     known, loops = set(symbols), list[tirx.For]()
     tvm_ffi.structural_walk(function.body, (tirx.For, loops.append))
-    for _ in loops:  # where one begins may depend on those around it, in whatever order they come
+    for _ in loops:  # a loop's start may depend on outer loops, which may come later in the list
         known |= {loop.loop_var for loop in loops if _never_negative(loop.min, known)}
 
     def divided(division: Any) -> Any:
@@ -136,14 +141,14 @@ def _never_negative(expr: Any, known: Container[Any]) -> bool:
 
 
 def _taking_numbers(function: tirx.PrimFunc, symbols: list[tirx.Var], inputs: int) -> tirx.PrimFunc:
-    """``function`` with the symbols behind the ``inputs`` and in front of the results."""
+    """Add the symbols as parameters after the ``inputs`` and before the results."""
     given = list(function.params)
     params = [*given[:inputs], *symbols, *given[inputs:]]
     return tirx.PrimFunc(params, function.body, function.ret_type, function.attrs)
 
 
 def _taking_shape(function: relax.Function, names: list[str]) -> relax.Function:
-    """``function`` with a last parameter, the shape that the symbols make."""
+    """Add a last parameter, a shape that consists of the symbols."""
     found = _named(function, names)
     symbols = [found[n] if n in found else tirx.Var(n, "int64") for n in names]
     sizes = relax.Var("sizes", relax.ShapeType(symbols))

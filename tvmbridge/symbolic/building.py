@@ -1,7 +1,7 @@
-"""Building symbolic code: the graphs for several sizes become one executable, or that on disk.
+"""Building symbolic code: graphs at several sizes become one executable, or it comes from disk.
 
-The cache is asked with the graphs as they are before kernels are chosen, operators legalised and
-loops scheduled, at all of the sizes: the same graphs give the same code.
+The key of the cache has the graphs at all sizes, before kernels are chosen, operators legalised
+and loops scheduled. The same graphs give the same code.
 """
 
 from __future__ import annotations
@@ -40,10 +40,18 @@ def build_for_all(
     device: torch.device,
     records: list[PassRecord],
 ) -> Built:
-    """Code for all sizes, of the ``graphs`` at the points of ``sizes``.
+    """Return code for all sizes, from the cache on disk or compiled now.
+
+    Args:
+        graphs: the module at each point of ``sizes``, with its bundling of residuals (None: none).
+        sizes: finds the functions of the symbols.
+        target: the TVM target.
+        options: options of the compilation.
+        device: the device of the code.
+        records: a list to which a record of each pass is appended.
 
     Raises:
-        DifferentCodeError: at one of the points the code is another one.
+        DifferentCodeError: the code at the points differs in more than numbers.
         BuildError: TVM cannot compile it for the target.
     """
 
@@ -60,7 +68,7 @@ def build_for_all(
 
         return code_for_all(graphs, sizes, prepare_one, mine)
 
-    # Tuning records are of one size.
+    # Tuning records are for one size.
     build = CachedBuild(target, replace(options, tuning_records=False), device)
     return build.found_or_compiled(entries, compile_, records)
 
@@ -71,10 +79,16 @@ def code_for_all(
     prepare_one: Callable[[tvm.IRModule], Fused],
     records: list[PassRecord],
 ) -> Code:
-    """Compile the ``graphs`` at the points of ``sizes``, of which ``prepare_one`` chooses kernels.
+    """Compile the ``graphs`` at the points of ``sizes`` to one code for all sizes.
+
+    Args:
+        graphs: the module at each point, with its bundling of residuals (None: none).
+        sizes: finds the functions of the symbols.
+        prepare_one: chooses kernels and fuses operators of one module.
+        records: a list to which a record of each pass is appended.
 
     Raises:
-        DifferentCodeError: at one of the points the code is another one.
+        DifferentCodeError: the code at the points differs in more than numbers.
         BuildError: TVM cannot compile it for the target.
     """
     fused = _prepared([mod for mod, _ in graphs], prepare_one)
@@ -86,7 +100,7 @@ def code_for_all(
 def _prepared(
     mods: Sequence[tvm.IRModule], prepare_one: Callable[[tvm.IRModule], Fused]
 ) -> list[Fused]:
-    """The modules with the kernels that are chosen for the first of them."""
+    """Prepare all modules with the kernels that are chosen for the first one."""
     with recorded_decisions() as decisions:
         fused = [prepare_one(mods[0])]
     for mod in mods[1:]:
@@ -102,7 +116,10 @@ def _prepared(
 def _scheduled(
     fused: Sequence[Fused], bundles: Sequence[BundleResiduals | None], sizes: Sizes
 ) -> list[Scheduled]:
-    """The modules with loops by the decisions that hold at all points."""
+    """Schedule all modules by decisions that are valid at all points.
+
+    The first pass records the decisions at each point, and the second repeats the agreed ones.
+    """
 
     def run(each: Fused, bundle: Any) -> Scheduled:
         return schedule(each, [], bundle=bundle)

@@ -1,8 +1,8 @@
-"""Symbolic code: a module compiled at a few sizes, generalised to one compilation for all between.
+"""Symbolic code: a module is compiled at a few sizes and generalised to all sizes in between.
 
-It is lowered and scheduled at each of several points, with the same decisions; what comes out is
-generalised (:mod:`.generalize`, :mod:`.descriptions`) and compiled once. Where it differs between
-the points in more than numbers, there is no symbolic code.
+The module is lowered and scheduled at several points, with the same decisions. The results are
+generalised (:mod:`.generalize`, :mod:`.descriptions`) and compiled once. If the results differ in
+more than numbers, there is no symbolic code.
 """
 
 from __future__ import annotations
@@ -41,9 +41,11 @@ _NO_GRAPH: Any = None
 
 @dataclass(frozen=True)
 class Points:
-    """Where a module is compiled: ``least`` and ``most`` bound the sizes that the code is for.
+    """The points at which a module is compiled; each is a tuple with the value of each symbol.
 
-    ``middle`` is common, and ``between`` are further corners of the box that they span.
+    - ``least``, ``most``: the smallest and the largest point that the code is for.
+    - ``middle``: a point with common sizes, whose decisions the others repeat.
+    - ``between``: further corners of the box from ``least`` to ``most``.
     """
 
     least: Point
@@ -53,18 +55,26 @@ class Points:
 
     @property
     def all(self) -> tuple[Point, ...]:
-        """The first of them is the middle, whose decisions the others repeat."""
+        """Return all points: the middle first, the largest second, and the smallest last."""
         return (self.middle, self.most, *self.between, self.least)
 
     def hold(self, point: Sequence[int]) -> bool:
-        """Whether code for these points is for ``point``."""
+        """Whether ``point`` is within the range of these points."""
         bounds = zip(self.least, point, self.most, strict=True)
         return all(low <= size <= high for low, size, high in bounds)
 
 
 @dataclass(frozen=True)
 class _Described:
-    """What may differ between the sizes in numbers alone, but for the code."""
+    """The data about a compiled module that may differ between sizes only in numbers.
+
+    - ``captured``: the captured graph.
+    - ``split``: forward and backward as separate functions; None in inference.
+    - ``layouts``: the memory layouts of inputs and outputs.
+    - ``num_outputs``: the number of outputs of forward.
+    - ``packs``: the names of the parameters in each packed weight.
+    - ``joint``: the source of the joint function; None in inference.
+    """
 
     captured: CapturedGraph
     split: SplitModule | None
@@ -84,9 +94,11 @@ class _Lowered:
 
 @dataclass(frozen=True, eq=False)
 class SymbolicCode:
-    """Code for all sizes that ``points`` hold.
+    """Code for all sizes within a range.
 
-    Of them it is for those that fulfil the ``relations``. ``compiled`` is it at one of the points.
+    - ``points``: the points at which it was compiled, which bound the range.
+    - ``relations``: conditions that sizes must fulfil in addition.
+    - ``compiled``: the compiled module at one of the points.
     """
 
     points: Points
@@ -95,7 +107,7 @@ class SymbolicCode:
     _described: _Described = field(repr=False)
 
     def at(self, point: Point) -> CompiledModule:
-        """The code for the sizes ``point``; it shares the executable."""
+        """Return the compiled module for the sizes ``point``; all share one executable."""
         described = at(self._described, point)
         whole = self.compiled.captured
         captured = replace(described.captured, program=whole.program, assumptions=whole.assumptions)
@@ -120,18 +132,19 @@ def compile_symbolic(
     packing: ModulePacks | None,
     autocast: Autocast = (),
 ) -> SymbolicCode:
-    """Compile ``module`` for all sizes that ``points`` hold.
+    """Compile ``module`` for all sizes in the range of ``points``.
 
     Args:
-        sample_at: arguments whose symbolic dimensions have the sizes of a point.
-        points: where it is compiled; all of them must fulfil its relations.
-        trace: the module with symbols.
-        needs_grad, target, options, packing, autocast: as of
+        module: the module.
+        sample_at: returns arguments with the sizes of a point.
+        points: the points at which to compile; all must fulfil the trace's relations.
+        trace: the module traced with symbols.
+        needs_grad, target, options, packing, autocast: see
             :func:`~tvmbridge.compiler.compiled.compile_module`.
 
     Raises:
-        DifferentCodeError: at one of the points the code is another one.
-        BridgeError: as compile_module.
+        DifferentCodeError: the code at the points differs in more than numbers.
+        BridgeError: the module cannot be compiled; see ``compile_module``.
     """
     stages, records = StageDurations(), list[PassRecord]()
 
@@ -183,7 +196,10 @@ def compile_symbolic(
 
 
 def _known(trace: SymbolicTrace, first: LoweredModule, there: Arguments, here: Arguments) -> Known:
-    """What need not be found out again for the arguments ``here``, of those ``there``."""
+    """Return results of the ``first`` compilation that need not be computed again for ``here``.
+
+    ``first`` was lowered for the arguments ``there``; ``here`` are arguments of other sizes.
+    """
     captured = trace.captured(first.captured, there, here)
     derivation = first.derivation
     if captured is None or derivation is None or derivation.layouts:
@@ -210,10 +226,11 @@ def _laid_out(lowered: LoweredModule, records: list[PassRecord]) -> _Lowered:
 
 
 def _merged(lowered: Sequence[_Lowered], sizes: Sizes) -> _Described:
-    """What describes the module for any size."""
+    """Merge the descriptions at all points into one with symbolic sizes."""
     same: list[_Described] = []
     for described in (each.described for each in lowered):
-        # Graphs are generalised when they are built; these are for people.
+        # Graphs and assumptions are left out: building generalises the graphs, and _together
+        # merges the assumptions.
         captured = replace(described.captured, program=_NO_GRAPH, assumptions=_NO_ASSUMPTIONS)
         parts = described.split
         if parts is not None:
@@ -223,17 +240,17 @@ def _merged(lowered: Sequence[_Lowered], sizes: Sizes) -> _Described:
 
 
 def _refuse_other_copies(lowered: Sequence[_Lowered], built: Built) -> None:
-    """Refuse that at some sizes other results share memory."""
+    """Raise a DifferentCodeError if different results share memory at some sizes."""
     copied = [copied_results(e.lowered, e.parts, built.shared) for e in lowered]
     if any(other != copied[0] for other in copied[1:]):
         raise DifferentCodeError("at other sizes, other results share memory")
 
 
 def _together(all_: Sequence[Assumptions]) -> Assumptions:
-    """The assumptions of all of the compilations: what forward reads at one size is watched.
+    """Merge the assumptions of all compilations: what forward reads at any size is guarded.
 
     Raises:
-        DifferentCodeError: it was answered something else at another size.
+        DifferentCodeError: forward has read other values or taken other branches at some size.
     """
     first = all_[0]
     for other in all_[1:]:

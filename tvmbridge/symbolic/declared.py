@@ -1,7 +1,7 @@
-"""Declared symbols: the dimensions that a spec in torch.export's words names, with their bounds.
+"""Declared symbols: the dimensions that ``dynamic_shapes`` names, with their bounds.
 
-``{"x": {0: Dim("batch", max=512), 1: Dim.AUTO}}`` is two symbols for a call ``f(x)``. torch.export
-checks the spec, and its errors are raised as they are.
+``{"x": {0: Dim("batch", max=512), 1: Dim.AUTO}}`` declares two symbols for a call ``f(x)``.
+torch.export checks the declaration, and its errors are raised unchanged.
 """
 
 from __future__ import annotations
@@ -24,10 +24,14 @@ _HINT = type(Dim.AUTO)
 
 @dataclass(frozen=True)
 class DeclaredDimension:
-    """What a spec says of one dimension: the ``name`` of its Dim, or of the hint, and its bounds.
+    """The declaration of one symbolic dimension.
 
-    ``free``: it is ``Dim.AUTO``, and may be of one size after all. ``form``: of a Dim made of
-    another one, as ``2 * batch + 1``, whose name and bounds stand here.
+    - ``name``: the name of its Dim or of the hint, such as ``Dim.AUTO``.
+    - ``least``, ``most``: the bounds of the Dim; ``most`` is None without an upper bound.
+    - ``is_hint``: whether it is a hint and no named Dim.
+    - ``free``: whether it is ``Dim.AUTO``, which may turn out to be static.
+    - ``form``: for a derived Dim such as ``2 * batch + 1``, how the size depends on ``batch``;
+      name and bounds are then the ones of ``batch``.
     """
 
     name: str
@@ -39,10 +43,15 @@ class DeclaredDimension:
 
     @classmethod
     def of(cls, given: Any, size: int, where: str) -> DeclaredDimension | None:
-        """Of what stands for a dimension of this size; None: it is static.
+        """Return the declaration of a dimension; None if it is static.
+
+        Args:
+            given: the value for the dimension in ``dynamic_shapes``.
+            size: the size of the dimension in the call.
+            where: the name of the dimension, for messages.
 
         Raises:
-            ValueError: it is another size.
+            ValueError: ``given`` is a size, and the call has another one.
         """
         if isinstance(given, int):
             if given != size:
@@ -65,7 +74,7 @@ class DeclaredDimension:
         return cls(root.__name__, root.min, most, False, False, form)
 
     def refusal(self, size: int) -> str | None:
-        """Why code is not for this size; None: it may be."""
+        """Return why the declaration excludes this size; None if it does not."""
         if not size:
             return "it is 0, and there is no code for sizes of 0"
         symbol = self.form.symbol(size)
@@ -79,7 +88,7 @@ class DeclaredDimension:
 
 
 def names_no_size(spec: Spec) -> bool:
-    """Whether all dimensions are static by ``spec``."""
+    """Whether ``spec`` declares all dimensions as static."""
     leaves = pytree.tree_leaves(spec)
     return all(x is None or isinstance(x, int) or x == Dim.STATIC for x in leaves)
 
@@ -87,14 +96,20 @@ def names_no_size(spec: Spec) -> bool:
 def declared(
     spec: Spec, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> dict[Dimension, DeclaredDimension]:
-    """What ``spec`` says of the dimensions of a call that are not static.
+    """Return the declarations of a call's symbolic dimensions.
+
+    Args:
+        spec: the declaration, as torch.export's ``dynamic_shapes``.
+        forward: the function whose parameters the spec names.
+        args: the positional arguments of the call.
+        kwargs: the keyword arguments of the call.
 
     Raises:
-        torch._dynamo.exc.UserError: the spec is not one for these arguments; as of torch.export.
-        ValueError: it names a size that the call does not have.
+        torch._dynamo.exc.UserError: the spec does not fit the arguments, by torch.export's check.
+        ValueError: the spec names a size or a dimension that the call does not have.
     """
     leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
-    # Of a tensor that is given twice each place has sizes of its own.
+    # Copies, so that a tensor that is passed twice has a declaration for each position.
     apart = [
         torch.empty_like(x, device="meta") if isinstance(x, torch.Tensor) else x for x in leaves
     ]
@@ -123,9 +138,15 @@ def symbols_of(
     calls: Sequence[Shapes],
     without: Collection[Dimension] = (),
 ) -> Symbols | None:
-    """The symbols of declared dimensions: one for each Dim, and for hints of one size in ``calls``.
+    """Return the symbols of declared dimensions; None if there are none.
 
-    None: there are none. Dimensions ``without`` are no symbols, if they need not be.
+    Each named Dim is one symbol. Dimensions with hints share a symbol if their sizes agree in all
+    calls.
+
+    Args:
+        found: the declarations.
+        calls: the shapes of the calls so far.
+        without: dimensions that become static if they are declared as ``Dim.AUTO``.
     """
     sizes = [dict(call) for call in calls]
     groups: dict[Any, list[Dimension]] = {}

@@ -1,9 +1,9 @@
-"""Descriptions with sizes in them: what a call is told of a compilation, for any size.
+"""Descriptions with symbolic sizes: the data about compiled code that a call needs, for any size.
 
-The descriptions of a module compiled for several sizes (inputs, outputs, layouts, what crosses from
-forward to backward) are frozen dataclasses that differ in integers alone. :func:`merged` makes one
-of them, with a :class:`~.sizes.Size` for each such integer, and :func:`at` gives it back for a
-point.
+The descriptions of a module that is compiled at several sizes (inputs, outputs, layouts, values
+from forward to backward) are frozen dataclasses that differ only in integers. :func:`merged`
+creates one description with a :class:`~.sizes.Size` for each such integer. :func:`at` evaluates
+it at a point.
 """
 
 from __future__ import annotations
@@ -20,10 +20,15 @@ _T = TypeVar("_T")
 
 
 def merged(values: Sequence[_T], sizes: Sizes, where: str) -> _T:
-    """The description of which ``values`` are the instances at the points of ``sizes``.
+    """Return one description with symbolic sizes for ``values``, given at the points of ``sizes``.
+
+    Args:
+        values: the description at each point.
+        sizes: finds the functions of the symbols.
+        where: the name of the description, for messages.
 
     Raises:
-        DifferentCodeError: they differ otherwise; the message says ``where``.
+        DifferentCodeError: the descriptions differ in more than sizes.
     """
     found: _T = _merged(values, sizes, where)
     return found
@@ -93,7 +98,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def at(value: _T, point: Sequence[int]) -> _T:
-    """``value`` where the symbols are ``point``."""
+    """Return ``value`` with each symbolic size replaced by its integer at ``point``."""
     found: _T = _at(value, point)
     return found
 

@@ -1,4 +1,4 @@
-"""Floating-point numbers of compiled code that come from sizes: counts, and quotients of them."""
+"""Floating-point numbers in compiled code that depend on sizes, such as the factor of a mean."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from tvm.ir import Expr
 
 from tvmbridge.symbolic.sizes import Size, Sizes
 
-# A count as it is, the factor of a mean, that of an unbiased variance, that of a sum of squares;
-# each with the count that a number of the form is of.
+# Functions of a count n, each with its inverse: n itself, the factor 1/n of a mean, n/(n-1) of an
+# unbiased variance, and 1/(n-1) of a sum of squares.
 _FORMS: tuple[tuple[Callable[[float], float], Callable[[float], float]], ...] = (
     (lambda n: n, lambda v: v),
     (lambda n: 1.0 / n, lambda v: 1.0 / v),
@@ -24,13 +24,14 @@ _EXACT = 1 << 24
 def float_of_sizes(
     values: Sequence[float], dtype: str, sizes: Sizes, symbols: Sequence[Expr]
 ) -> Expr | None:
-    """The float64 expression that, rounded to ``dtype``, has ``values`` at the points of ``sizes``.
+    """Return an expression of the symbols that gives ``values`` at the points of ``sizes``.
 
-    None where there is none of a known form.
+    The expression is computed in float64 and then rounded to ``dtype``. None: no known function of
+    a count gives these values.
     """
     if dtype not in ("float32", "float64") or not all(v and numpy.isfinite(v) for v in values):
         return None
-    # A literal may have more digits than its dtype.
+    # A literal may have more digits than its dtype can hold.
     values = [float(numpy.dtype(dtype).type(v)) for v in values]
     for number, (form, count_of) in enumerate(_FORMS):
         counts = _counts(values, dtype, form, count_of)
@@ -49,7 +50,7 @@ def _fits(
     form: Callable[[float], float],
     sizes: Sizes,
 ) -> bool:
-    """Whether rounding, after which several counts may give one number, leaves ``values``."""
+    """Whether ``form`` of the count ``size`` gives ``values`` at all points, after rounding."""
     rounded, counts = numpy.dtype(dtype).type, [size.at(p) for p in sizes.points]
     if any(n < 2 for n in counts):
         return False
@@ -62,12 +63,12 @@ def _counts(
     form: Callable[[float], float],
     count_of: Callable[[float], float],
 ) -> tuple[int, ...] | None:
-    """The integers of which ``values`` are of this form, rounded; None: they are not."""
+    """Return the counts whose ``form`` rounds to ``values``; None if they are not unique."""
     rounded = numpy.dtype(dtype).type
     found: list[int] = []
     for value in values:
         try:
-            # Of a rounded value the nearest integer may be a neighbour.
+            # The value is rounded, so its inverse may be off by a few counts.
             near = round(count_of(value))
             reach = min(64, 1 + abs(near) // 1000)
             candidates = [n for n in range(near - reach, near + reach + 1) if n not in (0, 1)]

@@ -1,4 +1,4 @@
-"""Generalising: modules of Relax and TIR that differ in numbers become one with symbolic sizes.
+"""Generalising: Relax and TIR modules that differ only in numbers become one with symbolic sizes.
 
 Before, at (2, 5) and (3, 7)::
 
@@ -10,9 +10,9 @@ After::
     x: R.Tensor((b * s, 4)), sizes: R.Shape([b, s])
     for i in range(b * s): ...
 
-The modules are compared node by node, by reflection: any other difference than between numbers
-that :class:`~.sizes.Sizes` finds a function for is an error. What a module of TVM's consists of
-does not matter to it, and so no pass before it has to know of symbols.
+The modules are compared node by node, by TVM's reflection. Numbers may differ if
+:class:`~.sizes.Sizes` finds a function for them; any other difference is an error. The comparison
+works for all node types, so earlier passes need not support symbols.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ SYMBOL = "tvmbridge_size_"
 _UNUSED = "unused_size_"
 
 _SCOPES = ("tirx.PrimFunc", "relax.expr.Function")
-# Told apart by identity, in all functions of a module.
+# Global names are compared by identity across all functions of a module.
 _GLOBAL = "ir.GlobalVar"
 _VARIABLES = ("ir.Var", "relax.expr.Var", "relax.expr.DataflowVar")
 
 
 def generalize(mods: Sequence[tvm.IRModule], sizes: Sizes) -> tvm.IRModule:
-    """The module of which ``mods`` are the instances at the points of ``sizes``.
+    """Return one module with symbolic sizes for ``mods``, the modules at the points of ``sizes``.
 
-    Each function of loops with sizes in it takes the symbols behind its buffers, and each function
-    of Relax takes them as its last parameter, a shape.
+    Each TIR function that uses sizes takes the symbols as numbers, after its input buffers. Each
+    Relax function takes them as its last parameter, a shape.
 
     Raises:
-        DifferentCodeError: there is none.
+        DifferentCodeError: the modules differ in more than numbers.
     """
     graphs = [json.loads(tvm.ir.save_json(mod)) for mod in mods]
     with _deep_recursion():
@@ -71,7 +71,10 @@ def _deep_recursion() -> Iterator[None]:
 
 
 class _Merger:
-    """Walks the nodes of several serialised modules together, and writes those of one."""
+    """Walks the nodes of several serialised modules in parallel, and writes the merged nodes.
+
+    - ``nodes``: the nodes of the merged module.
+    """
 
     def __init__(self, graphs: list[list[Any]], sizes: Sizes) -> None:
         self.nodes: list[Any] = []
@@ -84,13 +87,13 @@ class _Merger:
         self._partners: dict[int, tuple[int, ...]] = {}
 
     def run(self, roots: list[int]) -> int:
-        """The number of the root among :attr:`nodes`."""
+        """Merge the modules from their ``roots``; return the merged root's number."""
         self._find_polynomials()
         return self._merge(tuple(roots))
 
     def _find_polynomials(self) -> None:
-        """Quotients are found among those of polynomials, which must be known before."""
-        # A table of values that stand at the same place in the lists of nodes is enough.
+        """Find the polynomials first, since only quotients of known polynomials are recognised."""
+        # It suffices to look at integers with the same position in all lists of nodes.
         differing = dict.fromkeys(
             tuple(n["data"] for n in nodes)
             for nodes in zip(*self._graphs, strict=False)
@@ -114,7 +117,8 @@ class _Merger:
             self._pair(at)
         if kind in _SCOPES or kind == _GLOBAL:
             outer = self._here, self._symbols, self._prefix
-            # The type of a global name, which is another one once the function has taken symbols.
+            # Symbols in the type of a global name get other names, because the function's type
+            # changes when it takes the symbols as parameters.
             self._here, self._symbols = {}, {}
             self._prefix = _UNUSED if kind == _GLOBAL else SYMBOL
             number = self._merged(kind, nodes)
@@ -125,7 +129,11 @@ class _Merger:
         return number
 
     def _pair(self, at: tuple[int, ...]) -> None:
-        """Refuse to take two variables of one module for one of another."""
+        """Check that a variable of the first module pairs with the same variables everywhere.
+
+        Raises:
+            DifferentCodeError: it pairs with another variable here than at an earlier use.
+        """
         if self._partners.setdefault(at[0], at) != at:
             raise DifferentCodeError("variables are used in another way")
 
@@ -183,7 +191,10 @@ class _Merger:
         return str(self._graphs[0][nodes[0]["data"]["ty"]]["data"]["dtype"])
 
     def _integer(self, nodes: list[Any]) -> int | None:
-        """The expression that stands for a number that differs; None: it does not."""
+        """Add the expression for an integer that differs; None if it does not differ.
+
+        Return the number of the expression's node.
+        """
         values = self._literals(nodes)
         if len(set(values)) == 1:
             return None
@@ -195,9 +206,12 @@ class _Merger:
         return self._graft(expression if dtype == "int64" else tirx.Cast(dtype, expression))
 
     def _float(self, nodes: list[Any]) -> int | None:
-        """As :meth:`_integer`, of numbers such as the reciprocal of a count."""
+        """Add the expression for a float that differs, such as the reciprocal of a count.
+
+        Return the number of the expression's node; None if the float does not differ.
+        """
         values = tuple(n["data"]["value"] for n in nodes)
-        if len({repr(v) for v in values}) == 1:  # NaN is not itself
+        if len({repr(v) for v in values}) == 1:  # repr, because NaN is not equal to itself
             return None
         dtype = self._dtype(nodes)
         number = float_of_sizes(values, dtype, self._sizes, self._variables())
@@ -206,11 +220,11 @@ class _Merger:
         return self._graft(number if dtype == "float64" else tirx.Cast(dtype, number))
 
     def _variables(self) -> list[tirx.Var]:
-        """The symbols; those of a function are known by their names."""
+        """Return variables for the symbols; within a function, equal names are one variable."""
         return [tirx.Var(f"{self._prefix}{i}", "int64") for i in range(self._sizes.symbols)]
 
     def _graft(self, expression: tirx.Expr) -> int:
-        """Add the nodes of ``expression``; the symbols in it are those of the function."""
+        """Add the nodes of ``expression``, with the current function's variables for symbols."""
         graph = json.loads(tvm.ir.save_json(expression))
         numbers: list[int] = []
         for node in graph["nodes"]:
@@ -238,10 +252,12 @@ class _Merger:
 
 @functools.cache
 def plain_fields(kind: str) -> frozenset[str]:
-    """The fields of a type of TVM's that hold numbers, and not numbers of other nodes.
+    """Return the fields of a TVM type that hold plain numbers.
+
+    In a serialised module, the integers in other fields are the numbers of nodes.
 
     Raises:
-        DifferentCodeError: the type is not known, so that its fields cannot be told apart.
+        DifferentCodeError: the type is not known to TVM's reflection.
     """
     info = _types().get(kind)
     if info is None:
@@ -257,7 +273,7 @@ def plain_fields(kind: str) -> frozenset[str]:
 
 @functools.cache
 def _types() -> dict[str, Any]:
-    """What TVM's reflection says of the types that have a class in Python, by name."""
+    """Return TVM's reflection data of all types that have a Python class, by name."""
     found: dict[str, Any] = {}
     pending: list[Any] = [tvm_ffi.core.Object]
     while pending:

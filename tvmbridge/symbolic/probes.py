@@ -1,8 +1,8 @@
-"""Probes: which dimensions are symbols, where a module is compiled, and arguments of these sizes.
+"""Sample sizes: the points at which a module is compiled to get code for all sizes in between.
 
-Sizes of probes are primes, or twice a prime, so that nothing divides them and no two dimensions
-agree by accident. The smallest and the largest differ by what no small number divides: remainders
-of them differ too.
+The sizes are primes, or twice a prime, so that few numbers divide them and no two dimensions are
+equal by accident. No small number divides the difference of the smallest and the largest size, so
+that their remainders differ as well.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from tvmbridge.symbolic.sizes import Point
 from tvmbridge.symbolic.symbols import LEAST_SIZE, Dimension, Symbols
 
 _LANES = 64
-# Code is for sizes so many times those that calls had.
+# The largest size of the code, as a multiple of the largest size that calls had.
 _FAR = 8
-# The smallest sizes that code may be for: 0 and 1 mean something else to broadcasting, and 2 is
-# also the number of many other things.
+# The smallest sizes to compile at: sizes of 0 and 1 behave differently in broadcasting, and 2 is
+# too common a number.
 _LEAST = (3, 5, 7, 11, 17)
 _SMALL_DIVISORS = 2 * 3 * 5 * 7
-# What sizes are bounded by where forward bounds them itself, in ways that are not looked into.
+# Upper limits that are tried in order, since forward itself may limit the sizes.
 _LIMITS = tuple(1 << i for i in range(40, 4, -1))
 
 
 class DemandedSizeError(CaptureError):
-    """Forward demands the sizes of ``dimensions``, which were to be symbols."""
+    """Forward requires fixed sizes of ``dimensions``, which were declared or taken as symbols."""
 
     def __init__(
         self, dimensions: Sequence[Dimension], relations: Relations, names: Sequence[str]
@@ -52,19 +52,19 @@ def points_within(
     largest: Point,
     names: Sequence[str],
 ) -> Points:
-    """Where to compile code, such that all that forward takes for granted of sizes holds there.
+    """Choose the points at which to compile, so that forward takes the same branches at all.
 
     Args:
-        relations: what that is.
+        relations: the conditions on sizes under which forward takes the branches of its trace.
         symbols: the symbolic dimensions.
         sample: arguments of some size.
-        smallest: as of :func:`points_for`; of several the first that can be.
-        largest: as of :func:`points_for`.
-        names: what messages call the leaves of the arguments.
+        smallest: candidates for the smallest sizes, tried in order; see :func:`points_for`.
+        largest: the largest sizes that calls had.
+        names: the names of the arguments' leaves, for messages.
 
     Raises:
-        DemandedSizeError: forward demands one size.
-        CaptureError: it goes another way at others.
+        DemandedSizeError: forward requires a fixed size of a symbolic dimension.
+        CaptureError: forward takes other branches at all points that were tried.
     """
     fixed = [d for group in symbols.dimensions for d in group if not relations.is_symbolic(*d)]
     if fixed:
@@ -89,7 +89,7 @@ def points_within(
 
 
 def _bound(relations: Relations, symbols: Symbols, dimension: Dimension, largest: int) -> int:
-    """What the symbol of a dimension may not exceed where a call has had ``largest``."""
+    """Return the upper bound of a symbol; ``largest`` is its largest value in calls."""
     scale, offset = symbols.form(dimension)
     most = (relations.most(*dimension) - offset) // scale
     return most if scale == 1 else min(most, _FAR * max(largest, -(-_LANES // scale)))
@@ -98,21 +98,21 @@ def _bound(relations: Relations, symbols: Symbols, dimension: Dimension, largest
 def points_for(
     smallest: Point, largest: Point, bounds: Sequence[int], *, tight: bool = False
 ) -> Points | None:
-    """Where to compile code for sizes between these and many others.
+    """Choose the points at which to compile for a wide range around the sizes of calls.
 
     Args:
-        smallest: the least size of each symbol that calls had.
-        largest: the greatest.
-        bounds: what no size may exceed.
-        tight: do not go far below the smallest sizes.
+        smallest: the smallest value of each symbol that calls had.
+        largest: the largest value of each symbol that calls had.
+        bounds: the upper bound of each symbol.
+        tight: whether the range must not extend far below ``smallest``.
 
     Returns:
-        None: there are no such sizes.
+        The points; None if there are no suitable sizes.
     """
     taken: set[int] = set()
     most, middle, least = [], [], []
     for low, high, bound in zip(smallest, largest, bounds, strict=True):
-        # Two symbols may be 2 at once: at the other points they differ.
+        # Several symbols may be 2 at the smallest point, since they differ at the other points.
         bottom = low if low == LEAST_SIZE else _small(low, taken, tight)
         if bottom is None:
             return None
@@ -130,14 +130,14 @@ def points_for(
 
 
 def _corners(least: Sequence[int], most: Sequence[int]) -> tuple[Point, ...]:
-    """With several symbols, those corners where one of them is large."""
+    """Return corners of the range in which one symbol is large; none for a single symbol."""
     if len(least) == 1:
         return ()
     return tuple((*least[:i], most[i], *least[i + 1 :]) for i in range(len(least) - 1))
 
 
 def _small(size: int, taken: set[int], tight: bool) -> int | None:
-    """A size well below one that calls had, if there is one: the next may be smaller."""
+    """Return a size at or well below ``size``, since later calls may be smaller; None if none."""
     if tight and size > _LEAST[-1]:
         return _prime_below(size, taken, _LEAST[-1])
     free = [n for n in (LEAST_SIZE, *_LEAST) if n <= size and n not in taken]
@@ -150,11 +150,11 @@ def _small(size: int, taken: set[int], tight: bool) -> int | None:
 
 
 def _largest(limit: int, taken: set[int], least: int, bottom: int) -> int | None:
-    """The greatest size up to ``limit`` that differs from ``bottom``, the smallest one, by what no
-    small number divides.
+    """Return the largest suitable size from ``least`` to ``limit``; None if there is none.
 
-    A remainder of a size is then another at some point: what TVM has computed of it in numbers, and
-    left out of an expression, is noticed. It is a prime or twice one.
+    It is a prime or twice a prime, and no small number divides its difference from ``bottom``, the
+    smallest size. A remainder that TVM has folded into a constant then differs between the points,
+    and is noticed.
     """
     for candidate in range(limit, least - 1, -1):
         half = candidate // 2 if candidate % 2 == 0 else candidate
@@ -171,8 +171,8 @@ def _prime_below(
     """Return the greatest prime from ``least`` to ``limit``, ``rest`` more than a multiple of
     ``modulus``.
 
-    A prime one below a power of two is left out: a size plus one, as caches have, would be that
-    power there, which is a number of lanes or of tiles elsewhere.
+    A prime one below a power of two is left out. Code for caches has sizes plus one, which would be
+    a power of two at that point and look like a number of lanes or tiles.
     """
     for candidate in range(limit, least - 1, -1):
         if (

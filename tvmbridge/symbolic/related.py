@@ -1,7 +1,7 @@
-"""Related sizes: symbols that forward takes to be multiples, or another symbol and a number.
+"""Related sizes: forward may require that a size is a multiple, or another symbol plus a number.
 
-A cache of ``s`` places has a mask of ``s + 1``; images of a network that halves them twice have
-sizes ``4 * s``. Code for any size is then for the symbol ``s`` alone.
+A cache with ``s`` positions has a mask of size ``s + 1``. A network that halves images twice may
+require sizes ``4 * s``. The code then has the symbol ``s`` alone.
 """
 
 from __future__ import annotations
@@ -22,18 +22,23 @@ from tvmbridge.graph_capture.trace.arguments import Arguments
 from tvmbridge.symbolic.sizes import Point
 from tvmbridge.symbolic.symbols import Dimension, LinearSize, Symbols
 
-# Symbols of sizes that are multiples of nothing but of a unit.
+# Two choices of values for symbols, with which a unit is tested. Being primes, the values are
+# multiples of nothing else.
 _GENERIC = (17, 23, 29, 37, 41, 43, 47, 53), (3, 5, 7, 11, 13, 17, 19, 23)
 
 
 def related(
     symbols: Symbols, relations: Relations, sample: Arguments, seen: Sequence[Point]
 ) -> Symbols:
-    """``symbols``, of which some are expressions of others, or have a unit, by ``relations``.
+    """Return ``symbols`` with the dependencies between sizes that ``relations`` require.
+
+    Sizes that depend linearly on one symbol share it, and sizes that must be multiples get a unit.
 
     Args:
+        symbols: the symbolic dimensions.
+        relations: the conditions on sizes of the trace.
         sample: arguments of some size.
-        seen: sizes that calls had.
+        seen: the points of calls so far.
     """
     merged = _merged(symbols, relations)
     shapes = [shapes_of(symbols.probe(*sample, point)) for point in seen]
@@ -41,7 +46,7 @@ def related(
 
 
 def _merged(symbols: Symbols, relations: Relations) -> Symbols:
-    """The symbols, without those whose sizes forward takes for others and a number."""
+    """Merge symbols whose sizes are linear functions of one symbol of the trace."""
     groups: dict[object, list[Dimension]] = {}
     forms = dict(symbols.forms)
     apart: list[tuple[Dimension, ...]] = []
@@ -60,9 +65,9 @@ def _merged(symbols: Symbols, relations: Relations) -> Symbols:
 def _in_units(
     symbols: Symbols, relations: Relations, sample: Arguments, seen: Sequence[Point]
 ) -> Symbols:
-    """The symbols in small units of which all sizes are such as forward takes for granted.
+    """Scale each symbol by the smallest unit whose multiples fulfil the relations.
 
-    They are unchanged where there are none.
+    Return the symbols unchanged if no unit is needed, or if none is found.
     """
 
     def fit(units: Sequence[int]) -> bool:
@@ -87,9 +92,16 @@ def _in_units(
 def divided(
     symbols: Symbols, trace: SymbolicTrace, sample: Arguments, seen: Sequence[Point]
 ) -> Symbols | None:
-    """The symbols in units of what the shapes of a trace divide sizes by; None: by nothing.
+    """Scale each symbol by the number that shapes in the trace divide its sizes by.
 
-    Images are cut into patches: with a unit of a patch their number is a product of symbols.
+    A vision model cuts images into patches: if the unit is the patch size, the number of patches
+    is a product of symbols. None: nothing is divided, or the scaled sizes break a relation.
+
+    Args:
+        symbols: the symbolic dimensions.
+        trace: the module traced with symbols.
+        sample: arguments of some size.
+        seen: the points of calls so far.
     """
     found: dict[Any, int] = {}
     for node in trace.program.graph.nodes:

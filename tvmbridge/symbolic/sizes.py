@@ -1,9 +1,10 @@
-"""Sizes: integers of compiled code as functions of the symbols, found from their values.
+"""Sizes: integers in compiled code as functions of the symbols, found from their values.
 
-The same compilation at several points (values of the symbols) gives the same code with other
-numbers in it. Each such number is a polynomial of the symbols, or a quotient or remainder of one;
-which one, its values at the points tell. Where they do not tell it apart from another one, there
-is no answer. Quotients of a symbol (the extents that a stride leaves) are factors of others.
+Compiling at several points (values of the symbols) gives the same code with different numbers.
+Each such number is a polynomial of the symbols, or the quotient or remainder of one. Its values at
+the points identify the function. If several functions have these values, there is no answer.
+Quotients of a symbol (extents after a strided operator) may be factors of other sizes; such
+quotients are called atoms.
 """
 
 from __future__ import annotations
@@ -23,27 +24,31 @@ from tvmbridge.kernels.sized import Fields, value_of
 
 Point: TypeAlias = tuple[int, ...]
 
-# Of one symbol in a product of symbols.
+# The highest power of one symbol in a product of symbols.
 _MOST_POWER = 2
-# Vector lengths, numbers of threads and of tiles are powers of two.
+# Vector lengths, numbers of threads and sizes of tiles are powers of two.
 _DIVISORS = tuple(1 << i for i in range(1, 17))
-# Smaller numbers are quotients or remainders of something by accident.
+# Smaller numbers are the quotient or remainder of some size by accident.
 _LEAST_QUOTIENT = 16
-# Rows and columns that padding adds to an image, or a window takes.
+# Rows or columns that padding adds to an image, or that a window removes.
 _BORDERS = range(-2, 7)
 
 
 class DifferentCodeError(BuildError):
-    """The code for some sizes is not that for others with other numbers."""
+    """The code at some sizes differs from the code at others in more than its numbers."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """An integer that depends on the symbols: a polynomial, perhaps divided.
+    """An integer function of the symbols: a polynomial, or its quotient or remainder.
 
-    ``terms`` are coefficients with the power of each symbol, and of each of the ``atoms``, which
-    are quotients. With a ``divisor`` it is the quotient, rounded down, or where ``remainder`` is
-    set the remainder.
+    - ``terms``: for each term, its coefficient and the power of each symbol and then of each atom.
+    - ``divisor``: the polynomial is divided by it and rounded down; 1: it is not divided.
+    - ``remainder``: whether the size is the remainder of the division and not the quotient.
+    - ``atoms``: quotients that are factors in the terms like symbols.
+
+    Example: with symbols ``(b, s)``, ``Size(((3, (1, 1)), (1, (0, 0))), divisor=8)`` is
+    ``(3 * b * s + 1) // 8``.
     """
 
     terms: tuple[tuple[int, tuple[int, ...]], ...]
@@ -53,15 +58,15 @@ class Size:
 
     @property
     def atom_fields(self) -> list[Fields]:
-        """What the atoms are, for :func:`.value_of`."""
+        """Return terms, divisor and remainder flag of each atom, for :func:`.value_of`."""
         return [(a.terms, a.divisor, a.remainder) for a in self.atoms]
 
     def at(self, point: Sequence[int]) -> int:
-        """Its value where the symbols are ``point``."""
+        """Return the value of the size at ``point``, the values of the symbols."""
         return value_of(self.terms, self.divisor, self.remainder, point, self.atom_fields)
 
     def expression(self, symbols: Sequence[Expr]) -> Expr:
-        """It as an expression of TVM's."""
+        """Return the size as a TVM expression of ``symbols``."""
         symbols = [*symbols, *(atom.expression(symbols) for atom in self.atoms)]
         total: Expr | None = None
         for coefficient, powers in self.terms:
@@ -80,11 +85,11 @@ class Size:
 
 
 class Sizes:
-    """Finds the sizes that have given values at ``points``.
+    """Finds the functions of the symbols that have given values at ``points``.
 
     Args:
-        points: values of the symbols, at least three of them, generic: no number of compiled code
-            should be one of them by accident.
+        points: at least three points. Their values should be unusual numbers, so that no unrelated
+            number in compiled code equals one of them.
     """
 
     def __init__(self, points: Sequence[Point]) -> None:
@@ -92,9 +97,9 @@ class Sizes:
         self.symbols = len(points[0])
         self._found: dict[tuple[int, ...], Size] = {}
         self._atoms: tuple[Size, ...] = ()
-        # Values that were looked for in vain, with so many atoms.
+        # Values for which no function was found, with the number of atoms at that time.
         self._missed: set[tuple[tuple[int, ...], int]] = set()
-        # Values that are known to be quotients, however small they are.
+        # Values that are known to be quotients, even if they are small.
         self._quotients: set[tuple[int, ...]] = set()
         powers = itertools.product(range(_MOST_POWER + 1), repeat=self.symbols)
         self._monomials = sorted(powers, key=sum)
@@ -104,7 +109,10 @@ class Sizes:
         self._elsewhere = _other_points(self.points)
 
     def find(self, values: tuple[int, ...]) -> Size | None:
-        """The size with these values at the points; None: there is none, or more than one."""
+        """Return the polynomial with these values at the points.
+
+        None: there is no such polynomial, or there are several.
+        """
         sought = values, len(self._atoms)
         if values not in self._found and sought not in self._missed:
             size = self._polynomial(values) or self.only(self._of_atoms(values))
@@ -117,7 +125,11 @@ class Sizes:
         return self._found.get(values)
 
     def find_divided(self, values: tuple[int, ...]) -> Size | None:
-        """As :meth:`find`, of quotients and remainders of polynomials that were found before."""
+        """Return the polynomial with these values, or a quotient or remainder of a known one.
+
+        Only polynomials that :meth:`find` has returned before are divided. None: there is no such
+        function, or there are several.
+        """
         known = self.find(values)
         accidental = max(values) < _LEAST_QUOTIENT and values not in self._quotients
         if known is not None or accidental:
@@ -132,12 +144,22 @@ class Sizes:
         return size
 
     def note_quotient(self, extents: tuple[int, ...], divisor: int) -> None:
-        """Note that code counts blocks of ``divisor`` elements that hold ``extents``."""
+        """Record that the code counts blocks of ``divisor`` elements.
+
+        Later values that equal these numbers of blocks are recognised even if they are small.
+
+        Args:
+            extents: the numbers of elements at the points.
+            divisor: the number of elements in a block; the last block may be partial.
+        """
         if self.find(extents) is not None:
             self._quotients.add(tuple(-(-extent // divisor) for extent in extents))
 
     def content(self, values: Sequence[int]) -> int:
-        """What divides the number with these values at the points, wherever the symbols are."""
+        """Return the largest known divisor of a number for all values of the symbols.
+
+        ``values`` are the number's values at the points. Return 1 if its function is not known.
+        """
         size = self.find(tuple(values))
         if size is None or size.divisor != 1:
             return 1
@@ -145,7 +167,7 @@ class Sizes:
 
     @property
     def known(self) -> set[Size]:
-        """The polynomials that were found so far."""
+        """Return the polynomials that were found so far."""
         return {s for s in self._found.values() if s.divisor == 1}
 
     def _polynomial(self, values: tuple[int, ...]) -> Size | None:
@@ -160,8 +182,11 @@ class Sizes:
         return self.only(itertools.chain(self._of_two_terms(values), self._sums(values)))
 
     def _of_two_terms(self, values: tuple[int, ...]) -> Iterable[Size]:
-        """Sums such as ``s + 1`` or ``b * s - b``, where the one product divides the other, and
-        of two symbols."""
+        """Yield sums of two terms that have these values.
+
+        These are sums such as ``s + 1`` or ``b * s - b``, in which one product divides the other,
+        and sums of two symbols.
+        """
         for larger, smaller in itertools.permutations(self._monomials, 2):
             divided = all(a >= b for a, b in zip(larger, smaller, strict=True))
             if not divided and (sum(larger), sum(smaller)) != (1, 1):
@@ -178,7 +203,7 @@ class Sizes:
                 yield Size(((first, larger), (second, smaller)))
 
     def _sums(self, values: tuple[int, ...]) -> Iterable[Size]:
-        """Sums of two symbols and a number: what is left of what was concatenated."""
+        """Yield sums of two symbols and a number, such as the rest of a concatenation."""
         linear = [m for m in self._monomials if sum(m) == 1]
         for one, other in itertools.combinations(linear, 2):
             of = zip(values, self._values[one], self._values[other], strict=True)
@@ -187,7 +212,7 @@ class Sizes:
                 yield Size(((1, one), (1, other), (more, (0,) * self.symbols)))
 
     def _of_atoms(self, values: tuple[int, ...]) -> Iterable[Size]:
-        """Products of one or two quotients with symbols, and such a product less a number."""
+        """Yield products of one or two atoms with symbols, perhaps with a number added."""
         for count in (1, 2):
             for atoms in itertools.combinations_with_replacement(self._atoms, count):
                 at = [math.prod(a.at(p) for a in atoms) for p in self.points]
@@ -204,7 +229,7 @@ class Sizes:
                     yield Size(tuple(terms), atoms=atoms)
 
     def _with_borders(self, values: tuple[int, ...]) -> Iterable[Size]:
-        """Products of a quotient and another extent, each with a number: images with borders."""
+        """Yield products ``(a + i) * (b + j)`` of an atom and another extent: padded images."""
         ones = [m for m in self._monomials if sum(m) == 1]
         extents: list[tuple[Size, tuple[int, ...], tuple[Size, ...]]]
         extents = [(Size(((1, m),)), m, ()) for m in ones]
@@ -237,13 +262,13 @@ class Sizes:
                     yield Size(tuple(t for t in terms if t[0]), atoms=(*atom, *other))
 
     def only(self, candidates: Iterable[Size]) -> Size | None:
-        """The only one, as functions of the symbols."""
+        """Return the candidate if all candidates are the same function; otherwise None."""
         functions = {tuple(c.at(p) for p in self._elsewhere): c for c in candidates}
         return next(iter(functions.values())) if len(functions) == 1 else None
 
 
 def _linear(values: Sequence[int], of: Sequence[int]) -> tuple[int, int] | None:
-    """The numbers ``(a, b)`` with ``values = a * of + b``; None: there are none."""
+    """Return integers ``(a, b)`` with ``values = a * of + b`` and ``a > 0``; None if none exist."""
     other = next((i for i, x in enumerate(of) if x != of[0]), None)
     if other is None:
         return None
@@ -254,14 +279,17 @@ def _linear(values: Sequence[int], of: Sequence[int]) -> tuple[int, int] | None:
 
 
 def _is_extent(size: Size) -> bool:
-    """Whether it is a quotient of one symbol, perhaps with a number added."""
+    """Whether a size is the quotient of one symbol, perhaps plus a number: an extent."""
     first, *rest = (powers for _, powers in size.terms)
     plain = not size.remainder and not size.atoms and sum(first) == 1
     return plain and size.terms[0][0] == 1 and not any(map(any, rest))
 
 
 def _begins_last_vector(size: Size, whole: Iterable[Size]) -> bool:
-    """Whether it is another size less the lanes of a vector: nothing is divided by such."""
+    """Whether a size is another known size minus the lanes of a vector.
+
+    It is the start of the last vector of a loop, and code never divides such a number.
+    """
     if len(size.terms) < 2 or any(size.terms[-1][1]):
         return False
     lanes = -size.terms[-1][0]
@@ -283,7 +311,7 @@ def _divided(
 
 
 def _other_points(points: Sequence[Point]) -> tuple[Point, ...]:
-    """Points between and beside ``points``, at which different functions differ."""
+    """Return further points, at which functions that agree at ``points`` differ."""
     between = [
         tuple((3 * a + 2 * b) // 5 + i for i, (a, b) in enumerate(zip(p, q, strict=True)))
         for p, q in itertools.pairwise(points)

@@ -1,4 +1,4 @@
-"""Specs of kernels with sizes in them: see :mod:`tvmbridge.kernels.sized`."""
+"""Kernel specs in which sizes depend on symbols: see :mod:`tvmbridge.kernels.sized`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ MARK = "sized:"
 
 
 def generalize_spec(texts: Sequence[str], sizes: Sizes) -> str | None:
-    """The spec of which ``texts`` are the instances at the points of ``sizes``; None: none is."""
+    """Return one spec with symbolic sizes for ``texts``, the specs at the points of ``sizes``.
+
+    None: the specs differ in more than sizes, or are no specs.
+    """
     try:
         spec = merged([json.loads(text) for text in texts], sizes, "a spec")
     except (ValueError, DifferentCodeError):

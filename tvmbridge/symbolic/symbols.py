@@ -1,4 +1,4 @@
-"""The symbols of symbolic code: dimensions of arguments whose sizes are found from one number."""
+"""The symbols of symbolic code: each symbol is a number that gives the sizes of some dimensions."""
 
 from __future__ import annotations
 
@@ -12,43 +12,48 @@ import torch
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.symbolic.sizes import Point
 
-# A dimension of an argument: the number of its leaf, and of the dimension.
+# A dimension of an argument: the number of its leaf, and the number of the dimension.
 Dimension: TypeAlias = tuple[int, int]
+# The number of the leaf and the shape, for each tensor among the arguments.
 Shapes: TypeAlias = Sequence[tuple[int, tuple[int, ...]]]
 
-# 0 and 1 mean something else to broadcasting: they are no sizes of a symbol.
+# The least value of a symbol: sizes of 0 and 1 behave differently in broadcasting.
 LEAST_SIZE = 2
-# The least rows that seem to be those of a batch.
+# The least common first size of all arguments that is taken for the rows of a batch.
 _LEAST_ROWS = 3
 
 
 class LinearSize(NamedTuple):
-    """A size that is ``scale`` times a symbol, and ``offset``."""
+    """A size as a linear function of a symbol: ``scale * symbol + offset``."""
 
     scale: int = 1
     offset: int = 0
 
     def size(self, symbol: int) -> int:
-        """The size where the symbol is this number."""
+        """Return the size for this value of the symbol."""
         return self.scale * symbol + self.offset
 
     def symbol(self, size: int) -> int | None:
-        """The symbol of a size; None: no symbol has it."""
+        """Return the value of the symbol that gives this size; None if no integer does."""
         symbol, rest = divmod(size - self.offset, self.scale)
         return None if rest else symbol
 
 
-# Of a size that is the symbol.
+# The form of a size that equals its symbol.
 ITSELF = LinearSize()
 
 
 @dataclass(frozen=True)
 class Symbols:
-    """The symbolic dimensions: the sizes of each symbol's are found from one number at every call.
+    """The symbols of a signature, and the dimensions whose sizes they give.
 
-    Args:
-        dimensions: of each symbol.
-        forms: of dimensions whose size is not the symbol itself.
+    A point is a tuple with the value of each symbol.
+
+    - ``dimensions``: for each symbol, the dimensions whose sizes depend on it.
+    - ``forms``: for dimensions whose size is not the symbol itself, how it depends on the symbol.
+
+    Example: ``f(x, y)`` with shapes ``(b, 4)`` and ``(b, s)`` has the dimensions
+    ``(((0, 0), (1, 0)), ((1, 1),))``.
     """
 
     dimensions: tuple[tuple[Dimension, ...], ...]
@@ -56,9 +61,10 @@ class Symbols:
 
     @classmethod
     def of(cls, *calls: Shapes) -> Symbols | None:
-        """Those of dimensions that are not of one size in all calls; None: the ranks differ.
+        """Return symbols for the dimensions whose sizes differ between ``calls``.
 
-        Dimensions that are of the same size in each call are one symbol.
+        Dimensions that have equal sizes within each call share a symbol. None: the number of
+        dimensions of an argument differs between the calls.
         """
         sizes: dict[tuple[int, ...], list[Dimension]] = {}
         for arguments in zip(*calls, strict=True):
@@ -71,8 +77,10 @@ class Symbols:
         return cls(tuple(map(tuple, sizes.values())))
 
     def with_rows(self, shapes: Shapes) -> Symbols | None:
-        """These, and one for the first dimensions of all arguments, which seem to be the rows of a
-        batch, since they have one size; None: they do not, or are among these."""
+        """Return these symbols and one for the first dimension of all arguments, a batch's rows.
+
+        None: the first dimensions differ in size or are small, or one of them is a symbol already.
+        """
         first = {(leaf, 0): shape[0] for leaf, shape in shapes if shape}
         known = {d for group in self.dimensions for d in group}
         rows = set(first.values())
@@ -81,12 +89,15 @@ class Symbols:
         return Symbols((tuple(first), *self.dimensions))
 
     def point(self, leaves: Sequence[Any]) -> Point | None:
-        """The sizes of the symbols in a call; None: those of one differ, or are 0 or 1."""
+        """Return the point of a call; None if a value is 0 or 1, or sizes of a symbol disagree."""
         found = self.sizes(leaves)
         return None if found is None or min(found) < LEAST_SIZE else found
 
     def sizes(self, leaves: Sequence[Any]) -> Point | None:
-        """As :meth:`point`, with sizes of 1; None: those of one symbol differ, or are 0."""
+        """Return the point of a call, in which values may be 1.
+
+        None: a value is 0, or sizes of one symbol disagree.
+        """
         shapes = {i: leaf.shape for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
         found: list[int] = []
         for dimensions in self.dimensions:
@@ -98,15 +109,15 @@ class Symbols:
         return tuple(found)
 
     def form(self, dimension: Dimension) -> LinearSize:
-        """How a size is found from its symbol."""
+        """Return how the size of a dimension depends on its symbol."""
         return self.forms.get(dimension, ITSELF)
 
     def where(self, chosen: Sequence[bool]) -> Symbols:
-        """Those of these symbols that are chosen."""
+        """Return only the symbols whose flag in ``chosen`` is True."""
         return replace(self, dimensions=tuple(itertools.compress(self.dimensions, chosen)))
 
     def are_all(self, sample: Shapes, leaves: Sequence[Any]) -> bool:
-        """Whether a call differs from a sample in the sizes of symbols alone."""
+        """Whether a call differs from a sample only in the sizes of symbolic dimensions."""
         symbolic = {d for dimensions in self.dimensions for d in dimensions}
         return all(
             len(shape) == leaves[i].dim()
@@ -117,14 +128,17 @@ class Symbols:
         )
 
     def point_of(self, shapes: Mapping[int, Sequence[int]]) -> Point:
-        """The sizes of the symbols in a call with these shapes, which they were found in."""
+        """Return the point of a call with these shapes, which must fit the symbols."""
         first = (dimensions[0] for dimensions in self.dimensions)
         return tuple(
             (shapes[d[0]][d[1]] - self.form(d).offset) // self.form(d).scale for d in first
         )
 
     def apart(self, shapes: Mapping[int, Sequence[int]]) -> Point:
-        """The sizes of a call, all different: of equal ones torch.export would make one symbol."""
+        """Return the point of a call, changed so that all values differ.
+
+        torch.export would give dimensions of equal size one symbol.
+        """
         taken: list[int] = []
         for size in self.point_of(shapes):
             while size in taken:
@@ -133,7 +147,7 @@ class Symbols:
         return tuple(taken)
 
     def probe(self, args: Any, kwargs: Any, point: Point) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments as those given whose symbolic dimensions have the sizes of ``point``."""
+        """Return arguments like the given ones, with the sizes of ``point``."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         shapes = {i: list(t.shape) for i, t in enumerate(leaves) if isinstance(t, torch.Tensor)}
         for dimensions, symbol in zip(self.dimensions, point, strict=True):
@@ -145,7 +159,7 @@ class Symbols:
 
 
 def _resized(leaf: Any, shape: list[int] | None) -> Any:
-    """A tensor like ``leaf`` with this shape; nothing is read of its elements."""
+    """Return an uninitialised tensor like ``leaf`` with another shape."""
     if shape is None or list(leaf.shape) == shape:
         return leaf
     made = torch.empty(shape, dtype=leaf.dtype, device=leaf.device)

@@ -1,8 +1,8 @@
 """The fast guard of a compiled entry: one generated function that checks that nothing has changed.
 
-It is generated after a call that the full guards (``state.py``, ``layout.py``, ...) have accepted,
-and compares everything that they looked at with its state at that call. It compares dictionaries
-and tensors of the module by a :class:`~.watch.Watch`, arguments with their strides, and PyTorch's
+It is generated after a call that the full guards (``state.py``, ``layout.py``, ...) have accepted.
+It compares everything that the full guards look at with its state at that call: dictionaries and
+tensors of the module by a :class:`~.watch.Watch`, arguments with their strides, and PyTorch's
 modes by PyTorch's ``GlobalStateGuard``. If it accepts a call, the full guards would as well. If it
 does not, the full guards decide, and name the reason. The generated function has only the checks
 that the entry needs.

@@ -94,8 +94,8 @@ def original_forward(module: nn.Module, own: Callable[..., Any] | None) -> Calla
 def pickled_forward(module: nn.Module, own: Callable[..., Any] | None) -> tuple[Any, ...]:
     """Return the value of a dispatcher's ``__reduce__``: it is pickled as the own forward.
 
-    It names only built-in functions, so that the pickle can be read without tvmbridge. When the
-    pickle is read, the module has no attributes yet, and ``module.forward`` is its class's.
+    It names only functions of Python's library, so that the pickle can be read without tvmbridge.
+    When the pickle is read, the module has no attributes yet: its forward is the class's.
     """
     if own is None:
         return getattr, (module, "forward")

@@ -187,8 +187,8 @@ def _repeated(stride: Sequence[int]) -> tuple[bool, ...]:
 def _kind(tensor: torch.Tensor) -> _Kind:
     """Return the properties of a tensor's strides that result strides may depend on.
 
-    These are the dimensions in memory order, innermost first, each with a number: its elements
-    share memory (0), are contiguous (1) or have gaps (2).
+    The result has the dimensions in memory order, innermost first, each with a number: its
+    elements share memory (0), are contiguous (1) or have gaps (2).
     """
     kinds: list[tuple[int, int]] = []
     reached = 1
