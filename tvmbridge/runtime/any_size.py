@@ -75,7 +75,7 @@ class AnySize:
         symbols at once.
 
         Raises:
-            RefusedGuessError: there is no symbolic code with a symbol for the rows as well.
+            RefusedGuessError: a symbol was added for the batch's rows, and the compilation failed.
             NoRoomError: there is no symbolic code, and more frequent sizes have code of their own.
         """
         if specialization.family is not None:

@@ -164,6 +164,8 @@ class TrainingCall:
 
 
 class _CompiledFunction(torch.autograd.Function):
+    """The autograd node of one call of compiled code; ``step`` holds the state of the call."""
+
     @staticmethod
     def forward(ctx: Any, step: TrainingStep, *sources: torch.Tensor) -> tuple[torch.Tensor, ...]:
         *outputs, residuals = step.run()

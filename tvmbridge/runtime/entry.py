@@ -33,7 +33,7 @@ from tvmbridge.runtime.speed_trial import SpeedTrial
 
 
 class CompiledEntry:
-    """The code of one specialisation for one mode and one set of flags, ready to be called.
+    """The compiled code for one signature of arguments, one mode and one set of flags.
 
     Args:
         state: the state of the dispatched module, which is read at each call.

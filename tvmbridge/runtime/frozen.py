@@ -100,10 +100,13 @@ class FrozenWeights:
         return [*(primals[p] for p in self._kept), *self.values]
 
     def held(self, held: Mapping[int, torch.Tensor]) -> tuple[dict[int, torch.Tensor], int]:
-        """Return the arguments of ``forward`` that are the same at each call, and its arity.
+        """Return the arguments of ``forward`` that are the same at each call.
 
         Args:
             held: the primals that are the same at each call, by position.
+
+        Returns:
+            The arguments by position, and the number of all arguments of ``forward``.
         """
         kept = {i: held[p] for i, p in enumerate(self._kept) if p in held}
         values = dict(enumerate(self.values, start=len(self._kept)))

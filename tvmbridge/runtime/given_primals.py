@@ -15,7 +15,8 @@ class GivenPrimals:
     """Draws the random numbers of a call and returns its primals, except for packed weights.
 
     - ``inputs``: positions of the user inputs among the leaves of the arguments.
-    - ``noise``: numbers of the random draws in the order of the code: masks of dropout come last.
+    - ``noise``: indices of the random draws in the order in which compiled code takes the draws:
+      masks of dropout come last.
     - ``converts``: whether complex tensors become pairs of real numbers, or a prologue computes
       values that the draws read.
     - ``plain``: whether the primals are just the user inputs and the module's tensors, in order.

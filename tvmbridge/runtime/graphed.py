@@ -70,6 +70,8 @@ class GraphedCode:
 
 
 class _Inference:
+    """Runs calls in inference by one graph of forward."""
+
     def __init__(self, code: GraphedCode, bound: Bound) -> None:
         self._graph = code.call("forward", lambda inputs: code.run(inputs, bound)[0], None)
 
@@ -79,6 +81,11 @@ class _Inference:
 
 
 class _Training:
+    """Runs training calls by a graph of forward, and leases its residuals to graphs of backward.
+
+    While the backward of an earlier call has not run, calls are made without a graph.
+    """
+
     def __init__(self, code: GraphedCode, call: TrainingCall, held: Held) -> None:
         self._skips = code.skips
         self._outputs = call.parts.num_outputs

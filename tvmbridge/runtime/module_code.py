@@ -59,6 +59,13 @@ class ModuleCode:
     - ``compiles_signatures``: whether a call with a new signature compiles code for it, within
       the limits of ``room``. If False, only ``add_tvm_dispatch`` adds signatures.
     - ``any_size``: compiles symbolic code for calls of other sizes; None: no symbolic code.
+    - ``dropped``: the number of specialisations and entries that were dropped.
+
+    Args:
+        module: the dispatched module.
+        own: the forward that was set on the instance; None if it has only that of its class.
+        target: the TVM target; None is this machine's CPU.
+        options: options of the compilation.
     """
 
     def __init__(

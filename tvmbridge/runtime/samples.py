@@ -20,7 +20,13 @@ from tvmbridge.runtime.specialization import Specialization
 def compile_sample(
     dispatcher: Dispatcher, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> None:
-    """Compile code for a sample, unless the dispatcher has code for it."""
+    """Compile code for a sample, unless the dispatcher has code for it.
+
+    Args:
+        dispatcher: the dispatcher of the module.
+        args: the positional arguments of the sample.
+        kwargs: the keyword arguments of the sample.
+    """
     dispatcher.drop_outdated()
     if isinstance(dispatcher.any_size, DeclaredSizes):
         _compile_declared(dispatcher, dispatcher.any_size, args, kwargs)
@@ -72,7 +78,8 @@ def _find_or_add(
         tensors = entry.state.tensors()
         if entry.mismatch(leaves, tensors) is None:
             return specialization, None, arguments
-        # Other code for these arguments may be for an earlier state of the module; skip it.
+        # Any other difference means that the module has changed. This code stays for calls in the
+        # earlier state, and the sample gets a specialisation of its own.
         if entry.differs_in_flags_alone(leaves, tensors):
             return specialization, mode, arguments
     specialization = Specialization(Signature(args, kwargs, dispatcher.original))

@@ -44,14 +44,20 @@ class ServingPath(Protocol):
 
 
 class _Checked(NamedTuple):
-    """A call that a fast guard let pass, and the seconds that the guard took."""
+    """The leaves of a call that a fast guard has accepted, and the seconds that the guard took."""
 
     leaves: Sequence[Any]
     seconds: float
 
 
 class _Path:
-    """A path that is its own guard and entry, and can run the module's own forward."""
+    """The base of both paths; an instance is the ``guard`` and the ``entry`` of its own path.
+
+    Args:
+        code: the compiled entry whose calls the path serves.
+        module: the dispatched module.
+        own: the forward that was set on the instance; None if it has only that of its class.
+    """
 
     direct = None
 

@@ -70,10 +70,10 @@ class _Described:
 
     - ``captured``: the captured graph.
     - ``split``: forward and backward as separate functions; None in inference.
-    - ``layouts``: the memory layouts of inputs and outputs.
+    - ``layouts``: the strides of results that eager PyTorch does not return contiguous.
     - ``num_outputs``: the number of outputs of forward.
     - ``packs``: the names of the parameters in each packed weight.
-    - ``joint``: the source of the joint function; None in inference.
+    - ``joint``: the source text of the joint function (forward and gradients); None in inference.
     """
 
     captured: CapturedGraph

@@ -1,9 +1,9 @@
 """Descriptions with symbolic sizes: the data about compiled code that a call needs, for any size.
 
-The descriptions of a module that is compiled at several sizes (inputs, outputs, layouts, values
-from forward to backward) are frozen dataclasses that differ only in integers. :func:`merged`
-creates one description with a :class:`~.sizes.Size` for each such integer. :func:`at` evaluates
-it at a point.
+A description is a frozen dataclass with data about inputs, outputs, layouts, or values that
+backward reads. The descriptions of a module that is compiled at several sizes differ only in
+integers. :func:`merged` creates one description with a :class:`~.sizes.Size` for each such
+integer. :func:`at` evaluates it at a point.
 """
 
 from __future__ import annotations

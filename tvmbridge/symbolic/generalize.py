@@ -48,6 +48,10 @@ def generalize(mods: Sequence[tvm.IRModule], sizes: Sizes) -> tvm.IRModule:
     Each TIR function that uses sizes takes the symbols as numbers, after its input buffers. Each
     Relax function takes them as its last parameter, a shape.
 
+    Args:
+        mods: the modules, compiled with the same decisions at each point.
+        sizes: finds the functions of the symbols.
+
     Raises:
         DifferentCodeError: the modules differ in more than numbers.
     """

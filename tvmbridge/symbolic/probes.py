@@ -171,8 +171,8 @@ def _prime_below(
     """Return the greatest prime from ``least`` to ``limit``, ``rest`` more than a multiple of
     ``modulus``.
 
-    A prime one below a power of two is left out. Code for caches has sizes plus one, which would be
-    a power of two at that point and look like a number of lanes or tiles.
+    A prime one below a power of two is left out. Code for caches computes sizes plus one. At such
+    a prime the sum would be a power of two, and look like a number of lanes or tiles.
     """
     for candidate in range(limit, least - 1, -1):
         if (

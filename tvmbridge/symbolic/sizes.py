@@ -184,8 +184,8 @@ class Sizes:
     def _of_two_terms(self, values: tuple[int, ...]) -> Iterable[Size]:
         """Yield sums of two terms that have these values.
 
-        These are sums such as ``s + 1`` or ``b * s - b``, in which one product divides the other,
-        and sums of two symbols.
+        One product of symbols divides the other, as in ``s + 1`` or ``b * s - b``, or both terms
+        are single symbols.
         """
         for larger, smaller in itertools.permutations(self._monomials, 2):
             divided = all(a >= b for a, b in zip(larger, smaller, strict=True))

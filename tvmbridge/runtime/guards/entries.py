@@ -33,6 +33,11 @@ class DictEntry:
 
 
 def structure_of(module: nn.Module) -> Iterator[DictEntry]:
+    """Yield the entries that fix a module's structure, with their present objects.
+
+    The entries hold submodules, absent parameters and buffers, and for each submodule its
+    training flag and its forward.
+    """
     for parent in module.modules():
         for name, child in parent._modules.items():
             yield DictEntry(parent, "_modules", name, child, REPLACED)
