@@ -89,7 +89,7 @@ class Background:
     ) -> Result:
         """Compile by ``body``, first in a child process and then here with the warm cache.
 
-        If a compilation in the background is not possible, ``body`` runs here at once.
+        ``body`` runs here at once if there is no budget, or if a child process cannot compile.
 
         Args:
             what: a description of the compilation, for messages.

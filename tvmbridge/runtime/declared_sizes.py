@@ -109,7 +109,10 @@ class _Declared:
         return family.instance(matched)
 
     def renew(self, matched: Matched, compiler: Compiler, retire: Retire) -> Mismatch | None:
-        """Replace the shape class by one that covers this call too; or return why it cannot be."""
+        """Replace the shape class by one for this call and all earlier ones.
+
+        Return a mismatch if that is not possible; otherwise None.
+        """
         shapes = [(i, tuple(matched.leaves[i].shape)) for i, *_ in self.signature.tensors]
         demanded = set() if self.family is None else self.family.demanded
         symbols = symbols_of(self.dimensions, [*self.calls, shapes], demanded)

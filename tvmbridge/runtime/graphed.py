@@ -64,7 +64,13 @@ class GraphedCode:
     def call(
         self, name: str, run: Callable[[Tensors], list[Any]], copies: int | None
     ) -> ReplayedCall:
-        """Return ``run`` as a :class:`ReplayedCall` on the code's device, counted by ``name``."""
+        """Wrap ``run`` in a :class:`ReplayedCall` on the code's device.
+
+        Args:
+            name: the name under which replays are counted.
+            run: the function to capture.
+            copies: how many of the first results are returned as copies; None: all of them.
+        """
         device = self.compiled.captured.device
         return ReplayedCall(run, copies, device, self.replays, self.skips, name)
 

@@ -108,7 +108,10 @@ class Specialization:
         return _FULL if len(self.entries.get(mode, ())) + tried >= most else None
 
     def add(self, mode: Mode, entry: CompiledEntry, most: int) -> tuple[CompiledEntry, ...]:
-        """Keep ``entry``; return the least recently used entries that exceed ``most`` in a mode."""
+        """Keep ``entry`` as the most recently used one; return the entries that were dropped.
+
+        If a mode has more than ``most`` entries, the least recently used ones are dropped.
+        """
         with self._changing:
             others = [v for v in self.entries.get(mode, ()) if v.flags != entry.flags]
             kept = (entry, *others)

@@ -95,7 +95,10 @@ class ModuleState:
         self._bind({})
 
     def _bind(self, memo: Mapping[int, Any]) -> None:
-        """Look up the dictionaries that are read at each call, or their copies in ``memo``."""
+        """Collect the dictionaries that are read at each call.
+
+        ``memo`` is empty, or the memo of :func:`copy.deepcopy`, which has their copies.
+        """
 
         def copied(value: Any) -> Any:
             return memo.get(id(value), value)
