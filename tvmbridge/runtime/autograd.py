@@ -182,7 +182,7 @@ class _CompiledFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        if autocast_now():  # eager PyTorch's formulas would have the dtypes of forward as well
+        if autocast_now():  # backward runs in the dtypes of forward, as in eager PyTorch
             return with_autocast_off(_CompiledFunction.backward, ctx, *cotangents)
         step: TrainingStep = ctx.step
         refuse_unusual(cotangents)

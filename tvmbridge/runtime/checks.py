@@ -13,7 +13,10 @@ from tvmbridge.runtime.entry import CompiledEntry
 
 
 class Checks(Protocol):
-    """Serves calls in place of :meth:`CompiledEntry.run`, and checks some of them."""
+    """Serves calls in place of :meth:`CompiledEntry.run`, and checks some of them.
+
+    - ``unchecked``: the number of calls that could not be checked, by the reason.
+    """
 
     unchecked: Counter[str]
 

@@ -175,7 +175,7 @@ class CompiledEntry:
         fits = self.fits_flags(leaves, tensors)
         return not fits and self.state.changed_beside_flags(tensors) is None
 
-    # Calls that the fast guard lets pass ---------------------------------------------------------
+    # Calls that a fast guard has accepted --------------------------------------------------------
 
     def run_fast(
         self, fast: FastPath[CompiledEntry], leaves: Sequence[Any], arguments: Arguments

@@ -10,7 +10,7 @@ from typing import Any
 
 from tvmbridge.cache.tally import disk_text
 
-# Shorter compilations show nothing.
+# Seconds before the line appears, so that shorter compilations show nothing.
 PATIENCE = 2.0
 
 

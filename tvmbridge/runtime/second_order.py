@@ -155,7 +155,7 @@ class SecondOrderCall:
         """Return the versions of all primals; None if a primal has none."""
         try:
             return versions_of(self._primals)
-        except RuntimeError:  # tensors of inference mode have no version
+        except RuntimeError:  # tensors created in inference mode have no version
             return None
 
     def _is_written(self) -> bool:

@@ -184,7 +184,7 @@ class TrainingStep:
         return held if held is not None and held.addresses.unchanged() else None
 
     def free(self) -> None:
-        """Free the residuals."""
+        """Free the residuals, and release the CUDA graph's memory for the next call."""
         self.residuals = None
         self.noted = []
         if self.lease is not None:

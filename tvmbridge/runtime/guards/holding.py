@@ -96,7 +96,7 @@ Slot: TypeAlias = tuple[Any, str, Any]
 
 @dataclass(frozen=True)
 class Beyond:
-    """The values that a fast guard compares besides the dictionaries of the module's structure.
+    """The values that a fast guard compares in addition to the module's structure.
 
     - ``dicts``: further dictionaries, compared as a whole.
     - ``places``: single entries of dictionaries in which other entries do not matter.

@@ -294,7 +294,7 @@ class ModuleState:
         return reason or self._changed_beside(check_grad=True)
 
     def _changed_beside(self, check_grad: bool) -> str | None:
-        """Return what has changed besides the structure and the kinds of tensors; or None."""
+        """Return a change other than of the structure or of kinds of tensors; None if none."""
         for alias, name in self._ties:
             if self.tensor(alias) is not self.tensor(name):
                 return "tied parameters were untied"

@@ -218,7 +218,7 @@ class ValueGuard:
         self._parts = list(parts.values())
 
     def beyond(self, watched: Collection[int]) -> Beyond:
-        """Return what a fast guard has to compare besides the dictionaries it watches.
+        """Return what a fast guard has to compare in addition to dictionaries it watches.
 
         ``watched`` are the ids of these dictionaries.
         """
