@@ -1,1 +1,1 @@
-"""What runs at a call: guards, compiled entries, autograd."""
+"""The code that runs at each call of a dispatched module: guards, compiled entries, autograd."""

@@ -1,6 +1,5 @@
-// The compiled half of guards/watch.py: says in one call whether dictionaries, classes of objects and
-// tensors are what they were. core/compiled_half.py compiles it; without it the same questions are asked in
-// Python.
+// The native part of guards/watch.py: checks in one call that dictionaries, classes of objects and tensors
+// are unchanged. core/compiled_half.py compiles it; if that is not possible, the same checks run in Python.
 //
 // Dictionaries are compared by a version: up to Python 3.11 the one that CPython counts (PEP 509), from 3.12
 // on one that this file counts, which CPython notifies of each change. Python 3.13 does not notify of an
@@ -29,7 +28,7 @@ struct Counted {
     size_t users;
 };
 
-// By dictionary, each of which a Watch keeps alive. Only read and written with the interpreter's lock.
+// Versions by dictionary; a Watch keeps each dictionary alive. Accessed only with the interpreter's lock.
 std::unordered_map<PyObject *, Counted> counted;
 int watcher = -1;
 
@@ -45,7 +44,8 @@ bool start_counting() {
     return watcher >= 0;
 }
 
-// Where the version of `dict` is for as long as it is counted; nullptr with an exception set.
+// Starts counting changes of `dict`. Returns the address of its version, which is valid until stop_counting;
+// nullptr with an exception set.
 const uint64_t *begin_to_count(PyObject *dict) {
     if (PyDict_Watch(watcher, dict) < 0)
         return nullptr;
@@ -100,7 +100,7 @@ uintptr_t address_of(const c10::TensorImpl *impl) {
     return begin + impl->storage_offset() * impl->itemsize();
 }
 
-// What compiled code assumes of a tensor beside its values.
+// The properties of a tensor that compiled code depends on, except for its values.
 struct Properties {
     PyTypeObject *type; // borrowed: compared, never read
     c10::DispatchKeySet keys;
@@ -143,19 +143,19 @@ bool is_plain(PyObject *object) {
 
 // Watch ------------------------------------------------------------------------------------------
 
-// The places of one dictionary: its entries that matter, or a function that looks at all of them.
+// The entries of one dictionary that matter, or a function that compares them.
 struct Part {
     PyObject *dict;     // borrowed from `places` or `asked`
     PyObject *function; // borrowed from `asked`, or null
     Py_ssize_t begin, end;
     const uint64_t *counter; // null where the dictionary may change without a new version
-    uint64_t version;        // of the last time that they were as they should be
+    uint64_t version;        // the dictionary's version when the entries were last found unchanged
 };
 
 struct Watched {
-    std::vector<const uint64_t *> counters; // of the first dictionaries, one each
+    std::vector<const uint64_t *> counters; // addresses of the versions of `dicts`, in order
     std::vector<uint64_t> versions;
-    std::vector<PyObject *> compared; // dictionaries of which the entries are compared
+    std::vector<PyObject *> compared; // dictionaries whose entries are compared as well
     std::vector<Part> parts;
     std::vector<PyTypeObject *> types;
     std::vector<Properties> tensors;
@@ -169,8 +169,8 @@ struct Watch {
     PyObject *tensors;
     PyObject *places;    // tuple of (dict, key, value)
     PyObject *functions; // tuple of (function, code, defaults or None)
-    PyObject *asked;     // tuple of (dict, function that says whether it is as it should be, None)
-    PyObject *missing;   // stands for no value at a place
+    PyObject *asked;     // tuple of (dict, function that returns whether it is unchanged, None)
+    PyObject *missing;   // the object MISSING, for a key without a value
     PyObject *entries;   // list of the keys and values of the dictionaries that are compared
     Watched *watched;
 };
@@ -274,7 +274,7 @@ bool add_part(Watch *self, PyObject *dict, PyObject *function, Py_ssize_t begin)
     return true;
 }
 
-// Places of one dictionary that follow each other are one part.
+// Consecutive places of the same dictionary form one part.
 bool find_parts(Watch *self) {
     std::vector<Part> &parts = self->watched->parts;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(self->places); i++) {
@@ -291,7 +291,7 @@ bool find_parts(Watch *self) {
     return true;
 }
 
-// Looks at the entries where the dictionary may have changed; what else it holds does not matter.
+// Compares the entries that matter if the dictionary may have changed.
 bool part_holds(const Watch *self, Part &part) {
     uint64_t version = part.counter == nullptr ? 0 : *part.counter;
     if (part.counter != nullptr && version == part.version)

@@ -1,8 +1,9 @@
 """Any size: calls whose arguments have other sizes than a sample's are served by symbolic code.
 
-A :class:`Family` is a signature of which some dimensions are symbols. It has one symbolic code for
-each mode, and for each choice of sizes that comes a specialisation of its own, an instance: guards,
-counters and converted parameters are those of any other specialisation, the executable is shared.
+A :class:`Family` is a shape class: a signature in which some dimensions are symbols. It has
+symbolic code for each mode. Each combination of sizes that calls have gets a specialisation of its
+own, an instance, with its own guards, counters and converted parameters. All instances share the
+executable.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from tvmbridge.symbolic.symbols import Symbols
 
 logger = logging.getLogger(__name__)
 
-# So often calls add dimensions to those of a sample that are symbols.
+# The most shape classes of one signature: calls may add symbolic dimensions this many times.
 _MOST_FAMILIES = 4
 
 
 class AnySize:
-    """The families of a dispatched module.
+    """The shape classes of a dispatched module.
 
     Args:
-        compiler: of the module.
-        retire: called with the entries that are kept no longer.
+        compiler: the compiler of the module.
+        retire: called with the entries that are no longer kept.
     """
 
     def __init__(self, compiler: Compiler, retire: Retire) -> None:
@@ -46,7 +47,7 @@ class AnySize:
         self._lock = threading.Lock()
 
     def renewed(self, compiler: Compiler, retire: Retire) -> AnySize:
-        """The same for another module, or process; nothing is compiled for it."""
+        """Return an object with the same rules and no code, for a copy or a forked process."""
         return AnySize(compiler, retire)
 
     def specialization(
@@ -55,8 +56,12 @@ class AnySize:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> Specialization | Mismatch | None:
-        """That for a call of other sizes than those of ``known``; or why, or None: it differs
-        otherwise."""
+        """Return the specialisation for a call whose sizes none of ``known`` has.
+
+        Returns:
+            The specialisation; a mismatch if the sizes are not allowed; None if the call differs
+            in more than sizes.
+        """
         with self._lock:
             return self._of_family(args, kwargs) or self._of_new_family(known, args, kwargs)
 
@@ -65,12 +70,12 @@ class AnySize:
     ) -> CompiledEntry | None:
         """Return symbolic code for a call that belongs to ``specialization``.
 
-        Return None where the call needs code for its own sizes: it has a sample's sizes, or there
-        is no symbolic code. Once calls of other sizes have come, the sample's next mode is
-        compiled with symbols at once.
+        Return None if the call needs code for its own sizes: it has a sample's sizes, or there
+        is no symbolic code. After calls of other sizes, the sample's next mode is compiled with
+        symbols at once.
 
         Raises:
-            RefusedGuessError: there is no symbolic code with a symbol for the rows as well.
+            RefusedGuessError: a symbol was added for the batch's rows, and the compilation failed.
             NoRoomError: there is no symbolic code, and more frequent sizes have code of their own.
         """
         if specialization.family is not None:
@@ -92,7 +97,7 @@ class AnySize:
         return None
 
     def instances(self) -> list[Specialization]:
-        """All specialisations for calls of other sizes."""
+        """Return all specialisations for calls of other sizes than a sample's."""
         with self._lock:
             return [i for family in self.families for i in family.instances.values()]
 
@@ -123,7 +128,7 @@ class AnySize:
             symbols = Symbols.of(*calls)
             if symbols is None or not symbols.dimensions:
                 continue
-            # The last batch of an epoch has fewer rows: a symbol for them saves compiling again.
+            # A symbol for the rows saves a compilation when an epoch's last batch has fewer.
             self._guesses &= not any(f.refused for f in earlier)
             guessed = symbols.with_rows(shapes) if self._guesses else None
             symbols = guessed or symbols

@@ -1,4 +1,4 @@
-"""One autograd function over the compiled forward and backward."""
+"""An autograd function that runs the compiled forward and the compiled backward."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from tvmbridge.runtime.second_order import SecondOrderCall, refuse
 from tvmbridge.runtime.siblings import Watched, readers_of
 from tvmbridge.runtime.step import Held, TrainingStep
 
-# Arguments of the autograd function that are no tensors.
+# The number of arguments of the autograd function before its tensors.
 _BEFORE_SOURCES = 1
 _CALLED_ALONE = "the code was called alone"
 _numbers = itertools.count(1)
 
 
 class TrainingCall:
-    """How to run forward and backward of a compiled module as one autograd function.
+    """Runs the forward and backward of a compiled module as one autograd function.
 
     Args:
         compiled: a module compiled with gradients.
-        packing: where its packed weights are, which backward reads; None: there are none.
+        packing: the module's packed weights, which backward reads; None: there are none.
     """
 
     def __init__(self, compiled: CompiledModule, packing: ModulePacks | None = None) -> None:
@@ -51,7 +51,8 @@ class TrainingCall:
         self.parts = parts
         self.number = next(_numbers)
         self.reads = [position[name] for name in parts.reads]
-        # Autograd notices writes by the version of a parameter, which its packed values lack.
+        # Backward reads packed values of these parameters. Autograd sees writes by a tensor's
+        # version, which packed values do not have, so the parameters are saved as well.
         self.guarded = [
             i for i in packed_into(compiled, set(self.reads)) if i not in set(self.reads)
         ]
@@ -64,7 +65,7 @@ class TrainingCall:
         self.orders = {
             n: layout.order for n, layout in compiled.layouts.outputs.items() if layout.moves
         }
-        # Outputs that backward reads in another shape, or another order.
+        # Outputs that backward reads in another shape or order of dimensions than forward returns.
         self.reshaped = [
             (i, number, shape)
             for i, (number, shape) in enumerate(parts.kept_outputs, start=len(self.reads))
@@ -85,12 +86,14 @@ class TrainingCall:
         held: Held | None = None,
         replayed: Replayed | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """Outputs of forward, connected to ``primals`` (inputs, state and noise, in order).
+        """Return the outputs of forward, connected to ``primals`` in autograd's graph.
 
-        ``strides`` are those that the outputs get at this call; None: those of the sample's.
-        ``again`` gives gradients that can be differentiated, or says why there are none. ``held``
-        has the tensors of the module as compiled code takes them. ``replayed`` is what a CUDA graph
-        made already.
+        Args:
+            primals: user inputs, module state, random draws and packed weights, in order.
+            strides: the strides of the outputs at this call; None: the strides of the sample.
+            again: computes gradients that can be differentiated, or says why there are none.
+            held: the module's tensors, converted for compiled code; None: not converted yet.
+            replayed: the results of a CUDA graph that has replayed forward; None: run forward.
         """
         step = TrainingStep(self, primals, strides, again, held, replayed)
         sources = self.sources_of(primals)
@@ -104,10 +107,11 @@ class TrainingCall:
         return results
 
     def hold(self, primals: Mapping[int, torch.Tensor], as_they_are: Sequence[int]) -> Held:
-        """Convert ``primals`` that stay the same from call to call, by position, once.
+        """Convert the primals that stay the same from call to call, once for all calls.
 
-        They are all tensors of the module, and its packed weights. Those at ``as_they_are`` are
-        known to be readable by compiled code at each call.
+        Args:
+            primals: by position, all tensors of the module and its packed weights.
+            as_they_are: positions of primals that compiled code can read without a copy.
         """
         parts, loaded = self.parts, self.compiled.loaded
         forward = loaded.bind("forward", primals, self.num_primals, as_they_are)
@@ -124,7 +128,7 @@ class TrainingCall:
         ]
         saved = [i for i, tensor in enumerate(there) if tensor is None]
         read = [p for p, t in zip(self.reads, there, strict=True) if t is not None] + self.guarded
-        # Packed weights, the last primals, have no versions of their own.
+        # Packed weights are the last primals, and have no versions of their own.
         count = self.num_primals - len(self.compiled.packs)
         watched = {p: primals[p] for p in read if p < count}
         addresses = watch((), (), tuple(watched.values()))
@@ -133,35 +137,42 @@ class TrainingCall:
         return Held(forward, backward, saved, there, tuple(watched.values()), readers, addresses)
 
     def as_read(self, values: list[Any]) -> list[Any]:
-        """``values`` that backward reads before the cotangents, kept outputs as it takes them."""
+        """Bring kept outputs among ``values`` into the shapes and orders that backward reads.
+
+        ``values`` are the arguments of backward before the cotangents; the list is changed.
+        """
         for i, number, shape in self.reshaped:
             order = self.orders.get(number)
             values[i] = values[i].reshape(shape) if order is None else values[i].permute(order)
         return values
 
     def marks(self) -> tuple[torch.Tensor, ...]:
-        """What is saved first in a checkpoint, so that nothing else is taken for this code's.
+        """Return a marker tensor to save first inside a checkpoint; nothing outside of one.
 
-        A checkpoint puts what its repetition saves in place of what was saved, by position and
-        shape. Where forward itself or other code runs the repetition, this shape differs.
+        A checkpoint repeats forward, and replaces each saved tensor by the one that the repetition
+        saves at the same position with the same shape. The marker's shape is unique to this code,
+        so a repetition that runs forward itself or other code is noticed.
         """
         if not in_checkpoint():
             return ()
         return (torch.empty((0, self.number), dtype=torch.bool, device="cpu"),)
 
     def kept_primal(self, primals: Sequence[torch.Tensor], position: int) -> torch.Tensor:
-        """A primal that backward reads; a copy where it is written into meanwhile."""
+        """Return a primal that backward reads, as a copy if the call itself writes into it."""
         primal = primals[position]
         return primal.clone() if position in self.overwritten else primal
 
 
 class _CompiledFunction(torch.autograd.Function):
+    """The autograd node of one call of compiled code; ``step`` holds the state of the call."""
+
     @staticmethod
     def forward(ctx: Any, step: TrainingStep, *sources: torch.Tensor) -> tuple[torch.Tensor, ...]:
         *outputs, residuals = step.run()
         ctx.step = step
         ctx.watched = None
-        # Not saved for backward: it reads none of them, and they may be written into meanwhile.
+        # Not saved for backward: backward does not read their values, and a write into them must
+        # not raise.
         ctx.sources = sources
         ctx.save_for_backward(*step.to_save(outputs, residuals))
         if step.call.constant_outputs:
@@ -171,7 +182,7 @@ class _CompiledFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        if autocast_now():  # eager PyTorch's formulas would have the dtypes of forward as well
+        if autocast_now():  # backward runs in the dtypes of forward, as in eager PyTorch
             return with_autocast_off(_CompiledFunction.backward, ctx, *cotangents)
         step: TrainingStep = ctx.step
         refuse_unusual(cotangents)
@@ -194,10 +205,10 @@ class _CompiledFunction(torch.autograd.Function):
 def _backward_to_differentiate(
     ctx: Any, cotangents: Sequence[torch.Tensor | None]
 ) -> Sequence[torch.Tensor | None]:
-    """The gradients where backward is recorded itself (``create_graph=True``).
+    """Return the gradients of a backward that autograd records (``create_graph=True``).
 
-    They are those of the module's own forward, run again; where that cannot be, those of compiled
-    code, which raise when they are differentiated.
+    The module's own forward runs again, and autograd differentiates it. If it cannot run again,
+    the gradients come from compiled code, and raise when they are differentiated.
     """
     step: TrainingStep = ctx.step
     saved = without_gradients(getattr, ctx, "saved_tensors")
@@ -219,7 +230,7 @@ def _backward_to_differentiate(
 def _recorded_gradients(
     ctx: Any, cotangents: Sequence[torch.Tensor | None]
 ) -> Sequence[torch.Tensor | None]:
-    """Gradients that can be differentiated, in the order of those of compiled code."""
+    """Return gradients that can be differentiated, in the order of the compiled backward."""
     wanted = _wanted(ctx)
     arrived = {i: c for i, c in enumerate(cotangents) if c is not None}
     found = dict(zip(wanted, ctx.step.again.gradients(wanted, arrived), strict=True))
@@ -227,7 +238,7 @@ def _recorded_gradients(
 
 
 def _wanted(ctx: Any) -> list[int]:
-    """The primals that the compiled code has gradients of and this backward wants them of."""
+    """Return the positions of the primals whose gradients this backward wants."""
     asked = ctx.needs_input_grad[_BEFORE_SOURCES:]
     return [p for p, needed in zip(ctx.step.call.gradient_of, asked, strict=True) if needed]
 
@@ -241,11 +252,11 @@ def _refuse_hooks(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> None:
 def _gradients(
     step: TrainingStep, saved: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor | None]
 ) -> Sequence[torch.Tensor | None]:
-    """The gradients, of what autograd has saved."""
+    """Run the compiled backward on the tensors that autograd has saved; return the gradients."""
     step.refuse_written(cotangents)
     with region(f"{step.call.compiled.origin} backward"):
         held = step.unchanged()
-        if held is not None:  # it keeps memory alive that parameters are moved from
+        if held is not None:  # it keeps the old memory of parameters that are moved meanwhile
             return _run_backward(step, step.restored(saved), cotangents, held)
         with step.call.packing:
             return _run_backward(step, step.restored(saved), cotangents, None)
@@ -257,7 +268,11 @@ def _run_backward(
     cotangents: Sequence[torch.Tensor | None],
     held: Held | None,
 ) -> Sequence[torch.Tensor | None]:
-    """The gradients; None where eager gives none, rather than zeros: optimizers skip these."""
+    """Run backward; return the gradients.
+
+    A gradient is None if no cotangent reaches it, as in eager PyTorch: optimizers skip a parameter
+    without a gradient, but would apply zeros.
+    """
     call = step.call
     parts, partial = call.parts, call.compiled.partial_backwards
     values = call.as_read(values)

@@ -1,7 +1,8 @@
 """The background: code is compiled in another process, while calls run the module's own forward.
 
-A child compiles, and keeps the code in the cache on disk (:mod:`.child`). A call after its end goes
-the same way again, and finds there what takes long. One child compiles at a time.
+A child process compiles and stores the code in the cache on disk (:mod:`.child`). The first call
+after its end compiles in this process, and takes the slow parts from the cache. Only one child
+compiles at a time.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Result = TypeVar("Result")
 
 
 class UnderWayError(Exception):
-    """There is no code yet: it is compiled in another process, or will be after other code."""
+    """There is no code yet: another process compiles it, or compiles other code first."""
 
     def __init__(self) -> None:
         super().__init__(COMPILING)
@@ -35,20 +36,20 @@ class UnderWayError(Exception):
 @dataclass(frozen=True)
 class _Job:
     child: Child
-    # Not held: it may hold the module.
+    # Weak references, because these objects may hold the module.
     about: weakref.ref[object]
     sample: weakref.ref[object]
 
 
 @dataclass
 class _Turn:
-    """Which child compiles at this time, of all modules of the process."""
+    """The child that compiles now, one for all modules of the process; None: no child does."""
 
     child: Child | None = None
     process: int = field(default_factory=os.getpid)
 
     def wait(self, seconds: float) -> bool:
-        """Whether none does, for which this waits so long."""
+        """Wait at most ``seconds`` for the child's end; return whether no child compiles now."""
         if self.child is not None and (self.process != os.getpid() or self.child.wait(seconds)):
             self.child = None
         return self.child is None
@@ -58,20 +59,20 @@ _turn = _Turn()
 
 
 def child_compiles() -> bool:
-    """Whether another process compiles for this one at this time."""
+    """Whether a child process compiles for this process now."""
     return _turn.child is not None and not _turn.wait(0.0)
 
 
 class Background:
-    """Compilations of one module.
+    """The compilations of one module in the background.
 
     Args:
-        options: how it is compiled, and whether that may be in the background.
+        options: options of the compilation; ``budget`` says whether calls wait for it.
     """
 
     def __init__(self, options: CompileOptions) -> None:
         self.options = options
-        # The seconds that a call waits for its code; None: as long as it takes.
+        # Seconds that a call waits for its code; None: calls compile in this process.
         self.budget = options.budget
         self._jobs: dict[tuple[int, Hashable], _Job] = {}
         self._process = os.getpid()
@@ -86,23 +87,30 @@ class Background:
         body: Callable[[], Result],
         sample: object = None,
     ) -> Result:
-        """What ``body`` returns, which is called where it need not compile, or has to here.
+        """Compile by ``body``, first in a child process and then here with the warm cache.
+
+        ``body`` runs here at once if there is no budget, or if a child process cannot compile.
 
         Args:
-            what: is compiled, for people.
-            about, key: tell compilations apart: an object, and more.
-            body: compiles; run once in a child and once here, with the same graphs.
-            sample: serves the calls of this one too: what was begun for fewer of them is ended.
+            what: a description of the compilation, for messages.
+            about: an object that identifies the compilation together with ``key``.
+            key: the second part of the identification.
+            body: the compilation; it must create the same graphs in the child and here.
+            sample: an object that identifies compilations which this one replaces, since its code
+                serves their calls as well; they are ended. None: it replaces none.
+
+        Returns:
+            The result of ``body``.
 
         Raises:
-            UnderWayError: it is being compiled, or has to wait for other code.
-            BridgeError: it could not be compiled in the background.
+            UnderWayError: the child has not finished, or another child compiles.
+            BridgeError: the compilation in the child failed.
         """
         if self.budget is None:
             return body()
         until = time.monotonic() + self.budget
         job = self._jobs.get((id(about), key))
-        if job is not None and job.about() is not about:  # of one that is gone
+        if job is not None and job.about() is not about:  # the id was that of a deleted object
             job = None
         if job is None:
             refusal = self._refusal()
@@ -125,10 +133,13 @@ class Background:
         return body()
 
     def wait(self, timeout: float | None) -> None:
-        """Return when nothing is under way.
+        """Wait until all compilations of the module have ended.
+
+        Args:
+            timeout: seconds; None: no limit.
 
         Raises:
-            TimeoutError: it did not end in time.
+            TimeoutError: a compilation did not end in time.
         """
         until = None if timeout is None else time.monotonic() + timeout
         for job in self._of_now():
@@ -137,7 +148,7 @@ class Background:
                     raise TimeoutError(f"{job.child.what} has not ended within {timeout} s")
 
     def under_way(self) -> tuple[str, ...]:
-        """What is being compiled, and for how long."""
+        """Describe each compilation in progress, with its duration so far."""
         now = time.monotonic()
         return tuple(
             f"{job.child.what}, for {now - job.child.started:.0f} s"
@@ -146,14 +157,14 @@ class Background:
         )
 
     def cancel(self) -> None:
-        """End what is under way: nobody waits for it any longer."""
+        """Kill the compilations in progress."""
         _cancel(self._jobs, self._process)
 
     def _of_now(self) -> list[_Job]:
         return list(self._jobs.values()) if self._process == os.getpid() else []
 
     def _refusal(self) -> str | None:
-        """Why compilations cannot be in the background; None: they can."""
+        """Return why compilations cannot run in the background; None if they can."""
         if self._process != os.getpid():
             self._jobs, self._process = {}, os.getpid()
         cannot = cannot_fork() or unusable(self.options.cache)

@@ -1,4 +1,4 @@
-"""What may serve calls in place of compiled entries, and checks some of them."""
+"""The interface of checked execution, which compares some calls with the module's own forward."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from tvmbridge.runtime.entry import CompiledEntry
 
 
 class Checks(Protocol):
-    """Serves calls in place of :meth:`CompiledEntry.run`, and checks some of them."""
+    """Serves calls in place of :meth:`CompiledEntry.run`, and checks some of them.
+
+    - ``unchecked``: the number of calls that could not be checked, by the reason.
+    """
 
     unchecked: Counter[str]
 
@@ -25,7 +28,15 @@ class Checks(Protocol):
         tensors: Sequence[Any],
         arguments: Arguments,
     ) -> Any:
-        """What the call returns."""
+        """Serve one call by ``entry``, checked or not, and return its results.
+
+        Args:
+            module: the dispatched module.
+            entry: the compiled entry for the call.
+            leaves: the leaves of the call's arguments.
+            tensors: the module's tensors.
+            arguments: the positional and keyword arguments.
+        """
 
     def renewed(self) -> Checks:
-        """The same for a copy of the module."""
+        """Return an object with the same settings for a copy of the module."""

@@ -1,9 +1,9 @@
-"""A compilation in a child of this process, which keeps what it has compiled in the cache on disk.
+"""A compilation in a child process, which stores the code in the cache on disk.
 
-It is forked: the module, the arguments, the mode and all settings are those of the call, and
-nothing has to be pickled. It has one thread, since PyTorch's are not forked with it, and a lower
-priority, and ends with its parent. It measures no kernels: it asks the parent, on whose threads the
-code will run, and sleeps meanwhile.
+The child is forked, so it has the module, the arguments, the mode and all settings of the call,
+and nothing is pickled. It runs on one thread, since PyTorch's threads are not forked, at a lower
+priority, and ends with its parent. It does not measure kernels itself. It asks the parent, on whose
+threads the code will run, and waits for the answer.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from tvmbridge.core.machine import compile_for_threads, threads
 from tvmbridge.graph_capture.surroundings import undisturbed
 from tvmbridge.kernels.table import ask_elsewhere, choice
 
-# One that has said nothing for so long hangs.
+# A child that has sent no message for this time is taken to hang, and is killed.
 MOST_SECONDS = 1800.0
-# Where all cores are taken it has about a quarter of one.
+# If all cores are busy, a child of this niceness gets about a quarter of a core.
 NICENESS = 5
 _PR_SET_PDEATHSIG = 1
 
@@ -42,7 +42,7 @@ _ASKED, _DONE, _FAILED = "asked", "done", "failed"
 
 
 def cannot_fork() -> str | None:
-    """Why this thread cannot compile in a child; None: it can."""
+    """Return why this thread cannot compile in a child process; None if it can."""
     if sys.platform != "linux":
         return "that needs Linux"
     if threading.current_thread() is not threading.main_thread():
@@ -55,11 +55,11 @@ def cannot_fork() -> str | None:
 
 
 class Child:
-    """A child that runs ``body`` and ends.
+    """A child process that runs one compilation and ends.
 
     Args:
-        body: what is compiled, for people.
-        what: the compilation; its result is thrown away.
+        what: a description of the compilation, for messages.
+        body: the compilation; its result is discarded.
     """
 
     def __init__(self, what: str, body: Callable[[], object]) -> None:
@@ -72,18 +72,19 @@ class Child:
             target=_run, args=(body, other, os.getpid()), name="tvmbridge-compilation", daemon=True
         )
         with warnings.catch_warnings():
-            # That there are threads, which Python from 3.12 on warns of, is seen to.
+            # Python 3.12 and later warn of a fork of a process with threads, which is safe here:
+            # the child uses one thread.
             warnings.simplefilter("ignore", DeprecationWarning)
             self._process.start()
         other.close()
 
     @property
     def pid(self) -> int | None:
-        """Its process."""
+        """Return the process id of the child."""
         return self._process.pid
 
     def wait(self, seconds: float) -> bool:
-        """Whether it has ended, for which this waits so long; what it asks for is answered."""
+        """Wait at most ``seconds`` and answer the child's requests; return whether it has ended."""
         until = time.monotonic() + seconds
         while not self._ended:
             left = max(0.0, until - time.monotonic())
@@ -96,7 +97,7 @@ class Child:
         return self._ended
 
     def end(self, reason: str) -> None:
-        """Kill it, because of ``reason``."""
+        """Kill the child; its error says ``reason``."""
         self._process.kill()
         self._over(BuildError(f"{self.what} in the background: {reason}"))
 
@@ -129,7 +130,7 @@ class Child:
 
 
 def _run(body: Callable[[], object], connection: Connection, parent: int) -> None:
-    """What the child does."""
+    """Run the compilation in the child, send the result, and exit."""
     try:
         _settle(parent)
         ask_elsewhere(partial(_ask, connection))
@@ -139,7 +140,7 @@ def _run(body: Callable[[], object], connection: Connection, parent: int) -> Non
         with contextlib.suppress(OSError):
             connection.send((_FAILED, _described(error)))
     finally:
-        # Nothing of what the program does at its end.
+        # The child must not run the program's exit handlers.
         os._exit(0)
 
 
@@ -150,11 +151,12 @@ def _settle(parent: int) -> None:
     os.nice(NICENESS)
     compile_for_threads(threads())
     torch.set_num_threads(1)
-    # The parent tells of it.
+    # The parent logs the compilation.
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
     sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-    # Handlers are the program's, which is another process; Ctrl-C comes to both.
+    # The program's signal handlers are meant for the parent. Ctrl-C reaches both processes, and
+    # the parent decides what it means.
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
@@ -169,7 +171,11 @@ def _ask(
 
 
 def _described(error: BaseException) -> tuple[str, str, dict[str, Any]]:
-    """The class, the text and the attributes of an error; its own class may not be unpickled."""
+    """Return class name, text and attributes of an error, to be sent to the parent.
+
+    The name is of the nearest class in :mod:`tvmbridge.core.errors`, since the parent may not be
+    able to unpickle another class; empty if there is none.
+    """
     known = [c for c in type(error).__mro__ if getattr(errors, c.__name__, None) is c]
     text = str(error) if known else f"{type(error).__name__}: {first_line(error)}"
     try:

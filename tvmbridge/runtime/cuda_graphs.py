@@ -1,8 +1,8 @@
-"""CUDA graphs: the launches of a call recorded once and replayed.
+"""CUDA graphs: the kernel launches of a call are recorded once and replayed.
 
-A graph reads its inputs where they were when it was captured and writes its results to memory of
-its own. So what changes from call to call is copied in before a replay, and results are copied out
-after it. Where that would not be safe the call is made without a graph, and the reason is counted.
+A graph reads its inputs at the addresses of its capture and writes its results to its own memory.
+Inputs that change are therefore copied in before a replay, and results are copied out after it. If
+a replay would not be safe, the call runs without a graph and the reason is counted.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from tvmbridge.core.torch_private import (
     free_cublas_workspaces,
 )
 
-# Calls without a graph before one is captured: libraries choose kernels and allocate meanwhile.
+# Calls without a graph before the capture, in which libraries choose kernels and allocate memory.
 _WARM_UP = 2
 
 Tensors = Sequence[torch.Tensor]
 
 
 class ReplayedCall:
-    """A function of tensors on a GPU that is captured at its third call, and replayed from then on.
+    """A GPU function that is captured as a CUDA graph at its third call and replayed afterwards.
 
     Args:
         run: the function. It must launch the same kernels at each call, on the current stream.
-        copies: how many of its first results are handed out; None: all.
-        device: where.
-        replayed: counts replays under ``name``.
-        skipped: counts calls without a graph by the reason.
-        name: of the function, in ``replayed``.
+        copies: how many of the first results are returned as copies; None: all of them.
+        device: the GPU.
+        replayed: a counter of replays, incremented under ``name``.
+        skipped: a counter of calls without a graph, incremented under the reason.
+        name: the name of the function in ``replayed``.
     """
 
     def __init__(
@@ -68,9 +68,10 @@ class ReplayedCall:
         self._lock = threading.Lock()
 
     def __call__(self, inputs: Tensors) -> list[Any] | None:
-        """The results, those handed out as copies; None: ``run`` has to be called.
+        """Replay the graph; return its results, or None if the caller has to call ``run``.
 
-        The others are in the graph's own memory, until the next replay.
+        The first ``copies`` results are copies. The others stay in the graph's own memory and are
+        valid until the next replay.
         """
         with self._lock:
             reason = self._refused()
@@ -112,8 +113,8 @@ class ReplayedCall:
         try:
             with torch.no_grad(), torch.cuda.device(self._index):
                 self.inputs = [t.detach().clone() for t in inputs]
-                # The graph gets a workspace in its own memory: one that another graph, or PyTorch,
-                # frees would be written into by the replays.
+                # Without cuBLAS workspaces in the cache the graph allocates one in its own memory.
+                # Replays would otherwise write into a workspace after PyTorch has freed it.
                 free_cublas_workspaces()
                 with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                     self.results = self.run(self.inputs)
@@ -129,7 +130,7 @@ class ReplayedCall:
 
 
 def _end_failed_capture(current: torch.cuda.Stream) -> None:
-    """Restore what a capture that failed leaves behind: the stream, and the generator.
+    """Restore the stream and the random generator after a capture has failed.
 
     ``torch.cuda.graph`` stays on its own stream if the capture cannot end. PyTorch's generator then
     refuses to draw ("Offset increment outside graph capture") until another capture has ended.
@@ -143,7 +144,7 @@ def _end_failed_capture(current: torch.cuda.Stream) -> None:
 
 
 def _copied(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies that keep the strides, of tensors of one dtype by one launch for many."""
+    """Copy tensors with their strides; one kernel launch copies all tensors of a dtype."""
     groups: dict[torch.dtype, list[int]] = {}
     for number, tensor in enumerate(tensors):
         if tensor.dtype is not torch.bool and tensor.numel():
@@ -159,33 +160,35 @@ def _copied(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 class Lease:
-    """The use of a graph's residuals, from a forward call until its backward has run."""
+    """The right to use a graph's residuals, from a forward call until its backward has run."""
 
     def __init__(self, graphs: Callable[[Any], ReplayedCall]) -> None:
-        """``graphs`` returns the graph of a partial backward, and of the whole one for None."""
+        """Create a lease; ``graphs`` maps a partial backward, or None for all, to its graph."""
         self._graphs = graphs
         self.active = True
 
     def backward(self, cotangents: Tensors, partial: Any = None) -> list[torch.Tensor] | None:
-        """Return the gradients; None: backward has to be called without a graph.
+        """Return the gradients; None if backward has to be called without a graph.
 
         Args:
-            cotangents: those that arrived.
-            partial: the :class:`PartialBackward` that takes no others; None: all arrived.
+            cotangents: the cotangents that arrived.
+            partial: the :class:`PartialBackward` for exactly these cotangents; None: all arrived.
         """
         return self._graphs(partial)(cotangents) if self.active else None
 
     def end(self) -> None:
-        """Let the next call have the residuals."""
+        """Release the residuals for the next call."""
         self.active = False
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """What a replay of forward made: ``outputs`` are copies, all else is the graph's own memory.
+    """The results of a replay of forward.
 
-    ``primals`` are those of the graph; ``residuals`` are what backward reads, in training, and
-    ``lease`` is the use of them.
+    - ``outputs``: copies of the outputs.
+    - ``primals``: the inputs of compiled code, in the graph's own memory.
+    - ``residuals``: the values that backward reads, in the graph's memory; None in inference.
+    - ``lease``: the right to use the residuals; None in inference.
     """
 
     outputs: list[torch.Tensor]

@@ -1,8 +1,8 @@
-"""Declared sizes: calls whose symbolic dimensions a spec of torch.export's names.
+"""Declared sizes: the user names the symbolic dimensions by torch.export's ``dynamic_shapes``.
 
-They are symbols from the first call on, or from the sample: nothing is compiled for its sizes. A
-call outside of a Dim's bounds, or of another size where the spec names none, runs the module's own
-forward.
+The dimensions are symbols from the sample or the first call on, so no code is compiled for its
+sizes alone. The module's own forward serves a call outside of a Dim's bounds, or with another size
+in a dimension that is not declared.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ from tvmbridge.symbolic.declared import (
 from tvmbridge.symbolic.sizes import Point
 from tvmbridge.symbolic.symbols import Dimension, Shapes
 
-# So many structures of arguments calls may have compiled.
+# The most structures of arguments that calls may compile.
 _MOST_SIGNATURES = 4
-# So often code for one of them is made anew, with other symbols of hints.
+# The most shape classes for one structure, each with another choice of symbols for hints.
 _MOST_CHOICES = 4
-# Code is compiled for all of a Dim's sizes at once where they are so many times the first ones.
+# Code covers a Dim's upper bound at once if the bound is at most _FAR times the first size, where
+# sizes below _NEAR count as _NEAR.
 _FAR, _NEAR = 8, 64
 
 _OUTSIDE = "the size of an input is outside of what dynamic_shapes declares"
@@ -45,11 +46,19 @@ _TOGETHER = "sizes of inputs that one Dim stands for differ"
 
 
 def sizes_to_serve(module: nn.Module, given: Any, sample: Arguments | None) -> Any:
-    """What the argument ``dynamic_shapes`` asks for: a spec, ``"auto"``, or None for no symbols.
+    """Check the argument ``dynamic_shapes`` of ``add_tvm_dispatch``.
+
+    Args:
+        module: the module to be dispatched.
+        given: the value of the argument.
+        sample: the sample arguments; None: there is no sample.
+
+    Returns:
+        A spec as for torch.export, ``"auto"``, or None for no symbols.
 
     Raises:
-        torch._dynamo.exc.UserError: it is no spec for the sample; as of torch.export.
-        ValueError: it is something else, or needs a sample.
+        torch._dynamo.exc.UserError: the spec does not fit the sample, by torch.export's check.
+        ValueError: the value is no spec, or needs a sample.
     """
     if given is None or (isinstance(given, str) and given == "auto"):
         return given
@@ -70,7 +79,13 @@ def sizes_to_serve(module: nn.Module, given: Any, sample: Arguments | None) -> A
 
 @dataclass(eq=False)
 class _Declared:
-    """Calls of one signature: what the spec says of them, and the family that serves them."""
+    """The calls of one signature, the declared dimensions, and the shape class that serves them.
+
+    - ``signature``: the signature of the first call.
+    - ``dimensions``: the declaration of each symbolic dimension.
+    - ``calls``: the shapes of the calls that have changed the choice of symbols.
+    - ``family``: the shape class; None: no call has come yet.
+    """
 
     signature: Signature
     dimensions: Mapping[Dimension, DeclaredDimension]
@@ -78,7 +93,7 @@ class _Declared:
     family: Family | None = None
 
     def outside(self, matched: Matched) -> Mismatch | None:
-        """Which dimension of a call has a size that its Dim is not for."""
+        """Return which dimension of a call has a size outside of its Dim; None if none has."""
         for (leaf, number), dim in self.dimensions.items():
             reason = dim.refusal(matched.leaves[leaf].shape[number])
             if reason is not None:
@@ -87,14 +102,17 @@ class _Declared:
         return None
 
     def served(self, matched: Matched) -> Specialization | None:
-        """The specialisation for a call; None: its family has other symbols."""
+        """Return the specialisation for a call; None if the shape class does not cover it."""
         family = self.family
         if family is None or family.demanded & self._free():
             return None
         return family.instance(matched)
 
     def renew(self, matched: Matched, compiler: Compiler, retire: Retire) -> Mismatch | None:
-        """Make a family for a call, too, that the one of earlier calls is not for; or why none."""
+        """Replace the shape class by one for this call and all earlier ones.
+
+        Return a mismatch if that is not possible; otherwise None.
+        """
         shapes = [(i, tuple(matched.leaves[i].shape)) for i, *_ in self.signature.tensors]
         demanded = set() if self.family is None else self.family.demanded
         symbols = symbols_of(self.dimensions, [*self.calls, shapes], demanded)
@@ -118,7 +136,7 @@ class _Declared:
         return None
 
     def _free(self) -> set[Dimension]:
-        """The symbols that may be static."""
+        """Return the symbolic dimensions that were declared as ``Dim.AUTO``."""
         assert self.family is not None
         symbols = {d for group in self.family.symbols.dimensions for d in group}
         return {d for d in symbols if self.dimensions[d].free}
@@ -128,7 +146,10 @@ class _Declared:
 
 
 def reach(bounds: Sequence[DeclaredDimension], point: Point) -> list[Point]:
-    """Sizes that calls may have, too, by the bounds of Dims, where they are not far away."""
+    """Return a small and a large point within the bounds of Dims, which code should cover too.
+
+    A bound that is far from the size in ``point`` is not used.
+    """
     pairs = list(zip(bounds, point, strict=True))
     small = tuple(min(n, b.least) if b.least > 2 else n for b, n in pairs)
     large = tuple(
@@ -138,12 +159,13 @@ def reach(bounds: Sequence[DeclaredDimension], point: Point) -> list[Point]:
 
 
 class DeclaredSizes(AnySize):
-    """The families of a dispatched module whose sizes are declared.
+    """The shape classes of a dispatched module whose symbolic dimensions are declared.
 
     Args:
-        compiler, retire: as of :class:`~.any_size.AnySize`.
-        spec: in torch.export's words.
-        forward: its parameters are those that the spec names.
+        compiler: the compiler of the module.
+        retire: called with the entries that are no longer kept.
+        spec: the declaration, as torch.export's ``dynamic_shapes``.
+        forward: the function whose parameters the spec names.
     """
 
     def __init__(
@@ -152,17 +174,17 @@ class DeclaredSizes(AnySize):
         self._declared: list[_Declared] = []
         super().__init__(compiler, retire)
         self.spec = spec
-        # Whether calls of another structure than that of samples are compiled for.
+        # Whether calls whose structure of arguments no sample has may compile code.
         self.is_open = True
         self._forward = forward
         self._changing = threading.RLock()
 
     def renewed(self, compiler: Compiler, retire: Retire) -> DeclaredSizes:
-        """The same for another module; nothing is compiled for it."""
+        """Return an object with the same declaration and no code, for a copy of the module."""
         return DeclaredSizes(compiler, retire, self.spec, self._forward)
 
     def instances(self) -> list[Specialization]:
-        """All specialisations, those of samples among them."""
+        """Return all specialisations, including the ones for samples."""
         with self._changing:
             families = [d.family for d in self._declared if d.family is not None]
             return [i for family in families for i in family.instances.values()]
@@ -173,7 +195,7 @@ class DeclaredSizes(AnySize):
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> Specialization | Mismatch | None:
-        """That for a call, or why it has none."""
+        """Return the specialisation for a call, or why it has none."""
         with self._changing:
             found, misfit = self._of_known(args, kwargs)
             if found is not None:
@@ -182,22 +204,22 @@ class DeclaredSizes(AnySize):
                 return misfit
             try:
                 return self._added(args, kwargs)
-            except Exception as error:  # torch.export's of a spec are of several classes
+            except Exception as error:  # torch.export raises errors of several classes for a spec
                 return Mismatch("dynamic_shapes does not fit the arguments", first_line(error))
 
     def of_sample(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Specialization:
-        """The specialisation for a sample.
+        """Return the specialisation for a sample, which is added if it is new.
 
         Raises:
-            torch._dynamo.exc.UserError, ValueError: the spec is not one for it.
-            BuildError: there can be no code for it.
+            torch._dynamo.exc.UserError, ValueError: the declaration does not fit the sample.
+            BuildError: there can be no code for the sample.
         """
         with self._changing:
             found, _ = self._of_known(args, kwargs)
             return _refused(found) or self._added(args, kwargs)
 
     def forget(self, specialization: Specialization) -> None:
-        """Keep nothing of a sample that could not be compiled."""
+        """Drop the shape class of a sample that could not be compiled."""
         with self._changing:
             self._declared = [
                 d
@@ -208,7 +230,12 @@ class DeclaredSizes(AnySize):
     def _of_known(
         self, args: Any, kwargs: Any
     ) -> tuple[Specialization | Mismatch | None, Mismatch | None]:
-        """What there is for calls of this structure, and why a call is of no known one."""
+        """Return what serves calls of this structure, or else why no known structure fits.
+
+        Returns:
+            ``(found, None)`` if a structure fits; ``found`` is a specialisation, or the mismatch
+            of the call's sizes. ``(None, misfit)`` otherwise.
+        """
         misfit: Mismatch | None = None
         for each in self._declared:
             matched = each.signature.match(args, kwargs, any_size=True)
@@ -239,7 +266,7 @@ class DeclaredSizes(AnySize):
 
 
 def _refused(found: Specialization | Mismatch | None) -> Specialization | None:
-    """``found``, or the reason why there is none, raised."""
+    """Return ``found``; raise its reason as a BuildError if it is a mismatch."""
     if isinstance(found, Mismatch):
         raise BuildError(found.reason + (f": {found.detail}" if found.detail else ""))
     return found

@@ -1,7 +1,7 @@
-"""Calls of compiled code with nothing around it: no gradients, draws, writes, views or copies.
+"""Direct calls: compiled code without gradients, random draws, writes, views or copies.
 
-Most calls of inference are such. What these would ask of each call is known when a fast path is
-made, so that a call converts its arguments, runs the code, and counts.
+Most inference calls are of this kind. A direct call only converts its arguments, runs the code and
+counts; everything else was checked when the fast path was built.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Direct: TypeAlias = Callable[[Sequence[Any]], Any]
 
 
 class Counted(Protocol):
-    """Who counts calls, and those in a row that no fast guard let pass."""
+    """An object with counters: all calls, and consecutive calls that no fast guard accepted."""
 
     calls: int
     slow_calls: int
@@ -31,15 +31,18 @@ def direct_call(
     inputs: Sequence[int],
     build: Callable[[list[Any]], Any],
 ) -> Direct | None:
-    """A function from a call's leaves to what it returns; None where arguments are to be copied.
+    """Return a function from a call's leaves to its return value.
+
+    None: compiled code cannot read some argument in place, so arguments must be copied.
 
     Args:
-        counted: counts calls, while it holds ``counting``.
-        loaded: its ``forward`` takes what is ``bound``, and the leaves at ``inputs`` before it.
-        bound: arguments that were converted once.
-        leaves: how many there are.
-        inputs: the places of user inputs among them.
-        build: makes what is returned of the results.
+        counted: has the counters of calls.
+        counting: the lock of the counter ``calls``.
+        loaded: the code, whose ``forward`` takes the user inputs and then the bound arguments.
+        bound: the arguments that were converted once for all calls.
+        leaves: the number of leaves of the call's arguments.
+        inputs: the positions of the user inputs among the leaves.
+        build: builds the return value from the results.
     """
     if bound.missing or list(bound.as_they_are) != list(range(len(inputs))):
         return None

@@ -44,24 +44,24 @@ from tvmbridge.runtime.specialization import Specialization
 from tvmbridge.runtime.speed_trial import SpeedTrial, only_if_faster_now
 from tvmbridge.runtime.timed_path import AsidePath, ServingPath, TimedPath
 
-# So many entries with a fast guard are asked before any full guard.
+# The most fast guards that a call checks before the full guards.
 _MOST_FAST = 4
-# References to a dispatcher while its module is called, and it is in no copy.
+# References to a dispatcher during a call, if no copy of the module holds the dispatcher too.
 _ALONE = references_of_a_call()
 
 
 class _Served(NamedTuple):
-    """What a call returns that code has served."""
+    """The return value of a call that compiled code has served."""
 
     results: Any
 
 
 class _Unserved(NamedTuple):
-    """Why code has not served a call.
+    """Why compiled code has not served a call.
 
-    reason: what differs; None: nothing was compiled for its arguments.
-    settling: forward sets at the first call what further ones find.
-    outgrown: the code, where the module may have changed since it was compiled.
+    - ``reason``: what differs; None: nothing was compiled for the arguments.
+    - ``settling``: True for a first call in which forward sets state that later calls find set.
+    - ``outgrown``: the entry that does not fit, because the module may have changed; or None.
     """
 
     reason: str | None = None
@@ -72,9 +72,16 @@ class _Unserved(NamedTuple):
 class Dispatcher(ModuleCode, StandsForForward):
     """The forward of a dispatched module.
 
-    It lives in the module's ``__dict__`` under ``forward``, which is all that a dispatched module
-    differs by. A deep copy of the module has a dispatch of its own, with the same code and
-    counters at zero; an unpickled module has none, since compiled code is not pickled.
+    It is installed as ``forward`` in the module's ``__dict__``; dispatch changes nothing else in
+    the module. A deep copy of the module has its own dispatcher, with the same code and counters
+    at zero. An unpickled module has no dispatcher, since compiled code is not pickled.
+
+    Args:
+        module: the dispatched module.
+        own: the forward that was set on the instance; None if it has only that of its class.
+        target: the TVM target; None is this machine's CPU.
+        options: options of the compilation.
+        on_fallback: see :class:`~.fallbacks.Tally`.
     """
 
     def __init__(
@@ -99,8 +106,8 @@ class Dispatcher(ModuleCode, StandsForForward):
                 f"torch.jit.script cannot read the forward of a dispatched {self._name()}: call "
                 "remove_tvm_dispatch on it first, or script it before it is dispatched"
             )
-        # What looks at functions (their code, defaults, globals) sees the module's own forward. Who
-        # wraps what is behind a bound method (accelerate's prepare) wraps the dispatcher.
+        # Code that inspects functions (__code__, __defaults__, __globals__) sees the module's own
+        # forward. Without __func__, accelerate's prepare wraps the dispatcher itself.
         if (
             name.startswith("__")
             and name not in ("__func__", "__self__")
@@ -140,7 +147,7 @@ class Dispatcher(ModuleCode, StandsForForward):
         return calling_module(frame) not in (None, self.module)
 
     def _serve_copy(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call of a module that has taken over the attributes of this one, and changed some."""
+        """Run the own forward of a shallow copy, whose attributes may differ from this module's."""
         self.tally.note("it was made through a shallow copy or a replica of the module")
         own = self.own or forward_of_class(module)
         return own(*args, **kwargs)
@@ -194,7 +201,7 @@ class Dispatcher(ModuleCode, StandsForForward):
         )
 
     def _run_in_parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Serve a call by the parts of the module, with PyTorch between them."""
+        """Serve a call by the compiled parts of the module, with eager PyTorch between them."""
         reason = self.cut.refusal(args, kwargs)
         if reason is not None:
             return self._fall_back(reason, args, kwargs)
@@ -215,7 +222,7 @@ class Dispatcher(ModuleCode, StandsForForward):
     ) -> _Served | _Unserved:
         """Serve a call by ``entry``, or by code that is compiled in its place.
 
-        The guards of the call began at ``started``, in seconds.
+        ``started`` is the ``time.perf_counter()`` at which the guards of the call began.
         """
         leaves, arguments = matched
         tensors = entry.state.tensors()
@@ -247,9 +254,9 @@ class Dispatcher(ModuleCode, StandsForForward):
     def _trial(
         self, specialization: Specialization, mode: Mode, entry: CompiledEntry
     ) -> SpeedTrial | None:
-        """Decides whether compiled code serves the calls of ``entry``; None: it does.
+        """Return the speed trial of ``entry``; None if compiled code serves its calls untimed.
 
-        Code for any size has no trial: few of its calls have the same sizes.
+        Code for any size has no trial, because few of its calls have the same sizes.
         """
         always = self.checker is not None or self.tally.on_fallback == "raise" or mode.deterministic
         if always or specialization.family is not None:
@@ -268,7 +275,7 @@ class Dispatcher(ModuleCode, StandsForForward):
         mode: Mode,
         trial: SpeedTrial | None,
     ) -> None:
-        """Ask ``entry`` first at the next call."""
+        """Give ``entry`` a fast path, if it can have one, and check that path first from now on."""
         signature = specialization.signature
         path: ServingPath | None
         if trial is not None and trial.steps_aside:
@@ -311,8 +318,8 @@ class Dispatcher(ModuleCode, StandsForForward):
         self.sum_up()
 
     def sum_up(self) -> None:
-        """Have the end of the process tell of the calls so far: no more are to come."""
-        tally = self.__dict__.get("tally")  # what is made by halves has none
+        """Keep a summary of the calls, which is logged at the end of the process."""
+        tally = self.__dict__.get("tally")  # None if __init__ has raised
         if tally is not None and tally.to_be_summed_up and self._process == os.getpid():
             tally.keep_summary(self.served())
 
@@ -329,7 +336,7 @@ class Dispatcher(ModuleCode, StandsForForward):
         duplicate = Dispatcher(module, own, self.target, self.options, self.tally.on_fallback)
         duplicate.compiles_signatures = self.compiles_signatures
         duplicate.serve_sizes_like(self)
-        if not self.options.freeze:  # nobody compares the copy's weights with those that were
+        if not self.options.freeze:  # no guard compares a copy's weights with the frozen ones
             duplicate.specializations = tuple(
                 s.rebound(memo, duplicate.packing) for s in self.specializations
             )
@@ -344,7 +351,7 @@ class Dispatcher(ModuleCode, StandsForForward):
 
 @functools.cache
 def _outside_of_graphs() -> Callable[..., Any]:
-    """Calls a dispatcher where torch.compile has broken its graph for it."""
+    """Return a function that calls a dispatcher, at which torch.compile breaks its graph."""
 
     def call(dispatcher: Dispatcher, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return dispatcher(*args, **kwargs)

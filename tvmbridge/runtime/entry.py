@@ -1,4 +1,4 @@
-"""A compiled entry: the code of one specialisation for one mode and for some tensors that learn."""
+"""A compiled entry: the code of one specialisation for one mode and one set of requires_grad."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from tvmbridge.runtime.speed_trial import SpeedTrial
 
 
 class CompiledEntry:
-    """The code of one specialisation for one mode and flags, ready to be called.
+    """The compiled code for one signature of arguments, one mode and one set of flags.
 
     Args:
-        state: the dispatched module's state, which is read at each call.
-        compiled: the code.
+        state: the state of the dispatched module, which is read at each call.
+        compiled: the compiled code.
         packing: the module's packed weights.
-        flags: ``requires_grad`` of all tensors, which the code was compiled for.
+        flags: ``requires_grad`` of each tensor that the code was compiled for.
     """
 
     def __init__(
@@ -52,11 +52,12 @@ class CompiledEntry:
         self.calls = 0
         self.checked = 0
         self.checked_gradients = 0
-        # CUDA graphs replayed, of forward and of backward; and calls without one, by the reason.
+        # Replays of CUDA graphs ("forward", "backward"), and calls without a graph by the reason.
         self.graph_replays: Counter[str] = Counter()
         self.graph_skips: Counter[str] = Counter()
         self.counting = threading.Lock()
-        # Forward has yet to fill a cache: with tensors, which are then others than were traced.
+        # True if the code fits the module only after forward's first call, which fills a cache,
+        # say: the module's own forward serves that call.
         self.fills_first = False
         self._declined = 0
         self.given = GivenPrimals(captured)
@@ -65,7 +66,7 @@ class CompiledEntry:
         self.outputs = Outputs(state, captured)
         self._asks = captured.assumptions.asks
         self.autocast = captured.assumptions.autocast
-        # Gradients that forward turns on flow where tensors require them.
+        # If forward itself enables gradients, they flow by requires_grad in any mode.
         self._flags_matter = compiled.recorded or Question.GRADIENTS in captured.assumptions.asks
         self.layouts = LayoutGuard(state, compiled)
         self.packing = packing
@@ -82,14 +83,14 @@ class CompiledEntry:
         self.second_order = SecondOrder(state, captured, self.mismatch)
         self.records_writes = self.training is not None and self.outputs.writes
         self.may_be_fast = may_be_fast(state, captured)
-        # Calls in a row that the full guards had to let pass.
+        # Consecutive calls that no fast guard accepted and the full guards did.
         self.slow_calls = 0
-        # Whether its calls are faster than those of the module's own forward; None: not asked.
+        # Decides whether this code is faster than the module's own forward; None: no trial yet.
         self.trial: SpeedTrial | None = None
 
     @property
     def gradients(self) -> tuple[str, ...]:
-        """The inputs and parameters whose gradients the code computes, by name."""
+        """Return the names of the inputs and parameters whose gradients the code computes."""
         if self.compiled.split is None:
             return ()
         inputs = self.compiled.captured.inputs
@@ -97,7 +98,7 @@ class CompiledEntry:
 
     @property
     def question(self) -> str | None:
-        """What the verdict of a trial is kept under; None where the code has no key."""
+        """Return the key for the speed trial's verdict on disk; None if the code has no key."""
         compiled = self.compiled
         if not compiled.key:
             return None
@@ -106,30 +107,41 @@ class CompiledEntry:
         return f"seconds of {compiled.origin} by code {compiled.key[:32]}{where}"
 
     def rebound(self, memo: Mapping[int, Any], packing: ModulePacks) -> CompiledEntry:
-        """The same code for a deep copy of the module, with counters at zero."""
+        """Return an entry with the same code for a deep copy of the module, counters at zero.
+
+        ``memo`` is the memo of :func:`copy.deepcopy`.
+        """
         copied = CompiledEntry(self.state.rebound(memo), self.compiled, packing, self.flags)
         copied.fills_first = self.awaits_first()
         return copied
 
     def is_to_be_renewed(self) -> bool:
-        """Whether the first call, which forward served itself, has not made the code fit."""
+        """Whether the code is outdated, because forward's first call changed what it reads.
+
+        The first call asks this as well, so only the second one gets True.
+        """
         if not self.awaits_first() or repeated_by_checkpoint():
             return False
         self._declined += 1
         return self._declined == 2 and self.state.is_otherwise()
 
     def awaits_first(self) -> bool:
-        """Whether no call has been served yet, of which forward itself serves the first."""
+        """Whether the code fits only after forward's own first call and has served no call yet."""
         return self.fills_first and not self.calls
 
     def mismatch(self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> str | None:
-        """Why the code cannot serve this call; None when it can."""
-        # The calls that add a dispatch may be in another mode than those that come.
+        """Return why the code cannot serve this call; None if it can.
+
+        Args:
+            leaves: the leaves of the call's arguments.
+            tensors: the module's tensors, in the order of the state's names.
+        """
+        # add_tvm_dispatch may have been called in another mode than this call.
         if Question.INFERENCE in self._asks and not torch.is_inference_mode_enabled():
             return "forward returns tensors that it makes in inference mode"
         if Question.STARTED in self._asks and torch.is_grad_enabled():
             return "forward makes a tensor require a gradient, and nothing given requires one"
-        if self.records_writes and in_checkpoint():  # of which eager would repeat the first
+        if self.records_writes and in_checkpoint():  # the repetition would write a second time
             return "forward writes buffers or arguments, and a checkpoint repeats a part of it"
         if self.awaits_first() and repeated_by_checkpoint():
             return "a checkpoint repeats a call that forward itself served"
@@ -145,7 +157,7 @@ class CompiledEntry:
         return reason or self.layouts.mismatch(leaves, tensors)
 
     def fits_flags(self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> bool:
-        """Whether ``requires_grad``, where it matters, is what the code was compiled for."""
+        """Whether the code was compiled for ``requires_grad`` of these tensors, if it matters."""
         if not self._flags_matter:
             return True
         return self._inputs_fit_flags(leaves) and self.state.kinds.fits_flags(tensors)
@@ -159,16 +171,16 @@ class CompiledEntry:
     def differs_in_flags_alone(
         self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor | None]
     ) -> bool:
-        """Whether ``requires_grad`` is all that keeps the module of now from fitting the code."""
+        """Whether only ``requires_grad`` keeps the code from serving the module as it is now."""
         fits = self.fits_flags(leaves, tensors)
         return not fits and self.state.changed_beside_flags(tensors) is None
 
-    # Calls that the fast guard lets pass ---------------------------------------------------------
+    # Calls that a fast guard has accepted --------------------------------------------------------
 
     def run_fast(
         self, fast: FastPath[CompiledEntry], leaves: Sequence[Any], arguments: Arguments
     ) -> Any:
-        """Serve a call that the guard of ``fast`` let pass."""
+        """Serve a call that the guard of ``fast`` has accepted."""
         if fast.direct is not None and not profiling():
             return fast.direct(leaves)
         self.slow_calls = 0
@@ -178,11 +190,17 @@ class CompiledEntry:
     # Calls in general ----------------------------------------------------------------------------
 
     def run(self, leaves: Sequence[Any], tensors: Sequence[Any], arguments: Arguments) -> Any:
-        """Draw the noise, run the code, write mutations back, and rebuild the outputs."""
+        """Serve a call: draw random numbers, run the code, write mutations, rebuild the outputs.
+
+        Args:
+            leaves: the leaves of the call's arguments.
+            tensors: the module's tensors, in the order of the state's names.
+            arguments: the positional and keyword arguments.
+        """
         return self.assemble(self.results(leaves, tensors), leaves, tensors, arguments)
 
     def results(self, leaves: Sequence[Any], tensors: Sequence[Any]) -> Sequence[torch.Tensor]:
-        """Draw the noise and run the code: the computed outputs, in order."""
+        """Draw random numbers and run the code; return the computed outputs, in order."""
         return self._results(leaves, tensors, None)
 
     def _results(
@@ -190,7 +208,7 @@ class CompiledEntry:
     ) -> Sequence[torch.Tensor]:
         if not (self.autocast or profiling()):
             return self._computed(leaves, tensors, fast)
-        # The code has the casts.
+        # The casts of autocast are part of the compiled code.
         with region(f"{self.compiled.origin} forward"):
             return with_autocast_off(self._computed, leaves, tensors, fast)
 
@@ -198,7 +216,7 @@ class CompiledEntry:
         self, leaves: Sequence[Any], tensors: Sequence[Any], fast: FastPath[CompiledEntry] | None
     ) -> Sequence[torch.Tensor]:
         training = self.training
-        # What hooks on saved tensors keep must be tensors of PyTorch.
+        # Hooks on saved tensors take PyTorch tensors, which a fast path does not save.
         if (
             training is not None
             and fast is not None
@@ -240,5 +258,5 @@ class CompiledEntry:
         tensors: Sequence[Any],
         arguments: Arguments,
     ) -> Any:
-        """Write mutations back, and rebuild what forward returns from the computed outputs."""
+        """Write mutations back, and rebuild forward's return value from the computed outputs."""
         return self.outputs.assemble(results, leaves, tensors, arguments)

@@ -1,4 +1,4 @@
-"""The compiler of a dispatched module: code for a call, tried before it may serve one."""
+"""The compiler of a dispatched module: it compiles code for a call and runs it once as a test."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class Compiler:
     """Compiles one module.
 
     Args:
-        module: the module, which is left as it was.
-        own: the forward of the instance, where it has one.
-        target: what is compiled for; None is this machine's CPU.
-        options: how it is compiled.
+        module: the module, which the compilation does not change.
+        own: the forward that was set on the instance; None if it has only that of its class.
+        target: the TVM target; None is this machine's CPU.
+        options: options of the compilation.
         packing: the module's packed weights.
-        instead: makes the code in place of :func:`compile_module`.
-        background: where it is compiled while calls do not wait; None: they do.
+        instead: a function that replaces :func:`compile_module`; None: compile_module.
+        background: runs compilations in another process while calls go on; None: calls wait.
     """
 
     module: nn.Module
@@ -65,13 +65,17 @@ class Compiler:
         kwargs: Mapping[str, Any],
         why: str | None = None,
     ) -> CompiledEntry:
-        """Code for arguments of this signature, in ``mode``, in which the module must stand.
+        """Compile code for these arguments and return it as an entry.
 
         Args:
-            why: what call is waiting for it; None: none is, the dispatch is being added.
+            signature: the signature of the arguments.
+            mode: the mode to compile for; the module must be in it now.
+            args: the positional arguments.
+            kwargs: the keyword arguments.
+            why: why a call needs the code, for the log; None: the dispatch is being added.
 
         Raises:
-            CaptureError, UnsupportedOperatorError, PassError, BuildError: there is none.
+            CaptureError, UnsupportedOperatorError, PassError, BuildError: it cannot be compiled.
             UnderWayError: it is being compiled in the background.
         """
         body = functools.partial(self._told, signature, mode, args, kwargs, why)
@@ -89,7 +93,7 @@ class Compiler:
         kwargs: Mapping[str, Any],
         why: str | None,
     ) -> CompiledEntry:
-        """The code; the log and a terminal tell of it."""
+        """Compile the code; show progress on a terminal and log the result."""
         start = time.perf_counter()
         name = type(self.module).__name__
         waiting = "" if why is None else f"; a call asks for it: {why}"
@@ -98,7 +102,7 @@ class Compiler:
             stages_told_to(tell),
             region(f"compile {name}"),
         ):
-            # PyTorch leaves variables in the context of its thread, more at each compilation.
+            # Each compilation leaves more variables of PyTorch in the context of its thread.
             context = contextvars.copy_context()
             entry = context.run(self._tried, signature, mode, args, kwargs, tell)
         compiled = entry.compiled
@@ -123,7 +127,7 @@ class Compiler:
         kwargs: Mapping[str, Any],
         tell: Callable[[str], None],
     ) -> CompiledEntry:
-        """The code, once it has run on the arguments."""
+        """Compile the code and run it once on the arguments, before it may serve calls."""
         flags = flags_of(self.module, signature.flatten(args, kwargs) or [])
         with tracing_here(), undisturbed():
             args, kwargs = without_inference_tensors((args, dict(kwargs)))
@@ -159,7 +163,7 @@ class Compiler:
     def _compiled_apart(
         self, mode: Mode, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> CompiledModule:
-        """Code from the trace of a stand-in, or of the module itself where there can be none."""
+        """Compile from the trace of a stand-in copy; trace the module itself if it has no copy."""
         compile_ = self.instead or compile_module
         request = CompileRequest(
             self.module,
@@ -174,7 +178,7 @@ class Compiler:
         itself = replace(request, apart=False)
         installed = self.module.__dict__.get("forward")
         if standing_behind(installed) not in (None, installed):
-            # Wrapped since; a stand-in would call the wrapper.
+            # A library has wrapped the dispatcher, and a stand-in would call the wrapper.
             with with_own_forward(self.module, self.own):
                 return compile_(itself)
         try:

@@ -1,4 +1,4 @@
-"""Fallbacks: the calls that the module's own forward serves, counted and told by their reasons."""
+"""Fallbacks: calls that the module's own forward serves, counted and logged by their reasons."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ logger = logging.getLogger(__name__)
 
 ON_FALLBACK = ("warn", "silent", "raise")
 
-# Of more reasons than that further ones are counted together.
+# The most reasons that are counted separately; all others are counted as _FURTHER.
 _MOST_REASONS = 64
 _FURTHER = "further reasons"
-# Of modules that are gone so many summaries are kept until the process ends.
+# The most summaries of deleted modules that are kept until the process ends.
 _MOST_GONE = 32
 _gone: list[str] = []
 
@@ -29,7 +29,7 @@ _AGAIN = "call add_tvm_dispatch again, which compiles for the module as it is no
 _FREEZE = "call add_tvm_dispatch with freeze=True again"
 _THAW = "call the module in eval mode under torch.no_grad(), or dispatch it without freeze=True"
 _PLAIN_NAMES = "pass str(name) in place of np.str_, an enum member or another subclass of str"
-# What to do, by how a reason begins or by a part of it.
+# Advice by a text that the reason contains; the first match counts.
 _ADVICE = (
     ("the shape of an input", f"pad inputs to one shape, or {_ADD}"),
     ("outside of what dynamic_shapes", "give the Dim wider bounds; sizes of 0 and 1 run in eager"),
@@ -59,12 +59,12 @@ _ADVICE = (
     ("laid out", "make the input contiguous"),
     ("is active", "call the module outside of it, where calls are many"),
 )
-# Why a call with the keyword ``np.str_("scale")``, say, is not served.
+# The reason for a call with the keyword ``np.str_("scale")``, for example.
 OTHER_NAMES = "the name of a keyword argument is not a plain str, and forward can see its class"
 _OTHERWISE = "tvmbridge.explain(module, sample) says what would become of it"
-# The example of a reason that needs nothing to be done.
+# The example of a reason about which the user need not do anything.
 _SETTLES = "forward sets it at the first call, and further calls find it set"
-# Why calls run the module's own forward while their code is compiled, and its example.
+# The reason for calls whose code is being compiled in another process, and its example.
 COMPILING = "its code is being compiled in the background"
 _COMES = "further calls are served once it is ready"
 _SERVES_ANYWAY = "only_if_faster=False has compiled code serve them (docs/when_it_pays.md)"
@@ -72,33 +72,34 @@ _PASSING = (_SETTLES, _COMES)
 
 
 def advice(reason: str) -> str:
-    """What to do about calls that fall back for ``reason``."""
-    if reason.startswith(("train", "eval")):  # a mode: what could not be compiled in it, and why
+    """Return what the user can do about calls that fall back for ``reason``."""
+    if reason.startswith(("train", "eval")):  # the mode of a compilation that failed
         return _OTHERWISE
     return next((text for part, text in _ADVICE if part in reason), _OTHERWISE)
 
 
 def worst(counts: Mapping[str, int], examples: Mapping[str, str]) -> str | None:
-    """The reason of the most fallbacks about which there is something to do; None: there is none.
+    """Return the most frequent reason that the user can do something about; None if there is none.
 
     Args:
-        counts: calls by reason.
-        examples: more of the first call of a reason.
+        counts: the number of calls by reason.
+        examples: details of the first call by reason.
     """
     open_ones = [reason for reason in counts if examples.get(reason) not in _PASSING]
     return max(open_ones, key=lambda reason: counts[reason], default=None)
 
 
 class Tally:
-    """The fallbacks of one dispatched module.
+    """Counts and logs the fallbacks of one dispatched module.
 
-    ``counts`` are calls by the kind of reason, ``examples`` says more of the first of each kind:
-    what varies from call to call takes no memory.
+    - ``counts``: the number of calls by reason.
+    - ``examples``: details of the first call by reason. Details vary from call to call, so only
+      the first are kept.
 
     Args:
-        name: of the module, for people.
-        on_fallback: ``"warn"`` logs the first of each kind, ``"silent"`` none; with ``"raise"``
-            calls raise instead.
+        name: the name of the module, for messages.
+        on_fallback: ``"warn"`` logs the first call of each reason, ``"silent"`` logs none, and
+            ``"raise"`` raises an error instead of running the module's own forward.
     """
 
     def __init__(self, name: str, on_fallback: str = "warn") -> None:
@@ -110,14 +111,15 @@ class Tally:
         self._counting = threading.Lock()
 
     def note(self, why: str | Mismatch, *, settling: bool = False) -> None:
-        """Count a call that the module's own forward is to serve.
+        """Count a call that the module's own forward will serve, and log it by ``on_fallback``.
 
         Args:
             why: the reason.
-            settling: the first such call is none to tell of: forward sets what it sets once.
+            settling: whether forward sets state in this call that later calls find set. The first
+                such call is not logged and raises no error.
 
         Raises:
-            FallbackError: the own forward must not serve it.
+            FallbackError: ``on_fallback`` is ``"raise"``.
         """
         reason, detail = why if isinstance(why, Mismatch) else (why, "")
         with self._counting:
@@ -146,7 +148,7 @@ class Tally:
         )
 
     def note_compiling(self) -> None:
-        """Count a call that the module's own forward is to serve until there is code for it."""
+        """Count a call that the own forward serves because its code is still being compiled."""
         with self._counting:
             told = COMPILING in self._told
             self._told.add(COMPILING)
@@ -156,14 +158,20 @@ class Tally:
             logger.info("%s runs its own forward: %s", self._name, COMPILING)
 
     def note_verdict(self, what: str, verdict: SpeedVerdict) -> None:
-        """Log the verdict on the calls of ``what`` where the module's own forward serves them."""
+        """Log the verdict of a speed trial if the module's own forward has won it.
+
+        ``what`` describes the calls: their mode and signature.
+        """
         if verdict.pays:
             return
         level = logging.WARNING if self.on_fallback == "warn" else logging.INFO
         logger.log(level, "%s, %s: %s; %s", self._name, what, verdict.text(), _SERVES_ANYWAY)
 
     def summary(self, served: int) -> str | None:
-        """One line about all calls so far, of which TVM ``served`` some; None: nothing to tell."""
+        """Return one line about all calls so far; None if no reason needs attention.
+
+        ``served`` is the number of calls that compiled code has served.
+        """
         reason = worst(self.counts, self.examples)
         if reason is None:
             return None
@@ -177,11 +185,11 @@ class Tally:
 
     @property
     def to_be_summed_up(self) -> bool:
-        """Whether the end of the process, or of the module, has something to tell."""
+        """Whether a summary is due when the module is deleted or the process ends."""
         return self.on_fallback == "warn" and bool(self.counts)
 
     def keep_summary(self, served: int) -> None:
-        """Keep the summary until the process ends: nothing more is to come."""
+        """Store the summary until the process ends; log nothing more for this module."""
         text = self.summary(served)
         if text is not None and len(_gone) < _MOST_GONE:
             _gone.append(text)
@@ -189,18 +197,18 @@ class Tally:
 
 
 def share(served: int, fallen: int) -> float:
-    """The share of the calls that TVM served; 0 where there were none."""
+    """Return the share of calls that compiled code served, from 0 to 1; 0 without calls."""
     return served / (served + fallen) if served + fallen else 0.0
 
 
 def forget_summaries() -> None:
-    """Keep none of those of modules that are gone: this process is not the one that ran them."""
+    """Discard all stored summaries; a forked process did not run these calls."""
     _gone.clear()
 
 
 @atexit.register
 def log_summaries() -> None:
-    """Log those that were kept."""
+    """Log the stored summaries."""
     for text in _gone:
         logger.warning("%s", text)
     _gone.clear()

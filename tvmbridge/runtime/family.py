@@ -1,4 +1,4 @@
-"""Symbolic code for calls that differ from a sample in the sizes of some dimensions alone."""
+"""Shape classes: calls that differ only in the sizes of some dimensions share symbolic code."""
 
 from __future__ import annotations
 
@@ -32,33 +32,35 @@ from tvmbridge.symbolic.symbols import LEAST_SIZE, Dimension, Shapes, Symbols
 
 logger = logging.getLogger(__name__)
 
-# So many choices of sizes are kept; of further ones those go that were not used for longest.
+# The most combinations of sizes that are kept; beyond it the least recently used one is dropped.
 _MOST_INSTANCES = 256
 
 
-# So often is code compiled for a wider range of sizes.
+# How often code is compiled again for a wider range of sizes, for each key.
 _MOST_RANGES = 3
 
 
 class RefusedGuessError(BuildError):
-    """There is no code for a guess at what is symbolic: the next call makes a family without it."""
+    """Code with a guessed symbol (the batch's rows) failed; the next call tries without it."""
 
 
-# Code is for a mode, flags, and for small sizes or for common ones.
+# Mode, flags, and whether the code is for small sizes (True) or for common ones (False).
 _Key: TypeAlias = tuple[Mode, Flags, bool]
 Retire: TypeAlias = Callable[[Iterable[CompiledEntry]], None]
 
 
 class Family:
-    """Calls that differ from a sample in the sizes of symbolic dimensions alone.
+    """A shape class: the calls that differ from a sample only in the sizes of some dimensions.
+
+    Such dimensions are symbols. A point is a tuple with the size of each symbol.
 
     Args:
-        compiler: of the dispatched module.
-        signature: the sample's.
-        symbols: its symbolic dimensions.
-        seen: the sizes that calls had so far, the sample's among them.
-        shapes: those of the tensors of the call that it was made for.
-        retire: called with the entries that it keeps no longer.
+        compiler: the compiler of the dispatched module.
+        signature: the signature of the sample.
+        symbols: the symbolic dimensions.
+        seen: the points of the sample and of the calls so far.
+        shapes: the shapes of the tensors in the call that needs this shape class.
+        retire: called with the entries that are no longer kept.
     """
 
     def __init__(
@@ -75,28 +77,32 @@ class Family:
         self.signature = signature
         self.symbols = symbols
         self.shapes = shapes
-        # More is symbolic than has changed; and there is no code for that.
+        # guessed: a symbol was added for rows that no call has changed yet.
+        # refused: the guess failed, so this shape class serves no more calls.
         self.guessed = self.refused = False
-        # What is symbolic, and has a size that forward demands.
+        # Symbolic dimensions whose size forward turned out to demand.
         self.demanded: set[Dimension] = set()
         self.why = "; a call with other sizes asks for it"
         self.codes: dict[_Key, SymbolicCode | str] = {}
         self.compilations = 0
         self.instances: OrderedDict[Point, Specialization] = OrderedDict()
-        # Of calls where some symbols are 1, which means something else to broadcasting.
+        # Shape classes for calls in which some symbols are 1, since a size of 1 broadcasts.
         self._ones: dict[Point, Family] = {}
         self._tried: list[SymbolicCode] = []
-        # Of compilations under way: the sizes that they are for.
+        # The smallest and largest points of compilations in progress.
         self._bounds: dict[_Key, tuple[Point, ...]] = {}
-        # Of which forward limits the sizes.
+        # Keys whose range of sizes is not widened: forward limits it, or a compilation failed.
         self._limited: set[_Key] = set()
-        # The symbols of code: of those above some may be expressions of others.
+        # The symbols of the code: fewer than ``symbols`` if some sizes depend on others.
         self._related = symbols
         self._least = tuple(max(LEAST_SIZE, min(sizes)) for sizes in zip(*seen, strict=True))
         self._most = tuple(max(LEAST_SIZE, *sizes) for sizes in zip(*seen, strict=True))
 
     def instance(self, matched: Matched) -> Specialization | None:
-        """The specialisation for a call; None: other dimensions than the symbols differ."""
+        """Return the specialisation for the sizes of a call.
+
+        None: the call differs from the sample in a dimension that is not symbolic.
+        """
         point = self.symbols.sizes(matched.leaves)
         sample = [(i, tuple(shape)) for i, shape, *_ in self.signature.tensors]
         if point is None or not self.symbols.are_all(sample, matched.leaves):
@@ -116,9 +122,10 @@ class Family:
     def _maker(
         self, point: Point, signature: Signature, matched: Matched
     ) -> Callable[[Mode, Matched], CompiledEntry] | None:
-        """What makes code for a call with the sizes ``point``; None: it needs code of its own.
+        """Return a function that compiles code for a call at ``point``.
 
-        Dimensions of 1 are no symbols, so calls with other such dimensions have other code.
+        None: all sizes are 1, and the call needs code for its own sizes. A dimension of size 1 is
+        no symbol, so each choice of dimensions of size 1 has a shape class of its own.
         """
         larger = tuple(size >= LEAST_SIZE for size in point)
         if all(larger):
@@ -136,10 +143,10 @@ class Family:
         return partial(family.entry, rest)
 
     def entry(self, point: Point, mode: Mode, matched: Matched) -> CompiledEntry:
-        """Code for a call with the sizes ``point``.
+        """Return the code for a call at ``point``, which is compiled now if there is none.
 
         Raises:
-            BridgeError: there is none; the message says why.
+            BridgeError: there is no code for these sizes; the message says why.
         """
         flags = flags_of(self.compiler.module, matched.leaves)
         self._note(self._point(matched))
@@ -158,10 +165,10 @@ class Family:
         return self._instantiated(code, point, flags, matched)
 
     def _point(self, matched: Matched) -> Point:
-        """The symbols of code for a call.
+        """Return the values of the code's symbols for a call.
 
         Raises:
-            BuildError: its sizes are not related as those of other calls.
+            BuildError: the call's sizes are not related in the way that forward demands.
         """
         point = self._related.sizes(matched.leaves)
         if point is None or min(point) < LEAST_SIZE:
@@ -169,7 +176,7 @@ class Family:
         return point
 
     def _note(self, *points: Point) -> None:
-        """Code is to be for these sizes, too."""
+        """Extend the range of sizes that the next compilation is for to these points."""
         for point in points:
             self._least = tuple(
                 max(LEAST_SIZE, min(n)) for n in zip(self._least, point, strict=True)
@@ -177,13 +184,13 @@ class Family:
             self._most = tuple(map(max, self._most, point))
 
     def _code(self, mode: Mode, flags: Flags, matched: Matched) -> SymbolicCode | str:
-        """The code for the sizes of a call, compiled now where it is missing.
+        """Return the code for the sizes of a call, compiled now if it is missing; or a reason.
 
-        Sizes below those of the first code have another one: its loops have fewer lanes.
+        Sizes below the range of the first code get code of their own, with narrower vectors.
         """
         common = self.codes.get((mode, flags, False))
         if common is None:
-            # That compiled in the background may be for the sizes of earlier calls.
+            # A compilation in the background may be for the sizes of earlier calls.
             common = self._compile((mode, flags, False), matched, self._least)
         if isinstance(common, str):
             return common
@@ -207,7 +214,8 @@ class Family:
     def _compile(self, key: _Key, matched: Matched, least: Point) -> SymbolicCode | str:
         mode, name = key[0], type(self.compiler.module).__name__
         what = f"compiling {name} for {mode}, any size"
-        # What two processes compile is for the same sizes, whatever comes between.
+        # The background process and this one must compile for the same sizes, although calls
+        # with other sizes may come in between.
         bounds = self._bounds.setdefault(
             key, (least, tuple(map(max, least, self._least)), self._most)
         )
@@ -222,7 +230,7 @@ class Family:
         except UnderWayError:
             raise
         except Exception as error:
-            # Whatever it is, the module's own forward may do better.
+            # Any error: the module's own forward may serve the call all the same.
             self.demanded.update(getattr(error, "dimensions", ()))
             kind = "" if isinstance(error, BridgeError) else f"{type(error).__name__}: "
             code = f"no code for any size: {kind}{first_line(error)}"
@@ -240,7 +248,7 @@ class Family:
     def _told(
         self, what: str, mode: Mode, matched: Matched, bounds: tuple[Point, ...]
     ) -> SymbolicCode:
-        """The code; the log and a terminal tell of it."""
+        """Compile the code; show progress on a terminal and log the result."""
         start = time.perf_counter()
         with progress(what, self.why), tracing_here(), undisturbed():
             args, kwargs = without_inference_tensors(matched.arguments)
@@ -276,7 +284,7 @@ class Family:
     def _relate(
         self, symbols: Symbols, sample: Arguments, bounds: tuple[Point, ...]
     ) -> tuple[Point, ...]:
-        """Compile for these symbols from now on; return the bounds in them."""
+        """Compile for ``symbols`` from now on; return ``bounds`` as points of these symbols."""
         shapes = [shapes_of(self._related.probe(*sample, point)) for point in bounds]
         self._related = symbols
         found = tuple(map(symbols.point_of, shapes))

@@ -1,4 +1,4 @@
-"""What was made ready once for calls that a fast guard lets pass."""
+"""A fast path: a generated guard with the prepared data for the calls that it accepts."""
 
 from __future__ import annotations
 
@@ -20,13 +20,18 @@ _Entry = TypeVar("_Entry")
 
 @dataclass(eq=False)
 class FastPath(Generic[_Entry]):
-    """What calls need that the fast ``guard`` lets pass: what it has pinned, made ready once.
+    """A fast guard, and the data that is prepared once for all calls that it accepts.
 
-    ``entry``, a :class:`~.entry.CompiledEntry`, serves them. ``tensors`` are those of the module;
-    as compiled code takes them they are ``bound`` for inference and ``held`` for training.
-    ``graphs`` replay calls on a GPU. ``direct`` serves calls that are nothing but a call of
-    compiled code, while no profiler looks. ``outdated`` is memory that calls under way may still
-    read.
+    - ``entry``: the :class:`~.entry.CompiledEntry` that serves the calls.
+    - ``guard``: the generated guard.
+    - ``tensors``: the module's tensors.
+    - ``strides``: the strides of the outputs; None: the strides of the sample.
+    - ``bound``: the converted tensors for inference; None in training.
+    - ``held``: the converted tensors for training; None in inference.
+    - ``pinned``: addresses and mode for second derivatives; None in inference.
+    - ``graphs``: replays calls as CUDA graphs; None: without graphs.
+    - ``direct``: a function that only runs compiled code; None if calls need more.
+    - ``outdated``: memory that calls in progress may still read.
     """
 
     entry: _Entry
@@ -42,5 +47,5 @@ class FastPath(Generic[_Entry]):
 
     @property
     def code(self) -> _Entry:
-        """The entry whose calls it serves."""
+        """Return the entry whose calls the path serves."""
         return self.entry

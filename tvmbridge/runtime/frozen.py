@@ -1,4 +1,4 @@
-"""Frozen weights: values made of them once, and whether the weights are still what they were."""
+"""Frozen weights: values computed from them once, and a check that nobody changed the weights."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _AGAIN = "dispatch it again"
 
 
 class FrozenWeights:
-    """What compiled code takes in place of a module's weights.
+    """The values that compiled code takes instead of a module's weights (``freeze=True``).
 
     Args:
-        plan: what it takes.
-        loaded: the code.
-        names: of the module's tensors.
-        tensors: these, of now.
-        first: the place of the first of them among the primals.
+        plan: says which values compiled code takes.
+        loaded: the compiled code, which computes some of the values.
+        names: the names of the module's tensors.
+        tensors: the module's tensors now.
+        first: the position of the first of these tensors among the primals.
 
     Raises:
-        BuildError: writes into one of the tensors are not counted.
+        BuildError: a tensor has no version, so writes into it would not be noticed.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class FrozenWeights:
                 )
         plain = [t for t in found if t is not None]
         self._tensors = list(map(weakref.ref, plain))
-        # Before they are read: what is written meanwhile is seen.
+        # Read before the values, so that a write by another thread meanwhile is noticed.
         self._versions = tuple(t._version for t in plain)
         self._pointers = [t.data_ptr() for t in plain]
         self._packed: list[Packed] = []
@@ -78,7 +78,7 @@ class FrozenWeights:
         return values
 
     def changed(self, tensors: Sequence[torch.Tensor | None]) -> str | None:
-        """Which of the module's ``tensors`` of now is not what was frozen, and in what."""
+        """Return which of the module's ``tensors`` has changed since freezing, and how; or None."""
         now = [tensors[i] for i in self.slots]
         for name, tensor, known, version, pointer in zip(
             self._names, now, self._tensors, self._versions, self._pointers, strict=True
@@ -92,18 +92,21 @@ class FrozenWeights:
         return None
 
     def pinned(self, tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
-        """The frozen ones among the module's ``tensors``, with their versions when frozen."""
+        """Return the frozen tensors among ``tensors``, each with its version when it was frozen."""
         return list(zip([tensors[i] for i in self.slots], self._versions, strict=True))
 
     def arguments(self, primals: Sequence[Any]) -> list[Any]:
-        """What ``forward`` takes where the primals are these."""
+        """Return the arguments of the compiled ``forward`` for these primals."""
         return [*(primals[p] for p in self._kept), *self.values]
 
     def held(self, held: Mapping[int, torch.Tensor]) -> tuple[dict[int, torch.Tensor], int]:
-        """Arguments of ``forward`` that stay the same from call to call, and how many it takes.
+        """Return the arguments of ``forward`` that are the same at each call.
 
         Args:
-            held: primals that do, by their places.
+            held: the primals that are the same at each call, by position.
+
+        Returns:
+            The arguments by position, and the number of all arguments of ``forward``.
         """
         kept = {i: held[p] for i, p in enumerate(self._kept) if p in held}
         values = dict(enumerate(self.values, start=len(self._kept)))

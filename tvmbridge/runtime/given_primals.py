@@ -1,4 +1,4 @@
-"""From a call's arguments and the module's tensors to the primals of compiled code."""
+"""Builds the primals (inputs of compiled code) from a call's arguments and the module's tensors."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from tvmbridge.kernels.dtypes import as_pairs
 
 
 class GivenPrimals:
-    """Draws the noise of a call, and puts its primals in order: all but the packed weights.
+    """Draws the random numbers of a call and returns its primals, except for packed weights.
 
-    ``inputs`` are the positions of the user inputs among the arguments, ``noise`` are the draws in
-    the order of the code: masks of dropout come last. ``converts`` where a call is more than
-    draws: complex numbers become pairs, and what draws read is computed before them. ``plain``
-    where it is none of that: user inputs and the module's tensors, in order.
+    - ``inputs``: positions of the user inputs among the leaves of the arguments.
+    - ``noise``: indices of the random draws in the order in which compiled code takes the draws:
+      masks of dropout come last.
+    - ``converts``: whether complex tensors become pairs of real numbers, or a prologue computes
+      values that the draws read.
+    - ``plain``: whether the primals are just the user inputs and the module's tensors, in order.
     """
 
     def __init__(self, captured: CapturedGraph) -> None:
@@ -38,11 +40,11 @@ class GivenPrimals:
         self.converts = self._has_complex or captured.prologue is not None
 
     def of_call(self, leaves: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
-        """User inputs, state, draws and masks, in the order of the compiled code."""
+        """Return user inputs, module state and random draws, in the order of the compiled code."""
         return self.of_inputs([leaves[p] for p in self.inputs], tensors)
 
     def of_inputs(self, inputs: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
-        """The same, of the user inputs alone."""
+        """Return the same primals, given the user inputs instead of all leaves."""
         captured = self._captured
         primals = [*inputs, *tensors]
         if self.plain:

@@ -1,4 +1,4 @@
-"""Compiled code as CUDA graphs: what of a call is captured, and what autograd gets of a replay."""
+"""Compiled code as CUDA graphs: one graph for forward, and one for each kind of backward."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from tvmbridge.runtime.autograd import TrainingCall
 from tvmbridge.runtime.cuda_graphs import Lease, Replayed, ReplayedCall, Tensors
 from tvmbridge.runtime.step import Held
 
-# Replays a call with some inputs; None: the code has to be called.
+# Replays a call with these user inputs; returns None if the code has to be called instead.
 Graphs: TypeAlias = Callable[[Tensors], Replayed | None]
 
 
 @dataclass(frozen=True)
 class GraphedCode:
-    """Compiled code with the module's tensors where they are now.
+    """Compiled code with the module's tensors at their present addresses.
 
     Args:
-        compiled: the code.
+        compiled: the compiled code.
         tensors: the module's tensors.
-        strides: those that outputs get.
-        primals_of: from the user's inputs and the module's tensors to the primals but for packed
-            weights; draws the noise.
-        replays: counts what was replayed: ``forward``, ``backward``.
-        skips: counts calls without a graph by the reason.
+        strides: the strides of the outputs; None: the strides of the sample.
+        primals_of: computes the primals, except for packed weights, from the user inputs and the
+            module's tensors; it draws the random numbers.
+        replays: a counter of replays under ``forward`` and ``backward``.
+        skips: a counter of calls without a graph, by the reason.
     """
 
     compiled: CompiledModule
@@ -45,15 +45,18 @@ class GraphedCode:
     skips: Counter[str]
 
     def inference(self, bound: Bound) -> Graphs:
-        """Forward as a graph."""
+        """Return a function that runs forward by a graph, for inference."""
         return _Inference(self, bound)
 
     def training(self, call: TrainingCall, held: Held) -> Graphs | None:
-        """Forward and backward as a graph each; None where values that backward reads change."""
+        """Return a function that runs forward by a graph and leases residuals to backward's graph.
+
+        None: a call overwrites primals that backward reads.
+        """
         return None if call.overwritten.intersection(call.reads) else _Training(self, call, held)
 
     def run(self, inputs: Tensors, bound: Bound) -> tuple[list[Any], list[Any]]:
-        """The results of forward, and the primals."""
+        """Run forward; return its results, and the primals that it has read."""
         primals = self.primals_of(inputs, self.tensors)
         primals += [None] * len(self.compiled.packs)
         return self.compiled.forward(primals, self.strides, bound), primals
@@ -61,12 +64,20 @@ class GraphedCode:
     def call(
         self, name: str, run: Callable[[Tensors], list[Any]], copies: int | None
     ) -> ReplayedCall:
-        """``run`` on the code's device, counted under ``name``."""
+        """Wrap ``run`` in a :class:`ReplayedCall` on the code's device.
+
+        Args:
+            name: the name under which replays are counted.
+            run: the function to capture.
+            copies: how many of the first results are returned as copies; None: all of them.
+        """
         device = self.compiled.captured.device
         return ReplayedCall(run, copies, device, self.replays, self.skips, name)
 
 
 class _Inference:
+    """Runs calls in inference by one graph of forward."""
+
     def __init__(self, code: GraphedCode, bound: Bound) -> None:
         self._graph = code.call("forward", lambda inputs: code.run(inputs, bound)[0], None)
 
@@ -76,6 +87,11 @@ class _Inference:
 
 
 class _Training:
+    """Runs training calls by a graph of forward, and leases its residuals to graphs of backward.
+
+    While the backward of an earlier call has not run, calls are made without a graph.
+    """
+
     def __init__(self, code: GraphedCode, call: TrainingCall, held: Held) -> None:
         self._skips = code.skips
         self._outputs = call.parts.num_outputs
@@ -122,7 +138,7 @@ class _Training:
         return Replayed(outputs, primals, residuals, lease)
 
     def _graph_of(self, partial: PartialBackward | None) -> ReplayedCall:
-        """The graph of backward, of one without some cotangents a graph of its own."""
+        """Return the graph of a partial backward, created at its first use; None: the whole."""
         if partial is None:
             return self._backward
         found = self._partial.get(partial)

@@ -1,4 +1,4 @@
-"""All dispatchers of this process: what a fork leaves of them, and what its end tells of them."""
+"""A registry of this process's dispatchers, which are cleared at a fork and summed up at exit."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from tvmbridge.runtime.fallbacks import forget_summaries
 
 
 class Registered(Protocol):
-    """A dispatcher, as the process sees it."""
+    """The part of a dispatcher that this registry calls."""
 
     def forget_fast(self) -> None:
-        """Have the next call decided by the full guards."""
+        """Drop the fast paths, so that the full guards check the next call."""
 
     def sum_up(self) -> None:
-        """Have the end of the process tell of the calls so far: no more are to come."""
+        """Keep a summary of the calls, which is logged at the end of the process."""
 
 
 _registered: weakref.WeakSet[Registered] = weakref.WeakSet()
 
 
 def register(dispatcher: Registered) -> None:
-    """Count ``dispatcher`` among those of the process, as long as it lives."""
+    """Add ``dispatcher`` to the registry, which holds it by a weak reference."""
     _registered.add(dispatcher)
 
 
 def _forget_after_fork() -> None:
-    # The threads that compiled code runs on are not in the new process.
+    # The threads that compiled code runs on do not exist in the new process.
     for dispatcher in list(_registered):
         dispatcher.forget_fast()
     forget_summaries()
@@ -37,7 +37,11 @@ def _forget_after_fork() -> None:
 
 @atexit.register
 def _keep_summaries() -> None:
-    """Before those that were kept are logged: what is registered last runs first."""
+    """Keep the summaries of all dispatchers that are alive at exit.
+
+    Functions registered with :mod:`atexit` run in reverse order, so this one runs before
+    :func:`~.fallbacks.log_summaries`.
+    """
     for dispatcher in list(_registered):
         dispatcher.sum_up()
 

@@ -1,4 +1,4 @@
-"""Methods that are dispatched beside, or in place of, a module's forward."""
+"""Methods of a module that are dispatched, in addition to its forward or instead of it."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from tvmbridge.runtime.guards.forwards import StandsForForward, forward_of_class
 
 
 class DispatchedMethod(StandsForForward):
-    """Stands in a module's ``__dict__`` for a method, and calls its dispatcher.
+    """Replaces a method in a module's ``__dict__`` and calls the method's dispatcher.
 
-    holder: the method as a module, which is dispatched.
-    own: the method that the instance had itself; None: it has that of its class.
+    - ``holder``: a module whose forward is the method; this module is dispatched.
+    - ``own``: the method that was set on the instance; None if it is the class's method.
     """
 
     def __init__(self, holder: MethodOf) -> None:
         self.holder = holder
         self.own = holder.own
-        # How many references there were to it when it was last found in no copy.
+        # The reference count at the last check that found this object in no copy of the module.
         self._references = 0
         functools.update_wrapper(self, forward_of_class(holder), updated=())
 
@@ -39,12 +39,12 @@ class DispatchedMethod(StandsForForward):
         return self.holder.forward(*args, **kwargs)
 
     def _is_in_copies(self) -> bool:
-        """Whether a shallow copy of the module has this method of the original.
+        """Whether a shallow copy of the module holds this same object.
 
-        A call does not say through which of the two it is made.
+        A call does not show whether it came through the original or the copy.
 
         Raises:
-            BridgeError: they differ.
+            BridgeError: the copy's attributes differ from the original's.
         """
         found = False
         module, name = self.holder.module, self.holder.method
@@ -69,7 +69,7 @@ class DispatchedMethod(StandsForForward):
         if STAND_IN in memo:
             return own or NO_ATTRIBUTE
         holder = type(self.holder)(module, own)
-        # Its dispatch finds what it compares by the copies of the dicts that it has.
+        # The copied guards look up the holder's dictionaries in the memo.
         memo[id(self.holder)] = holder
         for name, held in self.holder.__dict__.items():
             if isinstance(held, dict):
@@ -86,13 +86,17 @@ def _same_entries(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def methods_of(module: nn.Module) -> dict[str, DispatchedMethod]:
-    """The methods of ``module`` that are dispatched, by name."""
+    """Return the dispatched methods of ``module`` by name."""
     held = module.__dict__.items()
     return {name: value for name, value in held if isinstance(value, DispatchedMethod)}
 
 
 def samples_by_method(methods: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
-    """The sample of each method; MISSING: it has none."""
+    """Return the sample of each method by name; MISSING if a method has no sample.
+
+    Raises:
+        TypeError: ``methods`` is a string.
+    """
     if isinstance(methods, str):
         raise TypeError(f"methods is a string, {methods!r}: give a list of names")
     if isinstance(methods, Mapping):
@@ -101,7 +105,7 @@ def samples_by_method(methods: Sequence[str] | Mapping[str, Any]) -> dict[str, A
 
 
 def holder_of(module: nn.Module, name: str) -> MethodOf:
-    """The method ``name`` of ``module`` as a module to be dispatched.
+    """Return a module whose forward is the method ``name`` of ``module``, to be dispatched.
 
     Raises:
         ValueError: the module has no such method.
@@ -122,14 +126,14 @@ def _static(kind: type, name: str) -> Any:
 
 
 def install(holder: MethodOf) -> None:
-    """Have calls of the method served by the dispatch of ``holder``."""
+    """Replace the method in its module's ``__dict__``, so that calls go through the dispatcher."""
     installed = holder.module.__dict__.get(holder.method)
     if not isinstance(installed, DispatchedMethod):
         holder.module.__dict__[holder.method] = DispatchedMethod(holder)
 
 
 def uninstall(module: nn.Module, name: str) -> None:
-    """Give ``module`` back the method that it had."""
+    """Restore the method ``name`` that ``module`` had before its dispatch."""
     method = module.__dict__.pop(name)
     if method.own is not None:
         module.__dict__[name] = method.own

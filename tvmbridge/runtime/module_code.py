@@ -1,4 +1,4 @@
-"""What is compiled for a module, and what a call may add to it."""
+"""The compiled code of a dispatched module, and the rules by which a call may add to it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,12 @@ _NO_GRADIENTS = "the weights are frozen, and autograd records the call (use torc
 
 
 class _Failed(NamedTuple):
-    """A compilation that failed, and the module before the call that asked for it."""
+    """A compilation that failed.
+
+    - ``specialization``: the specialisation that has no code.
+    - ``key``: the mode and flags that were to be compiled.
+    - ``before``: the module's state before the call that needed the code.
+    """
 
     specialization: Specialization
     key: tuple[Mode, Flags]
@@ -49,11 +54,18 @@ class _Failed(NamedTuple):
 
 
 class ModuleCode:
-    """The specialisations of a module, and how a call comes to more of them.
+    """The specialisations of a module; calls find their code here or compile more.
 
-    ``compiles_signatures``: calls with arguments of another signature compile code for it, up to a
-    number of them; otherwise ``add_tvm_dispatch`` alone does. ``any_size``: calls of other sizes
-    compile symbolic code (None: they do not).
+    - ``compiles_signatures``: whether a call with a new signature compiles code for it, within
+      the limits of ``room``. If False, only ``add_tvm_dispatch`` adds signatures.
+    - ``any_size``: compiles symbolic code for calls of other sizes; None: no symbolic code.
+    - ``dropped``: the number of specialisations and entries that were dropped.
+
+    Args:
+        module: the dispatched module.
+        own: the forward that was set on the instance; None if it has only that of its class.
+        target: the TVM target; None is this machine's CPU.
+        options: options of the compilation.
     """
 
     def __init__(
@@ -81,7 +93,7 @@ class ModuleCode:
         )
         self.dropped = 0
         self._retired_calls = 0
-        # Those that are asked before any full guard, with a guard of their own.
+        # Paths whose fast guards are checked before any full guard, in this order.
         self.fast_paths: tuple[tuple[ServingPath, Specialization], ...] = ()
         self._process = os.getpid()
         self._uses = itertools.count(1)
@@ -89,11 +101,11 @@ class ModuleCode:
 
     @property
     def original(self) -> Callable[..., Any]:
-        """The module's own forward: of the instance, or the one that its class has now."""
+        """Return the module's own forward: the instance's, or the one its class has now."""
         return self.own or forward_of_class(self.module)
 
     def _mode(self, specialization: Specialization, leaves: list[Any]) -> Mode | str:
-        """The mode of this call; or why nothing that was compiled can serve it."""
+        """Return the mode of this call, or the reason why no compiled code can serve it."""
         if os.getpid() != self._process:
             return _FORKED
         recording = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
@@ -109,7 +121,10 @@ class ModuleCode:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> CompiledEntry:
-        """Compile ``specialization`` for ``mode``, in which the module must stand, and try it."""
+        """Compile ``specialization`` for ``mode``, run the code once, and keep it.
+
+        The module must be in ``mode`` now.
+        """
         self.forget_fast()
         signature = specialization.signature
         if specialization.family is None:
@@ -128,18 +143,18 @@ class ModuleCode:
             self._retire(dropped)
 
     def _retire(self, entries: Iterable[CompiledEntry]) -> None:
-        """Count the calls of code that is kept no longer; it serves no further ones."""
+        """Add the calls of entries that are no longer kept to the total; drop all fast paths."""
         self.forget_fast()
         with self._counting:
             self._retired_calls += sum(entry.calls for entry in entries)
 
     def served(self) -> int:
-        """The calls that compiled code has served, that which was dropped since included."""
+        """Return how many calls compiled code has served, code that was dropped included."""
         kept = [entry.calls for s in self.all_specializations() for _, entry in s.compiled()]
         return sum(kept) + self._retired_calls + self.cut.served
 
     def add(self, specialization: Specialization) -> None:
-        """Keep ``specialization``; those that were not used for longest go where too many."""
+        """Keep ``specialization``; above the limit, drop the least recently used ones."""
         with self._counting:
             specialization.last_use = next(self._uses)
             kept = sorted((*self.specializations, specialization), key=lambda s: s.last_use)
@@ -157,8 +172,10 @@ class ModuleCode:
         matched: Matched,
         why: str,
     ) -> CompiledEntry | str:
-        """The code for the mode and flags of this call, compiled now if it is the first, because
-        of what it is; or why there is none."""
+        """Return the code for the mode and flags of this call, or the reason why there is none.
+
+        The code is compiled now if no earlier call has tried. ``why`` goes to the log.
+        """
         flags = flags_of(self.module, matched.leaves)
         known = specialization.known(mode, flags)
         sizes = self.any_size
@@ -167,7 +184,7 @@ class ModuleCode:
         elif known is not None:
             return known
         with compiling():
-            # The module may be on its way: this is no failure for good.
+            # Not kept as a failure: the user may still be setting up the module.
             unusual = unusual_in(self.module) or specialization.hooked(self.module)
             if unusual is not None:
                 return unusual
@@ -187,7 +204,7 @@ class ModuleCode:
             except UnderWayError:
                 return COMPILING
             except Exception as error:
-                # Whatever it is, the module's own forward may do better.
+                # Any error: the module's own forward may serve the call all the same.
                 reason = specialization.failures[mode, flags] = f"{mode}: {error}"
                 if isinstance(error, DataDependentError):
                     self.cut.at(reason)
@@ -196,9 +213,10 @@ class ModuleCode:
                 return reason
 
     def _cut_for_any_size(self, why: str) -> bool:
-        """Have calls of other sizes served in parts, where code runs a part in eager PyTorch.
+        """Serve calls of other sizes in parts from now on; return whether that is possible.
 
-        Such code is for one size, and parts are for any.
+        It is for modules whose code runs some operators in eager PyTorch. Such code is compiled
+        for one size, while parts take any size.
         """
         if not self.compiles_signatures and self.any_size is None:
             return False
@@ -206,10 +224,11 @@ class ModuleCode:
         return any(e.compiled.eager_functions for e in entries) and self.cut.at(why)
 
     def _retry_if_settled(self) -> None:
-        """Have the next call compiled where the own forward, in this one, has made what it keeps.
+        """Let the next call compile again if forward, in this call, has set attributes it keeps.
 
-        The first call may compute, by what cannot be compiled, what others find. It is looked at
-        once: whoever writes at each call is not compiled at each.
+        A first call may compute cached values by operations that cannot be compiled; later calls
+        only read the values. It is tried once, so a module that writes at each call is not
+        compiled at each call.
         """
         failed, self._failed = self._failed, None
         if failed is not None and id(failed.specialization) not in self._retried:
@@ -219,7 +238,7 @@ class ModuleCode:
                 self.cut.why = None
 
     def _is_users(self, name: str) -> bool:
-        """Whether the attribute of this dotted name is the user's: a dispatch changes itself."""
+        """Whether the attribute of this dotted name is the user's, and not a dispatcher."""
         path, _, attribute = name.rpartition(".")
         held = self.module.get_submodule(path).__dict__.get(attribute)
         return not isinstance(held, StandsForForward)
@@ -231,10 +250,10 @@ class ModuleCode:
         unfit: CompiledEntry,
         matched: Matched,
     ) -> CompiledEntry | str | None:
-        """Code in place of one that the call does not fit, where it may be compiled at a call.
+        """Return code to replace ``unfit`` at this call, or the reason why it cannot be compiled.
 
-        That is code which the first call has outdated, for it filled a cache, and code for another
-        ``requires_grad``. None: the call differs otherwise.
+        Code is replaced in two cases: the first call has filled a cache, or ``requires_grad``
+        differs. None: the call differs in another way.
         """
         if unfit.is_to_be_renewed():
             with compiling():
@@ -257,7 +276,10 @@ class ModuleCode:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Iterator[Specialization]:
-        """Those that may be for the arguments of a call; where none fits, one of other sizes."""
+        """Yield the known specialisations, and then one for any size if none of them matched.
+
+        The caller appends the mismatch of each specialisation to ``misfits`` before the next.
+        """
         yield from known
         if self.any_size is not None and len(misfits) == len(known):
             found = self.any_size.specialization(known, args, kwargs)
@@ -267,7 +289,7 @@ class ModuleCode:
                 yield found
 
     def drop_outdated(self) -> None:
-        """Forget code whose frozen weights have changed since: with it goes their packed form."""
+        """Drop code whose frozen weights have changed since, together with their packed form."""
         if not self.options.freeze:
             return
         for specialization in self.specializations:
@@ -279,18 +301,23 @@ class ModuleCode:
         self.forget_fast()
 
     def all_specializations(self) -> list[Specialization]:
-        """Those for samples, and those for calls of other sizes."""
+        """Return the specialisations for samples and the ones for calls of other sizes."""
         others = [] if self.any_size is None else self.any_size.instances()
         return [*self.specializations, *others]
 
     def serve_any_size(self, spec: Any = None) -> None:
-        """Have calls of sizes that change served by symbolic code: as ``spec`` says, or any."""
+        """Serve calls of changing sizes by symbolic code.
+
+        Args:
+            spec: the symbolic dimensions, as torch.export's ``dynamic_shapes``; None: the
+                dimensions whose sizes calls change.
+        """
         of_module = self.compiler, self._retire
         given = None if spec is None else DeclaredSizes(*of_module, spec, self.original)
         self.any_size = given or AnySize(*of_module)
 
     def serve_sizes_like(self, other: ModuleCode) -> None:
-        """Have calls of other sizes served as ``other`` does; nothing is compiled for them."""
+        """Serve calls of other sizes by the rules of ``other``, but without its compiled code."""
         sizes = other.any_size
         self.any_size = None if sizes is None else sizes.renewed(self.compiler, self._retire)
 
@@ -301,13 +328,17 @@ class ModuleCode:
         kwargs: dict[str, Any],
         why: str | Mismatch | None,
     ) -> str | Mismatch | None:
-        """Add a specialisation for the arguments of this call, beside those ``known`` to it, which
-        do not serve it because of ``why``.
+        """Add a specialisation for the arguments of this call.
 
-        It is there when the call is looked at again, with code or the reason why it has none.
+        Args:
+            known: the specialisations that the call has tried.
+            args: the positional arguments.
+            kwargs: the keyword arguments.
+            why: why the known specialisations do not serve the call.
 
         Returns:
-            why nothing can be compiled in this call, while it may in the next; None: it was added.
+            None if it was added, with code or with the reason of a failed compilation. Otherwise
+            why nothing can be compiled now; a later call may try again.
         """
         with compiling():
             if self.specializations is not known:  # another thread did
@@ -330,11 +361,11 @@ class ModuleCode:
             return None
 
     def forget_fast(self) -> None:
-        """Have the next call decided by the full guards."""
+        """Drop the fast paths, so that the full guards check the next call."""
         self.fast_paths = ()
 
     def renew_after_fork(self) -> None:
-        """Forget code that was compiled in another process, whose threads are not in this one."""
+        """Drop all code after a fork: its threads do not exist in the new process."""
         if os.getpid() != self._process:
             self._process = os.getpid()
             self.specializations = ()

@@ -1,8 +1,8 @@
-"""Hooks on outputs: called where a gradient arrives, though all outputs are of one autograd node.
+"""Hooks on outputs: called only if a gradient arrives, although all outputs share a node.
 
-In eager PyTorch every output has a node of its own, which does not run where no gradient reaches
-it. The node of compiled code runs for all, and PyTorch would call the hooks of the others with
-None.
+In eager PyTorch each output has its own autograd node, which does not run if no gradient reaches
+it. Compiled code has one node for all outputs. It runs if any gradient arrives, and PyTorch would
+call the hooks of the other outputs with None.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from tvmbridge.runtime import siblings
 
 
 class _HooksOfOutput(OrderedDict[int, Callable[..., Any]]):
-    """The hooks of one output, by the numbers of their handles."""
+    """The hooks of one output by handle number; added hooks are wrapped to ignore None."""
 
     def __setitem__(self, number: int, hook: Callable[..., Any]) -> None:
-        # A hook on several tensors waits for all whose nodes run; our own knows of None.
+        # Multi-tensor hooks of torch.autograd.graph count calls with None as well, and the hooks
+        # of siblings.py handle None.
         takes_none = getattr(hook, "__module__", None) in (graph.__name__, siblings.__name__)
         super().__setitem__(number, hook if takes_none else _where_it_arrives(hook))
 
@@ -39,9 +40,9 @@ def _where_it_arrives(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def let_hooks_wait(outputs: Iterable[torch.Tensor]) -> None:
-    """Have hooks that will be put on ``outputs``, fresh ones of one node, called as in eager."""
+    """Prepare new ``outputs`` of one node, so that later hooks are called as in eager PyTorch."""
     for output in outputs:
         if output.grad_fn is not None:
-            # What Tensor.register_hook does at the first hook.
+            # The same steps as Tensor.register_hook at the first hook.
             output._backward_hooks = _HooksOfOutput()
             output.grad_fn._register_hook_dict(output)

@@ -1,4 +1,4 @@
-"""Outputs: what a call writes and returns, made of what compiled code has computed."""
+"""Outputs: builds a call's return value and its writes from the results of compiled code."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tvmbridge.runtime.guards.state import ModuleState
 
 
 class Outputs:
-    """Writes back what forward writes, and rebuilds what it returns.
+    """Writes mutations back into buffers and arguments, and rebuilds forward's return value.
 
     Args:
-        state: the dispatched module's state, which is read and written at each call.
-        captured: the graph that is computed.
+        state: the state of the dispatched module, which is read and written at each call.
+        captured: the captured graph, whose outputs compiled code computes.
     """
 
     def __init__(self, state: ModuleState, captured: CapturedGraph) -> None:
@@ -34,7 +34,7 @@ class Outputs:
         self._position_of = {d.name: d.position or 0 for d in users}
         self._number_of = {name: i for i, name in enumerate(state.names)}
         returned = [o for o in outputs if o.kind is OutputKind.USER]
-        # Views of outputs come after what they are views of.
+        # Views of other outputs come last, after the outputs that they are views of.
         aliases = [(i, o.alias) for i, o in enumerate(returned) if o.alias is not None]
         self._aliases = sorted(aliases, key=lambda numbered: numbered[1].kind is None)
         views = [alias for _, alias in self._aliases if alias.shape is not None]
@@ -46,7 +46,7 @@ class Outputs:
         convention = captured.convention
         self._num_returned = len(returned)
         self._build = builder_of(convention.out_spec)
-        # Whether all that is returned is what was computed, and no more is to be done.
+        # Whether forward returns only computed values, and leaves nothing else to do.
         self._is_plain = all(o.is_computed for o in returned) and not (
             len(returned) < len(outputs)
             or convention.assigned
@@ -57,13 +57,18 @@ class Outputs:
             or captured.epilogue
             or state.norms
         )
-        # Then this makes what is returned, of the computed outputs alone.
+        # Builds the return value from the computed outputs alone; None: more is to be done.
         self.plain = self._build if self._is_plain else None
-        # Whether a call leaves anything behind but what it returns.
+        # Whether a call writes into buffers or arguments.
         self.writes = len(returned) < len(outputs)
 
     def mismatch(self, leaves: Sequence[Any], tensors: Sequence[Any]) -> str | None:
-        """Why they cannot be made for these arguments and tensors of the module; None: they can."""
+        """Return why the outputs cannot be rebuilt for this call; None if they can.
+
+        Args:
+            leaves: the leaves of the call's arguments.
+            tensors: the module's tensors.
+        """
         if self._written and self._overlap(leaves, tensors):
             return "a tensor that forward writes shares memory, with another or in itself"
         for alias in self._views:
@@ -73,13 +78,13 @@ class Outputs:
         return None
 
     def written_tensors(self, leaves: Sequence[Any], tensors: Sequence[Any]) -> list[torch.Tensor]:
-        """The tensors that a call writes into."""
+        """Return the tensors that a call writes into."""
         return [self._target(o, leaves, tensors) for o in self._written]
 
     def _overlap(self, leaves: Sequence[Any], tensors: Sequence[Any]) -> bool:
-        """Whether a tensor that is written shares memory with another that the code reads.
+        """Whether a tensor that is written shares memory, with another tensor or within itself.
 
-        Or elements of it do: eager may write the one and leave the other.
+        If elements of a tensor share memory, eager PyTorch may write one and skip the other.
         """
         read = [*(leaves[p] for p in self._position_of.values()), *tensors]
         storages = [t.untyped_storage().data_ptr() for t in read if t.numel()]
@@ -93,7 +98,7 @@ class Outputs:
     def _target(
         self, output: OutputDescriptor, leaves: Sequence[Any], tensors: Sequence[Any]
     ) -> torch.Tensor:
-        """The tensor that is written with this output."""
+        """Return the tensor that this output is written into."""
         if output.kind is OutputKind.INPUT_MUTATION:
             return leaves[self._position_of[output.target or ""]]
         return tensors[self._number_of[output.target or ""]]
@@ -110,7 +115,14 @@ class Outputs:
         tensors: Sequence[Any],
         arguments: Arguments,
     ) -> Any:
-        """Write mutations back, and rebuild what forward returns from the computed ``results``."""
+        """Write mutations back, and rebuild forward's return value from the computed ``results``.
+
+        Args:
+            results: the computed outputs, in order.
+            leaves: the leaves of the call's arguments.
+            tensors: the module's tensors.
+            arguments: the call's positional and keyword arguments, some of which forward changes.
+        """
         if self._is_plain:
             return self._build(list(results[: self._num_returned]))
         captured = self._captured
@@ -131,7 +143,7 @@ class Outputs:
             without_gradients(foreach_copy, written, values)
         self._state.assign()
         self._state.norms.renew()
-        # Last, because they show what was written.
+        # After the writes, because views show what was written.
         self._make_again(flat, leaves)
         held = [self._of(alias, flat, leaves) for _, alias in self._rebound_views]
         for (name, _), tensor in zip(self._rebound_views, held, strict=True):
@@ -148,7 +160,10 @@ class Outputs:
         return returned
 
     def before_epilogue(self, results: Sequence[torch.Tensor], leaves: Sequence[Any]) -> list[Any]:
-        """What the eager epilogue gets of the computed ``results``; nothing is written."""
+        """Return the inputs of the epilogue, which runs in eager PyTorch after compiled code.
+
+        Nothing is written. ``results`` are the computed outputs.
+        """
         computed = iter(results)
         outputs = self._captured.outputs
         values = [(o.kind, next(computed) if o.is_computed else o.value) for o in outputs]

@@ -1,4 +1,4 @@
-"""Parts: a module that no one graph has is served by graphs, and by PyTorch between them."""
+"""Parts: a module that cannot be captured as one graph runs as several, with PyTorch between."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tvmbridge.graph_capture.observe.plain import unusual
 ON_BREAK = ("eager", "forward")
 NO_PART = "no part of it is large enough to be compiled"
 
-# Of a part that is compiled: a call of compiled code costs as much as a few operators do.
+# Smaller parts are not compiled: a call of compiled code costs as much as a few operators.
 _FEWEST_OPERATORS = 3
-# After so many calls without a compiled part a module is not cut any more.
+# After this many calls in which no part was compiled code, the module is not cut any more.
 _CALLS_WITHOUT_PARTS = 8
 
 
@@ -27,11 +27,11 @@ _CALLS_WITHOUT_PARTS = 8
 class PartReport:
     """One part of a module: a graph between two breaks.
 
-    name: the class of the module, or the function, whose code the part is.
-    operators: how many operators it has.
-    calls: its calls that compiled code served.
-    eager_calls: its calls that PyTorch served, by the reason.
-    ends: why the graph ends, and where; empty where forward returns.
+    - ``name``: the module class or the function that the part's code belongs to.
+    - ``operators``: the number of its operators.
+    - ``calls``: the number of its calls that compiled code served.
+    - ``eager_calls``: the number of its calls that eager PyTorch served, by the reason.
+    - ``ends``: why and where the graph ends; empty if it ends because forward returns.
     """
 
     name: str
@@ -42,7 +42,7 @@ class PartReport:
 
 
 class ServedParts(Protocol):
-    """The forward of a module in parts."""
+    """Runs the forward of a module in parts."""
 
     def run(
         self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -50,23 +50,24 @@ class ServedParts(Protocol):
         """Run ``original``, the forward of the module, in parts.
 
         Returns:
-            the results, and why compiled code has not served the call (None: it has).
+            The results, and the reason why no compiled code has served the call; None if it has.
         """
 
     def reports(self) -> tuple[PartReport, ...]:
-        """The parts so far."""
+        """Return a report of each part that calls have reached so far."""
 
     def breaks(self) -> Mapping[str, int]:
-        """What runs in eager PyTorch between the parts: how often a graph was cut, by reason."""
+        """Return how often a graph was cut, by the reason (what runs eagerly between parts)."""
 
 
 class Cut:
-    """Whether the graph of a module is cut, and its parts.
+    """The decision whether a module is cut into parts, and the parts.
 
-    make: makes the parts of a dispatcher's module; None: it is never cut.
-    of: the dispatcher.
-    why: why no one graph has the module; None: nothing asks for a cut.
-    served: the calls that compiled parts have served.
+    - ``make``: creates the parts from a dispatcher; None: the module is never cut.
+    - ``of``: the dispatcher of the module.
+    - ``why``: why the module cannot be one graph; None: it is not cut.
+    - ``served``: the number of calls in which compiled parts have run.
+    - ``parts``: the parts, created at the first call that is served in parts.
     """
 
     def __init__(self, make: Callable[[Any], ServedParts] | None = None, of: Any = None) -> None:
@@ -80,23 +81,26 @@ class Cut:
         self._changing = threading.Lock()
 
     def renewed(self, of: Any) -> Cut:
-        """The same for ``of``, the dispatcher of a copy, with parts of its own."""
+        """Return the same decision for ``of``, the dispatcher of a copy, without parts yet."""
         cut = Cut(self.make, of)
         cut.why = self.why
         return cut
 
     def at(self, why: str) -> bool:
-        """Have calls served in parts, because of ``why``; False: the graph is never cut."""
+        """Serve calls in parts from now on, because of ``why``; return False if it is never cut."""
         if self.make is None:
             return False
         self.why = why
         return True
 
     def instead_of(self, eager: Mapping[str, int]) -> None:
-        """Refuse code behind which PyTorch runs ``eager``, where parts would compile these.
+        """Refuse code after which PyTorch runs many ``eager`` functions that parts would compile.
+
+        Args:
+            eager: how often each function runs, by name.
 
         Raises:
-            DataDependentError: the graph is cut in place of that.
+            DataDependentError: the module is to be cut instead.
         """
         if self.make is not None and sum(eager.values()) >= _FEWEST_OPERATORS:
             raise DataDependentError(
@@ -104,12 +108,12 @@ class Cut:
             )
 
     def refusal(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
-        """Why a call is not served in parts; None: it may be."""
+        """Return why a call cannot be served in parts; None if it can."""
         if os.getpid() != self._process:
             return "the process was forked after dispatch"
         if self._without >= _CALLS_WITHOUT_PARTS:
             return f"{NO_PART} ({self.why})"
-        # TorchDynamo does not notice one that comes later.
+        # TorchDynamo does not notice a global hook that is registered after its compilation.
         if has_any_global_hook():  # type: ignore[no-untyped-call]
             return "hooks of all modules are registered"
         leaves = pytree.tree_leaves((args, dict(kwargs)))
@@ -120,7 +124,7 @@ class Cut:
     def run(
         self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[Any, str | None]:
-        """As :meth:`ServedParts.run`."""
+        """Run the module in parts, as :meth:`ServedParts.run` does, and count the call."""
         with self._changing:
             if self.parts is None:
                 assert self.make is not None

@@ -1,4 +1,4 @@
-"""What a call needs is found once, and held, for the calls that a generated guard lets pass."""
+"""Builds fast paths: a generated guard, and everything prepared for the calls it accepts."""
 
 from __future__ import annotations
 
@@ -20,9 +20,15 @@ from tvmbridge.runtime.guards.signature import Signature
 def renewed_path(
     entry: CompiledEntry, signature: Signature, leaves: Sequence[Any]
 ) -> FastPath[CompiledEntry] | None:
-    """A fast path for calls like this one, which the full guards let pass; None: there is none.
+    """Build a fast path for calls like this one, which the full guards have accepted.
 
-    Where it lets no call pass, it is made again after ever more calls.
+    If the path accepts no calls, a new one is built after 1, 2, 4, 8 ... slow calls, so that
+    building costs little. None: no fast path is possible, or it is not time for one.
+
+    Args:
+        entry: the compiled entry that serves the call.
+        signature: the signature of the arguments.
+        leaves: the leaves of the call's arguments.
     """
     entry.slow_calls += 1
     due = not entry.slow_calls & (entry.slow_calls - 1)
@@ -30,7 +36,7 @@ def renewed_path(
     if not entry.may_be_fast or not due or any(t is None for t in tensors):
         return None
     fast = _pinned_path(entry, signature, leaves, [t for t in tensors if t is not None])
-    # Another thread may have changed the module since the full guards let the call pass.
+    # Another thread may have changed the module since the full guards accepted the call.
     return fast if entry.mismatch(leaves, tensors) is None else None
 
 
@@ -40,7 +46,7 @@ def _pinned_path(
     leaves: Sequence[Any],
     tensors: Sequence[torch.Tensor],
 ) -> FastPath[CompiledEntry] | None:
-    """A fast path for calls with ``leaves`` and the module's ``tensors``; None: there is none."""
+    """Build a fast path for ``leaves`` and the module's ``tensors``; None if there is none."""
     written = entry.outputs.written_tensors(leaves, tensors)
     frozen = entry.frozen
     guard = FastGuard(
@@ -86,7 +92,7 @@ def _pinned_path(
 
 
 def _direct(entry: CompiledEntry, bound: Bound, leaves: int) -> Direct | None:
-    """Calls without what is rare around compiled code; None where there is something."""
+    """Return a function that only runs the code; None if the entry needs more around the code."""
     compiled, build = entry.compiled, entry.outputs.plain
     if entry.autocast or compiled.copied_outputs or compiled.layouts.outputs or build is None:
         return None
@@ -99,7 +105,7 @@ def _direct(entry: CompiledEntry, bound: Bound, leaves: int) -> Direct | None:
 def _code_to_graph(
     entry: CompiledEntry, tensors: Sequence[torch.Tensor], strides: Strides
 ) -> GraphedCode | None:
-    """The code for CUDA graphs; None where a call is not launches alone."""
+    """Return the code prepared for CUDA graphs; None if a call does more than launch kernels."""
     if entry.given.converts or not entry.compiled.cuda_graphs:
         return None
     counts = entry.graph_replays, entry.graph_skips

@@ -1,4 +1,4 @@
-"""Which of the inputs of compiled code are what, by their positions."""
+"""Positions of the primals (inputs of compiled code) by their role, and checks of their hooks."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _NO_GRADIENT_FOR_HOOK = (
 
 
 def picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """A function that returns what stands at ``positions`` of a list."""
+    """Return a function that selects the elements of a sequence at ``positions``."""
     if len(positions) > 1:
         return itemgetter(*positions)
     return lambda values: tuple(values[p] for p in positions)
 
 
 def primals_of(compiled: CompiledModule) -> list[InputDescriptor]:
-    """The primals, but for packed weights, which are the last ones."""
+    """Return descriptors of the primals, except for the last ones, which are packed weights."""
     return [d for d in compiled.captured.inputs if d.kind is not InputKind.CONSTANT]
 
 
 def packed_into(compiled: CompiledModule, reads: set[int]) -> list[int]:
-    """Positions of the parameters whose packed values are among the primals ``reads``."""
+    """Return positions of the parameters whose packed values are among the primals ``reads``."""
     assert compiled.split is not None
     position = {
         d.target: i for i, d in enumerate(primals_of(compiled)) if d.kind is InputKind.PARAMETER
@@ -43,7 +43,7 @@ def packed_into(compiled: CompiledModule, reads: set[int]) -> list[int]:
 
 
 def overwritten_by(compiled: CompiledModule) -> frozenset[int]:
-    """Positions of the primals that are written into after forward: statistics, arguments."""
+    """Return positions of the primals that a call writes into: buffers and arguments."""
     captured = compiled.captured
     written = {(o.kind, o.target) for o in captured.outputs if o.kind is not OutputKind.USER}
     return frozenset(
@@ -61,14 +61,14 @@ def refuse_hooks(
     gradients: Sequence[torch.Tensor | None],
     wanted: Sequence[bool],
 ) -> None:
-    """Refuse what autograd would do with primals that no gradient reaches: call their hooks.
+    """Raise if autograd would call a hook on a primal that no gradient reaches.
 
     Args:
-        compiled: the code.
-        positions: of the primals that it has gradients of.
-        sources: their tensors.
-        gradients: those of this backward.
-        wanted: of which of them autograd wants one.
+        compiled: the compiled module.
+        positions: the positions of the primals that the code computes gradients of.
+        sources: the tensors at these positions.
+        gradients: the gradients of this backward; None if none reaches the primal.
+        wanted: whether autograd wants each of the gradients.
 
     Raises:
         BridgeError: a hook would be called without a gradient.

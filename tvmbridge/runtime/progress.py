@@ -10,18 +10,24 @@ from typing import Any
 
 from tvmbridge.cache.tally import disk_text
 
-# Shorter compilations show nothing.
+# Seconds before the line appears, so that shorter compilations show nothing.
 PATIENCE = 2.0
 
 
 @contextmanager
 def progress(what: str, why: str = "") -> Iterator[Callable[[str], None]]:
-    """Within it a terminal shows ``what`` is done, the stage, what came from disk, and ``why``.
+    """Show a progress line on the terminal inside this context.
 
-    The result is called with the name of each stage.
+    The line has the work, its stage, how much code came from disk, and the reason. It appears
+    after ``PATIENCE`` seconds and disappears at the end. If standard error is not a terminal,
+    nothing is shown.
 
-    It appears after ``PATIENCE`` seconds, and goes when all is done; where standard error is no
-    terminal there is none.
+    Args:
+        what: the work, as text.
+        why: the reason, as text that is appended.
+
+    Yields:
+        A function to be called with the name of each stage as it begins.
     """
     if sys.stderr is None or not sys.stderr.isatty():
         yield lambda stage: None
@@ -38,7 +44,7 @@ def progress(what: str, why: str = "") -> Iterator[Callable[[str], None]]:
 
 
 class _ProgressLine:
-    """A line that a timer's thread shows, and the compiling one changes and takes away."""
+    """A progress line; a timer's thread shows it, the compiling thread updates and closes it."""
 
     def __init__(self, what: str, why: str) -> None:
         self._what, self._stage, self._why = what, "", why
@@ -54,7 +60,7 @@ class _ProgressLine:
         with self._changing:
             if not self._closed:
                 console = Console(stderr=True)
-                self._width = console.width - 4  # the sign that turns is before it
+                self._width = console.width - 4  # the spinner takes the rest
                 self._status = Status(self._text(), console=console)
                 self._status.start()
 
@@ -69,7 +75,7 @@ class _ProgressLine:
 
         found = disk_text()
         disk = f" (code so far: {found})" if found else ""
-        # One line: what is longer would be wrapped.
+        # Longer text would wrap into a second line.
         return Text(f"{self._what}{self._stage}{disk}{self._why}"[: self._width])
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Room: how much code calls may have compiled that nobody asked for."""
+"""Room: limits on the code that calls compile, beyond the samples of ``add_tvm_dispatch``."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from tvmbridge.core.options import CompileOptions
 from tvmbridge.runtime.entry import CompiledEntry
 from tvmbridge.runtime.guards.spelling import CONSTANT, Mismatch
 
-# So many signatures calls may have compiled, where no sample was given; of a number that changes
-# fewer, since each of its values is a signature.
+# Limits on signatures that calls compile: four in all, of which two may differ in a Python
+# constant alone, since each value of a number is another signature.
 _MOST_AT_CALLS = 4
 _MOST_VALUES = 2
-# So often calls may have compiled because the module is otherwise, for one reason.
+# How often calls may compile because the module has changed, for each reason.
 _MOST_STATES = 8
 
 
 class Room:
-    """Decides whether a call may add code for its arguments, or for the module as it is now.
+    """Decides whether a call may compile code for its arguments or for a changed module.
 
-    options: those that the code is compiled with.
+    Args:
+        options: options of the compilation.
     """
 
     def __init__(self, options: CompileOptions) -> None:
         self._options = options
-        # Calls that the module had outgrown the code for, by the reason.
+        # The number of calls whose code did not fit the changed module, by the reason.
         self._outgrown: Counter[str] = Counter()
         self._counting = threading.Lock()
 
@@ -36,12 +37,13 @@ class Room:
         why: str | Mismatch | None,
         misfits: Sequence[Mismatch],
     ) -> bool:
-        """Whether a call may add code.
+        """Whether a call may compile code.
 
         Args:
-            outgrown: code for its arguments, which it does not fit otherwise; None: there is none.
-            why: the reason.
-            misfits: why it fits none of the signatures that there are.
+            outgrown: the entry for the call's arguments, if it does not fit the changed module;
+                None: no entry is for these arguments.
+            why: why no code serves the call.
+            misfits: the mismatch with each signature that has code.
         """
         if outgrown is None:
             return not isinstance(why, str) and self._is_left_for_signatures(misfits)

@@ -1,4 +1,4 @@
-"""Samples: what is compiled for arguments that a dispatch is given, before any call."""
+"""Samples: compilation for the sample arguments of ``add_tvm_dispatch``, before any call."""
 
 from __future__ import annotations
 
@@ -20,14 +20,20 @@ from tvmbridge.runtime.specialization import Specialization
 def compile_sample(
     dispatcher: Dispatcher, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> None:
-    """Compile for a sample what is not there yet."""
+    """Compile code for a sample, unless the dispatcher has code for it.
+
+    Args:
+        dispatcher: the dispatcher of the module.
+        args: the positional arguments of the sample.
+        kwargs: the keyword arguments of the sample.
+    """
     dispatcher.drop_outdated()
     if isinstance(dispatcher.any_size, DeclaredSizes):
         _compile_declared(dispatcher, dispatcher.any_size, args, kwargs)
         return
     specialization, mode, arguments = _find_or_add(dispatcher, args, kwargs)
     if mode is not None:
-        with contextlib.suppress(UnderWayError):  # calls look after it
+        with contextlib.suppress(UnderWayError):  # later calls take the finished code
             dispatcher.compile(specialization, mode, *arguments)
     if specialization not in dispatcher.specializations:
         dispatcher.add(specialization)
@@ -36,7 +42,7 @@ def compile_sample(
 def _compile_declared(
     dispatcher: Dispatcher, sizes: DeclaredSizes, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> None:
-    """As :func:`_compile_sample`, with symbols."""
+    """Compile code for a sample with the symbolic dimensions that the user has declared."""
     specialization = sizes.of_sample(args, kwargs)
     leaves = specialization.signature.flatten(args, kwargs) or []
     mode = _mode(dispatcher, specialization, leaves)
@@ -55,8 +61,11 @@ def _compile_declared(
 def _find_or_add(
     dispatcher: Dispatcher, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Specialization, Mode | None, Arguments]:
-    """The specialisation for the sample, or a new one, the mode to compile (None: there is code),
-    and the arguments in its spelling."""
+    """Return the specialisation for a sample, the mode to compile, and the arguments.
+
+    The mode is None if there is code. The arguments are in the call form of the specialisation:
+    positional and keyword arguments as in its own sample.
+    """
     for specialization in dispatcher.specializations:
         matched = specialization.signature.match(args, kwargs)
         if isinstance(matched, Mismatch):
@@ -69,7 +78,8 @@ def _find_or_add(
         tensors = entry.state.tensors()
         if entry.mismatch(leaves, tensors) is None:
             return specialization, None, arguments
-        # Code for the same arguments that the module has changed under serves other calls.
+        # Any other difference means that the module has changed. This code stays for calls in the
+        # earlier state, and the sample gets a specialisation of its own.
         if entry.differs_in_flags_alone(leaves, tensors):
             return specialization, mode, arguments
     specialization = Specialization(Signature(args, kwargs, dispatcher.original))

@@ -1,7 +1,9 @@
-"""Versions of what the user holds and backward reads, asked for by some of the cotangents alone.
+"""Version checks of saved tensors that only some of the cotangents need.
 
-Autograd asks for the versions of all that an autograd function has saved. Compiled code is one such
-function, where eager PyTorch has one for each operator and visits those that a backward needs.
+In backward, autograd checks the versions of all tensors that an autograd function has saved.
+Compiled code is one such function. Eager PyTorch has one for each operator and checks only the
+operators that a backward reaches. A write into a tensor that this backward does not read must
+therefore not raise.
 """
 
 from __future__ import annotations
@@ -21,9 +23,11 @@ from tvmbridge.runtime.primals import primals_of
 
 @dataclass(frozen=True, eq=False)
 class NotedVersion:
-    """A tensor with the memory and the version counter of one that the user holds.
+    """A saved tensor whose version is checked by tvmbridge and not by autograd.
 
-    ``version``: what it was at forward. ``readers``: numbers of the cotangents that it matters to.
+    - ``tensor``: shares memory and version counter with a tensor that the user holds.
+    - ``version``: its version at forward.
+    - ``readers``: the numbers of the cotangents whose backward reads it.
     """
 
     tensor: torch.Tensor
@@ -32,12 +36,12 @@ class NotedVersion:
 
 
 class SavedVersions:
-    """Which tensors autograd must not ask for the versions of, since not every backward reads them.
+    """Finds the saved tensors that not every backward reads, and notes their versions.
 
     Args:
         compiled: a module compiled with gradients.
         reads: positions of the primals that backward reads.
-        overwritten: positions of the primals that are copied, since a call writes them.
+        overwritten: positions of the primals that are saved as copies, since a call writes them.
     """
 
     def __init__(
@@ -50,7 +54,7 @@ class SavedVersions:
         position = {name: i for i, name in enumerate(parts.primals)}
         kinds = [d.kind for d in primals_of(compiled)]
         some = {position[name]: who for name, who in readers.primals.items() if who != everybody}
-        # A call may write buffers without a new version in eager PyTorch, as batch norm does.
+        # Buffers are left out: eager batch norm writes its statistics without a new version.
         guarded = {
             position[name]: who
             for name, who in readers.guarded_primals.items()
@@ -68,7 +72,7 @@ class SavedVersions:
         )
 
     def readers_of_primal(self, position: int) -> frozenset[int] | None:
-        """The cotangents that read a primal; None: all of them."""
+        """Return the numbers of the cotangents whose backward reads a primal; None: all."""
         return self._primals.get(position, self._all_guarded.get(position))
 
     def noted(
@@ -79,10 +83,17 @@ class SavedVersions:
         outputs: Sequence[torch.Tensor],
         kept: list[torch.Tensor],
     ) -> list[torch.Tensor]:
-        """What autograd saves: ``read``, the primals at ``places``, and ``kept`` of the outputs.
+        """Return the tensors for autograd to save: ``read`` followed by ``kept``.
 
-        The step notes the versions of those that only some backwards read, and autograd gets the
-        same memory without a version.
+        A tensor that only some backwards read is noted in ``step``, and autograd gets an alias of
+        it that has no version check.
+
+        Args:
+            step: the :class:`~.step.TrainingStep` that keeps the noted versions.
+            places: the positions of the primals ``read``.
+            read: the primals that backward reads.
+            outputs: all outputs of forward.
+            kept: the outputs that backward reads.
         """
         if not self._any:
             return [*read, *kept]

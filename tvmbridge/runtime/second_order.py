@@ -1,8 +1,8 @@
 """Second derivatives: compiled backward is not differentiable, so the module's own forward is run.
 
-Where a backward is itself to be differentiated (``create_graph=True``: gradient penalties, forces
-that are trained on, Hessians), the module's own forward runs again on what compiled code was
-called with, and PyTorch differentiates that, as often as anybody asks.
+With ``create_graph=True`` (gradient penalties, training on forces, Hessians) backward itself must
+be differentiable. The module's own forward then runs again on the arguments of the call, and
+PyTorch differentiates it to any order.
 """
 
 from __future__ import annotations
@@ -31,13 +31,16 @@ Mismatch = Callable[[Sequence[Any], Sequence[Any]], str | None]
 
 
 class SecondOrder:
-    """The own forward of a module, to be differentiated in place of the code of one entry.
+    """Differentiates a module's own forward in place of the compiled code of one entry.
+
+    - ``draws``: whether forward draws random numbers.
+    - ``backwards``: how often the own forward has run for a backward.
 
     Args:
         state: the module's state.
-        captured: what the code computes.
-        mismatch: says, of the arguments' leaves and the module's tensors, why the code would not
-            serve a call with them now.
+        captured: the graph of the compiled code.
+        mismatch: a function of the arguments' leaves and the module's tensors, which returns why
+            the code would not serve such a call now, or None.
     """
 
     def __init__(self, state: ModuleState, captured: CapturedGraph, mismatch: Mismatch) -> None:
@@ -47,7 +50,7 @@ class SecondOrder:
         self._captured = captured
         self._mismatch = mismatch
         self._positions = users
-        # The places, among the leaves of what forward returns, of the computed outputs.
+        # Positions of the computed outputs among the leaves of forward's return value.
         self._places = [i for i, o in enumerate(returned) if o.is_computed]
         self._refused = _refused(captured)
         self.draws = bool(captured.noise)
@@ -56,39 +59,48 @@ class SecondOrder:
     def call(
         self, leaves: Sequence[Any], tensors: Sequence[Any], pinned: Pinned | None = None
     ) -> SecondOrderCall | str:
-        """What is kept of a call with these arguments' leaves and tensors of the module.
+        """Record a call, so that forward can run again for its backward.
 
-        ``pinned`` is what a fast guard knows of the call. A string says why nothing is kept:
-        forward must not run again.
+        Args:
+            leaves: the leaves of the call's arguments.
+            tensors: the module's tensors.
+            pinned: addresses and mode that a fast guard has checked; None: read them now.
+
+        Returns:
+            The recorded call, or the reason why forward must not run again.
         """
         return self._refused or SecondOrderCall(self, leaves, tensors, pinned or self.pin(tensors))
 
     def pin(self, tensors: Sequence[Any]) -> Pinned:
-        """What a fast guard lets no call pass without."""
+        """Return the addresses of ``tensors`` and the mode, which a fast guard keeps fixed."""
         return Pinned([t.data_ptr() for t in tensors], self.mode())
 
     def changed(self, leaves: Sequence[Any], tensors: Sequence[Any]) -> str | None:
-        """Why forward would do another thing now than at the call; None: it would not."""
+        """Return why forward would compute something else now than at the call; or None."""
         now = self._state.tensors()
         if any(a is not b for a, b in zip(now, tensors, strict=True)):
             return "a tensor of the module was exchanged since"
         return refused_now() or self._mismatch(leaves, tensors)
 
     def mode(self) -> Mode:
-        """The mode of a call made now, but for autocast: backward runs outside of it."""
+        """Return the mode of a call made now, with the autocast state of the capture.
+
+        Backward runs outside of autocast, so its present state says nothing about the call.
+        """
         autocast = self._captured.assumptions.autocast
         return Mode.of_now(self._state.module.training, True, autocast)
 
     def primals(self, leaves: Sequence[Any], tensors: Sequence[Any]) -> tuple[Any, ...]:
-        """The inputs of compiled code that gradients may be asked for by, in its order."""
+        """Return the primals that may have gradients: user inputs, then the module's tensors."""
         return (*[leaves[p] for p in self._positions], *tensors)
 
     def outputs(self, leaves: Sequence[Any], generator: torch.Tensor | None) -> list[torch.Tensor]:
-        """The computed outputs, by the module's own forward.
+        """Run the module's own forward; return the outputs that compiled code computes.
 
         Args:
-            leaves: of its arguments.
-            generator: the state of PyTorch's generator from which it draws; None: it does not.
+            leaves: the leaves of the arguments.
+            generator: the state of PyTorch's random generator to start from; None: forward draws
+                no random numbers.
         """
         own = own_forward(self._state.module)
         forward = WithBases(lambda *a, **k: opened(own(*a, **k)), self._captured.convention.bases)
@@ -114,7 +126,14 @@ class Pinned:
 
 
 class SecondOrderCall:
-    """One call, with its arguments: it gives gradients that can be differentiated."""
+    """One recorded call, which can compute gradients that can be differentiated.
+
+    Args:
+        own: runs the module's own forward.
+        leaves: the leaves of the call's arguments.
+        tensors: the module's tensors.
+        pinned: the addresses of the tensors and the mode at the call.
+    """
 
     def __init__(
         self,
@@ -133,10 +152,10 @@ class SecondOrderCall:
         self._generator = torch.get_rng_state() if own.draws else None
 
     def _versions_now(self) -> tuple[int, ...] | None:
-        """The versions of all tensors; None where they are not known."""
+        """Return the versions of all primals; None if a primal has none."""
         try:
             return versions_of(self._primals)
-        except RuntimeError:  # tensors of inference mode have no version
+        except RuntimeError:  # tensors created in inference mode have no version
             return None
 
     def _is_written(self) -> bool:
@@ -145,7 +164,7 @@ class SecondOrderCall:
         return [*self._given, *self._pinned.pointers] != [t.data_ptr() for t in self._primals]
 
     def refused(self, wanted: Sequence[int]) -> str | None:
-        """Why gradients by the primals ``wanted`` cannot be had in this way; None: they can."""
+        """Return why forward cannot run again for gradients of the primals ``wanted``; or None."""
         if self._is_written():
             return "an input or a tensor of the module was written since"
         if self._pinned.mode != self._own.mode():
@@ -159,16 +178,16 @@ class SecondOrderCall:
     def gradients(
         self, wanted: Sequence[int], cotangents: Mapping[int, torch.Tensor]
     ) -> list[torch.Tensor | None]:
-        """Gradients by the primals ``wanted``, recorded by autograd; None where there is none.
+        """Return differentiable gradients of the primals ``wanted``; None if none reaches one.
 
         Args:
-            wanted: numbers of primals that require a gradient.
-            cotangents: what arrived, by the number of the computed output.
+            wanted: the numbers of primals that require a gradient.
+            cotangents: the cotangents that arrived, by the number of the computed output.
         """
         primals = self._primals
         kept = {id(t) for t in self._tensors}
         with torch.enable_grad():
-            # The inner derivative ends at views, so that hooks of arguments are called once.
+            # The inner differentiation ends at views, so that hooks of arguments run only once.
             views = {id(t): t.view_as(t) for t in primals if id(t) not in kept and t.requires_grad}
         leaves = [views.get(id(leaf), leaf) for leaf in self._leaves]
         outputs = self._own.outputs(leaves, self._generator)
@@ -182,12 +201,12 @@ class SecondOrderCall:
             allow_unused=True,
         )
         gradients = dict(zip(sources, found, strict=True))
-        # A tensor that was given twice gets its gradient once.
+        # If a tensor was passed twice, only its first position gets the gradient.
         return [gradients.pop(id(primals[i]), None) for i in wanted]
 
 
 def _refused(captured: CapturedGraph) -> str | None:
-    """Why running the own forward again would not do what the call has done; None: it would."""
+    """Return why the own forward cannot repeat the computation of a call; None if it can."""
     if captured.noise and captured.device.type != "cpu":
         return "forward draws random numbers on another device than the CPU"
     if captured.convention.changed_arguments or any(
@@ -206,7 +225,10 @@ def _refused(captured: CapturedGraph) -> str | None:
 def refuse(
     gradients: Sequence[torch.Tensor | None], sources: Sequence[torch.Tensor], reason: str
 ) -> Sequence[torch.Tensor | None]:
-    """Gradients that raise, for the ``reason``, where they are differentiated by ``sources``."""
+    """Return ``gradients`` that raise an error with ``reason`` when they are differentiated.
+
+    ``sources`` are the tensors that the gradients depend on.
+    """
     if not any(s.requires_grad for s in sources):
         return gradients
     present = [g for g in gradients if g is not None]
@@ -215,7 +237,7 @@ def refuse(
 
 
 class _Refused(torch.autograd.Function):
-    """The identity of the first ``count`` tensors, which cannot be differentiated by any."""
+    """The identity of the first ``count`` tensors; its backward raises an error."""
 
     @staticmethod
     def forward(

@@ -2,9 +2,9 @@
 
 In eager PyTorch ``features, logits = model(x)`` are connected: the gradient of ``logits`` flows
 through ``features``, where ``retain_grad`` and hooks see it (Grad-CAM, attention maps). Compiled
-code is one step to autograd, and its outputs stand side by side: such a hook would silently see
-less than in eager, so backward refuses instead; and so it does where a gradient is asked for by
-such an output.
+code is a single node to autograd, so no gradient flows from one output to another. A hook would
+silently see less than in eager PyTorch. Backward raises an error instead, also if a gradient with
+respect to such an output is requested.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.core.errors import LEAVE_TO_EAGER, BridgeError
 from tvmbridge.core.torch_private import engine_run_backward
 
-# Its arguments behind the outputs: cotangents, retain_graph, create_graph, inputs.
+# Its arguments: the outputs, then cotangents, retain_graph, create_graph, inputs.
 _STARTS_BACKWARD = engine_run_backward.__code__
 _is_leaf = attrgetter("is_leaf")
 _UNSEEN = (
@@ -41,11 +41,11 @@ _NO_PATH = (
 
 
 def readers_of(captured: CapturedGraph, differentiable: Collection[int]) -> dict[int, set[int]]:
-    """For each computed output that others are computed from, by number: which.
+    """Return, for each output that other outputs are computed from, their numbers.
 
     Args:
-        captured: the graph.
-        differentiable: the numbers of the outputs that gradients arrive for.
+        captured: the captured graph.
+        differentiable: the numbers of the computed outputs that receive gradients.
     """
     nodes = {n.name: n for n in captured.program.graph.nodes}
     names = [o.name for o in captured.outputs if o.is_computed]
@@ -60,7 +60,7 @@ def readers_of(captured: CapturedGraph, differentiable: Collection[int]) -> dict
 
 
 def _operands(node: fx.Node) -> set[fx.Node]:
-    """What ``node`` is computed from, as far as gradients flow."""
+    """Return all nodes that ``node`` is computed from and that gradients flow to."""
     found: set[fx.Node] = set()
     waiting = list(node.all_input_nodes)
     while waiting:
@@ -74,7 +74,12 @@ def _operands(node: fx.Node) -> set[fx.Node]:
 
 
 class Watched:
-    """The outputs of one call that others are computed from."""
+    """Watches the outputs of one call that other outputs are computed from.
+
+    Args:
+        outputs: all outputs of the call.
+        readers: for each watched output, the numbers of the outputs computed from it.
+    """
 
     def __init__(
         self, outputs: Sequence[torch.Tensor], readers: Mapping[int, Collection[int]]
@@ -85,10 +90,13 @@ class Watched:
             outputs[reader].register_hook(_InputsWatch(self, reader))
 
     def refuse_hooks(self, cotangents: Sequence[torch.Tensor | None]) -> None:
-        """Refuse hooks that miss a gradient.
+        """Raise if a hook on a watched output would miss a gradient.
+
+        Args:
+            cotangents: one for each output; None if it did not arrive.
 
         Raises:
-            BridgeError: one is on an output, and a cotangent arrived for one that reads it.
+            BridgeError: an output has a hook, and an output computed from it has a cotangent.
         """
         for number, reference in self._outputs.items():
             output = reference()
@@ -98,12 +106,16 @@ class Watched:
                 raise BridgeError(_UNSEEN.format(number=number))
 
     def refuse_inputs(self, reader: int) -> None:
-        """Refuse that a gradient is asked for by an output that ``reader`` is computed from.
+        """Raise if ``torch.autograd.grad`` is called with an input that ``reader`` depends on.
 
-        It would miss what flows between them, and our backward does not run.
+        The gradient would miss the part that flows through ``reader``. The compiled backward
+        does not run in that case, so a hook of ``reader`` makes this check.
+
+        Args:
+            reader: the number of an output that a cotangent has arrived for.
 
         Raises:
-            BridgeError: backward, in which a cotangent arrived for ``reader``, is asked for that.
+            BridgeError: the running backward has such an input.
         """
         inputs = _inputs_of_backward()
         if _are_leaves(inputs):
@@ -118,17 +130,17 @@ class Watched:
 
 
 def _are_leaves(inputs: Sequence[torch.Tensor | GradientEdge]) -> bool:
-    """Whether none of ``inputs`` is computed; parameters, of which there may be many, are not."""
+    """Whether all ``inputs`` are leaves; it is fast for the common case of many parameters."""
     try:
         return all(map(_is_leaf, inputs))
-    except AttributeError:  # an edge
+    except AttributeError:  # a GradientEdge has no is_leaf
         return False
 
 
 class _InputsWatch:
-    """A hook of an output that is computed from others; it changes nothing."""
+    """A hook of an output that is computed from others; it checks, and changes no gradient."""
 
-    # Who pickles the output need not be told that its hooks are lost.
+    # Without it, pickling the output would warn that its hooks are lost.
     __torch_unserializable__ = True
 
     def __init__(self, watched: Watched, reader: int) -> None:
@@ -146,9 +158,10 @@ def _has_hooks(output: torch.Tensor) -> bool:
 
 
 def _inputs_of_backward() -> Sequence[torch.Tensor | GradientEdge]:
-    """What the gradients are asked for by, of the backward that runs; none where it is for all.
+    """Return the ``inputs`` argument of the running backward; empty for ``loss.backward()``.
 
-    PyTorch does not tell; the function that starts it has it as an argument, in this thread.
+    PyTorch has no function for it. The frame that started the backward in this thread has it
+    among its arguments.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -9,22 +9,22 @@ from tvmbridge.core.errors import BuildError
 from tvmbridge.runtime.entry import CompiledEntry
 from tvmbridge.runtime.specialization import Specialization
 
-# With the sample's own this makes four signatures, as many as calls compile without symbols.
+# With the sample's size this makes four signatures, the limit for calls without symbols as well.
 _MOST = 3
-# A size without code must come this many times as often as the least used one was served: among
-# sizes that come equally often none takes another's place, so few are compiled in a long run.
+# A size without code must have this many times the calls of the least used one to replace it.
+# Sizes that come equally often then never replace each other, which would compile again and again.
 _AS_OFTEN = 2
 
 
 class NoRoomError(BuildError):
-    """There is code for as many single sizes as are kept, and not for this one."""
+    """The maximum number of single sizes has code, and this size is not among them."""
 
 
 class SingleSizes:
-    """The specialisations of single sizes, of which those that are called most keep their code.
+    """The specialisations with code for one size each; the most called ones keep their code.
 
     Args:
-        retire: called with the entries that are kept no longer.
+        retire: called with the entries that are no longer kept.
     """
 
     def __init__(self, retire: Callable[[Iterable[CompiledEntry]], None]) -> None:
@@ -33,10 +33,14 @@ class SingleSizes:
         self._refused: WeakKeyDictionary[Specialization, int] = WeakKeyDictionary()
 
     def admit(self, specialization: Specialization, reason: str) -> None:
-        """Give ``specialization`` code of its own sizes, in the place of the least used one.
+        """Let ``specialization`` have code for its size; drop the least used one if needed.
+
+        Args:
+            specialization: the specialisation of a call.
+            reason: why there is no symbolic code for it, for the error.
 
         Raises:
-            NoRoomError: the others are called more often.
+            NoRoomError: the other sizes are called more often.
         """
         if specialization in self._kept:
             return

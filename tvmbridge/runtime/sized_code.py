@@ -19,10 +19,10 @@ from tvmbridge.symbolic.symbols import Symbols
 def traced_for(
     compiler: Compiler, symbols: Symbols, sample: Arguments, mode: Mode
 ) -> SymbolicTrace:
-    """The module of ``compiler``, traced with ``symbols`` in arguments like those of ``sample``.
+    """Trace the module of ``compiler`` with ``symbols`` in place of some sizes of ``sample``.
 
     Raises:
-        CaptureError: it cannot be traced so.
+        CaptureError: the module cannot be traced with these symbols.
     """
     dimensions = [d for group in symbols.dimensions for d in group]
     return traced_with_symbols(
@@ -43,14 +43,20 @@ def compiled_for(
     symbols: Symbols,
     bounds: tuple[Point, ...],
 ) -> SymbolicCode:
-    """Code for all sizes within ``bounds``.
+    """Compile code for all sizes within ``bounds``.
 
     Args:
-        names: what messages call the leaves of the arguments.
-        bounds: smallest sizes, of which the first that can be are taken; last, the largest.
+        compiler: the compiler of the module.
+        names: the names of the arguments' leaves, for messages.
+        trace: the module traced with the symbols.
+        sample: arguments of some size.
+        mode: the mode to compile for.
+        symbols: the symbolic dimensions.
+        bounds: candidates for the smallest point, tried in order; the last element is the
+            largest point.
 
     Raises:
-        BridgeError: there is none.
+        BridgeError: no code is possible.
     """
     *least, most = bounds
     args, kwargs = sample

@@ -1,4 +1,4 @@
-"""A specialisation: one input signature, with the code compiled for it in each mode."""
+"""A specialisation: one signature of arguments, with the code compiled for it in each mode."""
 
 from __future__ import annotations
 
@@ -26,15 +26,19 @@ _FULL = (
 
 
 class Specialization:
-    """One signature and its entries by mode, in each mode by ``requires_grad`` of all tensors.
+    """One signature, with an entry for each mode and each set of ``requires_grad`` flags.
 
-    Of a mode the entry that was used last is the first. What could not be compiled has a reason,
-    and so has what was dropped: neither is tried again by calls.
+    - ``entries``: the entries by mode, the most recently used one first.
+    - ``failures``: by mode and flags, why there is no code: compilation failed, or the code was
+      dropped. Calls do not try these again.
+    - ``family``: compiles an entry from the symbolic code of a shape class; None: the code is
+      for the sizes of this signature.
+    - ``last_use``: a counter value that grows with each use.
     """
 
     def __init__(self, signature: Signature) -> None:
         self.signature = signature
-        # Makes code for a mode and a call where the sizes are those of symbolic code.
+        # None: the code is compiled for the sizes of this signature alone.
         self.family: Callable[[Mode, Matched], CompiledEntry] | None = None
         self.entries: dict[Mode, tuple[CompiledEntry, ...]] = {}
         self.failures: dict[tuple[Mode, Flags], str] = {}
@@ -42,11 +46,14 @@ class Specialization:
         self._changing = threading.Lock()
 
     def compiled(self) -> list[tuple[Mode, CompiledEntry]]:
-        """The entries of now by mode; another thread may compile one meanwhile."""
+        """Return all present entries with their modes; safe while another thread adds one."""
         return [(mode, v) for mode, entries in list(self.entries.items()) for v in entries]
 
     def chosen(self, mode: Mode, leaves: Sequence[Any]) -> CompiledEntry | None:
-        """The entry for a call in this mode; where none fits its flags, the one used last."""
+        """Return the entry for a call in this mode; None if there is no entry.
+
+        If no entry has the call's ``requires_grad`` flags, return the most recently used one.
+        """
         entries = self.entries.get(mode)
         if not entries:
             return None
@@ -66,20 +73,20 @@ class Specialization:
         states = [entry.state for _, entry in self.compiled()]
         if any(state.requires_grad() for state in states):
             return True
-        # What was compiled for tells nothing of submodules that were inserted since.
+        # The states know all tensors, unless submodules were inserted since the capture.
         if any(state.is_whole() for state in states):
             return False
         return anything_requires_grad(module, ())
 
     def hooked(self, module: nn.Module) -> str | None:
-        """Why the hooks that ``module`` has now keep it from being compiled."""
+        """Return why the hooks on ``module`` now prevent a compilation; None if they do not."""
         if hooked_submodule(module) is not None:
             return "a submodule has hooks"
         rehooked = (entry.state.rehooked() for _, entry in self.compiled())
         return next((reason for reason in rehooked if reason), None)
 
     def put_first(self, entry: CompiledEntry) -> None:
-        """Note that of its mode ``entry`` is the one that was used last."""
+        """Mark ``entry`` as the most recently used entry of its mode."""
         with self._changing:
             # Another thread may have dropped it.
             for mode, entries in self.entries.items():
@@ -87,18 +94,24 @@ class Specialization:
                     self.entries[mode] = (entry, *(e for e in entries if e is not entry))
 
     def known(self, mode: Mode, flags: Flags) -> CompiledEntry | str | None:
-        """What was compiled for these flags, or why it is not there; None: it was not tried."""
+        """Return the entry for this mode and flags, or why there is none; None: never tried."""
         entries = self.entries.get(mode, ())
         found = next((v for v in entries if v.flags == flags), None)
         return found or self.failures.get((mode, flags))
 
     def full(self, mode: Mode, most: int) -> str | None:
-        """Why calls may not compile further code in ``mode``; None: they may."""
+        """Return why a call may not compile another entry in ``mode``; None if it may.
+
+        ``most`` is the limit of entries and failures in a mode.
+        """
         tried = sum(failed == mode for failed, _ in list(self.failures))
         return _FULL if len(self.entries.get(mode, ())) + tried >= most else None
 
     def add(self, mode: Mode, entry: CompiledEntry, most: int) -> tuple[CompiledEntry, ...]:
-        """Keep ``entry``; of more than ``most`` in a mode the others go, and are returned."""
+        """Keep ``entry`` as the most recently used one; return the entries that were dropped.
+
+        If a mode has more than ``most`` entries, the least recently used ones are dropped.
+        """
         with self._changing:
             others = [v for v in self.entries.get(mode, ()) if v.flags != entry.flags]
             kept = (entry, *others)
@@ -109,15 +122,16 @@ class Specialization:
         return kept[most:]
 
     def remove(self, entry: CompiledEntry) -> None:
-        """Keep ``entry`` no longer."""
+        """Drop ``entry``."""
         with self._changing:
             for mode, entries in list(self.entries.items()):
                 self.entries[mode] = tuple(v for v in entries if v is not entry)
 
     def rebound(self, memo: Mapping[int, Any], packing: ModulePacks) -> Specialization:
-        """The same code for a deep copy of the module, with counters at zero.
+        """Return a specialisation with the same code for a deep copy of the module.
 
-        Code that no longer fits the module is not copied: the copy could not tell.
+        Counters start at zero. Code for a submodule that was replaced since is not copied, because
+        the guards of the copy could not notice the replacement.
         """
         copy = Specialization(self.signature)
         for mode, entries in list(self.entries.items()):

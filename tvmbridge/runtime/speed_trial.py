@@ -1,9 +1,9 @@
 """Speed trials: does compiled code serve calls faster than the module's own forward?
 
 The first calls of an entry alternate between compiled code and the module's own forward, and each
-is timed. Every one of them is a call of the user's: nothing runs twice, so random draws, buffers
-and hooks are those of one call. Where compiled code is slower, the module's own forward serves
-from then on. The verdict is kept on this machine, by the key of the code.
+call is timed. No call runs twice, so a trial changes neither random draws nor buffers nor hooks.
+If compiled code is slower, the module's own forward serves all later calls. The verdict is kept on
+this machine under the key of the code.
 """
 
 from __future__ import annotations
@@ -28,40 +28,41 @@ from tvmbridge.runtime.background import child_compiles
 from tvmbridge.runtime.verdict import SpeedVerdict
 
 VARIABLE = "TVMBRIDGE_ONLY_IF_FASTER"
-# A trial ends early where compiled code takes less than this part of the other time.
+# A trial ends early if compiled code takes less than this part of the own forward's time.
 _CLEARLY_FASTER = 0.8
 _EARLY = 3
 _SAMPLES = 5
-# So many are taken where their median and their least say the contrary.
+# The most samples of each kind, taken if the medians and the minima give different verdicts.
 _MOST_SAMPLES = 10
-# Seconds of a call by compiled code from which on nothing is timed: what a call costs beside its
-# kernels decides for short calls alone, and a trial would slow a program down by its long ones.
+# A call of compiled code that takes more seconds than this has no trial: the cost of a call beside
+# its kernels matters for short calls alone, and a trial would slow down a program with long ones.
 _LONG = 1e-3
-# The first calls of code are not timed, nor the first of the own forward: libraries prepare
-# their kernels at these, and on a GPU the fourth call is captured as a CUDA graph.
+# Warm-up calls of compiled code by device type; one call of the own forward follows them.
+# Libraries prepare their kernels at first calls, and on a GPU a CUDA graph is captured.
 _CODE_FIRST = {"cpu": 2, "cuda": 4}
 
 
 def only_if_faster_now(option: bool) -> bool:
-    """Whether calls are timed: the variable ``TVMBRIDGE_ONLY_IF_FASTER`` wins over the option."""
+    """Whether calls are timed: by ``TVMBRIDGE_ONLY_IF_FASTER`` if it is set, else by ``option``."""
     named = os.environ.get(VARIABLE)
     return option if not named else named not in ("0", "off", "false", "no")
 
 
 @dataclass
 class _Sample:
-    """One timed call: seconds of forward, and of its backward pass once that has run."""
+    """One timed call: seconds of forward and of its backward; None: backward has not run."""
 
     forward: float
     backward: float | None = None
 
 
 class SpeedTrial:
-    """The trial of one compiled entry.
+    """The speed trial of one compiled entry.
 
-    question: what the verdict is kept under on this machine; None: it is kept in this object only.
-    device: where the code runs; a GPU is waited for before and after each timed call.
-    conclude: is called with the verdict when a trial reaches it.
+    Args:
+        question: the key of the verdict on this machine's disk; None: it is not kept on disk.
+        device: the device of the code; a GPU is synchronised before and after each timed call.
+        conclude: called with the verdict when the trial reaches it.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class SpeedTrial:
         self._warm_up = [*[True] * _CODE_FIRST.get(device.type, 2), False]
         self._first = math.inf  # seconds of the shortest of the first calls by compiled code
         self._running = threading.Lock()
-        # Calls of the trial, and calls after it, that the module's own forward served.
+        # Calls that the module's own forward served, during the trial and after it.
         self.timed_calls = 0
         self.aside_calls = 0
         answer = None if question is None else known_answer(question)
@@ -89,12 +90,15 @@ class SpeedTrial:
         return self.verdict is not None and not self.verdict.pays
 
     def serve(self, code: Callable[[], Any], own: Callable[[], Any], before: float = 0.0) -> Any:
-        """The results of one call, which ``code`` or ``own`` serves, as the trial needs it.
+        """Serve one call by ``code`` or by ``own``, and time it while the trial lasts.
 
         Args:
             code: serves the call by compiled code.
             own: serves it by the module's own forward.
-            before: seconds of guards, which a call of compiled code has waited for.
+            before: seconds that the guards took, which count as time of compiled code.
+
+        Returns:
+            The results of the call.
         """
         if self.steps_aside:
             return self.serve_aside(own)
@@ -106,7 +110,7 @@ class SpeedTrial:
             self._running.release()
 
     def serve_aside(self, own: Callable[[], Any]) -> Any:
-        """The results of a call that the module's own forward serves after the verdict."""
+        """Serve a call by the module's own forward after the verdict, and count it."""
         self.aside_calls += 1
         return own()
 
@@ -144,7 +148,7 @@ class SpeedTrial:
         return len(self._samples[True]) <= len(self._samples[False])
 
     def _decide(self) -> None:
-        """Reach the verdict where there are samples enough."""
+        """Set the verdict if there are enough samples."""
         counts = [len(samples) for samples in self._samples.values()]
         if min(counts) < _EARLY or counts[0] != counts[1]:
             return
@@ -165,7 +169,7 @@ class SpeedTrial:
         self._conclude(found)
 
     def _verdict(self, of: Callable[[list[float]], float], with_backward: bool) -> SpeedVerdict:
-        """What ``of`` the seconds of each kind of calls says."""
+        """Return the verdict that compares ``of`` (median or min) the seconds of both kinds."""
         found = []
         for samples in (self._samples[True], self._samples[False]):
             seconds = of([s.forward for s in samples])
@@ -179,10 +183,11 @@ class SpeedTrial:
             torch.cuda.synchronize(self._device)
 
     def _time_backward(self, sample: _Sample, results: Any) -> None:
-        """Have the backward pass from ``results`` note its seconds in ``sample``.
+        """Register hooks that write the seconds of the backward pass into ``sample``.
 
-        It begins at the first node of ``results`` that runs, and ends with the whole pass: in both
-        kinds of calls, so that what else the pass computes does not decide.
+        The time runs from the first node of ``results`` that executes to the end of the whole
+        pass. It is measured in the same way for both kinds of calls, so work of other modules in
+        the pass counts equally.
         """
         leaves = [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, torch.Tensor)]
         begun: list[float] = []
@@ -203,9 +208,9 @@ class SpeedTrial:
 
 
 def _disturbed() -> bool:
-    """Whether a call made now would be timed beside other work, or must be served by code.
+    """Whether a call must be served by code now, or other work would falsify its time.
 
-    A checkpoint repeats a call in backward, and both must be served in the same way.
+    A checkpoint repeats a call in backward, and the same code must serve both.
     """
     if profiling() or another_compiles() or child_compiles() or in_checkpoint():
         return True

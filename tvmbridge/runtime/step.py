@@ -1,4 +1,4 @@
-"""One call of compiled forward: what it leaves for its backward, and what backward makes of it."""
+"""The state of one training call, from the compiled forward to its backward."""
 
 from __future__ import annotations
 
@@ -27,14 +27,18 @@ _WRITTEN = (
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """The tensors of a module, converted for compiled code once.
+    """The tensors of a module, converted for compiled code once for many calls.
 
-    ``saved`` are the numbers of what backward reads that is not among them, ``there`` has those
-    that are at their numbers, and None for the others. Autograd is not told of them: ``watched``
-    are those whose versions must not change until backward has run of the cotangents that
-    ``readers`` gives for each (None: of any), and ``addresses`` tells whether the memory of what
-    backward reads is the same. ``partial`` are they for backwards without some of the cotangents,
-    ``outdated`` is memory that calls under way may still read.
+    Autograd does not save these tensors, so their versions are compared here.
+
+    - ``forward``, ``backward``: the converted arguments of both functions.
+    - ``saved``: numbers of the primals that backward reads and autograd has to save.
+    - ``there``: the primals that backward reads, by number; None for the numbers in ``saved``.
+    - ``watched``: tensors that must not be written between forward and backward.
+    - ``readers``: for each watched tensor, the cotangents whose backward reads it; None: any.
+    - ``addresses``: compares the addresses of the tensors that backward reads.
+    - ``partial``: converted arguments of backwards without some of the cotangents.
+    - ``outdated``: memory that calls in progress may still read.
     """
 
     forward: Bound
@@ -50,9 +54,12 @@ class Held:
     outdated: list[torch.Tensor] = field(default_factory=list)
 
     def for_partial(self, loaded: LoadedModule, count: int, given: Iterable[int]) -> Bound:
-        """What the backward of ``loaded``, of ``count`` arguments, takes of the module's tensors.
+        """Return the converted arguments of a backward without some of the cotangents.
 
-        The arguments at ``given`` are results of compiled code.
+        Args:
+            loaded: the code of that backward.
+            count: the number of its arguments.
+            given: the positions of arguments that are results of compiled code.
         """
         bound = self.partial.get(loaded)
         if bound is None:
@@ -62,9 +69,15 @@ class Held:
 
 
 class TrainingStep:
-    """One call of forward, and what its backward has to know of it.
+    """One call of forward, and the state that its backward needs.
 
-    ``call`` is the :class:`~.autograd.TrainingCall` that it is a step of.
+    Args:
+        call: the :class:`~.autograd.TrainingCall` that runs the step.
+        primals: the inputs of compiled code.
+        strides: the strides of the outputs; None: the strides of the sample.
+        again: computes gradients that can be differentiated, or says why there are none.
+        held: the module's converted tensors; None: not converted.
+        replayed: the results of a CUDA graph; None: forward has not been replayed.
     """
 
     def __init__(
@@ -83,18 +96,19 @@ class TrainingStep:
         self.held = held
         self._replayed = replayed
         self.lease = None if replayed is None else replayed.lease
-        # Where hooks want to see them, autograd keeps them.
+        # None if hooks on saved tensors are active: then autograd saves the residuals.
         self.residuals: Residuals | None = None
         self.versions: tuple[int, ...] = ()
         self.marks: tuple[torch.Tensor, ...] = ()
-        # Autograd does not ask for the versions of what hooks keep, which may be what they got.
+        # Versions of tensors that went through hooks on saved tensors. Autograd does not compare
+        # versions of what hooks return, which may be the same memory.
         self.signs: list[tuple[weakref.ref[torch.Tensor], int]] = []
         self.noted: list[NotedVersion] = []
 
     def run(self) -> list[Any]:
-        """The results of forward: outputs, and behind them the residuals; asked for once."""
+        """Run forward; return the outputs followed by the residuals. Called once."""
         if self._replayed is not None:
-            # Not held longer: the outputs hold autograd's node, and that holds this.
+            # Released, because outputs hold autograd's node, which holds this step: a cycle.
             replayed, self._replayed = self._replayed, None
             return [*replayed.outputs, replayed.residuals]
         bound = None if self.held is None else self.held.forward
@@ -102,7 +116,7 @@ class TrainingStep:
         return results
 
     def to_save(self, outputs: Sequence[torch.Tensor], residuals: Any) -> list[torch.Tensor]:
-        """What autograd saves for backward: primals, outputs, and residuals for its hooks."""
+        """Return the tensors that autograd saves: primals, outputs, and residuals for hooks."""
         call, held = self.call, self.held
         kept = [outputs[number] for number, _ in call.parts.kept_outputs]
         if held is not None:
@@ -112,7 +126,7 @@ class TrainingStep:
             read = [call.kept_primal(self.primals, i) for i in places]
             return call.versions.noted(self, places, read, outputs, kept)
         read = [call.kept_primal(self.primals, i) for i in call.reads]
-        # They are saved so that autograd notices writes into them.
+        # Saved only so that autograd notices writes into them.
         guards = [self.primals[i] for i in call.guarded]
         if saved_tensors_hooks_in_force(True) is None:
             self.residuals = residuals
@@ -122,7 +136,7 @@ class TrainingStep:
         return [*self.marks, *read, *kept, *tensors_of(residuals), *guards]
 
     def restored(self, saved: Sequence[torch.Tensor]) -> list[Any]:
-        """What backward reads before the cotangents, of what autograd has saved.
+        """Return backward's arguments before the cotangents, from the tensors autograd has saved.
 
         Raises:
             RuntimeError: a tensor that backward reads was written since forward.
@@ -141,10 +155,13 @@ class TrainingStep:
         return [*read[:count], tuple(read[count:])]
 
     def refuse_written(self, cotangents: Sequence[torch.Tensor | None]) -> None:
-        """Refuse a backward from ``cotangents``, of all outputs, that reads what was written.
+        """Check that no tensor that this backward reads was written since forward.
+
+        Args:
+            cotangents: one for each output, None if it did not arrive; they decide what is read.
 
         Raises:
-            RuntimeError: as eager PyTorch does.
+            RuntimeError: a tensor was written, as in eager PyTorch.
         """
         held = self.held
         same = held is None or versions_of(held.watched) == self.versions
@@ -162,19 +179,19 @@ class TrainingStep:
                 raise RuntimeError(_WRITTEN)
 
     def unchanged(self) -> Held | None:
-        """What was converted once; None: there is nothing, or the addresses may be others now."""
+        """Return the converted tensors if their addresses are unchanged; otherwise None."""
         held = self.held
         return held if held is not None and held.addresses.unchanged() else None
 
     def free(self) -> None:
-        """Free the residuals."""
+        """Free the residuals, and release the CUDA graph's memory for the next call."""
         self.residuals = None
         self.noted = []
         if self.lease is not None:
             self.lease.end()
 
     def forget(self) -> None:
-        """Free what backward, which has run and will not run again, has read."""
+        """Free everything that backward has read, because it will not run again."""
         self.free()
         self.again = "backward has run"
 
@@ -182,7 +199,7 @@ class TrainingStep:
 def _refuse_written(
     saved: Sequence[torch.Tensor], signs: Sequence[tuple[weakref.ref[torch.Tensor], int]]
 ) -> None:
-    """Refuse what is the memory of a tensor that was written since forward."""
+    """Raise if a saved tensor shares memory with an original that was written since forward."""
     for tensor, (reference, version) in zip(saved, signs, strict=False):
         original = reference()
         if original is None or version_of(original) == version:

@@ -1,7 +1,7 @@
-"""What takes the place of a fast path: while calls are timed, and after the code has stepped aside.
+"""Paths of entries with a speed trial: one times the calls, one runs the module's own forward.
 
-A dispatcher asks both as it asks a :class:`~.fast_path.FastPath`, so that calls which compiled code
-serves after its trial run the same instructions as without one.
+Both have the interface of a :class:`~.fast_path.FastPath`, which replaces them if compiled code
+wins. Calls after the trial then run the same instructions as calls without a trial.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from tvmbridge.runtime.speed_trial import SpeedTrial
 
 
 class ServingPath(Protocol):
-    """What a dispatcher asks before the full guards.
+    """A path that a dispatcher tries before the full guards.
 
-    guard: ``check`` returns what ``entry.run_fast`` takes as the leaves of a call, or None.
-    code: the compiled entry whose calls it serves.
-    direct: serves calls that are a call of compiled code alone, or None.
+    - ``guard``: its ``check`` returns the leaves of a call that it accepts; otherwise None.
+    - ``entry``: its ``run_fast`` serves the call, given these leaves.
+    - ``code``: the compiled entry whose calls the path serves.
+    - ``direct``: a function that only runs compiled code; None if calls need more.
     """
 
     @property
@@ -43,14 +44,20 @@ class ServingPath(Protocol):
 
 
 class _Checked(NamedTuple):
-    """A call that a fast guard let pass, and the seconds that the guard took."""
+    """The leaves of a call that a fast guard has accepted, and the seconds that the guard took."""
 
     leaves: Sequence[Any]
     seconds: float
 
 
 class _Path:
-    """A path that is its own guard and entry, for a module and the forward of its instance."""
+    """The base of both paths; an instance is the ``guard`` and the ``entry`` of its own path.
+
+    Args:
+        code: the compiled entry whose calls the path serves.
+        module: the dispatched module.
+        own: the forward that was set on the instance; None if it has only that of its class.
+    """
 
     direct = None
 
@@ -63,7 +70,7 @@ class _Path:
         self.guard = self.entry = self
 
     def run_own(self, arguments: Arguments) -> Any:
-        """The results of the module's own forward."""
+        """Run the module's own forward and return its results."""
         args, kwargs = arguments
         of_class = type(self.module).forward
         if self.own is None and type(of_class) is types.FunctionType:  # the common case, faster
@@ -72,7 +79,14 @@ class _Path:
 
 
 class TimedPath(_Path):
-    """Times calls that ``path`` may serve, for the ``trial`` of its entry."""
+    """Times the calls that a fast path accepts, while the speed trial of its entry lasts.
+
+    Args:
+        path: the fast path of the entry.
+        trial: the speed trial, which decides who serves each call.
+        module: the dispatched module.
+        own: the forward that was set on the instance; None if it has only that of its class.
+    """
 
     def __init__(
         self,
@@ -86,13 +100,13 @@ class TimedPath(_Path):
         self.trial = trial
 
     def check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Checked | None:
-        """The leaves of a call that compiled code may serve."""
+        """Return the leaves of a call that the guard accepts, with the guard's time; or None."""
         return self._checked(self.path.guard.check, args, kwargs)
 
     def check_under_dynamo(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> _Checked | None:
-        """The same for calls by TorchDynamo."""
+        """Return the same for a call by TorchDynamo, which has checked PyTorch's modes."""
         return self._checked(self.path.guard.check_under_dynamo, args, kwargs)
 
     def _checked(
@@ -117,14 +131,15 @@ class TimedPath(_Path):
 
 
 class AsidePath(_Path):
-    """Calls the module's own forward, which is faster than the ``code`` of an entry.
+    """Serves calls by the module's own forward, which the speed trial has found to be faster.
 
     Args:
-        code: its calls.
-        trial: counts them.
-        module, own: as of the path.
-        signature: of the arguments of a call.
-        leaves: of the call.
+        code: the entry whose calls are served.
+        trial: the speed trial, which counts the calls.
+        module: the dispatched module.
+        own: the forward that was set on the instance; None if it has only that of its class.
+        signature: the signature of the arguments.
+        leaves: the leaves of a call's arguments.
     """
 
     def __init__(

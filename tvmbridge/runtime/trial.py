@@ -1,4 +1,4 @@
-"""The first run of compiled code, before a module is served by it."""
+"""The first run of compiled code, as a test before it serves calls."""
 
 from __future__ import annotations
 
@@ -16,19 +16,23 @@ from tvmbridge.runtime.entry import CompiledEntry
 
 
 def try_out(entry: CompiledEntry, leaves: Sequence[Any]) -> None:
-    """Run forward and backward once and throw the results away.
+    """Run forward and backward once and discard the results.
 
-    What cannot run must show itself now, when the module still has its own forward, and not
-    in the middle of a training step. State, arguments and random state stay as they are.
+    Code that cannot run must fail now, not in the middle of a training step: the module's own
+    forward can still serve the call. Module state, arguments and random state do not change.
+
+    Args:
+        entry: the compiled entry.
+        leaves: the leaves of a call's arguments.
     """
     foreign = foreign_among(entry.compiled.aten_calls)
     draws = bool(entry.compiled.captured.noise or foreign)
-    # Without draws the generator is left alone: other threads draw from it as well.
+    # Fork the generator only if the code draws: other threads may be drawing from it.
     with torch.random.fork_rng(gpus_of(entry.compiled.captured.device), enabled=draws):
         tensors: Sequence[Any] = _sample_state(entry)
         primals = [p.detach() for p in entry.given.of_call(leaves, tensors)]
         primals = without_inference_tensors(primals)
-        # Nothing is moved before the code is known to run.
+        # Packed copies, because parameters move into packs only after the code has run.
         primals += [entry.packing.copied([tensors[i] for i in s]) for _, s in entry.packs]
         refuse_draws_by(foreign, lambda: _try(entry, primals, leaves))
 
@@ -57,7 +61,7 @@ def _try_epilogue(
 
 
 def _sample_state(entry: CompiledEntry) -> list[torch.Tensor]:
-    """The module's tensors; zeros where forward has yet to make one, or another kind."""
+    """Return the module's tensors; zeros for tensors that forward's first call will replace."""
     specs = [d.spec for d in entry.compiled.captured.inputs if d.kind.is_of_module]
     return [
         torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)

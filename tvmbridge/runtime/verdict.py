@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-# Compiled code may be slower by this factor before the module's own forward takes its place.
+# Compiled code may take this many times the own forward's time before it is replaced.
 _SLOWER = 1.03
 
 
@@ -21,12 +21,12 @@ class SpeedVerdict(NamedTuple):
 
     @property
     def pays(self) -> bool:
-        """Whether compiled code serves."""
+        """Whether compiled code is fast enough to serve the calls."""
         return self.own is None or self.compiled <= _SLOWER * self.own
 
     @classmethod
     def parsed(cls, text: str) -> SpeedVerdict | None:
-        """The verdict that ``str()`` has written; None for any other text."""
+        """Parse a verdict from the text that ``str()`` returns; None for any other text."""
         try:
             compiled, own = map(float, text.split())
         except ValueError:
@@ -38,7 +38,7 @@ class SpeedVerdict(NamedTuple):
         return f"{self.compiled!r} {self.own!r}"
 
     def text(self) -> str:
-        """Both times, and what serves."""
+        """Return a sentence with both times and the side that serves the calls."""
         if self.own is None:
             return (
                 f"a call takes {_shown(self.compiled)} by compiled code: too long to have calls "

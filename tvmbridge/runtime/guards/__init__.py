@@ -1,1 +1,1 @@
-"""What compiled code assumes, compared at each call with what is."""
+"""Guards: at each call they check the assumptions that compiled code was captured under."""

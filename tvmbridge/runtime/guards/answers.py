@@ -1,4 +1,7 @@
-"""The guard of answers: whether buffers that forward asks would answer as they did at capture."""
+"""The guard of answers: whether conditions on buffers' values still have their captured results.
+
+Forward may branch on the value of a buffer, as in ``if self.initialized.item()``.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +14,26 @@ from tvmbridge.core.called_in_mode import without_gradients
 
 
 class AnswerGuard:
-    """Asks again what forward asked of buffers.
+    """Evaluates again the conditions on buffers that forward evaluated during capture.
 
-    What they hold is compared, not how often they were written: flags are set past autograd
-    (``flag.data.copy_(...)``) more often than not.
+    It compares values, not versions: code often sets flags without a new version
+    (``flag.data.copy_(...)``).
 
     Args:
-        answers: of the captured forward.
+        answers: the conditions, with the buffers that they read and their captured results.
     """
 
     def __init__(self, answers: Sequence[Answer]) -> None:
         self.names = tuple(sorted({name for answer in answers for name in answer.names}))
         self._answers = answers
-        # What the buffers held when all answers were last found to be the same.
+        # Copies of the buffers at the last check that found all answers unchanged.
         self._last: dict[str, torch.Tensor] = {}
 
     def changed(self, find: Callable[[str], torch.Tensor | None]) -> str | None:
-        """What would answer otherwise now, by its name; None: nothing."""
+        """Return a text that names a buffer whose answer has changed; None if none has.
+
+        ``find`` returns the present buffer of a name, or None.
+        """
         if not self._answers:
             return None
         now: dict[str, torch.Tensor] = {}
@@ -39,7 +45,7 @@ class AnswerGuard:
         if self._last and all(_alike(now[name], last) for name, last in self._last.items()):
             return None
         for answer in self._answers:
-            # Numbers that are NaN are the same answer.
+            # Compared as text, because NaN is equal to NaN here.
             if without_gradients(_asked, answer, now) != repr(answer.value):
                 which = ", ".join(sorted(answer.names))
                 return f"what forward asks of the buffer {which}"
@@ -48,7 +54,7 @@ class AnswerGuard:
 
 
 def _asked(answer: Answer, now: dict[str, torch.Tensor]) -> str | None:
-    """The answer of now as text; None where a buffer of another shape has none."""
+    """Return the present answer as text; None if evaluating it raises an error."""
     try:
         return repr(answer.ask(now))
     except Exception:

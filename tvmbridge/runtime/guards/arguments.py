@@ -1,4 +1,4 @@
-"""A guard on arguments alone, for calls that the module's own forward serves."""
+"""A guard on arguments alone, for calls that the module's own forward serves after its trial."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from tvmbridge.runtime.guards.signature import Signature
 
 
 class ArgumentsGuard(FastGuard):
-    """Lets calls pass that have the arguments and PyTorch's modes of one call.
+    """Accepts calls with the same kind of arguments and the same PyTorch modes as one call.
 
-    The module's tensors and attributes are not compared: its own forward is right for any of them.
+    It does not compare the module's tensors and attributes, because the module's own forward is
+    right for any of them.
 
     Args:
-        module: its train or eval mode is compared.
-        signature: of the arguments.
-        leaves: of the call's arguments.
-        records: whether autograd records the call; a checkpoint's call does not pass then.
+        module: the module, whose train or eval mode is compared.
+        signature: the signature of the arguments.
+        leaves: the leaves of the call's arguments.
+        records: whether autograd records the call; then calls inside a checkpoint are refused.
     """
 
     def __init__(

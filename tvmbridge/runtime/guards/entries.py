@@ -1,4 +1,4 @@
-"""Places in a module's dictionaries: what compiled code assumes to stand there."""
+"""Entries of a module's dictionaries, with the objects that compiled code expects in them."""
 
 from __future__ import annotations
 
@@ -16,16 +16,28 @@ PATCHED = "the forward of a submodule was replaced"
 
 @dataclass(frozen=True)
 class DictEntry:
-    """An entry of one of a module's dicts, and what must stand there."""
+    """An entry of one of a module's dictionaries, and the object expected in it.
+
+    - ``owner``: the module.
+    - ``held``: the attribute that is the dictionary, such as ``_buffers``; empty: ``__dict__``.
+    - ``key``: the key of the entry.
+    - ``expected``: the object that must be in it.
+    - ``reason``: why calls are not served if it is not.
+    """
 
     owner: nn.Module
-    held: str  # the name of the dict among the attributes; "" is the dict of attributes itself
+    held: str
     key: str
     expected: Any = None
     reason: str = ""
 
 
 def structure_of(module: nn.Module) -> Iterator[DictEntry]:
+    """Yield the entries that fix a module's structure, with their present objects.
+
+    The entries hold submodules, absent parameters and buffers, and for each submodule its
+    training flag and its forward.
+    """
     for parent in module.modules():
         for name, child in parent._modules.items():
             yield DictEntry(parent, "_modules", name, child, REPLACED)
@@ -41,7 +53,7 @@ def structure_of(module: nn.Module) -> Iterator[DictEntry]:
 
 
 def entry_of(module: nn.Module, dotted: str) -> DictEntry:
-    """Where the tensor called ``dotted`` is; it may come to be there later."""
+    """Return the entry for the tensor of this dotted name, which need not exist yet."""
     path, _, name = dotted.rpartition(".")
     owner = module.get_submodule(path)
     for held in ("_parameters", "_buffers"):

@@ -1,10 +1,11 @@
-"""The fast guard of a compiled entry: one generated function that says that nothing has changed.
+"""The fast guard of a compiled entry: one generated function that checks that nothing has changed.
 
-It is made after a call that the full guards (``state.py``, ``layout.py``, ...) let pass, and pins
-what they looked at to what it was: dictionaries and tensors of the module by a
-:class:`~.watch.Watch`, arguments with their strides, PyTorch's modes by its ``GlobalStateGuard``.
-So it may say no where the code would fit, and then the full guards decide and name the reason;
-where it says yes, they would let the call pass as well. What an entry does not have emits nothing.
+It is generated after a call that the full guards (``state.py``, ``layout.py``, ...) have accepted.
+It compares everything that the full guards look at with its state at that call: dictionaries and
+tensors of the module by a :class:`~.watch.Watch`, arguments with their strides, and PyTorch's
+modes by PyTorch's ``GlobalStateGuard``. If it accepts a call, the full guards would as well. If it
+does not, the full guards decide, and name the reason. The generated function has only the checks
+that the entry needs.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from tvmbridge.runtime.guards.watch import (
 
 logger = logging.getLogger(__name__)
 
-# Questions whose answers are not pinned by what is compared here.
+# Properties that forward reads and that the comparisons here do not fix.
 _ASKED_EACH_TIME = {
     Question.CLASS,
     Question.IDENTITY,
@@ -56,7 +57,7 @@ _ASKED_EACH_TIME = {
     Question.OFFSET,
     Question.STARTED,
 }
-# Of these an equal value means the same to forward, if it has the type.
+# Types whose equal values are interchangeable to forward.
 _EQUAL = (int, str, bytes)
 _DISPATCHED = "num_dispatch_modes()"
 _MODES = (
@@ -70,19 +71,19 @@ Check: TypeAlias = Callable[[tuple[Any, ...], Mapping[str, Any]], Sequence[Any] 
 class FastGuard:
     """The generated guard of one entry.
 
-    ``check(args, kwargs)`` returns the leaves of the arguments of a call that the entry may serve,
-    or None. ``source`` is its text. ``check_under_dynamo`` is the same for calls by TorchDynamo,
-    which has compared PyTorch's modes before; arguments are looked at all the same, since compiled
-    code does not.
+    - ``check(args, kwargs)``: returns the leaves of a call that the entry may serve; or None.
+    - ``check_under_dynamo``: the same without comparing PyTorch's modes, which TorchDynamo has
+      done for its calls.
+    - ``source``: the text of ``check``.
 
     Args:
-        state: of the module; the full guards must just have let a call pass.
-        signature: of the arguments.
-        leaves: of the call's arguments.
-        tensors: of the module, at the call.
-        written: those of them that the call writes.
-        records_writes: whether autograd records a call that writes.
-        frozen: tensors that must not have been written, with their versions.
+        state: the state of the module; the full guards must just have accepted a call.
+        signature: the signature of the arguments.
+        leaves: the leaves of that call's arguments.
+        tensors: the module's tensors at that call.
+        written: the tensors that the call writes.
+        records_writes: whether the call writes tensors while autograd records it.
+        frozen: tensors that must not have been written, each with its expected version.
     """
 
     def __init__(
@@ -133,7 +134,7 @@ class FastGuard:
         return self._scope.bind(kind, value)
 
     def _emit_arguments(self, signature: Signature) -> None:
-        """Flatten the arguments; of a flat signature in order, without a call."""
+        """Generate code that computes the leaves; without a call if all arguments are leaves."""
         if not signature.flat or signature.ordered:
             self._emit("leaves = flatten(args, kwargs)")
             self._refuse_if("leaves is None")
@@ -172,7 +173,7 @@ class FastGuard:
         return f"kwargs[{self._scope.literal(place, 'keyword')}]"
 
     def _spelled(self, count: int, keywords: Sequence[str]) -> str:
-        """The condition that a call has so many positional arguments, and these keywords."""
+        """Return the condition that a call has ``count`` positional arguments and ``keywords``."""
         condition = f"len(args) == {count} and "
         if not keywords:
             return f"{condition}not kwargs"
@@ -184,7 +185,7 @@ class FastGuard:
             self._refuse_if(self._differs(f"leaves[{i}]", value))
 
     def _differs(self, leaf: str, value: Any) -> str:
-        """The condition that ``leaf`` is another constant than ``value``."""
+        """Return the condition that ``leaf`` is another constant than ``value``."""
         if value is None or isinstance(value, bool):
             return f"{leaf} is not {value!r}"
         if type(value) in _EQUAL:
@@ -193,7 +194,10 @@ class FastGuard:
         return f"not {self._name('same', same_value)}({leaf}, {self._name('constant', value)})"
 
     def _emit_tensors(self, signature: Signature, leaves: Sequence[Any]) -> None:
-        """Classes, dispatch keys, dtypes, devices, shapes, strides and requires_grad of all."""
+        """Generate the comparison of the arguments' tensors.
+
+        It compares classes, dispatch keys, dtypes, devices, shapes, strides and requires_grad.
+        """
         positions = [i for i, *_ in signature.tensors]
         if positions:
             check = self._name("alike", alike([leaves[i] for i in positions]))
@@ -209,14 +213,14 @@ class FastGuard:
         if any(device.type == "cuda" for *_, device in signature.tensors):
             self._scope.set("attention_off", attention_switched_off)
             self._refuse_if(f"attention_off() != {self._name('off', attention_switched_off())}")
-        if records_writes:  # which a checkpoint must not repeat
+        if records_writes:  # a checkpoint would repeat the writes, and uses saved-tensor hooks
             self._scope.set("saved_hooks", saved_tensors_hooks_in_force)
             self._refuse_if("saved_hooks(True) is not None")
 
     def _emit_module(
         self, state: ModuleState, tensors: Sequence[torch.Tensor], signature: Signature
     ) -> None:
-        """Its dictionaries, classes and addresses, and the values that it reads elsewhere."""
+        """Generate the comparison of the module and of the values that forward reads elsewhere."""
         constants = tuple(state.constants)
         self._emit_versions("constants", constants, versions_of(constants) if constants else ())
         dicts = {id(d): d for d in state.watched_dicts()}
@@ -243,7 +247,7 @@ class FastGuard:
                 key = self._scope.literal(name, "key")
                 found = f"{self._name('get', holder.get)}({key}, {missing})"
                 self._refuse_if(f"{found} is not {self._name('value', value)}")
-        # Each is looked at in every call: once, though forward names it often.
+        # Forward may name a value many times, but each call compares it once.
         once = {(id(held), key): (held, key, value) for held, key, value in places}
         called = {id(function[0]): function for function in functions}
         everything = list(once.values()), list(called.values()), beyond.asked
@@ -256,13 +260,13 @@ class FastGuard:
     def _emit_versions(
         self, kind: str, tensors: Sequence[torch.Tensor], versions: Sequence[int]
     ) -> None:
-        """How often tensors were written that must not have been."""
+        """Generate the comparison of the versions of tensors that must not have been written."""
         if tensors:
             written, held = self._name("versions", versions_of), self._name(kind, tuple(tensors))
             self._refuse_if(f"{written}({held}) != {self._name('known', tuple(versions))}")
 
     def _emit_memory(self, signature: Signature, written: Sequence[torch.Tensor]) -> None:
-        """Arguments must not lie in memory that the call writes."""
+        """Generate the check that no argument shares memory with a tensor that the call writes."""
         if not written:
             return
         name = self._name("written", {t.untyped_storage().data_ptr() for t in written})
@@ -276,7 +280,10 @@ def _function(lines: Sequence[str]) -> str:
 
 
 def _forward_of(class_: type) -> Iterator[Place]:
-    """Where a class has its forward, and those before it that have none."""
+    """Yield the entry of a class that has forward, and the empty ones of classes before it.
+
+    The classes are in method resolution order, so a forward in any of these would be called.
+    """
     for each in class_.__mro__:
         forward = each.__dict__.get("forward", MISSING)
         yield dict_of_class(each), "forward", forward
@@ -285,7 +292,7 @@ def _forward_of(class_: type) -> Iterator[Place]:
 
 
 def may_be_fast(state: ModuleState, captured: CapturedGraph) -> bool:
-    """Whether the graph has nothing that is rare, and that the full guards alone compare."""
+    """Whether the fast guard covers everything in the graph; rare features need the full guards."""
     specs = [*(d.spec for d in captured.inputs), *(d.spec for d in captured.noise)]
     if any(spec.dtype.is_complex for spec in specs):
         return False
@@ -303,13 +310,13 @@ _numbers = iter(range(1 << 62))
 
 
 def generated_guard(lines: Sequence[str], scope: Scope) -> tuple[str, Check]:
-    """The text of a guard with these ``lines``, and the function."""
+    """Return the source text of a guard with these ``lines``, and the compiled function."""
     source = _function(lines)
     return source, _compiled(source, scope)
 
 
 def _compiled(source: str, scope: Scope) -> Any:
-    """The function ``guard`` of ``source``, which tracebacks and debuggers can show."""
+    """Compile ``source`` and return its function ``guard``; tracebacks can show the text."""
     file = f"<tvmbridge guard {next(_numbers)}>"
     logger.debug("%s\n%s", file, source)
     return scope.function("guard", source, file)

@@ -1,4 +1,4 @@
-"""Forwards: which one a module has, which one its class, and whose call leads to one."""
+"""Forwards: the forward of a module instance and of its class, and the module of a call."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from tvmbridge.core.contents import MISSING
 
 
 class StandsForForward:
-    """What is installed as an instance's ``forward`` and does the same.
+    """An object that is installed as a module's ``forward`` and computes the same.
 
-    ``own`` is the forward that the instance had; None: it has that of its class.
+    - ``own``: the forward that was set on the instance before; None if there was none.
     """
 
     own: Callable[..., Any] | None
 
 
 class _Counting(StandsForForward):
-    """Counts the references to what is called in the place of a module's forward."""
+    """Returns the number of references to itself when it is called as a module's forward."""
 
     own = None
 
@@ -34,21 +34,28 @@ class _Counting(StandsForForward):
 
 
 def references_of_a_call() -> int:
-    """How many there are to a dispatcher while its module is called, and it is in no copy."""
+    """Return how many references a dispatcher has during a call, if no copy of the module has it.
+
+    More references mean that a shallow copy of the module may hold the dispatcher as well.
+    """
     module = nn.Module()
     module.__dict__["forward"] = _Counting()
     return int(module())
 
 
 def stands_for(forward: Any) -> Any:
-    """The forward in an instance's dict; a dispatcher counts as what it stands for."""
+    """Return ``forward``; for a dispatcher, the forward that the instance had before it."""
     if not isinstance(forward, StandsForForward):
         return forward
     return MISSING if forward.own is None else forward.own
 
 
 def forward_of_class(module: nn.Module) -> Callable[..., Any]:
-    """The forward that the class of ``module`` has now, whatever the instance has."""
+    """Return the forward of the class of ``module``, bound to it; ignore the instance's forward.
+
+    Raises:
+        AttributeError: the class has no forward.
+    """
     for class_ in type(module).__mro__:
         if "forward" in class_.__dict__:
             found = class_.__dict__["forward"]
@@ -57,14 +64,14 @@ def forward_of_class(module: nn.Module) -> Callable[..., Any]:
 
 
 def standing_behind(forward: Any) -> StandsForForward | None:
-    """The one that ``forward`` is, or that a library has wrapped (accelerate's ``prepare``)."""
+    """Return the dispatcher that ``forward`` is or wraps (accelerate's ``prepare`` wraps it)."""
     while forward is not None and not isinstance(forward, StandsForForward):
         forward = getattr(forward, "__wrapped__", None)
     return forward
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any]:
-    """The forward that ``module`` would have without a dispatch."""
+    """Return the forward that ``module`` would have without its dispatcher."""
     installed = module.__dict__.get("forward")
     behind = standing_behind(installed)
     return original_forward(module, installed if behind is None else behind.own)
@@ -73,22 +80,22 @@ def own_forward(module: nn.Module) -> Callable[..., Any]:
 def rebound(
     original: Callable[..., Any], module: nn.Module, other: nn.Module, memo: dict[int, Any]
 ) -> Callable[..., Any]:
-    """The ``original`` forward of ``module``, as that of ``other``, its deep copy."""
+    """Return the ``original`` forward of ``module`` for ``other``, its deep copy."""
     if isinstance(original, types.MethodType) and original.__self__ is module:
         return types.MethodType(original.__func__, other)
     return copy.deepcopy(original, memo)
 
 
 def original_forward(module: nn.Module, own: Callable[..., Any] | None) -> Callable[..., Any]:
-    """The forward that a dispatched ``module`` has where nothing is dispatched."""
+    """Return ``own``, or the forward of the module's class if ``own`` is None."""
     return own or forward_of_class(module)
 
 
 def pickled_forward(module: nn.Module, own: Callable[..., Any] | None) -> tuple[Any, ...]:
-    """What ``__reduce__`` of a dispatcher returns: ``module`` is pickled with its own forward.
+    """Return the value of a dispatcher's ``__reduce__``: it is pickled as the own forward.
 
-    The functions are of Python's own, so that the pickle is read where tvmbridge is missing. When
-    it is read, the module has no attributes yet: its forward is that of its class.
+    It names only functions of Python's library, so that the pickle can be read without tvmbridge.
+    When the pickle is read, the module has no attributes yet: its forward is the class's.
     """
     if own is None:
         return getattr, (module, "forward")
@@ -100,23 +107,24 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
     yield from (within for within in code.co_consts if isinstance(within, types.CodeType))
 
 
-# PyTorch's functions that call forward, which some do in a function within.
+# The code of PyTorch's functions that call forward, and of functions nested in them.
 _CALLERS = frozenset(
     [*_codes(nn.Module._call_impl.__code__), *_codes(nn.Module._slow_forward.__code__)]
 )
 
 
 def calling_module(frame: types.FrameType) -> nn.Module | None:
-    """The module whose call has led here; None where forward was called by itself.
+    """Return the module whose ``__call__`` runs in ``frame``; None if forward was called directly.
 
-    A shallow copy (``copy.copy``, a replica of DataParallel) has the same one in its ``__dict__``.
+    A shallow copy (``copy.copy``, a replica of DataParallel) has the original's dispatcher in its
+    ``__dict__``, so the module need not be the dispatched one.
     """
     return frame.f_locals.get("self") if frame.f_code in _CALLERS else None
 
 
 @contextmanager
 def with_own_forward(module: nn.Module, own: Callable[..., Any] | None) -> Iterator[None]:
-    """Within it the module has its own forward, so that capture traces that."""
+    """Give the module its own forward inside this context, so that capture traces it."""
     installed = module.__dict__.get("forward")
     try:
         module.__dict__.pop("forward", None)

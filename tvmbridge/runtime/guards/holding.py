@@ -1,4 +1,4 @@
-"""What watched values hold: containers and plain objects, and whether they hold it still."""
+"""Contents of watched values: whether containers and plain objects hold the same objects."""
 
 from __future__ import annotations
 
@@ -23,7 +23,12 @@ from tvmbridge.runtime.guards.watch import Asked, Place
 
 
 class Container:
-    """A container or plain object, and what it held: the same objects under the same keys?"""
+    """A container or plain object that must hold the same objects under the same keys.
+
+    - ``value``: the container.
+    - ``watched``: the watched values that it is part of.
+    - ``dictionary``: the dictionary that holds all its contents; None if there is no such one.
+    """
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -32,9 +37,8 @@ class Container:
         now = self._read(value)
         self._keys = list(now) if isinstance(now, dict) else None
         self._held = list(now if self._keys is None else now.values())
-        # What is made anew for each look is compared by value.
+        # state_of returns new objects each time, so they are compared by value.
         self._same = same_value if self._read is state_of else operator.is_
-        # What holds all of it, where that is one dictionary.
         self.dictionary: dict[Any, Any] | None = None
         if type(value) is dict or self._read is vars:
             self.dictionary = now
@@ -49,7 +53,12 @@ class Container:
 
 
 class WatchedPart:
-    """A plain object of which a part matters, and that part: the same objects under the names?"""
+    """A plain object, some of whose attributes must hold the same objects.
+
+    - ``value``: the object.
+    - ``watched``: the watched values that it is part of.
+    - ``part``: the class of the object and the attributes that matter.
+    """
 
     def __init__(self, value: Any, part: PartOf) -> None:
         self.value = value
@@ -59,11 +68,11 @@ class WatchedPart:
         self.add(part)
 
     def add(self, part: PartOf) -> None:
-        """Look at the attributes of ``part`` too, another part of the same object."""
+        """Compare the attributes of ``part`` as well, another part of the same object."""
         self._found.update((n, part.found(self.value, n)) for n in part.attributes)
 
     def places(self) -> list[Place]:
-        """The entries of its dictionary that matter, where they are what its class reads."""
+        """Return the entries of the object's ``__dict__`` that matter, for a plain class."""
         return [(vars(self.value), name, value) for name, value in self._found.items()]
 
     def changed(self) -> bool:
@@ -72,29 +81,29 @@ class WatchedPart:
         )
 
     def holds(self) -> bool:
-        """Whether it is as it was."""
+        """Whether the attributes are unchanged."""
         return not self.changed()
 
 
 def _is_still(now: Any, then: Any) -> bool:
-    """Whether a value is the same object, or the same constant made anew."""
+    """Whether ``now`` is the same object as ``then``, or an equal constant."""
     return now is then or (is_constant(then) and same_value(now, then))
 
 
-# Where a value is looked up, its name, and the object that it was.
+# The mapping in which a value is looked up, its name, and the expected object.
 Slot: TypeAlias = tuple[Any, str, Any]
 
 
 @dataclass(frozen=True)
 class Beyond:
-    """What a fast guard looks at beside the dictionaries that it watches anyway.
+    """The values that a fast guard compares in addition to the module's structure.
 
-    dicts: further dictionaries, as a whole.
-    places: entries of dictionaries of which others do not matter.
-    slots: places to be compared by identity at each call.
-    containers: what has no dictionary of its own.
-    asked: dictionaries, with functions that say whether what matters in them has changed.
-    objects: whose class must be what it is.
+    - ``dicts``: further dictionaries, compared as a whole.
+    - ``places``: single entries of dictionaries in which other entries do not matter.
+    - ``slots``: values that are looked up and compared by identity at each call.
+    - ``containers``: containers without a dictionary, such as lists.
+    - ``asked``: dictionaries, each with a function that compares the entries that matter.
+    - ``objects``: objects whose class must not change.
     """
 
     dicts: list[dict[Any, Any]]
@@ -106,7 +115,7 @@ class Beyond:
 
 
 def _reader(value: Any) -> Callable[[Any], Any]:
-    """How to look at what ``value`` holds, as a list or a dict, at the least cost."""
+    """Return the cheapest function that returns the contents of ``value`` as a list or a dict."""
     if type(value) in (list, dict):
         return lambda same: same
     if isinstance(value, CONTAINERS):

@@ -1,4 +1,4 @@
-"""Of what kind the tensors of a module must be: what their dtypes, shapes and devices are."""
+"""The guard of kinds: whether a module's tensors have the expected dtypes, shapes and devices."""
 
 from __future__ import annotations
 
@@ -14,22 +14,29 @@ from tvmbridge.graph_capture.observe.plain import PLAIN
 
 
 class KindGuard:
-    """Compares the tensors of now with those of ``inputs`` that compiled code was made for."""
+    """Compares a module's present tensors with the kinds that code was compiled for.
+
+    Args:
+        inputs: descriptors of the module's tensors among the inputs of the code.
+    """
 
     def __init__(self, inputs: Sequence[InputDescriptor]) -> None:
         self._expected = [
             (torch.Size(d.spec.shape), d.spec.dtype, d.spec.device, d.requires_grad) for d in inputs
         ]
         self._flags = [d.requires_grad for d in inputs]
-        # Says at once that all tensors are as at the last full comparison.
+        # A fast comparison with the tensors of the last full comparison; None: none yet.
         self._all_alike: TensorGuards | None = None
 
     def renewed(self) -> KindGuard:
-        """The same for a copy of the module."""
+        """Return a guard with the same expectations for a copy of the module."""
         return copy.copy(self)
 
     def changed(self, tensors: Sequence[torch.Tensor | None], check_grad: bool) -> str | None:
-        """In what ``tensors`` are others than the code was compiled for."""
+        """Return how ``tensors`` differ from the expected kinds; None if they do not.
+
+        With ``check_grad``, ``requires_grad`` is compared as well.
+        """
         if self._all_alike is not None and self._all_alike.check(*tensors):
             return None
         reason = self.differs(tensors, check_grad)
@@ -38,7 +45,7 @@ class KindGuard:
         return reason
 
     def differs(self, tensors: Sequence[torch.Tensor | None], check_grad: bool) -> str | None:
-        """The same, looked at one by one."""
+        """Return the same as :meth:`changed`, by comparing the tensors one by one."""
         for tensor, (shape, dtype, device, requires_grad) in zip(
             tensors, self._expected, strict=True
         ):
@@ -65,7 +72,10 @@ class KindGuard:
 
 
 def _guards_of(tensors: Sequence[torch.Tensor | None]) -> TensorGuards:
-    """Compares type, dtype, layout, device, shape and requires_grad of all in one call."""
+    """Return a guard that compares all tensors at once.
+
+    It compares type, dtype, layout, device, shape and ``requires_grad``, but not strides.
+    """
     plain = [t for t in tensors if t is not None]
     # As PyTorch's own guards call it; the annotations there lack the list of tensors.
     shapes: Any = [list(t.shape) for t in plain]

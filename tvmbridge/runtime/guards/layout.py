@@ -1,9 +1,9 @@
-"""The layouts of a call's tensors: whether compiled code serves them, and how its outputs then lie.
+"""The guard of memory layouts: whether code serves a call's strides, and the output strides.
 
-Compiled code takes tensors of any layout, but what eager PyTorch returns follows that of what it
-reads: a convolution of a ``channels_last`` tensor is ``channels_last``. How outputs lie for the
-sample was observed at capture; where tensors of another layout come, forward is observed again, on
-fake tensors like these. What cannot be served for them is refused.
+Compiled code takes tensors of any strides, but in eager PyTorch the strides of results follow the
+strides of inputs: a convolution of a ``channels_last`` tensor is ``channels_last``. Capture
+observed the output strides for the sample. When a call has another layout, forward is observed
+again on fake tensors with that layout. A layout that compiled code cannot serve is refused.
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ from tvmbridge.graph_capture.trace.standins import without_inference_tensors
 from tvmbridge.runtime.guards.state import ModuleState
 
 _SORTS = frozenset({"aten.sort.default", "aten.sort.stable"})
-# Of more layouts than that calls are not served: observing each would take longer than its call.
+# The most layouts that are observed: an observation takes longer than a call, so calls with ever
+# new layouts run the module's own forward.
 _MAX_LAYOUTS = 64
 
 _Kind = tuple[tuple[int, int], ...]
 
 
 class LayoutGuard:
-    """What must hold for the layouts of tensors, and the strides of outputs that follow from them.
+    """Checks the strides of a call's tensors and finds the strides of its outputs.
 
-    Arguments are looked at, and those of the module's tensors that have an order of dimensions.
+    It looks at arguments, and at the module's tensors of two or more dimensions.
 
     Args:
-        state: the tensors of the module.
-        compiled: the code that serves calls.
+        state: the state of the module.
+        compiled: the code that serves the calls.
     """
 
     def __init__(self, state: ModuleState, compiled: CompiledModule) -> None:
@@ -50,12 +51,12 @@ class LayoutGuard:
         self._compiled = compiled
         users = [d for d in captured.inputs if d.kind is InputKind.USER]
         held = [d for d in captured.inputs if d.kind.is_of_module]
-        # Random numbers stand in the order of memory, which follows that of the inputs.
+        # PyTorch draws random numbers in memory order, which follows the inputs' memory order.
         noise = bool(captured.noise)
         self._orders = [(d.position or 0, memory_order(d.spec)) for d in users if noise]
         self._held_orders = [memory_order(d.spec) for d in held] if noise else []
         self._asks = Question.LAYOUT in captured.assumptions.asks
-        # Eager sorts equal elements otherwise where they lie in one place.
+        # Eager PyTorch sorts equal elements in another order if expanded dimensions repeat memory.
         sorts = not _SORTS.isdisjoint([*compiled.native_calls, *compiled.aten_calls])
         self._repeats = [(d.position or 0, _repeated(d.spec.stride)) for d in users if sorts]
         self._positions = [d.position or 0 for d in users]
@@ -65,7 +66,7 @@ class LayoutGuard:
         self._known: dict[tuple[_Kind, ...], dict[int, tuple[int, ...]] | str] = {}
 
     def mismatch(self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> str | None:
-        """Why the code cannot serve tensors that lie as these do; None when it can."""
+        """Return why the code cannot serve tensors with these layouts; None if it can."""
         for tensor, order in zip(tensors, self._held_orders, strict=False):
             if tensor is not None and memory_order(tensor) != order:
                 return "a parameter is laid out otherwise, so that random numbers would differ"
@@ -75,9 +76,9 @@ class LayoutGuard:
         return self._mismatch_of_others(leaves) or self._unserved(looked_at, leaves)
 
     def strides(self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> Strides:
-        """The strides of outputs at this call where they are not those of the sample's, by number.
+        """Return the output strides of this call that differ from the sample's, by output number.
 
-        The call must have no mismatch.
+        None: no strides differ. :meth:`mismatch` must have accepted the call.
         """
         if not self._known:
             return None
@@ -88,7 +89,7 @@ class LayoutGuard:
         return strides
 
     def _lie_as_sample(self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> bool:
-        # At each call.
+        # This runs at each call.
         for position, stride in self._sample:
             if leaves[position].stride() != stride:
                 return False
@@ -118,7 +119,7 @@ class LayoutGuard:
         return None
 
     def _unserved(self, looked_at: Sequence[torch.Tensor], leaves: Sequence[Any]) -> str | None:
-        """Learn how outputs lie for such tensors if it is not known, or why that cannot be."""
+        """Observe the output strides for a new layout; return why it cannot be served, or None."""
         kinds = tuple(map(_kind, looked_at))
         known = self._known.get(kinds)
         if known is None:
@@ -150,7 +151,10 @@ class LayoutGuard:
         return self._compared(stage.observation)
 
     def _compared(self, seen: Observation) -> dict[int, tuple[int, ...]] | str:
-        """The strides that differ from the sample's; a reason where more than these differs."""
+        """Return the output strides that differ from the sample's, by output number.
+
+        Return a reason instead if more than strides differs from the capture.
+        """
         captured = self._compiled.captured
         users = [o for o in captured.outputs if o.kind is OutputKind.USER]
         aliases = (*seen.sharing.aliases, *(None for _ in captured.convention.bases))
@@ -181,8 +185,11 @@ def _repeated(stride: Sequence[int]) -> tuple[bool, ...]:
 
 
 def _kind(tensor: torch.Tensor) -> _Kind:
-    """What the layout of results may depend on: the order of dimensions in memory, from innermost,
-    and for each whether its elements share memory (0), follow one another (1) or leave gaps (2)."""
+    """Return the properties of a tensor's strides that result strides may depend on.
+
+    The result has the dimensions in memory order, innermost first, each with a number: its
+    elements share memory (0), are contiguous (1) or have gaps (2).
+    """
     kinds: list[tuple[int, int]] = []
     reached = 1
     shape, stride = tensor.shape, tensor.stride()

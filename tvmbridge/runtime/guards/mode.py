@@ -1,4 +1,4 @@
-"""The mode and flags of a call: what code for the same arguments is compiled for separately."""
+"""The mode and flags of a call: each combination of them has its own compiled code."""
 
 from __future__ import annotations
 
@@ -17,19 +17,21 @@ Flags: TypeAlias = tuple[bool, ...]
 
 
 def flags_of(module: nn.Module, leaves: Sequence[Any]) -> Flags:
-    """``requires_grad`` of the tensors among the arguments, and of the module's, in their order."""
+    """Return ``requires_grad`` of the tensors among ``leaves``, then of the module's tensors."""
     given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     return tuple(t.requires_grad for t in (*given, *tensors_of(module).values()))
 
 
 class Mode(NamedTuple):
-    """What the same signature is compiled for separately.
+    """The settings of a call that need separate code for the same signature.
 
-    ``training`` is the module's flag; ``needs_grad`` whether autograd records the call;
-    ``deterministic`` whether PyTorch's deterministic algorithms are asked for; ``dtype`` the
-    default one, which new tensors get; ``autocast`` the devices for which autocast is on;
-    ``attention_off`` the kernels of attention that are switched off; ``reduced`` the libraries
-    whose float32 products have a reduced precision, with that.
+    - ``training``: the module's training flag.
+    - ``needs_grad``: whether autograd records the call.
+    - ``deterministic``: whether PyTorch's deterministic algorithms are enabled.
+    - ``dtype``: PyTorch's default dtype.
+    - ``autocast``: the devices with autocast enabled, each with its dtype.
+    - ``attention_off``: the attention kernels that are switched off.
+    - ``reduced``: libraries that compute float32 products in reduced precision, with the precision.
     """
 
     training: bool
@@ -42,7 +44,13 @@ class Mode(NamedTuple):
 
     @classmethod
     def of_now(cls, training: bool, needs_grad: bool, autocast: Autocast | None = None) -> Mode:
-        """The mode of a call made now; ``autocast`` in place of that of now."""
+        """Return the mode of a call made now.
+
+        Args:
+            training: the module's training flag.
+            needs_grad: whether autograd records the call.
+            autocast: the autocast state; None: the present state.
+        """
         deterministic = torch.are_deterministic_algorithms_enabled()
         dtype = torch.get_default_dtype()
         state = autocast_now() if autocast is None else autocast

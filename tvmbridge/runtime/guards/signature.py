@@ -1,4 +1,4 @@
-"""Signatures: what a call's arguments must be for the code that was compiled for others."""
+"""Signatures: the conditions on a call's arguments under which compiled code may serve it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from tvmbridge.runtime.guards.spelling import (
     shown,
 )
 
-# Of more spellings than that each call is bound anew, and no fast guard knows them.
+# The most call forms of a signature that are kept. Calls in further forms are bound to forward's
+# parameters each time, and no fast guard accepts them.
 _MOST_SPELLINGS = 4
 _TEXT = {str}
 
@@ -35,20 +36,23 @@ OTHER_SHAPE = "the shape of an input differs"
 
 
 class Matched(NamedTuple):
-    """A call that fits a signature: its leaves, and its arguments as the sample spells them."""
+    """A call that fits a signature: its leaves, and its arguments in the sample's call form."""
 
     leaves: list[Any]
     arguments: Arguments
 
 
 class Signature:
-    """Structure, shapes, dtypes, devices and constants of the arguments of a call.
+    """The structure, shapes, dtypes, devices and constants of a sample call's arguments.
+
+    The sample's call form is its number of positional arguments and its keywords in order. A
+    constant is an argument that is not a tensor.
 
     Args:
-        args: the positional arguments.
-        kwargs: the keyword arguments.
-        forward: what is called with them. Keywords that it has no parameters of its own for are
-            seen by it in their order.
+        args: the positional arguments of the sample.
+        kwargs: the keyword arguments of the sample.
+        forward: the function that is called; None: not known. If it takes keywords by
+            ``**kwargs``, their order matters, since forward can see it.
     """
 
     def __init__(
@@ -61,10 +65,10 @@ class Signature:
         self.keywords = tuple(kwargs)
         unnamed = _unnamed(forward, kwargs) if forward is not None else ()
         self.ordered = unnamed if len(kwargs) > 1 else ()
-        # Forward sees the objects that are their names: only plain ones are as the sample's.
+        # With **kwargs forward sees the names, and a subclass of str may behave differently.
         self.sees_names = bool(unnamed)
         self.num_args = len(args)
-        # Arguments that are leaves themselves need no flattening at a call.
+        # Whether each argument is a leaf, so that calls need no flattening.
         arguments = [*args, *kwargs.values()]
         self.flat = len(leaves) == len(arguments) and all(map(operator.is_, leaves, arguments))
         self.forward = forward
@@ -73,7 +77,7 @@ class Signature:
         self.names = _names(args, kwargs, forward)
         places = [*range(len(args)), *kwargs] if self.flat else []
         ignored = _unread(self.parameters, len(args), self.keywords)
-        # Forward does not read them: calls are served, and compiled for, with the sample's.
+        # Constants that forward does not read: the sample's values replace any others.
         self._unread = {
             i: leaves[i]
             for i, place in enumerate(places)
@@ -92,19 +96,19 @@ class Signature:
 
     @property
     def is_taken(self) -> bool:
-        """Whether forward takes such arguments, as far as its parameters say."""
+        """Whether the parameters of forward accept the sample's call form."""
         known = self.parameters
         return known is None or known.bound(self.num_args, self.keywords) is not None
 
     def untaken(self) -> Mismatch | None:
-        """Why nothing can be compiled for such arguments, if that shows without a trace."""
+        """Return why nothing can be compiled for the sample, if it shows without a trace."""
         if not self.is_taken:
             return NOT_TAKEN
         unseen = next(((i, leaf) for i, leaf in self.constants if is_unseen(leaf)), None)
         return None if unseen is None else self._of(unseen[0], UNSEEN, shown(unseen[1]))
 
     def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | None:
-        """The leaves of a call in the spelling and order of the signature; None: another one."""
+        """Return the leaves of a call in the sample's call form; None if its form is another."""
         if len(args) != self.num_args or kwargs.keys() != set(self.keywords):
             return None
         if self.sees_names and not has_plain_names(kwargs):
@@ -119,9 +123,9 @@ class Signature:
     def match(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, any_size: bool = False
     ) -> Matched | Mismatch:
-        """The leaves and arguments of a call that fits the signature, or why it does not.
+        """Return the leaves and arguments of a call that fits the signature, or why it does not.
 
-        With ``any_size`` shapes may be others.
+        With ``any_size``, shapes may differ from the sample's.
         """
         if self.parameters is not None and self.parameters.changed():
             return Mismatch("the code or a default of forward changed")
@@ -164,12 +168,16 @@ class Signature:
         return ", ".join(more[:4])
 
     def spellings(self) -> list[tuple[int, tuple[str, ...], Spelling]]:
-        """Those of calls that have come, beside the sample's: so many arguments, these keywords."""
+        """Return the call forms that calls have used, except for the sample's.
+
+        Each is the number of positional arguments, the keywords, and how to find the sample's
+        arguments in such a call.
+        """
         known = list(self._spellings.items())
         return [(*key, each) for key, each in known if isinstance(each, Spelling)]
 
     def mismatch(self, leaves: Sequence[Any], any_size: bool = False) -> Mismatch | None:
-        """Why ``leaves`` do not fit the signature; None when they do."""
+        """Return why ``leaves`` do not fit the signature; None if they do."""
         for i, shape, dtype, device in self.tensors:
             leaf = leaves[i]
             if type(leaf) not in PLAIN:
@@ -208,21 +216,21 @@ class Signature:
 
 
 def has_plain_names(kwargs: Mapping[str, Any]) -> bool:
-    """Whether all keywords are exactly of the class ``str``, and none of a subclass of it."""
+    """Whether all keywords are exactly of class ``str``, and none is of a subclass."""
     return _TEXT.issuperset(map(type, kwargs))
 
 
 def with_plain_names(
     kwargs: Mapping[str, Any], forward: Callable[..., Any]
 ) -> dict[str, Any] | None:
-    """``kwargs`` with plain names; None where ``forward`` could see that the names were others."""
+    """Return ``kwargs`` with names of class ``str``; None if ``forward`` could see a difference."""
     if _unnamed(forward, [k for k in kwargs if type(k) is not str]):
         return None
     return {plain_text(name): value for name, value in kwargs.items()}
 
 
 def nearest(mismatches: Sequence[Mismatch]) -> Mismatch | None:
-    """The one to be told of several signatures': where arguments are of the same structure."""
+    """Return the mismatch to report: preferably of a signature with the call's structure."""
     alike = (m for m in mismatches if m.reason != STRUCTURE)
     return next(alike, mismatches[-1] if mismatches else None)
 
@@ -230,22 +238,22 @@ def nearest(mismatches: Sequence[Mismatch]) -> Mismatch | None:
 def _names(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], forward: Callable[..., Any] | None
 ) -> list[str]:
-    """The leaves of the arguments by what messages call them."""
+    """Return the names of the arguments' leaves for messages."""
     placed = dict(enumerate(_placed(forward)))
     named = [*((placed.get(i, str(i)), value) for i, value in enumerate(args)), *kwargs.items()]
     return [f"{name}{path}" for name, value in named for path in _paths(value)]
 
 
 def _paths(value: Any) -> list[str]:
-    """Where each leaf of an argument stands in it."""
+    """Return the path of each leaf within an argument, as text."""
     try:
         return [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(value)[0]]
-    except ValueError:  # a registered class need not say
+    except ValueError:  # a class registered with pytree need not give paths
         return [f", leaf {i}" for i, _ in enumerate(pytree.tree_leaves(value))]
 
 
 def _unread(parameters: Parameters | None, count: int, keywords: tuple[str, ...]) -> set[int | str]:
-    """The arguments, by position or keyword, that forward does not read."""
+    """Return the arguments, by position or keyword, that forward does not read."""
     bound = parameters.bound(count, keywords) if parameters is not None else None
     if parameters is None or bound is None:
         return set()
@@ -253,7 +261,7 @@ def _unread(parameters: Parameters | None, count: int, keywords: tuple[str, ...]
 
 
 def _placed(forward: Callable[..., Any] | None) -> list[str]:
-    """The names of what may be given by position; a wrapper has those of what it wraps."""
+    """Return the names of forward's positional parameters; of a wrapper, the wrapped function's."""
     with suppress(TypeError, ValueError):
         parameters = inspect.signature(forward).parameters if forward is not None else {}
         return [name for name, p in parameters.items() if p.kind in _PLACED]
@@ -261,7 +269,7 @@ def _placed(forward: Callable[..., Any] | None) -> list[str]:
 
 
 def _unnamed(forward: Callable[..., Any], kwargs: Iterable[str]) -> tuple[str, ...]:
-    """The keywords that ``forward`` takes without a parameter of that name, in their order."""
+    """Return the keywords that ``forward`` has no parameter for and takes by ``**kwargs``."""
     try:
         named = inspect.signature(forward).parameters
     except (TypeError, ValueError):

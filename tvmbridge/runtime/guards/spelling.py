@@ -1,9 +1,9 @@
-"""Spellings: how calls give the same arguments, by position, by keyword, or by a default.
+"""Call forms: calls may pass the same arguments by position, by keyword, or by a default.
 
-A call in another spelling than the sample's is bound to the parameters of forward, and spelled as
-the sample is: code that was compiled for ``m(x, None)`` serves ``m(x)`` and ``m(x, mask=None)``.
-Forward is bound where it is a plain function of Python, whose body cannot tell the spellings
-apart. What a wrapper (``*args, **kwargs``) makes of them is not known, and stays as it is given.
+A call in another form than the sample's is bound to the parameters of forward and rewritten in the
+sample's form. Code that was compiled for ``m(x, None)`` serves ``m(x)`` and ``m(x, mask=None)``.
+This is done only if forward is a plain Python function, whose body cannot see the difference. A
+wrapper (``*args, **kwargs``) may treat the forms differently, so its calls are not rewritten.
 """
 
 from __future__ import annotations
@@ -24,13 +24,17 @@ STRUCTURE = "the structure of the arguments differs"
 CONSTANT = "an argument that is not a tensor differs"
 TENSOR = "an argument is a tensor, and was none"
 
-# Functions that read their callers' variables without naming them.
+# Functions that may read variables of their caller without naming them.
 _READERS = frozenset({"locals", "vars", "dir", "eval", "exec", "_getframe", "currentframe"})
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 class Mismatch(NamedTuple):
-    """Why a call is not served: the kind of reason, and what was expected of which argument."""
+    """Why a call is not served.
+
+    - ``reason``: the kind of reason, the same text for all calls of the kind.
+    - ``detail``: the argument, its value and the expected one; may be empty.
+    """
 
     reason: str
     detail: str = ""
@@ -41,23 +45,25 @@ NOT_TAKEN = Mismatch(STRUCTURE, "forward does not take these arguments")
 
 @dataclass(frozen=True)
 class Default:
-    """The value of a parameter that a call does not give."""
+    """The default of a parameter, for a call that does not pass it."""
 
     value: Any
 
 
-# An argument of a call, by its position or keyword, or a default in its place.
+# The position or keyword of an argument in a call, or the default if the call does not pass it.
 Source: TypeAlias = int | str | Default
-# A parameter by its name; what ``*args`` and ``**kwargs`` take, by the number or keyword as well.
+# A parameter by name; arguments in ``*args`` and ``**kwargs`` have a number or keyword as well.
 _Parameter: TypeAlias = str | tuple[str, int | str]
 
 
 @dataclass(frozen=True)
 class Spelling:
-    """How the arguments of the sample are found in a call.
+    """A call form: how to find the arguments of the sample in a call of this form.
 
-    ``extras`` are arguments of the call that the sample leaves to their defaults, each with the
-    name of the parameter and its default, which it must be.
+    - ``positional``: the source of each positional argument of the sample.
+    - ``keywords``: the source of each keyword argument of the sample.
+    - ``extras``: arguments that calls of this form pass and the sample leaves to their defaults:
+      position or keyword, name of the parameter, and the default that the argument must equal.
     """
 
     positional: tuple[Source, ...]
@@ -65,12 +71,12 @@ class Spelling:
     extras: tuple[tuple[int | str, str, Any], ...] = ()
 
     def respelled(self, call: Arguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a call as the sample spells them."""
+        """Return the arguments of ``call`` in the sample's call form."""
         positional = tuple(_given(source, call) for source in self.positional)
         return positional, {name: _given(source, call) for name, source in self.keywords.items()}
 
     def mismatch(self, call: Arguments) -> Mismatch | None:
-        """Which of the extras is not its default; None: all are."""
+        """Return which extra argument differs from its default; None if none does."""
         for place, name, default in self.extras:
             given = _given(place, call)
             if given is not default and not same_value(given, default):
@@ -79,9 +85,16 @@ class Spelling:
 
 
 class Parameters:
-    """The parameters of a plain function or method of Python.
+    """The parameters of a plain Python function or method.
 
-    ``unread`` are those that its code does not name: calls that differ in these do the same.
+    - ``function``: the function, also of a bound method.
+    - ``code``, ``defaults``: its code and its defaults when this object was created.
+    - ``unread``: names of parameters that the code does not read, so that their values do not
+      matter.
+
+    Args:
+        forward: the function or the bound method.
+        function: the function of ``forward``.
     """
 
     def __init__(self, forward: Callable[..., Any], function: types.FunctionType) -> None:
@@ -93,7 +106,7 @@ class Parameters:
 
     @classmethod
     def of(cls, forward: Callable[..., Any] | None) -> Parameters | None:
-        """Those of ``forward``; None where what it takes may not be what it says."""
+        """Return the parameters of ``forward``; None if its signature may not be the true one."""
         function = getattr(forward, "__func__", forward)
         if not isinstance(function, types.FunctionType) or hasattr(function, "__signature__"):
             return None
@@ -104,7 +117,7 @@ class Parameters:
             return None
 
     def changed(self) -> bool:
-        """Whether the function has other code or defaults now."""
+        """Whether the code or a default of the function has changed."""
         now = self.function
         return (
             now.__code__ is not self.code
@@ -113,11 +126,18 @@ class Parameters:
         )
 
     def keyword_defaults(self) -> list[dict[str, Any]]:
-        """The dictionary of the defaults of keyword-only parameters, if there are any."""
+        """Return a list with the dictionary of keyword-only defaults; empty if there is none."""
         return [self.function.__kwdefaults__] if self.function.__kwdefaults__ else []
 
     def bound(self, count: int, keywords: tuple[str, ...]) -> dict[_Parameter, int | str] | None:
-        """The arguments of a call by parameter; None: forward raises TypeError for it."""
+        """Return the position or keyword of each parameter's argument in a call.
+
+        None: forward raises a TypeError for such a call.
+
+        Args:
+            count: the number of positional arguments of the call.
+            keywords: the keywords of the call.
+        """
         try:
             bound = self._signature.bind(*range(count), **{name: name for name in keywords})
         except TypeError:
@@ -133,12 +153,11 @@ class Parameters:
                 yield from (((name, key), each) for key, each in several)
 
     def is_unread(self, parameter: _Parameter) -> bool:
-        """Whether the function does not read the argument."""
+        """Whether the function does not read this argument."""
         return (parameter if isinstance(parameter, str) else parameter[0]) in self.unread
 
     def default(self, parameter: _Parameter) -> Default | None:
-        """What stands for an argument that is not given; None: a tensor, what can be changed, or
-        nothing."""
+        """Return the default of a parameter; None if it has none, or not an immutable constant."""
         if not isinstance(parameter, str):
             return None
         value = self._signature.parameters[parameter].default
@@ -151,7 +170,12 @@ class Parameters:
         sample: tuple[int, tuple[str, ...]],
         call: tuple[int, tuple[str, ...]],
     ) -> Spelling | Mismatch:
-        """How a call with so many positional arguments and these keywords gives the sample's."""
+        """Return how to rewrite a call in the sample's form, or why that is not possible.
+
+        Args:
+            sample: the number of positional arguments and the keywords of the sample.
+            call: the same of the call.
+        """
         expected, given = self.bound(*sample), self.bound(*call)
         if expected is None or given is None:
             return NOT_TAKEN
@@ -178,13 +202,13 @@ class Parameters:
 
 
 def other_constant(name: str, given: Any, expected: Any, more: str = "") -> Mismatch:
-    """The mismatch of an argument that is no tensor in the sample."""
+    """Return the mismatch for an argument that is a constant in the sample."""
     detail = f"argument `{name}`: {shown(given)}, compiled for {shown(expected)}{more}"
     return Mismatch(TENSOR if isinstance(given, torch.Tensor) else CONSTANT, detail)
 
 
 def shown(value: Any) -> str:
-    """``value`` in a message: in full where it is short."""
+    """Return text for ``value`` in a message, at most 60 characters of it."""
     if isinstance(value, torch.Tensor):
         return f"a tensor {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
     text = repr(value) if is_constant(value) else f"a {type(value).__name__}"
@@ -207,12 +231,15 @@ def _name(parameter: _Parameter) -> str:
 def _further(
     of: Mapping[_Parameter, int | str], others: Mapping[_Parameter, int | str]
 ) -> list[_Parameter]:
-    """What ``**kwargs`` takes of both, in the order of the first: forward sees it."""
+    """Return the variadic arguments that both calls have, in the order of ``of``.
+
+    Forward can see the order of its ``**kwargs``.
+    """
     return [p for p in of if isinstance(p, tuple) and p in others]
 
 
 def _unread(code: types.CodeType, parameters: Mapping[str, Any]) -> frozenset[str]:
-    """The parameters that no instruction of ``code`` names."""
+    """Return the parameters that no instruction of ``code`` names."""
     if not _READERS.isdisjoint(code.co_names):
         return frozenset()
     named: set[Any] = {*code.co_cellvars}

@@ -1,7 +1,7 @@
-"""The live state of a module: its tensors at each call, and what must not have changed.
+"""The live state of a module: its tensors at each call, and checks that it has not changed.
 
-Parameters are looked up by name in their owners at each call that no fast guard lets pass, so
-replaced, retied, loaded and optimised parameters are always seen.
+Unless a fast guard accepts the call, parameters are looked up by name in their owners at each call.
+Parameters that were replaced, tied, loaded or optimised are therefore always noticed.
 """
 
 from __future__ import annotations
@@ -31,19 +31,23 @@ from tvmbridge.runtime.guards.values import ValueGuard
 from tvmbridge.runtime.guards.watch import Place
 
 _HELD = ("_parameters", "_buffers", "_modules")
-# What a module's own dictionary holds of its structure.
+# The keys of a module's ``__dict__`` that belong to its structure.
 _STRUCTURE = (*_HELD, *HOOKS, "training", "forward")
 _WRITTEN = "a tensor that forward has as a constant was written"
 _REHOOKED = "the hooks of a submodule changed"
 
 
 class ModuleState:
-    """Finds the tensors that compiled code reads, and says what has changed since capture.
+    """Finds the tensors that compiled code reads, and detects changes since the capture.
+
+    - ``names``: the dotted names of the module's tensors that are inputs of the code.
+    - ``kinds``: compares the tensors' dtypes, shapes and devices.
+    - ``norms``: the weights that old ``weight_norm`` and ``spectral_norm`` hooks compute.
 
     Args:
         module: the dispatched module.
-        captured: its graph; the inputs that are tensors of the module, its tied weights, and the
-            attributes that forward read are taken from it.
+        captured: its graph, which has the inputs, the tied weights and the values that forward
+            read.
     """
 
     def __init__(self, module: nn.Module, captured: CapturedGraph) -> None:
@@ -65,7 +69,7 @@ class ModuleState:
         self._modules = list(module.modules())
         places = [self._places[name] for name in self.names if name not in self._outside]
         read = {(id(e.owner), e.held, e.key) for e in places}
-        # What the first call is yet to make is None now, and must be there later.
+        # Tensors that forward's first call creates are None now, and are not compared here.
         self._structure = [
             e for e in structure_of(module) if (id(e.owner), e.held, e.key) not in read
         ]
@@ -91,17 +95,20 @@ class ModuleState:
         self._bind({})
 
     def _bind(self, memo: Mapping[int, Any]) -> None:
-        """Look up the dicts that are read at each call, or their copies in ``memo``."""
+        """Collect the dictionaries that are read at each call.
+
+        ``memo`` is empty, or the memo of :func:`copy.deepcopy`, which has their copies.
+        """
 
         def copied(value: Any) -> Any:
             return memo.get(id(value), value)
 
         def dict_of(owner: nn.Module, held: str) -> dict[str, Any]:
-            # A copy that is being made has no entries yet, but those of its dicts are made.
+            # A copy in progress has no attributes yet, but its dictionaries have been copied.
             return copied(owner.__dict__[held]) if held else copied(owner).__dict__
 
         self._found = {n: (dict_of(e.owner, e.held), e.key) for n, e in self._places.items()}
-        # A copy of the module may hold copies of tensors that the module holds in its lists.
+        # Tensors in lists of the module may have been copied with it.
         outside = {name: copied(tensor) for name, tensor in self._outside.items()}
         self._found |= {name: (outside, name) for name in outside}
         self._slots = [self._found[name] for name in self.names]
@@ -111,7 +118,7 @@ class ModuleState:
         self._assignments = [(dict_of(o, ""), n, value) for o, n, value in self._assigned]
         self._dicts = [dict_of(m, held) for m, held, _ in self._sizes]
         self._lengths = [length for _, _, length in self._sizes]
-        # Who iterates over submodules depends on their order.
+        # Code that iterates over submodules depends on their order.
         several = [m for m in self._modules if len(m._modules) > 1]
         self._families = [dict_of(m, "_modules") for m in several]
         self._orders = [tuple(m._modules) for m in several]
@@ -123,10 +130,10 @@ class ModuleState:
         self._hookable = [copied(m) for m in children]
 
     def rebound(self, memo: Mapping[int, Any]) -> ModuleState:
-        """The same expectations of a deep copy of the module, found through the copy's ``memo``.
+        """Return a state with the same expectations for a deep copy of the module.
 
-        Everything looked up here is older in the module's ``__dict__`` than its dispatch, so it
-        has been copied before.
+        ``memo`` is the memo of :func:`copy.deepcopy`. The dispatcher came into the module's
+        ``__dict__`` after everything looked up here, so all of it has been copied already.
         """
         other = copy.copy(self)
         other._bind(memo)
@@ -140,7 +147,7 @@ class ModuleState:
             replace(e, owner=memo[id(e.owner)], expected=memo.get(id(e.expected), e.expected))
             for e in self._structure
         ]
-        # A copy of what was written before is not what was captured either.
+        # If a constant was written before the copy, the copy must not match the capture either.
         fresh = [
             (memo.get(id(t), t), _written(t) == signs, requires_grad)
             for t, signs, requires_grad in self._constants
@@ -152,51 +159,54 @@ class ModuleState:
 
     @property
     def module(self) -> nn.Module:
-        """The dispatched module."""
+        """Return the dispatched module."""
         return self._modules[0]
 
     def tensors(self) -> list[torch.Tensor | None]:
-        """The tensors of now, in the order of :attr:`names`; None where missing."""
+        """Return the module's present tensors in the order of :attr:`names`; None if missing."""
         return [owner.get(name) for owner, name in self._slots]
 
     def requires_grad(self) -> bool:
-        """Whether a tensor that compiled code reads, or has as a constant, requires a gradient."""
+        """Whether a tensor that compiled code reads or has as a constant requires a gradient."""
         tensors = [*self.tensors(), *(t for t, *_ in self._constants)]
         return any(t.requires_grad for t in tensors if t is not None)
 
     def is_whole(self) -> bool:
-        """Whether all of the module's tensors that forward reads are looked up here."""
+        """Whether all tensors exist and the module's structure is unchanged."""
         return all(t is not None for t in self.tensors()) and self._restructured() is None
 
     def tensor(self, name: str) -> torch.Tensor | None:
-        """The tensor of now that has this name, and that an output shares memory with."""
+        """Return the present tensor of this name; None if it is missing."""
         owner, key = self._found[name]
         return owner.get(key)
 
     def rebind(self, name: str, tensor: torch.Tensor) -> None:
-        """Let the module hold another tensor."""
+        """Set the module's tensor of this name to ``tensor``."""
         owner, key = self._found[name]
         owner[key] = tensor
 
     def assign(self) -> None:
-        """Give attributes the values that each call of forward gives them."""
+        """Set the attributes to which forward assigns the same constants at each call."""
         for attributes, name, value in self._assignments:
             attributes[name] = value
 
     def leave(self, values: Iterable[Any]) -> None:
-        """Leave in attributes what a call of forward leaves there."""
+        """Set the attributes in which forward leaves computed ``values``."""
         remaining = iter(values)
         for owner, name, way in self._left:
             leave(owner, name, way, remaining)
 
     def watched_dicts(self) -> list[dict[Any, Any]]:
-        """The dictionaries that are compared here as a whole."""
+        """Return the dictionaries whose every change matters."""
         own = {id(m.__dict__) for m in self._members}
         places = (place for place, *_ in self._entries if id(place) not in own)
         return [*self._dicts, *self._hooks, *places]
 
     def watched_places(self) -> list[Place]:
-        """What is compared here of the modules' own dictionaries, but for values."""
+        """Return the entries of the modules' ``__dict__`` that matter, except for watched values.
+
+        Each is a dictionary, a key, and the present object under it.
+        """
         own = {id(m.__dict__): m.__dict__ for m in self._members}
         named = [(held, name) for held in own.values() for name in _STRUCTURE]
         named += [place for place in self._found.values() if id(place[0]) in own]
@@ -205,31 +215,31 @@ class ModuleState:
 
     @property
     def members(self) -> list[nn.Module]:
-        """The dispatched module and its submodules."""
+        """Return the dispatched module and all its submodules."""
         return self._members
 
     @property
     def classes(self) -> list[tuple[type[nn.Module], Any]]:
-        """The classes of the modules, and the forward of each."""
+        """Return the classes of the modules, each with its forward at the capture."""
         return self._classes
 
     @property
     def values(self) -> ValueGuard:
-        """The guard of the values that forward reads."""
+        """Return the guard of the values that forward reads."""
         return self._values
 
     @property
     def is_plain(self) -> bool:
-        """Whether calls make no weights, and ask no values of buffers."""
+        """Whether no hook computes weights at a call, and forward reads no values of buffers."""
         return not (self.norms or self._answers.names)
 
     @property
     def constants(self) -> list[torch.Tensor]:
-        """The tensors that the captured graph has as constants."""
+        """Return the tensors that the captured graph has as constants."""
         return [tensor for tensor, *_ in self._constants]
 
     def replaced(self) -> bool:
-        """Whether a submodule is no longer the one that was captured."""
+        """Whether a submodule was replaced by another since the capture."""
         return any(
             reason == REPLACED and place.get(key) is not expected
             for place, key, expected, reason in self._entries
@@ -241,7 +251,7 @@ class ModuleState:
                 now = place.get(key, MISSING)
                 if reason is not PATCHED or stands_for(now) is not stands_for(expected):
                     return reason
-        # Whole lists at once: this runs at every call.
+        # Lists are compared as a whole, which is fast enough for every call.
         if list(map(len, self._dicts)) != self._lengths:
             return "a submodule, parameter or buffer was added or removed"
         if list(map(tuple, self._families)) != self._orders:
@@ -256,7 +266,7 @@ class ModuleState:
         return self.rehooked() or self.norms.changed()
 
     def rehooked(self) -> str | None:
-        """Why the captured graph does not fit the hooks of submodules; None when it does."""
+        """Return why the captured graph does not fit the hooks on submodules; None if it does."""
         if not any(self._hooks):
             return _REHOOKED if self._is_hooked else None
         traced = {id(hook) for hooks in self._traced_hooks for hook, _ in hooks}
@@ -268,18 +278,23 @@ class ModuleState:
         return None
 
     def changed(self, tensors: Sequence[torch.Tensor | None], *, check_grad: bool) -> str | None:
-        """Why compiled code does not fit ``tensors`` or the module of now; None when it does."""
+        """Return why compiled code does not fit the module as it is now; None if it does.
+
+        Args:
+            tensors: the module's present tensors.
+            check_grad: whether ``requires_grad`` is compared as well.
+        """
         reason = self._restructured() or self.kinds.changed(tensors, check_grad)
         return reason or self._changed_beside(check_grad)
 
     def changed_beside_flags(self, tensors: Sequence[torch.Tensor | None]) -> str | None:
-        """The same, whatever ``requires_grad`` of the ``tensors`` is."""
-        # Not by the comparison that is remembered, which stands for one that asks for it.
+        """Return the same as :meth:`changed`, but ignore ``requires_grad`` of the ``tensors``."""
+        # Not kinds.changed: it remembers a comparison that includes requires_grad.
         reason = self._restructured() or self.kinds.differs(tensors, check_grad=False)
         return reason or self._changed_beside(check_grad=True)
 
     def _changed_beside(self, check_grad: bool) -> str | None:
-        """What has changed beside the structure and the tensors that are looked up."""
+        """Return a change other than of the structure or of kinds of tensors; None if none."""
         for alias, name in self._ties:
             if self.tensor(alias) is not self.tensor(name):
                 return "tied parameters were untied"
@@ -292,12 +307,15 @@ class ModuleState:
         return f"{value} changed" if value else None
 
     def value_changed(self) -> str | None:
-        """What forward reads, beside tensors, and is not as it was captured."""
+        """Return the name of a value that forward reads and that has changed; None if none has."""
         return self._values.changed() or self._answers.changed(self.tensor)
 
     def outgrown(self) -> bool | None:
-        """Whether the module is otherwise than the code was compiled for because of a number, or of
-        a constant tensor, each value of which asks for other code. None: it is not otherwise.
+        """Return how the module has changed since the code was compiled.
+
+        Returns:
+            True if a number or a constant tensor has changed, so that each value needs other code;
+            False for another change; None if nothing has changed.
         """
         reason = self.changed(self.tensors(), check_grad=True)
         if reason is None:
@@ -305,11 +323,11 @@ class ModuleState:
         return reason == _WRITTEN or self._values.is_number_changed()
 
     def is_otherwise(self) -> bool:
-        """Whether what forward reads, tensors too, is not of the kind that it was captured with."""
+        """Whether a value has changed, or a tensor is of another kind than in the capture."""
         exchanged = self.kinds.differs(self.tensors(), check_grad=False)
         return exchanged is not None or self.value_changed() is not None
 
 
 def _written(tensor: torch.Tensor) -> tuple[int, int]:
-    """Signs that ``tensor`` is as it was: its version and where its memory is."""
+    """Return the version and the address of ``tensor``, which change if it is written or moved."""
     return version_of(tensor), tensor.data_ptr()

@@ -1,4 +1,4 @@
-"""The guard of values: whether attributes and what else forward reads are as they were."""
+"""The guard of values: whether attributes and other values that forward reads are unchanged."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tvmbridge.runtime.guards.holding import Beyond, Container, WatchedPart
 
 
 class _Names:
-    """Of a module its ``__dict__`` is looked up: which attributes there are."""
+    """Looks up the attribute names of a module, for a forward that reads its ``__dict__``."""
 
     def __init__(self, owner: nn.Module) -> None:
         self.owner = owner
@@ -36,15 +36,15 @@ class _Names:
 
 
 class _Watched:
-    """One value: where it is, what it was, and quick signs that it is the same still.
+    """One watched value: its place, its expected value, and data for a quick comparison.
 
     Args:
-        owner: whose attribute it is; None: it is found in ``holder``.
-        name: of the attribute.
-        label: what it is called in messages.
-        expected: the value.
-        holder: where the value is looked up; by default the owner's ``__dict__``.
-        itself: it must be that very object, whose contents do not matter.
+        owner: the module or class whose attribute it is; None: it is looked up in ``holder``.
+        name: the name of the attribute.
+        label: the name of the value in messages.
+        expected: the expected value.
+        holder: the mapping to look the value up in; None: the owner's ``__dict__``.
+        itself: whether identity is compared; otherwise the contents are.
     """
 
     def __init__(
@@ -65,12 +65,12 @@ class _Watched:
         self.name = name
         self.label = label
         self.expected = expected
-        # The value at the last full comparison; the containers in it, with what is expected.
+        # The value at the last full comparison, and the containers in it with the expected parts.
         self.last: Any = self
         self.held: list[tuple[Any, Any]] = []
 
     def changed(self) -> bool:
-        """A full comparison; remembers the signs if nothing that matters changed."""
+        """Compare the value in full; if it is unchanged, store data for quick comparisons."""
         value = found = self.holder.get(self.name, MISSING)
         if isinstance(value, StandsForForward):  # a method that is dispatched
             value = stands_for(value)
@@ -85,12 +85,15 @@ class _Watched:
         return False
 
     def is_number(self) -> bool:
-        """Whether it is a number and was one."""
+        """Whether both the present and the expected value are numbers."""
         now = self.holder.get(self.name, MISSING)
         return type(now) in (int, float) and type(self.expected) in (int, float)
 
     def of_copy(self, memo: Mapping[int, Any]) -> _Watched:
-        """The same of a deep copy of the module, found through the copy's ``memo``."""
+        """Return the same watched value of a deep copy of the module.
+
+        ``memo`` is the memo of :func:`copy.deepcopy`.
+        """
         if self.owner is None:
             return _Watched(
                 None,
@@ -123,9 +126,10 @@ class _Watched:
 
 
 def _of_class(cls: type[nn.Module], name: str, label: str) -> list[_Watched]:
-    """The attribute of a class that is read where its instance has none, if it is data.
+    """Watch a class attribute that forward reads because the instance has none, if it is data.
 
-    Classes that could come to hide it are watched too; those of PyTorch have no data of users.
+    Classes earlier in the method resolution order are watched too, since an attribute of theirs
+    would hide it. PyTorch's classes are not watched: they have no data of users.
     """
     classes = cls.__mro__
     place = next((i for i, c in enumerate(classes) if name in c.__dict__), None)
@@ -142,9 +146,9 @@ def _of_class(cls: type[nn.Module], name: str, label: str) -> list[_Watched]:
 
 
 class ValueGuard:
-    """Says whether the values that forward read are as they were.
+    """Checks that the values that forward read during capture are unchanged.
 
-    What objects hold is looked at to a depth of four; deeper changes are not seen.
+    The contents of objects are compared to a depth of four; deeper changes are not noticed.
     """
 
     def __init__(self, watched: list[_Watched]) -> None:
@@ -158,13 +162,13 @@ class ValueGuard:
         expected: Mapping[tuple[str, str], Any],
         outside: Iterable[OutsideValue] = (),
     ) -> ValueGuard:
-        """A guard of ``module``'s attributes, and of what forward reads beside them.
+        """Return a guard of ``module``'s attributes and of other values that forward reads.
 
         Args:
             module: the dispatched module.
-            expected: values by (submodule's name, attribute's name), as :func:`values_read` has
-                them; objects among them must be copies, which no change reaches.
-            outside: values that are not the module's.
+            expected: values by (submodule's name, attribute's name), as :func:`values_read`
+                returns them; mutable objects among them must be copies.
+            outside: values outside of the module, such as globals.
         """
         watched: dict[tuple[int, str], _Watched] = {}
         for (path, name), value in expected.items():
@@ -189,7 +193,10 @@ class ValueGuard:
         return cls([*watched.values(), *beside])
 
     def rebound(self, memo: Mapping[int, Any]) -> ValueGuard:
-        """The same expectations of a deep copy of the module, found through the copy's memo."""
+        """Return a guard with the same expectations for a deep copy of the module.
+
+        ``memo`` is the memo of :func:`copy.deepcopy`.
+        """
         return ValueGuard([watched.of_copy(memo) for watched in self._watched])
 
     def _refresh(self) -> None:
@@ -200,7 +207,7 @@ class ValueGuard:
         parts: dict[int, WatchedPart] = {}
         for watched in self._watched:
             for value, part in watched.held:
-                # One configuration is often an attribute of many submodules.
+                # Many submodules often share one configuration object, so it is compared once.
                 if part is None:
                     containers.setdefault(id(value), Container(value)).watched.append(watched)
                     continue
@@ -211,7 +218,10 @@ class ValueGuard:
         self._parts = list(parts.values())
 
     def beyond(self, watched: Collection[int]) -> Beyond:
-        """What must be looked at where the dictionaries with the ids ``watched`` did not change."""
+        """Return what a fast guard has to compare in addition to dictionaries it watches.
+
+        ``watched`` are the ids of these dictionaries.
+        """
         slots = [(h, n, v) for h, n, v, _ in self._slots if id(h) not in watched]
         names = [h.owner.__dict__ for h, *_ in slots if isinstance(h, _Names)]
         dicts = [c.dictionary for c in self._containers if c.dictionary is not None]
@@ -225,7 +235,7 @@ class ValueGuard:
         )
 
     def changed(self) -> str | None:
-        """What has another value now, by its name; None: nothing."""
+        """Return the name of a value that has changed; None if none has."""
         suspects = [w for d, name, last, w in self._slots if d.get(name, MISSING) is not last]
         holding: list[Container | WatchedPart] = [*self._containers, *self._parts]
         for container in holding:
@@ -240,5 +250,5 @@ class ValueGuard:
         return None
 
     def is_number_changed(self) -> bool:
-        """Whether a number is another one now."""
+        """Whether a value that is a number has changed to another number."""
         return any(w.is_number() and w.changed() for w in self._watched)

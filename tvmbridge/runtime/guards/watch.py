@@ -1,10 +1,10 @@
-"""Watches: whether dictionaries, classes of objects and tensors are what they were.
+"""Watches: whether dictionaries, classes of objects and tensors are unchanged.
 
-A module's structure, attributes and hooks live in dictionaries. While none of these has changed,
-every tensor that was looked up in them is still the one to use, so that a call looks nothing up.
-The question is asked at each call: where ``runtime/_native.cpp`` could be compiled, in one call
-that compares versions of dictionaries, which it counts itself from Python 3.12 on; otherwise in
-Python, with PyTorch's ``TensorGuards``.
+A module's structure, attributes and hooks live in dictionaries. As long as the dictionaries are
+unchanged, all tensors found in them earlier are still right, and a call looks nothing up. The
+comparison runs at each call. If ``runtime/_native.cpp`` could be compiled, one native call compares
+versions of dictionaries, which it counts itself from Python 3.12 on. Otherwise the comparison runs
+in Python, with PyTorch's ``TensorGuards``.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from tvmbridge.core.compiled_half import compiled_half
 from tvmbridge.core.contents import MISSING
 from tvmbridge.core.torch_private import TensorGuards
 
-# A dictionary, a key, and the object that stands there or MISSING.
+# A dictionary, a key, and the object under that key, or MISSING.
 Place: TypeAlias = tuple[dict[Any, Any], Any, Any]
-# A dictionary, and a function that says whether what matters in it is as it should be.
+# A dictionary, and a function that returns whether the entries that matter are unchanged.
 Asked: TypeAlias = tuple[dict[Any, Any], Callable[[], bool], None]
 # A function, its code and its defaults.
 Code: TypeAlias = tuple[types.FunctionType, types.CodeType, tuple[Any, ...] | None]
@@ -37,27 +37,27 @@ _version = operator.attrgetter("_version")
 
 @functools.cache
 def _native() -> Any:
-    """The compiled half, asked for at the first use: it may have to be compiled."""
+    """Return the native module, which is compiled at its first use; None if it cannot be."""
     return compiled_half("tvmbridge.runtime._native")
 
 
 class Watch(Protocol):
-    """What was there when it was made."""
+    """Remembers dictionaries, classes and tensors as they are when it is created."""
 
     def unchanged(self) -> bool:
-        """Whether all of it is as it was."""
+        """Whether everything is unchanged since then."""
 
 
 class PythonWatch:
-    """Compares dictionaries by their keys and values, which must be the same objects in order.
+    """A watch in Python: keys and values must be the same objects in the same order.
 
     Args:
-        dicts: dictionaries, which are held.
-        objects: objects of which the classes are remembered.
-        tensors: tensors of which all but the values is remembered, the addresses too.
-        places: dictionaries, each with a key and the object that stands there.
-        functions: functions, each with its code and its defaults.
-        asked: dictionaries, each with a function to be called when it has changed.
+        dicts: dictionaries that are compared as a whole.
+        objects: objects whose classes are compared.
+        tensors: tensors that are compared in all but their values, addresses included.
+        places: single entries of dictionaries, each with the expected object.
+        functions: functions, each with its expected code and defaults.
+        asked: dictionaries, each with a function that compares the entries that matter.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class PythonWatch:
         self._asked = tuple(asked)
 
     def unchanged(self) -> bool:
-        """Whether all of it is as it was."""
+        """Whether everything is unchanged since the watch was created."""
         return (
             list(map(len, self._dicts)) == self._sizes
             and list(map(type, self._objects)) == self._types
@@ -103,7 +103,7 @@ def _same(now: Iterable[Any], before: list[Any]) -> bool:
 
 
 def _tensor_guards(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
-    """PyTorch's comparison of all but values and addresses."""
+    """Return PyTorch's comparison of tensors in all but values and addresses."""
     if not tensors:
         return lambda: True
     # As PyTorch's own guards call it; the annotations there lack the list of tensors.
@@ -120,15 +120,20 @@ def watch(
     functions: Sequence[Code] = (),
     asked: Sequence[Asked] = (),
 ) -> Watch:
-    """Remember the ``dicts``, the classes of ``objects``, and ``tensors`` with their addresses.
+    """Return a watch of the given objects, in native code if possible.
 
-    Of dictionaries with other entries that do not matter, ``places`` are what does, or a function
-    of ``asked`` looks at it; ``functions`` are remembered by their code and defaults.
+    Args:
+        dicts: dictionaries that are compared as a whole.
+        objects: objects whose classes are compared.
+        tensors: tensors that are compared in all but their values, addresses included.
+        places: single entries of dictionaries in which other entries do not matter.
+        functions: functions, each with its code and defaults.
+        asked: dictionaries, each with a function that compares the entries that matter.
     """
     native = _native()
     if native is None:
         return PythonWatch(dicts, objects, tensors, places, functions, asked)
-    # The places of a dictionary are looked at together, where it has changed.
+    # The native watch compares the places of one dictionary together, if it has changed.
     places = sorted(places, key=lambda place: id(place[0]))
     held = map(tuple, (dicts, objects, tensors, places, functions, asked))
     made: Watch = native.Watch(*held, MISSING)
@@ -136,27 +141,27 @@ def watch(
 
 
 def dict_of_class(class_: type) -> dict[str, Any]:
-    """The dictionary behind ``class_.__dict__``, which is a view of it."""
+    """Return the dictionary of a class; ``class_.__dict__`` is only a view of it."""
     return behind(class_.__dict__)
 
 
 def behind(proxy: types.MappingProxyType[str, Any]) -> Any:
-    """What a ``mappingproxy`` is a view of."""
+    """Return the dictionary that a ``mappingproxy`` is a view of."""
     (held,) = gc.get_referents(proxy)
     return held
 
 
 def alike(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
-    """A function that says whether tensors are like these in all but values and addresses.
+    """Return a function that compares tensors with these in all but values and addresses.
 
-    One must begin at an aligned address (of 64 bytes) where the one here does.
+    If a tensor here begins at a multiple of 64 bytes, so must the one that is compared with it.
     """
     native = _native()
     if native is not None:
         check: Callable[..., bool] = native.Alike(*tensors).check
         return check
-    # One for each: PyTorch's guard of several refuses a tensor that is given twice, as labels are
-    # that are the inputs.
+    # One guard for each: PyTorch's guard of several tensors refuses a tensor that is passed twice,
+    # such as inputs that are also the labels.
     guards = [_tensor_guards([t]) for t in tensors]
     aligned = [not t.data_ptr() & _ALIGNMENT_MASK for t in tensors]
 
@@ -170,10 +175,10 @@ def alike(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
 
 
 def versions_of(tensors: tuple[torch.Tensor, ...]) -> tuple[int, ...]:
-    """How often each of ``tensors`` was written.
+    """Return the version of each tensor, which PyTorch increments at each write.
 
     Raises:
-        RuntimeError: one was made in inference mode, and has no version.
+        RuntimeError: a tensor was created in inference mode and has no version.
     """
     native = _native()
     if native is None:
