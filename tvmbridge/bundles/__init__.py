@@ -1,4 +1,4 @@
-"""Bundles of one module: what its dispatch has compiled, in one file that travels."""
+"""Bundles: files with the code that the dispatch of one module has compiled."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from tvmbridge.dispatch import dispatchers_of
 def save_compiled(module: nn.Module, path: str | Path) -> BundleReport:
     """Write the code that ``module`` runs on into one file.
 
-    The file has native code, choices of kernels and tuning records: no weights, and nothing that is
-    pickled. Whoever loads it runs what it contains. Pass it on as you would pass on a program.
+    The file has native code, choices of kernels and tuning records, but no weights and no pickled
+    objects. Whoever loads the file runs its code, so distribute it like a program.
 
     Args:
-        module: dispatched, and called in each mode and at all sizes whose code is wanted.
-        path: the file; one that is there is replaced.
+        module: a dispatched module that was called in each mode and at all sizes whose code is
+            wanted.
+        path: the file; an existing file is replaced.
 
     Returns:
-        What was written, and what was left out with the reasons.
+        The parts that were written, and the parts that were left out with the reasons.
 
     Raises:
         ValueError: the module is not dispatched.
@@ -55,19 +56,20 @@ def load_compiled(module: nn.Module, path: str | Path) -> BundleReport:
     """Put the code of a bundle into this user's cache, where the dispatch of ``module`` finds it.
 
     A bundle is native code. Load one only from somebody whose programs you would run. The file's
-    checksums are compared before anything of it is used; it must belong to this user, or to root,
-    and nobody else may have been able to write it.
+    checksums are compared before any of it is used. The file must belong to this user or to root,
+    and must not be writable by anybody else.
 
     Args:
-        module: of the class and with the parameters of the module that was saved.
+        module: a module of the class and with the parameters of the module that was saved.
         path: the file that :func:`save_compiled` wrote.
 
     Returns:
-        What fits this machine, and what was left out with the reasons: it is compiled here.
+        The parts that fit this machine, and the parts that were left out with the reasons. The code
+        of the latter is compiled here.
 
     Raises:
-        BundleError: the file is damaged, is of another module, or the cache is turned off.
-        OSError: it cannot be read, or somebody else may have written it.
+        BundleError: the file is damaged or belongs to another module, or the cache is turned off.
+        OSError: the file cannot be read, or somebody else may have written it.
 
     Example:
         >>> print(load_compiled(model, "model.tvmbridge-bundle"))  # doctest: +SKIP
@@ -91,7 +93,10 @@ def _keys(code: CompiledModule) -> Iterator[str]:
 
 
 def _description(module: nn.Module) -> dict[str, Any]:
-    """What two modules that share code have in common, whatever the values of their tensors."""
+    """Return the facts that must be equal for two modules to share code.
+
+    The values of their tensors may differ.
+    """
     tensors = [*module.named_parameters(), *module.named_buffers()]
     state = [(name, str(t.dtype), tuple(t.shape)) for name, t in tensors]
     return {

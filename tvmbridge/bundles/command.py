@@ -15,7 +15,7 @@ from tvmbridge.kernels.table import clear_tables
 
 
 def run(known: argparse.Namespace, model: tuple[nn.Module, Any] | None) -> None:
-    """Do what the arguments say, and print what was done; ``model``: a module and its sample."""
+    """Carry out the command and print the result; ``model`` is a module and its sample, or None."""
     store = Store.of_now()
     if known.export is not None:
         print(_exported(known, model))
