@@ -104,10 +104,9 @@ def add_tvm_dispatch(
         TypeError: ``module`` is no module, or ``options`` has an unknown field.
         ValueError: an argument or ``TVMBRIDGE_CHECK`` has a value that is not allowed. Or the
             module has no method of a name in ``methods``, or a sample is given beside ``methods``.
-            Or the spec of sizes has a dimension that the sample does not have, or a Dim derived
-            from another. Or ``freeze`` is True for a module in train mode, with ``dynamic_shapes``,
-            or if an earlier dispatch did not freeze. Or ``budget`` is negative, or is given with
-            ``on_fallback="raise"``.
+            Or the spec of sizes has a dimension that the sample does not have. Or ``freeze`` is
+            True for a module in train mode, with ``dynamic_shapes``, or if an earlier dispatch did
+            not freeze. Or ``budget`` is negative, or is given with ``on_fallback="raise"``.
         torch._dynamo.exc.UserError: torch.export rejects the spec for the sample.
         CaptureError: forward refuses the sample, torch.export cannot capture it, or a mode is
             active in which no module can be traced.

@@ -92,9 +92,7 @@ class SpecializationReport:
 
     @property
     def share(self) -> float:
-        """Return the share of the code's kernel calls that TVM compiled, the rest being
-        PyTorch's.
-        """
+        """Return TVM's share of the kernel calls in the code; PyTorch serves the other calls."""
         made = self.kernels.tuned + self.kernels.by_rule + self.kernels.plain
         return made / max(1, made + self.kernels.external)
 
