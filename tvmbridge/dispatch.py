@@ -86,8 +86,8 @@ def add_tvm_dispatch(
             runs. With 0 no call waits. ``CompileOptions.background`` is the same setting, and its
             documentation says where it works. None, the default: the value of the options, or of an
             earlier dispatch.
-        on_break: what happens if a size or a branch depends on the values of tensors (masks,
-            ``nonzero``, ``item()``), so that one graph cannot contain all of forward. ``"eager"``,
+        on_break: what happens if one graph cannot contain all of forward, because a size or a
+            branch depends on the values of tensors (masks, ``nonzero``, ``item()``). ``"eager"``,
             the default: PyTorch runs that part, and the graphs before and after it are compiled,
             each at its first call and for any size. ``"forward"``: a sample is refused, and calls
             run the module's own forward. None keeps the setting of an earlier dispatch of the

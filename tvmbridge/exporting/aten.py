@@ -88,8 +88,8 @@ def _take(call: relax.Call) -> relax.Expr:
 def _index(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr | None:
     """Compute ``x[i, :, j]``, in which the index tensors broadcast with each other.
 
-    The broadcast dimensions replace the first indexed dimension if the indexed dimensions are
-    neighbours. Otherwise they come first in the result.
+    If the indexed dimensions are neighbours, the broadcast dimensions take their place in the
+    result. Otherwise the broadcast dimensions come first.
     """
     data, indices = arguments["self"], list(arguments["indices"])
     shape, result = shape_of(data), shape_of(call)
