@@ -87,7 +87,7 @@ if TYPE_CHECKING:
     from tvmbridge.report import DispatchReport
     from tvmbridge.tuning import TuningReport, tune
 
-# Imported when they are asked for: with torch.export comes all of TorchDynamo.
+# Each name is imported at its first use, because torch.export imports all of TorchDynamo.
 _HOMES = MappingProxyType(
     {
         "bundles": ("load_compiled", "save_compiled"),
@@ -124,7 +124,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 set_logs()
 
-# The doctor must be able to say what is wrong with versions that crash when they are loaded.
+# The doctor must run with versions that crash when they are loaded, to report the problem.
 if not versions.running_doctor():
     versions.check_versions()
 

@@ -19,28 +19,28 @@ from tvmbridge.core.errors import BridgeError
 from tvmbridge.core.versions import versions_text
 
 FORMATS: Final = ("svg", "pdf", "png", "html", "dot")
-# As tvmbridge.inspect.stages has them, which is not loaded for --help.
+# A copy of the stages in tvmbridge.inspect.stages, which would be slow to load for --help.
 STAGES: Final = ("captured", "passes", "joint", "forward", "backward")
 
 
 class _Version(argparse.Action):
-    """Prints the versions; they are read only when they are asked for."""
+    """Prints the versions, which are read only if ``--version`` is given."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:
         super().__init__(option_strings, dest, nargs=0, help=help)
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        """Prints one line and ends the program."""
+        """Print one line and end the program."""
         print(f"tvmbridge {__version__} ({versions_text()})")
         parser.exit()
 
 
 class UsageError(ValueError):
-    """An argument that cannot be used; the message says why."""
+    """A command-line argument that cannot be used; the message gives the reason."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit status: 1 after an error, 2 for wrong usage."""
+    """Run one command and return its exit status: 1 after an error, 2 for wrong usage."""
     parser = _parser()
     known, rest = parser.parse_known_args(arguments)
     if rest and known.command != "demo":
@@ -56,7 +56,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def resolve_factory(name: str) -> tuple[Any, Any]:
-    """Calls what ``package.module:factory`` names; it returns (module, sample_input)."""
+    """Call the factory ``package.module:factory`` and return its (module, sample_input).
+
+    Raises:
+        UsageError: the name is malformed or unknown, or the factory returns another value.
+    """
     module_name, colon, attribute = name.partition(":")
     if not (module_name and colon and attribute):
         raise UsageError(f"{name!r} does not have the form package.module:factory")
@@ -309,7 +313,7 @@ def _visualize(known: argparse.Namespace, _rest: list[str]) -> int:
 
 
 def _explain(known: argparse.Namespace, _rest: list[str]) -> int:
-    """0: whole; 1: it would keep its own forward."""
+    """Print a report; return 0 if code would be compiled, 1 if the module keeps its forward."""
     module, sample_input = resolve_factory(known.factory)
     from tvmbridge import explain
 
@@ -319,7 +323,7 @@ def _explain(known: argparse.Namespace, _rest: list[str]) -> int:
 
 
 def _compare(known: argparse.Namespace, _rest: list[str]) -> int:
-    """0: no mistake; 1: one, or nothing could be compared."""
+    """Print a comparison; return 0 if no stage departs from eager PyTorch, otherwise 1."""
     if known.out is not None and known.out.suffix != ".json":
         raise UsageError(f"--out must end in .json, not {known.out.name!r}")
     from tvmbridge import compare

@@ -1,4 +1,4 @@
-"""Dispatch: the public functions that install, remove and report a module's dispatcher."""
+"""The public functions that install, remove and report the dispatcher of a module."""
 
 from __future__ import annotations
 
@@ -46,66 +46,72 @@ def add_tvm_dispatch(
 ) -> nn.Module:
     """Make ``module`` run, and train, on code compiled by TVM.
 
-    With a sample the code is compiled now for the mode that the module is in; the other mode at
-    the first call that needs it, and so is code for other inputs and parameters that require a
-    gradient. Called again with another sample, it adds a specialisation. Without a sample all is
-    compiled at calls: for the first that comes, and for further signatures, up to four of them.
-    Calls that no code was made for, or could be made for, go to the module's own forward, and are
-    counted in :func:`dispatch_report`.
+    With a sample, the code for the module's current mode is compiled now. Code for the other mode,
+    other inputs and other sets of parameters that require a gradient is compiled at the first call
+    that needs it. A further call of this function with another sample adds a specialization.
+    Without a sample, code is compiled at calls: for the first signature, and for further ones, four
+    in all. Calls that no code serves run the module's own forward, and :func:`dispatch_report`
+    counts them.
 
     Args:
-        module: changed in place: its ``forward`` is replaced, nothing else.
+        module: the module, changed in place: only its ``forward`` is replaced.
         sample_input: a tensor, or a tuple of positional arguments (nested structures allowed).
-            Calls that mean the same by forward's parameters and defaults are served as well.
-        sample_kwargs: keyword arguments of forward; they make a sample by themselves.
+            Equivalent calls are served as well, such as calls with keyword arguments or defaults.
+        sample_kwargs: keyword arguments of forward; they form a sample even without
+            ``sample_input``.
         target: a TVM target, its name or its JSON dict; None is this machine's CPU.
         options: a :class:`CompileOptions` or a dict of its fields.
-        on_fallback: what calls do that run the module's own forward. ``"warn"``, the default, logs
-            a warning for the first of each reason, and a summary when the process ends;
-            ``"silent"`` only counts them; ``"raise"`` raises FallbackError instead of running it.
-            None leaves what an earlier dispatch of the module has set.
-        dynamic_shapes: ``"auto"``: calls that differ from a sample in sizes alone are served by
-            symbolic code, which is compiled once, at the first such call: the dimensions that
-            changed become symbols, with the rows of a batch. Sizes of 0 and 1, and those that
-            forward treats in another way, run the module's own forward. Or a spec in torch.export's
-            words (a dict by parameter, a tuple, a ShapesCollection): the dimensions that it gives a
-            ``Dim``, ``Dim.AUTO`` or ``Dim.DYNAMIC`` are symbols from the first call on, nothing is
-            compiled for its sizes, and calls outside of a Dim's bounds run the module's own
-            forward; the others are static. None, the default: code serves the sizes of samples.
-        freeze: the parameters and buffers of now are constants: what depends on them alone is
-            computed once, batch norm goes into convolutions, weights of products are packed for
-            the fastest library. For modules in eval mode on the CPU, called where autograd records
-            nothing. A call after one was written or replaced runs the module's own forward, until
-            the module is dispatched again; writes through ``.data`` are not seen. None, the
-            default, is False, or what an earlier dispatch of the module has set.
-        budget: seconds that this call, and calls that compile, wait for code. What is not ready by
-            then goes on in another process, while the module's own forward runs; 0: nothing waits.
-            ``CompileOptions.background`` says the same and where it can be. None, the default:
-            what the options say, or an earlier dispatch of the module.
-        on_break: what happens where a size or a decision depends on the values of tensors (masks,
-            ``nonzero``, ``item()``), so that no one graph has all of forward. ``"eager"``, the
-            default: PyTorch runs that, and the graphs before and behind it are compiled, each at
-            its first call and for any size. ``"forward"``: a sample is refused, and calls run the
-            module's own forward. None leaves what an earlier dispatch of the module has set.
-        methods: the names of what is dispatched, ``["encode", "decode"]``: each method as forward
-            is. A dict gives each a sample, or None: ``{"encode": x, "decode": (z,)}``.
+        on_fallback: what happens at a call that no code serves. ``"warn"``, the default, logs a
+            warning at the first call of each reason, and a summary when the process ends.
+            ``"silent"`` only counts the calls. ``"raise"`` raises FallbackError instead of running
+            the module's own forward. None keeps the setting of an earlier dispatch of the module.
+        dynamic_shapes: the sizes that code serves. None, the default: the sizes of the samples.
+            ``"auto"``: one symbolic code also serves calls that differ from a sample in sizes
+            alone. It is compiled at the first such call, and the dimensions that changed, and those
+            of the batch, become symbols. Sizes of 0 and 1, and sizes that take another branch in
+            forward, run the module's own forward. A spec as for torch.export (a dict by parameter,
+            a tuple, a ShapesCollection): dimensions with ``Dim``, ``Dim.AUTO`` or ``Dim.DYNAMIC``
+            are symbols from the first call on, and the others are static. No code is compiled for
+            the sizes of the sample alone. Calls outside of a Dim's bounds run the module's own
+            forward.
+        freeze: whether the current parameters and buffers become constants. Values that depend on
+            them alone are computed once, batch norm is folded into convolutions, and weights of
+            products are packed for the fastest library. The module must be in eval mode on the CPU,
+            and calls must not record gradients. After a parameter or buffer is written or replaced,
+            calls run the module's own forward until the module is dispatched again. Writes through
+            ``.data`` are not detected. None, the default, is False, or the setting of an earlier
+            dispatch of the module.
+        budget: seconds that this call, and calls that compile, wait for code. Code that is not
+            ready by then is compiled further in another process, while the module's own forward
+            runs. With 0 no call waits. ``CompileOptions.background`` is the same setting, and its
+            documentation says where it works. None, the default: the value of the options, or of an
+            earlier dispatch.
+        on_break: what happens if one graph cannot contain all of forward, because a size or a
+            branch depends on the values of tensors (masks, ``nonzero``, ``item()``). ``"eager"``,
+            the default: PyTorch runs that part, and the graphs before and after it are compiled,
+            each at its first call and for any size. ``"forward"``: a sample is refused, and calls
+            run the module's own forward. None keeps the setting of an earlier dispatch of the
+            module.
+        methods: the names of the methods to dispatch, such as ``["encode", "decode"]``; each is
+            dispatched like forward. A dict gives each method a sample, or None: ``{"encode": x,
+            "decode": (z,)}``.
 
     Returns:
-        ``module``. Where an error is raised the module is left as it was; a compilation that fails
-        at a call sends that call, and those like it, to the module's own forward.
+        ``module``. If an error is raised, the module is unchanged. If a compilation fails at a
+        call, this call and equal ones run the module's own forward.
 
     Raises:
         TypeError: ``module`` is no module, or ``options`` has an unknown field.
-        ValueError: the module has no method of a name in ``methods``, or a sample is given beside
-            them; ``TVMBRIDGE_CHECK`` is set to a word that says no calls to check, or
-            ``on_fallback`` or ``dynamic_shapes`` is another word; the spec of sizes has one that
-            the sample does not have, or a Dim made of another; ``freeze`` is True for a module in
-            train mode, with ``dynamic_shapes``, or where an earlier dispatch did not freeze;
-            ``budget`` is negative, or given with ``on_fallback="raise"``.
-        torch._dynamo.exc.UserError: the spec is not one for the sample; as torch.export says.
+        ValueError: an argument or ``TVMBRIDGE_CHECK`` has a value that is not allowed. Or the
+            module has no method of a name in ``methods``, or a sample is given beside ``methods``.
+            Or the spec of sizes has a dimension that the sample does not have. Or ``freeze`` is
+            True for a module in train mode, with ``dynamic_shapes``, or if an earlier dispatch did
+            not freeze. Or ``budget`` is negative, or is given with ``on_fallback="raise"``.
+        torch._dynamo.exc.UserError: torch.export rejects the spec for the sample.
         CaptureError: forward refuses the sample, torch.export cannot capture it, or a mode is
-            active in which nothing can be traced.
-        UnsupportedOperatorError: an operator cannot be compiled or differentiated; all are named.
+            active in which no module can be traced.
+        UnsupportedOperatorError: operators cannot be compiled or differentiated; the message names
+            all of them.
         BuildError: the target is unknown, or TVM cannot compile for it.
     """
     if not isinstance(module, nn.Module):
@@ -202,7 +208,7 @@ def _cut(dispatcher: Dispatcher, on_break: str) -> Cut:
         return Cut()
 
     def make(of: Dispatcher) -> ServedParts:
-        # Imported where there are parts: with TorchDynamo comes a second of imports.
+        # Imported only for a module in parts, because importing TorchDynamo takes a second.
         from tvmbridge.dynamo.parts import ModuleInParts
 
         return ModuleInParts(of)
@@ -228,7 +234,11 @@ def _dispatcher_of(module: nn.Module) -> Dispatcher:
 
 
 def dispatchers_of(module: nn.Module) -> dict[str, Dispatcher]:
-    """The dispatchers of a module's forward and methods, by name."""
+    """Return the dispatchers of a module's forward and methods, by name.
+
+    Raises:
+        ValueError: the module is not dispatched.
+    """
     methods = methods_of(module) if isinstance(module, nn.Module) else {}
     found = {name: _dispatcher_of(method.holder) for name, method in methods.items()}
     if found and standing_behind(module.__dict__.get("forward")) is None:
@@ -237,10 +247,10 @@ def dispatchers_of(module: nn.Module) -> dict[str, Dispatcher]:
 
 
 def remove_tvm_dispatch(module: nn.Module) -> nn.Module:
-    """Give ``module`` back its forward and methods; it is then exactly as before dispatch.
+    """Restore the forward and the methods that ``module`` had before dispatch.
 
     Raises:
-        ValueError: the module is not dispatched, or its forward was wrapped since.
+        ValueError: the module is not dispatched, or its forward has been wrapped since then.
     """
     methods = methods_of(module)
     for name, method in methods.items():
@@ -263,16 +273,17 @@ def remove_tvm_dispatch(module: nn.Module) -> nn.Module:
 
 
 def wait(module: nn.Module, timeout: float | None = None) -> None:
-    """Return when no code of ``module`` is being compiled in the background any more.
+    """Wait until no code of ``module`` is being compiled in the background.
 
-    The next call takes it up. What calls ask for while other code is compiled begins at a later
-    call.
+    The next call uses the new code. Code that calls request while other code is compiled is not
+    waited for; its compilation begins at a later call.
 
     Args:
-        timeout: seconds; None: as long as it takes.
+        module: a dispatched module.
+        timeout: seconds; None: no limit.
 
     Raises:
-        TimeoutError: it has not ended by then, and goes on.
+        TimeoutError: the compilation has not ended by then; it continues.
         ValueError: the module is not dispatched.
     """
     for dispatcher in dispatchers_of(module).values():
@@ -280,7 +291,7 @@ def wait(module: nn.Module, timeout: float | None = None) -> None:
 
 
 def dispatch_report(module: nn.Module) -> DispatchReport:
-    """What the dispatch of ``module`` has compiled, served and refused so far.
+    """Return a report of the code that ``module`` has compiled, and of the calls so far.
 
     Raises:
         ValueError: the module is not dispatched.

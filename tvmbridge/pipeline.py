@@ -1,4 +1,4 @@
-"""The ordered lists of passes, and the runner that times, checks and records each of them."""
+"""The ordered lists of passes, and the runner that times, checks and records each pass."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from tvmbridge.passes.relax.zero_zapp import ZeroZapp
 
 logger = logging.getLogger(__name__)
 
-# A RelaxPass of ours, a pass of TVM, or a function.
+# A RelaxPass of tvmbridge, a pass of TVM, or a function from module to module.
 AnyPass: TypeAlias = Callable[[Any], Any]
 
 # Called with the record of a pass, the module before it and the module after it.
@@ -50,17 +50,21 @@ _observer: ContextVar[PassObserver | None] = ContextVar("observer", default=None
 
 
 def fx_passes_of(options: CompileOptions) -> tuple[Any, ...]:
-    """Passes on the captured program before it is decomposed; fewer chains are fused by TVM."""
+    """Return the passes that run on the captured program before it is decomposed.
+
+    By default HorizontalFusion needs at least eight equal chains, because TVM fuses the operators
+    of fewer chains itself.
+    """
     return (HorizontalFusion(least=8),) if options.fx_passes is None else options.fx_passes
 
 
 def inference_passes() -> list[AnyPass]:
-    """Graph passes where nothing is differentiated."""
+    """Return the graph passes of code without a backward."""
     return [LowerDropout(), *_unscheduled_norms(fold=True), RemoveNoGrad(), *tidy_passes()]
 
 
 def lowering_passes() -> list[AnyPass]:
-    """Training, before the gradient: what has no gradient rule is spelled out."""
+    """Return the passes before the gradient in training: they expand operators without a rule."""
     return [
         LowerDropout(),
         LowerLayerNorm(),
@@ -72,20 +76,20 @@ def lowering_passes() -> list[AnyPass]:
 
 
 def recorded_passes() -> list[AnyPass]:
-    """Training with PyTorch's own derivatives: what comes before :func:`zapp_passes`."""
+    """Return the passes before :func:`zapp_passes` if PyTorch's autograd derives the backward."""
     return _unscheduled_norms(fold=False)
 
 
 def _unscheduled_norms(*, fold: bool) -> list[AnyPass]:
-    """The norms that are spelled out everywhere: they are not legalised as a whole."""
+    """Return the passes that expand norms which are never legalized as single operators."""
     return [LowerBatchNorm(fold=fold), LowerGroupNorm(), LowerInstanceNorm()]
 
 
 def zapp_passes(cotangents: tuple[str, ...]) -> list[AnyPass]:
-    """Training, after the gradient: what the gradient left superfluous goes away."""
+    """Return the passes after the gradient: they remove zeros, ones and copies that it created."""
     return [
         RemoveNoGrad(),
-        # Opens tuples: the gradient of a split adds to the fields of a tuple of zeros.
+        # Unpacks tuples: the gradient of a split adds to the fields of a tuple of zeros.
         relax.transform.CanonicalizeBindings(),
         ZappLike(),
         OneZapp(),
@@ -99,22 +103,23 @@ def zapp_passes(cotangents: tuple[str, ...]) -> list[AnyPass]:
 def layout_passes(
     function: str, results: Sequence[Permuted], parameters: Sequence[Permuted]
 ) -> list[AnyPass]:
-    """Results leave, and parameters arrive, with their dimensions in the order of memory."""
+    """Return passes that give results and parameters the dimension order of their memory."""
     if not results and not parameters:
         return []
     return [LayOut(function, tuple(results), tuple(parameters)), CollapseViews(), *tidy_passes()]
 
 
 def graph_passes_for(device: torch.device) -> list[AnyPass]:
-    """What the library of a device asks of graphs, before a joint function is split.
+    """Return the passes that a device's library needs before a joint function is split.
 
-    On a CPU products read packed weights, which other passes make of casts of permutations.
+    On a CPU there are none: products read packed weights, which other passes create from casts of
+    permutations.
     """
     return [] if device.type == "cpu" else [CastFirst(), *tidy_passes()]
 
 
 def tidy_passes() -> list[AnyPass]:
-    """TVM's own cleaning: copies, equal expressions, dead code."""
+    """Return the cleaning passes: they remove copies, equal expressions and dead code."""
     return [
         relax.transform.CanonicalizeBindings(),
         relax.transform.EliminateCommonSubexpr(),
@@ -126,17 +131,17 @@ def tidy_passes() -> list[AnyPass]:
 def run_passes(
     mod: tvm.IRModule, passes: Iterable[AnyPass], records: list[PassRecord]
 ) -> tvm.IRModule:
-    """Apply ``passes`` in order; append a record of each to ``records``.
+    """Apply ``passes`` in order, and append a record of each to ``records``.
 
-    The form of the module is checked after each pass, its types after the last: to infer all types
-    again takes longer than a pass.
+    The structure of the module is checked after each pass. Its types are checked only after the
+    last one, because inferring all types takes longer than a pass.
 
-    With ``TVMBRIDGE_DUMP=folder`` the module after each pass is written there; where that fails,
-    a warning is logged.
+    If ``TVMBRIDGE_DUMP`` names a folder, the module after each pass is written there. A failure to
+    write logs a warning.
 
     Raises:
-        PassError: a pass failed, or left an ill-formed module; it names the pass. Wrong types are
-            reported behind the last pass.
+        PassError: a pass failed, or left an ill-formed module; the message names the pass. Wrong
+            types are detected after the last pass.
     """
     passes = list(passes)
     hashed = _hash(mod) if passes else 0
@@ -148,7 +153,7 @@ def run_passes(
 
 @contextmanager
 def observed_passes(observe: PassObserver) -> Iterator[None]:
-    """Within it ``observe`` is called after each pass that this thread runs."""
+    """Call ``observe`` after each pass that this thread runs within the context."""
     token = _observer.set(observe)
     try:
         yield
@@ -157,18 +162,18 @@ def observed_passes(observe: PassObserver) -> Iterator[None]:
 
 
 def passes_are_observed() -> bool:
-    """Whether somebody is told of the passes that this thread runs."""
+    """Whether an observer is called after each pass that this thread runs."""
     return _observer.get() is not None
 
 
 def run_extra_passes(
     mod: tvm.IRModule, passes: Iterable[AnyPass], records: list[PassRecord]
 ) -> tvm.IRModule:
-    """:func:`run_passes` with passes that the user gave: the calling convention must stay.
+    """Run the user's passes as :func:`run_passes` does, and check the calling convention.
 
     Raises:
-        PassError: a pass failed, left an ill-formed module, or changed what a function takes or
-            returns; it names the pass.
+        PassError: a pass failed, left an ill-formed module, or changed the parameters or results of
+            a function. The message names the pass.
     """
     for pass_ in passes:
         before = _conventions(mod)
@@ -190,7 +195,7 @@ def _conventions(mod: tvm.IRModule) -> dict[str, tuple[list[tuple[str, str]], st
 
 
 def pass_name(pass_: AnyPass) -> str:
-    """The name a pass goes by in records and errors."""
+    """Return the name of a pass for records and errors."""
     if isinstance(pass_, RelaxPass):
         return type(pass_).__name__
     if isinstance(pass_, tvm.transform.Pass):
@@ -200,7 +205,10 @@ def pass_name(pass_: AnyPass) -> str:
 
 @functools.cache
 def let_interrupts_through() -> None:
-    """Have TVM hand on what ends a program: from a callback it would come as a RuntimeError."""
+    """Register the exceptions that end a program with TVM.
+
+    Without this, one that a callback raises would leave TVM as a RuntimeError.
+    """
     for error in (KeyboardInterrupt, SystemExit):
         tvm_ffi.register_error(error.__name__, error)
 
@@ -254,14 +262,14 @@ def _options_of(pass_: AnyPass) -> str:
 
 
 def _told(option: Any) -> str:
-    """``option`` for people: of a method its name, and not all that its object holds."""
+    """Return ``option`` as readable text; a method is shown by its name alone."""
     if isinstance(option, functools.partial):
         return _told(option.func)
     return str(getattr(option, "__qualname__", None) or repr(option))
 
 
 def count_bindings(mod: tvm.IRModule) -> int:
-    """Bindings of all Relax functions of ``mod``."""
+    """Return the number of bindings in all Relax functions of ``mod``."""
     return sum(
         len(block.bindings)
         for _, function in mod.functions_items()
@@ -280,5 +288,5 @@ def _dump(mod: tvm.IRModule, record: PassRecord, number: int) -> None:
         text = mod.script(show_meta=False)
         (path / f"{number:03d}_{record.name}.py").write_text(text, encoding="utf-8")
     except OSError as error:
-        # Compilation goes on without what was only for looking at.
+        # A dump is only for inspection, so compilation continues without it.
         logger.warning("TVMBRIDGE_DUMP: what %s left is not written: %s", record.name, error)

@@ -1,4 +1,4 @@
-"""What a dispatched module did so far, as data and as a table."""
+"""Reports of a dispatched module, as data and as a table."""
 
 from __future__ import annotations
 
@@ -21,33 +21,46 @@ from tvmbridge.runtime.fallbacks import advice, share, worst
 from tvmbridge.runtime.parts import PartReport
 from tvmbridge.runtime.verdict import SpeedVerdict
 
-# Imported where a report is printed: to dispatch a module takes no tables.
+# rich is imported only when a report is printed, so that dispatch does not import it.
 if TYPE_CHECKING:
     from rich.table import Table
 
 
 @dataclass(frozen=True)
 class SpecializationReport:
-    """One compiled signature in one mode, for one choice of tensors that require a gradient.
+    """One compiled signature in one mode, for one set of tensors that require a gradient.
 
-    ``seconds`` are by stage of compilation; ``residual_bytes`` is what forward keeps for backward
-    beyond its inputs and outputs (draws of dropout are counted), ``residuals`` the same by value,
-    the largest first; operators are counted by ATen overload. ``joint`` is the source of the joint
-    function, ``joint_reason`` says why it is not ``relax``. ``kernels`` counts the calls in the
-    code by how their kernel came to be: tuned, scheduled by rule, external. ``checked`` counts the
-    calls that agreed with the module's own forward (``CompileOptions.check``),
-    ``checked_gradients`` the backwards. ``eager_functions`` counts what runs in eager PyTorch
-    after the compiled code, ``partial_backwards`` the backwards compiled for calls in which outputs
-    were not used, ``second_order_backwards`` those that differentiated the module's own forward,
-    because they are to be differentiated themselves. ``gradients`` names the inputs and parameters
-    whose gradients it computes. ``graph_replays`` counts the CUDA graphs replayed, of forward and
-    of backward, ``graph_skips`` calls without one by the reason; those before a capture are in
-    neither. ``cache`` is ``hit`` where the code came from the cache on disk, ``miss`` with the
-    entries of its key that no kept code has, or ``off`` with the reason. ``reuse`` is the memory
-    that the intermediate values of each function share, in bytes with and without that; functions
-    for any size, and those on a GPU, whose memory PyTorch allocates, are not in it. ``verdict`` has
-    the seconds of its calls beside those of the module's own forward, once both were timed; the own
-    forward served ``timed_calls`` for that, and ``aside_calls`` because it was faster.
+    - ``mode``, ``signature``, ``target``: the mode, the argument signature and the TVM target.
+    - ``joint``: who derived the joint function; None without a backward.
+    - ``joint_reason``: why ``joint`` is not ``relax``; empty if it is.
+    - ``calls``: the number of calls served.
+    - ``seconds``: seconds by stage of compilation.
+    - ``residual_bytes``: bytes that forward keeps for backward beyond its inputs and outputs.
+      Random draws of dropout count.
+    - ``residuals``: the values that these bytes belong to, the largest first.
+    - ``native_operators``, ``aten_operators``: the number of operators that TVM compiles, and that
+      PyTorch's kernels run, by ATen overload.
+    - ``kernels``: the number of kernel calls in the code by origin: tuned, scheduled by rule,
+      external.
+    - ``passes``: one record for each pass.
+    - ``eager_functions``: operators that run in eager PyTorch after the compiled code, counted.
+    - ``checked``, ``checked_gradients``: calls and backwards that agreed with the module's own
+      forward (``CompileOptions.check``).
+    - ``partial_backwards``: backwards compiled for calls with unused outputs.
+    - ``second_order_backwards``: backwards that PyTorch computed from the module's own forward,
+      because they must be differentiable themselves (``create_graph=True``).
+    - ``gradients``: names of the inputs and parameters whose gradients the code computes.
+    - ``graph_replays``: CUDA graphs replayed, in forward and backward.
+    - ``graph_skips``: calls without a CUDA graph, by reason. Calls before the capture of a graph
+      count neither as replays nor as skips.
+    - ``cache``: ``hit`` if the code came from the cache on disk. Otherwise ``miss`` with the
+      entries of its key that no cached code has, or ``off`` with the reason.
+    - ``reuse``: by function, the bytes of its intermediate values with and without sharing.
+      Functions for any size, and functions on a GPU, where PyTorch allocates memory, are left out.
+    - ``verdict``: the seconds of a call by the code and by the module's own forward; None before
+      both are timed.
+    - ``timed_calls``: calls that the module's own forward served so that it could be timed.
+    - ``aside_calls``: calls that the module's own forward served because it was faster.
     """
 
     mode: str
@@ -79,23 +92,33 @@ class SpecializationReport:
 
     @property
     def share(self) -> float:
-        """The share of the kernel calls in its code that TVM has compiled; PyTorch has the rest."""
+        """Return TVM's share of the kernel calls in the code; PyTorch serves the other calls."""
         made = self.kernels.tuned + self.kernels.by_rule + self.kernels.plain
         return made / max(1, made + self.kernels.external)
 
 
 @dataclass(frozen=True)
 class DispatchReport:
-    """Calls served by TVM, fallbacks by reason, packed weights, and each specialisation.
+    """The calls of a dispatched module, its fallbacks, and its specializations.
 
-    ``examples`` says more of the first fallback of a reason: which argument, and what was expected.
-    ``dropped`` counts the code that gave way to newer code, ``unchecked`` the calls that
-    were due for a check but could not be checked, by reason. ``under_way`` is what another process
-    compiles at this time. ``missing_halves`` says of each C++ half that this process lacks why it
-    is missing, and what that costs. ``methods`` has the report of each method that is dispatched,
-    and of forward, where it is not forward alone; their sum is the rest. ``parts`` are the graphs
-    that a module is cut into, ``cut`` says why it is, and ``breaks`` counts what PyTorch runs
-    between them (``on_break``); a call in parts is served where all its parts were.
+    - ``tvm_calls``: the number of calls that TVM served.
+    - ``fallbacks``: the number of other calls, by reason.
+    - ``aten_calls``: the operators that PyTorch's kernels run within compiled code.
+    - ``specializations``: one report for each specialization.
+    - ``dropped``: the number of specializations that were discarded for newer ones.
+    - ``packs``: reports of packed weights.
+    - ``unchecked``: calls that were due for a check but could not be checked, by reason.
+    - ``examples``: for each reason, details of its first fallback: the argument, and the value that
+      was expected.
+    - ``under_way``: the code that another process is compiling now.
+    - ``missing_halves``: for each C++ library that this process lacks, why it is missing and the
+      cost.
+    - ``methods``: reports by name of method, forward included; empty if only forward is dispatched.
+      The other fields are then sums over the methods.
+    - ``parts``: the graphs of a module that is compiled in parts.
+    - ``cut``: why the module is compiled in parts; None if it is not. A call in parts counts as
+      served if all its parts were served.
+    - ``breaks``: operations that PyTorch runs between the parts, counted (``on_break``).
     """
 
     tvm_calls: int
@@ -115,32 +138,38 @@ class DispatchReport:
 
     @property
     def share(self) -> float:
-        """The share of the calls so far that TVM served; 0 where there were none.
+        """Return the share of the calls so far that TVM served; 0 if there were none.
 
-        Calls of methods that were not dispatched are not seen, and calls that the module's own
-        forward served to be timed, or because it is faster, do not count.
+        Calls of methods that are not dispatched are not counted. Calls that the module's own
+        forward served to be timed, or because it is faster, are not counted either.
         """
         return share(self.tvm_calls, sum(self.fallbacks.values()))
 
     @property
     def timed_calls(self) -> int:
-        """Calls that the module's own forward served to be timed; no fallbacks."""
+        """Return the number of calls that the module's own forward served to be timed.
+
+        Such a call is no fallback.
+        """
         return sum(s.timed_calls for s in self.specializations)
 
     @property
     def aside_calls(self) -> int:
-        """Calls that the module's own forward served because it was faster; no fallbacks."""
+        """Return the number of calls that the module's own forward served because it was faster.
+
+        Such a call is no fallback.
+        """
         return sum(s.aside_calls for s in self.specializations)
 
     @property
     def advice(self) -> str | None:
-        """What to do first about the calls that TVM did not serve: about the most of them."""
+        """Return advice about the most frequent fallback reason; None if there is no fallback."""
         reason = worst(self.fallbacks, self.examples)
         return None if reason is None else advice(reason)
 
     @property
     def checked_calls(self) -> int:
-        """Calls that were compared with the module's own forward, and agreed."""
+        """Return the number of calls that were checked with the module's forward and agreed."""
         return sum(s.checked for s in self.specializations)
 
     def __str__(self) -> str:
@@ -224,7 +253,7 @@ class DispatchReport:
 
 
 def report_of(dispatcher: Dispatcher) -> DispatchReport:
-    """What the dispatch of a module has compiled, served and refused so far."""
+    """Return a report of the dispatch of one forward or method."""
     reports = [
         SpecializationReport(
             mode=str(mode),
@@ -275,7 +304,11 @@ def report_of(dispatcher: Dispatcher) -> DispatchReport:
 
 
 def report_of_all(dispatchers: Mapping[str, Dispatcher]) -> DispatchReport:
-    """What the dispatches of a module's methods have done, by name; of forward alone its report."""
+    """Return one report for all dispatched methods of a module.
+
+    If only forward is dispatched, the result is its report. Otherwise the counts are sums, and
+    ``methods`` has the report of each method.
+    """
     reports = {name: report_of(dispatcher) for name, dispatcher in dispatchers.items()}
     if list(reports) == ["forward"]:
         return reports["forward"]
@@ -302,7 +335,7 @@ def report_of_all(dispatchers: Mapping[str, Dispatcher]) -> DispatchReport:
 
 
 def _part_lines(report: DispatchReport) -> list[str]:
-    """The parts of a module that is cut, and what PyTorch runs between them."""
+    """Return lines about a module's parts, and the operations that PyTorch runs between them."""
     if report.cut is None:
         return []
     lines = [f"compiled in parts, because {report.cut}"]
@@ -325,7 +358,7 @@ def _calls_text(report: DispatchReport) -> str:
 
 
 def _speed_lines(report: DispatchReport) -> list[str]:
-    """What the module's own forward served to be timed, or because it was faster, and the times."""
+    """Return lines about calls that the module's own forward served, and the measured times."""
     lines = []
     if report.timed_calls:
         lines.append(f"calls by the module's own forward, to time it: {report.timed_calls}")
@@ -338,7 +371,7 @@ def _speed_lines(report: DispatchReport) -> list[str]:
 
 
 def residuals_text(residuals: Sequence[ValueDescriptor], shown: int = 3) -> str:
-    """One line: bytes kept for backward in all, and the ``shown`` largest values."""
+    """Return one line: the bytes kept for backward, and the ``shown`` largest values."""
     total = sum(r.spec.nbytes for r in residuals) / 1e6
     largest = ", ".join(
         f"{r.name} {r.spec} of {r.made_by} {r.spec.nbytes / 1e6:.1f} MB" for r in residuals[:shown]
@@ -348,7 +381,7 @@ def residuals_text(residuals: Sequence[ValueDescriptor], shown: int = 3) -> str:
 
 
 def _graph_lines(specializations: Sequence[SpecializationReport]) -> list[str]:
-    """CUDA graphs replayed, and calls without one; nothing where no graph was asked for."""
+    """Return lines about CUDA graphs; none if CUDA graphs were not requested."""
     replays = sum(s.graph_replays for s in specializations)
     skips: Counter[str] = Counter()
     for s in specializations:
@@ -358,7 +391,7 @@ def _graph_lines(specializations: Sequence[SpecializationReport]) -> list[str]:
 
 
 def _untuned_lines(specializations: Sequence[SpecializationReport]) -> list[str]:
-    """For each target without a tuning record in use, how to make records."""
+    """Return, for each target without a tuning record in use, a line on how to create records."""
     tuned = {s.target for s in specializations if s.kernels.tuned}
     untuned: Counter[str] = Counter()
     for s in specializations:

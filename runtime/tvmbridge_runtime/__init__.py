@@ -1,4 +1,4 @@
-"""Runs functions that ``tvmbridge.export`` wrote, without PyTorch and without a compiler.
+"""Run functions that ``tvmbridge.export`` wrote, without PyTorch and without a compiler.
 
 >>> import tvmbridge_runtime
 >>> function = tvmbridge_runtime.load("model.tvmb", threads=2)  # doctest: +SKIP

@@ -15,7 +15,7 @@ from tvmbridge_runtime.libraries import library_paths
 
 
 def compiler_options() -> list[str]:
-    """Return what a C++ compiler needs to build a program with ``tvmbridge_runtime.h``.
+    """Return the options with which a C++ compiler builds a program with ``tvmbridge_runtime.h``.
 
     Raises:
         MachineError: TVM's wheels are not installed.
@@ -29,7 +29,7 @@ def compiler_options() -> list[str]:
         *(f"-I{folder}" for folder in (include, ffi / "include")),
         *(f"-L{folder}" for folder in (runtime, ffi / "lib")),
         *(f"-Wl,-rpath,{folder}" for folder in (runtime, ffi / "lib")),
-        # Nothing refers to the virtual machine: it registers itself when it is loaded.
+        # No symbol refers to TVM's virtual machine: its library registers it when it is loaded.
         "-Wl,--no-as-needed",
         "-ltvm_runtime_extra",
         "-ltvm_runtime",
@@ -40,7 +40,7 @@ def compiler_options() -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; 1 after an error."""
+    """Run the command; return 1 after an error, otherwise 0."""
     parser = argparse.ArgumentParser(prog="python -m tvmbridge_runtime", description=__doc__)
     parser.add_argument("file", nargs="?", type=Path, help="an exported file to describe")
     parser.add_argument("--cxx", action="store_true", help="print options for a C++ compiler")

@@ -1,4 +1,7 @@
-"""Evaluates what an exported function takes for granted of symbolic sizes."""
+"""Evaluate the conditions that an exported function requires of its symbolic sizes.
+
+A condition is a number, the name of a symbol, or a list of an operator's name and its operands.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ def value_of(condition: Any, sizes: Mapping[str, int]) -> Any:
 
 
 def text_of(condition: Any) -> str:
-    """Return a condition for people."""
+    """Return a condition as readable text."""
     if not isinstance(condition, list):
         return str(condition)
     operator, *operands = condition

@@ -1,9 +1,15 @@
-"""Reads the file of an exported function, and checks that every byte is what was written.
+"""Read the file of an exported function, and verify the checksums of all its bytes.
 
-A file is a header of 64 bytes, a manifest in JSON, and a body. The header is the magic bytes, the
-manifest's length (8 bytes, little endian), the CRC-32 of the manifest, the CRC-32 of the 20 bytes
-before, and zeros. The manifest ends, with spaces, at a multiple of 4096 bytes. The body has the
-sections that the manifest names, and the manifest has a CRC-32 of each chunk of the body.
+A file has a header of 64 bytes, a manifest in JSON, and a body. The header has these parts:
+
+- the magic bytes (8);
+- the length of the manifest (8 bytes, little endian);
+- the CRC-32 of the manifest (4 bytes);
+- the CRC-32 of the 20 bytes before (4 bytes);
+- zeros.
+
+The manifest ends, padded with spaces, at a multiple of 4096 bytes. It names the sections of the
+body, and has a CRC-32 of each chunk of the body.
 """
 
 from __future__ import annotations
@@ -29,9 +35,9 @@ _HEADER, _ALIGNMENT = 64, 4096
 class Container:
     """An open file.
 
-    path: where it is.
-    manifest: the content of its manifest.
-    body: the bytes behind the manifest, mapped into memory.
+    - ``path``: the path of the file.
+    - ``manifest``: the content of its manifest.
+    - ``body``: the bytes after the manifest, mapped into memory.
     """
 
     path: Path
@@ -45,10 +51,10 @@ class Container:
 
 
 def read_manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return what an exported file says of itself; its body is not checked.
+    """Return the manifest of an exported file; the body is not checked.
 
     Raises:
-        FileError: the header or the manifest is damaged, or this is no exported function.
+        FileError: the header or the manifest is damaged, or the file is no exported function.
         OSError: the file cannot be read.
     """
     with Path(path).open("rb") as file:
@@ -56,10 +62,10 @@ def read_manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def open_container(path: str | os.PathLike[str]) -> Container:
-    """Map a file and check all of it.
+    """Map a file into memory and verify all its checksums.
 
     Raises:
-        FileError: a byte differs from what was written, or this is no exported function.
+        FileError: a byte differs from the written file, or the file is no exported function.
         OSError: the file cannot be read.
     """
     path = Path(path)
@@ -101,10 +107,10 @@ def _manifest_of(path: Path, header: bytes, file: Any) -> tuple[dict[str, Any], 
 
 
 def check_chunks(path: Path, body: memoryview, described: dict[str, Any]) -> None:
-    """Compare the CRC-32 of each chunk of ``body`` with the described one.
+    """Compare the CRC-32 of each chunk of ``body`` with the checksums in ``described``.
 
     Raises:
-        FileError: one differs.
+        FileError: a checksum differs.
     """
     size, expected = int(described["chunk"]), described["crc32"]
     starts = range(0, len(body), size)

@@ -2,7 +2,7 @@
 
 
 class RuntimeFileError(RuntimeError):
-    """Base of every error that the runtime raises on purpose."""
+    """The base class of every error that the runtime raises on purpose."""
 
 
 class FileError(RuntimeFileError):

@@ -1,4 +1,4 @@
-"""An exported function, loaded: checks its arguments, calls the code, rebuilds the results."""
+"""An exported function: check its arguments, call the code, and rebuild the results."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ def load(path: str | os.PathLike[str], *, threads: int | None = None) -> Functio
     """Return the function of a file that ``tvmbridge.export`` wrote.
 
     Args:
-        path: the file; weights that were written beside it must lie beside it.
-        threads: how many threads each call may use; None: one for each processor of this process.
+        path: the file. Weights that were written beside it must be in the same folder.
+        threads: the number of threads that a call may use; None: one for each processor that this
+            process may use.
 
     Raises:
-        FileError: a byte of the file is not what was written, or this is no exported function.
+        FileError: the file is damaged, or is no exported function.
         MachineError: this processor, or the installed TVM, cannot run it.
         OSError: the file cannot be read.
     """
@@ -72,10 +73,12 @@ def _machine(container: Container, module: Any, threads: int) -> tuple[Any, int]
 
 
 class Function:
-    """A function of arrays, which any number of threads may call; calls take turns.
+    """A function of arrays. Any number of threads may call it; their calls take turns.
 
-    inputs: name, shape and dtype of each argument; a symbolic size is its name.
-    manifest: all that the file says of itself.
+    - ``inputs``: name, shape and dtype of each argument; the name of a symbol replaces a symbolic
+      size.
+    - ``manifest``: the whole manifest of the file.
+    - ``threads``: the number of threads that a call uses.
     """
 
     def __init__(self, container: Container, machine: Any, threads: int) -> None:
@@ -90,10 +93,10 @@ class Function:
         self._weights = [self._tensor(a, dtype) for a, dtype in weights_of(container)]
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        """Return what forward returns, for arrays of NumPy or any with ``__dlpack__``.
+        """Return the results of forward, for arrays of NumPy or objects with ``__dlpack__``.
 
-        Results are arrays of NumPy, in the structure that forward returns; bfloat16, which NumPy
-        does not have, is a tensor of tvm_ffi.
+        Results are arrays of NumPy, in the structure that forward returns. NumPy has no bfloat16,
+        so results of this dtype are tensors of tvm_ffi.
 
         Raises:
             ArgumentError: an argument is missing, or has another shape or dtype.
@@ -146,7 +149,7 @@ class Function:
         if spec["dtype"] not in NUMPY or spec["dtype"] == "bfloat16":
             return tensor
         array = numpy.from_dlpack(tensor)
-        # Its memory may be an argument's, a weight's or another result's.
+        # A result marked as copied may share memory with an argument, a weight or another result.
         return array.copy() if spec["copied"] else array
 
     def _check(self, results: Sequence[Any]) -> None:
@@ -156,10 +159,10 @@ class Function:
 
 
 def _array(value: Any, spec: Mapping[str, Any]) -> numpy.ndarray[Any, Any]:
-    """Return an argument as an array, of which shape and dtype are compared.
+    """Return an argument as an array, after a check of its dtype and number of dimensions.
 
     Raises:
-        ArgumentError: it has another dtype or number of dimensions, or is no array.
+        ArgumentError: the dtype or the number of dimensions differs, or the value is no array.
     """
     name, dtype = spec["name"], spec["dtype"]
     if not isinstance(value, numpy.ndarray | numpy.generic):
@@ -186,7 +189,7 @@ def _array(value: Any, spec: Mapping[str, Any]) -> numpy.ndarray[Any, Any]:
 
 
 def _bits(value: Any, name: str) -> numpy.ndarray[Any, Any]:
-    """Return a bfloat16 tensor of another library as its bits."""
+    """Return the bits of another library's bfloat16 tensor as an array of uint16."""
     module = ffi()
     tensor = module.from_dlpack(value)
     if str(tensor.dtype) != "bfloat16":

@@ -1,4 +1,4 @@
-"""Finds TVM's runtime libraries and loads them, without importing ``tvm`` or ``torch``."""
+"""Find and load TVM's runtime libraries, without importing ``tvm`` or ``torch``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _lock = threading.RLock()
 
 
 class _Absent(importlib.abc.MetaPathFinder):
-    """Raises ImportError for ``torch``, in the thread that made this object."""
+    """Raises ImportError for ``torch``, in the thread that created this finder."""
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
@@ -38,7 +38,7 @@ class _Absent(importlib.abc.MetaPathFinder):
 
 @contextmanager
 def _without_torch() -> Iterator[None]:
-    """Hide PyTorch from imports: tvm_ffi imports it where it is installed, which takes seconds."""
+    """Hide PyTorch from imports, because tvm_ffi would import it, which takes seconds."""
     finder = _Absent()
     sys.meta_path.insert(0, finder)
     try:
@@ -76,10 +76,10 @@ def _imported() -> Any:
 
 
 def library_paths() -> list[Path]:
-    """Return the paths of TVM's runtime libraries: beside this package, or of the TVM wheel.
+    """Return the paths of TVM's runtime libraries, beside this package or in the TVM wheel.
 
     Raises:
-        MachineError: one of them is not installed.
+        MachineError: one of the libraries is not installed.
     """
     folders = [Path(__file__).parent / "lib"]
     spec = importlib.util.find_spec("tvm")
@@ -94,7 +94,7 @@ def library_paths() -> list[Path]:
 
 
 def tvm_version() -> str:
-    """Return the version of the TVM wheel; "" where libraries stand beside this package alone."""
+    """Return the version of the TVM wheel; "" if the libraries come without a wheel."""
     folder = library_paths()[0].parent.parent.parent
     found = sorted(folder.glob("apache_tvm-*.dist-info"))
     return found[-1].name.removeprefix("apache_tvm-").removesuffix(".dist-info") if found else ""

@@ -1,4 +1,4 @@
-"""What this processor can do, in the kernel's words."""
+"""Check the instruction sets of this processor, by the names that Linux uses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tvmbridge_runtime.errors import MachineError
 
 
 def check_processor(target: Mapping[str, Any]) -> None:
-    """Compare what code needs with what this processor has.
+    """Check that this processor has everything that the code's target needs.
 
     Raises:
         MachineError: the architecture differs, or an instruction set is missing.
@@ -32,7 +32,7 @@ def check_processor(target: Mapping[str, Any]) -> None:
 
 
 def _features() -> frozenset[str]:
-    """Return the names of instruction sets; empty where the system does not tell."""
+    """Return the names of the instruction sets; empty if the system does not list them."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Puts the results of code into the structure that forward returned them in."""
+"""Rebuild the structure that forward returns from the results of the code."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 
 def rebuilt(structure: Mapping[str, Any], results: Sequence[Any]) -> Any:
-    """Return ``results`` as ``structure`` says: containers, constants and numbers of results.
+    """Return ``results`` in the containers of ``structure``, together with its constants.
 
-    A container of a class that the runtime does not know is a dict of what it holds.
+    A container whose class the runtime does not know becomes a dict of its parts.
     """
     kind = structure["kind"]
     if kind == "output":

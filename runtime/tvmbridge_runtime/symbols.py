@@ -1,4 +1,4 @@
-"""Sizes of arguments: those that must be what was exported, and those that symbols stand for."""
+"""Check the sizes of arguments, and determine the sizes of symbols from them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from tvmbridge_runtime.errors import ArgumentError
 
 
 def sizes_of(manifest: Mapping[str, Any], shapes: Sequence[Sequence[int]]) -> list[int] | None:
-    """Return the size of each symbol of ``manifest``; None where it has none.
+    """Return the size of each symbol of ``manifest``; None if it has no symbols.
 
     Raises:
-        ArgumentError: a size is not the exported one, is beyond its bounds, or two arguments have
-            different sizes where they must have the same.
+        ArgumentError: a size differs from the exported one or is out of bounds, sizes with one
+            symbol differ, or a relation between sizes does not hold.
     """
     found: dict[str, tuple[int, str]] = {}
     bounds = {symbol["name"]: symbol for symbol in manifest["symbols"]}

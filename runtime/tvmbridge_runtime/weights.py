@@ -1,4 +1,4 @@
-"""Weights of an exported function: safetensors, inside of the file or beside it."""
+"""Read the weights of an exported function: safetensors, inside the file or beside it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tvmbridge_runtime.container import Container, check_chunks
 from tvmbridge_runtime.errors import FileError
 
 _ALIGNMENT = 64
-# bfloat16 and 8-bit floats have no type in numpy: their bits have.
+# NumPy has no bfloat16, so its bits are read as uint16.
 NUMPY = {
     "float64": "<f8",
     "float32": "<f4",
@@ -32,10 +32,12 @@ NUMPY = {
 
 
 def weights_of(container: Container) -> list[tuple[numpy.ndarray[Any, Any], str]]:
-    """Return the weights in the order that code takes them, aligned, each with its dtype's name.
+    """Return the weights in the order in which the code takes them, each with its dtype's name.
+
+    Each array begins at a multiple of 64 bytes.
 
     Raises:
-        FileError: the file beside is missing, or not the one that was written.
+        FileError: the file beside is missing, or is not the file that was written.
     """
     parameters = container.manifest["parameters"]
     if not parameters:
@@ -71,7 +73,7 @@ def _tensor(
 
 
 def aligned(array: numpy.ndarray[Any, Any]) -> numpy.ndarray[Any, Any]:
-    """Return ``array`` if it is contiguous and begins where code may read it, otherwise a copy."""
+    """Return ``array`` if it is contiguous and aligned to 64 bytes, otherwise a copy that is."""
     if array.flags.c_contiguous and array.ctypes.data % _ALIGNMENT == 0:
         return array
     room = empty(array.shape, array.dtype)
@@ -80,7 +82,7 @@ def aligned(array: numpy.ndarray[Any, Any]) -> numpy.ndarray[Any, Any]:
 
 
 def empty(shape: Sequence[int], dtype: Any) -> numpy.ndarray[Any, Any]:
-    """Return an array with any values that begins at a multiple of 64 bytes."""
+    """Return an uninitialized array that begins at a multiple of 64 bytes."""
     dtype = numpy.dtype(dtype)
     size = int(numpy.prod(shape, dtype=numpy.int64)) * dtype.itemsize
     raw = numpy.empty(size + _ALIGNMENT, dtype=numpy.uint8)

@@ -1,4 +1,4 @@
-"""A module's forward as a file that runs without PyTorch."""
+"""Export a module's forward into a file that runs without PyTorch."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 /* The threads of an exported function, linked into its code.
  *
- * Compiled loops call __TVMBackendParallelLaunch, a pointer that TVM's runtime sets to a pool of its
- * own when the code is loaded. That pool binds its threads to cores, takes half of the processors
- * for hyperthreads, and there is one for each calling thread. tvmbridge_use_threads() sets the
- * pointer to the pool in this file: of so many threads, the caller among them, bound to no core.
+ * Compiled loops call __TVMBackendParallelLaunch, a pointer that TVM's runtime sets to its own
+ * thread pool when the code is loaded. Each calling thread has such a pool. It binds its threads to
+ * cores, and uses half of the processors because the others may be hyperthreads.
+ * tvmbridge_use_threads() sets the pointer to the pool in this file instead. This pool has the given
+ * number of threads, the caller included, and binds none of them.
  */
 #include <pthread.h>
 #include <sched.h>
@@ -86,7 +87,7 @@ static int run_alone(Task task, void* data) {
 }
 
 static int launch(Task task, void* data, int wanted) {
-  /* Loops within loops, and the child of a fork, have no other threads. */
+  /* A loop inside another, and a loop in the child of a fork, run on the calling thread alone. */
   if (inside || pool.size == 1 || pool.process != getpid()) return run_alone(task, data);
   pthread_mutex_lock(&pool.turns);
   int count = wanted > 0 && wanted < pool.size ? wanted : pool.size;
@@ -94,7 +95,7 @@ static int launch(Task task, void* data, int wanted) {
   pool.data = data;
   atomic_store(&pool.failed, 0);
   atomic_store(&pool.count, count);
-  /* All threads answer, those without a part too: none is late for the next loop. */
+  /* Wait for threads without a task too, so that none is late for the next loop. */
   atomic_store(&pool.pending, pool.size - 1);
   pthread_mutex_lock(&pool.mutex);
   atomic_fetch_add(&pool.generation, 1);
@@ -114,7 +115,7 @@ static int launch(Task task, void* data, int wanted) {
   return code;
 }
 
-/* Have the loops of this code run on `count` threads; returns how many there are. Called once. */
+/* Run the loops of this code on `count` threads; return the number of threads. Called once. */
 int tvmbridge_use_threads(int count) {
   if (&__TVMBackendParallelLaunch == NULL) return 1; /* the code has no parallel loop */
   if (pool.process != 0) return pool.size;

@@ -1,4 +1,4 @@
-"""Export: a module's forward as one file, which runs without PyTorch."""
+"""The function ``export``: write a module's forward into one file that runs without PyTorch."""
 
 from __future__ import annotations
 
@@ -37,29 +37,30 @@ def export(
 ) -> Path:
     """Write ``module``'s forward, compiled and with its weights, into one file.
 
-    ``tvmbridge_runtime.load(path)`` runs it in a process without PyTorch and without a compiler;
-    ``tvmbridge_runtime.h`` does in C++. The weights of now are constants: batch norm is folded,
-    and what depends on weights alone is computed now. Arguments of forward that are no tensors
-    have the values of the sample.
+    ``tvmbridge_runtime.load(path)`` runs the file in a process without PyTorch and without a
+    compiler; ``tvmbridge_runtime.h`` runs it in C++. The current weights become constants: batch
+    norm is folded, and values that depend on weights alone are computed now. Arguments of forward
+    that are no tensors keep the values of the sample.
 
     Args:
-        module: in eval mode, on the CPU; it is left as it was.
+        module: a module in eval mode, on the CPU; it is left unchanged.
         sample: a tensor, or a tuple of positional arguments.
-        path: the file; it is written whole or not at all.
+        path: the file; it is written completely or not at all.
         sample_kwargs: keyword arguments of forward.
         target: a TVM target of kind ``llvm`` with ``mcpu``, for another processor; None is this
             machine's.
-        dynamic_shapes: a spec in torch.export's words; the dimensions that it gives a ``Dim`` may
-            have any size within its bounds.
-        weights: ``"beside"`` writes them to ``path`` with ``.safetensors`` appended.
+        dynamic_shapes: a spec as for ``torch.export``; dimensions with a ``Dim`` may have any size
+            within its bounds.
+        weights: ``"inside"`` writes the weights into the file; ``"beside"`` writes them to a second
+            file, ``path`` with ``.safetensors`` appended.
         options: a :class:`CompileOptions` or a dict of its fields.
 
     Returns:
         The path.
 
     Raises:
-        ExportError: an operator or an effect of forward needs PyTorch; it names all of them, with
-            the lines of the model.
+        ExportError: operators or effects of forward need PyTorch. The message names all of them,
+            with the lines of the model.
         CaptureError, UnsupportedOperatorError, PassError, BuildError: the stage that failed.
         OSError: the file cannot be written.
 
@@ -116,7 +117,7 @@ def _versions() -> dict[str, str]:
 
 
 def _unique_names(code: AloneCode) -> list[str]:
-    """Names of the weights; two that the module has the same name for are told apart."""
+    """Return the names of the weights; names that occur twice get a number appended."""
     names, taken = [], set[str]()
     for name in code.weight_names:
         unique, number = name, 1

@@ -1,4 +1,4 @@
-"""ATen calls that PyTorch's kernels serve otherwise, spelled out as operators of Relax and loops.
+"""Replace ATen calls, which PyTorch's kernels would serve, by Relax operators and loops.
 
 Before::
 
@@ -8,8 +8,8 @@ After::
 
     lv = R.call_tir(index, (x, i), out_ty=...)
 
-Requires: nothing; a call whose operator is not in :data:`SPELLED` stays. Guarantees: what the
-operator computes in eager PyTorch, but for rounding. Runs before: ConvolutionsAsProducts.
+Requires: nothing. A call stays if its operator is not in :data:`SPELLED`. Guarantees: the results
+of eager PyTorch, up to rounding. Runs before: ConvolutionsAsProducts.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ from tvmbridge.passes.base import dtype_of as dtype_of_tensor
 
 @dataclass(frozen=True)
 class SpellOutAtenCalls(RelaxPass):
-    """Replace ATen calls by what they compute, and look-ups by those that read no other memory."""
+    """Replace ATen calls by Relax operators and loops.
+
+    An embedding look-up also becomes one that never reads memory outside of its table.
+    """
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
         rewriter = _AtenRewriter(mod, report)
@@ -69,7 +72,11 @@ class _AtenRewriter(PyExprMutator):
         return spelled
 
     def _take(self, call: relax.Call) -> relax.Expr:
-        """Return a look-up that finds NaN at an index beyond the table, where PyTorch raises."""
+        """Return a look-up that is safe for an index beyond the table, where PyTorch raises.
+
+        The result for such an index is NaN if the table is floating-point; otherwise the index is
+        clipped.
+        """
         if call.attrs.mode != "fast" or call.attrs.axis is None:
             return call
         self.report.rewrote()
@@ -78,8 +85,11 @@ class _AtenRewriter(PyExprMutator):
 
 
 def _index(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr | None:
-    """``x[i, :, j]``: index tensors broadcast; their dimensions stand where the first of them is,
-    or in front where they are not neighbours."""
+    """Compute ``x[i, :, j]``, in which the index tensors broadcast with each other.
+
+    If the indexed dimensions are neighbours, the broadcast dimensions take their place in the
+    result. Otherwise the broadcast dimensions come first.
+    """
     data, indices = arguments["self"], list(arguments["indices"])
     shape, result = shape_of(data), shape_of(call)
     given = [(d, i) for d, i in enumerate(indices) if i is not None]
@@ -113,7 +123,7 @@ def _index(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr | N
 
 
 def _wrapped(index: Expr, extent: int) -> Expr:
-    """An index from the end as one from the beginning; within bounds, whatever it is."""
+    """Return a non-negative index for a negative one, and clamp the result to the extent."""
     wide = tirx.Cast("int64", index) if dtype_of(index) != "int64" else index
     size, zero = constant(extent, "int64"), constant(0, "int64")
     found = tirx.Select(wide < zero, wide + size, wide)
@@ -125,7 +135,7 @@ def _matmul(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
 
 
 def _concatenation(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
-    """Pieces of any dtype; an empty vector is no piece, as in eager PyTorch."""
+    """Concatenate tensors of any dtypes; empty vectors are skipped, as in eager PyTorch."""
     dtype, pieces = dtype_of_tensor(call), list(arguments["tensors"])
     kept = [piece for piece in pieces if shape_of(piece) != (0,)] or pieces[:1]
     cast = [
@@ -152,6 +162,6 @@ SPELLED: dict[str, Any] = {
     **{f"aten.avg_pool{n}d.default": average_pool for n in (1, 2, 3)},
     **{f"aten._adaptive_avg_pool{n}d.default": adaptive_average_pool for n in (2, 3)},
 }
-"""What computes an operator; it returns None for arguments that it does not know."""
+"""Functions that build the Relax of an operator; None for arguments that they do not support."""
 
 __all__ = ["SPELLED", "Compile", "SpellOutAtenCalls"]

@@ -1,4 +1,4 @@
-"""Attention spelled out: two batches of products, and a softmax between them."""
+"""Express attention in Relax: two batches of matrix products with a softmax between them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tvmbridge.passes.base import dtype_of, shape_of
 
 
 def attention(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr | None:
-    """Relax of ``scaled_dot_product_attention``; None where it draws dropout."""
+    """Return the Relax of ``scaled_dot_product_attention``; None if it has dropout."""
     query, key, value = (arguments[name] for name in ("query", "key", "value"))
     shapes = [shape_of(tensor) for tensor in (query, key, value)]
     if any(s is None for s in shapes) or arguments["dropout_p"]:
@@ -45,13 +45,13 @@ def _cast(bb: relax.BlockBuilder, tensor: Expr, dtype: str) -> Expr:
 
 
 def _repeated(bb: relax.BlockBuilder, tensor: Expr, heads: int) -> Expr:
-    """Each head of ``tensor`` so often that there are ``heads``."""
+    """Return ``tensor`` with each head repeated, so that there are ``heads`` of them."""
     shape = shape_of(tensor) or ()
     return bb.emit(relax.op.repeat(tensor, heads // shape[-3], len(shape) - 3))
 
 
 def _softmax(bb: relax.BlockBuilder, scores: Expr, mask: Expr | None, dtype: str) -> Expr:
-    """The softmax of masked scores; zeros in a row where all are masked, as in eager PyTorch."""
+    """Return the softmax of masked scores; a row with all scores masked is zero, as in PyTorch."""
     if mask is None:
         return bb.emit(relax.op.nn.softmax(scores, -1))
     if dtype_of(mask) == "bool":

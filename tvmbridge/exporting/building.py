@@ -1,4 +1,4 @@
-"""Builds graphs into code that needs TVM's runtime and nothing of PyTorch."""
+"""Build graphs into code that needs TVM's runtime and nothing of PyTorch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tvmbridge.schedules.machine import Machine
 
 
 def prepare_alone(mod: tvm.IRModule, target: tvm.target.Target, records: list[PassRecord]) -> Fused:
-    """Return ``mod`` with fused functions in place of all operators, to be scheduled.
+    """Return ``mod`` with fused functions in place of all operators, ready to be scheduled.
 
     Raises:
         ExportError: an operator needs PyTorch.
@@ -53,11 +53,11 @@ def build_alone(
     records: list[PassRecord],
     library: Library = EMPTY,
 ) -> Code:
-    """Compile ``mod``, whose one function is ``forward``, without calls of PyTorch's kernels.
+    """Compile ``mod``, whose only function is ``forward``, without calls of PyTorch's kernels.
 
     Raises:
         ExportError: an operator needs PyTorch.
-        BuildError: TVM cannot compile it for the target.
+        BuildError: TVM cannot compile the module for the target.
     """
     fused = prepare_alone(mod, target, records)
     return compile_code(schedule(fused, records, library=library), records)

@@ -1,4 +1,4 @@
-"""Code of a module's forward that runs without PyTorch, with the weights that it takes."""
+"""Compile a module's forward into code that runs without PyTorch, and collect its weights."""
 
 from __future__ import annotations
 
@@ -45,12 +45,14 @@ from tvmbridge.schedules.target import host_target
 
 @dataclass(frozen=True)
 class AloneCode:
-    """Code of ``forward(inputs..., weights...)`` and what a caller must know of it.
+    """Code of ``forward(inputs..., weights...)``, and the facts that a caller needs.
 
-    executable: TVM's, to be exported.
-    inputs, symbols, relations, outputs, structure, checks, constants: as the manifest has them.
-    weights: the tensors, contiguous, in the order that the code takes them.
-    weight_names: their names, not unique where two parts of one weight are taken.
+    - ``executable``: TVM's executable, not yet linked.
+    - ``target``: the TVM target of the code.
+    - ``inputs``, ``symbols``, ``relations``, ``outputs``, ``structure``, ``checks``, ``constants``:
+      entries of the manifest with these names.
+    - ``weights``: the tensors, contiguous, in the order in which the code takes them.
+    - ``weight_names``: their names, which repeat if the code takes two parts of one weight.
     """
 
     executable: Any
@@ -133,7 +135,12 @@ def _built(
 
 @dataclass(frozen=True)
 class FrozenGraph:
-    """A graph with frozen weights: ``mod`` has ``forward`` alone, and is made of ``lowered``."""
+    """A graph with frozen weights.
+
+    - ``lowered``: the lowered module that the graph comes from.
+    - ``plan``: the weights that the graph takes, and how they are computed from the module's.
+    - ``mod``: the graph, whose only function is ``forward``.
+    """
 
     lowered: LoweredModule
     plan: Freezing
@@ -143,7 +150,7 @@ class FrozenGraph:
 def frozen_graph(
     lowered: LoweredModule, options: CompileOptions, records: list[PassRecord]
 ) -> FrozenGraph:
-    """Return the graph with frozen weights; all tensors that forward returns are its results."""
+    """Return the graph with frozen weights; its results are all tensors that forward returns."""
     lowered, plan = freeze(lowered, options, records, alone=True)
     forward = tvm.IRModule({"forward": lowered.mod["forward"]})
     return FrozenGraph(lowered, plan, with_views(forward, lowered.captured, records))
@@ -155,7 +162,7 @@ def described_code(
     code: Code,
     records: list[PassRecord],
 ) -> AloneCode:
-    """Return ``code`` with its weights, and what a caller must know of it."""
+    """Return ``code`` with its weights, and the facts that a caller needs."""
     captured = graph.lowered.captured
     weights, names = _weights(module, graph.lowered, graph.plan, records)
     outputs, structure, checks = _described_outputs(captured, code.shared["forward"])
@@ -181,7 +188,7 @@ def described_code(
 def _weights(
     module: nn.Module, lowered: LoweredModule, plan: Freezing, records: list[PassRecord]
 ) -> tuple[list[torch.Tensor], list[str]]:
-    """The weights that code takes behind the inputs, and their names."""
+    """Return the weights that the code takes after the inputs, and their names."""
     captured = lowered.captured
     first = len(user_inputs(captured))
     loaded: Any = None
@@ -202,7 +209,7 @@ def _weights(
 def _described_outputs(
     captured: CapturedGraph, shared: frozenset[int]
 ) -> tuple[list[dict[str, Any]], dict[str, Any], list[dict[str, Any]]]:
-    """Outputs, structure and checks, as the manifest has them."""
+    """Return the entries ``outputs``, ``structure`` and ``checks`` of the manifest."""
     convention = captured.convention
     users = returned(captured)
     numbers = {

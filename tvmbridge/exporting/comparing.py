@@ -1,4 +1,4 @@
-"""Compares an exported file with eager PyTorch."""
+"""Compare the results of an exported file with eager PyTorch."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ from tvmbridge.core.torch_private import pytree
 from tvmbridge.exporting.runtime import runtime
 from tvmbridge.graph_capture.capture import normalize_sample
 
-# The error may be this many times eager's own, or this many roundings of the largest element.
+# The error may be 8 times eager's own, or 64 units in the last place of the largest element.
 _TIMES, _ROUNDINGS = 8.0, 64.0
 
 
 @dataclass(frozen=True)
 class OutputComparison:
-    """One output beside eager PyTorch's.
+    """The comparison of one output with eager PyTorch.
 
-    number: its place among the tensors that forward returns.
-    error, eager_error: the largest differences from float64, of the file and of eager PyTorch.
-    roundings: ``error`` in units in the last place of the largest element.
+    - ``number``: the position of the output among the tensors that forward returns.
+    - ``error``, ``eager_error``: the largest difference from float64, of the file and of eager
+      PyTorch.
+    - ``roundings``: ``error`` in units in the last place of the largest element.
+    - ``ok``: whether rounding explains the error.
     """
 
     number: int
@@ -40,9 +42,9 @@ class OutputComparison:
 
 @dataclass(frozen=True)
 class ExportComparison:
-    """What a file computes, beside what its module computes in eager PyTorch.
+    """The comparison of an exported file with its module in eager PyTorch.
 
-    outputs: one comparison for each tensor that forward returns.
+    - ``outputs``: one comparison for each tensor that forward returns.
     """
 
     outputs: Sequence[OutputComparison]
@@ -78,7 +80,7 @@ def compare_export(
         sample_kwargs: keyword arguments of forward.
 
     Returns:
-        The comparison; its ``ok`` tells whether rounding explains all differences.
+        The comparison; ``ok`` is True if rounding explains all differences.
 
     Raises:
         ExportError: ``tvmbridge_runtime`` is not installed, or the structures differ.
@@ -97,7 +99,7 @@ def compare_export(
 
 
 def _exact(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The outputs in float64."""
+    """Return the outputs of the module in float64."""
 
     def wide(leaf: Any) -> Any:
         is_float = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
@@ -122,7 +124,7 @@ def _array(tensor: torch.Tensor) -> Any:
 
 
 def _leaves(structure: Any) -> list[torch.Tensor]:
-    """The tensors that the runtime returned, in their order."""
+    """Return the tensors among the runtime's results, in order."""
     if isinstance(structure, Mapping):
         return [t for value in structure.values() for t in _leaves(value)]
     if isinstance(structure, list | tuple):
@@ -150,7 +152,7 @@ def _compared(
 
 
 def _largest(found: torch.Tensor, exact: torch.Tensor) -> float:
-    """The largest difference; infinite where only one is finite, or their NaNs differ."""
+    """Return the largest difference; infinite if only one value is finite, or if NaNs differ."""
     if not found.numel():
         return 0.0
     same = (found == exact) | (found.isnan() & exact.isnan())

@@ -1,6 +1,6 @@
-"""What forward takes for granted of sizes, as conditions that the runtime can evaluate.
+"""Write the conditions on symbolic sizes in a form that the runtime can evaluate.
 
-A condition is a number, the name of a symbol, or a list: an operator's name and its operands.
+A condition is a number, the name of a symbol, or a list of an operator's name and its operands.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tvmbridge.core.errors import ExportError
 from tvmbridge.graph_capture.relations import Relations
 from tvmbridge.symbolic.symbols import Symbols
 
-# Classes of sympy and of PyTorch by name, and what the runtime calls them.
+# From names of classes of sympy and of PyTorch to the runtime's names of operators.
 _OPERATORS = {
     "Equality": "eq",
     "Unequality": "ne",
@@ -39,10 +39,10 @@ _OPERATORS = {
 def written_relations(
     relations: Relations, symbols: Symbols, names: Sequence[str]
 ) -> list[list[Any]]:
-    """The conditions of a trace beside the bounds of its symbols, those that always hold left out.
+    """Return the conditions of a trace that do not follow from the bounds of its symbols.
 
     Raises:
-        ExportError: one has no form that the runtime knows.
+        ExportError: a condition has an operator that the runtime does not have.
     """
     name_of: dict[Any, str] = {}
     for name, group in zip(names, symbols.dimensions, strict=True):

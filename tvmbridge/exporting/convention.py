@@ -1,4 +1,4 @@
-"""The calling convention of an exported function, as its manifest has it."""
+"""Describe the calling convention of an exported function for its manifest."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from tvmbridge.core.types import InputDescriptor, InputKind, OutputDescriptor, O
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype without its library's."""
+    """Return the name of a dtype without ``torch.``."""
     return str(dtype).removeprefix("torch.")
 
 
 def user_inputs(captured: CapturedGraph) -> list[InputDescriptor]:
-    """The tensors that a call gives, in the order of the graph's inputs."""
+    """Return the tensors that a call passes, in the order of the graph's inputs."""
     return [d for d in captured.inputs if d.kind is InputKind.USER]
 
 
 def input_names(captured: CapturedGraph, parameters: Sequence[str]) -> list[str]:
-    """The name of each user input: its parameter of forward, and where in it the tensor is.
+    """Return the name of each user input: its parameter of forward, and its path within it.
 
     Args:
         captured: the graph.
@@ -44,7 +44,7 @@ def _paths(spec: Any, front: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, 
 
 
 def _keys(spec: Any) -> list[Any]:
-    """What leads to each part of a container: the keys of a dict, or numbers."""
+    """Return the keys of a container's parts: the keys of a dict, otherwise numbers."""
     if spec.type in (dict, OrderedDict) or isinstance(spec.context, list | tuple):
         keys = list(spec.context) if isinstance(spec.context, list | tuple) else []
         if len(keys) == len(children(spec)):
@@ -53,7 +53,7 @@ def _keys(spec: Any) -> list[Any]:
 
 
 def _name(path: Sequence[Any], parameters: Sequence[str]) -> str:
-    """``("args", "kwargs")``'s path as a name: ``hidden_states``, or ``cache.0`` within one."""
+    """Return the name of a path within (args, kwargs): ``hidden_states``, or ``cache.0``."""
     where, *rest = path
     if where == 0 and rest and isinstance(rest[0], int):
         number = rest[0]
@@ -62,7 +62,7 @@ def _name(path: Sequence[Any], parameters: Sequence[str]) -> str:
 
 
 def described_inputs(captured: CapturedGraph, names: Sequence[str]) -> list[dict[str, Any]]:
-    """Name, shape and dtype of each input."""
+    """Return name, shape and dtype of each input."""
     return [
         {"name": name, "shape": list(d.spec.shape), "dtype": dtype_name(d.spec.dtype)}
         for name, d in zip(names, user_inputs(captured), strict=True)
@@ -70,19 +70,22 @@ def described_inputs(captured: CapturedGraph, names: Sequence[str]) -> list[dict
 
 
 def returned(captured: CapturedGraph) -> list[OutputDescriptor]:
-    """The outputs that forward returns, in order, with those that only checks or views read."""
+    """Return all outputs that the code returns to its caller, in order.
+
+    The outputs include tensors that only checks read, and bases that only views read.
+    """
     return [o for o in captured.outputs if o.kind is OutputKind.USER]
 
 
 def described_structure(captured: CapturedGraph, numbers: Mapping[int, int]) -> dict[str, Any]:
-    """What forward returns: containers, constants, and numbers of results of the code.
+    """Return the structure of forward's results: containers, constants, and numbers of results.
 
     Args:
         captured: the graph.
-        numbers: of the results, by the place of the output among the user's.
+        numbers: the number of each result of the code, by its position among the user's outputs.
 
     Raises:
-        ExportError: it returns what is no tensor, container or plain constant.
+        ExportError: forward returns a value that is no tensor, container or plain constant.
     """
     outputs = returned(captured)
     leaves = iter(range(len(outputs)))

@@ -1,4 +1,4 @@
-"""Convolutions as products of matrices and as loops, for code that PyTorch does not serve.
+"""Compute convolutions as matrix products and as loops, for code without PyTorch's kernels.
 
 Before, with a weight of 1x1::
 
@@ -11,12 +11,15 @@ After::
     c = R.matmul(a, b)
     lv = R.reshape(c, (1, 256, 56, 56))
 
-A larger kernel multiplies columns of the image, which a kernel of ours gathers (im2col), and one of
-3x3 that keeps the size is computed by Winograd's algorithm. A depthwise convolution is a sum over
-its kernel. Transposed convolutions gather, too.
+The forms of other convolutions are:
 
-Requires: nothing. Guarantees: no convolution that PyTorch has is left. Runs after: FoldBatchNorm.
-Runs before: ProductsInLoops.
+- A larger kernel: a generated function gathers columns of the image (im2col) for the product.
+- A kernel of 3x3 that keeps the size of the image: Winograd's algorithm.
+- A depthwise convolution: a sum over its kernel.
+- A transposed convolution: a product of gathered columns as well.
+
+Requires: nothing. Guarantees: no convolution is left that PyTorch's kernels would serve. Runs
+after: FoldBatchNorm. Runs before: ProductsInLoops.
 """
 
 from __future__ import annotations
@@ -59,9 +62,9 @@ class ConvolutionsAsProducts(RelaxPass):
 
 @dataclass(frozen=True)
 class _ConvolutionSizes:
-    """Sizes of a convolution: data (batch, channels, *extents), result (batch, filters, *places).
+    """The sizes of a convolution: the data are (batch, channels, *extents).
 
-    kernel: the extents of the kernel.
+    The result is (batch, filters, *places), and ``kernel`` has the extents of the kernel.
     """
 
     batch: int
@@ -74,7 +77,7 @@ class _ConvolutionSizes:
 
     @property
     def depth(self) -> int:
-        """The number of products in each element of the result."""
+        """Return the number of products that each element of the result sums."""
         return self.channels // self.groups * prod(self.kernel)
 
 
@@ -111,7 +114,7 @@ class _ConvolutionRewriter(PyExprMutator):
     def _same(
         self, convolution: Convolution, sizes: _ConvolutionSizes, dtype: str
     ) -> SameConvolution | None:
-        """The form that Winograd's algorithm is for, if this is one."""
+        """Return the form for Winograd's algorithm; None if the algorithm does not apply."""
         ones = (1, 1)
         settings = (convolution.stride, convolution.padding, convolution.dilation)
         if dtype != "float32" or convolution.transposed or sizes.groups != 1 or sizes_vary():
@@ -131,7 +134,7 @@ class _ConvolutionRewriter(PyExprMutator):
         data: relax.Expr,
         weight: relax.Expr,
     ) -> relax.Expr:
-        """Each channel has filters of its own: a sum over the kernel."""
+        """Return a depthwise convolution as a sum over the kernel."""
         each = sizes.filters // sizes.channels
 
         def compute(x: te.Tensor, w: te.Tensor) -> te.Tensor:
@@ -184,7 +187,7 @@ class _ConvolutionRewriter(PyExprMutator):
     def _rows(
         self, convolution: Convolution, sizes: _ConvolutionSizes, weight: relax.Expr
     ) -> relax.Expr:
-        """The weight as matrices (filters of a group, depth), one for each group."""
+        """Return the weight as one matrix (filters of a group, depth) for each group."""
         if not convolution.transposed:
             return weight
         groups, kernel = sizes.groups, sizes.kernel
@@ -196,7 +199,7 @@ class _ConvolutionRewriter(PyExprMutator):
     def _columns(
         self, convolution: Convolution, sizes: _ConvolutionSizes, data: relax.Expr
     ) -> relax.Expr:
-        """What is multiplied for each place: (batch, channels, *kernel, *places)."""
+        """Return the gathered columns, of shape (batch, channels, *kernel, *places)."""
         plain = all(n == 1 for n in (*sizes.kernel, *convolution.stride))
         if plain and not any(convolution.padding) and sizes.extents == sizes.places:
             return data
@@ -227,7 +230,7 @@ class _ConvolutionRewriter(PyExprMutator):
 
 
 def padded(x: te.Tensor, edges: Sequence[int]) -> te.Tensor:
-    """``x`` with edges of zeros around its last dimensions."""
+    """Return ``x`` with edges of zeros around its last dimensions."""
     if not any(edges):
         return x
     extents = [int(n) for n in x.shape[2:]]
@@ -252,7 +255,10 @@ def _spread(
     convolution: Convolution,
     extents: Sequence[int],
 ) -> Expr:
-    """The element that a transposed convolution multiplies at these ``taps``; 0 where none is."""
+    """Return the element that a transposed convolution multiplies at these ``taps``, or 0.
+
+    ``taps`` has a pair for each dimension: a position in the result and one in the kernel.
+    """
     inside, at = tirx.const(True, "bool"), []
     settings = (convolution.stride, convolution.padding, convolution.dilation)
     for (place, tap), stride, edge, spread, extent in zip(taps, *settings, extents, strict=True):

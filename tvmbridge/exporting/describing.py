@@ -1,4 +1,4 @@
-"""What an exported file is, for people."""
+"""Describe an exported file in readable lines."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tvmbridge.exporting.runtime import runtime
 
 
 def description(path: Path) -> str:
-    """Lines about an exported file: arguments, results, target, sizes and versions.
+    """Return lines about an exported file: arguments, results, target, sizes and versions.
 
     Raises:
-        ExportError: it is damaged, or no exported file.
-        OSError: it cannot be read.
+        ExportError: the file is damaged, or is no exported file.
+        OSError: the file cannot be read.
     """
     package = runtime()
     try:

@@ -1,4 +1,4 @@
-"""What a CPU target needs of a processor, in the words of Linux."""
+"""Describe the processor that a CPU target needs, with the names that Linux uses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import tvm
 from tvm.target import codegen
 
-# LLVM's names of instruction sets, and those in /proc/cpuinfo where they differ.
+# From LLVM's names of instruction sets to the names in /proc/cpuinfo.
 _X86 = {
     "ssse3": "ssse3",
     "sse4.1": "sse4_1",
@@ -42,7 +42,7 @@ _ARM = {"neon": "asimd", "dotprod": "asimddp", "fullfp16": "asimdhp", "sve": "sv
 
 
 def described_target(target: tvm.target.Target) -> dict[str, Any]:
-    """The processor that code for ``target`` is for, and the instruction sets that it uses."""
+    """Return the processor that code for ``target`` is for, and the instruction sets it uses."""
     architecture = _architecture(target)
     known = _X86 if architecture in ("x86_64", "amd64") else _ARM
     features = [name for llvm, name in known.items() if codegen.target_has_features(llvm, target)]

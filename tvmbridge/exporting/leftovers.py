@@ -1,4 +1,4 @@
-"""What of a module needs PyTorch at a call: all of it in one error, with the user's lines."""
+"""Find the parts of a module that need PyTorch at a call, and report all in one error."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _PACKED = ("relax.call_pure_packed", "relax.call_dps_packed")
 
 
 def refuse_effects(captured: CapturedGraph) -> None:
-    """Refuse what a call does beside returning results.
+    """Refuse a module whose calls do more than return results.
 
     Raises:
-        ExportError: it names all of it.
+        ExportError: the message names all such effects.
     """
     convention = captured.convention
     found = [f"random draw {n.op}" for n in captured.noise]
@@ -53,7 +53,7 @@ def refuse_leftovers(function: relax.Function) -> None:
     """Refuse calls of ``function`` that need PyTorch.
 
     Raises:
-        ExportError: it names each operator once, with the line of the model.
+        ExportError: the message names each operator once, with the line of the model.
     """
     found: dict[str, None] = {}
     for block in function.body.blocks:

@@ -1,4 +1,4 @@
-"""Links compiled code, and the threads that its loops run on, into a shared library."""
+"""Link compiled code, with the thread pool for its loops, into a shared library."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SOURCE = Path(__file__).parent / "_threads.c"
 
 
 def linked(executable: Any) -> bytes:
-    """Return the executable as a shared library, which brings threads of its own.
+    """Return the bytes of a shared library with the executable and its own thread pool.
 
     Raises:
         BuildError: there is no compiler, or it fails.

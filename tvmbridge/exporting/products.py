@@ -1,4 +1,4 @@
-"""Products in loops of our own, for code that PyTorch's libraries do not serve.
+"""Compute matrix products in tvmbridge's own loops, for code without PyTorch's libraries.
 
 Before::
 
@@ -9,8 +9,9 @@ After::
 
     lv1 = R.call_tir(product, (q, k), out_ty=R.Tensor((12, 128, 128), "float32"))
 
-Requires: nothing; products of another form than the loops' stay, for LegalizeOps. Guarantees: the
-same operands and results. Runs after: ConvolutionsAsProducts. Runs before: LegalizeOps.
+Requires: nothing. Products for which there are no loops stay, and LegalizeOps lowers them.
+Guarantees: the same operands and results. Runs after: ConvolutionsAsProducts. Runs before:
+LegalizeOps.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from tvmbridge.schedules.machine import Machine
 from tvmbridge.schedules.products import fits, product
 from tvmbridge.schedules.varying_products import PRODUCT, STRAIGHT, TRANSPOSED
 
-# Products of fewer multiplications are fused with what is around them.
+# Products of fewer multiplications stay, so that they are fused with their neighbours.
 _WORTH_LOOPS = 1 << 12
 
 
 @dataclass(frozen=True)
 class ProductsInLoops(RelaxPass):
-    """Compute float32 products in loops of our own, where there are loops for their form.
+    """Replace float32 products by tvmbridge's own loops, if there are loops for their form.
 
     Args:
         machine: the processor that the loops are for.
@@ -93,7 +94,7 @@ class _ProductRewriter(PyExprMutator):
     def _varying(
         self, form: Form, left: relax.Expr, right: relax.Expr, call: relax.Call
     ) -> relax.Expr | None:
-        """A function that is scheduled as a product when the sizes of all points are known."""
+        """Return a function to be scheduled as a product once code for all sample shapes exists."""
         if form.left_transposed:
             return None
         self.report.rewrote()
@@ -120,13 +121,16 @@ class _ProductRewriter(PyExprMutator):
     def _form(
         self, left: relax.Expr, right: relax.Expr
     ) -> tuple[Form, relax.Expr, relax.Expr] | None:
-        """The form of a product, and what its operands are in memory."""
+        """Return the form of a product and its operands without their transpositions.
+
+        Return None if the batch dimensions of the operands differ.
+        """
         a, b = shape_of(left) or (), shape_of(right) or ()
         batch, (rows, depth), columns = a[:-2], a[-2:], b[-1]
         left, left_transposed = self._untransposed(left)
         right, right_transposed = self._untransposed(right)
         if prod(b[:-2]) == 1 and not (left_transposed and prod(batch) > 1):
-            # Rows of all matrices are rows of one.
+            # The right operand is one matrix, so all left matrices are stacked into one.
             return (
                 Form(prod(batch) * rows, columns, depth, left_transposed, right_transposed),
                 left,
@@ -139,7 +143,10 @@ class _ProductRewriter(PyExprMutator):
         return form, left, right
 
     def _untransposed(self, operand: relax.Expr) -> tuple[relax.Expr, bool]:
-        """What ``operand`` is of, and whether with its last two dimensions exchanged."""
+        """Return the tensor that ``operand`` is a transposed view of, and True.
+
+        If the last two dimensions of ``operand`` are not exchanged, return ``operand`` and False.
+        """
         value = self.lookup_binding(operand) if isinstance(operand, relax.Var) else None
         shape = shape_of(operand) or ()
         if not isinstance(value, relax.Call) or getattr(value.op, "name", "") != (

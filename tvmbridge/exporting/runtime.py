@@ -1,4 +1,4 @@
-"""Finds the package ``tvmbridge_runtime``, which is a distribution of its own."""
+"""Import the package ``tvmbridge_runtime``, which is a separate distribution."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def runtime() -> Any:
     """Return the module ``tvmbridge_runtime``.
 
     Raises:
-        ExportError: it is not installed.
+        ExportError: the package is not installed.
     """
     try:
         import tvmbridge_runtime

@@ -1,6 +1,7 @@
-"""Code for any size of some dimensions, which runs without PyTorch.
+"""Compile code that serves any size of some dimensions and runs without PyTorch.
 
-It is compiled as other symbolic code is: at a few sizes, whose functions differ in numbers alone.
+The module is lowered at a few sample shapes. The resulting functions must differ in numbers alone,
+which become expressions of the symbolic sizes.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ def symbolic_code(
     """Compile ``module`` for all sizes of the dimensions that ``spec`` names.
 
     Raises:
-        ExportError: an operator or an effect needs PyTorch, or code for other sizes is another one.
+        ExportError: an operator or an effect needs PyTorch, or code for some sizes differs in more
+            than numbers.
         CaptureError, UnsupportedOperatorError, PassError, BuildError: the stage that failed.
     """
     register_containers(module)
@@ -81,7 +83,7 @@ def _for_any_size(
         bounds = [dimensions[group[0]] for group in symbols.dimensions]
         trace = _traced(module, sample, symbols)
         try:
-            # A size of 2 may be taken for another number: then the least is larger.
+            # A size of 2 may be confused with another 2 in the code; then try larger shapes.
             points = _points(trace, sample, symbols, bounds, from_two=True)
             code = _compiled(module, sample, symbols, trace, points, target, options)
         except (DifferentCodeError, CaptureError):
@@ -129,11 +131,15 @@ def _points(
     *,
     from_two: bool,
 ) -> Points:
-    """Where to compile: at sizes from the least ones, of 2 on or as symbolic calls have them."""
+    """Return the sample shapes to compile for.
+
+    If ``from_two``, the smallest shape has distinct sizes from 2 on, or the least that the bounds
+    allow. Otherwise the smallest shape depends on the sample and the bounds alone.
+    """
     here = symbols.point_of(shapes_of(sample))
     seen = [here, *reach(bounds, here)]
     if from_two:
-        # All different: of two equal sizes nobody could tell which one a number is.
+        # All sizes differ: a number in the code could stand for either of two equal sizes.
         small = zip(here, bounds, itertools.cycle(_SMALL))
         seen.append(tuple(min(n, max(s, b.least)) for n, b, s in small))
     least, most = (tuple(map(each, zip(*seen, strict=True))) for each in (min, max))
@@ -187,7 +193,7 @@ def _compiled(
 
 
 def _names(symbols: Symbols, dimensions: Mapping[Dimension, DeclaredDimension]) -> list[str]:
-    """The names of Dims; symbols of hints are numbered."""
+    """Return the names of the Dims; symbols that come from hints are numbered."""
     names: list[str] = []
     for number, group in enumerate(symbols.dimensions):
         dim = dimensions[group[0]]
@@ -196,7 +202,7 @@ def _names(symbols: Symbols, dimensions: Mapping[Dimension, DeclaredDimension]) 
 
 
 def _bounds(dims: Sequence[DeclaredDimension], least: int, most: int) -> dict[str, int]:
-    """The sizes that the code is for, and the spec allows."""
+    """Return the sizes that both the code and the spec allow."""
     allowed = [dim.most for dim in dims if dim.most is not None]
     return {
         "least": max(least, *(dim.least for dim in dims)),
@@ -210,7 +216,7 @@ def _with_symbols(
     symbols: Symbols,
     names: Sequence[str],
 ) -> list[dict[str, Any]]:
-    """The described inputs, with the names of symbols in place of their sizes."""
+    """Return the described inputs, with the names of symbols in place of their sizes."""
     leaves = pytree.tree_leaves(sample)
     of_dimension = {
         d: name for name, group in zip(names, symbols.dimensions, strict=True) for d in group

@@ -1,7 +1,7 @@
-"""Results that share memory in eager PyTorch are results of code of their own.
+"""Compute outputs that are views: in an exported function they are results of its own code.
 
 In eager PyTorch an output may be an argument, a view of one, or a view of another output. Compiled
-code does not return it; here it is computed from what it is a view of, element by element.
+code does not return such an output. Here it is copied, element by element, from its base.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tvmbridge.pipeline import run_passes, tidy_passes
 def with_views(
     mod: tvm.IRModule, captured: CapturedGraph, records: list[PassRecord]
 ) -> tvm.IRModule:
-    """``mod``, whose forward returns all tensors among the user's outputs, in their order.
+    """Return ``mod`` with a forward that returns all tensors among the user's outputs, in order.
 
     Raises:
         ExportError: an output is a view that the code cannot compute.
@@ -47,7 +47,7 @@ def _with_views(mod: tvm.IRModule, captured: CapturedGraph) -> tvm.IRModule:
     bases = _Bases(captured, {p.name: p for p in forward.params}, flat)
     builder = relax.BlockBuilder(mod)
     bindings = [b for block in forward.body.blocks for b in block.bindings]
-    # Views of outputs come after what they are views of.
+    # A view of another output comes after that output.
     aliased = [(i, o) for i, o in enumerate(users) if o.alias is not None and o.spec is not None]
     for place, output in sorted(aliased, key=lambda pair: pair[1].alias.kind is None):  # type: ignore[union-attr]
         base, strides = bases.of(output)
@@ -65,9 +65,9 @@ def _with_views(mod: tvm.IRModule, captured: CapturedGraph) -> tvm.IRModule:
 
 
 class _Bases:
-    """Finds what outputs are views of.
+    """Finds the bases of outputs that are views.
 
-    flat: the user's outputs, those that are known.
+    ``flat`` has the user's outputs, with None for each that is not computed yet.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class _Bases:
         }
 
     def of(self, output: OutputDescriptor) -> tuple[Any, tuple[int, ...]]:
-        """The variable that ``output`` is a view of, and its strides in eager PyTorch."""
+        """Return the variable that ``output`` is a view of, and its strides in eager PyTorch."""
         alias = output.alias
         assert alias is not None
         if alias.kind is None:

@@ -1,4 +1,4 @@
-"""Products of half precision are summed in float32, as PyTorch's kernels sum them.
+"""Sum products of half precision in float32, as PyTorch's kernels do.
 
 Before, of float16::
 
@@ -11,8 +11,8 @@ After::
     c = R.matmul(a, b)
     lv = R.astype(c, "float16")
 
-Requires: nothing. Guarantees: one rounding for each element. Runs after: ProductsInLoops. Runs
-before: LegalizeOps.
+Requires: nothing. Guarantees: each element is rounded to half precision once. Runs after:
+ProductsInLoops. Runs before: LegalizeOps.
 """
 
 from __future__ import annotations

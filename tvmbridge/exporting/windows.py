@@ -1,4 +1,4 @@
-"""Windows over images and strided reads, for ATen calls that PyTorch's kernels serve otherwise."""
+"""Loops for pooling windows, ``unfold`` and strided views, for code without PyTorch's kernels."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from tvmbridge.legalize.lets import constant
 from tvmbridge.passes.base import dtype_of, shape_of
 
 _FLOATS = ("float32", "float64")
-# Of one dimension: where the window of a place begins, where it ends, and its length with padding.
+# In one dimension, from the position of a result: the begin and end of its window in the data, and
+# the window's length with padding.
 _Window = Callable[[Expr], tuple[Expr, Expr, Expr]]
 
 
 def average_pool(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr | None:
-    """``avg_pool`` of any number of dimensions, with all of its arguments."""
+    """Return ``avg_pool`` of any number of dimensions; all its arguments are supported."""
     data = arguments["self"]
     shape = shape_of(data)
     if shape is None or dtype_of(data) not in _FLOATS:
@@ -38,7 +39,7 @@ def average_pool(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Ex
 
 
 def adaptive_average_pool(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr | None:
-    """``_adaptive_avg_pool``: windows that may overlap, and differ in size."""
+    """Return ``_adaptive_avg_pool``, whose windows may overlap and differ in size."""
     data = arguments["self"]
     shape, result = shape_of(data), shape_of(call)
     if shape is None or result is None or dtype_of(data) not in _FLOATS:
@@ -87,7 +88,11 @@ def _means(
     size: Sequence[int],
     divided: tuple[int | None, bool],
 ) -> Expr:
-    """The means of windows of at most ``size``; by a divisor, or with the padding counted."""
+    """Return the means of windows of at most ``size`` elements.
+
+    ``divided`` is the divisor, or None to divide by the window's length, and whether this length
+    includes the padding.
+    """
     result, dtype = list(shape_of(call) or ()), dtype_of(data)
     front = len(result) - len(size)
     divisor, padded = divided
@@ -123,7 +128,7 @@ def _means(
 
 
 def unfold(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr | None:
-    """``x.unfold(dimension, size, step)``."""
+    """Return ``x.unfold(dimension, size, step)``."""
     data = arguments["self"]
     shape, result = shape_of(data), shape_of(call)
     if not shape or result is None:
@@ -142,7 +147,7 @@ def unfold(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr | N
 
 
 def as_strided(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr | None:
-    """``x.as_strided(size, stride, offset)`` of a tensor that is contiguous in the graph."""
+    """Return ``x.as_strided(size, stride, offset)`` of a tensor that is contiguous in the graph."""
     data = arguments["self"]
     shape, result = shape_of(data), shape_of(call)
     if shape is None or result is None:
@@ -171,7 +176,7 @@ def _moved(
 
 
 def flat_place(indices: Sequence[Expr], strides: Sequence[int], offset: int) -> Expr:
-    """Where the element with these ``indices`` of a strided view is in memory."""
+    """Return the memory offset of the element with these ``indices`` in a strided view."""
     place = _number(offset)
     for index, stride in zip(indices, strides, strict=True):
         place = place + index * _number(stride)
@@ -179,7 +184,7 @@ def flat_place(indices: Sequence[Expr], strides: Sequence[int], offset: int) -> 
 
 
 def position(place: Expr, shape: Sequence[int], strides: Sequence[int]) -> list[Expr]:
-    """The indices of the element at ``place`` in the memory of a dense tensor."""
+    """Return the indices of the element at memory offset ``place`` of a dense tensor."""
     found: list[Expr] = [_number(0)] * len(shape)
     order = sorted((d for d in range(len(shape)) if shape[d] > 1), key=lambda d: -strides[d])
     for d in order:

@@ -1,6 +1,6 @@
-"""Writes the file of an exported function; ``tvmbridge_runtime`` reads it.
+"""Write the file of an exported function, which ``tvmbridge_runtime`` reads.
 
-Its layout is described in ``runtime/tvmbridge_runtime/container.py``.
+``runtime/tvmbridge_runtime/container.py`` describes the file format.
 """
 
 from __future__ import annotations
@@ -40,14 +40,16 @@ def write_file(
     *,
     beside: bool,
 ) -> None:
-    """Write an exported function to ``path``, whole or not at all.
+    """Write an exported function to ``path``, completely or not at all.
 
     Args:
         path: the file.
-        manifest: its content, without what is known when it is written.
+        manifest: the content of the manifest; this function adds the format, the sections and the
+            checksums.
         code: a shared library.
-        weights: by the names that ``manifest`` has.
-        beside: put the weights into a file of their own, ``path`` with ``.safetensors``.
+        weights: the weights by the names that ``manifest`` uses.
+        beside: whether the weights go into a file of their own, ``path`` with ``.safetensors``
+            appended.
     """
     manifest = {"format": FORMAT, **manifest}
     if beside:
@@ -69,7 +71,7 @@ def write_file(
 
 
 def _front(manifest: Mapping[str, Any]) -> list[bytes]:
-    """The header and the manifest, which ends at a whole page."""
+    """Return the header, and the manifest padded to a whole page."""
     text = json.dumps(manifest, indent=1).encode()
     text += b" " * (-(_HEADER + len(text)) % _PAGE)
     begin = MAGIC + len(text).to_bytes(8, "little") + zlib.crc32(text).to_bytes(4, "little")
@@ -78,8 +80,10 @@ def _front(manifest: Mapping[str, Any]) -> list[bytes]:
 
 
 def safetensors(weights: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
-    """The pieces of a file of safetensors; tensors of whole lines of the cache come first, so that
-    they begin at one."""
+    """Yield the pieces of a file in the safetensors format.
+
+    Tensors whose size is a multiple of 64 bytes come first, so that each begins at a cache line.
+    """
     names = sorted(weights, key=lambda name: weights[name].nbytes % _ALIGNMENT != 0)
     header: dict[str, Any] = {}
     offset = 0
@@ -101,7 +105,7 @@ def safetensors(weights: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryv
 
 
 def _described(parts: Iterable[bytes | memoryview]) -> dict[str, Any]:
-    """The size of all ``parts``, and a checksum of each chunk."""
+    """Return the size of all ``parts`` together, and the CRC-32 of each chunk."""
     sums, size = list[int](), 0
     current, room = 0, _CHUNK
     for part in parts:
@@ -119,7 +123,7 @@ def _described(parts: Iterable[bytes | memoryview]) -> dict[str, Any]:
 
 
 def _write(path: Path, parts: Iterable[bytes | memoryview]) -> dict[str, Any]:
-    """Write ``parts`` to ``path`` in place of what is there; the result describes them."""
+    """Write ``parts`` to ``path``, replacing an existing file; return their size and checksums."""
     kept = list(parts)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:

@@ -1,1 +1,1 @@
-"""Graph passes in eager PyTorch: a module's forward as an fx graph, rewritten and run as it is."""
+"""Graph passes in eager PyTorch: capture a module's forward as an fx graph, and rewrite it."""

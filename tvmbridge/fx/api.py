@@ -1,4 +1,4 @@
-"""The door to the fx passes: optimize a module, look at what was done, undo it."""
+"""The public functions of the fx passes: optimize a module, inspect the result, and undo it."""
 
 from __future__ import annotations
 
@@ -27,10 +27,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FxReport:
-    """What the passes made of a module, in each mode, and the calls that its own forward served.
+    """A report of the passes in each mode of a module, and of how its calls were served.
 
-    ``records`` are those of each graph, by its mode; ``calls`` counts the calls that graphs
-    served, ``fallbacks`` the others by their reasons.
+    - ``calls``: the number of calls that rewritten graphs served.
+    - ``fallbacks``: the number of calls that the module's own forward served, by reason.
+    - ``records``: the records of the passes, by mode; empty for a mode in which tracing was
+      refused.
     """
 
     calls: int
@@ -46,7 +48,10 @@ class FxReport:
 
 
 def fx_passes() -> tuple[Any, ...]:
-    """The passes of ``optimize_fx``, in their order; the last one between several processes."""
+    """Return the passes of ``optimize_fx`` in their order.
+
+    ``OverlapCommunication`` is the last of them, if several processes share a process group.
+    """
     passes: tuple[Any, ...] = (CombineSparseInputs(), FeatureFusion(), HorizontalFusion())
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         passes += (OverlapCommunication(),)
@@ -61,32 +66,31 @@ def optimize_fx(
     sample_kwargs: Mapping[str, Any] | None = None,
     measure: bool = True,
 ) -> nn.Module:
-    """Let ``module`` run, in eager PyTorch, a graph of its forward that fx passes have rewritten.
+    """Run, in eager PyTorch, a graph of ``module``'s forward that fx passes have rewritten.
 
-    The graph is made for the mode that the module is in; for the other one at the first call in it.
-    It serves calls of other sizes as well; those that it was not made for run the module's own
-    forward, and are counted in :func:`fx_report`. Parameters, buffers, ``state_dict`` and hooks
-    stay as they are, gradients flow, and dropout draws what it drew.
+    The graph is traced now for the current mode, and at the first call in the other mode. It also
+    serves calls of other sizes. Calls that no graph fits run the module's own forward, and
+    :func:`fx_report` counts them. Parameters, buffers, ``state_dict`` and hooks stay as they are.
+    Gradients flow, and dropout draws the same random numbers as before.
 
     Args:
-        module: changed in place: its ``forward`` is replaced, nothing else, and that only where a
-            pass has rewritten something. Why none has is told in the log (``INFO``), and by
-            :func:`tvmbridge.explain`.
+        module: the module. Only its ``forward`` is replaced, and only if a pass has rewritten
+            something. If none has, the log (``INFO``) and :func:`tvmbridge.explain` say why.
         sample_input: a tensor, or a tuple of positional arguments (nested structures allowed).
-        passes: instances of :class:`tvmbridge.passes.fx.base.FxPass`, run in order; None: those
-            that tvmbridge has.
+        passes: instances of :class:`tvmbridge.passes.fx.base.FxPass`, run in order; None: the
+            passes of :func:`fx_passes`.
         sample_kwargs: keyword arguments of forward.
-        measure: undo a pass after which the sample takes longer (not where the module
-            communicates).
+        measure: whether to undo a pass after which the sample takes longer. Graphs that communicate
+            with other processes are not measured.
 
     Returns:
         ``module``.
 
     Raises:
-        TypeError: ``module`` is no module, or ``passes`` holds what is no pass.
-        CaptureError: the module cannot be traced, or does at each call what a graph would not; the
-            message says what. The module is left as it was.
-        PassError: a pass failed, or made a graph that does not compute what the module does.
+        TypeError: ``module`` is no module, or an element of ``passes`` is no pass.
+        CaptureError: the module cannot be traced, or each call has an effect that a graph would not
+            repeat. The message names the cause, and the module is unchanged.
+        PassError: a pass failed, or its graph computes other values than the module.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
@@ -115,7 +119,7 @@ def _forward_of(module: nn.Module) -> FxForward:
 
 
 def remove_fx(module: nn.Module) -> nn.Module:
-    """Give ``module`` back the forward that it had before :func:`optimize_fx`.
+    """Restore the forward that ``module`` had before :func:`optimize_fx`.
 
     Raises:
         ValueError: no graph is installed.
@@ -129,9 +133,9 @@ def remove_fx(module: nn.Module) -> nn.Module:
 
 
 def fx_graphs(module: nn.Module) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """The graph of ``module`` before the passes and after them, of the mode that was traced last.
+    """Return the graph of ``module`` before the passes and after them, of the mode traced last.
 
-    ``tvmbridge.visualize`` draws them.
+    ``tvmbridge.visualize`` draws the two graphs.
 
     Raises:
         ValueError: no graph is installed.
@@ -141,7 +145,7 @@ def fx_graphs(module: nn.Module) -> tuple[fx.GraphModule, fx.GraphModule]:
 
 
 def fx_report(module: nn.Module) -> FxReport:
-    """What :func:`optimize_fx` has made of ``module``, and which calls that served.
+    """Return a report of the rewritten graphs of ``module`` and of the calls that they served.
 
     Raises:
         ValueError: no graph is installed.

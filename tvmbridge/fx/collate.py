@@ -1,4 +1,4 @@
-"""Collating: the features of a batch are checked and joined on the host, before they are copied."""
+"""Collate sparse features: check and join the features of a batch on the host, before the copy."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from tvmbridge.fx.sparse_features import CombinedFeatures, Jagged
 
 @dataclass(frozen=True)
 class SparseCollate:
-    """A ``collate_fn`` for DataLoader: the sparse features of its samples become one.
+    """A ``collate_fn`` for DataLoader that joins the sparse features of its samples.
 
-    Samples are dicts. Under the name of a feature they have its indices (a list or a tensor), or a
-    pair of indices and weights where it is ``weighted``; features may be missing. What else they
-    have is collated as DataLoader does by default. The batch has :class:`CombinedFeatures` under
-    ``key``, with ``pin_memory=True`` of DataLoader in pinned memory.
+    Each sample is a dict. The value of a feature is its indices, as a list or tensor. If
+    ``weighted``, the value is a pair of indices and weights. A sample may lack a feature. All other
+    values are collated by DataLoader's default. The batch has :class:`CombinedFeatures` under
+    ``key``, in pinned memory if DataLoader has ``pin_memory=True``.
 
     Args:
-        tables: the number of rows of each feature's table, or None where it is not to be checked;
-            the order of the features.
+        tables: the number of rows of each feature's table, or None to leave its indices unchecked.
+            The batch has the features in this order.
         weighted: whether indices come with weights.
-        key: under which the features stand in the batch.
+        key: the key of the features in the batch.
+        dtype: the dtype of indices and lengths.
     """
 
     tables: Mapping[str, int | None]
@@ -34,11 +35,11 @@ class SparseCollate:
     dtype: torch.dtype = field(default=torch.int64)
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The batch of ``samples``.
+        """Return the batch of ``samples``.
 
         Raises:
-            ValueError: an index is beyond its table, or there are more or fewer weights than
-                indices; the message names the feature and the row.
+            ValueError: an index is beyond its table, or a row has different numbers of weights and
+                indices. The message names the feature and the row.
         """
         rest = [{k: v for k, v in s.items() if k not in self.tables} for s in samples]
         batch = dict(default_collate(rest)) if rest and rest[0] else {}
@@ -67,16 +68,16 @@ class SparseCollate:
 def combine(
     features: Mapping[str, Jagged], tables: Mapping[str, int | None] | None = None
 ) -> CombinedFeatures:
-    """Join features on the host, after they were checked.
+    """Check features on the host and join them.
 
     Args:
-        features: by name; on the CPU, of as many rows each.
-        tables: the number of rows of each feature's table, or None where it is not checked.
+        features: the features by name, on the CPU, all with the same number of rows.
+        tables: the number of rows of each feature's table, or None to leave its indices unchecked.
 
     Raises:
-        ValueError: there is no feature, some have weights and others have none, or numbers of rows
-            differ; lengths are negative or do not add up, or an index is beyond its table, which is
-            told with the feature and the row.
+        ValueError: there is no feature, only some features have weights, or their numbers of rows
+            differ. Or a feature is wrong: a length is negative, the lengths do not add up, or an
+            index is beyond its table. The message then names the feature and the row.
     """
     if not features:
         raise ValueError("there are no features to combine")
@@ -100,7 +101,7 @@ def combine(
 
 
 def check(name: str, jagged: Jagged, table: int | None) -> None:
-    """Raise ValueError if a feature is not what it should be; the message says where."""
+    """Raise ValueError if a feature is inconsistent; the message names the feature and the row."""
     indices, lengths = jagged.indices, jagged.lengths
     if indices.is_floating_point() or lengths.is_floating_point():
         raise ValueError(f"feature {name!r}: indices and lengths must be integers")

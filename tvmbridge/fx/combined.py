@@ -1,4 +1,4 @@
-"""Combined features among the arguments of a call: found, taken apart, and read by a graph."""
+"""Find combined features among the arguments of a call, and map them to the inputs of a graph."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def combined_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CombinedFeatures | None:
-    """The combined features among the arguments; None where there are none, or several."""
+    """Return the combined features among the arguments; None if there are none, or several."""
     found = [v for v in (*args, *kwargs.values()) if isinstance(v, CombinedFeatures)]
     return found[0] if len(found) == 1 else None
 
@@ -25,7 +25,10 @@ def replaced(
     kwargs: Mapping[str, Any],
     by: Callable[[CombinedFeatures], Any] = CombinedFeatures.separate,
 ) -> Arguments:
-    """The arguments with combined features in another form: as views of their tensors."""
+    """Return the arguments with each :class:`CombinedFeatures` replaced by the result of ``by``.
+
+    By default the result is a :class:`SparseFeatures` of views.
+    """
 
     def each(value: Any) -> Any:
         return by(value) if isinstance(value, CombinedFeatures) else value
@@ -34,9 +37,10 @@ def replaced(
 
 
 def of_size(features: CombinedFeatures, size: int | None) -> SparseFeatures:
-    """Features with as many rows and ``size`` indices each, to be traced; None: any numbers.
+    """Return features for tracing, with the same number of rows and ``size`` indices each.
 
-    Only the shapes matter.
+    If ``size`` is None, neighbouring features have different numbers of indices. Only the shapes
+    matter.
     """
     rows = features.lengths.shape[1]
 
@@ -51,9 +55,11 @@ def of_size(features: CombinedFeatures, size: int | None) -> SparseFeatures:
 
 @dataclass(frozen=True)
 class FeaturePositions:
-    """Where the features stand among the leaves of a call that has them apart.
+    """Positions of the features among the leaves of a call that has them as separate tensors.
 
-    ``first`` is the number of the first leaf of the first feature, of three each.
+    - ``names``: the names of the features, in order.
+    - ``first``: the position of the first leaf of the first feature. Each feature has three leaves.
+    - ``weighted``: whether the features have weights.
     """
 
     names: tuple[str, ...]
@@ -64,7 +70,7 @@ class FeaturePositions:
     def of(
         cls, args: tuple[Any, ...], kwargs: Mapping[str, Any], found: CombinedFeatures
     ) -> FeaturePositions:
-        """That of a call with combined features."""
+        """Return the positions for a call whose combined features are ``found``."""
         first = 0
         for value in (*args, *kwargs.values()):
             if value is found:
@@ -73,19 +79,20 @@ class FeaturePositions:
         return cls(found.names, first, found.weights is not None)
 
     def leaf(self, number: int, kind: int) -> int:
-        """The number of the leaf of a feature: of its indices (0), lengths (1) or weights (2)."""
+        """Return the position of a feature's indices (kind 0), lengths (1) or weights (2)."""
         return self.first + 3 * number + kind
 
     @property
     def indices(self) -> tuple[int, ...]:
-        """The leaves whose sizes are numbers of indices."""
+        """Return the positions of the leaves whose size is a number of indices."""
         kinds = (0, 2) if self.weighted else (0,)
         return tuple(self.leaf(i, kind) for i in range(len(self.names)) for kind in kinds)
 
     def given(self, leaf: int) -> int:
-        """The number of a leaf in a call with combined features, which are four leaves.
+        """Return the position of the same leaf in a call that has the features combined.
 
-        What the graph still takes of single features are the weights that they do not have.
+        Combined features are four leaves. After the pass, a graph reads a leaf of a single feature
+        only if the features have no weights. Such a leaf maps to the leaf of the combined weights.
         """
         if leaf < self.first:
             return leaf
@@ -93,7 +100,7 @@ class FeaturePositions:
         return self.first + (3 if past < 0 else 4 + past)
 
     def shapes(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        """The shapes that the features of such a call would have apart; no view is made."""
+        """Return the shapes that a combined call's leaves would have with separate features."""
         shapes = shapes_of(leaves)
         rows = shapes[self.first + 1][1:]
         apart: list[Any] = []
@@ -103,5 +110,5 @@ class FeaturePositions:
 
 
 def shapes_of(leaves: Sequence[Any]) -> list[Any]:
-    """The shapes of the tensors among ``leaves``."""
+    """Return the shape of each leaf, and None for a leaf that is no tensor."""
     return [leaf.shape if isinstance(leaf, torch.Tensor) else None for leaf in leaves]

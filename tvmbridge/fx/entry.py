@@ -1,4 +1,4 @@
-"""An entry: the graph that passes have made of a module in one mode, and when it may run."""
+"""A graph entry: a rewritten graph of a module in one mode, and the checks before it may run."""
 
 from __future__ import annotations
 
@@ -21,9 +21,13 @@ from tvmbridge.runtime.guards.state import ModuleState
 
 
 class Binding:
-    """Where the inputs of a graph come from: the module's tensors, and the leaves of a call.
+    """Maps the module's tensors and the leaves of a call to the inputs of a graph.
 
-    ``layout``: of the features that the graph takes combined.
+    Args:
+        traced: the traced forward.
+        state: the module's tensors.
+        graph_module: the graph whose inputs are bound.
+        layout: the positions of the features, if the graph takes them combined; otherwise None.
     """
 
     def __init__(
@@ -56,7 +60,7 @@ class Binding:
         self._usual = self.sources == usual
 
     def __call__(self, tensors: Sequence[Any], leaves: Sequence[Any]) -> Sequence[Any]:
-        """The inputs of the graph."""
+        """Return the inputs of the graph."""
         if self._usual:
             return (*tensors, *leaves)
         held = {"module": tensors, "leaf": leaves}
@@ -65,10 +69,15 @@ class Binding:
 
 @dataclass
 class GraphEntry:
-    """A graph, its binding, and what must be as it was when it was traced.
+    """A graph with its binding, and the conditions under which it may serve a call.
 
-    ``original`` is the graph before the passes, ``records`` what these did. ``combines``: it takes
-    the features of a call combined.
+    - ``original``: the graph before the passes; ``graph_module`` is the graph after them.
+    - ``out_spec``: the structure of forward's results.
+    - ``signature``, ``sizes``: the structure, types and sizes of arguments that the graph serves.
+    - ``state``: the module's tensors and attributes, which must not have changed since the trace.
+    - ``records``: one record for each pass.
+    - ``combines``: whether the graph takes the features of a call combined.
+    - ``calls``: the number of calls served.
     """
 
     module: nn.Module
@@ -85,14 +94,14 @@ class GraphEntry:
     _fast: tuple[Any, list[torch.Tensor]] | None = field(default=None, repr=False)
 
     def leaves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[Any] | str:
-        """The leaves of a call's arguments, or why the graph does not fit them."""
+        """Return the leaves of a call's arguments, or why the graph does not fit them."""
         leaves = self.signature.flatten(args, kwargs)
         if leaves is None:
             return "the arguments are structured otherwise"
         return self.sizes.mismatch(leaves) or leaves
 
     def tensors(self) -> list[torch.Tensor] | str:
-        """The module's tensors of now, or why the graph does not fit the module any more."""
+        """Return the module's current tensors, or why the graph no longer fits the module."""
         fast = self._fast
         if fast is not None and fast[0].check((), {}) is not None:
             return fast[1]
@@ -108,7 +117,7 @@ class GraphEntry:
         return tensors
 
     def run(self, tensors: Sequence[Any], leaves: Sequence[Any]) -> Any:
-        """What forward returns."""
+        """Run the graph and return its results in the structure that forward returns."""
         self.calls += 1
         results = self.graph_module.forward(*self.binding(tensors, leaves))
         return pytree.tree_unflatten(list(results), self.out_spec)

@@ -1,4 +1,4 @@
-"""The forward that runs rewritten graphs: which one serves a call, and what serves it otherwise."""
+"""The forward that runs rewritten graphs, and falls back to the module's own forward."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from tvmbridge.runtime.guards.mode import Mode
 
 logger = logging.getLogger(__name__)
 
-# Graphs of one mode, for arguments of other kinds or sizes.
+# The most graphs of one mode; each is for arguments of other types or sizes.
 _MOST_GRAPHS = 4
 
 
 class FxForward(StandsForForward):
-    """What ``optimize_fx`` installs as a module's ``forward``.
+    """The callable that ``optimize_fx`` installs as a module's ``forward``.
 
     Args:
-        module: whose forward it is.
-        own: the forward that the instance had; None: it has that of its class.
-        rewriting: makes entries.
+        module: the module that has this forward.
+        own: the forward that the instance had; None if it uses the forward of its class.
+        rewriting: creates the graph entries.
     """
 
     def __init__(self, module: nn.Module, own: Any, rewriting: Rewriting) -> None:
@@ -54,7 +54,7 @@ class FxForward(StandsForForward):
 
     @property
     def original(self) -> Any:
-        """The forward that runs without the passes."""
+        """Return the forward that runs without the passes."""
         return self.own or forward_of_class(self.module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -83,7 +83,7 @@ class FxForward(StandsForForward):
     def _entry(
         self, mode: Mode, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[GraphEntry, Sequence[Any], Sequence[Any]] | str:
-        """The entry that serves a call, with its leaves and tensors, or why none does."""
+        """Return the entry that serves a call, its leaves and its tensors, or why none serves."""
         reason, calls = "", {True: (args, kwargs)}
         for entry in self.entries.get(mode, ()):
             if entry.combines not in calls:
@@ -103,7 +103,7 @@ class FxForward(StandsForForward):
         return self._make(mode, args, kwargs) or self._entry(mode, args, kwargs)
 
     def _make(self, mode: Mode, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
-        """Trace for a call like this one; the reason where that is refused."""
+        """Trace an entry for calls like this one; return the reason if that is refused."""
         with compiling():
             try:
                 entry = self.rewriting(self.module, self.own, args, kwargs, mode.needs_grad)
@@ -114,10 +114,10 @@ class FxForward(StandsForForward):
         return None
 
     def add(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Trace for a sample, unless there is a graph for it.
+        """Trace an entry for a sample.
 
         Raises:
-            BridgeError: it is refused.
+            BridgeError: the sample is refused.
         """
         mode = Mode.of_now(self.module.training, torch.is_grad_enabled())
         self.refused.pop(mode, None)

@@ -1,4 +1,4 @@
-"""Rewriting: a module is traced, the passes run, and what comes out is held against the module."""
+"""Rewrite a module: trace it, run the passes, and compare the result with the module."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ from tvmbridge.runtime.guards.state import ModuleState
 
 @dataclass(frozen=True)
 class Rewriting:
-    """Makes entries of modules.
+    """Creates graph entries of modules.
 
-    ``measure``: a pass after which the sample takes longer is undone, with the two times as the
-    reason.
+    - ``passes``: the fx passes, in the order in which they run.
+    - ``measure``: whether a pass is undone if the sample takes longer after it. The reason that is
+      recorded has both times.
     """
 
     passes: tuple[Any, ...]
@@ -41,11 +42,12 @@ class Rewriting:
         kwargs: Mapping[str, Any],
         needs_grad: bool,
     ) -> GraphEntry:
-        """The entry of ``module``, whose own forward is ``own``, for arguments like these.
+        """Return the entry of ``module``, whose own forward is ``own``, for calls like this sample.
 
         Raises:
-            CaptureError: it cannot be traced.
-            PassError: a pass failed, or computes something else than the module on the sample.
+            CaptureError: the module cannot be traced.
+            PassError: a pass failed, or the rewritten graph computes other values than the module
+                on the sample.
         """
         with with_own_forward(module, own):
             features = combined_in(args, kwargs)
@@ -97,7 +99,7 @@ class Rewriting:
 
 
 def _features(traced: Traced, layout: FeaturePositions) -> tuple[Feature, ...]:
-    """The features of a traced call by their placeholders."""
+    """Return the features of a traced call, with the names of their placeholders."""
     specs = traced.program.graph_signature.input_specs
     users = [s.arg.name for s in specs if s.kind.name == "USER_INPUT"]
 

@@ -1,4 +1,4 @@
-"""Sizes: whether the arguments of a call are of the kinds and sizes that a graph was traced for."""
+"""Check that the arguments of a call have the types and sizes that a graph was traced for."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ _FUNCTIONS: dict[str, Any] = {
 
 
 class LeafSizes:
-    """Compares the leaves of a call's arguments with those that were traced.
+    """Compares the argument leaves of calls with the leaves that were traced.
 
     Args:
-        leaves: of the sample.
-        relations: between their sizes; None: no argument is a tensor.
-        shapes: of the traced arguments, from the leaves of a call.
-        degenerate: traced arguments whose sizes may be 0 and 1 as well, which symbols leave out.
+        leaves: the leaves of the sample.
+        relations: the relations between their sizes; None if no argument is a tensor.
+        shapes: returns the shapes of the traced arguments, given the leaves of a call.
+        degenerate: positions of the traced arguments whose sizes may also be 0 or 1, which symbols
+            exclude.
 
     Raises:
-        CaptureError: a relation cannot be told of numbers.
+        CaptureError: a relation cannot be evaluated, or the sample does not fulfil it.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class LeafSizes:
             raise CaptureError(f"the traced graph does not fit the sample: {refused}")
 
     def mismatch(self, leaves: Sequence[Any]) -> str | None:
-        """Why the graph cannot serve a call with these leaves; None when it can."""
+        """Return why the graph cannot serve a call with these leaves; None if it can."""
         for i, dtype, device, rank in self._kinds:
             tensor = leaves[i]
             if type(tensor) not in PLAIN or tensor.layout is not torch.strided:
@@ -82,7 +83,7 @@ class LeafSizes:
 def _compiled(
     relations: Relations, degenerate: Collection[int]
 ) -> Callable[[Sequence[Any]], str | None]:
-    """A function that holds sizes against the relations."""
+    """Return a function that checks sizes against the relations and returns why they do not fit."""
     names: dict[Any, str] = {}
     text = _Text(names)
     lines: list[str] = []
@@ -114,7 +115,10 @@ def _compiled(
 
 
 class _Text(StrPrinter):
-    """Writes expressions of sizes with names of its own: a symbol's name may be a user's."""
+    """Writes expressions of sizes with generated names.
+
+    A symbol's own name may come from a user, so it may be no valid or no unique identifier.
+    """
 
     def __init__(self, names: Mapping[Any, str]) -> None:
         super().__init__()

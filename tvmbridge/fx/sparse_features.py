@@ -1,7 +1,7 @@
 """Sparse features: for each row of a batch, and for each feature, some indices of a table.
 
-:class:`SparseFeatures` has two or three tensors for each feature, :class:`CombinedFeatures` two or
-three for all of them. Either gives a feature by its name, and is a pytree.
+:class:`SparseFeatures` has two or three tensors for each feature. :class:`CombinedFeatures` has two
+or three tensors for all features together. Both are pytrees, and mappings from names to features.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from tvmbridge.core.torch_private import pytree
 class Jagged:
     """One feature of a batch.
 
-    ``indices`` (one dimension, integers) are those of all rows in turn, ``lengths`` (one for each
-    row, integers) says how many each row has, ``weights`` (as many as indices) what each counts.
+    - ``indices``: the indices of all rows, row after row; integers, one dimension.
+    - ``lengths``: the number of indices of each row; integers, one dimension.
+    - ``weights``: the weight of each index, or None.
     """
 
     indices: torch.Tensor
@@ -29,12 +30,12 @@ class Jagged:
 
     @property
     def offsets(self) -> torch.Tensor:
-        """Where each row begins among the indices."""
+        """Return the position of each row's first index."""
         return self.lengths.cumsum(0) - self.lengths
 
 
 class SparseFeatures(Mapping[str, Jagged]):
-    """Features by their names, each with tensors of its own."""
+    """A mapping from names to features that have tensors of their own."""
 
     def __init__(self, features: Mapping[str, Jagged]) -> None:
         self._features = dict(features)
@@ -49,7 +50,10 @@ class SparseFeatures(Mapping[str, Jagged]):
         return len(self._features)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> SparseFeatures:
-        """All tensors on ``device``: two or three copies for each feature."""
+        """Return the features with all tensors on ``device``.
+
+        This takes two or three copies for each feature.
+        """
         moved = {
             name: Jagged(*(t.to(device, non_blocking=non_blocking) for t in _tensors(jagged)))
             for name, jagged in self.items()
@@ -58,14 +62,15 @@ class SparseFeatures(Mapping[str, Jagged]):
 
 
 class CombinedFeatures(Mapping[str, Jagged]):
-    """Features of a batch in one tensor of indices and one of lengths.
+    """The features of a batch in one tensor of indices and one of lengths.
 
     Args:
-        names: of the features, in the order of the tensors.
-        indices: those of the first feature, then those of the second one, and so on.
-        lengths: for each feature and row, how many there are (two dimensions).
-        splits: how many indices each feature has; on the host, so that nobody waits for a device.
-        weights: one for each index, or None.
+        names: the names of the features, in the order of the tensors.
+        indices: the indices of all features, feature after feature.
+        lengths: the number of indices of each feature (first dimension) and row (second dimension).
+        splits: the number of indices of each feature, on the host, so that reading it waits for no
+            device.
+        weights: the weight of each index, or None.
     """
 
     def __init__(
@@ -82,7 +87,7 @@ class CombinedFeatures(Mapping[str, Jagged]):
         self._apart: SparseFeatures | None = None
 
     def __getitem__(self, name: str) -> Jagged:
-        # Splitting once: for N features one by one would be N splits into N views.
+        # Split once and keep the result: N look-ups would otherwise split N times into N views.
         if self._apart is None:
             self._apart = self.separate()
         return self._apart[name]
@@ -94,7 +99,7 @@ class CombinedFeatures(Mapping[str, Jagged]):
         return len(self.names)
 
     def separate(self) -> SparseFeatures:
-        """The features as views."""
+        """Return the features as views."""
         sizes = self.splits.tolist()
         indices, lengths = self.indices.split(sizes), self.lengths.unbind(0)
         weights: Sequence[Any] = [None] * len(sizes)
@@ -104,7 +109,10 @@ class CombinedFeatures(Mapping[str, Jagged]):
         return SparseFeatures(dict(zip(self.names, (Jagged(*p) for p in parts), strict=True)))
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> CombinedFeatures:
-        """The tensors on ``device``, by two copies (three with weights); ``splits`` stays."""
+        """Return the features on ``device``.
+
+        This takes two copies, or three with weights; ``splits`` stays on the host.
+        """
         indices = self.indices.to(device, non_blocking=non_blocking)
         lengths = self.lengths.to(device, non_blocking=non_blocking)
         weights = self.weights
@@ -113,13 +121,13 @@ class CombinedFeatures(Mapping[str, Jagged]):
         return CombinedFeatures(self.names, indices, lengths, self.splits, weights)
 
     def pin_memory(self) -> CombinedFeatures:
-        """The same in pinned memory: DataLoader calls it where it is asked to pin."""
+        """Return the features in pinned memory; DataLoader calls this if ``pin_memory=True``."""
         indices, lengths = self.indices.pin_memory(), self.lengths.pin_memory()
         weights = None if self.weights is None else self.weights.pin_memory()
         return CombinedFeatures(self.names, indices, lengths, self.splits, weights)
 
     def to_keyed_jagged_tensor(self) -> Any:
-        """As torchrec's ``KeyedJaggedTensor``, which shares the tensors, and knows the splits.
+        """Return a torchrec ``KeyedJaggedTensor`` that shares the tensors and has the splits.
 
         Raises:
             ImportError: torchrec is not installed.
@@ -137,7 +145,7 @@ class CombinedFeatures(Mapping[str, Jagged]):
 
     @classmethod
     def of_keyed_jagged_tensor(cls, given: Any) -> CombinedFeatures:
-        """From torchrec's ``KeyedJaggedTensor`` with as many rows in each feature.
+        """Return the features of a torchrec ``KeyedJaggedTensor``, and share its tensors.
 
         Raises:
             ValueError: the features have different numbers of rows.

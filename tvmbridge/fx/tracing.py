@@ -1,7 +1,8 @@
-"""Tracing: the program of a module for the fx passes, in ATen operators that autograd records.
+"""Trace a module into the program that the fx passes rewrite, in ATen operators.
 
-It is torch.export's program as it comes, with symbols for sizes: neither decomposed nor made
-functional, so that it computes and draws what the module does, in the same order.
+The program is the one that torch.export returns, with symbols for sizes. It is neither decomposed
+nor functionalized, so autograd records it, and it computes and draws random numbers in the module's
+own order.
 """
 
 from __future__ import annotations
@@ -46,11 +47,14 @@ from tvmbridge.graph_capture.traced_forward import TracedForward
 
 @dataclass(frozen=True)
 class Traced:
-    """A traced forward: its graph, where its inputs come from, and what it takes for granted.
+    """A traced forward: its graph and the captured program that the graph was taken from.
 
-    ``graph_module`` takes the tensors and constants of ``captured.program``'s inputs in their
-    order, and returns the leaves of the results. ``degenerate`` are the leaves of a call whose
-    sizes may be 0 and 1 as well.
+    - ``graph_module``: the graph. It takes the tensors and constants of ``captured.program``'s
+      inputs in their order, and returns the leaves of the results.
+    - ``captured``: the program, the sources of its inputs, and the assumptions of the trace.
+    - ``relations``: relations between symbolic sizes; None if no argument is a tensor.
+    - ``degenerate``: positions of the argument leaves whose sizes may also be 0 or 1, which symbols
+      exclude.
     """
 
     graph_module: fx.GraphModule
@@ -60,7 +64,7 @@ class Traced:
 
     @property
     def program(self) -> ExportedProgram:
-        """The program that torch.export made."""
+        """Return the program of torch.export."""
         return self.captured.program
 
 
@@ -71,18 +75,18 @@ def trace(
     needs_grad: bool,
     any_size: bool = True,
 ) -> Traced:
-    """Trace ``module``, in train or eval mode as it is.
+    """Trace ``module`` in the mode that it is in, train or eval.
 
     Args:
-        module: whose forward is traced.
-        args: positional arguments.
-        kwargs: keyword arguments.
-        needs_grad: whether autograd records.
-        any_size: whether symbols stand in the place of sizes.
+        module: the module whose forward is traced.
+        args: positional arguments of the sample call.
+        kwargs: keyword arguments of the sample call.
+        needs_grad: whether autograd records the call.
+        any_size: whether symbols replace the sizes of the sample.
 
     Raises:
-        CaptureError: it cannot be traced, or does at each call what a graph would not; the message
-            says what.
+        CaptureError: the module cannot be traced, or each call has an effect that a graph would not
+            repeat. The message names the cause.
     """
     reason = refused_now()
     if reason is None and autocast_now():
@@ -105,10 +109,12 @@ def trace(
 def trace_sample(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], needs_grad: bool
 ) -> Traced:
-    """:func:`trace` for a sample that may have combined features, which are traced apart.
+    """Trace a sample whose arguments may include combined features.
 
-    Features may be empty, or have one index: where forward does the same then is found out by
-    tracing it so, for the sizes of the sample: symbols would take most of the time.
+    Combined features are traced as separate tensors. In later calls a feature may have 0 or 1
+    indices, sizes that symbols exclude. Two more traces, with 0 and with 1 indices, find out
+    whether forward runs the same operators for them. Both traces use the sizes of the sample as
+    constants, because tracing with symbols would take most of the time.
     """
     features = combined_in(args, kwargs)
     if features is None:
@@ -127,14 +133,19 @@ def trace_sample(
 
 
 def _operators(graph_module: fx.GraphModule) -> list[str]:
-    """What a graph computes tensors by."""
+    """Return the names of the operators that compute tensors in a graph."""
     called = (n for n in graph_module.graph.nodes if n.op == "call_function")
     values = ((n, n.meta.get("val")) for n in called)
     return [str(n.target) for n, v in values if not isinstance(v, int | float | torch.SymInt)]
 
 
 def _seen(stage: StagedModule) -> Observation:
-    """What was observed of forward; what a graph in eager PyTorch would not repeat is refused."""
+    """Return the observation of forward.
+
+    Raises:
+        CaptureError: forward cannot be observed, or has an effect that a graph in eager PyTorch
+            would not repeat.
+    """
     name, seen = type(stage.module).__name__, stage.observation
     if seen is None:
         raise CaptureError(
@@ -208,7 +219,10 @@ def _export(
 
 
 def _any_size(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Symbols for all sizes of tensors; torch.export makes numbers of those that are demanded."""
+    """Return a spec of dynamic shapes with a symbol for every size that is greater than 1.
+
+    ``torch.export`` turns a symbol into a number if forward requires that number.
+    """
     module.forward.__dict__["__signature__"] = spelled_out(args, kwargs)
     symbolic = {
         number: {i: torch.export.Dim.AUTO for i, size in enumerate(leaf.shape) if size > 1}

@@ -1,6 +1,6 @@
-"""The trial: a rewritten graph runs on the sample, beside the module, before it may serve calls.
+"""Run a rewritten graph on the sample, and compare it with the module, before it may serve calls.
 
-All runs are on copies of tensors, with the generators put back: the module is as it was.
+All runs use copies of tensors and restore the random generators, so the module stays unchanged.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from tvmbridge.core.torch_private import pytree
 from tvmbridge.fx.entry import Binding
 from tvmbridge.graph_capture.trace.generators import Generators
 
-# A pass may make a sample this much slower before it is undone: what timing varies by.
+# A pass is undone if the sample takes more than this ratio of its former time. Timings vary by 5%.
 _MARGIN = 1.05
 _ROUNDS = 7
-# Of the largest element of a tensor, in units of its dtype's rounding.
+# The error allowed, relative to the largest element, in units of the dtype's epsilon; at most 5%.
 _ULPS = 1 << 14
 _MOST = 0.05
 
 
 class Trial:
-    """Runs graphs and the module on the sample.
+    """Runs a graph, or the module, on the sample.
 
     Args:
-        module: that was traced.
+        module: the module that was traced.
         graph_module: the graph.
-        binding: of its inputs.
-        tensors: the module's.
-        leaves: of the sample.
+        binding: maps the module's tensors and the leaves of a call to the graph's inputs.
+        tensors: the module's tensors.
+        leaves: the leaves of the sample.
         needs_grad: whether gradients are computed too.
     """
 
@@ -55,7 +55,11 @@ class Trial:
         self._needs_grad = needs_grad
 
     def slower(self, before: Trial) -> str | None:
-        """Why the graph is no gain on the one ``before`` it, with both times; None: it is one."""
+        """Return both times as a text if the graph takes longer than the one of ``before``.
+
+        Return None if it does not, or if it communicates with other processes: then it is not
+        timed.
+        """
         if any(_communicates(node) for node in self._graph_module.graph.nodes):
             return None
         taken: dict[str, list[float]] = {"before": [], "after": []}
@@ -91,7 +95,7 @@ class Trial:
     def _results(
         self, call: Callable[[], Any], given: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
-        """The leaves of what ``call`` returns, and the gradients of all that requires one."""
+        """Return the leaves of the result of ``call``, and the gradients of the given tensors."""
         with torch.set_grad_enabled(self._needs_grad):
             results = pytree.tree_leaves(call())
             flowing = [r for r in results if isinstance(r, torch.Tensor) and r.requires_grad]
@@ -102,10 +106,10 @@ class Trial:
             return results, list(torch.autograd.grad(loss, wanted, allow_unused=True))
 
     def compare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Hold the graph against the module's own forward, called with these arguments.
+        """Compare the graph with the module's own forward, called with these arguments.
 
         Raises:
-            PassError: results, gradients or what was written differ by more than rounding.
+            PassError: results, gradients or written tensors differ by more than rounding.
         """
         tensors, leaves = self._copies()
         given, spec = pytree.tree_flatten((args, dict(kwargs)))
@@ -132,7 +136,7 @@ class Trial:
                 )
 
     def _own(self, tensors: Sequence[Any], leaves: Sequence[Any], spec: pytree.TreeSpec) -> Any:
-        """The module's forward, with copies in the place of its tensors."""
+        """Call the module's forward with copies in place of its tensors."""
         positional, named = pytree.tree_unflatten(list(leaves), spec)
         module = self._module
         held = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
@@ -141,7 +145,7 @@ class Trial:
 
 
 def _copied(values: Sequence[Any]) -> list[Any]:
-    """``values`` with copies of tensors; one for those that are one."""
+    """Return ``values`` with tensors copied; a tensor that occurs twice is copied once."""
     memo: dict[int, torch.Tensor] = {}
     for value in values:
         if isinstance(value, torch.Tensor) and id(value) not in memo:
@@ -151,7 +155,7 @@ def _copied(values: Sequence[Any]) -> list[Any]:
 
 
 def _weighted(tensor: torch.Tensor) -> torch.Tensor:
-    """A scalar that all elements have different parts in."""
+    """Return a weighted sum of all elements, so that each element has its own gradient."""
     weights = torch.linspace(0.5, 1.5, tensor.numel(), dtype=torch.float64).to(tensor.real.dtype)
     flat = torch.view_as_real(tensor).sum(-1) if tensor.is_complex() else tensor
     return (flat.reshape(-1) * weights.to(tensor.device)).sum().cpu()
