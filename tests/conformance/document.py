@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import textwrap
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,9 +33,11 @@ shape and values; and the same for gradients.
 
 Measured with PyTorch {torch}{samples}. This page is generated:
 
-    python -m tests.conformance --dtypes {dtypes} --modes {modes} --out build/all.jsonl
-    python -m tests.conformance --read build/all.jsonl --whole --write-results
-    python -m tests.conformance --write-docs
+```
+python -m tests.conformance --dtypes {dtypes} --modes {modes} --out build/all.jsonl
+python -m tests.conformance --read build/all.jsonl --whole --write-results
+python -m tests.conformance --write-docs
+```
 
 **native**: compiled by TVM throughout. **mixed**: some of the ATen operators it consists of are
 native, others calls of PyTorch's kernels. **call**: a call of PyTorch's own kernel from inside
@@ -117,7 +120,9 @@ def _summary(results: Results) -> str:
     lines = [
         "## Summary",
         "",
-        "Left out: " + ", ".join(f"{n} ({count})" for n, count in sorted(left_out().items())) + ".",
+        _wrapped(
+            "Left out: " + ", ".join(f"{n} ({c})" for n, c in sorted(left_out().items())) + "."
+        ),
         "",
         "| | entries | right | " + " | ".join(CLASSES[::-1]) + " |",
         "|---|" + "---|" * (len(CLASSES) + 2),
@@ -135,11 +140,18 @@ def _usage() -> str:
     calls = [name for name in listed if not is_native(name)]
     share = 1 - len(calls) / COUNT
     return (
-        f"Of the {COUNT} operators most used in {usage['models']} models "
-        f"(`python -m tests.conformance.usage`) {share:.0%} are native. The others: "
-        + ", ".join(f"`{name}`" for name in calls)
-        + ".\n"
+        _wrapped(
+            f"Of the {COUNT} operators most used in {usage['models']} models "
+            f"(`python -m tests.conformance.usage`) {share:.0%} are native. The others: "
+            + ", ".join(f"`{name}`" for name in calls)
+            + "."
+        )
+        + "\n"
     )
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, 118, break_long_words=False, break_on_hyphens=False)
 
 
 def _table(title: str, kinds: list[str], results: Results) -> str:
