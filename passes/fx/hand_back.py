@@ -54,7 +54,10 @@ class HandBack:
         return more
 
     def copied(self) -> int:
-        """Return how many more bytes are copied; a symbolic size counts as its hint."""
+        """Return how many bytes the rewritten graph copies that the original did not.
+
+        A symbolic size counts as its size in the sample.
+        """
         return sum(2 * nbytes(f.value) for f, cat, _ in self._joined if _copies(f, cat))
 
     def replace(self) -> None:

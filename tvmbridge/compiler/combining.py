@@ -150,7 +150,7 @@ class Combining:
 
 
 def _layers(group: ParallelProducts) -> Layers | None:
-    """Return the group in the form that is measured; None if it does not use PyTorch's kernels."""
+    """Return the linear layers to time, combined and apart; None if PyTorch runs none of them."""
     if group.dtype not in ("float32", "float64"):
         return None
     *leading, depth = group.left

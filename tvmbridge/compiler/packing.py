@@ -67,7 +67,10 @@ class AddressReader(Protocol):
 
 
 class ModulePacks:
-    """The packs of one module.
+    """Moves parameters of one module so that compiled code reads several as one tensor.
+
+    A *pack* is the memory of parameters that are adjacent, such as the weights of query, key and
+    value.
 
     Args:
         module: the module whose parameters may be moved.

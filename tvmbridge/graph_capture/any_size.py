@@ -51,9 +51,9 @@ class SymbolicTrace:
 
     @functools.cached_property
     def stage_of_all(self) -> StagedModule | None:
-        """Return the stage if its observation holds for all sizes, else None.
+        """Return the traced module if what its run showed holds at all sizes, else None.
 
-        The observation depends on sizes if forward assigns attributes or rebinds buffers, if
+        What a run shows depends on sizes if forward assigns attributes or rebinds buffers, if
         results share memory, or if a result is not contiguous.
         """
         seen = self.stage.observation

@@ -125,7 +125,10 @@ def _parsed(content: bytes) -> dict[str, str]:
 
 
 def adopt_choices(path: Path, content: bytes) -> str | None:
-    """Add the choices in ``content`` to the table at ``path``; return why not, or None."""
+    """Add measured choices of kernels to the table in the file ``path``.
+
+    ``content`` is the content of another machine's table. Return why it was not added, or None.
+    """
     try:
         choices = _parsed(content)
     except _DAMAGED as error:

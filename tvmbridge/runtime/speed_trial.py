@@ -57,12 +57,12 @@ class _Sample:
 
 
 class SpeedTrial:
-    """The speed trial of one compiled entry.
+    """Times calls by compiled code and by the module's own forward, and decides which serves.
 
     Args:
-        question: the key of the verdict on this machine's disk; None: it is not kept on disk.
+        question: the key under which the decision is kept on disk; None: it is not kept there.
         device: the device of the code; a GPU is synchronised before and after each timed call.
-        conclude: called with the verdict when the trial reaches it.
+        conclude: called once with the times and the decision.
     """
 
     def __init__(

@@ -77,7 +77,10 @@ class Accumulator:
         return self._clear(self.buffer)
 
     def end_stretch(self) -> tirx.Stmt:
-        """Return the statement that combines the partial results of a stretch with the totals."""
+        """Return the statement that adds the partial sums of one block of steps to the totals.
+
+        A block of steps has accumulators of its own, so that rounding errors grow more slowly.
+        """
 
         def add(lane: Expr) -> list[tirx.Stmt]:
             both = self.reduction.combine(load(self.totals, lane), load(self.buffer, lane))

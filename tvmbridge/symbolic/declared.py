@@ -140,12 +140,13 @@ def symbols_of(
 ) -> Symbols | None:
     """Return the symbols of declared dimensions; None if there are none.
 
-    There is one symbol for each Dim. Hints share a symbol if their sizes agree in all ``calls``.
+    Each ``Dim`` is one symbol. Dimensions that are declared ``Dim.AUTO`` or ``Dim.DYNAMIC`` share
+    a symbol if their sizes agree in all ``calls``.
 
     Args:
         found: the declared dimensions.
         calls: the shapes of the arguments in each known call.
-        without: dimensions that become static if their declaration is free.
+        without: dimensions that become static if they are declared ``Dim.AUTO``.
     """
     sizes = [dict(call) for call in calls]
     groups: dict[Any, list[Dimension]] = {}

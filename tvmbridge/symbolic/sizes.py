@@ -143,7 +143,10 @@ class Sizes:
             self._quotients.add(tuple(-(-extent // divisor) for extent in extents))
 
     def content(self, values: Sequence[int]) -> int:
-        """Return a divisor, at all sizes, of the number with these values at the points."""
+        """Return an integer that divides a number of the code at every size.
+
+        ``values`` are the number's values at the sample sizes: (12, 20) of ``4 * n`` gives 4.
+        """
         size = self.find(tuple(values))
         if size is None or size.divisor != 1:
             return 1

@@ -49,10 +49,10 @@ def _with_metadata(
 def _assigned(
     genuine: Callable[..., None], value: Any, module: nn.Module, path: str, *args: Any, **named: Any
 ) -> None:
-    """Assign ``value`` to ``path`` below ``module``, as the genuine function does.
+    """Assign ``value`` to ``path`` below ``module``, as torch.export's own helper does.
 
-    The genuine function searches for submodules ``name@1``, ``name@2`` beside each ``name`` of the
-    path. It is called with the whole path only if there is one.
+    That helper, ``genuine``, searches for submodules ``name@1``, ``name@2`` beside each ``name``
+    of the path, which is slow. It is called only if there is such a submodule.
     """
     *holders, field = path.split(".")
     holder = module
