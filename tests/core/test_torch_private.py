@@ -29,6 +29,8 @@ NOT_OF_PYTORCH = {
     "os._exit",
     "sys._getframe",
     "sys._current_frames",
+    "context._fields",  # of a named tuple
+    "library._name",  # of ctypes
     "functools._lru_cache_wrapper",
     "_active_collector",
 }

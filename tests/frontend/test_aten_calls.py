@@ -112,7 +112,7 @@ def test_refused_with_a_reason(function: Callable[..., Any]) -> None:
     module = Function(function).eval()
     with torch.no_grad():
         with pytest.raises(tvmbridge.BridgeError):
-            tvmbridge.add_tvm_dispatch(module, (X,))
+            tvmbridge.add_tvm_dispatch(module, (X,), on_break="forward")
         assert "forward" not in module.__dict__
 
 

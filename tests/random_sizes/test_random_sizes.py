@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.random_sizes.models import MODELS
-from tests.random_sizes.sequences import _difference, drawn, run
+from tests.random_sizes.sequences import difference, drawn, run
 
 
 @pytest.mark.slow
@@ -36,11 +36,11 @@ def test_a_length_less_one_that_vectors_divide_at_all_points() -> None:
     assert (outcome.result, outcome.served) == ("right", outcome.calls), outcome.reason
 
 
-def test_sequences_are_the_same_for_a_number_and_differences_are_told() -> None:
+def test_sequences_are_the_same_for_a_number_anddifferences_are_told() -> None:
     assert drawn(7) == drawn(7) != replace(drawn(17), number=7)
     exact = [torch.ones(3, dtype=torch.float64)]
     near, far = [torch.ones(3) + 1e-7], [torch.ones(3) + 1e-3]
-    assert _difference(near, near, exact) is None
-    assert "off by 0.001" in str(_difference(far, near, exact))
-    assert "finite elsewhere" in str(_difference([torch.full((3,), torch.inf)], near, exact))
-    assert "is (2,)" in str(_difference([torch.ones(2)], near, exact))
+    assert difference(near, near, exact) is None
+    assert "off by 0.001" in str(difference(far, near, exact))
+    assert "finite elsewhere" in str(difference([torch.full((3,), torch.inf)], near, exact))
+    assert "is (2,)" in str(difference([torch.ones(2)], near, exact))

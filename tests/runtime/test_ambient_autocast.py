@@ -200,7 +200,7 @@ def test_what_cannot_be_compiled_under_it_is_refused_at_once() -> None:
     x = torch.randn(4, 8)
     add_tvm_dispatch(Selects().eval(), x)
     with _autocast(), pytest.raises(CaptureError, match="under autocast"):
-        add_tvm_dispatch(Selects().eval(), x)
+        add_tvm_dispatch(Selects().eval(), x, on_break="forward")
 
 
 def test_a_trace_leaves_no_casts_behind() -> None:

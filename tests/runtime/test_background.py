@@ -176,7 +176,7 @@ def test_what_cannot_be_compiled_is_told_as_at_a_call() -> None:
     (expected,) = dispatch_report(at_call).fallbacks
     assert dispatch_report(module).fallbacks == {COMPILING: 1, expected: 1}
     with pytest.raises(CaptureError):
-        add_tvm_dispatch(Branching(), X, budget=60)
+        add_tvm_dispatch(Branching(), X, budget=60, on_break="forward")
 
 
 def test_training_with_sizes_that_change() -> None:

@@ -28,7 +28,7 @@ def served(rows: Sequence[int], train: bool = False) -> tuple[int, int]:
     """Call a module with these numbers of rows; return the served calls and the compilations."""
     module = Found().train(train)
     eager = copy.deepcopy(module)
-    add_tvm_dispatch(module, dynamic_shapes="auto", on_fallback="silent")
+    add_tvm_dispatch(module, dynamic_shapes="auto", on_fallback="silent", on_break="forward")
     for count in rows:
         x = torch.randn(count, 8)
         torch.testing.assert_close(module(x), eager(x))

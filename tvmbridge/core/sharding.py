@@ -25,8 +25,9 @@ def class_before(module: nn.Module) -> type[nn.Module]:
     kind = type(module)
     if not is_sharded(module):
         return kind
-    # The MRO is: the generated class, FSDPModule, the original class. FSDPModule finds it likewise.
-    return kind.__mro__[getattr(kind, "_orig_cls_mro_index", 2)]
+    # The generated class inherits from FSDPModule, then from the class that was given.
+    mro = kind.__mro__
+    return mro[mro.index(sys.modules["torch.distributed.fsdp"].FSDPModule) + 1]
 
 
 def sharded_within(module: nn.Module) -> str | None:

@@ -39,7 +39,7 @@ from tvmbridge.symbolic.code import Points
 from tvmbridge.symbolic.declared import DeclaredDimension, declared, symbols_of
 from tvmbridge.symbolic.probes import points_within
 from tvmbridge.symbolic.sizes import DifferentCodeError, Sizes
-from tvmbridge.symbolic.symbols import Dimension, Symbols
+from tvmbridge.symbolic.symbols import ITSELF, Dimension, Symbols
 
 _SMALL = (2, 3, 5, 7)
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -109,7 +109,7 @@ def _symbols(dimensions: Mapping[Dimension, DeclaredDimension], sample: _Argumen
     shapes = [(leaf, tuple(shape)) for leaf, shape in shapes_of(sample).items()]
     symbols = symbols_of(dimensions, [shapes])
     assert symbols is not None, "the spec names a dimension"
-    if symbols.forms:
+    if any(form != ITSELF for form in symbols.forms.values()):
         raise ExportError(
             "dynamic_shapes has a Dim made of another, which exported functions do not take: give "
             "each of the two dimensions a Dim of its own"

@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from tvmbridge.core.custom_operator import NAMESPACE
-from tvmbridge.core.torch_private import OpOverload
+from tvmbridge.core.torch_private import OpOverload, pytree
 from tvmbridge.graph_capture.trace.fused_attention import fused_kernel
 from tvmbridge.passes.fx.base import bound_arguments, evaluated
 

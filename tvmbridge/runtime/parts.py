@@ -112,7 +112,7 @@ class Cut:
         if os.getpid() != self._process:
             return "the process was forked after dispatch"
         if self._without >= _CALLS_WITHOUT_PARTS:
-            return f"{NO_PART} ({self.why})"
+            return self._no_part()
         # TorchDynamo does not notice a global hook that is registered after its compilation.
         if has_any_global_hook():  # type: ignore[no-untyped-call]
             return "hooks of all modules are registered"
@@ -134,6 +134,11 @@ class Cut:
             self.served += reason is None
             if reason == NO_PART:
                 self._without += 1
+                reason = self._no_part()
             elif reason is None:
                 self._without = 0
         return results, reason
+
+    def _no_part(self) -> str:
+        """Return why a module runs eagerly whose parts are all too small to be compiled."""
+        return f"{self.why}; {NO_PART}"

@@ -13,7 +13,6 @@ from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 import torch
-from torch.utils._sympy.functions import FloorDiv
 
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.graph_capture.any_size import SymbolicTrace, shapes_of
@@ -110,7 +109,9 @@ def divided(
         for value in pytree.tree_leaves(node.meta.get("val")):
             for size in value.shape if isinstance(value, torch.Tensor) else ():
                 expression = size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(0)
-                for quotient in expression.atoms(FloorDiv):
+                for quotient in expression.atoms(sympy.Function):
+                    if type(quotient).__name__ != "FloorDiv":  # PyTorch's, a private class
+                        continue
                     divisor, of = quotient.args[1], quotient.args[0].free_symbols
                     if divisor.is_Integer and len(of) == 1:
                         (symbol,) = of

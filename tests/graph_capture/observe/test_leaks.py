@@ -169,7 +169,7 @@ def test_a_refusal_looks_at_no_object_of_others(find: Callable[[Any], torch.Tens
             mock.patch.object(gc, "collect", full),
             pytest.raises(BridgeError),
         ):
-            add_tvm_dispatch(Cached(find).train(), torch.randn(2, 6))
+            add_tvm_dispatch(Cached(find).train(), torch.randn(2, 6), on_break="forward")
     assert mock.call() not in full.mock_calls
     assert gc.isenabled()
     # What the caller was handling keeps its variables.

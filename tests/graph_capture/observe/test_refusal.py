@@ -260,6 +260,6 @@ def test_a_loop_over_experts_says_what_to_do() -> None:
 
     x = torch.randn(4, 4)
     with pytest.raises(CaptureError, match=r'set_experts_implementation\("grouped_mm"\)'):
-        tvmbridge.add_tvm_dispatch(Experts("eager").eval(), x)
+        tvmbridge.add_tvm_dispatch(Experts("eager").eval(), x, on_break="forward")
     with pytest.raises(CaptureError, match=r"^(?!.*set_experts)"):
-        tvmbridge.add_tvm_dispatch(Experts("other").eval(), x)
+        tvmbridge.add_tvm_dispatch(Experts("other").eval(), x, on_break="forward")

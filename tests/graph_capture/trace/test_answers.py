@@ -110,7 +110,7 @@ def test_a_buffer_that_forward_has_written_is_not_known() -> None:
 
     module = Asks(writes_first)
     with pytest.raises(CaptureError, match=r"branches by the value of a tensor.*m\.count > 2"):
-        add_tvm_dispatch(module, sample())
+        add_tvm_dispatch(module, sample(), on_break="forward")
     assert "forward" not in vars(module)
 
 
@@ -123,7 +123,7 @@ def test_a_buffer_that_shares_memory_is_not_known() -> None:
     module.register_buffer("both", torch.zeros(2, dtype=torch.int64))
     module.count = module.both[0]
     with pytest.raises(CaptureError):
-        add_tvm_dispatch(module, sample())
+        add_tvm_dispatch(module, sample(), on_break="forward")
 
 
 @torch.no_grad()
@@ -206,4 +206,4 @@ class Counting(nn.Module):
 
 def test_attributes_that_forward_writes_answer_nothing() -> None:
     with pytest.raises(CaptureError):
-        add_tvm_dispatch(Counting().eval(), sample())
+        add_tvm_dispatch(Counting().eval(), sample(), on_break="forward")

@@ -216,7 +216,7 @@ class _Packed(nn.Module):
 
 def test_packing_is_refused_by_name() -> None:
     with pytest.raises(BridgeError, match="packs a padded sequence"):
-        add_tvm_dispatch(_Packed(), torch.randn(3, 2, 4))
+        add_tvm_dispatch(_Packed(), torch.randn(3, 2, 4), on_break="forward")
 
 
 class _Transformed(nn.Module):
@@ -244,12 +244,12 @@ class _ByOverload(nn.Module):
 
 def test_layers_within_transforms_are_refused_by_name() -> None:
     with pytest.raises(BridgeError, match=r"transform of torch\.func"):
-        add_tvm_dispatch(_Transformed(), torch.randn(2, 3, 2, 4))
+        add_tvm_dispatch(_Transformed(), torch.randn(2, 3, 2, 4), on_break="forward")
 
 
 def test_layers_that_a_trace_does_not_see_are_refused_by_name() -> None:
     with pytest.raises(BridgeError, match="a way that a trace does not see"):
-        add_tvm_dispatch(_ByOverload(torch.ops.aten.gru), torch.randn(3, 2, 4))
+        add_tvm_dispatch(_ByOverload(torch.ops.aten.gru), torch.randn(3, 2, 4), on_break="forward")
 
 
 def test_layers_called_as_operators_draw_as_in_eager() -> None:

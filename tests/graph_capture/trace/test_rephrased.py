@@ -84,7 +84,11 @@ REFUSED: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("reason", REFUSED)
 def test_what_cannot_be_said_otherwise_is_refused_by_name(reason: str) -> None:
     with pytest.raises(BridgeError, match=reason):
-        add_tvm_dispatch(Calls(REFUSED[reason]).eval(), torch.randn(3, 4, dtype=torch.float64))
+        add_tvm_dispatch(
+            Calls(REFUSED[reason]).eval(),
+            torch.randn(3, 4, dtype=torch.float64),
+            on_break="forward",
+        )
 
 
 @pytest.mark.parametrize("training", [True, False])

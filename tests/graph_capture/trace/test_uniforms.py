@@ -108,4 +108,4 @@ DECIDED: dict[str, tuple[float, Form, str]] = {
 def test_what_a_draw_decides_is_refused(kind: str) -> None:
     layerdrop, skips, reason = DECIDED[kind]
     with pytest.raises(CaptureError, match=reason):
-        add_tvm_dispatch(Layers(layerdrop, skips).train(), _x())
+        add_tvm_dispatch(Layers(layerdrop, skips).train(), _x(), on_break="forward")

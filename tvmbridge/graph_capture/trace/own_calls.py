@@ -7,6 +7,7 @@ something that makes such a change.
 
 from __future__ import annotations
 
+import inspect
 import random
 import sys
 import threading
@@ -42,9 +43,16 @@ _GENERATOR = (
 _THREAD = threading.local()
 
 
-def is_alone() -> bool:
-    """Whether no other thread runs Python now."""
-    return len(sys._current_frames()) == 1
+# Classes of threads that wait for seconds and touch neither generators nor settings.
+_HARMLESS_THREADS = ("TMonitor",)  # tqdm's
+
+
+def _other_threads() -> dict[int, tuple[FrameType, int]]:
+    """Return the innermost frame of each other thread of Python, and its last instruction."""
+    left_out = {t.ident for t in threading.enumerate() if type(t).__name__ in _HARMLESS_THREADS}
+    left_out.add(threading.get_ident())
+    frames = sys._current_frames()
+    return {ident: (f, f.f_lasti) for ident, f in frames.items() if ident not in left_out}
 
 
 class OwnCalls:
@@ -59,7 +67,7 @@ class OwnCalls:
     def __init__(self) -> None:
         self.generators: set[str] = set()
         self.sets = False
-        self._was_alone = is_alone()
+        self._others = _other_threads()
 
     def note_builtin(self, function: Any) -> None:
         """Note a builtin function that is called."""
@@ -78,7 +86,9 @@ class OwnCalls:
 
         The methods of numpy's generators are no builtin functions, so that calls are not seen.
         """
-        owner = getattr(value, "__self__", None)
+        # Of other values, asking for an attribute may run code of the user's.
+        bound = inspect.getattr_static(type(value), "__self__", None) is not None
+        owner = value.__self__ if bound else None
         for generator, name in _GENERATOR:
             if owner is generator or value is generator:
                 for calls in (self, *_around()):
@@ -97,8 +107,11 @@ class OwnCalls:
         return self.sets or self.is_alone()
 
     def is_alone(self) -> bool:
-        """Whether no other thread ran Python, neither when this began nor now."""
-        return self._was_alone and is_alone()
+        """Whether no other thread has run Python since this object was created.
+
+        A thread that waits in one call all the time stays in the same frame.
+        """
+        return self._others == _other_threads()
 
 
 @contextmanager
