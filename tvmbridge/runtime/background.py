@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from tvmbridge.cache.surroundings import unusable
 from tvmbridge.core.options import CompileOptions
@@ -24,6 +24,10 @@ from tvmbridge.runtime.fallbacks import COMPILING
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+
+
+# Mode and flags; code for any size adds which range of sizes it is for.
+Key: TypeAlias = tuple[Hashable, ...]
 
 
 class UnderWayError(Exception):
@@ -74,7 +78,7 @@ class Background:
         self.options = options
         # Seconds that a call waits for its code; None: calls compile in this process.
         self.budget = options.budget
-        self._jobs: dict[tuple[int, Hashable], _Job] = {}
+        self._jobs: dict[tuple[int, Key], _Job] = {}
         self._process = os.getpid()
         self._told: set[str] = set()
         self.__finalizer = weakref.finalize(self, _cancel, self._jobs, self._process)
@@ -83,7 +87,7 @@ class Background:
         self,
         what: str,
         about: object,
-        key: Hashable,
+        key: Key,
         body: Callable[[], Result],
         sample: object = None,
     ) -> Result:
@@ -94,7 +98,7 @@ class Background:
         Args:
             what: a description of the compilation, for messages.
             about: an object that identifies the compilation together with ``key``.
-            key: the second part of the identification.
+            key: the mode and the flags that it compiles for, and what else identifies it.
             body: the compilation; it must create the same graphs in the child and here.
             sample: an object that identifies compilations which this one replaces, since its code
                 serves their calls as well; they are ended. None: it replaces none.
@@ -170,16 +174,18 @@ class Background:
         cannot = cannot_fork() or unusable(self.options.cache)
         return "passes are observed" if cannot is None and passes_are_observed() else cannot
 
-    def _end_lesser(self, sample: object, key: Hashable) -> None:
+    def _end_lesser(self, sample: object, key: Key) -> None:
+        """End compilations for one signature whose calls the code of ``key`` will serve as well."""
+        of_one_signature = key[:2]
         for place, job in list(self._jobs.items()):
-            if sample is not None and place[1] == key and job.sample() is sample:
+            if sample is not None and place[1] == of_one_signature and job.sample() is sample:
                 if not job.child.wait(0.0):
                     job.child.end("code for more sizes takes its place")
                     logger.info("%s", job.child.error)
                 del self._jobs[place]
 
     def _start(
-        self, what: str, about: object, key: Hashable, body: Callable[[], object], sample: object
+        self, what: str, about: object, key: Key, body: Callable[[], object], sample: object
     ) -> _Job:
         child = Child(what, body)
         _turn.child, _turn.process = child, os.getpid()
@@ -193,7 +199,7 @@ class Background:
             logger.info("%s", text)
 
 
-def _cancel(jobs: dict[tuple[int, Hashable], _Job], process: int) -> None:
+def _cancel(jobs: dict[tuple[int, Key], _Job], process: int) -> None:
     if process != os.getpid():
         return
     for job in jobs.values():
