@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tvmbridge import add_tvm_dispatch, dispatch_report, remove_tvm_dispatch
+from tvmbridge import add_tvm_dispatch, compile_report, dispatch_report, remove_tvm_dispatch
 from tvmbridge.core.errors import CaptureError, FallbackError
 
 
@@ -181,7 +181,10 @@ def test_parts_that_are_too_small() -> None:
         assert torch.equal(module(x), Tiny()(x))
     report = dispatch_report(module)
     assert report.share == 0
-    assert all("large enough" in reason for reason in report.fallbacks)
+    ((reason, _),) = report.fallbacks.items()
+    assert "branches by the value of a tensor" in reason
+    assert "large enough" in reason
+    assert not compile_report().breaks
 
 
 def test_the_own_forward_where_a_graph_is_not_to_be_cut() -> None:

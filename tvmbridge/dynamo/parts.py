@@ -25,7 +25,7 @@ from tvmbridge.core.torch_private import dynamo_config, graph_breaks
 from tvmbridge.dynamo.backend import BackendOptions, graph_on_code
 from tvmbridge.dynamo.calls import CompiledGraph, EagerGraph
 from tvmbridge.dynamo.pieces import in_pieces
-from tvmbridge.dynamo.report import graph_report
+from tvmbridge.dynamo.report import graph_report, leave_out_breaks
 from tvmbridge.runtime.dispatcher import Dispatcher
 from tvmbridge.runtime.parts import NO_PART, PartReport
 
@@ -108,8 +108,10 @@ class ModuleInParts:
         finally:
             _now.depth -= 1
             _now.ran, _now.reasons = outer
+        found = graph_breaks() - breaks
+        leave_out_breaks(found)
         if self._made != made:
-            self._breaks += graph_breaks() - breaks
+            self._breaks += found
         reason = next(iter(reasons), None if ran else NO_PART)
         return results, reason
 

@@ -125,6 +125,11 @@ def compile_report() -> CompileReport:
     )
 
 
+def leave_out_breaks(found: Counter[str]) -> None:
+    """Leave graph breaks out of :func:`compile_report`: those of modules that run in parts."""
+    _breaks_before.update(found)
+
+
 def graph_report(called: CompiledGraph | EagerGraph) -> GraphReport:
     """Return a report of one graph."""
     if isinstance(called, EagerGraph):
