@@ -182,7 +182,7 @@ def test_parts_that_are_too_small() -> None:
     report = dispatch_report(module)
     assert report.share == 0
     ((reason, _),) = report.fallbacks.items()
-    assert "branches by the value of a tensor" in reason
+    assert "branches by" in reason
     assert "large enough" in reason
     assert not compile_report().breaks
 
