@@ -1,4 +1,4 @@
-"""Modules with norms agree with eager PyTorch in gradients, running statistics and precision."""
+"""Modules with norms: gradients, running statistics and precision against eager PyTorch."""
 
 from __future__ import annotations
 

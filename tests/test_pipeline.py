@@ -1,4 +1,4 @@
-"""The runner of passes: records of each pass, errors that name the pass, and dumps."""
+"""The runner: records of each pass, errors that name the pass, dumps."""
 
 # ruff: noqa: ANN201, ANN202  (the Relax functions here are TVM script)
 

@@ -155,7 +155,7 @@ Prepare = Callable[[nn.Module, Mapping[str, Any]], None]
 
 
 def _nothing(model: nn.Module, sample: Mapping[str, Any]) -> None:
-    """Do nothing: the preparation of a model that runs in eager PyTorch."""
+    """Eager PyTorch needs no preparation."""
 
 
 def _dispatch(

@@ -1,4 +1,4 @@
-"""The hypothesis strategy that draws programs without state changes or several calls."""
+"""The hypothesis strategy that draws programs."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class Slotted:
 
 
 class Listed(list):  # type: ignore[type-arg]
-    """A list subclass whose instances have an attribute."""
+    """A list with an attribute."""
 
     factor: float
 

@@ -1,4 +1,4 @@
-"""Operators on several dtypes return the dtypes that PyTorch's kernels return."""
+"""Operands of several dtypes: results have the dtypes that PyTorch's kernels give them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Higher-order operators agree with eager PyTorch in values and gradients, or are refused."""
+"""Higher-order operators in compiled code: eager PyTorch's values and gradients, or a refusal."""
 
 from __future__ import annotations
 
