@@ -1,4 +1,4 @@
-"""The pages of options and of the reference name all that there is, and their examples run."""
+"""The pages of options and of the API reference are complete, and their examples run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_lines_of_prose_are_at_most_120_characters(page: Path) -> None:
         assert not long
 
 
-# Pages that were written with longer lines.
+# Pages whose lines are still longer.
 _NOT_YET = {
     "architecture",
     "decisions",

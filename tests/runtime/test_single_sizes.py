@@ -1,4 +1,4 @@
-"""Sizes that have no symbolic code get code of their own, those first that come most often."""
+"""Sizes without symbolic code get code of their own, the most frequent sizes first."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tvmbridge import add_tvm_dispatch, dispatch_report
 
 
 class Found(nn.Module):
-    """Returns the places of large elements, whose number is known after the compiled code alone."""
+    """Returns the indices of positive elements, whose number is known only after the call."""
 
     def __init__(self) -> None:
         super().__init__()
