@@ -1,4 +1,4 @@
-"""Modules with norms: gradients, running statistics and precision against eager PyTorch."""
+"""Modules with norms agree with eager PyTorch in gradients, running statistics and precision."""
 
 from __future__ import annotations
 

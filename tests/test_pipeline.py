@@ -1,4 +1,4 @@
-"""The runner: records of each pass, errors that name the pass, dumps."""
+"""The runner of passes: records of each pass, errors that name the pass, and dumps."""
 
 # ruff: noqa: ANN201, ANN202  (the Relax functions here are TVM script)
 

@@ -166,7 +166,7 @@ Prepare = Callable[[nn.Module, Mapping[str, Any]], None]
 
 
 def _nothing(model: nn.Module, sample: Mapping[str, Any]) -> None:
-    """Eager PyTorch needs no preparation."""
+    """Do nothing: the preparation of a model that runs in eager PyTorch."""
 
 
 def _dispatch(

@@ -28,7 +28,7 @@ _GPT2 = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-# Of the library's implementations, this one has no loop over the experts that tokens chose.
+# One of the library's implementations loops over the experts that tokens chose; this one does not.
 _EXPERTS = {**_LLAMA, "experts_implementation": "batched_mm", "output_router_logits": True}
 
 

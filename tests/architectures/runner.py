@@ -19,7 +19,7 @@ from tests.device import VARIABLE
 
 @dataclass(frozen=True)
 class Entry:
-    """One architecture in one mode and dtype."""
+    """One architecture to check, in one mode and dtype."""
 
     name: str
     mode: str

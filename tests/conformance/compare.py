@@ -46,10 +46,10 @@ def is_as_near(
 ) -> bool:
     """Whether each tensor of a result agrees with eager's, or differs by rounding alone.
 
-    A difference counts as rounding if our error against the float64 reference is at most twice
-    eager's error, or four units in the last place of the largest element. Sums in another order
-    differ by that much if terms cancel. Eager PyTorch itself rounds differently for other strides
-    of the same values.
+    Errors are taken against the float64 reference. A difference counts as rounding if our error is
+    at most twice eager's, or four units in the last place of the largest element. Sums in another
+    order differ by that much if terms cancel. Eager PyTorch itself rounds differently for other
+    strides of the same values.
 
     The unit is taken in the coarsest dtype among the result's own and ``computed_in``. Eager
     PyTorch sums a cotangent in the cotangent's dtype before it widens the sum to the operand's.

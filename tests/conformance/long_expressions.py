@@ -1,4 +1,4 @@
-"""Expressions over long rows, where results are sums of many elements."""
+"""Expressions over long rows, whose results are sums of many elements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The quick set: operators that native converters serve, few samples of each."""
+"""The quick set of conformance: operators that TVM compiles natively, with few samples each."""
 
 from __future__ import annotations
 

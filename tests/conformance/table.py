@@ -17,7 +17,7 @@ RIGHT = frozenset({"aten_call", "mixed", "native"})
 
 
 class Table:
-    """The results so far; each entry is appended to ``path`` when it is finished."""
+    """The results of a run; each finished entry is appended to the file ``path``."""
 
     def __init__(self, path: Path, *, resume: bool) -> None:
         self.path = path

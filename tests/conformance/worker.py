@@ -99,7 +99,7 @@ def _run_task(task: dict[str, Any], out: TextIO) -> None:
 
 
 def main() -> None:
-    """Serve tasks until the input ends."""
+    """Read tasks from stdin and run them, until stdin ends."""
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)

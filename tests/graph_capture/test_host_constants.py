@@ -1,4 +1,4 @@
-"""Constants that forward makes on the CPU become constants of the device, with the same values."""
+"""Constants that forward creates on the CPU become constants on the device, with equal values."""
 
 from __future__ import annotations
 

@@ -165,8 +165,8 @@ def _detached(results: Any) -> Any:
 def _tolerance(program: Program, expected: Found, training: bool) -> Tolerance:
     """Return a tolerance that grows with the number of lines; in float32 also with eager's error.
 
-    Gradients that are zero by cancellation have the rounding error of the terms that cancel, so
-    the absolute tolerance is taken of the largest value in backward.
+    Gradients that are zero by cancellation have the rounding error of the terms that cancel. The
+    absolute tolerance therefore depends on the largest value in backward.
     """
     epsilon = torch.finfo(getattr(torch, program.dtype)).eps
     module = program.build(torch.float64).train(training)

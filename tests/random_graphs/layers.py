@@ -1,4 +1,4 @@
-"""Lines that call submodules: layers with parameters, statistics, masks, shared and tied ones."""
+"""Lines that call submodules: layers with parameters, statistics or dropout, shared or tied."""
 
 from __future__ import annotations
 

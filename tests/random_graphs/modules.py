@@ -124,7 +124,7 @@ def _leaves(draw: st.DrawFn, author: Author, *, lists: bool) -> list[str]:
     return given
 
 
-# Expressions that forward may return besides, of a value {v} or an argument {x}.
+# Further expressions that forward may return, of a value {v} or an argument {x}.
 EXTRAS = """{v}|{v}.detach()|{v}[..., :1]|{v}.view(-1)|{v}[..., 1:]|{v}.mT|{x}|{x}[..., :1]|self.p0
 None|{x}.shape[0]|self.training|{v}.shape|1.5|'text'|({v}, None)|[{x}]|{{'inner': {v}}}|{x}.detach()
 {v}.requires_grad|self.p0 * 2|{v}.unbind(0)|{v}.chunk(2, -1)|{x}.view({x}.shape)|[]

@@ -89,8 +89,8 @@ class Call:
     Args:
         arguments: an expression for each argument, over the tensors of the inputs' leaves.
         before: statements about ``module`` that run before the call.
-        after: statements that run between forward and backward. They use ``module``, ``given``
-            (the list of tensors among the arguments) and ``made`` (among the results).
+        after: statements that run between forward and backward, with the names ``module``,
+            ``given`` (the tensors among the arguments) and ``made`` (those among the results).
         seed: the seed of the inputs' values.
         training: whether the module is in train mode.
         gradients: the autograd mode: *grad*, *no_grad* or *inference*.

@@ -1,4 +1,4 @@
-"""The hypothesis strategy that draws programs."""
+"""The hypothesis strategy that draws programs without state changes or several calls."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from tests.random_graphs.reduce import reduced
 
 
 def main() -> None:
-    """Serve tasks until the input ends."""
+    """Read tasks from stdin and run them, until stdin ends."""
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)

@@ -22,7 +22,7 @@ _TIMES, _PART = 8.0, 2e-5
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a sequence."""
+    """One call of a sequence: its sizes, and whether it is in train mode."""
 
     sizes: tuple[int, ...]
     training: bool

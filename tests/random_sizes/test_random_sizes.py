@@ -1,4 +1,4 @@
-"""A sequence of sizes for each model; ``python -m tests.random_sizes`` runs many."""
+"""Check one sequence of sizes for each model; ``python -m tests.random_sizes`` runs many."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of other sizes are served by symbolic code, or run in eager PyTorch: never wrong."""
+"""Calls of other sizes are served by symbolic code or run in eager PyTorch; none is wrong."""
 
 from __future__ import annotations
 

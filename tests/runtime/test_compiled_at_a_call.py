@@ -1,4 +1,4 @@
-"""Hooks, generators and checkpoints cannot tell a call that triggers compilation from others."""
+"""A call that triggers compilation behaves like others for hooks, generators and checkpoints."""
 
 from __future__ import annotations
 

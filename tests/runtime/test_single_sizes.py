@@ -25,7 +25,7 @@ class Found(nn.Module):
 
 
 def served(rows: Sequence[int], train: bool = False) -> tuple[int, int]:
-    """Call a module with these numbers of rows; return the served calls and the compilations."""
+    """Call a module with these numbers of rows; return counts of served calls and compilations."""
     module = Found().train(train)
     eager = copy.deepcopy(module)
     add_tvm_dispatch(module, dynamic_shapes="auto", on_fallback="silent")

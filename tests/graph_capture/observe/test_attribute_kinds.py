@@ -33,7 +33,7 @@ class Slotted:
 
 
 class Listed(list):  # type: ignore[type-arg]
-    """A list with an attribute."""
+    """A list subclass whose instances have an attribute."""
 
     factor: float
 

@@ -1,4 +1,4 @@
-"""The operators of fused attention, with PyTorch's own formulas in place of a GPU's kernels."""
+"""The operators of fused attention, tested with PyTorch's formulas in place of GPU kernels."""
 
 from __future__ import annotations
 

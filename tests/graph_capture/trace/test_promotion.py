@@ -1,4 +1,4 @@
-"""Operands of several dtypes: results have the dtypes that PyTorch's kernels give them."""
+"""Operators on several dtypes return the dtypes that PyTorch's kernels return."""
 
 from __future__ import annotations
 

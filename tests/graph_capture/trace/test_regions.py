@@ -1,4 +1,4 @@
-"""Higher-order operators in compiled code: eager PyTorch's values and gradients, or a refusal."""
+"""Higher-order operators agree with eager PyTorch in values and gradients, or are refused."""
 
 from __future__ import annotations
 

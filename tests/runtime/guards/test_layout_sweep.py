@@ -1,4 +1,4 @@
-"""Many modules: outputs and gradients have eager PyTorch's strides and values."""
+"""Outputs and gradients of many modules have eager PyTorch's strides and values."""
 
 from __future__ import annotations
 
