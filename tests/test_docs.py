@@ -46,7 +46,7 @@ def test_lines_of_prose_are_at_most_120_characters(page: Path) -> None:
         assert not long
 
 
-# Pages whose lines are still longer.
+# Pages that were written with longer lines.
 _NOT_YET = {
     "architecture",
     "decisions",
