@@ -1,1 +1,1 @@
-"""The test suite; the files mirror the paths of what they test."""
+"""The test suite; the path of a test file mirrors the path of the code that it tests."""

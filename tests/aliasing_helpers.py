@@ -1,4 +1,4 @@
-"""What tests of shared memory share: a module, its input, and who shares memory with whom."""
+"""Helpers for tests of shared memory: a module, its input, and a record of shared memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 
 class Applied(nn.Module):
-    """``function(self, x)`` with a parameter and a buffer at hand."""
+    """A module whose forward is ``function(self, x)``, with a parameter and a buffer."""
 
     def __init__(self, function: Callable[[Any, torch.Tensor], Any]) -> None:
         super().__init__()
@@ -24,12 +24,16 @@ class Applied(nn.Module):
 
 
 def rows() -> torch.Tensor:
-    """Three rows of six numbers."""
+    """Return three rows of six numbers."""
     return torch.linspace(-1, 2, 18).reshape(3, 6)
 
 
 def relations(outputs: Any, module: Any, x: torch.Tensor) -> list[Any]:
-    """Who is whom, and who shares memory with whom where."""
+    """Return how outputs relate to one another, to ``x``, and to the parameter and the buffer.
+
+    For each pair: whether both are the same object, and the difference of their storage offsets,
+    or False if the storages differ. For each output: autograd flags and shape.
+    """
     known = [*pytree.tree_leaves(outputs), x, module.weight, module.buffer]
     places = [t.untyped_storage().data_ptr() for t in known]
     found: list[Any] = []

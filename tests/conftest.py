@@ -1,7 +1,7 @@
-"""Seeds, and a check around every Relax pass that any test runs.
+"""Fixtures for all tests: seeds, checks of global state, and a check around every Relax pass.
 
-Each pass must get a well-formed module, return a well-formed module, and leave the one it got as
-it was. TVM's own passes are checked by the runner in ``tvmbridge.pipeline``.
+Each pass must get a well-formed module, return a well-formed module, and not change the module
+that it got. The runner in ``tvmbridge.pipeline`` checks TVM's own passes.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ from tvmbridge.runtime.fallbacks import log_summaries
 Apply = Callable[[RelaxPass, tvm.IRModule, PassReport], tvm.IRModule]
 
 
-# Of the hundreds of modules that tests send to their own forward.
+# At exit, it would list the fallbacks of the hundreds of modules that tests dispatch.
 atexit.unregister(log_summaries)
 
 
-# The C++ halves are the user's, also in tests that name a folder of their own for the cache.
+# Tests load the user's compiled C++ halves, also if a test sets a cache folder of its own.
 os.environ.setdefault(compiled_half.FOLDER, str(compiled_half.halves_folder()))
-# Tests compile what they test: neither code of the user's cache nor of an earlier test.
+# Tests must not load code from the user's cache or from an earlier test.
 os.environ["TVMBRIDGE_CACHE"] = "0"
-# Tests count calls that compiled code serves, and a test decides nothing by times.
+# Tests count the calls that compiled code serves, which must not depend on measured times.
 os.environ["TVMBRIDGE_ONLY_IF_FASTER"] = "0"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Compile the missing halves before any test runs, once for all workers."""
+    """Compile the missing C++ halves before any test runs, once for all workers."""
     if compiled_half.word() == "build" and not hasattr(config, "workerinput"):
         compiled_half.build_halves()
         os.environ[compiled_half.SWITCH] = "load"
 
 
 def pytest_report_header() -> list[str]:
-    """Say which halves the tests run with."""
+    """Report which compiled C++ halves the tests run with."""
     return [f"compiled half {state}" for state in compiled_half.states()]
 
 
@@ -67,11 +67,11 @@ def _seeds() -> None:
 
 @pytest.fixture(autouse=True)
 def _state_of_the_process(_seeds: None) -> Iterator[None]:
-    """PyTorch is as it was before the test, whatever was refused in it (a millisecond)."""
+    """Check that each test leaves PyTorch's global state unchanged, which takes a millisecond."""
     before = process_state.now()
     yield
     left = process_state.changed(before, process_state.now())
-    # PyTorch's older setter of the precision does not undo itself; tests/core compares precisions.
+    # PyTorch's older precision setter cannot restore its state; tests/core compares precisions.
     assert [name for name in left if "precision" not in name and name != "settings"] == []
 
 
@@ -87,7 +87,7 @@ def _checked_passes() -> Iterator[None]:
 
 @pytest.fixture
 def run_relax() -> Callable[..., list[torch.Tensor]]:
-    """Builds a Relax module and calls it: ``run_relax(mod, *tensors, name="main")``."""
+    """``run_relax(mod, *tensors, name="main")``: build a Relax module and call its function."""
     return compile_and_run
 
 
@@ -107,13 +107,13 @@ def _checked(apply: Apply) -> Apply:
 
 @pytest.fixture(scope="module")
 def trained() -> nn.Module:
-    """A block dispatched in train mode."""
+    """A block that is dispatched in train mode."""
     return add_tvm_dispatch(make_block().train(), sample().requires_grad_())
 
 
 @pytest.fixture
 def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The classes of the modules that dispatchers have begun to compile, in order."""
+    """A list of the class names of modules, to which each compilation appends one."""
     begun: list[str] = []
     genuine = compiler.compile_module
 

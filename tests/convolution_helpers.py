@@ -1,4 +1,4 @@
-"""What tests of convolutions in loops compare with: PyTorch's functional convolution."""
+"""The reference for tests of convolution schedules: PyTorch's functional convolution."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tvmbridge.kernels.convolution_form import ConvolutionResult, SameConvolutio
 
 
 def by_definition(form: SameConvolution, operands: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The convolution of 3x3 or its gradient, in the operands' dtype."""
+    """Return a 3x3 convolution, or its data or weight gradient, in the operands' dtype."""
     first, second, *bias = operands
     if form.part is ConvolutionResult.DATA:
         return grad.conv2d_input(list(form.shapes[-1]), second, first, padding=1)

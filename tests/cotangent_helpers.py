@@ -1,4 +1,4 @@
-"""What tests of outputs that backward does not use share: gradients beside eager's."""
+"""Helpers for tests in which backward starts from only some outputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SAMPLE = torch.tensor([[0.0, 1.0, -2.0], [0.0, 0.0, 0.0], [3.0, 0.0, 1.0]], dtyp
 def gradients(
     module: nn.Module, used: Sequence[int], x: torch.Tensor = SAMPLE
 ) -> dict[str, torch.Tensor | None]:
-    """The gradients of the parameters and of the input where these outputs are used."""
+    """Run backward from the outputs ``used``; return the gradients of input and parameters."""
     module.zero_grad()
     x = x.clone().requires_grad_()
     outputs = module(x)
@@ -28,7 +28,7 @@ def gradients(
 def assert_same(
     ours: dict[str, torch.Tensor | None], eager: dict[str, torch.Tensor | None]
 ) -> None:
-    """Equal to rounding in float64, None in the same places."""
+    """Assert that gradients equal eager's up to rounding, and are None for the same names."""
     for name, expected in eager.items():
         found = ours[name]
         assert (found is None) == (expected is None), name
@@ -37,7 +37,7 @@ def assert_same(
 
 
 def dispatched(module: nn.Module, joint: str = "auto", x: torch.Tensor = SAMPLE) -> nn.Module:
-    """A dispatched copy of ``module``."""
+    """Return a dispatched copy of ``module``."""
     ours = copy.deepcopy(module)
     sample = x.clone().requires_grad_()
     return add_tvm_dispatch(ours, (sample,), options=CompileOptions(joint=joint))
@@ -48,7 +48,7 @@ def partial_backwards(module: nn.Module) -> int:
 
 
 def custom(backward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> type:
-    """An autograd function that doubles, with this backward of the cotangent and the input."""
+    """Return an autograd function that doubles; ``backward`` gets the cotangent and the input."""
 
     class Custom(torch.autograd.Function):
         @staticmethod
@@ -64,7 +64,7 @@ def custom(backward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> ty
 
 
 class Trunk(nn.Module):
-    """Two outputs behind a custom function, a third beside it."""
+    """A module with two outputs that a custom function computes, and a third that it does not."""
 
     def __init__(self, function: type) -> None:
         super().__init__()

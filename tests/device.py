@@ -1,4 +1,4 @@
-"""The device that suites with commands of their own run on, set for their workers."""
+"""The device of the suites that have their own commands, read from an environment variable."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ DEVICE = os.environ.get(VARIABLE, "cpu")
 
 
 def generators() -> list[torch.Tensor]:
-    """The states of PyTorch's generators that code on the device may draw from."""
+    """Return the states of the PyTorch generators that code on the device may draw from."""
     states = [torch.get_rng_state()]
     return [*states, torch.cuda.get_rng_state()] if DEVICE != "cpu" else states

@@ -1,4 +1,4 @@
-"""What tests of dispatched modules share: a block, samples, and a training step beside eager."""
+"""Helpers for tests of dispatched modules: a block, samples, and a training step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tvmbridge import remove_tvm_dispatch
 
 
 class Block(nn.Module):
-    """A block with everything that matters: a product, a norm, an activation, dropout."""
+    """A small block with a matrix product, a norm, an activation and dropout."""
 
     def __init__(self, width: int = 24, dropout: float = 0.1) -> None:
         super().__init__()
@@ -24,18 +24,18 @@ class Block(nn.Module):
 
 
 def make_block(dtype: torch.dtype = torch.float64, **kwargs: float) -> Block:
-    """A block in ``dtype``, the same at each call."""
+    """Return a block in ``dtype``, with the same parameters at each call."""
     torch.manual_seed(0)
     return Block(**kwargs).to(dtype)  # type: ignore[arg-type]
 
 
 def sample(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """Normal numbers, the same at each call."""
+    """Return normally distributed numbers, the same at each call."""
     return torch.randn(shape or (6, 24), dtype=dtype, generator=torch.Generator().manual_seed(7))
 
 
 def eager(module: nn.Module) -> nn.Module:
-    """A copy that runs the module's own forward."""
+    """Return a copy of the module that runs the module's own forward."""
     duplicate = copy.deepcopy(module)
     if "forward" in duplicate.__dict__:
         remove_tvm_dispatch(duplicate)
@@ -43,7 +43,7 @@ def eager(module: nn.Module) -> nn.Module:
 
 
 def train_step(module: nn.Module, x: torch.Tensor, seed: int = 3) -> dict[str, torch.Tensor]:
-    """Output, gradients and generator after one step in train mode from ``seed``."""
+    """Run one step in train mode from ``seed``; return output, gradients and generator state."""
     torch.manual_seed(seed)
     x = x.clone().requires_grad_()
     module.zero_grad()
@@ -57,7 +57,7 @@ def train_step(module: nn.Module, x: torch.Tensor, seed: int = 3) -> dict[str, t
 
 
 def assert_same_step(module: nn.Module, reference: nn.Module, x: torch.Tensor) -> None:
-    """One training step of both is the same in float64, from the same seed."""
+    """Assert that one training step of both modules, from the same seed, agrees in float64."""
     ours, theirs = train_step(module, x), train_step(reference, x)
     assert ours.keys() == theirs.keys()
     for name in theirs:

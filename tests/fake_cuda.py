@@ -1,4 +1,4 @@
-"""CUDA without a GPU: fake tensors on it, for which PyTorch's dispatcher takes CUDA's lists."""
+"""CUDA without a GPU: fake CUDA tensors, for which PyTorch uses CUDA's autocast lists."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ namespace c10::impl { C10_REGISTER_GUARD_IMPL(CUDA, NoDevice); }
 
 
 def fake(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
-    """A fake tensor on CUDA of the shape of ``tensor``."""
+    """Return a fake CUDA tensor with the shape and dtype of ``tensor``."""
     made = FakeTensor(mode, tensor.detach().to("meta"), torch.device("cuda", 0))
     return made.requires_grad_(tensor.requires_grad)
 
 
 @contextmanager
 def autocast_allowed() -> Iterator[None]:
-    """Within it ``torch.autocast("cuda")`` does not look for a GPU."""
+    """A context in which ``torch.autocast("cuda")`` does not require a GPU."""
     with (
         mock.patch.object(
             torch.cuda.amp.common, "amp_definitely_not_available", return_value=False
@@ -54,9 +54,10 @@ def autocast_allowed() -> Iterator[None]:
 
 @contextmanager
 def fakes_on_cuda(folder: Path) -> Iterator[None]:
-    """Within it each fake of a real tensor is on CUDA, so that a trace of a module is one on CUDA.
+    """A context in which fake tensors of real tensors are on CUDA, as in a trace for a GPU.
 
-    Autograd asks for a guard of CUDA's devices, which is compiled in ``folder``.
+    Autograd needs a C++ device guard for CUDA. If PyTorch is built without CUDA, a dummy guard is
+    compiled in ``folder``.
     """
     _register_guard(folder)
     genuine = FakeTensorMode.from_tensor

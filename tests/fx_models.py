@@ -1,4 +1,4 @@
-"""Random recommendation-like models: chains on slices of a tensor, drawn by hypothesis."""
+"""Random models like recommenders: a chain of operators on each slice of a tensor."""
 
 from __future__ import annotations
 
@@ -19,7 +19,16 @@ ENDS = ("cat", "stack", "parts", "sum", "some", "both")
 
 @dataclass(frozen=True)
 class Recipe:
-    """A model: how often and how wide, how it is cut, computed and joined."""
+    """The description of a random model.
+
+    - ``count``: the number of slices of width ``width``.
+    - ``wide``: the number of further slices, which are twice as wide.
+    - ``split``: how the input is cut into slices.
+    - ``operators``: the operators of each chain.
+    - ``end``: how the results of the chains are joined.
+    - ``seed``: the seed of the parameters.
+    - ``loops``: whether forward computes operator by operator, and not chain by chain.
+    """
 
     count: int
     width: int
@@ -32,7 +41,7 @@ class Recipe:
 
     @staticmethod
     def drawn() -> st.SearchStrategy[Recipe]:
-        """Any recipe; ``wide`` more slices are twice as wide."""
+        """Return the hypothesis strategy of all recipes."""
         return st.builds(
             Recipe,
             count=st.integers(2, 6),
@@ -47,7 +56,7 @@ class Recipe:
 
 
 class Chain(nn.Module):
-    """The operators of a recipe on a slice."""
+    """The operators of a recipe, applied to one slice."""
 
     def __init__(self, recipe: Recipe, width: int, shared: nn.Parameter) -> None:
         super().__init__()
@@ -62,7 +71,7 @@ class Chain(nn.Module):
         self.drop = nn.Dropout(0.4)
 
     def step(self, index: int, x: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
-        """One operator."""
+        """Apply the operator at ``index`` to ``x``; ``first`` is the slice itself."""
         name = self.operators[index]
         known: dict[str, Any] = {
             "norm": lambda: self.norms[index](x),
@@ -86,7 +95,7 @@ class Chain(nn.Module):
 
 
 class Chains(nn.Module):
-    """A model by a recipe, in float64."""
+    """The model of a recipe, in float64."""
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__()
@@ -99,11 +108,11 @@ class Chains(nn.Module):
         self.double()
 
     def sample(self, rows: int) -> torch.Tensor:
-        """An input with so many rows."""
+        """Return an input with ``rows`` rows."""
         return torch.randn(rows, sum(self.widths), dtype=torch.float64)
 
     def cut(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """The slices."""
+        """Cut ``x`` into slices, in the recipe's way."""
         recipe = self.recipe
         if recipe.wide or recipe.split == "sizes":
             return list(x.split(self.widths, 1))
@@ -116,7 +125,7 @@ class Chains(nn.Module):
         return [x[:, i * recipe.width : (i + 1) * recipe.width] for i in range(recipe.count)]
 
     def forward(self, x: torch.Tensor) -> Any:
-        """The chains one by one, or operator by operator."""
+        """Run the chains one by one, or all chains operator by operator."""
         first = self.cut(self.before(x))
         made = list(first)
         steps = range(len(self.recipe.operators))
@@ -131,7 +140,7 @@ class Chains(nn.Module):
         return self.join(made)
 
     def join(self, made: list[torch.Tensor]) -> Any:
-        """What is returned."""
+        """Join the results of the chains, in the recipe's way."""
         end = self.recipe.end
         if end == "stack" and not self.recipe.wide:
             return torch.stack(made, 1)
@@ -147,7 +156,7 @@ class Chains(nn.Module):
 
 
 def outcome(module: nn.Module, x: torch.Tensor, seed: int) -> list[torch.Tensor]:
-    """Results, and the gradients of the input and of all parameters, from a seed."""
+    """Run forward and backward from a seed; return results, gradients and next random numbers."""
     x = x.clone().requires_grad_()
     module.zero_grad()
     torch.manual_seed(seed)
@@ -165,7 +174,10 @@ def outcome(module: nn.Module, x: torch.Tensor, seed: int) -> list[torch.Tensor]
 def assert_agree(
     module: nn.Module, other: nn.Module, x: torch.Tensor, bound: float = 1e-12
 ) -> None:
-    """Results, gradients and the generator of two modules, relative to the largest element."""
+    """Assert that two modules agree in results, gradients and generator state.
+
+    ``bound`` is the tolerance relative to the largest element.
+    """
     ours, theirs = outcome(module, x, 7), outcome(other, x, 7)
     assert len(ours) == len(theirs)
     for a, b in zip(ours, theirs, strict=True):
@@ -174,5 +186,5 @@ def assert_agree(
 
 
 def copied(module: nn.Module) -> nn.Module:
-    """A module of its own."""
+    """Return a deep copy of ``module``."""
     return copy.deepcopy(module)

@@ -1,4 +1,4 @@
-"""Cases of modules whose gradients are easily got wrong: arguments, and who differentiates them."""
+"""Modules whose gradients are easily wrong, with arguments and the expected joint source."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _under_no_grad(m: Head, x: torch.Tensor) -> torch.Tensor:
 
 
 def _written_under_no_grad(m: Head, x: torch.Tensor) -> torch.Tensor:
-    """The written value is read; gradients flow as if nothing had been written."""
+    """Write a value in place under no_grad: forward reads the new value, gradients ignore it."""
     product = x * m.w
     with torch.no_grad():
         product.mul_(2).view(-1)[0].fill_(0.25)
@@ -138,7 +138,7 @@ def _masked_attention(m: Head, x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """A module, its arguments, and the joint source that ``auto`` takes for it."""
+    """A module, its arguments, and the joint source that ``joint="auto"`` selects for it."""
 
     make: Callable[[], nn.Module]
     args: Callable[[], tuple[torch.Tensor, ...]]

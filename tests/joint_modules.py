@@ -1,4 +1,4 @@
-"""Modules whose gradients are easily got wrong."""
+"""Modules whose gradients are easily computed wrong."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 
 class Flipped(torch.autograd.Function):
-    """The identity, whose backward is not the derivative of its forward."""
+    """The identity, with a backward that is not the derivative of its forward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -28,7 +28,7 @@ flipped = Flipped.apply  # bound at import, as users do
 
 
 class Unchanged(torch.autograd.Function):
-    """Returns its argument itself: nothing is dispatched, and still the gradient changes."""
+    """Returns its argument itself: forward calls no operator, but backward changes the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -40,7 +40,7 @@ class Unchanged(torch.autograd.Function):
 
 
 class Head(nn.Module):
-    """``function(self, x)`` with some parameters at hand."""
+    """A module whose forward is ``function(self, x)``, with some parameters."""
 
     def __init__(self, function: Callable[[Any, torch.Tensor], Any]) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class ConvNet(nn.Module):
 
 
 class Tied(nn.Module):
-    """Two layers with one weight, a frozen layer, and a parameter that nothing reads."""
+    """Two layers that share a weight, a frozen layer, and a parameter that nothing reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Tied(nn.Module):
 
 
 class Classifier(nn.Module):
-    """An embedding with a padding row, and the loss inside of the module."""
+    """An embedding with a padding row, and a loss that the module computes itself."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""One training step of a case, ours and eager PyTorch's, and their comparison."""
+"""Run one training step of a case, compiled and in eager PyTorch, and compare."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tvmbridge.dispatch import _dispatcher_of
 
 @dataclass
 class Step:
-    """What one training step leaves behind."""
+    """Outputs, gradients, buffers and the next random draw after one training step."""
 
     outputs: list[Any]
     gradients: dict[str, torch.Tensor | None]
@@ -27,14 +27,14 @@ class Step:
 
 
 def build(case: Case) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    """The module of a case in train mode, and its arguments, both in float64."""
+    """Return the module of a case in train mode, and its arguments, both in float64."""
     torch.manual_seed(0)
     module = case.make().double().train()
     return module, tuple(a.double() if a.is_floating_point() else a for a in case.args())
 
 
 def step(module: nn.Module, args: tuple[torch.Tensor, ...], use: slice = slice(None)) -> Step:
-    """Forward and backward, the cotangents of the outputs ``use`` drawn from a fixed seed."""
+    """Run forward, and backward from the outputs ``use`` with cotangents of a fixed seed."""
     args = tuple(a.detach().clone().requires_grad_() if a.is_floating_point() else a for a in args)
     module.zero_grad()
     torch.manual_seed(7)
@@ -50,7 +50,7 @@ def step(module: nn.Module, args: tuple[torch.Tensor, ...], use: slice = slice(N
 
 
 def assert_same(ours: Step, eager: Step, *, rtol: float = 1e-9, atol: float = 1e-11) -> None:
-    """Equal to rounding in float64; gradients are None in the same places."""
+    """Assert that two steps agree up to rounding, and have None for the same gradients."""
     close = {"rtol": rtol, "atol": atol}
     for mine, theirs in zip(ours.outputs, eager.outputs, strict=True):
         if not isinstance(theirs, torch.Tensor):
@@ -72,7 +72,10 @@ def assert_same(ours: Step, eager: Step, *, rtol: float = 1e-9, atol: float = 1e
 def dispatched(
     module: nn.Module, args: tuple[torch.Tensor, ...], joint: str, policy: str | None = None
 ) -> tuple[nn.Module, CompiledModule]:
-    """A dispatched copy of ``module``, and its compiled code; ``policy`` None is the default."""
+    """Return a dispatched copy of ``module``, and its compiled code.
+
+    ``policy`` is the residual policy; None selects the default.
+    """
     ours = copy.deepcopy(module)
     sample = tuple(
         a.detach().clone().requires_grad_() if a.is_floating_point() else a for a in args
@@ -84,6 +87,6 @@ def dispatched(
 
 
 def assert_served(module: nn.Module, calls: int) -> None:
-    """Every call so far ran compiled code."""
+    """Assert that compiled code served all ``calls`` calls so far."""
     report = dispatch_report(module)
     assert (report.tvm_calls, report.fallbacks) == (calls, {})

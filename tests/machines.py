@@ -1,9 +1,10 @@
-"""The machine-dependent part of the suite, for machines of several kinds:
+"""Run the machine-dependent part of the suite as on machines of several kinds:
 
     python -m tests.machines [--only NAME]... [FOLDER ...]
 
-A machine is a processor in LLVM's words, a number of cores, and whether it has the compiled halves.
-One whose instructions this machine lacks is left out. The exit status is 1 where a test failed.
+A machine is an LLVM processor name, a number of cores, and whether the compiled C++ halves are
+available. A processor whose instructions this machine lacks is skipped. The exit status is 1 if a
+test failed.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ FOLDERS = tuple(
 
 @dataclass(frozen=True)
 class Machine:
-    """What a run takes for this machine.
+    """The machine that a run simulates.
 
-    processor: LLVM's name; empty for this machine's own.
-    cores: how many there are.
-    halves: whether the compiled halves are used.
+    - ``processor``: LLVM's name of the processor; empty for the real one.
+    - ``cores``: the number of cores.
+    - ``halves``: whether the compiled C++ halves are used.
     """
 
     processor: str
@@ -48,11 +49,11 @@ class Machine:
 
     @property
     def name(self) -> str:
-        """For people, and for ``--only``."""
+        """The name that is printed, and that ``--only`` takes."""
         return f"{self.processor or 'own'}:{self.cores}{'' if self.halves else ':no-halves'}"
 
     def environment(self) -> dict[str, str]:
-        """The variables of a run."""
+        """Return the environment variables of a run."""
         found = {**os.environ, "OMP_NUM_THREADS": str(self.cores), "OMP_WAIT_POLICY": "passive"}
         processor = self.processor or str(codegen.llvm_get_system_cpu())
         found["TVMBRIDGE_TESTED_MACHINE"] = f"{processor}:{self.cores}"
@@ -61,7 +62,7 @@ class Machine:
         return found
 
     def lacks(self) -> list[str]:
-        """Instructions of the processor that this machine does not have."""
+        """Return the instruction sets of the processor that this machine lacks."""
         return sorted(_features(self.processor) - _features("")) if self.processor else []
 
 
@@ -78,7 +79,7 @@ MACHINES = (
 )
 
 
-# Other features are hints for tuning, and instructions that LLVM chooses for nobody.
+# The other features are tuning hints, and instructions that LLVM never selects by itself.
 _SETS = ("amx", "avx", "bmi", "f16c", "fma", "gfni", "lzcnt", "movbe", "sse", "vaes", "vpclmul")
 
 
@@ -89,7 +90,7 @@ def _features(processor: str) -> set[str]:
 
 
 def run(machine: Machine, folders: list[str]) -> bool:
-    """Run the folders as on ``machine``; whether all tests passed."""
+    """Run the tests of the folders as on ``machine``; return whether all passed."""
     command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow and not bench", *folders]
     start = time.monotonic()
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Small modules that several test files compile, and their joint functions."""
+"""A small transformer layer that several test files compile, and its joint function."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class TransformerLayer(nn.Module):
 
 @dataclass(frozen=True)
 class Differentiated:
-    """A joint function with what the passes did on the way."""
+    """A joint function, and the records of the passes that produced it."""
 
     joint: JointModule
     records: tuple[PassRecord, ...]
@@ -46,7 +46,7 @@ class Differentiated:
 
 @functools.cache
 def transformer_joint() -> Differentiated:
-    """The joint function of a float64 :class:`TransformerLayer`, for all its parameters."""
+    """Return the joint function of a float64 :class:`TransformerLayer`, for all parameters."""
     module = TransformerLayer().double()
     x = torch.randn(2, 5, 8, dtype=torch.float64, requires_grad=True)
     captured = capture(module, (x,), needs_grad=True)

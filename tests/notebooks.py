@@ -1,4 +1,4 @@
-"""Runs the notebooks from top to bottom; ``python -m tests.notebooks --write`` stores outputs."""
+"""Run the notebooks from top to bottom; ``python -m tests.notebooks --write`` stores outputs."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ METADATA = {
 
 
 class OwnKernelManager(AsyncKernelManager):
-    """Kernels of this very interpreter, whatever kernel specs the machine has."""
+    """A manager that starts kernels with this interpreter, whatever kernel specs are installed."""
 
     @property
     def kernel_spec(self) -> KernelSpec:
-        """How the kernel is started."""
+        """Return the spec with the command that starts a kernel."""
         argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
         return KernelSpec(argv=argv, display_name="Python 3", language="python")
 
 
 def read(name: str) -> nbformat.NotebookNode:
-    """The notebook as it is stored."""
+    """Return the notebook as it is stored."""
     return nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
 
 
 def execute(name: str, *, quick: bool) -> nbformat.NotebookNode:
-    """The notebook after a run of all its cells by a fresh kernel.
+    """Run all cells of a notebook in a fresh kernel, and return the notebook with its outputs.
 
     Raises:
         CellExecutionError: a cell failed.
@@ -66,7 +66,7 @@ def execute(name: str, *, quick: bool) -> nbformat.NotebookNode:
 
 
 def _environment(quick: bool) -> dict[str, str]:
-    """What a kernel is started with."""
+    """Return the environment variables of a kernel."""
     inherited = {n: v for n, v in os.environ.items() if n != "TVMBRIDGE_TUNING_LOGS"}
     path = filter(None, [str(FOLDER.parent), os.environ.get("PYTHONPATH")])
     return inherited | {

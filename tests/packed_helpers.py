@@ -1,4 +1,4 @@
-"""A module whose weights are packed, and what tests ask of it."""
+"""A module whose three weights are packed into one, and helpers for tests of it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NAMES = ("query.weight", "key.weight", "value.weight")
 
 
 class Attention(nn.Module):
-    """Grouped queries: key and value are narrower."""
+    """Attention with grouped queries: key and value have fewer columns than the query."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,30 +26,30 @@ class Attention(nn.Module):
 
 
 def make(training: bool = False) -> Attention:
-    """In float64, the same at each call."""
+    """Return the module in float64, the same at each call."""
     torch.manual_seed(0)
     return Attention().double().train(training)
 
 
 def sample() -> torch.Tensor:
-    """Its input."""
+    """Return the module's input."""
     return torch.randn(6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
 def dispatched(training: bool = False) -> nn.Module:
-    """The module with compiled code that combines the products."""
+    """Return the module, dispatched with code that combines the three matrix products."""
     options = {"combine_matmuls": "always"}
     x = sample().requires_grad_(training)
     return add_tvm_dispatch(make(training), x, options=options)
 
 
 def members(module: nn.Module) -> list[torch.Tensor]:
-    """The weights that are packed."""
+    """Return the weights that are packed."""
     return [module.get_parameter(name) for name in NAMES]
 
 
 def assert_right(module: nn.Module) -> None:
-    """One call equals eager's, and is served by compiled code."""
+    """Assert that compiled code serves a call, and agrees with eager PyTorch."""
     own = copy.deepcopy(module)
     remove_tvm_dispatch(own)
     before = dispatch_report(module).tvm_calls
@@ -59,14 +59,14 @@ def assert_right(module: nn.Module) -> None:
 
 
 def packed(module: nn.Module) -> tuple[int, dict[str, int]]:
-    """How often they were packed, and why they were concatenated instead, and how often."""
+    """Return how often the weights were packed, and counts of reasons to concatenate instead."""
     (report,) = dispatch_report(module).packs
     assert report.names == NAMES
     return report.packed, dict(report.concatenated)
 
 
 def packed_copy(served: nn.Module) -> nn.Module:
-    """A copy of a dispatched module, packed: what compiled for one serves them all."""
+    """Return a packed copy of a dispatched module, which shares the module's compiled code."""
     duplicate = copy.deepcopy(served)
     assert_right(duplicate)
     assert packed(duplicate) == (1, {})

@@ -1,4 +1,4 @@
-"""PyTorch's state of the process and of this thread, to be compared before and after."""
+"""Record PyTorch's state of the process and of this thread, and compare two records."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
-import torch._dynamo  # replaces torch.manual_seed, once
+import torch._dynamo  # the import replaces torch.manual_seed, so it must precede any record
 import torch.utils.checkpoint
 from torch import nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
@@ -25,7 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from tvmbridge.graph_capture.observe.settings import _SETTINGS as SETTINGS
 from tvmbridge.graph_capture.trace import patches
 
-# What a trace may patch, and where users find what it may patch.
+# The classes and modules whose attributes a trace may patch.
 _OWNERS = (
     torch,
     torch.Tensor,
@@ -46,7 +46,7 @@ _OWNERS = (
     _BatchNorm,
     saved_tensors_hooks,
 )
-# Their answers are of the thread that asks.
+# Functions whose result depends on the calling thread.
 _FLAGS = (
     torch.compiler.is_compiling,
     torch.compiler.is_exporting,
@@ -56,7 +56,7 @@ _dispatch, _functorch = torch._C, torch._C._functorch
 
 
 def now() -> dict[str, Any]:
-    """The state, by names; equal where nothing has changed."""
+    """Return the current state by names; :func:`changed` compares two of them."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return {
         "dispatch modes": _dispatch._len_torch_dispatch_stack(),
@@ -81,7 +81,7 @@ def now() -> dict[str, Any]:
 
 
 def _read(setting: Callable[[], Any]) -> Any:
-    """Read a setting; PyTorch raises where its older and its newer settings were mixed."""
+    """Read a setting; return "mixed" if PyTorch raises because old and new settings were mixed."""
     try:
         return setting()
     except RuntimeError:
@@ -89,7 +89,7 @@ def _read(setting: Callable[[], Any]) -> Any:
 
 
 def more() -> dict[str, Any]:
-    """State that takes longer to read, or that a compilation by torch.compile changes."""
+    """Return state that takes longer to read, or that torch.compile changes."""
     frames = sys.modules.get("torch._dynamo.convert_frame")
     codes = set(frames.input_codes.seen) if frames else set()  # type: ignore[attr-defined]
     return {
@@ -101,14 +101,14 @@ def more() -> dict[str, Any]:
 
 
 def stubs_left() -> list[Any]:
-    """The functions that still stand for patched ones."""
+    """Return the replacement functions of patches that still exist in memory."""
     gc.collect()
     functions = (found for found in gc.get_objects() if type(found) is FunctionType)
     return [found for found in functions if found.__qualname__.startswith("_calling.<locals>")]
 
 
 def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """The names of what has changed, functions and settings one by one."""
+    """Return the names of all changed state; functions and settings are listed one by one."""
     names = [name for name, value in before.items() if not _same(value, after[name])]
     if "functions" in names:
         names.remove("functions")
@@ -128,9 +128,10 @@ def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
 
 
 def _is_function(value: Any) -> bool:
-    """Whether it may be patched.
+    """Whether a value is a function that a trace could have patched.
 
-    TorchDynamo replaces two of nn.Module's once, for good, and transformers adds one.
+    TorchDynamo permanently replaces two functions of nn.Module, and transformers adds one; these
+    are ignored.
     """
     others = str(getattr(value, "__module__", "")).startswith(("torch._dynamo", "transformers"))
     return isinstance(value, (Callable, staticmethod, classmethod)) and not others

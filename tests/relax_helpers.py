@@ -1,4 +1,4 @@
-"""What tests of Relax modules share: compile one, run it on PyTorch's tensors, apply a pass."""
+"""Helpers for tests of Relax modules: compile one, run it on PyTorch tensors, apply a pass."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class CompiledFunctions:
         self._machine = build(mod, resolve_target(None), []).machine
 
     def __call__(self, name: str, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        """The results of the function ``name``, as copies."""
+        """Call the function ``name``, and return copies of its results."""
         dense = [t.detach().clone(memory_format=torch.contiguous_format) for t in tensors]
         result = self._machine[name](*dense)
         if not isinstance(result, Sequence | tvm_ffi.Array):
@@ -42,7 +42,10 @@ def build_main(
     inputs: Sequence[torch.Tensor],
     formula: Callable[..., relax.Expr | Sequence[relax.Expr]],
 ) -> tvm.IRModule:
-    """``main(x0, x1, ...)`` on tensors like ``inputs``; returns ``formula`` of them, flat."""
+    """Build a module with ``main(x0, x1, ...)``, which returns a tuple of ``formula``'s results.
+
+    The parameters have the shapes and dtypes of ``inputs``.
+    """
     parameters = [
         relax.Var(f"x{i}", relax.TensorType(tuple(t.shape), to_relax_dtype(t.dtype)))
         for i, t in enumerate(inputs)
@@ -59,13 +62,13 @@ def build_main(
 
 
 def apply_pass(pass_: RelaxPass, mod: tvm.IRModule) -> tuple[tvm.IRModule, PassReport]:
-    """The rewritten module and what the pass says of it."""
+    """Apply a pass; return the rewritten module and the pass's report."""
     report = PassReport()
     return pass_.apply(mod, report), report
 
 
 def assert_changes_nothing(pass_: RelaxPass, mod: tvm.IRModule) -> PassReport:
-    """Assert that the pass gives the module back as it is; what it says of it."""
+    """Assert that the pass returns an unchanged module; return the pass's report."""
     after, report = apply_pass(pass_, mod)
     tvm.ir.assert_structural_equal(after, mod)
     assert report.rewrites == 0
@@ -73,14 +76,14 @@ def assert_changes_nothing(pass_: RelaxPass, mod: tvm.IRModule) -> PassReport:
 
 
 def assert_leaves_its_input(pass_: RelaxPass, mod: tvm.IRModule) -> None:
-    """Assert that the pass writes nothing into the module that it is given."""
+    """Assert that the pass does not change the module that it is given."""
     before = fingerprint(mod)
     pass_(mod)
     assert fingerprint(mod) == before
 
 
 def operators(mod: tvm.IRModule) -> list[str]:
-    """The operators of all calls in ``mod``, in order."""
+    """Return the names of the operators of all calls in ``mod``, in order."""
     found = []
     for _, function in mod.functions_items():
         if not isinstance(function, relax.Function):
@@ -93,6 +96,6 @@ def operators(mod: tvm.IRModule) -> list[str]:
 
 
 def fingerprint(mod: tvm.IRModule) -> tuple[int, Any, Any]:
-    """What differs if anything in ``mod`` was changed: another function, or the inside of one."""
+    """Return a value that changes if a function of ``mod`` is replaced or changed inside."""
     content = tvm_ffi.structural_hash(mod, map_free_vars=True)
     return content, tuple(mod.functions_items()), mod.attrs

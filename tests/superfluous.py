@@ -1,4 +1,4 @@
-"""A checker: what a gradient leaves behind that computes nothing."""
+"""Find bindings in a joint function that compute nothing, such as copies and ``x * 1``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NEUTRAL = {
 
 
 def superfluous(function: relax.Function) -> list[str]:
-    """Every binding of ``function`` that changes nothing, in words; empty if there is none."""
+    """Return a description of each binding of ``function`` that computes nothing."""
     bound = {b.var: b.value for block in function.body.blocks for b in block.bindings}
     return [
         f"{var.name}: {reason}" for var, value in bound.items() for reason in _reasons(value, bound)

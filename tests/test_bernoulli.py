@@ -1,4 +1,4 @@
-"""Masks are the same as PyTorch's, number by number, and leave its generator in the same state."""
+"""Dropout masks equal PyTorch's masks, and leave PyTorch's generator in the same state."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from tvmbridge.core import bernoulli
 
 
 def _drawn(draw: Callable[[torch.Tensor, float], torch.Tensor], used: int) -> list[torch.Tensor]:
-    """Masks of many sizes, the first one after ``used`` other numbers; then the state."""
+    """Draw masks of many sizes after ``used`` other numbers; return them with generator state."""
     torch.manual_seed(11)
     torch.rand(used)
     found = []
     for size, p in ((0, 0.5), (1, 0.9), (311, 0.1), (313, 0.5), (5000, 0.9), (7, 1.0), (624, 0.0)):
         found.append(draw(torch.empty(size, dtype=torch.bool), p))
-        # One word of the generator: from now on draws begin in the middle of a pair.
+        # A float32 draw uses one word, so the next draw starts in the middle of a pair of words.
         found.append(torch.rand(1))
     found.append(draw(torch.empty(3, 40, 50, dtype=torch.bool).transpose(1, 2), 0.3))
     return [*found, torch.get_rng_state()]
@@ -31,7 +31,7 @@ def test_masks_are_those_of_bernoulli(used: int) -> None:
 
 
 def test_the_limit_is_exact() -> None:
-    # Probabilities that are numbers of 53 bits which occur: each is not below itself.
+    # Each probability equals one of the drawn numbers, and no number is less than itself.
     torch.manual_seed(3)
     numbers = torch.rand(50, dtype=torch.float64)
     for p in numbers.tolist():
@@ -58,7 +58,7 @@ def test_a_probability_beyond_one_is_refused() -> None:
 
 def test_where_pytorch_draws_other_numbers_it_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     def fill(address: int, count: int, p: float, generator: torch.Generator) -> None:
-        """Numbers of another kind, as PyTorch's with MKL are on processors of Intel."""
+        """Fill with other numbers than PyTorch's, as PyTorch with MKL draws on Intel processors."""
 
     assert not bernoulli._draws_alike(fill)
 

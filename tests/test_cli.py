@@ -1,4 +1,4 @@
-"""The command line: its arguments, its exit statuses, and what it hands on."""
+"""The command line: its arguments, its exit statuses, and the values that it passes on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo in a quick setting: its report, its pictures, its exit status, and its data."""
+"""The demo in its quick setting: report, graph drawings, exit status and data."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def test_the_quick_demo(
     assert report["embedding_max_abs_diff"] < 1e-5
     assert report["loss_max_rel_diff"] < 1e-4
     assert 0 < report["weights_max_abs_diff"] < 1e-3
-    # One call to compare and two timed ones; three steps.
+    # One call to compare, two timed calls, and three training steps.
     assert report["tvm_calls"] == 1 + 2 + 3
     assert report["fallbacks"] == 0
-    # Where graphviz is not installed its source is kept.
+    # Without graphviz the demo keeps the drawing's source.
     suffix, beginning = (".svg", "<svg") if shutil.which("dot") else (".dot", "digraph")
     for name in ("layer_before_passes", "layer_after_passes", "joint_colored"):
         assert beginning in (tmp_path / f"{name}{suffix}").read_text()

@@ -1,4 +1,4 @@
-"""The pages of options and of the reference name all that there is, and their examples run."""
+"""The pages of options and of the API reference are complete, and their examples run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dropout in all its forms: eager PyTorch's numbers, forward and backward, in one byte each."""
+"""Dropout in all its forms: masks of eager PyTorch's numbers, saved with one byte per element."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def make(dtype: torch.dtype, layout: str = "contiguous") -> torch.Tensor:
 
 
 def assert_same_step(ours: nn.Module, eager: nn.Module, x: torch.Tensor) -> None:
-    """Outputs, gradients and the generator's next number equal eager's."""
+    """Assert that outputs, gradients and the generator's next number equal eager's."""
     results = []
     for module in (ours, eager):
         torch.manual_seed(11)
@@ -152,7 +152,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 class _First(nn.Module):
-    """The first result of a module."""
+    """A module that returns the first result of another one."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class _First(nn.Module):
 
 
 class _Attending(_First):
-    """Self-attention that returns its weights too, in which case it multiplies them itself."""
+    """Self-attention with weights returned, for which PyTorch uses no fused attention."""
 
     def __init__(self) -> None:
         super().__init__(nn.MultiheadAttention(10, 2, dropout=0.4))
@@ -194,7 +194,7 @@ def test_another_layout_goes_to_the_module_itself() -> None:
 
 @pytest.mark.parametrize("draw", ["normal_", "uniform_", "exponential_", "bernoulli_"])
 def test_draws_in_place_follow_the_memory(draw: str) -> None:
-    """Into a slice of the argument: its elements lie apart, and so are filled one by one."""
+    """A draw into a strided slice fills elements one by one, as they are not contiguous."""
 
     def fill(x: torch.Tensor, training: bool) -> torch.Tensor:
         getattr(x[:, :, ::2], draw)()

@@ -1,7 +1,7 @@
-"""Imports go one way: ``ORDER`` is the order of folders and top files, from the bottom to the top.
+"""Imports go in one direction: ``ORDER`` lists folders and top-level files from bottom to top.
 
-A module may import from its own folder and from those below it, never from one above: the graph of
-folders has no circle. Nor has that of the folders within a folder.
+A module may import from its own folder and from folders below it, but never from one above. So the
+import graph of the folders has no cycle, and neither has that of the folders within a folder.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ RANK = {name: rank for rank, name in enumerate(ORDER)}
 
 
 def module_files() -> dict[str, Path]:
-    """Every module of the package by its dotted name."""
+    """Return the file of every module of the package, by dotted module name."""
     files = {}
     for folder, _, names in os.walk(PACKAGE, followlinks=True):
         for name in names:
@@ -69,9 +69,9 @@ FILES = module_files()
 
 
 def imported(name: str, *, when_loaded: bool = False) -> Iterator[tuple[str, int]]:
-    """The modules of the package that a module imports, and the lines; relative imports resolved.
+    """Yield the modules of the package that a module imports, with line numbers.
 
-    With ``when_loaded`` only those that are imported when it is, not those inside of functions.
+    Relative imports are resolved. ``when_loaded`` leaves out imports inside functions.
     """
     path = FILES[name]
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
@@ -99,7 +99,7 @@ def statements(tree: ast.AST, when_loaded: bool) -> Iterator[ast.AST]:
 
 
 def unit(name: str) -> str:
-    """The entry of the table that a module belongs to."""
+    """Return the entry of ``ORDER`` that a module belongs to."""
     parts = name.split(".")
     return parts[1] if len(parts) > 1 else parts[0]
 
@@ -128,13 +128,13 @@ def test_no_import_goes_in_a_circle() -> None:
     graph = networkx.DiGraph()
     for name in FILES:
         graph.add_edges_from((name, target) for target, _ in imported(name, when_loaded=True))
-    # A package's __init__ that imports its own modules, which import each other, is no circle.
+    # A package's __init__ may import its own modules, which import each other.
     graph.remove_nodes_from([n for n in list(graph) if n in FILES and is_package(n)])
     assert list(networkx.simple_cycles(graph)) == []
 
 
 def test_no_folder_within_a_folder_goes_in_a_circle() -> None:
-    """Loose files of a folder are nodes of their own."""
+    """The import graph within a folder has no cycle; files beside folders are nodes too."""
     graph = networkx.DiGraph()
     for name in FILES:
         for target, _ in imported(name):
@@ -144,7 +144,7 @@ def test_no_folder_within_a_folder_goes_in_a_circle() -> None:
 
 
 def inner(name: str) -> str:
-    """The folder within a folder that a module belongs to; of a loose file the module itself."""
+    """Return the subfolder that a module belongs to; for a file beside subfolders, the module."""
     parts = name.split(".")
     below = ".".join(parts[:3])
     return below if len(parts) > 3 or is_package(below) else name
@@ -163,7 +163,7 @@ def test_no_two_classes_share_a_name() -> None:
     assert not {name: where for name, where in places.items() if len(where) > 1}
 
 
-# Functions with the signatures of operators, and the public ones that take options by name.
+# Functions that have an operator's signature, and public functions that take options by name.
 _MANY_PARAMETERS = {
     "graph_capture/trace/fast_paths.py",
     "graph_capture/trace/fused_attention.py",

@@ -1,4 +1,4 @@
-"""Inputs may have the names that compilation gives to what it adds: cotangents, draws, packs."""
+"""Inputs may have the names of inputs that compilation adds: cotangents, draws, packed weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tvmbridge.passes.base import free_prefix
 
 
 class Cotangent(nn.Module):
-    """Its input and its output have one shape, so that they could be taken for each other."""
+    """A module whose input and output have one shape, so that confusing them raises no error."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Modules with norms: gradients, running statistics and precision against eager PyTorch."""
+"""Modules with norms agree with eager PyTorch in gradients, running statistics and precision."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Make = Callable[[], nn.Module]
 
 
 class HandwrittenRMSNorm(nn.Module):
-    """As language models write it out."""
+    """RMS norm written out in elementary operators, as language models do."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ def _error(value: torch.Tensor, exact: torch.Tensor) -> float:
 @pytest.mark.parametrize("name", ["layer", "group", "instance2d", "batch2d"])
 @pytest.mark.parametrize(
     ("dtype", "offset", "bound"),
-    # The rounded mean of 1e4 in float32 costs 5e-4; 2^-8 is half a step of bfloat16 at 2 to 4.
+    # Rounding a mean of 1e4 to float32 costs 5e-4; 2^-8 is half a step of bfloat16 from 2 to 4.
     [(torch.float32, 1e4, 2e-3), (torch.bfloat16, 100.0, 2**-7)],
 )
 def test_large_offsets_and_half_precision(

@@ -1,4 +1,4 @@
-"""The notebooks run from top to bottom, and what is stored with them is fit to be read."""
+"""The notebooks run from top to bottom, and their stored outputs contain no machine's details."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.notebooks import FOLDER, METADATA, NOTEBOOKS, execute, read
 
 pytestmark = pytest.mark.timeout(600)
 
-# What a stored output must not say: the machine's paths and users, times of day, noise.
+# Patterns that a stored output must not have: paths, users, times of day, progress output.
 UNWANTED = {
     "path": r"(?<![\w.<])/(?:home|root|tmp|work|usr|var|private|Users|opt)/",
     "folder of a kernel": r"ipykernel_\d+|site-packages",
@@ -28,7 +28,7 @@ LARGEST_BYTES = 400_000
 
 @pytest.fixture(scope="module")
 def executed(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[nbformat.NotebookNode]]]:
-    """The notebooks that are tested, two of which run at a time."""
+    """Run the notebooks of the selected tests, two at a time; yield their futures by name."""
     names = {
         item.callspec.params["name"]
         for item in request.session.items
@@ -38,7 +38,7 @@ def executed(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[nbform
         yield {n: pool.submit(execute, n, quick=True) for n in NOTEBOOKS if n in names}
 
 
-# They train, or start processes: for the tasks of tuning, and for ranks.
+# The slowest notebooks: they train, or start processes for tuning tasks or ranks.
 LONGEST = (
     "bert_inference_tuning",
     "bert_training",
@@ -97,7 +97,7 @@ def test_unwanted_is_noticed(what: str, text: str) -> None:
 
 
 def _unwanted(notebook: nbformat.NotebookNode) -> Iterator[tuple[str, str]]:
-    """What the outputs say that they must not, by kind, and anything on stderr."""
+    """Yield the kind and the text of each unwanted output, and all output on stderr."""
     for cell in notebook.cells:
         for output in cell.get("outputs", []):
             if output.get("name") == "stderr":

@@ -1,4 +1,4 @@
-"""What is built from the repository: the same packages with the link and without it."""
+"""The built packages have the same modules, whether the checkout has symbolic links or not."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SOURCES = ("setup.py", "pyproject.toml", "LICENSE", "README.md")
 
 @pytest.fixture
 def sources(tmp_path: Path) -> Path:
-    """A copy of what is packaged."""
+    """Copy the packaged files to a temporary folder, and return the folder."""
     copy = tmp_path / "sources"
     copy.mkdir()
     for name in SOURCES:
@@ -39,9 +39,9 @@ def sources(tmp_path: Path) -> Path:
 
 
 def build(sources: Path, kind: str) -> Path:
-    """Builds a ``wheel`` or ``sdist`` with setuptools' own hooks, without network.
+    """Build a ``wheel`` or ``sdist`` with setuptools' own hooks, without network.
 
-    PyTorch is hidden, as it is where pip builds in isolation.
+    The build cannot import PyTorch, as in pip's isolated builds.
     """
     out = sources.parent / f"{sources.name}-{kind}"
     out.mkdir()
@@ -101,7 +101,7 @@ def test_a_wheel_without_the_link_is_the_same(sources: Path) -> None:
     link = sources / "tvmbridge" / "passes"
     if link.is_symlink():
         link.unlink()
-        link.write_text("../passes")  # what a checkout without links has in its place
+        link.write_text("../passes")  # git writes this file if it cannot create symbolic links
     expected = expected_modules(sources)
     assert modules(build(sources, "wheel")) == expected
 

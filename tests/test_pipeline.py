@@ -1,4 +1,4 @@
-"""The runner: records of each pass, errors that name the pass, dumps."""
+"""The runner of passes: records of each pass, errors that name the pass, and dumps."""
 
 # ruff: noqa: ANN201, ANN202  (the Relax functions here are TVM script)
 
@@ -47,14 +47,14 @@ class Module:
 
 @dataclass(frozen=True)
 class Broken(RelaxPass):
-    """A pass that stops with an error."""
+    """A pass that raises an error."""
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
         raise RuntimeError("the reason")
 
 
 def unbound(mod: tvm.IRModule) -> tvm.IRModule:
-    """A pass whose module reads a variable that nobody binds."""
+    """A pass that returns a module with an unbound variable."""
     x = relax.Var("x", relax.TensorType((2,), "float32"))
     return tvm.IRModule({"main": relax.Function([], relax.SeqExpr([], x), x.ty, True)})
 
@@ -171,7 +171,7 @@ def test_the_orders_of_passes() -> None:
     whole = ["LowerBatchNorm", "LowerGroupNorm", "LowerInstanceNorm"]
     inference = ["LowerDropout", *whole, "RemoveNoGrad"]
     assert [pass_name(p) for p in inference_passes()] == [*inference, *tidy]
-    # Equal dropouts are two draws: masks must be apart before equal expressions are merged.
+    # Equal dropouts draw different masks, so LowerDropout precedes the passes that merge equals.
     lowering = ["LowerDropout", "LowerLayerNorm", "LowerRMSNorm", *whole, "NestSplits"]
     assert [pass_name(p) for p in lowering_passes()] == [*lowering, *tidy]
     zapp = ["RemoveNoGrad", "CanonicalizeBindings", "ZappLike", "OneZapp", "ZeroZapp"]

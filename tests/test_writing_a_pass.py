@@ -1,4 +1,4 @@
-"""The guide docs/writing_a_pass.md: its code runs, and its pass is a pass in every respect."""
+"""The guide docs/writing_a_pass.md: its code runs, and its pass fulfils all rules of passes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ X = torch.randn(2, 3, generator=torch.Generator().manual_seed(0))
 
 @pytest.fixture(scope="module")
 def guide(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
-    """The code blocks of the guide, run as one module: what they assert holds."""
+    """Run the code blocks of the guide, with their assertions, as one module; yield the module."""
     blocks = re.findall(r"^```python\n(.*?)^```", GUIDE.read_text(encoding="utf-8"), re.M | re.S)
     path = tmp_path_factory.mktemp("guide") / "writing_a_pass.py"
     path.write_text("from __future__ import annotations\n" + "\n".join(blocks), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What the zapp passes guarantee of a joint function: nothing in it is superfluous."""
+"""After the zapp passes, a joint function has no binding that computes nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tvmbridge.graph_capture.capture import capture
 
 
 def bert_layer(attention: str, p: float) -> nn.Module:
-    """A layer of BERT-base with dropout ``p`` everywhere."""
+    """Return a layer of BERT-base with dropout ``p`` everywhere."""
     config = BertConfig(
         attn_implementation=attention, hidden_dropout_prob=p, attention_probs_dropout_prob=p
     )
@@ -31,7 +31,7 @@ def bert_layer(attention: str, p: float) -> nn.Module:
 
 
 def gpt2_block(attention: str, p: float) -> nn.Module:
-    """A block of GPT-2, 64 wide."""
+    """Return a block of GPT-2 with width 64."""
     config = GPT2Config(n_embd=64, n_head=4, attn_pdrop=p, resid_pdrop=p, embd_pdrop=p)
     config._attn_implementation = attention
     block: nn.Module = GPT2Block(config, layer_idx=0)
@@ -41,7 +41,7 @@ def gpt2_block(attention: str, p: float) -> nn.Module:
 def joint_function(
     module: nn.Module, x: torch.Tensor, source: str
 ) -> tuple[tvm.relax.Function, list[PassRecord]]:
-    """The joint function of ``module``, and what each pass did for it."""
+    """Return the joint function of ``module``, and the records of all passes."""
     records: list[PassRecord] = []
     args = (x.requires_grad_(),)
     captured = capture(module, args, needs_grad=True)
@@ -49,7 +49,7 @@ def joint_function(
     return derived.joint.mod["joint"], records
 
 
-# Attention, dropout -> bindings after the gradient, and after the zapp passes.
+# (attention, dropout) -> counts of bindings after the gradient, and after the zapp passes.
 BERT_COUNTS = {
     ("eager", 0.0): (283, 170),
     ("sdpa", 0.0): (283, 170),

@@ -1,1 +1,1 @@
-"""Architectures of transformers, run and trained through TVM and compared with eager PyTorch."""
+"""Run and train small models of the transformers library through TVM, and compare with eager."""

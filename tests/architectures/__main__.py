@@ -50,7 +50,7 @@ def _entries(options: argparse.Namespace) -> list[Entry]:
 
 
 def _summary(rows: dict[str, dict[str, Any]]) -> str:
-    """Counts by mode and dtype, and whatever is not whole."""
+    """Return counts by mode and dtype as text, and every outcome that is not *whole*."""
     lines = []
     kinds = dict.fromkeys((row["mode"], row["dtype"]) for row in rows.values())
     for mode, dtype in kinds:
@@ -72,7 +72,7 @@ def _summary(rows: dict[str, dict[str, Any]]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run and print; 1 when anything is wrong, crashed, timed out or an error."""
+    """Run the command; return 1 if any outcome is wrong, a crash, a timeout or an error."""
     options = _parse(arguments)
     os.environ[VARIABLE] = options.device
     rows: dict[str, dict[str, Any]] = {}

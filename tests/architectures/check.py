@@ -1,4 +1,4 @@
-"""One architecture in one mode, run in eager PyTorch and through TVM, and compared."""
+"""Run one architecture in one mode in eager PyTorch and through TVM, and compare."""
 
 from __future__ import annotations
 
@@ -24,23 +24,34 @@ from tests.device import DEVICE, generators
 from tvmbridge.core.errors import BridgeError, CaptureError, ExportError
 
 MODES = ("eval", "train", "cache")
-# Evaluation of batches of other sizes, by code for any of them: asked for by name.
+# A mode that only its name selects: evaluation at several batch sizes, with symbolic sizes.
 SIZES = "sizes"
 _MORE_ROWS = (0, 3, 1)
-# How a model comes to compiled code: by add_tvm_dispatch, by torch.compile's backend, or as a file
-# that tvmbridge_runtime runs (evaluation alone).
+# The ways to run compiled code: add_tvm_dispatch, the backend of torch.compile, or an exported file
+# that tvmbridge_runtime runs (evaluation only).
 EXPORT = "export"
 DOORS = ("dispatch", "compile", EXPORT)
 
 
 @dataclass
 class Outcome:
-    """What came of one architecture in one mode and dtype.
+    """The outcome of one architecture in one mode and dtype.
 
-    ``result`` is *whole* (TVM served every call and all agrees), *refused* (for the reason that the
-    table gives), *wrong* or *error* (refused for another reason, too); a process that crashed or
-    took too long is *crash* or *timeout*. Through torch.compile it may also be *breaks* (TVM served
-    every graph, of several) or *eager* (PyTorch ran a graph, or all of it).
+    - ``result``: one of
+
+      - *whole*: TVM served every call, and all values agree.
+      - *refused*: tvmbridge refused the model for the reason that the table gives.
+      - *wrong*: a value does not agree.
+      - *error*: another error, or a refusal for another reason.
+      - *crash*, *timeout*: the process crashed or took too long.
+      - *breaks*: TVM served every graph, but torch.compile broke the model into several.
+      - *eager*: eager PyTorch ran at least one graph.
+
+    - ``reason``: why the result is not *whole*.
+    - ``joint``: the source of the joint function, with its reason; empty without gradients.
+    - ``native``: counts of the operators that TVM compiled.
+    - ``aten``: counts of the operators that compiled code calls PyTorch's kernels for.
+    - ``seconds``: the time that compilation took.
     """
 
     name: str
@@ -91,7 +102,7 @@ def check(name: str, mode: str, dtype: str, door: str = "dispatch") -> Outcome:
 
 
 def _check_export(name: str, mode: str, dtype: str) -> Outcome:
-    """The outcome of an export; *refused* is what an ExportError names."""
+    """Export the model and compare; *refused* if capture or export raises its own error type."""
     from tests.architectures.exported import export_and_compare
 
     architecture, outcome = architectures()[name], Outcome(name, mode, dtype, "whole")
@@ -122,7 +133,7 @@ def _report(model: nn.Module, outcome: Outcome) -> None:
 
 def _report_graphs(outcome: Outcome) -> None:
     report = tvmbridge.compile_report()
-    # Of a graph without operators there is nothing to compile.
+    # A graph without operators has nothing to compile, so it does not count as eager.
     left = [reason for graph in report.graphs if graph.operators for reason in graph.eager_calls]
     if left or not report.graphs:
         outcome.result, outcome.reason = "eager", "; ".join(dict.fromkeys(left)) or "no graph"
@@ -155,7 +166,7 @@ Prepare = Callable[[nn.Module, Mapping[str, Any]], None]
 
 
 def _nothing(model: nn.Module, sample: Mapping[str, Any]) -> None:
-    """Eager PyTorch needs no preparation."""
+    """Do nothing: the preparation of a model that runs in eager PyTorch."""
 
 
 def _dispatch(
@@ -199,7 +210,7 @@ def _train(architecture: Architecture, model: nn.Module, prepare: Prepare) -> di
 
 
 def _resized(architecture: Architecture, model: nn.Module, prepare: Prepare) -> dict[str, Any]:
-    """The sample, then it with more rows, and with others."""
+    """Run the sample, then the sample with three more rows, and with one more."""
     sample = _sample(architecture, model)
     outputs = []
     with torch.no_grad():
@@ -211,7 +222,10 @@ def _resized(architecture: Architecture, model: nn.Module, prepare: Prepare) -> 
 
 
 def _with_rows(sample: Mapping[str, Any], more: int) -> dict[str, Any]:
-    """The sample with its first rows again, where a tensor has as many as the first one."""
+    """Return the sample with ``more`` rows appended to each tensor of the batch size.
+
+    The appended rows repeat the first rows.
+    """
     rows = next(t.shape[0] for t in pytree.tree_leaves(dict(sample)) if isinstance(t, torch.Tensor))
 
     def grown(leaf: Any) -> Any:
@@ -224,7 +238,7 @@ def _with_rows(sample: Mapping[str, Any], more: int) -> dict[str, Any]:
 
 
 def _generate(architecture: Architecture, model: nn.Module, prepare: Prepare) -> dict[str, Any]:
-    """Two steps: a prompt, and one more token with the cache that the prompt left."""
+    """Run two steps: a prompt, then one more token with the cache that the prompt returned."""
     with torch.no_grad():
         _seed()
         prompt = {"input_ids": ids(6).to(DEVICE), "use_cache": True}
@@ -241,7 +255,7 @@ def _generate(architecture: Architecture, model: nn.Module, prepare: Prepare) ->
 
 
 def tensors(outputs: Any) -> list[torch.Tensor]:
-    """The tensors of a result, each once."""
+    """Return the tensors of a result, each once."""
     found = [leaf for _, leaf in leaves(outputs) if isinstance(leaf, torch.Tensor)]
     return list({id(t): t for t in found}.values())
 
@@ -255,7 +269,7 @@ def _seed() -> None:
 
 
 def _state(model: nn.Module) -> dict[str, Any]:
-    """Buffers and generators after a call."""
+    """Return copies of a model's buffers, and the states of all random generators."""
     return {
         "buffers": {name: b.clone() for name, b in model.named_buffers()},
         "torch": generators(),
@@ -265,7 +279,7 @@ def _state(model: nn.Module) -> dict[str, Any]:
 
 
 class _Watch(TorchDispatchMode):
-    """Whether some operator answers in float32 (or less), whatever the model's dtype."""
+    """A mode that sets ``rounds`` if an operator returns a floating dtype other than float64."""
 
     rounds = False
 

@@ -1,4 +1,4 @@
-"""Results compared leaf by leaf, without the help of the pytrees that the product uses."""
+"""Compare results leaf by leaf, without the pytree functions that tvmbridge itself uses."""
 
 from __future__ import annotations
 
@@ -11,20 +11,24 @@ import torch
 
 @dataclasses.dataclass(frozen=True)
 class Tolerance:
-    """An error may be ``relative`` times the largest value of its tensor, and ``common`` times the
-    largest of all tensors beside it: a gradient that is zero by cancellation is all rounding.
-    ``absolute`` is what it may be besides."""
+    """The largest error allowed, as the sum of three terms.
+
+    - ``relative``: a factor of the largest absolute value of the tensor.
+    - ``common``: a factor of the largest absolute value of all compared tensors, for gradients
+      that are zero by cancellation and have rounding errors only.
+    - ``absolute``: added as it is.
+    """
 
     relative: float
     common: float
     absolute: float = 0.0
 
     def of(self, reference: torch.Tensor, largest: float) -> float:
-        """The largest error that may be."""
+        """Return the largest error allowed in ``reference``; ``largest`` is over all tensors."""
         return self.relative * magnitude(reference) + self.common * largest + self.absolute
 
 
-# What a result of each dtype may differ by; float64 shows what float32's rounding could hide.
+# Tolerances by dtype; float64 shows mistakes that float32's rounding could hide.
 TOLERANCES = {
     torch.float32: Tolerance(relative=2e-4, common=2e-5),
     torch.float64: Tolerance(relative=1e-9, common=1e-10),
@@ -32,14 +36,16 @@ TOLERANCES = {
 
 
 def magnitude(tensor: torch.Tensor) -> float:
-    """The largest finite absolute value; 0 for an empty tensor."""
+    """Return the largest finite absolute value; 0 for an empty tensor."""
     finite = tensor.detach()[tensor.detach().isfinite()]
     return float(finite.abs().max()) if finite.numel() else 0.0
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """``(path, leaf)`` for whatever hangs on ``value``: containers, objects and their attributes;
-    the type of each container is a leaf of its own."""
+    """Yield ``(path, leaf)`` for all leaves of containers, and of objects by their attributes.
+
+    The type of each container or object is a leaf of its own.
+    """
     if value is None or isinstance(value, torch.Tensor | bool | int | float | str | type):
         yield path, value
         return
@@ -58,7 +64,7 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def difference(ours: Any, theirs: Any, tolerance: Tolerance) -> str | None:
-    """How ``ours`` differs from ``theirs`` in structure, types or values; None where it agrees."""
+    """Describe how ``ours`` differs in structure, types or values; None if it agrees."""
     left, right = list(leaves(ours)), list(leaves(theirs))
     for (path, a), (other, b) in zip(left, right, strict=False):
         if path != other:

@@ -1,4 +1,4 @@
-"""Text decoders, mixture of experts among them."""
+"""Text decoders, some with mixtures of experts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _GPT2 = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-# The library's variants of experts but one have no loop over those that some token has chosen.
+# One of the library's implementations loops over the experts that tokens chose; this one does not.
 _EXPERTS = {**_LLAMA, "experts_implementation": "batched_mm", "output_router_logits": True}
 
 
@@ -142,8 +142,8 @@ TABLE = {
     ),
     "mixtral": _experts(
         "Mixtral",
-        # The library's own choice, a custom operator; the others take batched products. Its
-        # derivative looped over experts before it was an operator, too.
+        # The library's default implementation, a custom operator. Before 5.23 its derivative was no
+        # operator, but a loop over experts.
         refused="reads values of tensors",
         refused_before="5.23",
         experts_implementation="grouped_mm",

@@ -14,7 +14,7 @@ _BERT: dict[str, Any] = {
     "intermediate_size": 64,
     "max_position_embeddings": 40,
 }
-# RoBERTa's token 1 is padding; positions start behind it.
+# In RoBERTa token 1 is padding, and positions start after this number.
 _ROBERTA = {**_BERT, "pad_token_id": 1}
 
 
@@ -84,7 +84,7 @@ TABLE = {
             "num_decoder_layers": 1,
         },
         text,
-        # It looked up the ends of its positions in tensors.
+        # Before 5.23 forward read the ends of positions from tensors.
         refused="torch.export cannot capture",
         refused_before="5.23",
     ),

@@ -1,4 +1,4 @@
-"""One architecture exported, run by the runtime, and compared with eager PyTorch."""
+"""Export one architecture, run it with the runtime, and compare with eager PyTorch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tvmbridge.core.libraries import register_containers
 def export_and_compare(
     model: torch.nn.Module, sample: Mapping[str, Any], tolerance: Any = None
 ) -> str:
-    """How the exported function departs from eager PyTorch; "" where rounding explains it."""
+    """Describe how the exported function differs from eager PyTorch; "" within tolerance."""
     dtype = next(model.parameters()).dtype
     register_containers(model)
     with torch.no_grad():

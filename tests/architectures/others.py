@@ -1,4 +1,4 @@
-"""Two towers, time series, latents, and what fits no other family."""
+"""Architectures of no other family: two towers, time series, latent arrays."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ TABLE = {
         "ViltConfig",
         {**_TEXT, "image_size": 32, "patch_size": 8, "max_image_length": -1},
         _text_and_image,
-        # It resizes its positions to the sizes that the mask of the image tells.
+        # Forward resizes position embeddings to sizes that it computes from the image mask.
         refused="data-dependent",
     ),
     "time-series": Architecture(

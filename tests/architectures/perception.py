@@ -32,7 +32,7 @@ _WAVE: dict[str, Any] = {
     "num_conv_pos_embedding_groups": 2,
     "num_feat_extract_layers": 2,
     "layerdrop": 0.0,
-    # Its masks are drawn by NumPy, whose generator is not PyTorch's.
+    # SpecAugment draws its masks with NumPy, which capture cannot record.
     "apply_spec_augment": False,
 }
 

@@ -1,4 +1,4 @@
-"""Runs entries, each architecture in a process of its own that may crash or hang."""
+"""Run each architecture in a process of its own, which may crash or hang."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.device import VARIABLE
 
 @dataclass(frozen=True)
 class Entry:
-    """One architecture in one mode and dtype."""
+    """One architecture to check, in one mode and dtype."""
 
     name: str
     mode: str
@@ -37,20 +37,20 @@ def run_entries(
     timeout: float = 300.0,
     door: str = "dispatch",
 ) -> None:
-    """Check ``entries``; ``record`` gets each outcome as it comes.
+    """Check ``entries``, and pass each outcome to ``record`` as soon as it is known.
 
     Args:
-        entries: what to check.
-        record: called from one thread at a time.
-        workers: how many processes at a time.
+        entries: the entries to check.
+        record: a function of an outcome, called from one thread at a time.
+        workers: the number of processes at a time.
         timeout: seconds for one entry.
-        door: how models come to compiled code.
+        door: the way to run compiled code, one of ``DOORS`` in ``check.py``.
     """
-    # Not forked where a GPU is used, which nothing may have asked for before.
+    # A forked process cannot use CUDA if its parent has initialized it.
     forked = os.environ.get(VARIABLE, "cpu") == "cpu"
     context = multiprocessing.get_context("forkserver" if forked else "spawn")
     if forked:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # forked processes cannot use a GPU
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
         context.set_forkserver_preload(
             ["torch", "tvm", "transformers", "tests.architectures.check"]
         )
@@ -95,7 +95,7 @@ def _run(context: Any, entry: Entry, timeout: float, door: str) -> Outcome:
 
 
 def _work(entry: Entry, door: str, connection: Connection) -> None:
-    """The child's part: one outcome through ``connection``."""
+    """Run in the child process: check ``entry`` and send the outcome through ``connection``."""
     import torch
 
     warnings.filterwarnings("ignore")

@@ -56,7 +56,7 @@ TABLE = {
     "switch": _t5(
         "SwitchTransformersForConditionalGeneration",
         "SwitchTransformersConfig",
-        # It calls those experts that some token has chosen.
+        # Forward calls only the experts that tokens chose.
         "data-dependent",
         num_layers=2,
         num_experts=4,
@@ -73,7 +73,7 @@ TABLE = {
     "led": _bart(
         "LEDForConditionalGeneration",
         "LEDConfig",
-        # It asks whether any token attends globally.
+        # Forward branches on whether any token attends globally.
         "data-dependent",
         attention_window=4,
         max_encoder_position_embeddings=40,

@@ -1,4 +1,4 @@
-"""The table of architectures: what is built, how small, and on which inputs."""
+"""The table of architectures, with the configuration and the inputs of each."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Architecture:
         model: the name of the model's class.
         config: the name of its configuration's class.
         settings: the configuration's fields.
-        inputs: makes the keyword arguments of forward; seeded before it is called.
-        cached: forward is also called with a cache of earlier keys and values.
-        refused: a part of the reason why it is refused; empty where it must run.
-        refused_before: the release of transformers from which on it must run nevertheless; with
-            older ones it may be refused, in some modes.
+        inputs: returns the keyword arguments of forward; the generator is seeded before.
+        cached: whether forward is also called with a cache of earlier keys and values.
+        refused: a part of the reason why tvmbridge refuses the model; empty if it must run.
+        refused_before: the first release of transformers with which the model must run; with older
+            releases it may be refused in some modes. Empty if the release makes no difference.
     """
 
     family: str
@@ -44,14 +44,14 @@ class Architecture:
     refused_before: str = ""
 
     def outcomes(self) -> dict[str, str]:
-        """What may come of it: *whole* or *refused*, with a part of the reason."""
+        """Return the allowed results, *whole* or *refused*, each with a part of its reason."""
         if not self.refused_before:
             return {"refused": self.refused} if self.refused else {"whole": ""}
         older = Version(version("transformers")) < Version(self.refused_before)
         return {"whole": "", **({"refused": self.refused} if older else {})}
 
     def build(self) -> nn.Module:
-        """The model in eval mode, with weights drawn from a fixed seed."""
+        """Build the model in eval mode, with weights drawn from a fixed seed."""
         import transformers
 
         torch.manual_seed(0)
@@ -62,13 +62,17 @@ class Architecture:
         return model.eval()
 
     def sample(self) -> dict[str, Any]:
-        """Keyword arguments of forward, drawn from a fixed seed."""
+        """Return keyword arguments of forward, drawn from a fixed seed."""
         torch.manual_seed(1)
         return dict(self.inputs())
 
 
 def _without_dropout(config: Any) -> None:
-    """On a GPU attention draws masks of its own, as likely as those of eager PyTorch."""
+    """Set all dropout rates to 0.
+
+    On a GPU, compiled attention draws other dropout masks than eager PyTorch, from the same
+    distribution.
+    """
     for name, value in list(vars(config).items()):
         if "drop" in name and isinstance(value, float):
             setattr(config, name, 0.0)
@@ -77,39 +81,39 @@ def _without_dropout(config: Any) -> None:
 
 
 def ids(length: int = 10, batch: int = 2) -> torch.Tensor:
-    """Token numbers, int64, (batch, length); none is a padding or another special token."""
+    """Return token numbers, int64, (batch, length); none is padding or another special token."""
     return torch.randint(10, VOCABULARY - 5, (batch, length))
 
 
 def mask(length: int = 10, batch: int = 2) -> torch.Tensor:
-    """An attention mask, int64, (batch, length), with padding at the end of the last row."""
+    """Return an attention mask, int64, (batch, length); the last row ends with padding."""
     result = torch.ones(batch, length, dtype=torch.int64)
     result[-1, -3:] = 0
     return result
 
 
 def text() -> Inputs:
-    """Tokens with a mask that closes some of them."""
+    """Return tokens, and an attention mask that excludes some of them."""
     return {"input_ids": ids(), "attention_mask": mask()}
 
 
 def labelled() -> Inputs:
-    """Tokens, a mask, and a label for each token."""
+    """Return tokens, a mask, and a label for each token."""
     return {**text(), "labels": ids()}
 
 
 def pixels(size: int = 32) -> Callable[[], Inputs]:
-    """Makes an image batch, float32, (2, 3, size, size)."""
+    """Return a function that draws an image batch, float32, (2, 3, size, size)."""
     return lambda: {"pixel_values": torch.randn(2, 3, size, size)}
 
 
 def pair() -> Inputs:
-    """Source and target tokens."""
+    """Return source tokens, target tokens, and labels."""
     return {**text(), "decoder_input_ids": ids(7), "labels": ids(7)}
 
 
 def architectures() -> dict[str, Architecture]:
-    """Name -> architecture, all of them."""
+    """Return all architectures by name."""
     return dict(_all())
 
 

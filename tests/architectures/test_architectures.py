@@ -1,4 +1,4 @@
-"""A few architectures in the default suite; all of them with ``make test-slow``."""
+"""Check a few architectures in the default suite, and all of them with ``make test-slow``."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ MODES = ("forward", "auto", "relax", "aot")
 def all_entries(
     names: Sequence[str], dtypes: Sequence[str], modes: Sequence[str] = ("forward",)
 ) -> list[Entry]:
-    """Every operator of ``names`` in every dtype of ``dtypes`` and every mode that it has."""
+    """Return an entry for each operator, dtype and mode that the operator supports."""
     return [
         Entry(name, dtype, mode)
         for mode in modes
@@ -59,7 +59,7 @@ def _has(op: Any, dtype: torch.dtype, mode: str) -> bool:
 
 
 def _named(wanted: Sequence[str], known: Sequence[str]) -> list[str]:
-    """Full names for what the user wrote: a name stands for all its variants."""
+    """Return the full names that match the user's names; a name without variant matches all."""
     names = [n for w in wanted for n in known if w in (n, n.split(":")[0])]
     missing = [w for w in wanted if not any(w in (n, n.split(":")[0]) for n in known)]
     if missing:
@@ -151,7 +151,7 @@ def _run(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run and print; 1 when anything is wrong, crashed, hung or an error."""
+    """Run the command; return 1 if any case is wrong, crashes, hangs or raises an error."""
     options = _parse(arguments)
     os.environ[DEVICE_VARIABLE] = options.device
     if options.write_docs:

@@ -1,8 +1,8 @@
-"""Groups of cases whose results may be off by no more than eager PyTorch's own.
+"""The accuracy check: compiled results must be about as close to float64 as eager results.
 
-The tolerances of other checks hide what a result loses where eager PyTorch rounds once and
-compiled code at each step. Here the errors of both, against float64, are compared, in units in the
-last place.
+Eager PyTorch may round once where compiled code rounds at each step, and the tolerances of the
+other checks hide that loss. This check compares the errors of both against float64, in units in
+the last place (ulp).
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from tests.conformance.case import Case
 from tests.conformance.check import Check
 from tests.conformance.compare import compare
 
-# An eager result that is further off is no number to compare with: it is drawn, say, or cancelled.
+# Largest eager error, in ulp, that is compared; random draws and cancellation cause larger ones.
 _MEANINGLESS = 100.0
 
-# Of the largest element: below it an element's own last place is no measure of a sum.
+# Fraction of the largest element: the ulp of a smaller one does not measure the error of a sum.
 _SMALL = 1e-3
 
 
 class AccuracyCheck(Check):
-    """A check that compares how far results and gradients are off."""
+    """A check that compares the errors of results and gradients with the errors of eager's."""
 
     def difference(self, case: Case, ours: Any, theirs: Any) -> str | None:
-        """Where a case's values are further off than eager's; None where they are nowhere."""
+        """Describe the first tensor that is less accurate than eager's; None if there is none."""
         shape = compare(ours, theirs, values=False)
         exact = None if shape else self.exact(case, theirs)
         if exact is None:
@@ -38,12 +38,12 @@ class AccuracyCheck(Check):
 
 
 def less_accurate(ours: Sequence[Any], theirs: Sequence[Any], exact: Sequence[Any]) -> str | None:
-    """Where ``ours`` are less accurate than ``theirs``, by about twice and more than by chance.
+    """Describe the first tensor whose error is about twice eager's or more; None if there is none.
 
     Args:
-        ours: tensors, and other leaves, which are passed over.
-        theirs: what eager PyTorch gives for them.
-        exact: the same in float64.
+        ours: leaves of the compiled result; leaves that are no floating-point tensors are skipped.
+        theirs: the same leaves from eager PyTorch.
+        exact: the same leaves from eager PyTorch in float64.
     """
     for place, (mine, first, right) in enumerate(zip(ours, theirs, exact, strict=True)):
         errors = _errors(mine, first, right)
@@ -62,7 +62,7 @@ def less_accurate(ours: Sequence[Any], theirs: Sequence[Any], exact: Sequence[An
 
 
 def _errors(ours: Any, theirs: Any, exact: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """How far the finite elements are off, in units in the last place; None where none tell."""
+    """Return the errors of ours and of eager's finite elements in ulp; None if not comparable."""
     tensors = (ours, theirs, exact)
     if not all(isinstance(t, torch.Tensor) and t.is_floating_point() for t in tensors):
         return None

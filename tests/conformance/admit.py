@@ -1,4 +1,4 @@
-"""Writes ``tvmbridge/core/admitted.json`` from the rows of a conformance run."""
+"""Write ``tvmbridge/core/admitted.json`` from the rows of a conformance run."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def _collect(rows: Mapping[str, Mapping[str, Any]], key: str) -> Pairs:
 
 
 def proven_claims(rows: Mapping[str, Mapping[str, Any]]) -> Pairs:
-    """Claims, with dtypes, that served a case that is right and none that is not.
+    """Return the claims, with dtypes, that served a right case and no case that failed.
 
-    A claim that had been proven before stays: where it fails, the run fails, and the fault may be
-    that of another operator of the same case.
+    A claim that is in the table already stays proven even if a case fails. The run then reports
+    the failure, and another operator of the same case may be the cause.
     """
     proven, refuted = _collect(rows, "proven"), _collect(rows, "refuted")
     before = admitted_table()
@@ -36,11 +36,12 @@ def proven_claims(rows: Mapping[str, Mapping[str, Any]]) -> Pairs:
 
 
 def write_admitted(rows: Mapping[str, Mapping[str, Any]], *, only_add: bool) -> list[str]:
-    """Write the table of admitted claims; a line for each change.
+    """Write the table of admitted claims, and return a line for each change.
 
     Args:
         rows: the rows of the run.
-        only_add: keep what ``rows`` say nothing of, as is right for a run of some entries only.
+        only_add: whether claims of the old table that ``rows`` do not mention are kept, as a run
+            of only some entries needs.
     """
     proven, before = proven_claims(rows), admitted_table()
     changes = []

@@ -1,8 +1,8 @@
-"""What eager PyTorch answers for a case in all the ways in which it can be asked, and who agrees.
+"""Compare a compiled result with all results that eager PyTorch gives for the same values.
 
-Eager PyTorch itself answers special values in more than one way: kernels treat whole vectors and
-the elements left over by different code, and contiguous tensors otherwise than strided ones. Any
-of its answers is right.
+Eager PyTorch gives more than one result for special values. Its kernels use different code for
+whole vectors and for the remaining elements, and for contiguous and for strided tensors. A
+compiled result that agrees with any of the eager results is right.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.conformance.evaluate import (
     inputs_of,
 )
 
-# Of absolute value below which a tolerance for ordinary numbers says nothing.
+# Numbers of a smaller absolute value pass any absolute tolerance, so they get a relative one.
 _SMALL = 1e-6
 
 Leaves = list[Any]
@@ -34,12 +34,15 @@ Leaves = list[Any]
 
 @dataclass(frozen=True)
 class Strictness:
-    """How much must agree.
+    """How closely a result must agree with eager PyTorch.
 
-    ``local`` says that a result's element comes of those at its place alone: its zeros have
-    eager's sign, its small numbers eager's leading digits. Other results are sums, off by the
-    rounding of the largest of the inputs, ``magnitude``; where they ``overflow`` depends on the
-    order in which they are reckoned. ``signed`` is False where one of two equal numbers is chosen.
+    - ``local``: each element of the result depends only on the operands' elements at the same
+      place. Zeros must then have eager's sign, and small numbers eager's leading digits. Other
+      results are sums.
+    - ``signed``: whether the sign of a zero must agree; False if the operator returns one of two
+      equal operands.
+    - ``overflow``: whether a sum may overflow, depending on the order of summation.
+    - ``magnitude``: the largest absolute value of the inputs, whose rounding bounds a sum's error.
     """
 
     local: bool
@@ -50,7 +53,11 @@ class Strictness:
 
 @dataclass(frozen=True)
 class Question:
-    """A case, of which gradients are asked too or not, with cotangents changed by ``strewing``."""
+    """A case to evaluate in eager PyTorch.
+
+    - ``gradient``: whether gradients are computed too.
+    - ``strewing``: changes the cotangents; None leaves them as drawn.
+    """
 
     operator: Operator
     case: Case
@@ -58,7 +65,7 @@ class Question:
     strewing: Strewing | None = None
 
     def ask(self, inputs: list[torch.Tensor], dtypes: Sequence[torch.dtype] | None = None) -> Any:
-        """The values of PyTorch for ``inputs``, cotangents rounded to ``dtypes``."""
+        """Return eager PyTorch's values for ``inputs``, with cotangents rounded to ``dtypes``."""
         module = Calls(self.operator, [self.case])
         return evaluate(
             module,
@@ -71,13 +78,16 @@ class Question:
 
 
 def leaves_of(values: Values, index: int) -> Leaves:
-    """What is compared of the case ``index``: results, inputs after the call, gradients."""
+    """Return results, inputs after the call, and gradients of the case ``index`` as a flat list."""
     gradients = None if values.gradients is None else values.gradients[index]
     return pytree.tree_leaves((values.results[index], values.inputs[index], gradients))
 
 
 def other_answers(question: Question, theirs: Values, index: int) -> Iterator[Leaves]:
-    """Answers of eager PyTorch beside ``theirs``, which it gave for the tensors as they are."""
+    """Yield further eager results of the case: with strided inputs, in float64, and repeated.
+
+    ``theirs`` is eager PyTorch's result for the tensors as they are.
+    """
     with suppress(Exception):
         strided = [_strided(t) for t in inputs_of([question.case])]
         yield leaves_of(question.ask(strided), 0)
@@ -88,7 +98,7 @@ def other_answers(question: Question, theirs: Values, index: int) -> Iterator[Le
 
 
 def _strided(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values with gaps between them."""
+    """Return a tensor of the same values with gaps between the elements in memory."""
     if not tensor.dim() or not tensor.numel():
         return tensor
     wide = torch.stack([tensor.detach(), tensor.detach()], -1)[..., 0]
@@ -104,7 +114,10 @@ def _in_float64(question: Question, theirs: Values, index: int) -> Leaves:
 
 
 def _repeated(question: Question, theirs: Leaves) -> Iterator[Leaves]:
-    """The case many times over in one call: what stood in a rest stands in a vector, or not."""
+    """Yield results of the case when one call (``torch.vmap``) computes many copies of it.
+
+    A kernel handles an element in a vector in one copy, and in the remainder loop in another.
+    """
     case, inputs = question.case, inputs_of([question.case])
     smallest = min((t.numel() for t in inputs if t.numel()), default=1)
     count = max(3, min(65, 130 // smallest + 2))
@@ -139,13 +152,14 @@ def _repeated(question: Question, theirs: Leaves) -> Iterator[Leaves]:
 def difference(
     ours: Leaves, theirs: Leaves, others: Callable[[], list[Leaves]], strict: Strictness
 ) -> str | None:
-    """Where ``ours`` agrees with no answer of eager PyTorch; None if it does everywhere.
+    """Describe where ``ours`` agrees with no result of eager PyTorch; None if it always agrees.
 
     Args:
-        ours: what compiled code gave.
-        theirs: eager PyTorch's answer for the same tensors.
-        others: its other answers, asked for only where ``ours`` differs from ``theirs``.
-        strict: how much must agree.
+        ours: the leaves from compiled code.
+        theirs: the leaves from eager PyTorch for the same tensors.
+        others: returns eager PyTorch's further results; called only if ``ours`` differs from
+            ``theirs``.
+        strict: how closely the leaves must agree.
     """
     answers: list[Leaves] | None = None
     for place, (mine, first) in enumerate(zip(ours, theirs, strict=True)):
@@ -170,7 +184,10 @@ def _fitting(answers: Sequence[Leaves], place: int, first: torch.Tensor) -> list
 
 
 def _agrees(ours: torch.Tensor, theirs: torch.Tensor, strict: Strictness) -> torch.Tensor:
-    """Where two tensors agree: NaN, infinities, numbers within rounding, and as ``strict`` says."""
+    """Return a mask of the elements that agree: NaN, infinities, and numbers within rounding.
+
+    ``strict`` says whether signs of zeros and leading digits of small numbers must agree too.
+    """
     if ours.is_complex():
         parts = [[torch.view_as_real(t)[..., i] for t in (ours, theirs)] for i in (0, 1)]
         return _agrees(*parts[0], strict) & _agrees(*parts[1], strict)
@@ -197,7 +214,10 @@ _TOLERANCES = {
 def _within_what_eager_is_off(
     ours: torch.Tensor, known: list[torch.Tensor], strict: Strictness
 ) -> torch.Tensor:
-    """Where ours lies between eager's answers, or off by rounding of the largest number."""
+    """Return a mask of the elements that are between eager's results, or off by rounding alone.
+
+    Rounding is taken of the largest number of eager's results and of the inputs.
+    """
     if not ours.is_floating_point():
         return torch.zeros_like(ours, dtype=torch.bool)
     wide = torch.stack([answer.double() for answer in known])
@@ -219,7 +239,7 @@ def _within_what_eager_is_off(
 
 
 def _equal_small(answer: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
-    """Where eager's answers are small numbers and agree with one another in all but rounding."""
+    """Return a mask of the elements where two eager results are small and equal up to rounding."""
     wide = first.double()
     return (wide.abs() < _SMALL) & ((answer.double() - wide).abs() <= 1e-3 * wide.abs())
 

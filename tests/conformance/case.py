@@ -1,4 +1,4 @@
-"""A case: one call of an operator, and variants of it that are hard."""
+"""A case is one call of an operator; its variants have harder values, strides and shapes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 _SPECIAL_FLOATS = (float("nan"), float("inf"), float("-inf"), -0.0, 0.0, 1e-6, -1e-6, 100.0, -100.0)
 
-# What an operand is promoted with: another width, another kind.
+# For each dtype, dtypes for the second operand: one of another width, one of another kind.
 _PROMOTED = {
     torch.float32: (torch.float64, torch.int64),
     torch.float64: (torch.float32, torch.bool),
@@ -28,9 +28,12 @@ _PROMOTED = {
 
 @dataclass(frozen=True)
 class Case:
-    """One call of an operator: the flattened arguments, of which tensors become inputs.
+    """One call of an operator; the tensors among its arguments become inputs of a module.
 
-    ``requires`` says for each tensor whether it requires a gradient.
+    - ``label``: the number of the OpInfo sample, and the kind of variant.
+    - ``leaves``: the flattened arguments.
+    - ``spec``: the tree spec that unflattens them to ``(args, kwargs)``.
+    - ``requires``: for each tensor, whether it requires a gradient.
     """
 
     label: str
@@ -40,7 +43,7 @@ class Case:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The tensors among the arguments, in order."""
+        """Return the tensors among the arguments, in order."""
         return [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
 
     @property
@@ -49,7 +52,7 @@ class Case:
         return all(t.numel() for t in self.tensors)
 
     def arguments(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """``(args, kwargs)`` with ``tensors`` in the places of the case's own."""
+        """Return ``(args, kwargs)`` with the case's own tensors replaced by ``tensors``."""
         rest = iter(tensors)
         leaves = [next(rest) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
@@ -57,7 +60,7 @@ class Case:
 
 
 def case_of(label: str, sample: Any) -> Case:
-    """The case of an OpInfo sample."""
+    """Return the case of an OpInfo sample."""
     leaves, spec = pytree.tree_flatten(((sample.input, *sample.args), dict(sample.kwargs)))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     detached = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -65,10 +68,10 @@ def case_of(label: str, sample: Any) -> Case:
 
 
 def variants(case: Case, special: str | None) -> Iterator[Case]:
-    """Cases of the same operator with special values, strides, shapes and dtypes.
+    """Yield variants of ``case`` with special values, strides, shapes and dtypes.
 
-    Not every operator takes every one of them; eager PyTorch decides. ``special`` says which
-    special values there are: ``all``, ``finite`` ones (and NaN), or None.
+    An operator may not accept every variant; the caller asks eager PyTorch. ``special`` selects
+    the special values: ``all``, ``finite`` (which includes NaN), or None for no such variant.
     """
     if special is not None:
         yield from _changed(case, "special", _special_values(special == "finite"))
@@ -77,7 +80,7 @@ def variants(case: Case, special: str | None) -> Iterator[Case]:
     yield from _changed(case, "scalar", lambda t, _: t.reshape(-1)[0] if t.numel() else None)
     shapes = [t.shape for t in case.tensors[:2]]
     if len(set(shapes)) < len(shapes):
-        # Of other operators the kernels do not check what the second operand holds.
+        # The kernels of other operators do not check the second operand's size.
         yield from _changed(case, "broadcast", _broadcast)
     dtypes = [t.dtype for t in case.tensors]
     if len(dtypes) > 1 and dtypes[0] == dtypes[1]:
@@ -90,7 +93,7 @@ Change = Callable[[torch.Tensor, int], torch.Tensor | None]
 
 
 def _changed(case: Case, what: str, change: Change) -> Iterator[Case]:
-    """The case with ``change`` applied to each of its tensors, if that changes any."""
+    """Yield the case with ``change`` applied to each of its tensors, if that changes any."""
     leaves, requires = list(case.leaves), []
     position, different = 0, False
     for index, leaf in enumerate(leaves):
@@ -109,7 +112,7 @@ def _changed(case: Case, what: str, change: Change) -> Iterator[Case]:
 
 
 def _special_values(finite: bool) -> Change:
-    """NaN, infinities, zeros and extreme numbers strewn over float tensors."""
+    """Return a change that writes NaN, infinities, zeros and extreme numbers into float tensors."""
     numbers = [n for n in _SPECIAL_FLOATS if not finite or abs(n) != float("inf")]
 
     def change(tensor: torch.Tensor, position: int) -> torch.Tensor | None:
@@ -124,14 +127,14 @@ def _special_values(finite: bool) -> Change:
 
 
 def _expanded(tensor: torch.Tensor, position: int) -> torch.Tensor | None:
-    """The first row of the first operand for all of its rows, with a stride of 0."""
+    """Return the first operand with its first row for all rows, by a stride of 0; else None."""
     if position or not tensor.dim() or tensor.shape[0] < 2:
         return None
     return tensor[:1].expand_as(tensor)
 
 
 def _broadcast(tensor: torch.Tensor, position: int) -> torch.Tensor | None:
-    """The second operand with one column only."""
+    """Return the first column of the second operand; None for other operands."""
     return tensor[..., :1] if position == 1 and tensor.dim() and tensor.shape[-1] > 1 else None
 
 

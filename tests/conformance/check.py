@@ -1,4 +1,4 @@
-"""One group of cases: run through the whole way of the data, compared with eager, and classed."""
+"""Run one group of cases compiled and in eager PyTorch, compare, and classify each case."""
 
 from __future__ import annotations
 
@@ -19,9 +19,15 @@ Uses = dict[str, dict[str, list[str]]]
 
 @dataclass
 class Outcome:
-    """What came of one case: a class, and the reason where it is not a good one.
+    """The outcome of one case.
 
-    ``used`` are the claims that served it: section -> name -> dtypes.
+    - ``result``: its class, one of ``CLASSES`` in ``table.py``.
+    - ``reason``: why it failed or was refused.
+    - ``ordinary``: whether no tensor of the case is empty.
+    - ``native``: the operators that TVM compiled.
+    - ``aten``: the operators that compiled code calls PyTorch's kernels for.
+    - ``joint``: the source of the joint function; empty without gradients.
+    - ``used``: the claims that served the case: section -> name -> dtypes.
     """
 
     label: str
@@ -35,18 +41,18 @@ class Outcome:
 
 
 class GroupFailed(Exception):
-    """A group of several cases did not get through; its cases must go one by one."""
+    """A group of several cases failed, so its cases must run one by one."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """How groups are checked.
+    """The check of groups of cases of one operator.
 
     Args:
-        operator: the function of tensors.
+        operator: the operator, as a function of tensors.
         joint: the source of the joint function; None checks forward alone.
         values: whether values are compared, beside dtypes and shapes.
-        admit: whether claims that are not proven are used too.
+        admit: whether the compiler may use unproven claims too.
     """
 
     operator: Operator
@@ -55,7 +61,7 @@ class Check:
     admit: bool = False
 
     def accepts(self, case: Case) -> bool:
-        """Whether eager PyTorch accepts a case: some samples are of no use when varied."""
+        """Whether eager PyTorch accepts a case; it rejects some variants of samples."""
         return self._eager(case) is not None
 
     def _eager(
@@ -71,10 +77,10 @@ class Check:
             return None
 
     def group(self, cases: Sequence[Case]) -> list[Outcome]:
-        """The outcomes of ``cases``, run as one module.
+        """Return the outcomes of ``cases``, run as one module.
 
         Raises:
-            GroupFailed: there are several cases and they are not all right.
+            GroupFailed: there are several cases, and at least one of them is not right.
         """
         alone = len(cases) == 1
         try:
@@ -118,9 +124,10 @@ class Check:
         )
 
     def difference(self, case: Case, ours: Any, theirs: Any) -> str | None:
-        """How what a case gave differs from eager's by more than rounding; None if it does not.
+        """Describe how ``ours`` differs from ``theirs`` by more than rounding; None if it does not.
 
-        Both are results, inputs after the call, gradients, and what requires a gradient.
+        Both are tuples: results, inputs after the call, gradients, and whether each result
+        requires a gradient.
         """
         found = compare(ours, theirs, values=self.values)
         return None if found and self._is_rounding(case, ours, theirs) else found
@@ -135,13 +142,16 @@ class Check:
         )
 
     def exact(self, case: Case, theirs: Any) -> Any:
-        """What eager PyTorch gives in float64 where it gave ``theirs``; None where it raises."""
+        """Return eager PyTorch's values of the case in float64; None if it raises.
+
+        ``theirs`` are its values in the case's own dtypes, to which cotangents are rounded.
+        """
         reference = self._eager(case, torch.float64, _rounded(theirs))
         return None if reference is None else _of_case(reference, 0)
 
 
 def _rounded(theirs: Any) -> list[torch.dtype]:
-    """The dtypes of the results that have a cotangent."""
+    """Return the dtypes of the results that have a cotangent."""
     results, _, _, requires = theirs
     tensors = [t for t in pytree.tree_leaves(results) if isinstance(t, torch.Tensor)]
     return [t.dtype for t, wanted in zip(tensors, requires or (), strict=False) if wanted]

@@ -1,4 +1,4 @@
-"""Comparison of two results in structure, dtype, shape and values."""
+"""Compare two results in structure, dtype, shape and values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 
 def compare(ours: Any, theirs: Any, *, values: bool) -> str | None:
-    """How two results differ in structure, dtype, shape or values; None when they agree."""
+    """Describe how two results differ in structure, dtype, shape or values; None if they agree."""
     left, left_spec = pytree.tree_flatten(ours)
     right, right_spec = pytree.tree_flatten(theirs)
     if len(left) != len(right) or str(left_spec) != str(right_spec):
@@ -46,11 +46,13 @@ def is_as_near(
 ) -> bool:
     """Whether each tensor of a result agrees with eager's, or differs by rounding alone.
 
-    The reference in float64 says so: ours is off by no more than twice what eager's is, or by four
-    units in the last place of the largest element. (Sums in another order differ by that where
-    terms cancel; eager PyTorch itself rounds otherwise for other strides of the same values.) A
-    unit is that of the coarsest dtype among the result's own and ``computed_in``: eager PyTorch
-    sums a cotangent in its own dtype, before it widens the sum to that of the operand.
+    Errors are taken against the float64 reference. A difference counts as rounding if our error is
+    at most twice eager's, or four units in the last place of the largest element. Sums in another
+    order differ by that much if terms cancel. Eager PyTorch itself rounds differently for other
+    strides of the same values.
+
+    The unit is taken in the coarsest dtype among the result's own and ``computed_in``. Eager
+    PyTorch sums a cotangent in the cotangent's dtype before it widens the sum to the operand's.
     """
     if compare(ours, theirs, values=False):
         return False
@@ -75,10 +77,10 @@ def _leaf_is_as_near(ours: Any, theirs: Any, reference: Any, coarsest: float) ->
 
 
 def _error(result: torch.Tensor, reference: torch.Tensor) -> float:
-    """The largest error; infinite where NaN or an infinity is in another place."""
+    """Return the largest error; infinite if NaN or an infinity is in another place."""
     if result.shape != reference.shape:
         return float("inf")
-    # What a sample makes itself may be on another device than what it is given.
+    # An operator that creates a tensor itself may put it on another device than its inputs.
     wide, exact = result.double().cpu(), reference.double().cpu()
     finite = exact.isfinite()
     for test in (torch.isfinite, torch.isnan, torch.isposinf):

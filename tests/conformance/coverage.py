@@ -1,4 +1,4 @@
-"""Which operators the conformance run takes from PyTorch's operator tests (OpInfo), and more."""
+"""The operators that conformance covers: from PyTorch's operator tests (OpInfo), and our own."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch.testing._internal.opinfo import core
 from tests.conformance.extras import EXTRAS
 from tests.conformance.made import LONG, MADE
 
-# Random operators are wrapped to seed the generator themselves, which no capture can follow.
+# OpInfo wraps random operators to seed the generator, which torch.export cannot capture.
 common_methods_invocations.wrapper_set_seed = lambda op, *args, **kwargs: op(*args, **kwargs)
 
-# Families with kernels of their own kind, which no model of the usual sort has in its forward.
+# Groups of operators with special kernels that usual models do not call in forward.
 _LEFT_OUT_PREFIXES = ("fft.", "sparse.", "special.", "torch.", "jiterator")
 _LINALG_KEPT = frozenset(
     {
@@ -65,20 +65,20 @@ _COMPLEX_OR_SPARSE = frozenset(
     }
 )
 
-# Their elements are whatever the memory held.
+# Operators that return uninitialized memory.
 UNDEFINED_VALUES = frozenset(
     {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
 )
 
 
 def full_name(op: Any) -> str:
-    """The operator's name with its variant, as ``name`` or ``name:variant``."""
+    """Return the operator's name with its variant, as ``name`` or ``name:variant``."""
     variant = op.variant_test_name
     return f"{op.name}:{variant}" if variant else str(op.name)
 
 
 def is_covered(op: Any) -> bool:
-    """Whether the operator belongs to what conformance covers."""
+    """Whether conformance covers the operator."""
     name = op.name
     if name.startswith("linalg."):
         return name in _LINALG_KEPT
@@ -89,48 +89,48 @@ def is_covered(op: Any) -> bool:
 
 @functools.cache
 def operators() -> dict[str, Any]:
-    """The covered operators by full name, those that OpInfo lacks behind the others."""
+    """Return the covered operators by full name: first OpInfo's, then the ones of ``extras.py``."""
     covered = [op for op in common_methods_invocations.op_db if is_covered(op)]
     return {full_name(op): op for op in (*covered, *EXTRAS)}
 
 
 @functools.cache
 def special_operators() -> dict[str, Any]:
-    """The covered operators, and those that are made for special values."""
+    """Return the covered operators and the made-up ones that test special values."""
     return {**operators(), **{full_name(op): op for op in MADE}}
 
 
 @functools.cache
 def operators_with_long_rows() -> dict[str, Any]:
-    """The covered operators, and those that are made for accuracy."""
+    """Return the covered operators and the made-up ones that test accuracy on long rows."""
     return {**operators(), **{full_name(op): op for op in LONG}}
 
 
 def every_operator() -> dict[str, Any]:
-    """All operators that any check covers."""
+    """Return all operators that any check covers."""
     return special_operators() | operators_with_long_rows()
 
 
-# Beside those that OpInfo has among its elementwise operators.
+# Operators that are local, although OpInfo does not list them as elementwise.
 _LOCAL = frozenset({"addcdiv", "masked_fill", "nn.functional.pad", "where"})
 
-# The one or the other of two equal numbers is the result: 0.0 or -0.0, told by the instruction.
+# Operators that return either of two equal numbers; the instruction decides between 0.0 and -0.0.
 _CHOOSING = frozenset({"clamp", "clamp_max", "clamp_min", "max", "maximum", "min", "minimum"})
 
 
 def is_local(op: Any) -> bool:
-    """Whether each element of the results comes of those at its place in the operands alone."""
+    """Whether each result element depends only on the operands' elements at the same place."""
     kinds = (core.UnaryUfuncInfo, core.BinaryUfuncInfo, core.ShapeFuncInfo)
     return isinstance(op, kinds) or op.name in _LOCAL or getattr(op, "local", False)
 
 
 def chooses(op: Any) -> bool:
-    """Whether the operator hands on one of its operands' numbers, of equal ones either."""
+    """Whether the operator returns one of its operands' numbers, and either of equal ones."""
     return op.name in _CHOOSING
 
 
 def left_out() -> Counter[str]:
-    """How many operators of OpInfo are not covered, by what they are left out as."""
+    """Count the operators of OpInfo that are not covered, by the reason they are left out."""
     counts: Counter[str] = Counter()
     for op in common_methods_invocations.op_db:
         if not is_covered(op):

@@ -1,7 +1,7 @@
-"""``docs/operators.md``: what became of every operator, and the results that it is written from.
+"""Write ``docs/operators.md``, the class of every operator, from the kept conformance results.
 
-The results are kept in ``results.json`` in brief: dtype and mode -> operator -> class, and with
-them how they were measured.
+``results.json`` keeps the results in brief: dtype and mode -> operator -> class, with the version
+of PyTorch and the number of samples.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _WORDS = {"aten_call": "call"}
 
 @dataclass(frozen=True)
 class Measured:
-    """Results, the version of PyTorch, and the most samples of an entry (0: all of them)."""
+    """Results, the version of PyTorch, and the limit of samples of an entry (0: no limit)."""
 
     results: Results
     torch: str
@@ -58,14 +58,14 @@ class Measured:
 
 
 def read_results() -> Measured:
-    """The content of ``results.json``."""
+    """Return the content of ``results.json``."""
     return Measured(**json.loads(RESULTS.read_text(encoding="utf-8")))
 
 
 def write_results(
     rows: Mapping[str, Mapping[str, Any]], *, only_add: bool, torch: str, samples: int
 ) -> None:
-    """Bring the classes of ``rows`` into ``results.json``; with ``only_add`` keep the others."""
+    """Write the classes of ``rows`` to ``results.json``; ``only_add`` keeps earlier results."""
     results = read_results().results if only_add and RESULTS.exists() else {}
     for entry, row in rows.items():
         name, dtype, mode = entry.rsplit("/", 2)
@@ -79,7 +79,7 @@ def write_results(
 
 
 def _refusal(row: Mapping[str, Any]) -> str:
-    """Why a case of ``row`` is refused, in short; empty where it is of another class."""
+    """Return in short why a case of ``row`` is refused; empty if the row has another class."""
     if row["class"] != "refused":
         return ""
     reason = next(u["reason"] for u in row["unfit"] if u["result"] == "refused")
@@ -94,7 +94,7 @@ def write_document() -> None:
 
 
 def document(measured: Measured) -> str:
-    """The page for what was measured."""
+    """Return the text of the page for the measured results."""
     results = measured.results
     forward = [kind for kind in results if kind.endswith("/forward")]
     gradients = [kind for kind in results if kind.endswith("/auto")]

@@ -1,4 +1,4 @@
-"""Cases compiled with a symbol for the size of the first dimension, and called at other sizes."""
+"""Compile cases with a symbolic first dimension, and call them at other sizes."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.conformance.evaluate import Calls, Values, evaluate, inputs_of
 from tests.conformance.samples import cases_of_samples, choose, device
 from tvmbridge.core.errors import BridgeError
 
-# So many other sizes must be possible, of those that are tried.
+# At least this many of the other sizes that are tried must be valid for a case.
 _OTHERS = 2
 
 
 def dynamic_cases(name: str, dtype: torch.dtype, limit: int, *, gradient: bool) -> list[Case]:
-    """Samples of one operator and dtype of which a tensor has at least two rows."""
+    """Return samples of one operator and dtype in which a tensor has at least two rows."""
     torch.manual_seed(0)
     samples = operators()[name].sample_inputs(device(), dtype, requires_grad=gradient)
     cases = [case for case in cases_of_samples(samples) if next(_choices(case), None)]
@@ -30,7 +30,11 @@ def dynamic_cases(name: str, dtype: torch.dtype, limit: int, *, gradient: bool) 
 
 
 def _choices(case: Case) -> Iterator[tuple[int, ...]]:
-    """Numbers of the tensors whose first dimensions may be one symbol: all rows, or the first's."""
+    """Yield choices of tensors (by index) whose first dimension becomes the symbol.
+
+    The first choice is all tensors with as many rows as the first one; the second is that one
+    alone.
+    """
     rows = [t.shape[0] if t.dim() else 0 for t in case.tensors]
     first = next((n for n in rows if n > 1), None)
     if first is None or not case.ordinary:
@@ -42,7 +46,7 @@ def _choices(case: Case) -> Iterator[tuple[int, ...]]:
 
 
 def _resized(case: Case, chosen: Sequence[int], rows: int) -> Case:
-    """``case`` with so many rows, those that there are again and again, of the chosen tensors."""
+    """Return ``case`` with ``rows`` rows in the chosen tensors, repeating existing rows."""
     found: list[Any] = []
     position = 0
     for leaf in case.leaves:
@@ -56,7 +60,7 @@ def _resized(case: Case, chosen: Sequence[int], rows: int) -> Case:
 
 @dataclass(frozen=True)
 class DynamicCheck(Check):
-    """How cases are checked at sizes that they were not compiled for, one case at a time."""
+    """The check of cases at sizes that they were not compiled for, one case at a time."""
 
     _sizes: dict[str, tuple[tuple[int, ...], list[Case]]] = field(default_factory=dict)
 
@@ -75,7 +79,7 @@ class DynamicCheck(Check):
         return False
 
     def group(self, cases: Sequence[Case]) -> list[Outcome]:
-        """The outcomes of ``cases``: *refused* where no other size is served."""
+        """Return the outcomes of ``cases``; *refused* if compiled code serves no other size."""
         return [self._alone(case) for case in cases]
 
     def _alone(self, case: Case) -> Outcome:
@@ -111,7 +115,7 @@ class DynamicCheck(Check):
         return Outcome(case.label, native_class(native, aten), native=native, aten=aten)
 
     def _difference_at(self, module: torch.nn.Module, case: Case) -> str | None:
-        """How the module differs from eager PyTorch for the tensors of ``case``."""
+        """Describe how the module differs from eager PyTorch for the tensors of ``case``."""
         gradient = self.joint is not None
         plain = Calls(self.operator, [case])
         theirs = evaluate(plain, [case], inputs_of([case]), gradient=gradient)

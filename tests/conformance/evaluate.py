@@ -1,4 +1,4 @@
-"""One group of cases as one module: its results and gradients, from us and from eager PyTorch."""
+"""Run a group of cases as one module: results and gradients, compiled and in eager PyTorch."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tvmbridge.core.admission import Usage, recorded_uses
 
 Operator = Callable[..., Any]
 
-# What is done to the cotangent of a case's output, whose position comes with it.
+# Changes the cotangent of a case's output; the second argument is the output's position.
 Strewing = Callable[[torch.Tensor, int], torch.Tensor]
 
 
 class Calls(nn.Module):
-    """Several calls of one operator as a module whose inputs are all their tensors."""
+    """A module that calls one operator for several cases; its inputs are all their tensors."""
 
     def __init__(self, operator: Operator, cases: Sequence[Case]) -> None:
         super().__init__()
@@ -40,11 +40,13 @@ class Calls(nn.Module):
 
 @dataclass(frozen=True)
 class Values:
-    """What a group gave: the results of each case, and the gradients of each (None: not asked).
+    """The values that running a group gave, case by case.
 
-    ``inputs`` are the tensors of each case after the call, which may have written into them.
-    Gradients stand in the order of a case's tensors that require one. ``requires`` says of each
-    result's tensors whether they require a gradient.
+    - ``results``: the results of each case.
+    - ``inputs``: the tensors of each case after the call, which may have written into them.
+    - ``gradients``: the gradients of each case, in the order of its tensors that require one; None
+      if none were computed.
+    - ``requires``: for each tensor of the results, whether it requires a gradient; None likewise.
     """
 
     results: list[Any]
@@ -55,7 +57,7 @@ class Values:
 
 @dataclass(frozen=True)
 class Run:
-    """Values of compiled code and of eager PyTorch, and how the compiled code came about."""
+    """Values of compiled code and of eager PyTorch, the dispatch report, and the claims used."""
 
     ours: Values
     theirs: Values
@@ -64,7 +66,7 @@ class Run:
 
 
 def inputs_of(cases: Sequence[Case], dtype: torch.dtype | None = None) -> list[torch.Tensor]:
-    """Copies of all tensors of ``cases``, floating ones in ``dtype`` if it is given."""
+    """Return copies of all tensors of ``cases``, floating ones in ``dtype`` if it is given."""
     copies = []
     for case in cases:
         for tensor, requires in zip(case.tensors, case.requires, strict=True):
@@ -74,7 +76,7 @@ def inputs_of(cases: Sequence[Case], dtype: torch.dtype | None = None) -> list[t
 
 
 def copy_of(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A copy with the same strides; a dimension of stride 0 keeps it."""
+    """Return a copy with the same strides; a dimension of stride 0 keeps that stride."""
     if 0 in tensor.stride() and tensor.numel() and not tensor.is_contiguous():
         short = [slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride()]
         return copy_of(tensor[tuple(short)].clone(), dtype).expand_as(tensor).detach()
@@ -95,8 +97,8 @@ def evaluate(
 ) -> Values:
     """Run ``module`` from a fixed seed, and its gradient for fixed random cotangents.
 
-    A case has the same cotangents whatever group it is in; they have the values that numbers of
-    the dtypes ``rounded`` have (None: those of the outputs), changed by ``strewing``.
+    A case gets the same cotangents in every group. The cotangents are rounded to the dtypes
+    ``rounded`` (None: the dtypes of the outputs), and then changed by ``strewing``.
     """
     torch.manual_seed(0)
     with torch.set_grad_enabled(gradient):
@@ -121,7 +123,7 @@ def cotangents_for(
     rounded: Sequence[torch.dtype] | None,
     strewing: Strewing | None = None,
 ) -> list[torch.Tensor]:
-    """Random numbers, the same ones whatever the dtype, changed by ``strewing``."""
+    """Return random cotangents: the same numbers for every dtype, then changed by ``strewing``."""
     generator = torch.Generator().manual_seed(1)
     numbers = [torch.randn(o.shape, generator=generator, dtype=torch.float64) for o in outputs]
     dtypes = rounded or [o.dtype for o in outputs]
@@ -147,7 +149,7 @@ def eager(
     dtype: torch.dtype | None = None,
     rounded: Sequence[torch.dtype] | None = None,
 ) -> Values:
-    """The values of PyTorch itself; raises what the operator raises."""
+    """Return the values of eager PyTorch; the operator's exceptions pass through."""
     module, inputs = Calls(operator, [case]), inputs_of([case], dtype)
     return evaluate(module, [case], inputs, gradient=gradient, rounded=rounded)
 
@@ -156,8 +158,10 @@ def run_group(operator: Operator, cases: Sequence[Case], joint: str | None, *, a
     """Dispatch a group as one module and run it.
 
     Args:
+        operator: the operator, as a function of tensors.
+        cases: the calls of the operator.
         joint: the source of the joint function; None runs forward alone.
-        admit: whether claims that are not proven are used too.
+        admit: whether the compiler may use unproven claims too.
     """
     gradient = joint is not None
     theirs = evaluate(Calls(operator, cases), cases, inputs_of(cases), gradient=gradient)

@@ -1,4 +1,4 @@
-"""Expressions of floating tensors on which special values tell a mistake."""
+"""Expressions of floating-point tensors in which special values reveal a wrong simplification."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn import functional
 Expression = Callable[..., Any]
 INF, NAN = float("inf"), float("nan")
 
-# What a simplifier that takes numbers for real ones would make shorter.
+# Expressions that a simplifier shortens if it treats floating-point numbers as real numbers.
 IDENTITIES: tuple[Expression, ...] = (
     lambda x: x * 0,
     lambda x: 0 * x + 1,
@@ -163,7 +163,7 @@ POWERS: tuple[Expression, ...] = tuple(
     for function in (lambda x, n=n: x**n, lambda x, n=n: n**x)
 )
 
-# Their gradients are differences of what is nearly equal: told by the order of products alone.
+# Their gradients are differences of nearly equal numbers: only the order of products decides them.
 CANCELLED: tuple[Expression, ...] = (
     lambda x, y: (x + y) - y,
     lambda x, y: (x * y) / y,

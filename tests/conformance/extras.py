@@ -1,4 +1,4 @@
-"""Operators that OpInfo reaches by none of its samples: overloads that take a number."""
+"""Overloads that take a number in place of a tensor, for which OpInfo has no samples."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Extra(LikeOpInfo):
-    """An operator; ``calls`` are the arguments of each sample behind its first tensor."""
+    """An operator; ``calls`` has, for each sample, the arguments after the first tensor."""
 
     name: str
     variant_test_name: str
@@ -32,7 +32,7 @@ class Extra(LikeOpInfo):
     def sample_inputs(
         self, device: str, dtype: torch.dtype, requires_grad: bool
     ) -> Iterator[SampleInput]:
-        """A sample for each call and each of several shapes, the empty one among them."""
+        """Yield a sample for each call and each of several shapes, one of which is empty."""
         for shape in ((5, 7), (), (3, 0)):
             for args, kwargs in self.calls:
                 x = torch.testing.make_tensor(shape, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""Special values: which there are of a dtype, and how they are strewn over tensors."""
+"""Special values of each dtype, and how they are written into random places of tensors."""
 
 from __future__ import annotations
 
@@ -12,18 +12,21 @@ from tests.conformance.case import Case
 _INFINITY = float("inf")
 _TIES = (0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 1.0, -1.0, 2.0, -2.0, 3.0, -3.0, 6.0, 0.0)
 
-# Beyond them exp of float32 overflows and underflows, and sigmoid is 1.
+# Numbers around which exp overflows or underflows in float32, or sigmoid rounds to 1.
 _STEEP = (18.0, -18.0, 89.0, -89.0, -104.0, 1e4, -1e4, 1e-3, -1e-3)
 
-# Where 32 bits, the integers of float32 and those of float64 end.
+# Integers just beyond the range of int32, of uint32, and of exact float32 and float64 integers.
 _WIDE = (2**31, -(2**31) - 1, 2**32, 2**24 + 1, 2**53 + 1, -(2**53) - 1)
 
 
 @dataclass(frozen=True)
 class Filling:
-    """Values of some ``kinds`` for a ``share`` of the elements of each tensor, drawn by ``seed``.
+    """A choice of special values that replace some elements of each tensor.
 
-    ``cotangents`` says that they are strewn over the cotangents, and not over the inputs.
+    - ``kinds``: the kinds of values, as :func:`special_values` names them.
+    - ``share``: the share of the elements that are replaced.
+    - ``seed``: the seed of the random places.
+    - ``cotangents``: whether the cotangents are filled, and not the inputs.
     """
 
     label: str
@@ -34,7 +37,7 @@ class Filling:
 
     @property
     def overflows(self) -> bool:
-        """Whether sums, products or quotients of its values may have no number in their dtype."""
+        """Whether sums, products or quotients of the values may overflow or underflow."""
         return bool({*_HUGE, "tiny"} & set(self.kinds))
 
 
@@ -65,9 +68,10 @@ def _fillings() -> tuple[Filling, ...]:
 
 
 def for_sums(filling: Filling) -> Filling:
-    """``filling`` for what adds up its elements: the largest numbers stand alone in it.
+    """Return ``filling`` without the largest numbers, for operators that sum elements.
 
-    Sums of several have the value that the order of summation gives them.
+    The order of summation would decide the value of a sum of several of them. A filling of the
+    largest numbers alone stays as it is.
     """
     kinds = tuple(kind for kind in filling.kinds if kind not in _HUGE)
     return replace(filling, kinds=kinds) if kinds else filling
@@ -82,7 +86,7 @@ COTANGENT_FILLINGS = tuple(
 
 
 def special_values(dtype: torch.dtype, kind: str) -> tuple[float, ...]:
-    """The numbers of one ``kind`` that ``dtype`` has; none for bool."""
+    """Return the special numbers of one ``kind`` in ``dtype``; none for bool and complex."""
     if dtype.is_floating_point:
         limits = torch.finfo(dtype)
         tiny = limits.smallest_normal
@@ -112,7 +116,10 @@ def special_values(dtype: torch.dtype, kind: str) -> tuple[float, ...]:
 
 
 def strewn(tensor: torch.Tensor, filling: Filling, position: int) -> torch.Tensor | None:
-    """``tensor`` with special values in some places, laid out like it; None if it has no place."""
+    """Return a copy of ``tensor`` with special values in random places and the same strides.
+
+    Return None if the dtype has no such values, the tensor is empty, or a stride is 0.
+    """
     numbers = [n for kind in filling.kinds for n in special_values(tensor.dtype, kind)]
     if not numbers or not tensor.numel() or 0 in tensor.stride():
         return None
@@ -128,9 +135,10 @@ def strewn(tensor: torch.Tensor, filling: Filling, position: int) -> torch.Tenso
 
 
 def fillable(case: Case, dtype: torch.dtype) -> list[int]:
-    """The tensors of ``case`` whose values may be anything: floating ones, and those of ``dtype``.
+    """Return the indices of the tensors of ``case`` that may take any values.
 
-    Integers of another dtype are indices, lengths and the like.
+    Any value fits floating-point tensors and tensors of ``dtype`` other than bool. Integers of
+    another dtype are indices, lengths and the like.
     """
     return [
         place
@@ -140,7 +148,7 @@ def fillable(case: Case, dtype: torch.dtype) -> list[int]:
 
 
 def filled(case: Case, filling: Filling, places: Collection[int]) -> Case | None:
-    """``case`` with ``filling`` in the tensors at ``places``; None if that changes none."""
+    """Return ``case`` with ``filling`` in the tensors at ``places``; None if none changes."""
     leaves, position, changed = list(case.leaves), 0, False
     for index, leaf in enumerate(leaves):
         if not isinstance(leaf, torch.Tensor):

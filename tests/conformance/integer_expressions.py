@@ -1,4 +1,4 @@
-"""Expressions of integer tensors on which extreme values tell a mistake."""
+"""Expressions of integer tensors in which extreme values reveal a wrong simplification."""
 
 from __future__ import annotations
 

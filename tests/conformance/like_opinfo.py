@@ -1,4 +1,4 @@
-"""What operators that OpInfo has no samples of answer, as OpInfo's do."""
+"""The base class of operators that OpInfo lacks, with the attributes that OpInfo objects have."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ INTEGERS = frozenset({torch.int8, torch.uint8, torch.int16, torch.int32, torch.i
 
 
 class LikeOpInfo:
-    """An operator with the attributes of OpInfo that a run reads."""
+    """An operator with the attributes of an OpInfo object that a run reads."""
 
     name: str
     variant_test_name: str
@@ -18,13 +18,13 @@ class LikeOpInfo:
 
     @property
     def supports_autograd(self) -> bool:
-        """Whether its gradient is checked."""
+        """Whether the operator's gradient is checked."""
         return self.gradient
 
     def supported_dtypes(self, device: str) -> frozenset[torch.dtype]:
-        """The dtypes of its tensors."""
+        """Return the dtypes of the operator's tensors."""
         return self.dtypes
 
     def supported_backward_dtypes(self, device: str) -> frozenset[torch.dtype]:
-        """The dtypes in which it has a gradient."""
+        """Return the dtypes in which the operator has a gradient."""
         return self.dtypes & FLOATS

@@ -1,4 +1,4 @@
-"""Expressions over long rows, where results are sums of many elements."""
+"""Expressions over long rows, whose results are sums of many elements."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from tests.conformance.expressions import Expression
 
-# Of one tensor (rows, columns).
+# Expressions of one tensor (rows, columns).
 LONG: tuple[Expression, ...] = (
     lambda x: x.softmax(-1),
     lambda x: x.log_softmax(-1),
@@ -27,7 +27,7 @@ LONG: tuple[Expression, ...] = (
     lambda x: x @ x.t(),
 )
 
-# Of two of them.
+# Expressions of two such tensors.
 LONG_PAIRS: tuple[Expression, ...] = (
     lambda x, y: functional.mse_loss(x, y, reduction="sum"),
     lambda x, y: functional.cosine_similarity(x, y),

@@ -1,4 +1,4 @@
-"""Operators for special values that OpInfo has no samples of: expressions, and odd numbers."""
+"""Operators made of our own expressions, which test special values and the accuracy of sums."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from tests.conformance.like_opinfo import FLOATS, INTEGERS, LikeOpInfo
 
 @dataclass(frozen=True)
 class Made(LikeOpInfo):
-    """Expressions of tensors as one operator, a sample for each; attributes as OpInfo has them.
+    """Several expressions as one operator, with a sample for each expression.
 
-    Each takes ``count`` tensors of one shape, and is named by its place among ``expressions``;
-    ``local`` says that an element of a result comes of those at its place alone.
+    - ``expressions``: functions of ``count`` tensors; a sample names its function by index.
+    - ``gradient``: whether gradients are checked too.
+    - ``shape``: the shape of each tensor.
+    - ``local``: whether a result element depends only on the operands' elements at its place.
     """
 
     name: str
@@ -33,13 +35,13 @@ class Made(LikeOpInfo):
     variant_test_name: str = "made"
 
     def op(self, which: int, *tensors: torch.Tensor) -> Any:
-        """The expression ``which``."""
+        """Evaluate the expression at index ``which``."""
         return self.expressions[which](*tensors)
 
     def sample_inputs(
         self, device: str, dtype: torch.dtype, requires_grad: bool
     ) -> Iterator[SampleInput]:
-        """A sample for each expression."""
+        """Yield a sample for each expression."""
         for which in range(len(self.expressions)):
             tensors = [
                 make_tensor(self.shape, dtype=dtype, device=device) for _ in range(self.count)
@@ -59,7 +61,7 @@ MADE: tuple[Made, ...] = (
     Made("integer_pairs", integer_expressions.INTEGER_PAIRS, INTEGERS, count=2, gradient=False),
 )
 
-# Of rows that are long enough for sums to be off.
+# Operators on rows that are long enough for sums to be inaccurate.
 LONG: tuple[Made, ...] = (
     Made("long_rows", long_expressions.LONG, FLOATS, shape=(8, 1600)),
     Made("long_pairs", long_expressions.LONG_PAIRS, FLOATS, count=2, shape=(8, 1600)),

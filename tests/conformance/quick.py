@@ -1,8 +1,8 @@
-"""The quick set: operators that native converters serve, few samples of each."""
+"""The quick set of conformance: operators that TVM compiles natively, with few samples each."""
 
 from __future__ import annotations
 
-# Samples of an entry, beside the variants of one of them.
+# Samples of an entry; the variants of one sample come on top.
 QUICK_LIMIT = 2
 
 _NAMES = """
@@ -19,7 +19,7 @@ _NAMES = """
 
 QUICK_OPERATORS = tuple(_NAMES.split())
 
-# All of them in float32; in each of the others a few, other ones in each.
+# float32 runs all operators; each of these dtypes runs every QUICK_STEP-th one, from its own start.
 QUICK_OTHERS = ("float64", "int64", "bool", "bfloat16")
 QUICK_STEP = 5
 
@@ -28,5 +28,5 @@ _GRADIENTS = """
     nn.functional.embedding softmax where
 """
 
-# Their gradients are checked too, by both sources of the joint function.
+# Operators whose gradients are checked too, with both sources of the joint function.
 QUICK_GRADIENTS = tuple(_GRADIENTS.split())

@@ -1,4 +1,4 @@
-"""The parent: hands entries to worker processes and survives their crashes."""
+"""The parent process: give entries to worker processes, and replace workers that crash."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class Entry:
-    """One operator in one dtype: ``forward``, or its gradient by a source (auto, relax, aot)."""
+    """One operator in one dtype and mode.
+
+    ``mode`` is ``forward``, or the source of the joint function that computes the gradient:
+    ``auto``, ``relax`` or ``aot``.
+    """
 
     name: str
     dtype: str
@@ -32,12 +36,17 @@ class Entry:
 
 @dataclass
 class Settings:
-    """How a run goes about its entries; ``timeout`` is for one group of cases, in seconds.
+    """The settings of a run.
 
-    With ``admit`` claims are used that are not proven; with ``special`` cases are filled with
-    special values; with ``accuracy`` errors are compared with eager's; with ``dynamic`` cases are
-    compiled for any number of rows; what is left at ``deadline``, a moment of ``time.monotonic``,
-    is not begun.
+    - ``limit``: the most samples of an entry; 0 for all.
+    - ``group_size``: how many cases are compiled as one module.
+    - ``timeout``: seconds for one group of cases.
+    - ``workers``: the number of worker processes.
+    - ``admit``: whether the compiler may use unproven claims too.
+    - ``special``: whether cases are filled with special values.
+    - ``accuracy``: whether errors are compared with eager's errors.
+    - ``dynamic``: whether cases are compiled for any number of rows.
+    - ``deadline``: the value of ``time.monotonic()`` after which no entry is started.
     """
 
     limit: int = 0
@@ -53,9 +62,13 @@ class Settings:
 
 @dataclass
 class Progress:
-    """What the workers have said of one entry.
+    """The reports of the workers about one entry.
 
-    ``eager`` is the case that eager PyTorch was running, ``left_out`` are those that ended it.
+    - ``labels``: the cases of the entry; None until a worker has listed the cases.
+    - ``group``: the cases that a worker is running.
+    - ``outcomes``: the finished cases.
+    - ``eager``: the case that eager PyTorch is running; None if it runs none.
+    - ``left_out``: the cases in which eager PyTorch crashed the worker.
     """
 
     labels: list[str] | None = None
@@ -65,29 +78,29 @@ class Progress:
     left_out: list[str] = field(default_factory=list)
 
     def left(self) -> list[str] | None:
-        """Labels without an outcome; None while the labels are unknown."""
+        """Return the labels without an outcome; None while the labels are unknown."""
         return None if self.labels is None else [x for x in self.labels if x not in self.outcomes]
 
 
 class WorkerDied(Exception):
-    """The worker crashed, or took too long and was ended; the text says how."""
+    """The worker crashed, or took too long and was killed; the message has the details."""
 
     result = "crash"
 
 
 class WorkerHung(WorkerDied):
-    """The worker took too long and was ended."""
+    """The worker took too long and was killed."""
 
     result = "timeout"
 
 
 def _search_path() -> str:
-    """The caller's own PYTHONPATH, behind the repository."""
+    """Return the PYTHONPATH of workers: the repository, then the caller's own PYTHONPATH."""
     return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 class Worker:
-    """One worker process, which runs a module that serves tasks as JSON lines."""
+    """A worker process that runs ``module``; tasks and outcomes pass as JSON lines."""
 
     def __init__(self, module: str = "tests.conformance.worker") -> None:
         self._errors = tempfile.TemporaryFile(mode="w+")  # noqa: SIM115  (lives with the worker)
@@ -110,10 +123,11 @@ class Worker:
         self._lines.put(None)
 
     def run(self, task: dict[str, Any], timeout: float) -> Iterator[dict[str, Any]]:
-        """The worker's lines for one task.
+        """Yield the worker's lines for one task.
 
         Raises:
-            WorkerDied: before the task was done.
+            WorkerDied: the worker ended, or wrote nothing for ``timeout`` seconds, before the task
+                was done.
         """
         assert self._process.stdin is not None
         try:
@@ -141,13 +155,13 @@ class Worker:
         return f"exit status {code}: {tail}"
 
     def close(self) -> None:
-        """End the process."""
+        """Kill the process."""
         self._process.kill()
         self._process.wait()
 
 
 def _run_entry(entry: Entry, settings: Settings, worker: Worker) -> tuple[dict[str, Any], Worker]:
-    """All outcomes of one entry, with the worker that is alive afterwards."""
+    """Return all outcomes of one entry, and the worker to use next: a new one after a crash."""
     progress = Progress()
     group_size = settings.group_size
     while True:
@@ -172,7 +186,7 @@ def _run_entry(entry: Entry, settings: Settings, worker: Worker) -> tuple[dict[s
             worker.close()
             worker = Worker()
             if progress.eager is not None:
-                # Not a crash of ours: PyTorch's own kernel cannot run this variant of a sample.
+                # PyTorch's own kernel crashed on this variant of a sample.
                 progress.left_out.append(progress.eager)
                 progress.eager = None
                 continue
@@ -209,7 +223,7 @@ def run_entries(
     settings: Settings,
     record: Callable[[Entry, dict[str, Any]], None],
 ) -> None:
-    """Run ``entries`` on ``settings.workers`` processes; ``record`` gets each one's outcomes."""
+    """Run ``entries`` on ``settings.workers`` processes; ``record`` gets the outcomes of each."""
     waiting: queue.SimpleQueue[Entry] = queue.SimpleQueue()
     for entry in entries:
         waiting.put(entry)

@@ -1,4 +1,4 @@
-"""The cases of an operator: PyTorch's own samples, and variants of them."""
+"""The cases of an operator: PyTorch's own samples, and variants of the samples."""
 
 from __future__ import annotations
 
@@ -20,26 +20,27 @@ from tests.conformance.made import Made
 
 DEVICE_VARIABLE = "TVMBRIDGE_CONFORMANCE_DEVICE"
 
-# Eager PyTorch answers an infinity with NaN or not by where in the tensor it stands (gelu), or is
-# never given one (the derivative of softmax).
+# For an infinity, eager PyTorch's gelu returns NaN or not depending on the element's position in
+# the tensor; the derivative of softmax never receives an infinity.
 _FINITE_ONLY = frozenset({"nn.functional.gelu", "_softmax_backward_data"})
 
-# Which elements NaN or an infinity spoils depends on the block in which PyTorch's kernel meets it.
+# The blocks of PyTorch's kernel decide which result elements a NaN or an infinity spreads to.
 _ORDINARY_ONLY = frozenset({"nn.functional.scaled_dot_product_attention"})
 
-# Of no elements PyTorch's own backward ends the process.
+# PyTorch's own backward crashes the process if a tensor is empty.
 _BACKWARD_CRASHES_OF_NOTHING = frozenset({"nn.functional.pdist"})
 
-# Of no elements its kernel returns whatever the memory held.
+# PyTorch's kernel returns uninitialized memory if a tensor is empty.
 _UNDEFINED_OF_NOTHING = frozenset({"nn.functional.multi_margin_loss"})
 
-# Of dimensions of stride 0 their kernels read and write past the memory.
+# PyTorch's kernels access memory out of bounds for dimensions of stride 0.
 _NOT_EXPANDED = frozenset({"masked.median", "median", "nanmedian"})
 
-# What they grow a tensor by is whatever the memory held.
+# The elements that they add to a tensor are uninitialized memory.
 _NOT_GROWN = frozenset({"resize_", "resize_as_"})
 
-# How much memory they take, or read past their tensors, is told by the values of integers.
+# Operators that take integer values as sizes or indices without a check: any value could exhaust
+# the memory, or make them read out of bounds.
 _SIZED_BY_VALUES = frozenset(
     {
         "_segment_reduce",
@@ -55,7 +56,7 @@ _SIZED_BY_VALUES = frozenset(
 
 
 def _is_defined(name: str, case: Case, gradient: bool) -> bool:
-    """Whether eager PyTorch says what a variant of a sample, or its ``gradient``, gives."""
+    """Whether eager PyTorch defines the result of a variant, and its gradient if asked for."""
     kind = case.label.split(" ", 1)[1]
     if name in _NOT_GROWN and kind in ("empty", "scalar"):
         return False
@@ -67,7 +68,7 @@ def _is_defined(name: str, case: Case, gradient: bool) -> bool:
 
 
 def _features(case: Case) -> Iterator[Any]:
-    """What is particular about a case, for a choice of cases that differ."""
+    """Yield the features of a case by which :func:`choose` picks cases that differ."""
     args, kwargs = pytree.tree_unflatten(list(case.leaves), case.spec)
     yield tuple(type(a).__name__ for a in args)
     for name, value in kwargs.items():
@@ -86,7 +87,7 @@ def _features(case: Case) -> Iterator[Any]:
 
 
 def choose(cases: list[Case], limit: int) -> list[Case]:
-    """At most ``limit`` cases, each adding as much as possible that the others lack."""
+    """Return at most ``limit`` cases, each with as many features as possible that others lack."""
     if not limit or len(cases) <= limit:
         return cases
     left = [(set(_features(case)), case) for case in cases[:400]]
@@ -101,19 +102,20 @@ def choose(cases: list[Case], limit: int) -> list[Case]:
 
 
 def device() -> str:
-    """The device type that samples are on, of this run and its workers."""
+    """Return the device type of the samples of this run and its workers."""
     return os.environ.get(DEVICE_VARIABLE, "cpu")
 
 
 def cases_of_samples(samples: Iterable[Any]) -> list[Case]:
-    """A case of each sample, labelled by its number."""
+    """Return a case for each sample, labelled by the sample's number."""
     return [case_of(str(i), sample) for i, sample in enumerate(samples)]
 
 
 def cases_of(name: str, dtype: torch.dtype, limit: int, *, gradient: bool = False) -> list[Case]:
-    """The cases of one operator and dtype, always the same ones in the same order.
+    """Return the cases of one operator and dtype, always the same cases in the same order.
 
-    With a ``limit`` the variants of the first suitable sample are on top of it.
+    ``limit`` (0: none) bounds the samples. The variants of the first sample with a tensor of more
+    than eight elements are added on top.
     """
     op = operators()[name]
     torch.manual_seed(0)
@@ -129,7 +131,7 @@ def cases_of(name: str, dtype: torch.dtype, limit: int, *, gradient: bool = Fals
 
 
 def special_cases(name: str, dtype: torch.dtype, limit: int, *, gradient: bool) -> list[Case]:
-    """The samples of one operator and dtype that special values may be strewn over."""
+    """Return the samples of one operator and dtype that may be filled with special values."""
     if name.split(":")[0] in UNDEFINED_VALUES | _SIZED_BY_VALUES:
         return []
     torch.manual_seed(0)
@@ -140,7 +142,7 @@ def special_cases(name: str, dtype: torch.dtype, limit: int, *, gradient: bool) 
 
 
 def accuracy_cases(name: str, dtype: torch.dtype, limit: int, *, gradient: bool) -> list[Case]:
-    """The samples of one operator and dtype with the most elements; none of what is undefined."""
+    """Return the samples with the most elements; none if the operator's values are undefined."""
     if name.split(":")[0] in UNDEFINED_VALUES:
         return []
     torch.manual_seed(0)

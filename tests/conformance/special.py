@@ -1,4 +1,4 @@
-"""Groups of cases compiled once and run with special values strewn over their tensors."""
+"""Compile groups of cases once, and run them with special values in many of their elements."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def _strewing(filling: Filling) -> Strewing | None:
 
 @dataclass(frozen=True)
 class SpecialCheck:
-    """How groups are checked with special values.
+    """The check of groups of cases with special values.
 
     Args:
-        operator: the function of tensors.
-        dtype: the dtype of the entry: integers of other dtypes keep their values.
-        local: whether an element of a result comes of those at its place alone.
-        signed: whether the sign of a zero is told by the inputs.
+        operator: the operator, as a function of tensors.
+        dtype: the dtype of the entry; integers of other dtypes keep their values.
+        local: whether a result element depends only on the operands' elements at its place.
+        signed: whether the inputs determine the sign of a zero in the result.
         joint: the source of the joint function; None checks forward alone.
     """
 
@@ -57,12 +57,12 @@ class SpecialCheck:
 
     @property
     def fillings(self) -> tuple[Filling, ...]:
-        """All fillings that a case is tried with."""
+        """Return all fillings that a case is tried with."""
         listed = FILLINGS if self.joint is None else FILLINGS + COTANGENT_FILLINGS
         return listed if self.local else tuple(for_sums(f) for f in listed)
 
     def accepts(self, case: Case) -> bool:
-        """Whether eager PyTorch accepts a case with any special values in it."""
+        """Whether eager PyTorch accepts a case with at least one of the fillings."""
         places = fillable(case, self.dtype)
         variants = {f.label: self._accepted(case, f, places) for f in self.fillings}
         self._filled[case.label] = {name: c for name, c in variants.items() if c is not None}
@@ -86,10 +86,10 @@ class SpecialCheck:
         return False
 
     def group(self, cases: Sequence[Case]) -> list[Outcome]:
-        """The outcomes of ``cases``, compiled as one module, with all fillings.
+        """Return the outcomes of ``cases``, compiled as one module and run with all fillings.
 
         Raises:
-            GroupFailed: there are several cases and one does not get through.
+            GroupFailed: there are several cases, and compiling or running them raised an error.
         """
         try:
             return self._outcomes(cases)
@@ -130,7 +130,11 @@ class SpecialCheck:
         ]
 
     def _strictness(self, case: Case, filling: Filling) -> Strictness:
-        """Gradients are products in some order, and sums where an operand was broadcast."""
+        """Return how closely the results of ``case`` must agree when filled with ``filling``.
+
+        Gradients are never compared as local results: they are products in an unspecified order,
+        and sums if an operand was broadcast.
+        """
         forward = self.joint is None
         if self.local and (forward or len({t.shape for t in case.tensors}) == 1):
             return Strictness(forward, self.signed, filling.overflows)
@@ -149,7 +153,10 @@ class SpecialCheck:
     def _differences(
         self, module: torch.nn.Module, cases: Sequence[Case], filling: Filling
     ) -> Iterator[tuple[Case, str]]:
-        """The cases that are wrong with ``filling``; those that it does not fit keep their own."""
+        """Yield the cases that are wrong with ``filling``, with a description of the difference.
+
+        Cases that ``filling`` does not fit run with their own values and are not compared.
+        """
         now = [self._filled[case.label].get(filling.label, case) for case in cases]
         gradient, strewing = self.joint is not None, _strewing(filling)
 
@@ -159,7 +166,7 @@ class SpecialCheck:
         try:
             theirs, ours = values(Calls(self.operator, now)), values(module)
         except torch.linalg.LinAlgError:
-            # Whether LAPACK's iterations converge depends on where the matrix lies.
+            # Whether LAPACK's iterations converge depends on the matrix's address in memory.
             return
         for index, (case, variant) in enumerate(zip(cases, now, strict=True)):
             if filling.label not in self._filled[case.label]:

@@ -1,7 +1,7 @@
-"""The command ``python -m tests.conformance.strides``: strides of fake results beside real ones.
+"""The command ``python -m tests.conformance.strides``: compare strides of fake and real results.
 
-Every operator of OpInfo runs on its samples, and on these with more dimensions, in five memory
-layouts. A trace sees the strides of fake tensors, so they must be those of PyTorch's kernels.
+Every operator of OpInfo runs on its samples, and on variants with more dimensions, in five memory
+layouts. A trace sees the strides of fake tensors, so fake and real strides must be equal.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.conformance.samples import cases_of_samples, choose
 from tvmbridge.core.torch_private import FakeTensorMode, symbolic_shapes
 from tvmbridge.graph_capture.trace.functions import functions_replaced
 
-# Of dimensions of stride 0 their kernels read and write past the memory.
+# PyTorch's kernels access memory out of bounds for dimensions of stride 0.
 _NOT_EXPANDED = frozenset({"masked.median", "median", "nanmedian"})
 
 
@@ -57,9 +57,12 @@ LAYOUTS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @dataclass(frozen=True)
 class Difference:
-    """A call whose fake result has other strides than the real one.
+    """A call whose fake results have other strides than the real results.
 
-    ``operands`` are the shapes and strides of its tensors.
+    - ``case``: the label of the case.
+    - ``operands``: shape and strides of each tensor of the call.
+    - ``real``: the strides of the real results.
+    - ``fake``: the strides of the fake results.
     """
 
     case: str
@@ -69,12 +72,12 @@ class Difference:
 
 
 def operators() -> dict[str, Any]:
-    """All operators of OpInfo, by full name."""
+    """Return all operators of OpInfo by full name."""
     return {full_name(op): op for op in common_methods_invocations.op_db}
 
 
 def differences(op: Any, limit: int) -> list[Difference]:
-    """The calls of ``op``, of at most ``limit`` samples in all layouts, that differ."""
+    """Return the calls of ``op`` that differ, of at most ``limit`` samples in all layouts."""
     dtypes = op.supported_dtypes("cpu")
     if not dtypes:
         return []
@@ -87,7 +90,7 @@ def differences(op: Any, limit: int) -> list[Difference]:
 
 
 def _with_more_dimensions(case: Case) -> Iterator[Case]:
-    """``case`` with four dimensions, new ones in front and behind."""
+    """Yield ``case`` with four dimensions: new dimensions first, then new dimensions last."""
     rank = max((t.dim() for t in case.tensors), default=0)
     if not 1 <= rank < 4 or not all(t.layout is torch.strided for t in case.tensors):
         return
@@ -105,7 +108,10 @@ def _with_more_dimensions(case: Case) -> Iterator[Case]:
 
 
 def _laid_out(name: str, case: Case) -> Iterator[Case]:
-    """``case`` in all layouts: of all its tensors, and of the first; no case without elements."""
+    """Yield ``case`` with all its tensors in each layout, then with its first tensor only.
+
+    Cases with an empty tensor yield nothing.
+    """
     if not all(t.numel() for t in case.tensors):
         return
     places = [
@@ -140,7 +146,7 @@ def _difference(op: Any, case: Case) -> Difference | None:
 
 
 def _strides(op: Any, leaves: Any, spec: Any) -> tuple[tuple[int, ...], ...] | None:
-    """The strides of results; None where the operator refuses, or their sizes are not known."""
+    """Return the strides of the results; None if the operator raises, or a size is unknown."""
     args, kwargs = pytree.tree_unflatten(list(leaves), spec)
     torch.manual_seed(0)
     try:
@@ -155,13 +161,13 @@ def _strides(op: Any, leaves: Any, spec: Any) -> tuple[tuple[int, ...], ...] | N
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print what differs; 1 where anything does."""
+    """Print the calls that differ; return 1 if there are any."""
     parser = argparse.ArgumentParser(prog="python -m tests.conformance.strides")
     parser.add_argument("names", nargs="*", help="operators; by default all of OpInfo")
     parser.add_argument("--samples", type=int, default=6, help="of each operator")
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
-    logging.disable(logging.ERROR)  # PyTorch logs each operator that a fake tensor refuses.
+    logging.disable(logging.ERROR)  # PyTorch logs each operator that has no fake kernel.
     known = operators()
     chosen = {n: op for n, op in known.items() if not options.names or n in options.names}
     count = 0

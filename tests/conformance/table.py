@@ -1,4 +1,4 @@
-"""The table of a run: what became of each entry, as lines of JSON, and its summary."""
+"""The table of a run: the outcomes of each entry, as lines of JSON, and their summary."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 from tests.conformance.runner import Entry
 
-# From the worst to the best: an entry is of the worst class that one of its cases is of.
+# From the worst to the best: an entry gets the worst class of its cases.
 CLASSES = ("crash", "timeout", "wrong", "error", "refused", "aten_call", "mixed", "native")
 FAILURES = frozenset({"crash", "timeout", "wrong", "error"})
 RIGHT = frozenset({"aten_call", "mixed", "native"})
 
 
 class Table:
-    """The results so far; each entry is appended to ``path`` when it is finished."""
+    """The results of a run; each finished entry is appended to the file ``path``."""
 
     def __init__(self, path: Path, *, resume: bool) -> None:
         self.path = path
@@ -31,20 +31,20 @@ class Table:
         return str(entry) in self.entries
 
     def record(self, entry: Entry, outcomes: dict[str, Any]) -> None:
-        """Put the outcomes of ``entry`` in and append them to the file."""
+        """Add the summary of ``entry``'s outcomes, and append it to the file."""
         row = self.entries[str(entry)] = summarize(outcomes)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"entry": str(entry), **row}) + "\n")
 
     def failures(self) -> dict[str, dict[str, Any]]:
-        """The entries of which a case is wrong, crashed, hung or an error."""
+        """Return the entries in which a case is wrong, crashed, hung, or raised an error."""
         return {n: row for n, row in self.entries.items() if FAILURES & set(row["cases"])}
 
 
 def read_rows(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
-    """The rows of several files by entry, later ones over earlier ones.
+    """Return the rows of several files by entry; a later row replaces an earlier one.
 
-    A line that was cut off when a run was ended is passed over.
+    An incomplete line, which a killed run leaves, is skipped.
     """
     rows: dict[str, dict[str, Any]] = {}
     for path in paths:
@@ -60,10 +60,10 @@ def read_rows(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
 
 
 def summarize(outcomes: dict[str, Any]) -> dict[str, Any]:
-    """One row of the table.
+    """Return the row of an entry from the outcomes of its cases.
 
-    Its class is the worst of its cases; but those with an empty tensor count only where they are
-    not right, since operators on empty tensors are always ATen calls.
+    The row's class is the worst class of its cases. A case with an empty tensor counts only if it
+    is not right, since operators on empty tensors are always ATen calls.
     """
     listed = list(outcomes.values())
     counts = Counter(o["result"] for o in listed)
@@ -83,7 +83,7 @@ def summarize(outcomes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _uses(outcomes: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, list[str]]]:
-    """The claims that served ``outcomes``: section -> name -> dtypes."""
+    """Return the claims that served ``outcomes``: section -> name -> dtypes."""
     merged: dict[str, dict[str, set[str]]] = {}
     for outcome in outcomes:
         for section, names in outcome["used"].items():
@@ -93,7 +93,7 @@ def _uses(outcomes: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, list[str
 
 
 def count_classes(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Counter[str]]:
-    """Counts of the classes of entries for each dtype and mode, ``float32/forward`` and so on."""
+    """Count the entries of each class, for each dtype and mode (such as ``float32/forward``)."""
     counts: dict[str, Counter[str]] = {}
     for name, row in rows.items():
         _, dtype, mode = name.rsplit("/", 2)
@@ -103,12 +103,12 @@ def count_classes(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Counter[st
 
 
 def share_right(counts: Mapping[str, int]) -> float:
-    """The share of entries all of whose cases are right."""
+    """Return the share of the entries whose class is a right one."""
     return sum(counts.get(c, 0) for c in RIGHT) / max(1, sum(counts.values()))
 
 
 def describe(rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """Counts by class, dtype and mode, then what is refused and what is wrong, case by case."""
+    """Return counts by class, dtype and mode as text, then each refused and each failed case."""
     lines = [f"{'':<18}" + "".join(f"{c:>10}" for c in CLASSES) + "     right"]
     for kind, counts in count_classes(rows).items():
         numbers = "".join(f"{counts[c]:>10}" for c in CLASSES)

@@ -1,4 +1,4 @@
-"""Accuracy: what counts as a loss, and that long sums have none."""
+"""The accuracy check reports a loss of accuracy, and long sums have none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The conformance run itself: what it compares, and that it finds mistakes."""
+"""The conformance run compares structure, values and gradients, and finds planted mistakes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _cases() -> list[Case]:
 
 
 def test_a_case_has_the_same_gradient_in_every_group() -> None:
-    """Otherwise its reference, which is computed alone, would be of no use in a group."""
+    """The float64 reference is computed for one case alone, so it must fit any group."""
     cases, op = _cases(), operators()["mul"].op
     group = evaluate(Calls(op, cases), cases, inputs_of(cases), gradient=True)
     assert group.gradients is not None
@@ -40,10 +40,10 @@ def test_a_wrong_gradient_is_no_rounding() -> None:
 
 
 def test_each_tensor_is_judged_by_itself() -> None:
-    """Rounding in one tensor does not put another to a test that agreement has spared it."""
+    """A rounding difference in one tensor does not make another, which agrees, fail."""
     exact = [torch.tensor([1e3, 1.0], dtype=torch.float64), torch.ones(2, dtype=torch.float64)]
     theirs = [exact[0].float() + torch.tensor([0.0, 1e-4]), exact[1].float()]
-    # The first is nearer than eager's; the second agrees, although eager's is exact.
+    # The first is closer than eager's; the second is within tolerance, although eager's is exact.
     ours = [exact[0].float(), exact[1].float() * (1 + 1e-6)]
     assert compare(ours, theirs, values=True)
     assert is_as_near(ours, theirs, exact)

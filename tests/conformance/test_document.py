@@ -1,4 +1,4 @@
-"""The generated page, and the list of the operators most used."""
+"""The generated page of operators, and the list of the most used operators."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.conformance.usage import COUNT, is_native, most_used, read_usage
 
 
 def test_the_page_is_the_generated_one() -> None:
-    """If not: ``python -m tests.conformance --write-docs``."""
+    """If this fails, run ``python -m tests.conformance --write-docs``."""
     assert DOCUMENT.read_text(encoding="utf-8") == document(read_results())
 
 

@@ -25,7 +25,7 @@ def test_each_operator_agrees_with_eager(
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_quick_set_agrees_with_eager(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nor in the other dtypes, nor its gradient by either source."""
+    """The other dtypes agree too, and the gradients by both sources of the joint function."""
     assert run("whole", tmp_path) == 0, capsys.readouterr().out
 
 
@@ -44,7 +44,7 @@ def test_an_admitted_claim_that_is_wrong_fails(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The workers serve by the claims of the table: one that a mistake makes wrong is no pass."""
+    """A planted mistake in a converter or rule that the table admits makes the run fail."""
     monkeypatch.setenv(VARIABLE, mistake)
     only = ["--ops", operator, "--modes", mode, "--samples", "1"]
     assert main([*only, "--out", str(tmp_path / "table.jsonl")]) == 1

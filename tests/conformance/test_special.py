@@ -1,4 +1,4 @@
-"""Special values: how they are strewn, which answers are right, and that a mistake is found."""
+"""Special values: where they are placed, which results are right, and that mistakes are found."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_values_are_those_of_the_dtype() -> None:
         ([0.0], [-0.0], [], Strictness(local=True, signed=False), True),
         ([0.0], [-0.0], [], SUM, True),
         ([0.0], [1e-40], [], LOCAL, False),
-        # Each element may agree with another of eager's answers.
+        # Each element may agree with a different one of eager's results.
         ([NAN, INF], [0.0, INF], [[NAN, 1.0]], LOCAL, True),
         ([NAN, 2.0], [0.0, INF], [[NAN, 1.0]], LOCAL, False),
         ([0.2], [0.0], [[0.1]], SUM, True),
@@ -79,7 +79,7 @@ def test_what_agrees(
 
 
 def test_all_ways_of_asking_agree_where_eager_is_settled() -> None:
-    """Strided, in float64 and many at a time, with gradients: five answers, and one value."""
+    """The five further eager results (strided, float64, three of a batch) of tanh are all equal."""
     case = _case(torch.tensor([0.5, NAN, INF, -INF, 0.0, 2.0]).requires_grad_())
     module = Calls(torch.tanh, [case])
     theirs = evaluate(module, [case], inputs_of([case]), gradient=True)
@@ -92,7 +92,7 @@ def test_all_ways_of_asking_agree_where_eager_is_settled() -> None:
 
 
 def _losing_nan(module: nn.Module, *args: Any, **options: Any) -> Values:
-    """What a module gives; of a dispatched one without NaN."""
+    """Evaluate a module; replace NaN by zero in the results of a dispatched module."""
     values = evaluate(module, *args, **options)
     if "forward" not in vars(module):
         return values

@@ -1,4 +1,4 @@
-"""Strides of fake results are those of real ones, for operators of OpInfo in five layouts."""
+"""Fake results have the same strides as real ones, for operators of OpInfo in five layouts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from tests.conformance.strides import differences, operators
 
-# Their fake kernels alone give other strides, or their kernels look at the layout.
+# Operators whose unpatched fake kernels give other strides, or whose kernels depend on the layout.
 QUICK = ["roll", "xlogy", "copysign"]
 NAMES = list(operators())
 

@@ -1,4 +1,4 @@
-"""The bookkeeping of a conformance run: rows, summary, and what is admitted because of them."""
+"""The table of a conformance run: its rows, its summary, and the claims that the rows admit."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_table_is_read_back(tmp_path: Path) -> None:
     table.record(Entry("a", "float32"), RIGHT)
     table.record(Entry("b", "float32", "auto"), MIXED)
     with table.path.open("a") as file:
-        file.write('{"entry": "c/float32/forw')  # the run was ended here
+        file.write('{"entry": "c/float32/forw')  # the run was killed here
     again = Table(table.path, resume=True)
     assert again.entries == table.entries == read_rows([table.path])
     assert again.has(Entry("a", "float32"))

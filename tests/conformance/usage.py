@@ -1,10 +1,11 @@
-"""Which operators models use most: counted over captured graphs of many small models.
+"""Count which operators models use most, over the captured graphs of many small models.
 
     python -m tests.conformance.usage --write
 
-writes ``usage.json``: for each operator, as the frontend sees it after decomposition, in how many
-models it occurs, in evaluation or in training. Operators are ranked by that number; core ATen
-operators that no model has follow in alphabetical order until there are 150.
+writes ``usage.json``: for each operator, the number of models whose captured graph has it, in
+evaluation or in training. The operators are those that the frontend sees after decomposition, and
+they are ranked by that number. Core ATen operators that no model has follow in alphabetical order,
+up to 150 in all.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from tvmbridge.kernels.aten_call import resolve_overload
 USAGE = Path(__file__).with_name("usage.json")
 COUNT = 150
 
-# They compute nothing in compiled code, cannot stand there (complex numbers, strides, shapes that
-# depend on data), or are of other libraries.
+# Operators that compute nothing in compiled code, that it cannot contain (complex numbers, strides,
+# shapes that depend on data), or that belong to other libraries.
 _NOT_COMPUTED = (
     "aten.sym_ aten._local_scalar_dense aten._assert aten.resize_ aten._fft_ aten.as_strided "
     "aten.empty aten.view_as_ aten.nonzero transformers."
@@ -38,7 +39,7 @@ _NOT_COMPUTED = (
 
 
 def operators_of(graph: torch.fx.Graph) -> set[str]:
-    """The ATen overloads that a captured graph calls."""
+    """Return the names of the ATen overloads that a captured graph calls."""
     return {
         str(node.target)
         for node in graph.nodes
@@ -47,7 +48,7 @@ def operators_of(graph: torch.fx.Graph) -> set[str]:
 
 
 def count_models() -> tuple[Counter[str], dict[str, str]]:
-    """In how many models each operator occurs, and why models could not be counted."""
+    """Return the number of models with each operator, and why some models were not counted."""
     counts: Counter[str] = Counter()
     left_out: dict[str, str] = {}
     for name, construct, args, kwargs in models():
@@ -66,7 +67,7 @@ def count_models() -> tuple[Counter[str], dict[str, str]]:
 
 
 def core_operators() -> list[str]:
-    """Names of the functional core ATen overloads of this PyTorch."""
+    """Return the names of this PyTorch's functional core ATen overloads."""
     found = []
     for name in torch._C._dispatch_get_all_op_names():
         space, _, rest = name.partition("::")
@@ -80,7 +81,7 @@ def core_operators() -> list[str]:
 
 
 def most_used(content: dict[str, Any], count: int = COUNT) -> list[str]:
-    """The ``count`` operators most used, from the content of ``usage.json``."""
+    """Return the ``count`` most used operators, from the content of ``usage.json``."""
     models_with: dict[str, int] = content["models_with"]
     ranked = sorted(models_with, key=lambda name: (-models_with[name], name))
     ranked += [name for name in content["core"] if name not in models_with]
@@ -90,7 +91,8 @@ def most_used(content: dict[str, Any], count: int = COUNT) -> list[str]:
 def is_native(name: str) -> bool:
     """Whether compiled code needs no call of PyTorch's kernel for the overload ``name``.
 
-    What reads no tensor is a constant, what draws random numbers is drawn beforehand.
+    An overload that reads no tensor is a constant. Random numbers are drawn before the compiled
+    function runs, and passed to it.
     """
     op = resolve_overload(name)
     reads = any("Tensor" in str(argument.type) for argument in op._schema.arguments)
@@ -99,13 +101,13 @@ def is_native(name: str) -> bool:
 
 
 def read_usage() -> dict[str, Any]:
-    """The content of ``usage.json``."""
+    """Return the content of ``usage.json``."""
     content: dict[str, Any] = json.loads(USAGE.read_text(encoding="utf-8"))
     return content
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Count, and print or write."""
+    """Run the command: count the operators, and print the counts or write the file."""
     parser = argparse.ArgumentParser(prog="python -m tests.conformance.usage", description=__doc__)
     parser.add_argument("--write", action="store_true", help=f"write {USAGE.name}")
     options = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""Small models of many kinds, whose operators are counted: see ``usage.py``."""
+"""Small models of many kinds, whose operators ``usage.py`` counts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-# What makes a configuration small, whatever the architecture calls it.
+# Settings that make a transformers configuration small, under all names that architectures use.
 _SMALL = {
     "vocab_size": 99,
     "hidden_size": 32,
@@ -108,7 +108,7 @@ def _convolution(inner: int, outer: int, **options: Any) -> nn.Sequential:
 
 
 class _Residual(nn.Module):
-    """The network of He et al. in small, with max and average pooling."""
+    """A small ResNet, with max and average pooling."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class _Residual(nn.Module):
 
 
 class _Inverted(nn.Module):
-    """Depthwise convolutions, squeeze and excitation, hard-swish."""
+    """A MobileNet block: depthwise convolutions, squeeze-and-excitation, hard-swish."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class _Inverted(nn.Module):
 
 
 class _Dense(nn.Module):
-    """Concatenated features, average pooling, leaky and parametric units."""
+    """A dense block: concatenated features, average pooling, leaky and parametric ReLU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ class _Dense(nn.Module):
 
 
 class _Ladder(nn.Module):
-    """Down and up again, by a transposed convolution and by interpolation."""
+    """A small U-Net: upsampling by a transposed convolution and by interpolation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ class _Ladder(nn.Module):
 
 
 class _Recurrent(nn.Module):
-    """Embedding, LSTM and GRU, the last state classified."""
+    """Embedding, LSTM and GRU, and a classifier of the last state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ class _Recurrent(nn.Module):
 
 
 class _Recommender(nn.Module):
-    """Bags of embeddings and their products, as in click prediction."""
+    """Embedding bags and their pairwise products, as in click prediction."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ class _Recommender(nn.Module):
 
 
 class _Graph(nn.Module):
-    """Messages along the edges of a graph, gathered and added up at their targets."""
+    """A graph network: messages along edges, gathered and summed at their targets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,7 +224,7 @@ class _Losses(nn.Module):
 
 
 class _Generation(nn.Module):
-    """The choice of the next token: temperature, the best few, the nucleus, penalties."""
+    """Sampling of the next token: temperature, top-k, top-p, penalties."""
 
     def forward(self, logits: torch.Tensor, seen: torch.Tensor) -> tuple[torch.Tensor, ...]:
         score = logits.gather(1, seen)
@@ -264,7 +264,7 @@ def _own() -> Iterator[tuple[str, Callable[[], nn.Module], tuple[Any, ...]]]:
 
 
 def models() -> Iterator[tuple[str, Callable[[], nn.Module], tuple[Any, ...], dict[str, Any]]]:
-    """Name, constructor, arguments and keyword arguments of every model."""
+    """Yield name, constructor, arguments and keyword arguments of every model."""
     torch.manual_seed(0)
     for name, construct, arguments in _own():
         yield name, construct, arguments, {}

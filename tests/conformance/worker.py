@@ -1,7 +1,8 @@
 """The worker process: reads tasks as JSON lines, writes outcomes as JSON lines.
 
-A line ``{"group": [labels]}`` goes out before each group, and ``{"eager": label}`` before eager
-PyTorch alone runs a case, so that the parent knows what a worker was at when it died.
+The worker writes a line ``{"group": [labels]}`` before each group, and ``{"eager": label}`` before
+eager PyTorch alone runs a case. From these lines the parent knows which cases a worker that died
+was running.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from tests.conformance.special import SpecialCheck
 
 
 def _groups(cases: Sequence[Case], size: int) -> Iterable[list[Case]]:
-    """Cases with an empty tensor apart from the others, in groups of ``size``."""
+    """Yield groups of at most ``size`` cases; cases with an empty tensor have their own groups."""
     for ordinary in (True, False):
         kind = [case for case in cases if case.ordinary is ordinary]
         for start in range(0, len(kind), size):
@@ -65,7 +66,7 @@ def _check_of(task: dict[str, Any]) -> Check | SpecialCheck:
 
 
 def _chooser(task: dict[str, Any]) -> Callable[..., list[Case]]:
-    """What makes the cases of a task."""
+    """Return the function that returns the cases of a task."""
     kinds = {"special": special_cases, "accuracy": accuracy_cases, "dynamic": dynamic_cases}
     return next((make for kind, make in kinds.items() if task[kind]), cases_of)
 
@@ -98,11 +99,11 @@ def _run_task(task: dict[str, Any], out: TextIO) -> None:
 
 
 def main() -> None:
-    """Serve tasks until the input ends."""
+    """Read tasks from stdin and run them, until stdin ends."""
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    # Whatever else prints must not get between the lines of the protocol.
+    # Other output must not mix with the lines of the protocol.
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:

@@ -1,4 +1,4 @@
-"""The eager epilogue: what depends on values that only a call knows, as in eager PyTorch."""
+"""The eager epilogue: operators whose shapes depend on a call's values run in eager PyTorch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tvmbridge.graph_capture.epilogue import EpilogueRecorder
 
 
 class Chosen(nn.Module):
-    """Rows with a positive score, and what is computed from them: as many as there happen to be."""
+    """Selects and uses the rows with a positive score; their number differs between calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ def test_every_function_gives_what_eager_pytorch_gives() -> None:
 
 
 def _over_ranges(x: torch.Tensor, written: bool) -> torch.Tensor:
-    """A sum over dimensions that a range names, as losses of images reckon them."""
+    """Sum over dimensions that ``torch.arange`` lists, as some image losses do."""
     axes = torch.arange(1, x.dim(), device=x.device)
     if written:
         axes[0] = 2
@@ -191,7 +191,7 @@ def test_constants_stay_python_numbers() -> None:
 
 
 class Cache:
-    """A container that takes tensors alone for its content, as older caches of transformers do."""
+    """A cache container for tensors only, as in older releases of transformers."""
 
     def __init__(self, keys: Any, values: Any) -> None:
         self.keys, self.values = keys, values

@@ -1,4 +1,4 @@
-"""What an eager epilogue cannot repeat is refused by name."""
+"""Forwards that an eager epilogue cannot reproduce are refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Constants that forward makes on the CPU become constants of the device, with the same values."""
+"""Constants that forward creates on the CPU become constants on the device, with equal values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tvmbridge.graph_capture.host_constants import device_of, move_in_module, mo
 
 
 class Buckets(nn.Module):
-    """As T5 does it: places, a logarithm of them, truncated; and a scale that is a tensor."""
+    """Computes truncated logarithms of positions, as T5 does, and a scale that is a CPU tensor."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         places = torch.arange(x.shape[0])

@@ -103,7 +103,7 @@ def test_draws_of_backward_are_not_made_in_forward() -> None:
 
 
 class Products(nn.Module):
-    """Products whose kernels are measured while they are compiled."""
+    """Matrix products, for which compilation measures several kernels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,4 +120,4 @@ def test_compilation_draws_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch.get_rng_state()
     add_tvm_dispatch(module, x)
     assert torch.equal(torch.get_rng_state(), before)
-    assert tables  # something was measured
+    assert tables  # compilation has measured kernels

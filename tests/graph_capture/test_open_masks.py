@@ -1,4 +1,4 @@
-"""Constant masks of attention: dropped where they say nothing, kept where they do."""
+"""Constant attention masks are dropped if they mask nothing, and kept otherwise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draws that read values: eager PyTorch's numbers, gradients and generator, call after call."""
+"""Random draws that depend on values: numbers, gradients and generator equal eager's."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ F = nn.functional
 
 
 class Draws(nn.Module):
-    """Draws of every kind, some read by others, some by nothing."""
+    """Random draws of every kind; other draws read some of them, and nothing reads others."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(6, 6)
-        # Reached through the mean of normal numbers alone: its gradient is 0, and not None.
+        # Read only as the mean of a normal draw, so eager's gradient is 0, not None.
         self.mean = nn.Parameter(torch.ones(6))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -60,7 +60,7 @@ def test_training_equals_eager(double: Draws) -> None:
 
 
 class AfterDraws(nn.Module):
-    """Draws in the shapes of draws."""
+    """Draws whose shapes depend on tensors that are random draws themselves."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ def test_the_head_is_what_draws_read_and_no_more(double: Draws) -> None:
     targets = [
         str(n.target) for n in captured.prologue.module.graph.nodes if n.op == "call_function"
     ]
-    # Ten draws and the operators before them; but not what is done with the last ones.
+    # The prologue has the draws and the operators before them, but none after the last draws.
     assert not any("gather" in t or "sum" in t for t in targets)
     assert targets.count("aten.multinomial.default") == 1
     inputs = {d.name: d for d in captured.inputs}

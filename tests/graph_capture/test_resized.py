@@ -1,4 +1,4 @@
-"""Graphs at other sizes are what tracing the module for these sizes would give."""
+"""A graph that is changed to other sizes equals a trace of the module at these sizes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tvmbridge.graph_capture.capture import capture
 
 
 class Attention(nn.Module):
-    """Sizes in views, in a mask of its own, and in slices."""
+    """Attention that uses sizes in views, in a mask and in slices."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Attention(nn.Module):
 
 
 class Marked(nn.Module):
-    """Leaves the number of rows in an attribute."""
+    """Stores the number of rows in an attribute."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.rows = x.shape[0]
@@ -37,7 +37,7 @@ class Marked(nn.Module):
 
 
 class Counted(nn.Module):
-    """Returns a size."""
+    """Returns a tensor and a size."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
         return x * 2, x.shape[0]

@@ -1,4 +1,4 @@
-"""What a refused capture leaves behind in PyTorch: nothing, in this thread and in others."""
+"""A refused capture leaves PyTorch's state unchanged, in this thread and in others."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ REFUSED: dict[str, Callable[[Any, torch.Tensor], Any]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_refusal_leaves_the_process_as_it_was(case: str) -> None:
     module = Refused(REFUSED[case]).train(len(case) % 2 == 0)
-    compiled(torch.ones(1))  # imports and changes what a first use of TorchDynamo does
+    compiled(torch.ones(1))  # the first use of TorchDynamo imports modules and changes state
     x = torch.randn(4, 3)
     before = {**process_state.now(), **process_state.more()}
     with contextlib.suppress(BridgeError, KeyboardInterrupt):
@@ -150,8 +150,8 @@ def test_the_first_call_through_torch_compile_is_right() -> None:
 
 
 def test_threads_compile_while_another_one_captures() -> None:
-    """TorchDynamo does not meet replaced functions, and nobody is told of the other's trace."""
-    # Of several threads that look a backend up for the first time PyTorch lets one have it.
+    """During a capture, other threads see neither replaced functions nor the trace."""
+    # If several threads look up a backend for the first time, PyTorch fails in all but one.
     torch._dynamo.lookup_backend("tvmbridge")
     failed: list[BaseException] = []
 

@@ -1,1 +1,1 @@
-"""Storms of interrupts: signal handlers that raise while compiled code runs."""
+"""Stress tests of interrupts: a signal handler raises many times while compiled code runs."""

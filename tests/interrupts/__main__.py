@@ -1,6 +1,7 @@
-"""``python -m tests.interrupts [names] [--seconds 60] [--seed 0]``: a storm for each subject.
+"""``python -m tests.interrupts [names] [--seconds 60] [--seed 0]``: interrupt each subject often.
 
-Each runs in a process of its own, which a crash ends. Exit status 1 if one was not survived.
+Each subject runs in a process of its own, since an interrupt may crash the process. The exit status
+is 1 if a subject failed or crashed.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from tests.interrupts.subjects import SUBJECTS
 
 
 def main() -> int:
-    """Run the storms, and report what became of each."""
+    """Run the stress test of each subject, and print the outcomes."""
     parser = argparse.ArgumentParser(prog="python -m tests.interrupts", description=__doc__)
     parser.add_argument("names", nargs="*", default=list(SUBJECTS), metavar="name")
     parser.add_argument("--seconds", type=float, default=60)

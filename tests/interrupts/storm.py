@@ -1,4 +1,7 @@
-"""Interrupts at random moments of a step, and what must be true after them."""
+"""Interrupt steps at random moments, and check the state afterwards.
+
+A *storm* is a long sequence of such interrupts.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +15,18 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-# Compiled code and its callbacks may hold this much more memory after a storm, in bytes.
+# The most bytes by which the memory of the process may grow in a storm.
 _GROWTH = 48 << 20
 _CHECK_EVERY = 25
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is interrupted.
+    """The code that a storm interrupts, with its checks.
 
-    step: runs compiled code that calls kernels of PyTorch's.
-    check: asserts that the next call is right.
-    after: asserts what must be true after each interrupt, before another step.
+    - ``step``: runs compiled code that calls PyTorch's kernels.
+    - ``check``: asserts that the next call is right.
+    - ``after``: asserts invariants after each interrupt, before the next step.
     """
 
     step: Callable[[], object]
@@ -33,10 +36,10 @@ class Subject:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a storm.
+    """The counts of a storm.
 
-    interrupts: how many arrived as ``KeyboardInterrupt``.
-    steps: how many steps ran to their end.
+    - ``interrupts``: interrupts that arrived as ``KeyboardInterrupt``.
+    - ``steps``: steps that ran to their end.
     """
 
     interrupts: int
@@ -45,7 +48,7 @@ class Outcome:
 
 @contextmanager
 def interrupting() -> Iterator[None]:
-    """Within it the alarm raises ``KeyboardInterrupt``."""
+    """A context in which the alarm signal raises ``KeyboardInterrupt``."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -61,7 +64,7 @@ def interrupting() -> Iterator[None]:
 def interrupted_often(step: Callable[[], object], seconds: float, seed: int = 0) -> Iterator[int]:
     """Interrupt steps at random moments for ``seconds``, one interrupt at a time.
 
-    Yields after each interrupt how many steps had run to their end since the one before.
+    Yield, after each interrupt, the number of steps that finished since the previous one.
     """
     draw = random.Random(seed)
     span = 6 * _duration(step)
@@ -84,7 +87,7 @@ def storm(subject: Subject, seconds: float, seed: int = 0) -> Outcome:
     """Interrupt the steps of ``subject`` at random moments for ``seconds``.
 
     Raises:
-        AssertionError: what a call returned or left behind is wrong, or memory grows.
+        AssertionError: a result or some state is wrong after an interrupt, or memory has grown.
     """
     interrupts = steps = 0
     memory = psutil.Process().memory_info().rss

@@ -1,4 +1,4 @@
-"""What storms interrupt: modules whose compiled code calls kernels of PyTorch's."""
+"""The subjects of storms: modules whose compiled code calls PyTorch's kernels."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from tvmbridge import add_tvm_dispatch, compile_report, dispatch_report
 
 
 class Net(nn.Module):
-    """A product, a norm, and operators that have no loops: kernels of PyTorch's compute them.
+    """A matrix product, a norm, and operators for which compiled code calls PyTorch's kernels.
 
-    norm: follows the product.
+    Args:
+        norm: the norm after the product.
     """
 
     def __init__(self, norm: nn.Module) -> None:
@@ -33,13 +34,13 @@ class Net(nn.Module):
 
 
 def net(norm: nn.Module | None = None) -> Net:
-    """The same network at each call."""
+    """Return the network, with the same parameters at each call."""
     torch.manual_seed(0)
     return Net(norm or nn.LayerNorm(32))
 
 
 def sample() -> torch.Tensor:
-    """The same numbers at each call."""
+    """Return an input, with the same numbers at each call."""
     return torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
 
 
@@ -51,7 +52,7 @@ def train(module: Any, x: torch.Tensor) -> None:
 
 
 def assert_calls_kernels(module: nn.Module) -> None:
-    """Compiled code of ``module`` calls kernels of PyTorch's, and has served calls."""
+    """Assert that compiled code of ``module`` has served calls, and calls PyTorch's kernels."""
     report = dispatch_report(module)
     assert report.tvm_calls, report
     assert not report.fallbacks, report
@@ -59,13 +60,13 @@ def assert_calls_kernels(module: nn.Module) -> None:
 
 
 def assert_same_inference(module: Callable[..., Any], reference: nn.Module) -> None:
-    """``module`` returns what ``reference`` does."""
+    """Assert that ``module`` returns the same result as ``reference``."""
     with torch.no_grad():
         torch.testing.assert_close(module(sample()), reference(sample()), rtol=1e-4, atol=1e-5)
 
 
 def assert_same_training(module: Any, reference: nn.Module) -> None:
-    """A training step of both is the same, from the same state."""
+    """Assert that a training step of both modules agrees, from the same state."""
     reference.load_state_dict(getattr(module, "_orig_mod", module).state_dict())
     train(module, sample())
     train(reference, sample())
@@ -77,7 +78,7 @@ def assert_same_training(module: Any, reference: nn.Module) -> None:
 
 @contextmanager
 def inference() -> Iterator[Subject]:
-    """Calls that have nothing to record, where autograd records: kernels turn it off."""
+    """Inference with autograd enabled: the calls of PyTorch's kernels turn autograd off."""
     module, x = net().eval().requires_grad_(False), sample()
     reference = eager(module)
     add_tvm_dispatch(module, x)
@@ -89,7 +90,7 @@ def inference() -> Iterator[Subject]:
 
 @contextmanager
 def training() -> Iterator[Subject]:
-    """Forward and backward."""
+    """Training steps of forward and backward."""
     module, x = net().train(), sample()
     reference = eager(module)
     add_tvm_dispatch(module, x)
@@ -101,7 +102,7 @@ def training() -> Iterator[Subject]:
 
 @contextmanager
 def batch_norm() -> Iterator[Subject]:
-    """Training steps that write running statistics: a step writes each once, or is lost."""
+    """Training steps with running statistics, which a step must write once or not at all."""
     module, x = net(nn.BatchNorm1d(32)).train(), sample()
     reference = eager(module)
     add_tvm_dispatch(module, x)
@@ -131,7 +132,7 @@ def batch_norm() -> Iterator[Subject]:
 
 @contextmanager
 def threads() -> Iterator[Subject]:
-    """Calls of one module in eight threads, of which the main one is interrupted."""
+    """Calls of one module in eight threads; the interrupts arrive in the main thread."""
     module, x = net().train(), sample()
     reference = eager(module)
     add_tvm_dispatch(module, x)
@@ -166,14 +167,14 @@ def threads() -> Iterator[Subject]:
 
 @contextmanager
 def compile_door() -> Iterator[Subject]:
-    """Training steps of a module that torch.compile has compiled by the backend ``tvmbridge``."""
+    """Training steps of a module compiled by torch.compile with the backend ``tvmbridge``."""
     module, x = net().train(), sample()
     reference = eager(module)
     compiled = torch.compile(module, backend="tvmbridge")
     train(compiled, x)
     train(compiled, x)
     yield Subject(lambda: train(compiled, x), lambda: assert_same_training(compiled, reference))
-    # Dynamo compiles once more where an interrupt ends the comparison of its guards.
+    # Dynamo compiles again if an interrupt stops its evaluation of guards.
     graphs = compile_report().graphs
     assert any(graph.calls for graph in graphs)
     assert all(graph.whole for graph in graphs), graphs

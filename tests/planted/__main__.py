@@ -1,4 +1,4 @@
-"""The command ``python -m tests.planted``: plants each mistake in turn and runs its tests."""
+"""The command ``python -m tests.planted``: plant each mistake in turn, and run its tests."""
 
 from __future__ import annotations
 
@@ -14,13 +14,18 @@ from dataclasses import dataclass
 from tests.planted.plant import ROOT, VARIABLE, Plant
 from tests.planted.table import ON_GPUS, PLANTS
 
-# What pytest answers when tests ran and some failed.
+# pytest's exit status if tests ran and some failed.
 SOME_FAILED = 1
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the tests of a plant said."""
+    """The outcome of running a plant's tests with the mistake planted.
+
+    - ``caught``: whether a test failed or crashed.
+    - ``seconds``: how long the tests took.
+    - ``last``: the end of pytest's output.
+    """
 
     plant: Plant
     caught: bool
@@ -29,9 +34,9 @@ class Verdict:
 
 
 def run_tests(tests: Sequence[str], plant: str = "", timeout: float = 600.0) -> tuple[int, str]:
-    """Run a selection in a process of its own; its exit status and the end of its output.
+    """Run pytest on ``tests`` in a process; return its exit status and the end of its output.
 
-    A process that crashes or takes too long has not passed: its status is negative.
+    The status is negative if the process crashes or takes longer than ``timeout`` seconds.
     """
     command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider"]
     search = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -51,9 +56,10 @@ def run_tests(tests: Sequence[str], plant: str = "", timeout: float = 600.0) -> 
 
 
 def verdict(plant: Plant) -> Verdict:
-    """Whether the tests of ``plant`` fail with it.
+    """Run the tests of ``plant`` with the mistake planted, and return the verdict.
 
-    A crash counts as caught too, since nobody overlooks it; that no test ran does not.
+    A crash counts as caught, since nobody overlooks it. A run in which pytest finds no test does
+    not count.
     """
     start = time.perf_counter()
     status, output = run_tests(plant.tests, plant.name)
@@ -62,7 +68,7 @@ def verdict(plant: Plant) -> Verdict:
 
 
 def unclean(plants: Sequence[Plant], workers: int) -> dict[tuple[str, ...], str]:
-    """The selections that do not pass without any plant, with pytest's words."""
+    """Return the test selections that fail without any mistake, with the end of pytest's output."""
     selections = list(dict.fromkeys(plant.tests for plant in plants))
     print(f"{len(selections)} selections without a mistake ...", flush=True)
     with ThreadPoolExecutor(workers) as pool:
@@ -71,7 +77,11 @@ def unclean(plants: Sequence[Plant], workers: int) -> dict[tuple[str, ...], str]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print a line for each plant; 1 when one is not caught or a selection fails without it."""
+    """Run the command: print a line for each plant.
+
+    Returns:
+        1 if a mistake is not caught, or a selection of tests fails without it; else 0.
+    """
     parser = argparse.ArgumentParser(prog="python -m tests.planted", description=__doc__)
     parser.add_argument("names", nargs="*", help="mistakes; all of them by default")
     parser.add_argument("--gpu", action="store_true", help="those that need a GPU instead")
@@ -93,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tried = [plant for plant in plants if plant.tests not in failures]
     missed = 0
     with ThreadPoolExecutor(options.workers) as pool:
-        # As they come: a slow one keeps no other from being shown.
+        # In order of completion, so that a slow plant does not delay the output of others.
         for found in map(Future.result, as_completed([pool.submit(verdict, p) for p in tried])):
             word = "caught" if found.caught else "NOT CAUGHT"
             print(f"{found.plant.part:10} {found.plant.name:40} {word} {found.seconds:.0f} s")

@@ -1,4 +1,4 @@
-"""Mistakes in the split, the legalisation and the schedules."""
+"""Mistakes in the forward/backward split, the legalization and the schedules."""
 
 from __future__ import annotations
 

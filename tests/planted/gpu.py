@@ -1,4 +1,4 @@
-"""Mistakes in code for GPUs and in CUDA graphs, which the tests that need a GPU must catch."""
+"""Mistakes in GPU code and in CUDA graphs; the tests that catch them need a GPU."""
 
 from __future__ import annotations
 

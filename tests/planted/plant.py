@@ -1,4 +1,4 @@
-"""A planted mistake: a module of the package is loaded with one piece of its source changed."""
+"""Plant a mistake: load a module of the package with one piece of its source replaced."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from types import CodeType, ModuleType
 from typing import cast
 
 ROOT = Path(__file__).parents[2]
-# Names the mistake that the plugin plants.
+# The environment variable with the name of the mistake that the plugin plants.
 VARIABLE = "TVMBRIDGE_PLANT"
 
 
 @dataclass(frozen=True)
 class Plant:
-    """One mistake.
+    """One mistake in one module.
 
     Args:
-        name: what the command calls it.
-        part: converters, rules, passes, split, runtime, guard or kernels.
+        name: the mistake's name on the command line.
+        part: the part of tvmbridge that it is in, such as converters, rules, passes or runtime.
         module: the module whose source is changed.
-        old: a piece of its source that occurs once.
-        new: what stands there instead.
-        tests: arguments of pytest that select the tests which must catch it.
-        quick: the selection takes a few seconds.
+        old: a piece of the source that occurs exactly once.
+        new: the text that replaces ``old``.
+        tests: arguments of pytest that select the tests that must catch the mistake.
+        quick: whether these tests take only a few seconds.
     """
 
     name: str
@@ -40,13 +40,13 @@ class Plant:
 
     @property
     def path(self) -> Path:
-        """The file of :attr:`module`."""
+        """Return the file of :attr:`module`."""
         below = self.module.replace(".", "/")
         file = ROOT / f"{below}.py"
         return file if file.exists() else ROOT / below / "__init__.py"
 
     def changed(self, source: str) -> str:
-        """``source`` with the mistake in it.
+        """Return ``source`` with the mistake in it.
 
         Raises:
             ValueError: :attr:`old` does not occur exactly once.
@@ -58,10 +58,12 @@ class Plant:
         return source.replace(self.old, self.new)
 
     def install(self) -> None:
-        """Have :attr:`module` loaded with the mistake, in this process, files untouched.
+        """Make later imports of :attr:`module` in this process load it with the mistake.
+
+        No file is changed.
 
         Raises:
-            RuntimeError: it has been loaded before.
+            RuntimeError: the module is imported already.
         """
         if self.module in sys.modules:
             raise RuntimeError(f"{self.module} is loaded already; plant in a fresh process")
@@ -72,14 +74,14 @@ class _Loader(SourceFileLoader):
     plant: Plant
 
     def get_code(self, fullname: str) -> CodeType:
-        # Neither reads a cached bytecode file nor writes one.
+        # The base class's get_code would read and write cached bytecode.
         path = self.get_filename(fullname)
         source = self.plant.changed(Path(path).read_text())
         return cast(CodeType, compile(source, path, "exec", dont_inherit=True))
 
 
 class _Finder:
-    """Finds the module of a plant, and nothing else."""
+    """A finder that handles the plant's module alone."""
 
     def __init__(self, plant: Plant) -> None:
         self.plant = plant

@@ -1,4 +1,4 @@
-"""Mistakes in the runtime, in autograd, in the state and in the guard."""
+"""Mistakes in the runtime, the autograd integration, the module state and the guard."""
 
 from __future__ import annotations
 

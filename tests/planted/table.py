@@ -1,4 +1,4 @@
-"""The planted mistakes, and the tests that must catch them."""
+"""The tables of all planted mistakes, by name."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ from tests.planted.serving import SERVING
 PLANTS: dict[str, Plant] = {
     plant.name: plant for plant in (*GRAPHS, *COMPILED_CODE, *SERVING, *CACHES)
 }
-# Caught by tests that need a GPU.
+# Mistakes whose tests need a GPU.
 ON_GPUS: dict[str, Plant] = {plant.name: plant for plant in GPU}

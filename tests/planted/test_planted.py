@@ -1,4 +1,4 @@
-"""The table is sound, and one mistake is planted; all of them with ``make test-slow``."""
+"""Check the tables, and plant one mistake; ``make test-slow`` plants all of them."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def summary(rows: dict[str, dict[str, Any]]) -> str:
-    """Counts of outcomes, sources of the joint function, and reasons of refusals."""
+    """Return the counts of outcomes, joint sources and reasons of refusals as text."""
     counts = Counter(row["result"] for row in rows.values())
     joints = Counter(row["joint"] or "none" for row in rows.values())
     refusals = Counter(row["reason"][:160] for row in rows.values() if row["result"] == "refused")
@@ -52,7 +52,7 @@ def summary(rows: dict[str, dict[str, Any]]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run and print; 1 when anything is wrong, an error, a crash or a timeout."""
+    """Run the command; return 1 if any program is wrong, an error, a crash or a timeout."""
     options = _parse(arguments)
     warnings.filterwarnings("ignore")
     os.environ[VARIABLE] = options.device

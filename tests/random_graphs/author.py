@@ -1,4 +1,4 @@
-"""A program while it is written: each line runs as soon as it is there."""
+"""Write a program line by line; each line runs in eager PyTorch as soon as it is proposed."""
 
 from __future__ import annotations
 
@@ -12,24 +12,29 @@ from torch import nn
 from tests.random_graphs.program import NAMES, Call, Leaf, Program, submodule
 
 LARGEST, MOST_ELEMENTS = 50.0, 400
-# Further from a kink than rounding can take a value, in float32 too; and in half precisions.
+# Least distances of values from a kink, larger than rounding errors: up to float32, and in half
+# precisions.
 GAP, HALF_GAP = 2e-3, 0.1
 HALF = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A line that might be written.
+    """A proposed line of a program, which the author may decline.
 
     Args:
-        text: an expression, or a statement where ``statement`` is set.
-        reads: the values that it names.
-        kinks: expressions that may be zero only exactly: the line jumps or bends there.
-        singular: expressions that may not come near zero at all.
-        exact: a result of exact values is exact.
-        writes: the value that it writes into.
-        draws: it draws random numbers.
-        results: how many values the expression is a tuple of; 0 where it is one value, no tuple.
+        text: an expression, or a statement if ``statement`` is set.
+        reads: the names of the values that the line reads.
+        kinks: expressions whose zeros are the points where the line's function is discontinuous
+            or has a kink. Their values must not be close to zero; exact zeros are allowed if all
+            values that the line reads are exact.
+        singular: expressions whose values must be neither zero nor close to it.
+        exact: whether the result has no rounding error if the values that the line reads have
+            none.
+        statement: whether ``text`` is a statement.
+        writes: the name of the value that the line writes into; empty if none.
+        draws: whether the line draws random numbers.
+        results: the length of the tuple that the expression returns; 0 if it is a single value.
     """
 
     text: str
@@ -44,11 +49,14 @@ class Candidate:
 
 
 class Author:
-    """Writes a program, in train and in eval mode at once.
+    """Writes a program, and runs each line in train mode and in eval mode.
 
-    Lines whose value would be decided by rounding, or too large, are declined; programs with NaN
-    and infinities among their leaves may have any values. ``writes_inputs`` lets lines write into
-    arguments.
+    The author declines a line if rounding decides its value, or if the value is too large.
+
+    Args:
+        dtype: the dtype of the leaves.
+        special: whether leaves have NaN and infinities; any values are allowed then.
+        writes_inputs: whether lines may write into arguments.
     """
 
     def __init__(self, dtype: str, special: bool, *, writes_inputs: bool = False) -> None:
@@ -58,14 +66,14 @@ class Author:
         self.exact: set[str] = set()
         self.names: list[str] = []
         self.used: set[str] = set()
-        # What draws went into: a draw that no result depends on is not captured.
+        # Values that depend on random draws: a draw that no result depends on is not captured.
         self.drawn: set[str] = set()
         self._count = 0
         self.submodules: list[tuple[str, str]] = []
         self.attributes: list[tuple[str, str]] = []
         self.numbers: list[str] = []
         self.lists: list[str] = []
-        # Integers become float32, whose rounding then is that of the whole program.
+        # PyTorch promotes integers to float32, so a program may round as float32 does.
         self._dtypes = {getattr(torch, dtype)}
         self._scopes: list[dict[str, Any]] = []
         for training in (True, False):
@@ -73,7 +81,10 @@ class Author:
         self._random = [torch.Generator().manual_seed(2).get_state()] * 2
 
     def leaf(self, leaf: Leaf, given: str = "") -> str:
-        """Add a leaf, of which ``given`` is made where it is an argument; how lines name it."""
+        """Add a leaf, and return the name that lines use for it.
+
+        If the leaf is an argument, the expression ``given`` over its tensor is passed instead.
+        """
         self.leaves.append(leaf)
         for scope in self._scopes:
             owner = scope["self"]
@@ -97,7 +108,7 @@ class Author:
         return name
 
     def submodule(self, text: str) -> str:
-        """Add a submodule; how lines name it."""
+        """Add a submodule, and return the name that lines use for it."""
         name = f"s{len(self.submodules)}"
         self.submodules.append((name, text))
         for scope in self._scopes:
@@ -106,7 +117,7 @@ class Author:
         return f"self.{name}"
 
     def attribute(self, literal: str) -> str:
-        """Add an attribute that is no tensor; how lines name it."""
+        """Add an attribute that is no tensor, and return the name that lines use for it."""
         name = f"a{len(self.attributes)}"
         self.attributes.append((name, literal))
         for scope in self._scopes:
@@ -114,29 +125,29 @@ class Author:
         return f"self.{name}"
 
     def value(self, name: str) -> torch.Tensor:
-        """The tensor of a name, in train mode."""
+        """Return the tensor of a name in train mode."""
         found: torch.Tensor = eval(name, self._scopes[0])
         return found
 
     def values(self, fits: Callable[[torch.Tensor], bool]) -> list[str]:
-        """The names whose tensors fit, the oldest first."""
+        """Return the names of the tensors that fit, the oldest first."""
         return [name for name in self.names if fits(self.value(name))]
 
     def is_own(self, name: str) -> bool:
-        """Whether a value may be written into: no leaf's memory, each element once."""
+        """Whether lines may write into a value: it shares no leaf's memory and has no stride 0."""
         value = self.value(name)
         storages = {_storage(self.value(n)) for n in self._leaf_names()}
         apart = 0 not in value.stride() or not value.dim()
         return _storage(value) not in storages and apart
 
     def _leaf_names(self) -> list[str]:
-        """The leaves that lines may not write into."""
+        """Return the names of the leaves that lines may not write into."""
         inputs = [x.name for x in self.leaves if x.kind == "input" and x.is_tensor]
         others = [f"self.{leaf.name}" for leaf in self.leaves if leaf.kind != "input"]
         return others if self.writes_inputs else inputs + others
 
     def write(self, candidate: Candidate, *, within: str = "") -> bool:
-        """Write a line; False where it is declined. ``within`` is a ``with`` that it stands in."""
+        """Add a line, inside the region ``with {within}:`` if given; return False if declined."""
         count = 0 if candidate.statement else max(1, candidate.results)
         names = [f"v{self._count + n}" for n in range(count)]
         text = candidate.text if candidate.statement else f"{', '.join(names)} = {candidate.text}"
@@ -180,7 +191,7 @@ class Author:
         try:
             if not all(self._is_fit(scope[name]) for name in names):
                 return False
-        except RuntimeError:  # Eager refuses to look at a view that was written.
+        except RuntimeError:  # Autograd may forbid access to a view whose base was written.
             return False
         self._dtypes |= {scope[name].dtype for name in names}
         self._random[number] = state
@@ -206,7 +217,7 @@ class Author:
     def finish(
         self, returned: str, options: Sequence[tuple[str, str]], calls: Sequence[Call] = ()
     ) -> Program:
-        """The program; its dtype is the one of its values that rounds the most."""
+        """Return the program; its dtype is the least precise floating dtype of its values."""
         floating = [dtype for dtype in self._dtypes if dtype.is_floating_point]
         dtype = str(max(floating, key=lambda dtype: torch.finfo(dtype).eps)).split(".")[-1]
         return Program(

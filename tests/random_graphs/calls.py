@@ -1,4 +1,4 @@
-"""The calls of a drawn module, and what happens to it between them."""
+"""Draw the calls of a module, and the changes to the module between them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tests.random_graphs.author import Author
 from tests.random_graphs.program import Call, Leaf
 
-# The same values, lying otherwise in memory.
+# Expressions with the values of {x} in another memory layout, or at another offset.
 LAYOUTS = """{x}.mT.contiguous().mT|{x}.repeat_interleave(2, -1)[..., ::2]|{x}[:1].expand({x}.shape)
 torch.cat([{x}.flatten()[:1], {x}.flatten()])[1:].view({x}.shape)|{x}[None].clone()[0]
 {x}.transpose(0, -1).contiguous().transpose(0, -1)|torch.stack([{x}, {x}])[1]
@@ -15,14 +15,14 @@ torch.cat([{x}.flatten()[:1], {x}.flatten()])[1:].view({x}.shape)|{x}[None].clon
     "|"
 )
 
-# Other tensors for the same argument.
+# Other values for the argument {x}.
 OTHERS = """{x}.detach()|{x} * 1|{x}.detach().requires_grad_()|{x}.float()|{x}.double()|{x}.half()
 {x}[..., None]|{x}[0]|{x}.view({x}.shape)|{x}.clone()|{y}|{y}.expand_as({x})|{x}[..., :1]
 nn.Parameter({x}.detach())|{x}.tolist()|None|1.5|{y}.detach()|{x}.to(torch.int64)""".replace(
     "\n", "|"
 ).split("|")
 
-# For all arguments with rows at once.
+# Expressions that change the number of rows, applied to all arguments with rows alike.
 ROWS = """torch.cat([{x}, {x}])|{x}[:1]|{x}[1:]|{x}[:0]|torch.cat([{x}, {x}[:1]])|{x}[::2]
 {x}.repeat_interleave(2, 0)""".replace("\n", "|").split("|")
 
@@ -55,7 +55,7 @@ OF_BUFFERS = """{b}.fill_(2)|{b} = {b} * 2|{b}.add_(1)|{b} = {b}.clone()|{b} = {
 LISTS = """[{x}, {x} * 2]|[{x}.detach()]|[{x}.clone(), {x}.clone(), {x}.detach()]|({x}, {x})|[]
 [{x}, None]|[{x}.detach().clone(), 2]""".replace("\n", "|").split("|")
 
-# Between forward and backward.
+# Statements between forward and backward.
 AFTER = """made[0].detach().mul_(2)|made[-1].detach().add_(1)|made[0].mul_(3)|made[-1].neg_()
 made[0].register_hook(lambda g: g * 2)|made[-1].retain_grad()|given[0].detach().add_(1)
 module.p0.detach().mul_(2)
@@ -83,7 +83,10 @@ LITERALS = [
 
 @st.composite
 def layouts(draw: st.DrawFn, leaf: Leaf, *, written: bool) -> str:
-    """An argument with the values of ``leaf``; one that may be written is no leaf of autograd."""
+    """Draw an expression with the values of ``leaf`` for an argument, in some memory layout.
+
+    If forward may write into the argument (``written``), the expression is no leaf of autograd.
+    """
     text = leaf.name
     if leaf.values == "normal" and leaf.shape and draw(st.integers(0, 2)) == 0:
         text = draw(st.sampled_from(LAYOUTS if len(leaf.shape) > 1 else LAYOUTS[1:]))
@@ -95,7 +98,7 @@ def layouts(draw: st.DrawFn, leaf: Leaf, *, written: bool) -> str:
 
 @st.composite
 def calls(draw: st.DrawFn, author: Author, given: list[str]) -> list[Call]:
-    """One to four calls: the first is what the module is dispatched for."""
+    """Draw one to five calls; the module is dispatched with a sample like the first call."""
     first = Call(
         tuple(given), training=draw(st.booleans()), used=draw(_used()), after=draw(_after())
     )

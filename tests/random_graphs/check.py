@@ -1,4 +1,4 @@
-"""A program in eager PyTorch and through TVM, compared."""
+"""Run a program in eager PyTorch and through TVM, and compare."""
 
 from __future__ import annotations
 
@@ -19,15 +19,18 @@ from tests.random_graphs.running import SEED
 from tests.random_graphs.session import check_calls, starts
 from tvmbridge.core.errors import BridgeError
 
-# Rounding that a line may add, in units of the last place of the largest value around.
+# Rounding error that a line may add, in units in the last place of the largest value.
 UNITS = 2000.0
 Found = dict[str, Any]
-# A sixth of it is float32's in float64 too.
+# On GPUs PyTorch computes the factor 1/6 of hardswish in float32, even for float64.
 _ROUGH_ON_GPUS = ("hardswish",)
 
 
 def is_valid(program: Program) -> bool:
-    """Whether eager PyTorch runs it, backward included; of several calls the first one."""
+    """Whether eager PyTorch runs the program, backward included.
+
+    For a program with calls, only the first call is tried.
+    """
     if program.calls:
         return starts(program)
     try:
@@ -39,8 +42,10 @@ def is_valid(program: Program) -> bool:
 
 
 def check(program: Program) -> Outcome:
-    """Run forward and backward in train mode, and forward in eval mode, both ways; or the calls
-    that the program comes with."""
+    """Run a program both ways and compare: its calls, if it has any.
+
+    Otherwise run forward and backward in train mode, and forward in eval mode.
+    """
     if program.calls:
         return check_calls(program)
     start = time.perf_counter()
@@ -74,10 +79,10 @@ def check(program: Program) -> Outcome:
 
 
 def _overflows(program: Program, training: bool) -> bool:
-    """Whether there are finite numbers on the way whose squares are none in the program's dtype.
+    """Whether an intermediate result is finite, but its square overflows in the program's dtype.
 
-    What then becomes of them depends on how a kernel adds: in eager PyTorch, on the machine's
-    vectors and on the place in a row (a variance is infinite, or NaN).
+    The result after an overflow depends on how a kernel sums: a variance is infinite or NaN. In
+    eager PyTorch it depends on the machine's vectors and on the element's position in a row.
     """
     module, inputs = program.build().train(training), program.inputs()
     with _Largest() as largest:
@@ -90,9 +95,10 @@ def _since(start: float) -> float:
 
 
 def _dispatched(program: Program, training: bool) -> tuple[Found | str, str]:
-    """What compiled code gives (or why it did not serve the call), and the joint source.
+    """Return the values of compiled code, and the source of the joint function.
 
-    The sample has other values than the call.
+    If compiled code did not serve the call, the reason takes the place of the values. The sample
+    of the dispatch has other values than the call.
     """
     module = program.build().train(training)
     with torch.set_grad_enabled(training):
@@ -104,7 +110,7 @@ def _dispatched(program: Program, training: bool) -> tuple[Found | str, str]:
 
 
 class _Largest(TorchDispatchMode):
-    """Within it the largest finite number that an operator gives is kept as ``value``."""
+    """A mode that records in ``value`` the largest finite number that an operator returns."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -125,7 +131,7 @@ def _run(
     gradients: bool,
     during_backward: AbstractContextManager[object] | None = None,
 ) -> Found:
-    """Results, which of them are arguments, state afterwards, and gradients."""
+    """Run a module; return its results, which of them are arguments, its state, and gradients."""
     torch.manual_seed(SEED)
     with torch.set_grad_enabled(gradients):
         results = module(*inputs)
@@ -133,7 +139,7 @@ def _run(
     state = {"buffers": buffers, "generators": generators()}
     tensors = [leaf for _, leaf in leaves(results) if isinstance(leaf, torch.Tensor)]
     passed = [[a is b for b in inputs] for a in tensors]
-    # Views that eager PyTorch takes of its inputs may require gradients even under no_grad.
+    # ``requires_grad`` is recorded only below: under no_grad, eager views of inputs may have it.
     found = {"results": _detached(results), "state": state, "passed": passed}
     if not gradients:
         return found
@@ -157,9 +163,10 @@ def _detached(results: Any) -> Any:
 
 
 def _tolerance(program: Program, expected: Found, training: bool) -> Tolerance:
-    """Rounding for as many lines; in float32 also what eager PyTorch's own results are off by.
+    """Return a tolerance that grows with the number of lines; in float32 also with eager's error.
 
-    Where all gradients are zero by cancellation their rounding is that of what cancels.
+    Gradients that are zero by cancellation have the rounding error of the terms that cancel. The
+    absolute tolerance therefore depends on the largest value in backward.
     """
     epsilon = torch.finfo(getattr(torch, program.dtype)).eps
     module = program.build(torch.float64).train(training)

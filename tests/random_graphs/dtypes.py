@@ -1,4 +1,4 @@
-"""Lines of several dtypes, of no dimension and of no elements; draws of all kinds."""
+"""Lines with several dtypes, zero-dimensional or empty tensors, or random draws of all kinds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ torch.stack([{a}.float().sum(), {a}.double().sum()])|{a}.bfloat16().sum()|{a}.ha
 {a} + torch.tensor([1, 2, 3]).sum()|{a}.bfloat16() * torch.tensor(3.0)|{a}.prod(dtype=torch.float32)
 torch.add({a}.float(), {b}.bfloat16(), alpha=2)""".replace("\n", "|").split("|")
 
-# Of any tensor, also one of no floating point.
+# Expressions of a tensor {i} that is not floating-point.
 ANY = """{i} * 2|{i} * 0.5|{i} + True|{i}.sum()|{i}.to(torch.uint8) + 1|{i}.to(torch.int16) * 2
 {i}.to(torch.int8) - {i}.to(torch.uint8)|torch.logical_or({i}, {i} == 0)|{i} / 2
 {i}.to(torch.int32) // 2|torch.true_divide({i}, 3)|{i}.to(torch.int16) + torch.tensor(3)
@@ -62,7 +62,7 @@ F.rrelu({a}, training=True)|{a} * torch.empty_like({a}).exponential_().clamp(max
 
 
 def cast(draw: st.DrawFn, author: Author) -> Candidate | None:
-    """Values of one floating dtype in another."""
+    """Draw a line that casts floating-point values to another floating dtype."""
     a = pick(draw, author, lambda value: floating(value) and value.dim() > 0)
     b = a and partner(draw, author, a)
     if a is None or b is None:
@@ -71,7 +71,7 @@ def cast(draw: st.DrawFn, author: Author) -> Candidate | None:
 
 
 def promoted(draw: st.DrawFn, author: Author) -> Candidate | None:
-    """Integers and truths with numbers of all kinds."""
+    """Draw a line that combines integers or booleans with numbers of other dtypes."""
     i = pick(draw, author, lambda value: not floating(value))
     if i is None:
         return None
@@ -79,7 +79,7 @@ def promoted(draw: st.DrawFn, author: Author) -> Candidate | None:
 
 
 def empty(draw: st.DrawFn, author: Author) -> Candidate | None:
-    """Values without elements, and what is made of them."""
+    """Draw a line that creates an empty tensor, or computes with one."""
     a = pick(draw, author, lambda value: floating(value) and value.dim() > 0)
     if a is None:
         return None
@@ -87,13 +87,13 @@ def empty(draw: st.DrawFn, author: Author) -> Candidate | None:
 
 
 def scalar(draw: st.DrawFn, author: Author) -> Candidate | None:
-    """Values of no dimension."""
+    """Draw a line that creates a zero-dimensional tensor, or computes with one."""
     a = pick(draw, author)
     return a and Candidate(draw(st.sampled_from(SCALARS)).format(a=a), (a,))  # type: ignore[return-value]
 
 
 def drawn(draw: st.DrawFn, author: Author) -> Candidate | None:
-    """Random numbers of all kinds."""
+    """Draw a line that draws random numbers, of all distributions."""
     a = pick(draw, author, lambda value: value.dtype in (torch.float64, torch.float32))
     if a is None:
         return None

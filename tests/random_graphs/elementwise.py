@@ -1,4 +1,4 @@
-"""Element-wise lines: functions of one and two values, masks, comparisons, integers, draws."""
+"""Elementwise lines: functions of one or two values, masks, comparisons, integers, dropout."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ torch.reciprocal({a} * {a} + 0.5)|F.logsigmoid({a})|torch.atan({a})|{a} * 1.5|{a
 {a}.clone()|torch.zeros_like({a}) + {a}|torch.ones_like({a})|torch.full_like({a}, 0.5)
 {a} * {a}.sigmoid()""".replace("\n", "|").split("|")
 
-# The second part is where a function bends.
+# Expressions, each with a second one whose zeros are the kinks and jumps of the first.
 KINKED = [
     ("torch.relu({a})", "{a}"),
     ("torch.abs({a})", "{a}"),
@@ -69,7 +69,7 @@ WHOLE = """{i} + 1|{i} * 2 - {i}|1 - {i}|{i} % 2|{i} == 1|{i} + 0.5|{i} / 3|{i}.
     "\n", "|"
 ).split("|")
 
-# Numbers that were whole or true, promoted; {i} is of integers or of booleans.
+# Expressions that promote a tensor {i} of integers or booleans.
 MIXED = """{a} * {i}.sum()|{a} + {i}.to(torch.int32).sum()|{i}.to(torch.float32).mean() - {a}
 {a} / (({i} > 0).sum() + 1)|torch.where({i}.sum() > 1, {a}, {i}.sum())
 {a}.lerp({a} * 2, 0.5) * {i}.any()
@@ -80,14 +80,14 @@ KEEPING = {"torch.relu({a})", "torch.abs({a})", "-{a}", "{a}.detach()", "{a}.clo
 
 
 def floating(value: torch.Tensor) -> bool:
-    """Whether a value is of floating point."""
+    """Whether a tensor has a floating dtype."""
     return value.is_floating_point()
 
 
 def pick(
     draw: st.DrawFn, author: Author, fits: Callable[[torch.Tensor], bool] = floating
 ) -> str | None:
-    """A value that fits: more often a late or an unused one."""
+    """Draw the name of a value that fits; recent and unread values are drawn more often."""
     names = author.values(fits)
     if not names:
         return None
@@ -98,7 +98,7 @@ def pick(
 def partner(
     draw: st.DrawFn, author: Author, a: str, fits: Callable[[torch.Tensor], bool] = floating
 ) -> str | None:
-    """A value that can be broadcast against ``a``."""
+    """Draw the name of a value that can be broadcast against ``a``."""
     shape = author.value(a).shape
 
     def near(value: torch.Tensor) -> bool:
@@ -112,13 +112,13 @@ def partner(
 
 
 def unary(draw: st.DrawFn, author: Author) -> Candidate | None:
-    """A smooth function of one value."""
+    """Draw a line with a smooth function of one value."""
     a, template = pick(draw, author), draw(st.sampled_from(SMOOTH))
     return a and Candidate(template.format(a=a), (a,), exact=template in KEEPING)  # type: ignore[return-value]
 
 
 def kinked(draw: st.DrawFn, author: Author) -> Candidate | None:
-    """A function of one value that bends or jumps."""
+    """Draw a line with a function of one value that has kinks or jumps."""
     a, (template, kink) = pick(draw, author), draw(st.sampled_from(KINKED))
     if a is None:
         return None
@@ -126,7 +126,7 @@ def kinked(draw: st.DrawFn, author: Author) -> Candidate | None:
 
 
 def binary(draw: st.DrawFn, author: Author) -> Candidate | None:
-    """A function of two values with broadcasting."""
+    """Draw a line with a function of two values that broadcast."""
     a = pick(draw, author)
     b = a and partner(draw, author, a)
     template, kink = draw(st.sampled_from(TWO))
@@ -137,7 +137,7 @@ def binary(draw: st.DrawFn, author: Author) -> Candidate | None:
 
 
 def compared(draw: st.DrawFn, author: Author) -> Candidate | None:
-    """A mask."""
+    """Draw a line that compares two values, or a value with a number; the result is a mask."""
     a = pick(draw, author)
     b = a and draw(st.sampled_from([partner(draw, author, a), "0.25"]))
     if not a or not b:
@@ -147,7 +147,7 @@ def compared(draw: st.DrawFn, author: Author) -> Candidate | None:
 
 
 def masked(draw: st.DrawFn, author: Author) -> Candidate | None:
-    """A value where a mask is true."""
+    """Draw a line that selects or changes elements by a mask."""
     a = pick(draw, author)
     m = a and partner(draw, author, a, lambda value: value.dtype is torch.bool)
     if not a or not m:
@@ -157,14 +157,14 @@ def masked(draw: st.DrawFn, author: Author) -> Candidate | None:
 
 
 def whole(draw: st.DrawFn, author: Author) -> Candidate | None:
-    """Integers, and what they are promoted to."""
+    """Draw a line that computes with an int64 tensor, some by promotion to floating point."""
     i = pick(draw, author, lambda value: value.dtype is torch.int64)
     template = draw(st.sampled_from(WHOLE))
     return i and Candidate(template.format(i=i), (i,))  # type: ignore[return-value]
 
 
 def mixed(draw: st.DrawFn, author: Author) -> Candidate | None:
-    """A value of floating point with integers or booleans."""
+    """Draw a line that combines a floating-point value with integers or booleans."""
     a = pick(draw, author)
     i = pick(draw, author, lambda value: value.dtype in (torch.int64, torch.bool))
     if a is None or i is None:
@@ -173,7 +173,7 @@ def mixed(draw: st.DrawFn, author: Author) -> Candidate | None:
 
 
 def random(draw: st.DrawFn, author: Author) -> Candidate | None:
-    """Dropout and draws."""
+    """Draw a line with dropout or, in float64, with random numbers of a value's shape."""
     a = pick(draw, author)
     if a is None:
         return None

@@ -9,7 +9,7 @@ from torch.autograd import Function
 
 
 class Scaled(Function):
-    """Times a number that is no tensor."""
+    """Multiply by a number that is no tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, number: float) -> torch.Tensor:
@@ -22,7 +22,7 @@ class Scaled(Function):
 
 
 class Reversed(Function):
-    """A view of its argument, whose gradient has the other sign."""
+    """Return a view of the argument; backward negates the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -34,7 +34,7 @@ class Reversed(Function):
 
 
 class StraightThrough(Function):
-    """Rounded; the gradient passes as if it were not."""
+    """Round a quarter of the argument; backward passes the gradient unchanged."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -46,7 +46,7 @@ class StraightThrough(Function):
 
 
 class Clipped(Function):
-    """A gradient that is no linear function of the one that arrives."""
+    """The sine, with a backward that is no linear function of the incoming gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -60,7 +60,7 @@ class Clipped(Function):
 
 
 class Pair(Function):
-    """Two results of two arguments."""
+    """Return two results of two arguments that broadcast."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -75,7 +75,7 @@ class Pair(Function):
 
 
 class Lazy(Function):
-    """Two results, one of which may have no gradient: it gets None."""
+    """Return two results; backward gets None in place of a gradient that is missing."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,7 +89,7 @@ class Lazy(Function):
 
 
 class Marked(Function):
-    """Two results, the second not differentiable."""
+    """Return two results, of which the second is not differentiable."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -105,7 +105,7 @@ class Marked(Function):
 
 
 class Written(Function):
-    """Writes into its argument."""
+    """Halve the argument in place."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -118,7 +118,7 @@ class Written(Function):
 
 
 class Apart(Function):
-    """The form with ``setup_context``; the second argument gets no gradient."""
+    """A sum written with ``setup_context``; the second argument gets no gradient."""
 
     @staticmethod
     def forward(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Lines that call submodules: layers with parameters, statistics, masks, shared and tied ones."""
+"""Lines that call submodules: layers with parameters, statistics or dropout, shared or tied."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CAST = {"float64": ".double()", "float32": "", "bfloat16": ".bfloat16()"}
 
 
 def layer(draw: st.DrawFn, author: Author) -> Candidate | None:
-    """A layer, a new one or an earlier one again."""
+    """Draw a line that calls a new submodule, or an earlier one again."""
     dtype = author.dtype
     a = pick(draw, author, lambda v: 0 < v.dim() < 5 and v.numel() > 0 and _is_of(v, dtype))
     if a is None:
@@ -56,7 +56,7 @@ def _is_of(value: torch.Tensor, dtype: str) -> bool:
 
 
 def tied(draw: st.DrawFn, author: Author) -> Candidate | None:
-    """A submodule under a second name, or a parameter of one used apart from it."""
+    """Draw a line that calls a linear layer by a second name, or uses its weight directly."""
     linear = [n for n, text in author.submodules if text.startswith("(nn.Linear")]
     if not linear:
         return None

@@ -31,7 +31,8 @@ ORDINARY: list[Family] = [
     layers.layer,
 ]
 
-# A program has lines of a few of these, so that few are refused for several reasons.
+# Kinds of lines. A program has only one to three kinds, so that few programs are refused for
+# several reasons at once.
 THEMES: dict[str, list[Family]] = {
     "layers": [layers.layer, layers.layer, layers.tied],
     "writes": [writes.through, state.inplace],
@@ -69,7 +70,7 @@ EXTENTS = [1, 2, 3, 4, 5]
 
 @st.composite
 def modules(draw: st.DrawFn, least: int = 2, most: int = 12) -> Program:
-    """Modules of ``least`` to ``most`` lines with one to four calls; most are in float64."""
+    """Draw a module of up to ``most`` lines with one to five calls; most are in float64."""
     names = st.sampled_from(sorted(THEMES))
     themes = draw(st.lists(names, min_size=1, max_size=3, unique=True))
     dtype = draw(st.sampled_from(["float32", "bfloat16", *["float64"] * 8]))
@@ -96,7 +97,7 @@ def _region(draw: st.DrawFn, themes: list[str]) -> str:
 
 
 def _leaves(draw: st.DrawFn, author: Author, *, lists: bool) -> list[str]:
-    """The leaves; returns what is made of each input for the first call."""
+    """Draw the leaves; return the expression of each argument for the first call."""
     given: list[str] = []
 
     def argument(leaf: Leaf, text: str) -> None:
@@ -123,7 +124,7 @@ def _leaves(draw: st.DrawFn, author: Author, *, lists: bool) -> list[str]:
     return given
 
 
-# What is returned besides, of a value {v}, an argument {x} or nothing.
+# Further expressions that forward may return, of a value {v} or an argument {x}.
 EXTRAS = """{v}|{v}.detach()|{v}[..., :1]|{v}.view(-1)|{v}[..., 1:]|{v}.mT|{x}|{x}[..., :1]|self.p0
 None|{x}.shape[0]|self.training|{v}.shape|1.5|'text'|({v}, None)|[{x}]|{{'inner': {v}}}|{x}.detach()
 {v}.requires_grad|self.p0 * 2|{v}.unbind(0)|{v}.chunk(2, -1)|{x}.view({x}.shape)|[]
@@ -133,10 +134,11 @@ torch.broadcast_tensors({v}, {v})|{v}.data""".replace("\n", "|").split("|")
 
 
 def _returned(draw: st.DrawFn, author: Author) -> str:
-    """What nothing read, and now and then other things, in a structure."""
+    """Draw the returned expression: all values that no line read, and sometimes others."""
     inputs = [x.name for x in author.leaves if x.kind == "input" and x.is_tensor]
     made = [name for name in author.names if name.startswith("v")] or inputs
-    # All of them: compiled code leaves out what nobody reads, and what it would raise.
+    # All unread values are returned: compiled code drops unread values, with the errors that they
+    # would raise.
     chosen = [name for name in reversed(made) if name not in author.used] or made[-1:]
     for _ in range(draw(st.sampled_from([0, 0, 1, 1, 2]))):
         template = draw(st.sampled_from(EXTRAS))

@@ -1,4 +1,4 @@
-"""A drawn program: leaves, lines of Python over them, and the module that they make."""
+"""A drawn program: tensors (*leaves*), lines of Python that use them, and the resulting module."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.device import DEVICE
 from tests.random_graphs import functions
 
-# What the text of a program may name.
+# The globals of a program's text.
 NAMES: dict[str, Any] = {
     "torch": torch,
     "F": F,
@@ -32,15 +32,18 @@ NAMES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Leaf:
-    """A tensor that a program starts from.
+    """A tensor that a program starts from: an input, a parameter or a buffer.
 
     Args:
         name: ``x0`` for an input, ``p0`` for a parameter, ``b0`` for a buffer, ...
         kind: *input*, *parameter* or *buffer*.
+        shape: the tensor's shape.
+        dtype: the name of its dtype, such as ``float64``.
         values: *grid* (multiples of a quarter, so that ties are exact), *normal*, *special* (with
-            NaN and infinities), *mask*, *index* and *count* (0 and 1), *number* or *list* (no
-            tensors: the call says what they are).
-        tied: the parameter of which this is another name.
+            NaN and infinities), *mask* (booleans), *index* or *count* (integers 0 and 1). *number*
+            and *list* are inputs that are no tensors: the call gives their values.
+        requires_grad: whether the tensor requires a gradient.
+        tied: the parameter that this leaf is another name of; empty if none.
     """
 
     name: str
@@ -53,11 +56,11 @@ class Leaf:
 
     @property
     def is_tensor(self) -> bool:
-        """Whether it is a tensor at all."""
+        """Whether the leaf is a tensor, and not a number or a list."""
         return self.values not in ("number", "list")
 
     def tensor(self, seed: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Its values for a seed; floating ones as ``dtype`` if it is given."""
+        """Return the tensor for a seed, with floating values in ``dtype`` if it is given."""
         generator = torch.Generator().manual_seed(zlib.crc32(self.name.encode()) + seed)
 
         def integers(low: int, high: int) -> torch.Tensor:
@@ -70,7 +73,7 @@ class Leaf:
         if self.values == "grid":
             numbers = integers(-8, 9).double() / 4
         else:
-            # Exact in float32 too, so that a program means the same in both.
+            # Drawn in float32, so that a program has the same values in float32 and in float64.
             numbers = torch.randn(self.shape, generator=generator).double()
         if self.values == "special":
             place = integers(0, 12)
@@ -81,19 +84,19 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a module among several, with what happens before it.
+    """One of a module's calls, with the statements that run before and after its forward.
 
     Args:
         arguments: an expression for each argument, over the tensors of the inputs' leaves.
-        before: statements about ``module``.
-        after: statements between forward and backward, about ``module``, the tensors among the
-            arguments, ``given``, and among the results, ``made``.
-        seed: of the values.
-        gradients: *grad*, *no_grad* or *inference*.
-        used: which of the results the loss is made of, by their position in the tree; all where
-            it is None.
-        dispatched: the dispatch is told of these arguments first.
-        twice: two calls with one backward for both.
+        before: statements about ``module`` that run before the call.
+        after: statements that run between forward and backward, with the names ``module``,
+            ``given`` (the tensors among the arguments) and ``made`` (those among the results).
+        seed: the seed of the inputs' values.
+        training: whether the module is in train mode.
+        gradients: the autograd mode: *grad*, *no_grad* or *inference*.
+        used: positions of the results that backward starts from; None for all results.
+        dispatched: whether ``add_tvm_dispatch`` is called with such arguments before the call.
+        twice: whether forward runs twice, with one backward for both.
     """
 
     arguments: tuple[str, ...]
@@ -107,19 +110,26 @@ class Call:
     twice: bool = False
 
     def given(self, leaves: Mapping[str, torch.Tensor]) -> list[Any]:
-        """The arguments, made of the tensors of ``leaves``."""
+        """Return the arguments, computed from the tensors of ``leaves``."""
         with torch.enable_grad():
             return [eval(text, {**NAMES, **leaves}) for text in self.arguments]
 
 
 @dataclass(frozen=True)
 class Program:
-    """What :func:`~tests.random_graphs.strategy.programs` and
-    :func:`~tests.random_graphs.modules.modules` draw.
+    """A random module as text.
 
-    ``lines`` are the statements of forward, ``returned`` is the expression of its result;
-    ``options`` are compile options. ``submodules`` and ``attributes`` are names with the
-    expressions of what they are. A program with ``calls`` is checked by these, one after another.
+    :func:`~tests.random_graphs.strategy.programs` and
+    :func:`~tests.random_graphs.modules.modules` draw programs.
+
+    - ``dtype``: the least precise floating dtype of the program's values.
+    - ``leaves``: inputs, parameters and buffers.
+    - ``lines``: the statements of forward.
+    - ``returned``: the expression that forward returns.
+    - ``options``: compile options.
+    - ``submodules``: names and expressions of submodules.
+    - ``attributes``: names and literals of attributes that are no tensors.
+    - ``calls``: the calls that a check makes in order; empty for one call in each mode.
     """
 
     dtype: str
@@ -133,38 +143,38 @@ class Program:
 
     @property
     def arguments(self) -> tuple[Leaf, ...]:
-        """The leaves that are inputs."""
+        """Return the leaves that are inputs."""
         return tuple(leaf for leaf in self.leaves if leaf.kind == "input")
 
     def source(self) -> str:
-        """The text of forward."""
+        """Return the source of forward."""
         names = ", ".join(["self", *(leaf.name for leaf in self.arguments)])
         lines = [line for text in self.lines for line in text.split("\n")]
         body = [f"    {line}" for line in [*lines, f"return {self.returned}"]]
         return "\n".join([f"def forward({names}):", *body]) + "\n"
 
     def build(self, dtype: torch.dtype | None = None) -> Drawn:
-        """The module, with the same parameters and buffers each time."""
+        """Build the module, with the same parameters and buffers each time."""
         return Drawn(self, dtype)
 
     def inputs(self, seed: int = 0, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
-        """Arguments for a call; those of seed 0 are the ones that kinks were kept away from."""
+        """Return arguments for a call; the author kept only seed 0's values away from kinks."""
         return [
             leaf.tensor(seed, dtype).requires_grad_(leaf.requires_grad) for leaf in self.arguments
         ]
 
     def tensors(self, seed: int) -> dict[str, torch.Tensor]:
-        """The tensors that the arguments of a call are made of."""
+        """Return the input leaves' tensors, which the arguments of a call are computed from."""
         chosen = [leaf for leaf in self.arguments if leaf.is_tensor]
         return {x.name: x.tensor(seed).requires_grad_(x.requires_grad) for x in chosen}
 
     def to_json(self) -> str:
-        """One line of text from which :meth:`from_json` makes the program again."""
+        """Return the program as one line of text for :meth:`from_json`."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Program:
-        """The program of :meth:`to_json`."""
+        """Return the program of a text from :meth:`to_json`."""
         content: dict[str, Any] = json.loads(text)
         leaves = tuple(_leaf(leaf) for leaf in content["leaves"])
         named = {
@@ -176,7 +186,7 @@ class Program:
         return cls(content["dtype"], leaves, lines, content["returned"], **named, calls=calls)
 
     def script(self) -> str:
-        """A runnable reproduction."""
+        """Return a script that checks the program."""
         return (
             "from tests.random_graphs.check import check\n"
             "from tests.random_graphs.program import Call, Leaf, Program\n\n"
@@ -195,7 +205,10 @@ def _call(content: Mapping[str, Any]) -> Call:
 
 
 def submodule(owner: nn.Module, name: str, text: str) -> nn.Module:
-    """A submodule, with the same parameters each time; the text may name others of its owner."""
+    """Build a submodule of ``owner``, with the same parameters each time.
+
+    The expression ``text`` may name other submodules as attributes of ``self``, the owner.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(zlib.crc32(name.encode()))
         made: nn.Module = eval(text, {**NAMES, "self": owner})
@@ -203,7 +216,7 @@ def submodule(owner: nn.Module, name: str, text: str) -> nn.Module:
 
 
 class Drawn(nn.Module):
-    """A program as a module."""
+    """The module of a program."""
 
     def __init__(self, program: Program, dtype: torch.dtype | None) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A failing program with what the failure does not need left out."""
+"""Reduce a failing program to the parts that the failure needs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Fails = Callable[[Program], bool]
 
 
 def reduced(program: Program, check: Callable[[Program], Outcome], tries: int = 90) -> Program:
-    """A smaller program with the same kind of failure.
+    """Return a smaller program with the same kind of failure.
 
-    Calls, results and lines are left out, then leaves, and calls are made plainer; ``check`` runs
-    at most ``tries`` times. What no longer runs in eager PyTorch is not tried.
+    The reduction removes calls, results, lines and leaves, and then simplifies the calls. ``check``
+    runs at most ``tries`` times, and only on programs that run in eager PyTorch.
     """
     kind = _kind(check(program))
     left = tries
@@ -35,7 +35,7 @@ def reduced(program: Program, check: Callable[[Program], Outcome], tries: int = 
 
 
 def _kind(outcome: Outcome) -> tuple[str, ...]:
-    """The result, the mode, and the first word of what is said of it."""
+    """Return the result and the first two parts of the reason: the mode, and what differs."""
     parts = [part for part in outcome.reason.split(": ") if not part.startswith("call ")]
     return (outcome.result, *[part.split(".")[0] for part in parts[:2]])
 
@@ -64,7 +64,7 @@ def _fewer_results(program: Program, fails: Fails) -> Program:
 
 
 def _parts(returned: str) -> Iterator[str]:
-    """Each thing returned by itself, then all but one of them."""
+    """Yield expressions that return one item of ``returned``, then all items but one."""
     tree = ast.parse(returned, mode="eval").body
     if isinstance(tree, ast.Dict):
         values = tree.values
@@ -121,7 +121,7 @@ def _plainer_calls(program: Program, fails: Fails) -> Program:
     for number in range(len(program.calls)):
         for candidate in _plainer(program.calls[number], program):
             calls = list(program.calls)
-            # Of a call that was made plainer already, the same once more.
+            # The call as the loop has already simplified it.
             calls[number] = replace(calls[number], **candidate)
             if fails(replace(program, calls=tuple(calls))):
                 program = replace(program, calls=tuple(calls))

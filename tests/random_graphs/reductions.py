@@ -1,4 +1,4 @@
-"""Lines that sum over something: reductions, norms, products."""
+"""Lines that sum over dimensions: reductions, norms, matrix products."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ F.cosine_similarity({a}, {a} + 1, dim={d}, eps=1e-3)|{a}.prod({d}, keepdim={k})
 F.group_norm({a}.reshape(1, 1, -1), 1, eps=0.1)
 {a} / {a}.square().sum({d}, keepdim=True).add(0.5).sqrt()""".replace("\n", "|").split("|")
 
-# With differences of neighbours in order, which must not be decided by rounding.
+# Functions that depend on the order of elements, which rounding must not decide.
 SORTED = """{a}.amax({d}, keepdim={k})|{a}.amin({d}, keepdim={k})|{a}.max({d})[0]|{a}.argmax({d})
 {a}.sort({d})[0]|{a}.topk(1, {d})[0]|{a}.max({d}, keepdim={k})[1]|{a}.max()|{a}.cummax({d})[0]
 {a}.median({d})[0]""".replace("\n", "|").split("|")
@@ -38,7 +38,7 @@ F.scaled_dot_product_attention({a}[None], {a}[None] * 0.5, {a}[None] + 1)""".rep
 
 
 def reduced(draw: st.DrawFn, author: Author) -> Candidate | None:
-    """A smooth reduction, or a norm over one dimension."""
+    """Draw a line with a smooth reduction, or a norm over one dimension."""
     a = pick(draw, author, lambda value: floating(value) and value.dim() > 0)
     if a is None:
         return None
@@ -52,7 +52,11 @@ def reduced(draw: st.DrawFn, author: Author) -> Candidate | None:
 
 
 def ordered(draw: st.DrawFn, author: Author) -> Candidate | None:
-    """What depends on the order of the elements; positions only where no two are equal."""
+    """Draw a line whose result depends on the order of elements, such as a maximum or a sort.
+
+    No two elements may be equal, except for ``amax``, ``amin`` and a maximum of all elements, whose
+    gradients ties share.
+    """
     a = pick(draw, author, lambda value: floating(value) and value.dim() > 0)
     if a is None or author.special:
         return None
@@ -67,7 +71,7 @@ def ordered(draw: st.DrawFn, author: Author) -> Candidate | None:
 
 
 def product(draw: st.DrawFn, author: Author) -> Candidate | None:
-    """A matrix product of a value with itself, or of two that fit."""
+    """Draw a line with a matrix product of a value with itself, or with another that fits."""
     a = pick(draw, author, lambda value: floating(value) and value.dim() > 1)
     if a is None:
         return None
@@ -79,7 +83,7 @@ def product(draw: st.DrawFn, author: Author) -> Candidate | None:
 
 
 def layer(draw: st.DrawFn, author: Author) -> Candidate | None:
-    """A layer with parameters of its own, or with those of an earlier one, perhaps tied."""
+    """Draw a line with a functional layer; its parameters are new, reused, or tied to others."""
     a = pick(draw, author, lambda value: floating(value) and value.dim() > 0 and value.numel() > 0)
     if a is None:
         return None

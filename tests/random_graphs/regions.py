@@ -1,4 +1,4 @@
-"""Lines within a region, and lines that Python decides about."""
+"""Lines with custom functions, checkpoints, autocast, Python branches, attributes and lists."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ functions.Reversed.apply({a}).detach() + {a}|functions.Apart.apply({a}, {a}.deta
 PAIRS = """functions.Pair.apply({a}, {b})|functions.Lazy.apply({a})|functions.Pair.apply({a}, {a})
 functions.Marked.apply({a})""".replace("\n", "|").split("|")
 
-# Bodies of checkpoints, over t.
+# Bodies of checkpointed functions of t.
 BODIES = """torch.tanh(t) * 2|F.dropout(t, 0.3, self.training).sin()|torch.softmax(t, -1) * t
 t * torch.rand_like(t)|(t * t).sum(-1, keepdim=True) + t|t.detach() * t|F.gelu(t).mean()
 functions.Clipped.apply(t)""".replace("\n", "|").split("|")
@@ -25,7 +25,7 @@ AUTOCAST = """{a} @ {a}.mT|F.linear({a}, {a}.flatten(0, -2))|{a} * 2|F.softmax({
 F.linear({a}, {a}.flatten(0, -2)).to({a}.dtype)|{a}.sum()|torch.matmul({a}.mT, {a}).double()
 F.layer_norm({a} @ {a}.mT, ({a}.shape[-2],))""".replace("\n", "|").split("|")
 
-# What Python asks: of attributes, arguments, modes and tensors.
+# Conditions that Python evaluates: about attributes, arguments, modes and tensors.
 ASKED = """self.training|torch.is_grad_enabled()|{a}.shape[0] > 2|{x}.requires_grad|{a}.dim() > 1
 {x}.is_contiguous()|{x}.dtype is torch.float64|len({a}) == 1|{a}.numel() % 2|hasattr(self, 'extra')
 len(self._forward_hooks) > 0|{x}.stride(0) == 1|{a}.size(-1) == 3""".replace("\n", "|").split("|")
@@ -34,7 +34,7 @@ SIDES = ["{a} * 2", "{a} + 1", "-{a}", "{a}.detach()", "torch.tanh({a})", "{a}.s
 
 LITERALS = ["True", "False", "2", "0", "1.5", "-0.5", "'sum'", "'mean'", "None", "(0,)", "[1, 2]"]
 
-# What is made of an attribute or an argument {n} that is a number or a truth.
+# Expressions that use an attribute or an argument {n} that is a number or a boolean.
 NUMBERS = """{a} * {n}|{a} + {n}|{a} ** {n} if {n} == 2 else {a}|{a}.sum() if {n} else {a}
 {a} if {n} is None else {a} * 0.5|F.dropout({a}, abs({n}) / 4, self.training)
 {a} * (3 if isinstance({n}, bool) else 2)
@@ -62,7 +62,7 @@ self.kept = {a}.detach()|self.k0 = {a}.dim()|self.k0 = self.training""".replace(
 
 
 def container(draw: st.DrawFn, author: Author) -> Candidate | None:
-    """A list of tensors, an argument, that is read or filled."""
+    """Draw a line that reads or changes an argument that is a list of tensors."""
     a = pick(draw, author)
     if a is None or not author.lists:
         return None
@@ -73,14 +73,14 @@ def container(draw: st.DrawFn, author: Author) -> Candidate | None:
 
 
 def kept(draw: st.DrawFn, author: Author) -> Candidate | None:
-    """An attribute that forward assigns."""
+    """Draw a line that assigns an attribute in forward."""
     a = pick(draw, author)
     text = draw(st.sampled_from(KEPT))
     return a and Candidate(text.format(a=a), (a,), statement=True)  # type: ignore[return-value]
 
 
 def custom(draw: st.DrawFn, author: Author) -> Candidate | None:
-    """A custom autograd function, of one result or of two; some write, some jump."""
+    """Draw a line with a custom autograd function; some write in place, and some have jumps."""
     a = pick(draw, author)
     b = a and partner(draw, author, a)
     if a is None or b is None:
@@ -98,7 +98,7 @@ def custom(draw: st.DrawFn, author: Author) -> Candidate | None:
 
 
 def checkpointed(draw: st.DrawFn, author: Author) -> Candidate | None:
-    """A function or a submodule within a checkpoint."""
+    """Draw a line that calls a function or a submodule under ``checkpoint``."""
     a = pick(draw, author, lambda value: floating(value) and value.dim() > 0)
     if a is None:
         return None
@@ -116,7 +116,7 @@ def checkpointed(draw: st.DrawFn, author: Author) -> Candidate | None:
 
 
 def autocast(draw: st.DrawFn, author: Author) -> Candidate | None:
-    """What autocast makes narrower; the author puts it into a region of it."""
+    """Draw a line whose dtype autocast lowers; the caller puts it into an autocast region."""
     a = pick(draw, author, lambda value: floating(value) and value.dim() > 1)
     if a is None:
         return None
@@ -124,7 +124,7 @@ def autocast(draw: st.DrawFn, author: Author) -> Candidate | None:
 
 
 def branch(draw: st.DrawFn, author: Author) -> Candidate | None:
-    """One of two values, by what Python asks."""
+    """Draw a line with one of two expressions, which a Python condition selects."""
     a = pick(draw, author, lambda value: floating(value) and value.dim() > 0)
     if a is None:
         return None
@@ -135,7 +135,7 @@ def branch(draw: st.DrawFn, author: Author) -> Candidate | None:
 
 
 def plain(draw: st.DrawFn, author: Author) -> Candidate | None:
-    """An attribute or an argument that is a number, a word or a list."""
+    """Draw a line that uses an attribute or argument that is a number, a string or a list."""
     a = pick(draw, author, lambda value: floating(value) and value.dim() > 0)
     if a is None:
         return None

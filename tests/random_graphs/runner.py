@@ -1,4 +1,4 @@
-"""Programs drawn from a seed, and run in worker processes that may crash."""
+"""Draw programs from a seed, and check them in worker processes that may crash."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.random_graphs.outcome import Outcome
 from tests.random_graphs.program import Program
 from tests.random_graphs.strategy import programs
 
-# A worker's compilers leave memory behind; a new one starts with little.
+# A worker is replaced after this many programs, because compilers leak memory.
 PROGRAMS_OF_A_WORKER = 60
 
 
@@ -23,16 +23,17 @@ KINDS = {"functions": programs, "modules": modules}
 
 
 def drawn(number: int, seed_number: int, kind: str = "functions") -> Program:
-    """The program of a number, a seed and one of ``KINDS``.
+    """Draw the program of a number, a seed and one of ``KINDS``.
 
-    Each is drawn by itself: within one run hypothesis varies what it has drawn before. What eager
-    PyTorch refuses (mostly backward through what was written) is not drawn.
+    Each program is drawn in a hypothesis run of its own, because within a run hypothesis varies
+    earlier programs. Programs that eager PyTorch rejects, mostly because a value that backward
+    needs was written, are filtered out.
     """
     found: list[Program] = []
 
     @seed(seed_number * 1_000_003 + number)
     @settings(
-        max_examples=2,  # The first one is the simplest there is.
+        max_examples=2,  # The first example is always the simplest program.
         database=None,
         deadline=None,
         phases=[Phase.generate],
@@ -58,8 +59,10 @@ def run_programs(
     """Check numbered programs.
 
     Args:
-        chosen: may be drawn as they are taken: one at a time.
-        record: gets number, outcome and, of what failed, a smaller program; one call at a time.
+        chosen: numbers and programs; an iterator may draw a program when it is asked for one.
+        record: gets number, outcome and program, reduced if it failed; called from one thread at
+            a time.
+        workers: the number of worker processes.
         timeout: seconds for one program.
     """
     waiting = iter(chosen)
@@ -90,7 +93,7 @@ def run_programs(
 
 
 class Served:
-    """A worker process that is replaced when it dies or has served for long."""
+    """A worker process that is replaced if it dies, and after many programs."""
 
     def __init__(self, timeout: float) -> None:
         self.timeout = timeout
@@ -102,7 +105,7 @@ class Served:
         self.worker, self._count = Worker("tests.random_graphs.worker"), 0
 
     def outcome(self, program: Program) -> Outcome:
-        """What comes of a program; a worker's death is an outcome, too."""
+        """Check a program, and return its outcome: *crash* or *timeout* if the worker died."""
         if self._count >= PROGRAMS_OF_A_WORKER:
             self._renew()
         self._count += 1
@@ -115,7 +118,7 @@ class Served:
             return Outcome(death.result, str(death))
 
     def reduced(self, program: Program) -> Program:
-        """A smaller program that fails as well, or the same one where that takes too long."""
+        """Return a smaller program that fails too, or the same one if reducing takes too long."""
         task = {"program": program.to_json(), "reduce": True}
         try:
             (answer,) = self.worker.run(task, 5 * self.timeout)

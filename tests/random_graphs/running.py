@@ -1,4 +1,4 @@
-"""One call of a drawn module: what it gives, what it changes, what its backward gives."""
+"""Run one call of a drawn module, and record its results, its effects and its gradients."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _OF_EAGER_ALONE = (
 
 
 class Raised(Exception):
-    """What the module raised, of which ``found`` is known nevertheless."""
+    """An error that the module raised; ``found`` has the values recorded before it."""
 
     def __init__(self, error: Exception, found: Found) -> None:
         super().__init__(text_of(error))
@@ -36,17 +36,17 @@ class Raised(Exception):
 
     @property
     def is_of_eager_alone(self) -> bool:
-        """Whether eager PyTorch forbids what compiled code may do.
+        """Whether the error is one that eager PyTorch raises, but compiled code need not.
 
-        Who writes between forward and backward, or into a view, may be told by autograd, but
-        compiled code may read something else in backward, and what it returns may be no view. And
-        PyTorch's kernels have dtypes that they do not mix, or lack.
+        Autograd raises if a tensor that backward needs, or a view, was written in place. Compiled
+        code may need other tensors in backward, and return a tensor that is no view. PyTorch's
+        kernels also reject some dtypes, or mixtures of dtypes.
         """
         return any(words in str(self.error) for words in _OF_EAGER_ALONE)
 
 
 def can_be_made(module: nn.Module, program: Program, call: Call) -> bool:
-    """Whether the arguments of a call can be made."""
+    """Whether the expressions of a call's arguments can be evaluated."""
     try:
         call.given(leaves_of(module, program, call.seed))
     except Exception:
@@ -55,7 +55,7 @@ def can_be_made(module: nn.Module, program: Program, call: Call) -> bool:
 
 
 def executed(text: str, module: nn.Module, **names: Any) -> tuple[nn.Module, Exception | None]:
-    """Run a statement; the module, which may be another one then, and what was raised."""
+    """Run a statement; return the module, which it may have replaced, and the error or None."""
     torch.manual_seed(SEED)
     scope = {**NAMES, **names, "module": module}
     try:
@@ -66,19 +66,19 @@ def executed(text: str, module: nn.Module, **names: Any) -> tuple[nn.Module, Exc
 
 
 def mode_of(call: Call) -> AbstractContextManager[object]:
-    """The mode of gradients that a call is made in."""
+    """Return the context manager of a call's autograd mode."""
     if call.gradients == "inference":
         return torch.inference_mode()
     return torch.set_grad_enabled(call.gradients == "grad")
 
 
 def leaves_of(module: nn.Module, program: Program, seed: int) -> dict[str, Any]:
-    """The names that the arguments of a call are made of."""
+    """Return the names and values that the expressions of a call's arguments use."""
     return {**program.tensors(seed), "self": module}
 
 
 def state_of(module: nn.Module) -> Found:
-    """Parameters, buffers and flags of a module as they are now."""
+    """Return copies of a module's parameters and buffers, and its current flags."""
     parameters = {name: p.detach().clone() for name, p in module.named_parameters()}
     buffers = {name: b.detach().clone() for name, b in module.named_buffers()}
     needs = [p.requires_grad for p in module.parameters()]
@@ -87,21 +87,21 @@ def state_of(module: nn.Module) -> Found:
 
 
 def run(module: nn.Module, program: Program, call: Call) -> Found:
-    """What a call and its backward give and change.
+    """Make a call with its backward; return results, gradients, and all state that may change.
 
     Raises:
-        Raised: the module raised, or backward did.
+        Raised: forward or backward raised an error.
     """
     leaves = leaves_of(module, program, call.seed)
     given = call.given(leaves)
-    # What forward appends to a list has a count of writes of its own.
+    # Forward may append to a list argument; only tensors passed in are checked for writes.
     passed = tensors_in(given)
     found: Found = {}
     torch.manual_seed(SEED)
     try:
         with mode_of(call):
             results = [module(*given) for _ in range(1 + call.twice)]
-        # Autograd may forbid to look at them.
+        # Autograd may raise when the results are read.
         found.update(_told(results, given, module))
     except Exception as error:
         raise Raised(error, {**_afterwards(module, given, passed), "stage": "forward"}) from error
@@ -146,7 +146,7 @@ def _afterwards(module: nn.Module, given: list[Any], passed: list[torch.Tensor])
 def _between(
     results: Any, given: list[Any], passed: list[torch.Tensor], module: nn.Module, call: Call
 ) -> Found:
-    """What statements between forward and backward raise, and what the results are then."""
+    """Run the statements between forward and backward; return errors, results and state."""
     names = {"made": tensors_in(results), "given": tensors_in(given)}
     errors = [executed(text, module, **names)[1] for text in call.after]
     raised = [None if error is None else type(error).__name__ for error in errors]

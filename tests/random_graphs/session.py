@@ -1,4 +1,4 @@
-"""A module called several times, in eager PyTorch and through TVM, compared after each call."""
+"""Call a module several times in eager PyTorch and through TVM, and compare after each call."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from tests.random_graphs.running import (
 )
 from tvmbridge.core.errors import BridgeError
 
-# What rounding may do to values of a size, by the dtype that rounds the most.
+# Tolerance by the least precise dtype of a program.
 ROUNDING = {"float64": 1e-9, "float32": 5e-4, "float16": 0.05, "bfloat16": 0.2}
 
 
 def check_calls(program: Program) -> Outcome:
-    """Make the calls of ``program`` both ways, the first one with a dispatch before it."""
+    """Make the calls of ``program`` both ways, and dispatch the module before the first call."""
     start = time.perf_counter()
     session = _Session(program)
     result, reason = "", ""
@@ -47,7 +47,7 @@ def check_calls(program: Program) -> Outcome:
 
 
 def starts(program: Program) -> bool:
-    """Whether eager PyTorch makes the first call."""
+    """Whether eager PyTorch can make the first call of a program."""
     module, call = program.build().train(program.calls[0].training), program.calls[0]
     try:
         run(module, program, call)
@@ -57,11 +57,11 @@ def starts(program: Program) -> bool:
 
 
 class _Changed(Exception):
-    """The dispatch has left something changed."""
+    """The dispatch changed the state of the module or of a generator."""
 
 
 class _Session:
-    """Two modules of one program, the second of which is dispatched."""
+    """Two modules of one program: ``theirs`` runs in eager PyTorch, ``ours`` is dispatched."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -70,7 +70,7 @@ class _Session:
 
     @property
     def joint(self) -> str:
-        """Where the joint function of compiled code came from."""
+        """Return the source of compiled code's joint function; empty if there is none."""
         try:
             report = tvmbridge.dispatch_report(self.ours)
         except ValueError:
@@ -78,14 +78,17 @@ class _Session:
         return next((s.joint for s in report.specializations if s.joint), "")
 
     def served(self) -> tuple[str, str]:
-        """The outcome of a session without a difference: was compiled code used?"""
+        """Return *right* if compiled code served a call, else *refused* with the reason.
+
+        The caller has found no difference.
+        """
         report = tvmbridge.dispatch_report(self.ours)
         if report.tvm_calls:
             return "right", ""
         return "refused", f"fell back: {next(iter(report.fallbacks), '')}"
 
     def step(self, number: int, call: Call) -> tuple[str, str]:
-        """One call; result and reason where the session ends with it, else empty text."""
+        """Make one call both ways; return result and reason if the session ends, else ``""``."""
         if not can_be_made(self.theirs, self.program, call):
             return ("", "") if number else ("invalid", "no arguments")
         ended = self._before(call)
@@ -127,12 +130,12 @@ class _Session:
             )
         raised_after = expected.get("after", {}).get("raised", [None])
         if all(raised_after) and raised_after != found["after"]["raised"]:
-            # Autograd forbids more of what is a view; of compiled code it may be none.
+            # Autograd forbids more writes to views; compiled code may return a tensor that is none.
             return "stopped", ""
         return self._compared(found, expected) or ("", refusal)
 
     def _compared(self, found: Found, expected: Found) -> tuple[str, str] | None:
-        # Results whose elements do not lie side by side in eager PyTorch may be dense.
+        # Compiled code may return a dense tensor where eager PyTorch's result has gaps.
         pairs = zip(found.get("strides", ()), expected.get("strides", ()), strict=False)
         found["strides"] = [None if b is None else a for a, b in pairs]
         for what in expected:
@@ -153,7 +156,11 @@ class _Session:
         return ""
 
     def _dispatch(self, call: Call) -> None:
-        """Tell the dispatch of the call's arguments, with other values; nothing else changes."""
+        """Dispatch the module with a sample like the call's arguments, but with other values.
+
+        Raises:
+            _Changed: the dispatch changed the module's state or a generator.
+        """
         sample = call.given(leaves_of(self.ours, self.program, call.seed + 100))
         state = state_of(self.ours)
         torch.manual_seed(SEED)

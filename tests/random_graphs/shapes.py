@@ -1,4 +1,4 @@
-"""Lines that move values: views, slices, joins, padding, indexing."""
+"""Lines that move elements: views, slices, concatenation, padding, indexing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tests.random_graphs.author import Author, Candidate
 from tests.random_graphs.elementwise import floating, pick
 
-# For any value of at least one dimension; {d} is one of them, {e} the same counted from the end.
+# Expressions of {a} with at least one dimension; {d} is a dimension, {e} the same as a negative.
 MOVES = """{a}[..., -1]|{a}[..., 0]|{a}[..., 1:]|{a}[..., :-1]|{a}[::2]|{a}[..., None]|{a}.flip({d})
 {a}.unsqueeze({e})|{a}.squeeze({d})|{a}.select({e}, -1)|{a}.transpose({d}, -1)|{a}.flatten()
 {a}.narrow({d}, 0, 1)|{a}.movedim({d}, 0)|torch.stack([{a}, {a} * 2], {e})|torch.roll({a}, 1, {d})
@@ -21,12 +21,12 @@ torch.cat([{a}[:0], {a}])
 {a}.split_with_sizes([{a}.shape[{d}]], {d})[0]
 {a}.unflatten({d}, (1, -1))|{a}.tensor_split(2, {d})[0]""".replace("\n", "|").split("|")
 
-# For at least two dimensions.
+# Expressions of {a} with at least two dimensions.
 PLANES = """{a}.mT|torch.tril({a})|torch.triu({a}, 1)|{a}.diagonal(0, -2, -1)|{a}.swapaxes(0, -1)
 {a}[:, -1]|{a}[-1, ..., 0]|{a}.flatten(-2)|{a}.permute(*range(1, {a}.dim()), 0)|{a}[:, :1]
 F.pad({a}, (1, 0, 0, 1))|{a}.mT.contiguous()|{a}.mT.reshape(-1)""".replace("\n", "|").split("|")
 
-# With an index {i} of 0 and 1, one-dimensional, along a dimension of at least 2.
+# Expressions with a one-dimensional index {i} of values 0 and 1, along a dimension of size >= 2.
 INDEXED = """{a}.index_select({d}, {i})|{a}.index_add({d}, {i}, {a}.index_select({d}, {i}))
 {a}.index_copy({d}, {i}[:1], {a}.index_select({d}, {i}[1:2]))|{a}.transpose(0, {d})[{i}]
 {a}.index_fill({d}, {i}[:1], 0.5)|{a}.transpose(0, {d}).index_put(({i}[:1],), torch.ones_like({b}))
@@ -34,7 +34,7 @@ torch.take_along_dim({a}, {a}.argsort({d}) * 0 + {i}[0], {d})""".replace("\n", "
 
 
 def move(draw: st.DrawFn, author: Author) -> Candidate | None:
-    """Values elsewhere, all of them unchanged."""
+    """Draw a line that moves elements; most such lines do not change their values."""
     a = pick(draw, author, lambda value: value.dim() > 0)
     if a is None:
         return None
@@ -46,7 +46,7 @@ def move(draw: st.DrawFn, author: Author) -> Candidate | None:
 
 
 def regroup(draw: st.DrawFn, author: Author) -> Candidate | None:
-    """A reshape to a drawn factorisation, behind a permutation in half of the cases."""
+    """Draw a line that reshapes a value to two dimensions, in half of the cases permuted first."""
     a = pick(draw, author, lambda value: value.numel() > 1)
     if a is None:
         return None
@@ -58,7 +58,7 @@ def regroup(draw: st.DrawFn, author: Author) -> Candidate | None:
 
 
 def joined(draw: st.DrawFn, author: Author) -> Candidate | None:
-    """Two values of the same shape side by side."""
+    """Draw a line that concatenates or stacks two values of the same shape."""
     a = pick(draw, author, lambda value: floating(value) and value.dim() > 0)
     if a is None:
         return None
@@ -70,7 +70,7 @@ def joined(draw: st.DrawFn, author: Author) -> Candidate | None:
 
 
 def indexed(draw: st.DrawFn, author: Author) -> Candidate | None:
-    """A gather or a scatter along one dimension."""
+    """Draw a line that selects or writes slices along one dimension by an index tensor."""
     a = pick(draw, author, lambda value: floating(value) and 2 in [min(n, 2) for n in value.shape])
     if a is None:
         return None
@@ -85,7 +85,7 @@ def indexed(draw: st.DrawFn, author: Author) -> Candidate | None:
 
 
 def gathered(draw: st.DrawFn, author: Author) -> Candidate | None:
-    """Rows of a table, or an element of each row."""
+    """Draw a line with an embedding, a gather or a scatter over a two-dimensional value."""
     table = pick(draw, author, lambda v: floating(v) and v.dim() == 2 and v.shape[0] > 1)
     indices = [leaf.name for leaf in author.leaves if leaf.values == "index"]
     if table is None or not indices:

@@ -1,4 +1,4 @@
-"""Lines that write: into intermediates, through views, into buffers."""
+"""Lines that write in place: into intermediate values, through views, into buffers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ self.{n} = {b} * 0.5 + 1|{b}[:1].add_({a}.detach().sum())
 
 
 def inplace(draw: st.DrawFn, author: Author) -> Candidate | None:
-    """A write into an intermediate value or through a view of it."""
+    """Draw a line that writes into an intermediate value, directly or through a view."""
     names = author.values(floating)
     own = [name for name in names if not name.startswith("self.") and author.is_own(name)]
     if not own:
@@ -52,7 +52,7 @@ def _fits_into(small: tuple[int, ...], large: tuple[int, ...]) -> bool:
 
 
 def buffer(draw: st.DrawFn, author: Author) -> Candidate | None:
-    """A buffer that is read, or written and then seen by what comes."""
+    """Draw a line that reads or writes a buffer; later lines see the new value."""
     a = pick(draw, author)
     if a is None:
         return None

@@ -1,4 +1,4 @@
-"""The hypothesis strategy that draws programs."""
+"""The hypothesis strategy that draws programs without state changes or several calls."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ EXTENTS = [1, 2, 3, 4, 5, 7]
 
 @st.composite
 def programs(draw: st.DrawFn, least: int = 5, most: int = 40) -> Program:
-    """Programs of ``least`` to ``most`` lines; one in five in float32, the others in float64."""
+    """Draw a program of up to ``most`` lines; one in five is in float32, the others in float64."""
     special = draw(st.integers(0, 11)) == 5
     author = Author("float32" if draw(st.integers(0, 4)) == 3 else "float64", special)
     _leaves(draw, author)
@@ -71,20 +71,20 @@ def _leaves(draw: st.DrawFn, author: Author) -> None:
 
 
 def _returned(draw: st.DrawFn, author: Author) -> str:
-    """The values that nothing read, the last ones first; now and then others as well."""
+    """Draw the returned expression: the last values that no line read, and sometimes others."""
     made = [name for name in author.names if name.startswith("v")] or author.names
     chosen = [name for name in reversed(made) if name not in author.used][:4] or made[-1:]
     chosen += [n for n in made if n in author.drawn - author.used and n not in chosen]
     if draw(st.integers(0, 3)) == 2:
         chosen.append(draw(st.sampled_from([n for n in author.names if not n.startswith("self.")])))
     if not any(author.value(name).requires_grad for name in chosen):
-        # Without it there would be nothing to train.
+        # At least one result must require a gradient.
         chosen.append("torch.sin(self.p0)")
     return structured(draw, chosen)
 
 
 def structured(draw: st.DrawFn, chosen: Sequence[str]) -> str:
-    """The expression that returns all of ``chosen``, in one of several structures."""
+    """Draw an expression that returns all of ``chosen`` in a tuple, a dict or a list."""
     form = draw(st.sampled_from(["tuple", "tuple", "dict", "list", "single"]))
     if form == "single" and len(chosen) == 1:
         return chosen[0]

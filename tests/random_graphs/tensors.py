@@ -1,4 +1,4 @@
-"""What can be told of tensors beside their values: who shares memory, how they lie."""
+"""Properties of tensors beside their values: shared memory, identity, and memory layout."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tests.architectures.compare import leaves
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors in a tree, in order."""
+    """Return the tensors in a tree, in order."""
     return [leaf for _, leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def detached(value: Any) -> Any:
-    """A tree with copies of its tensors, which nothing changes later."""
+    """Return a tree with copies of its tensors, which later writes do not change."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
@@ -37,8 +37,11 @@ def _addresses(tensor: torch.Tensor) -> set[int]:
 def sharing(
     results: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
 ) -> list[tuple[list[bool], list[bool]]]:
-    """For each result: of which of ``others`` and of the results it has elements in common, and
-    which of them it is."""
+    """Return two lists of flags for each result, about ``others`` followed by the results.
+
+    The first says whether the result shares memory with each tensor, the second whether it is the
+    same object.
+    """
     memory = [_addresses(t) for t in (*others, *results)]
     return [
         (
@@ -50,7 +53,7 @@ def sharing(
 
 
 def order(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """The strides of the dimensions that count; None where elements do not lie side by side."""
+    """Return the strides of the dimensions larger than 1; None if empty or not dense in memory."""
     if not tensor.numel():
         return None
     pairs = [(n, s) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1]

@@ -1,4 +1,4 @@
-"""Some drawn modules in the default suite, and what the comparison of calls notices."""
+"""Some drawn modules in the default suite, and differences that the comparison must find."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Some drawn programs in the default suite; more with ``make test-slow``."""
+"""Check some drawn programs in the default suite, and more with ``make test-slow``."""
 
 from __future__ import annotations
 

@@ -17,11 +17,11 @@ from tests.random_graphs.reduce import reduced
 
 
 def main() -> None:
-    """Serve tasks until the input ends."""
+    """Read tasks from stdin and run them, until stdin ends."""
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    # Whatever else prints must not get between the lines of the protocol.
+    # Other output must not mix with the lines of the protocol.
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:

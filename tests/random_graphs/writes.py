@@ -1,4 +1,4 @@
-"""Lines that write in ways of their own: many views at once, counters, slices of buffers, hooks."""
+"""Further lines that write in place: through many kinds of views, into counters and buffers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ COUNTED = ["{a} + {c}", "{a} - {c}.sum()", "{a} / (1 + {c}.abs())", "{a} * ({c} 
 
 
 def through(draw: st.DrawFn, author: Author) -> Candidate | None:
-    """A write through views, into arguments too where the author may."""
+    """Draw a line that writes through a view, also into arguments if the author allows it."""
     names = [n for n in author.values(floating) if not n.startswith("self.") and author.is_own(n)]
     if not names:
         return None
@@ -50,7 +50,7 @@ def through(draw: st.DrawFn, author: Author) -> Candidate | None:
 
 
 def slices(draw: st.DrawFn, author: Author) -> Candidate | None:
-    """A write into a part of a buffer, or a buffer exchanged."""
+    """Draw a line that reads a buffer, writes a part of it, or replaces it."""
     a = pick(draw, author)
     if a is None:
         return None
@@ -66,7 +66,7 @@ def slices(draw: st.DrawFn, author: Author) -> Candidate | None:
 
 
 def counter(draw: st.DrawFn, author: Author) -> Candidate | None:
-    """An integer buffer that counts, and is read."""
+    """Draw a line that reads or increments an integer buffer."""
     a = pick(draw, author)
     if a is None:
         return None

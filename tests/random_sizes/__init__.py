@@ -1,1 +1,1 @@
-"""Random sequences of sizes: models called at sizes that change, held against eager PyTorch."""
+"""Call models at random sequences of sizes through TVM, and compare with eager PyTorch."""

@@ -29,7 +29,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run and print; 1 when a result is wrong, or an error."""
+    """Run the command; return 1 if a sequence is wrong or raises an error."""
     options = _parse(arguments)
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if time.monotonic() > end:
             break
         sequence = drawn(number, options.seed)
-        print(sequence, flush=True)  # a crash is of the last line
+        print(sequence, flush=True)  # after a crash, the last line names the sequence
         outcome = run(sequence)
         outcomes.append((sequence.name, outcome))
         print(f"    {outcome.result}, served {outcome.served} of {outcome.calls} {outcome.reason}")

@@ -1,4 +1,4 @@
-"""Ten models, what they are called with at given sizes, and how a spec declares these."""
+"""Ten models, their arguments at given sizes, and the dimensions that have each size."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ class Model:
     """A model and its calls.
 
     Args:
-        build: makes it.
-        arguments: of a call, by the sizes.
-        ranges: the least and greatest size of each symbol.
-        places: for each symbol, where it is: numbers of arguments and of their dimensions.
-        trains: whether it is called in train mode too.
-        run: calls it; None: once.
+        build: returns a new module.
+        arguments: returns the arguments of a call from its sizes.
+        ranges: the smallest and largest size of each symbol.
+        places: for each symbol, the dimensions that have its size, as pairs of an argument's index
+            and a dimension. Empty if the sizes cannot be declared.
+        trains: whether the model is called in train mode too.
+        run: calls the module, perhaps several times; None for one plain call.
     """
 
     build: Callable[[], nn.Module]
@@ -36,12 +37,12 @@ class Model:
     run: Callable[[nn.Module, tuple[torch.Tensor, ...]], Any] | None = None
 
     def call(self, module: nn.Module, arguments: tuple[torch.Tensor, ...]) -> Any:
-        """What the model returns."""
+        """Call the module with ``arguments``, and return the results."""
         return module(*arguments) if self.run is None else self.run(module, arguments)
 
 
 class _Language(nn.Module):
-    """Embeddings of tokens and places, causal attention, the loss of all tokens but the first."""
+    """A language model: token and position embeddings, causal attention, next-token loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +59,7 @@ class _Language(nn.Module):
 
 
 class _Images(nn.Module):
-    """Convolutions, batch norm, pooling to a fixed size: batches, heights and widths vary."""
+    """Convolutions, batch norm and pooling to a fixed size; batch, height and width vary."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +73,7 @@ class _Images(nn.Module):
 
 
 class _Sequence(nn.Module):
-    """A one-dimensional U: convolutions, pooling, upsampling, and a sum along the way."""
+    """A one-dimensional U-Net: convolutions, pooling, upsampling, and a skip connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +87,7 @@ class _Sequence(nn.Module):
 
 
 class _Recurrent(nn.Module):
-    """An LSTM, and the attention of its last state over all of them."""
+    """An LSTM, and attention of the last state over all states."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +100,7 @@ class _Recurrent(nn.Module):
 
 
 class _Pairs(nn.Module):
-    """All pairs of two sets of points: distances, a mask, the nearest, sums along both."""
+    """Distances of all pairs of two point sets, with a mask, minima, and sums along both sets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +113,7 @@ class _Pairs(nn.Module):
 
 
 class _Tabular(nn.Module):
-    """Numbers and categories of a row: batch norm, dropout, products of all pairs of features."""
+    """A model of table rows: numbers, categories, batch norm, dropout, pairwise products."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +177,7 @@ def _gpt() -> nn.Module:
 
 
 def _run_decoder(module: nn.Module, arguments: tuple[torch.Tensor, ...]) -> Any:
-    """A prompt, and four tokens with the cache that grows."""
+    """Run a prompt, and then four tokens one by one with a growing cache."""
     from transformers import DynamicCache
 
     (ids,), cache = arguments, DynamicCache()

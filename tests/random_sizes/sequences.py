@@ -1,4 +1,4 @@
-"""One sequence: drawn from a number, run in eager PyTorch and through TVM, and compared."""
+"""Draw a sequence of calls from a number, run it in eager PyTorch and through TVM, and compare."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from torch.utils import _pytree as pytree
 from tests.random_sizes.models import MODELS, Model
 from tvmbridge import add_tvm_dispatch, dispatch_report
 
-# Ours may be off by so many times what eager PyTorch in float32 is, or by this part of the largest.
+# Error allowed: a multiple of eager float32's error, or a fraction of the largest absolute value.
 _TIMES, _PART = 8.0, 2e-5
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a sequence."""
+    """One call of a sequence: its sizes, and whether it is in train mode."""
 
     sizes: tuple[int, ...]
     training: bool
@@ -30,7 +30,14 @@ class Call:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A sequence: a model, how its sizes are declared, and its calls."""
+    """A sequence of calls of one model.
+
+    - ``number``: the number that it is drawn from.
+    - ``name``: the model's name.
+    - ``declares``: whether the dispatch gets a spec of dynamic sizes; otherwise ``"auto"``.
+    - ``sampled``: whether the dispatch gets a sample.
+    - ``calls``: sizes and mode of each call.
+    """
 
     number: int
     name: str
@@ -46,7 +53,13 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a sequence: ``right``, ``wrong`` or ``error``, and how many calls TVM served."""
+    """The outcome of a sequence.
+
+    - ``result``: ``right``, ``wrong`` or ``error``.
+    - ``reason``: the difference or the error; for ``right``, the reasons of fallbacks.
+    - ``served``: how many calls compiled code served.
+    - ``calls``: how many calls there were.
+    """
 
     result: str
     reason: str
@@ -55,7 +68,7 @@ class Outcome:
 
 
 def drawn(number: int, seed: int = 0) -> Drawn:
-    """The sequence of this number."""
+    """Draw the sequence of a number and a seed."""
     draw = random.Random(f"{seed}/{number}")
     name = list(MODELS)[number % len(MODELS)]
     model = MODELS[name]
@@ -72,7 +85,7 @@ def drawn(number: int, seed: int = 0) -> Drawn:
 
 
 def _sizes(draw: random.Random, model: Model, before: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """Some that came before, some near them, and any."""
+    """Draw the sizes of a call: earlier sizes, small ones, multiples of eight, or any."""
     if before and draw.random() < 0.25:
         return draw.choice(before)
     found = []
@@ -126,7 +139,7 @@ def _dispatch(module: nn.Module, model: Model, sequence: Drawn) -> None:
 
 
 def _spec(model: Model, sequence: Drawn) -> Any:
-    """The symbols of a model as Dims, or as hints, by the number of the sequence."""
+    """Return a model's dynamic shapes: named Dims if the number is odd, else ``Dim.AUTO``."""
     arguments = model.arguments(*sequence.calls[0].sizes)
     spec: list[dict[int, Any]] = [{} for _ in arguments]
     for symbol, places in enumerate(model.places):
@@ -144,7 +157,7 @@ def _spec(model: Model, sequence: Drawn) -> Any:
 def step(
     module: nn.Module, model: Model, arguments: tuple[torch.Tensor, ...], training: bool
 ) -> list[torch.Tensor]:
-    """Results, and in training gradients and buffers."""
+    """Call the module; return its results, and in train mode also gradients and buffers."""
     dtype = next(module.parameters()).dtype
     given = tuple(a.to(dtype) if a.is_floating_point() else a.clone() for a in arguments)
     module.train(training)

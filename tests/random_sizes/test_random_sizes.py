@@ -1,4 +1,4 @@
-"""A sequence of sizes for each model; ``python -m tests.random_sizes`` runs many."""
+"""Check one sequence of sizes for each model; ``python -m tests.random_sizes`` runs many."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_sequences_of_sizes_agree_with_eager(number: int) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("number", [19, 29])
 def test_remainders_that_are_the_same_at_all_points(number: int) -> None:
-    """Tokens beside a cache were taken from the wrong row where its length was even."""
+    """Tokens after a cache of even length were once read from the wrong row."""
     outcome = run(drawn(number))
     assert outcome.result == "right", outcome.reason
 
@@ -31,7 +31,7 @@ def test_remainders_that_are_the_same_at_all_points(number: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_length_less_one_that_vectors_divide_at_all_points() -> None:
-    """It read past its tensors: its lengths were one more than a multiple of sixteen."""
+    """Lengths of one more than a multiple of sixteen once made code read out of bounds."""
     outcome = run(drawn(10))
     assert (outcome.result, outcome.served) == ("right", outcome.calls), outcome.reason
 

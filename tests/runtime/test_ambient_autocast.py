@@ -1,4 +1,4 @@
-"""Calls under autocast: served by code for that state, as eager PyTorch computes under it."""
+"""Calls under autocast are served by code for that autocast state, and agree with eager PyTorch."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def _autocast(dtype: torch.dtype = torch.bfloat16) -> AbstractContextManager[Any
 
 
 def _loss(output: torch.Tensor) -> torch.Tensor:
-    """A sum with weights: that of squares behind a norm has next to no gradient."""
+    """Return a weighted sum; the sum of squares of a norm's result has almost no gradient."""
     return (output.float().flatten() * torch.arange(output.numel()).cos()).sum()
 
 
 def _step(
     module: nn.Module, x: torch.Tensor, context: Context, *, backward_within: bool = False
 ) -> list[torch.Tensor]:
-    """Output and gradients of one step whose forward runs within ``context``."""
+    """Run one step with forward inside ``context``; return output and gradients."""
     module.zero_grad()
     torch.manual_seed(0)
     x = x.clone().requires_grad_()
@@ -45,7 +45,7 @@ def _step(
 
 
 def _assert_same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
-    """Up to the rounding of bfloat16, through which all of it has gone: a last bit may differ."""
+    """Assert equality up to bfloat16's rounding, since all values were bfloat16 once."""
     bound = torch.finfo(torch.bfloat16).eps
     assert len(ours) == len(theirs)
     for a, b in zip(ours, theirs, strict=True):
@@ -55,7 +55,7 @@ def _assert_same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
 
 @pytest.fixture(scope="module")
 def trained() -> nn.Module:
-    """Dispatched in training under autocast to bfloat16."""
+    """A module dispatched in train mode under autocast to bfloat16."""
     torch.manual_seed(1)
     module = Block().train()
     with _autocast():
@@ -84,7 +84,7 @@ def test_backward_may_run_within_the_region(trained: nn.Module) -> None:
     for _ in range(3):
         ours = _step(module, x, _autocast, backward_within=True)
         _assert_same(ours, _step(reference, x, _autocast, backward_within=True))
-    for _ in range(2):  # of a call outside of it
+    for _ in range(2):  # backward under autocast of a call outside autocast
         losses = []
         for net in (module, reference):
             torch.manual_seed(0)
@@ -107,7 +107,7 @@ def test_a_region_that_is_off_is_as_none(trained: nn.Module) -> None:
 
 
 class Regions(nn.Module):
-    """Turns autocast off, and to another dtype, within what it is called under."""
+    """A forward with two regions: one turns autocast off, one selects another dtype."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Calls of other sizes are served by symbolic code, or run in eager PyTorch: never wrong."""
+"""Calls of other sizes are served by symbolic code or run in eager PyTorch; none is wrong."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Sizes = Sequence[tuple[int, ...]]
 
 
 class Language(nn.Module):
-    """A small language model's loss: embeddings, causal attention, all tokens but the last."""
+    """A small language model: embeddings, causal attention, next-token loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Language(nn.Module):
 
 
 class Convolutions(nn.Module):
-    """Batch norm in training has factors of the batch's size in its statistics."""
+    """A convolution and batch norm, whose statistics in train mode depend on the batch size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,15 +52,14 @@ class Convolutions(nn.Module):
 
 
 class Longer(nn.Module):
-    """Rows of one element more than the argument has."""
+    """Pads each row by one element, so that sizes are one more than the argument's."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return functional.pad(x, (1, 0)).softmax(-1), x.mean(1), x.var(1)
 
 
 class Fewer(nn.Module):
-    """Columns without the first: of sizes that are one more than a multiple of sixteen they are
-    whole vectors."""
+    """Drops the first column: sizes of one more than a multiple of 16 then fill whole vectors."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         y = x[:, 1:].flatten()
@@ -68,14 +67,14 @@ class Fewer(nn.Module):
 
 
 class Parity(nn.Module):
-    """Goes two ways, by what no range of sizes says."""
+    """Branches on the parity of a size, which no range of sizes can express."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * 2 if x.shape[0] % 2 else x + 1
 
 
 class First(nn.Module):
-    """Reads no more than thirty rows."""
+    """Reads at most thirty rows."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x[: min(x.shape[0], 30)] * 2
@@ -107,8 +106,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[..., torch.Tensor], Siz
     "parity": (Parity, lambda n: torch.randn(n, 3), [(5,), (7,), (8,), (12,), (9,)], False),
     "first rows": (First, lambda n: torch.randn(n, 3), [(40,), (35,), (29,), (64,), (8,)], False),
 }
-# Calls, of two rounds, that the module's own forward runs: there is no symbolic code for these
-# sizes, and three others have code of their own.
+# How many calls of two rounds run the module's own forward: no symbolic code fits their sizes, and
+# the limit of three codes for single sizes is reached.
 NOT_SERVED = {"parity": 2}
 
 
@@ -163,7 +162,7 @@ def test_draws_are_those_of_eager() -> None:
 
 
 class Attends(nn.Module):
-    """Rows of a sequence attend to all of it."""
+    """Attention of a sequence to itself, without parameters."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (x @ x.mT).softmax(-1) @ x
@@ -172,7 +171,7 @@ class Attends(nn.Module):
 def test_the_smallest_sizes_are_served_and_empty_ones_run_in_eager() -> None:
     module = Attends().eval()
     add_tvm_dispatch(module, torch.randn(6, 9, 4), dynamic_shapes="auto", on_fallback="silent")
-    # Of the first ones both sizes change; then both, one or the other is 1, or small.
+    # First both sizes change; later shapes have sizes that are small or 1.
     shapes = [(7, 20), (2, 2), (3, 3), (1, 1), (1, 7), (1, 12), (2, 40), (40, 2)]
     for shape in [*shapes, (0, 9)]:
         x = torch.randn(*shape, 4)
@@ -182,7 +181,7 @@ def test_the_smallest_sizes_are_served_and_empty_ones_run_in_eager() -> None:
 
 
 class Halves(nn.Module):
-    """Pools and repeats: what is left is added to images of an even size alone."""
+    """Pools and repeats a sequence, and adds it to itself, so that its length must be even."""
 
     def forward(self, x: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
         pooled = functional.avg_pool1d(x, 2)
@@ -220,7 +219,7 @@ def test_parameters_stay_live_and_copies_have_code_of_their_own() -> None:
 
 
 class Eight(nn.Module):
-    """Demands eight rows."""
+    """Works only for sizes that eight rows divide."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.view(8, -1).softmax(-1)
@@ -253,7 +252,7 @@ def test_calls_of_code_that_gave_way_are_counted(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(family, "_MOST_INSTANCES", 2)
     module = nn.Linear(4, 2).eval()
     add_tvm_dispatch(module, torch.randn(3, 5, 4), dynamic_shapes="auto")
-    # The second dimension to change makes code that takes the place of that for the first alone.
+    # When a second dimension changes, code for both replaces the code for the first alone.
     shapes = [(3, 5), (6, 5), (6, 5), (8, 5), (9, 5), (9, 7), (6, 5), (6, 5)]
     for shape in shapes:
         module(torch.randn(*shape, 4))
@@ -263,7 +262,7 @@ def test_calls_of_code_that_gave_way_are_counted(monkeypatch: pytest.MonkeyPatch
 
 
 class TwoResults(nn.Module):
-    """A loss, and what it is of; only one of them is differentiated."""
+    """Returns log probabilities and a loss of them; backward starts from only one of the two."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -303,7 +302,7 @@ def test_an_epoch_and_an_evaluation_ask_for_three_compilations(
     )
     module.eval()
     with torch.no_grad():
-        for rows in (8, 6, 8):  # the first of them is of the sample's size
+        for rows in (8, 6, 8):  # 8 is the sample's size
             x = torch.randn(rows, 4)
             _assert_same(module(x), reference(x.double()))
     twin = copy.deepcopy(module)

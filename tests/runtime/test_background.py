@@ -1,4 +1,4 @@
-"""Compilation in the background: eager PyTorch serves meanwhile, and no failure reaches a call."""
+"""Compilation in the background: eager PyTorch serves meanwhile, and calls raise no failures."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Children compile until they are killed."""
+    """Make compiling child processes hang until they are killed."""
     of_now = os.getpid()
     compiled = Compiler._told
 
@@ -51,7 +51,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Network(nn.Module):
-    """Draws numbers, has state, and holds what cannot be pickled."""
+    """A network with dropout, running statistics, and an attribute that cannot be pickled."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def _pair() -> tuple[nn.Module, nn.Module]:
 
 
 def _step(module: nn.Module, x: torch.Tensor, seed: int) -> list[torch.Tensor]:
-    """One step of training: result, gradients, state, and the next number of the generator."""
+    """Run one training step; return result, gradients, buffers and the next random numbers."""
     torch.manual_seed(seed)
     module.zero_grad()
     result = module(x)
@@ -160,7 +160,7 @@ def test_a_child_that_hangs_is_ended(held: None, monkeypatch: pytest.MonkeyPatch
 
 
 class Branching(nn.Module):
-    """Cannot be compiled."""
+    """A data-dependent branch, which cannot be compiled."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + 1 if x.sum() > 0 else x - 1
@@ -187,9 +187,9 @@ def test_training_with_sizes_that_change() -> None:
         _assert_same(module, eager, X[:rows], seed)
         for optimizer in optimizers:
             optimizer.step()
-        # What was begun for eight rows alone gives way to code for any number.
+        # The compilation for eight rows alone is replaced by one for any number of rows.
         assert all("any size" in what for what in dispatch_report(module).under_way) or not seed
-        if rows in (4, 3):  # the code is for the sizes until then, and again for more
+        if rows in (4, 3):  # the code covers the sizes until then, and is compiled again for more
             tvmbridge.wait(module)
     report = dispatch_report(module)
     assert (report.tvm_calls, set(report.fallbacks)) == (4, {COMPILING})

@@ -1,4 +1,4 @@
-"""Options of compilation in the background, and errors that cross processes."""
+"""Options of background compilation, and errors that are passed between processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A call that is compiled at once is a call like others to hooks, generators and checkpoints."""
+"""A call that triggers compilation behaves like others for hooks, generators and checkpoints."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_call_that_is_compiled_leaves_no_trace_in_the_training() -> None:
     assert torch.equal(state, torch.get_rng_state())
     output.sum().backward()
     assert sorted(seen) == ["accumulated", "input", "weight"]
-    # Nor is the graph of the call kept alive.
+    # The call's autograd graph is freed too.
     del x, output
     gc.collect()
     assert kept() is None

@@ -1,4 +1,4 @@
-"""Sizes declared in torch.export's words: symbols from the first call on, within their bounds."""
+"""Sizes declared by ``torch.export.Dim`` are symbolic from the first call, within their bounds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tvmbridge.symbolic.declared import declared, names_no_size
 
 
 class Scaled(nn.Module):
-    """Rows of six, any number of them in any number of dimensions, times another tensor."""
+    """A layer and a norm over a last dimension of size six, times an optional tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Scaled(nn.Module):
 
 @pytest.fixture
 def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the classes that were asked to compile, in order."""
+    """A list to which each compilation appends the name of the class that compiles."""
     found: list[str] = []
     for owner, method in ((family.Family, "_compile"), (Compiler, "entry")):
         genuine = getattr(owner, method)
@@ -44,7 +44,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def _fallbacks(module: nn.Module, *calls: tuple[int, ...]) -> dict[str, str]:
-    """What runs eagerly of calls with these shapes; all of them return what eager PyTorch does."""
+    """Make calls with these shapes, compare with eager PyTorch, and return reasons of fallbacks."""
     reference = copy.deepcopy(module)
     del reference.__dict__["forward"]
     with torch.no_grad():
@@ -123,7 +123,7 @@ def test_gradients_and_copies() -> None:
 
 
 class Grown(nn.Module):
-    """Two tensors that grow by a row, as the keys and values of a decoder do, of one length."""
+    """Appends a row to two tensors of equal length, as a decoder does to its keys and values."""
 
     def forward(self, x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         row = x.view(2, 1, 3, 4).transpose(1, 2)
@@ -141,7 +141,7 @@ def test_lengths_that_forward_finds_to_be_equal_when_they_have_grown(shapes: Any
 
 
 class Pairs(nn.Module):
-    """Neighbours of a sequence, and a mask for one place more than a cache has."""
+    """Sums pairs of elements, appends one result, and multiplies by a mask of that length."""
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         pairs = x.view(x.shape[0] // 2, 2).sum(1)
@@ -156,7 +156,7 @@ def test_a_dim_made_of_another_is_an_expression_of_it(compilations: list[str]) -
         x, mask = torch.randn(2 * n), torch.rand(n + 1)
         torch.testing.assert_close(module(x, mask), Pairs()(x, mask))
     assert dispatch_report(module).fallbacks == {}
-    # For the common sizes, the small ones, and the single one.
+    # One compilation each for common sizes, small sizes, and the size 1.
     assert compilations == ["Family", "Family", "Compiler"]
     for x, mask in ((torch.randn(122), torch.rand(62)), (torch.randn(8), torch.rand(1))):
         module(x, mask)

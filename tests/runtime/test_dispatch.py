@@ -1,4 +1,4 @@
-"""add_tvm_dispatch: what is served, what falls back and why, and what the module stays."""
+"""add_tvm_dispatch: served calls, fallbacks with reasons, and the module's unchanged properties."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_train_mode_without_gradients_draws_dropout(trained: nn.Module) -> None:
 def test_optimizer_steps_are_seen() -> None:
     module = add_tvm_dispatch(make_block().train(), sample().requires_grad_())
     reference = eager(module)
-    # Not Adam: dividing by the root of tiny second moments magnifies rounding without bound.
+    # SGD, since Adam divides by the root of tiny second moments, which magnifies rounding errors.
     optimizers = [
         torch.optim.SGD(m.parameters(), lr=1e-2, momentum=0.9) for m in (module, reference)
     ]
@@ -103,7 +103,7 @@ def test_changed_parameters_are_seen(change: Callable[[nn.Module], None]) -> Non
 
 
 class Adapted(nn.Module):
-    """A layer and an adapter of low rank beside it."""
+    """A linear layer and a low-rank adapter, whose results are added."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""DistributedDataParallel over gloo around a dispatched module: gradients as around any other."""
+"""DistributedDataParallel over gloo with a dispatched module has the same gradients as eager."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tvmbridge import add_tvm_dispatch, dispatch_report
 
 
 class Net(nn.Module):
-    """With running statistics, and a layer that forward does not use."""
+    """A network with running statistics, and a layer that forward does not use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Net(nn.Module):
 
 
 def _steps(dispatched: bool, x: torch.Tensor) -> list[dict[str, torch.Tensor | None]]:
-    """Three backward passes, the second without synchronisation: gradients and statistics."""
+    """Run three steps, the second under ``no_sync``; return gradients and statistics of each."""
     torch.manual_seed(0)
     module = Net().double().train()
     if dispatched:

@@ -1,4 +1,4 @@
-"""Calls that compiled code does not serve, the reasons that are counted, and specialisations."""
+"""Calls that compiled code does not serve, their counted reasons, and several specializations."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_second_sample_adds_a_specialisation() -> None:
 
 
 def test_the_reason_of_the_code_that_fits_the_arguments_is_told() -> None:
-    """Not that code for other arguments does not fit them."""
+    """The reported reason is that of the specialization whose argument shapes fit the call."""
     module = make_block().train()
     for shape in ((6, 24), (2, 5, 24)):
         add_tvm_dispatch(module, sample(*shape))

@@ -1,4 +1,4 @@
-"""Without a sample code is compiled for the calls that come, in the surroundings they come in."""
+"""Without a sample, code is compiled at a call, for its arguments and under its PyTorch modes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHAPE = "the shape of an input differs"
 
 
 class AnyMode(TorchFunctionMode):
-    """A mode of the user's own, which changes nothing."""
+    """A user's function mode, which changes nothing."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
@@ -54,7 +54,7 @@ def test_what_eager_refuses_is_eagers_own_error(compilations: list[str]) -> None
         assert not isinstance(ours.value, FallbackError)
     torch.testing.assert_close(module(sample()), eager(module)(sample()))
     assert dispatch_report(module).tvm_calls == 1
-    assert len(compilations) == 2  # of what forward may take by its parameters
+    assert len(compilations) == 2  # only calls that match forward's signature are compiled
 
 
 def test_further_signatures_are_compiled_up_to_a_number(compilations: list[str]) -> None:
@@ -66,7 +66,7 @@ def test_further_signatures_are_compiled_up_to_a_number(compilations: list[str])
                 torch.testing.assert_close(module(sample(rows, 24)), reference(sample(rows, 24)))
     report = dispatch_report(module)
     assert (len(compilations), report.tvm_calls, report.fallbacks) == (4, 8, {SHAPE: 4})
-    # A sample adds one all the same.
+    # A sample adds another specialization beyond the limit.
     add_tvm_dispatch(module, sample(9, 24))
     module(sample(9, 24))
     assert dispatch_report(module).tvm_calls == 9
@@ -95,7 +95,7 @@ def test_a_number_that_changes_is_not_compiled_for_again_and_again(compilations:
     assert (len(compilations), report.tvm_calls, report.fallbacks) == (2, 2, {CONSTANT: 3})
     assert report.examples[CONSTANT] == "argument `items`: 3, compiled for 1"
     assert "0-dimensional tensor" in str(report.advice)
-    # As a tensor it is an input.
+    # A tensor argument is an input, so one specialization serves all values.
     for items in range(1, 6):
         torch.testing.assert_close(module(sample(), torch.tensor(items)), sample().sum() / items)
     assert len(compilations) == 3
@@ -210,7 +210,7 @@ def test_what_the_first_call_settles_is_no_warning(
 
 
 class Holds:
-    """An object that PyTorch does not see into."""
+    """An object that is no registered pytree, so that PyTorch does not find its tensor."""
 
     def __init__(self, x: torch.Tensor) -> None:
         self.x = x

@@ -1,4 +1,4 @@
-"""What requires a gradient at a call: code for each choice, compiled at the first call with it."""
+"""Each choice of tensors that require a gradient gets code of its own at the first such call."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DROPPED = "code for this requires_grad of inputs and parameters was dropped"
 
 
 class Joined(nn.Module):
-    """Two inputs, one weight under two names, and one that is read where nothing is recorded."""
+    """Two inputs, a weight under two names, and a parameter that is also read under no_grad."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ def _inputs(*learn: bool) -> list[torch.Tensor]:
 
 
 def _assert_same(ours: nn.Module, plain: nn.Module, *learn: bool, leaf: bool = True) -> None:
-    """Outputs and gradients are those of ``plain``, and None in the same places."""
+    """Assert that outputs and gradients equal those of ``plain``; the same gradients are None."""
     results = []
     for module in (ours, plain):
         module.zero_grad()
@@ -68,7 +68,7 @@ PARTS: dict[str, Callable[[Joined], list[torch.Tensor]]] = {
 def test_every_choice_of_inputs_and_parameters(compilations: list[str]) -> None:
     plain = Joined().train()
     ours = add_tvm_dispatch(Joined().train(), tuple(_inputs(False, False)))
-    # From one to the next what is frozen changes, mostly alone.
+    # In this order, mostly only the frozen part changes from one choice to the next.
     choices = list(itertools.product((False, True), (False, True), PARTS.values()))
     for _ in range(2):
         for leaf, (x, y, frozen) in zip(itertools.cycle((True, False)), choices, strict=False):
@@ -122,7 +122,7 @@ def test_of_too_many_the_one_used_longest_ago_is_dropped_for_good(compilations: 
         _assert_same(module, plain, True, True)
         _assert_same(module, plain, True, False)
     report = dispatch_report(module)
-    # Those that dropped code has served are counted.
+    # Calls that dropped code has served are still counted.
     assert (len(compilations), report.tvm_calls) == (3, 9)
     ((reason, count),) = report.fallbacks.items()
     assert (reason.startswith(DROPPED), count) == (True, 3)
@@ -156,7 +156,7 @@ def test_what_cannot_be_compiled_is_tried_once(
     report = dispatch_report(module)
     assert report.tvm_calls == 3
     assert report.fallbacks == {"train with gradients: there is none": 4}
-    # It says nothing of others, and one may ask for it by name.
+    # The failed choice does not affect others, and a new dispatch compiles it again.
     _assert_same(module, plain, True, True)
     add_tvm_dispatch(module, tuple(_inputs(True, False)))
     _assert_same(module, plain, True, False)
@@ -164,7 +164,7 @@ def test_what_cannot_be_compiled_is_tried_once(
 
 
 class Scaled(nn.Module):
-    """Multiplies by a number that is an attribute."""
+    """A linear layer times a number that is an attribute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ def test_other_changes_of_the_module_remain_fallbacks(compilations: list[str]) -
     _assert_same(module, plain, True)
     assert len(compilations) == 1
     assert len(dispatch_report(module).fallbacks) == 1
-    # Compiled beside the first, each for its factor; what learns is chosen among the right ones.
+    # Each factor has specializations of its own, one for each choice of gradients.
     add_tvm_dispatch(module, sample(3, 4))
     for factor in (3.0, 2.0, 3.0, 2.0):
         for each in (module, plain):

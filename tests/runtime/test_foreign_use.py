@@ -1,7 +1,8 @@
-"""Other parts of PyTorch around a dispatched module: each works as in eager, or says why not.
+"""Other parts of PyTorch work with a dispatched module as in eager, or refuse with a reason.
 
-A row is a use of the module, and what the report says of it: served by compiled code, or the
-reason why its own forward ran. Both run the same use, and must return, or raise, the same.
+Each row of the table is a use of the module, with the expected report: served by compiled code, or
+the reason why the module's own forward ran. The dispatched and the eager module run the same use,
+and must return or raise the same.
 """
 
 from __future__ import annotations
@@ -166,7 +167,7 @@ def _shallow(m: nn.Module) -> Any:
 
 
 def _replica(m: Any) -> Any:
-    """As DataParallel makes them, with parameters of another device."""
+    """Call a replica as DataParallel creates it, with other parameter tensors."""
     replica = m._replicate_for_data_parallel()
     for name, child in m._modules.items():
         setattr(replica, name, child._replicate_for_data_parallel())
@@ -183,7 +184,7 @@ def _sparse_weight(m: Any) -> Any:
 
 
 def _left_a_transform(*shape: int) -> torch.Tensor:
-    """What wraps a tensor of ``torch.func.grad``, outside of it."""
+    """Return the wrapper tensor of a ``torch.func.grad`` that has ended."""
     kept: list[torch.Tensor] = []
     torch.func.grad(lambda x: (kept.append(x), x.sum())[1])(sample(*shape))
     return kept[0]
@@ -254,7 +255,7 @@ USES: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "shallow copy": (_shallow, COPY),
     "replica": (_replica, COPY),
 }
-# Eager raises another error here, or none: ours says what to do.
+# Uses in which eager PyTorch raises another error or none; our error contains this advice.
 RAISE = {"sparse cotangent": "to_dense"}
 
 

@@ -1,4 +1,4 @@
-"""Frozen weights: results are eager's, and a module that has changed since runs its own forward."""
+"""Frozen weights: results equal eager's, and a module that changed later runs its own forward."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tvmbridge.runtime.entry import CompiledEntry
 
 
 class Pictures(nn.Module):
-    """Convolutions with batch norm behind them, with and without a bias, and a product."""
+    """An image model: convolutions, with and without bias, then batch norm, and a linear layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Pictures(nn.Module):
 
 
 class Embedded(nn.Module):
-    """A table that is read at fixed places, and a matrix that is made of parameters."""
+    """An embedding table read at constant indices, and a matrix computed from parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def test_results_are_eagers(name: str, dtype: torch.dtype) -> None:
     module = add_tvm_dispatch(module.to(dtype), x.to(dtype), freeze=True)
     with torch.no_grad():
         expected = exact(x)
-        for _ in range(3):  # by the full guards, then by the fast one
+        for _ in range(3):  # the first call checks the full guards, later calls the fast one
             bound = 1e-12 if dtype is torch.float64 else 2e-6
             torch.testing.assert_close(
                 module(x.to(dtype)).double(), expected, rtol=bound, atol=bound
@@ -138,7 +138,7 @@ def _load(block: Block) -> None:
 @torch.no_grad()
 def test_a_change_is_seen(change: Callable[[Block], None], reason: str, calls: int) -> None:
     module, x = _frozen_block(), sample()
-    for _ in range(calls):  # after the first the fast guard decides
+    for _ in range(calls):  # from the second call on, the fast guard decides
         module(x)
     change(module)
     own = copy.deepcopy(module)
@@ -149,7 +149,7 @@ def test_a_change_is_seen(change: Callable[[Block], None], reason: str, calls: i
     before = dispatch_report(module).tvm_calls
     torch.testing.assert_close(module(x), own(x), rtol=1e-12, atol=1e-12)
     assert dispatch_report(module).tvm_calls == before + 1
-    assert len(module.forward.specializations) == 1  # the code for the old values is gone
+    assert len(module.forward.specializations) == 1  # the code for the old values was dropped
 
 
 def test_a_written_buffer_is_no_constant() -> None:
@@ -197,7 +197,7 @@ def test_one_module_is_frozen_or_not() -> None:
     module = _frozen_block()
     with pytest.raises(ValueError, match="remove_tvm_dispatch first"):
         add_tvm_dispatch(module, sample(), freeze=False)
-    add_tvm_dispatch(module, sample(3, 24))  # as before
+    add_tvm_dispatch(module, sample(3, 24))  # freezes again, as the first dispatch did
     with torch.no_grad():
         module(sample(3, 24))
     assert dispatch_report(module).tvm_calls == 1
@@ -232,7 +232,7 @@ def test_without_a_sample() -> None:
 
 
 class Activated(nn.Module):
-    """Products with activations behind them."""
+    """Linear layers, each with an activation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -251,7 +251,7 @@ def test_activations_of_packed_products(library: str, monkeypatch: pytest.Monkey
     torch.manual_seed(0)
     module, x = Activated().eval(), sample(dtype=torch.float32)
     exact = copy.deepcopy(module).double()
-    # Apart, so that each product has its own activation.
+    # The products are not combined, so that each has its own activation.
     add_tvm_dispatch(module, x, freeze=True, options={"combine_matmuls": "never"})
     for found, expected in zip(module(x), exact(x.double()), strict=True):
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=2e-6)

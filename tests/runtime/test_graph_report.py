@@ -1,4 +1,4 @@
-"""What the report says of CUDA graphs."""
+"""The dispatch report describes the use of CUDA graphs."""
 
 from __future__ import annotations
 

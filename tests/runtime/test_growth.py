@@ -1,4 +1,4 @@
-"""Dispatching, calling and removing again and again leaves nothing behind in the process."""
+"""Repeated dispatching, calling and removing leaves no memory or objects in the process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 _MAPS = Path("/proc/self/maps")
-# In a process of its own: fixtures and plugins of the test suite hold objects of each test.
+# Runs in a separate process, since fixtures and plugins of the test suite hold objects of tests.
 _SCRIPT = """
 import gc
 import torch
@@ -48,5 +48,5 @@ def test_nothing_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for line in done.stdout.splitlines():
         mappings, objects = line.split()
         assert int(mappings) == 0
-        # PyTorch and Python enter some objects into caches of a bounded size.
+        # PyTorch and Python keep a few objects in caches of bounded size.
         assert float(objects) < 5

@@ -1,4 +1,4 @@
-"""Threads, forks, many shapes, many calls, and modules that are let go."""
+"""Threads, forks, many shapes, many calls, and modules that must be freed."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ def _in_threads(count: int, work: Callable[[int], None]) -> None:
 
 def test_eight_threads_race_to_the_first_call_and_go_on() -> None:
     module = add_tvm_dispatch(_net().eval().requires_grad_(False), _x())
-    module.requires_grad_(True).train()  # the code for this mode is compiled by the first call
+    module.requires_grad_(True).train()  # the first call compiles code for this mode
     reference = eager(module)
 
     def work(number: int) -> None:
-        for rows in (3, 4, 3):  # four rows: the own forward, while others may compile
+        for rows in (3, 4, 3):  # 4 rows run the own forward, while other threads may compile
             x = _x(rows) + number
             ours, theirs = (
                 torch.autograd.grad(m(x).square().sum(), list(m.parameters()))
@@ -153,7 +153,7 @@ def test_specialisations_not_used_for_longest_are_dropped() -> None:
     module = nn.ReLU().eval()
     for rows in range(1, 7):
         add_tvm_dispatch(module, _x(rows), options={"max_specializations": 3})
-        module(_x(1))  # keeps the first in use
+        module(_x(1))  # makes the first specialization the most recently used
     report = dispatch_report(module)
     assert report.dropped == 3
     kept = {s.signature for s in report.specializations}

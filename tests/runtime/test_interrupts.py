@@ -1,4 +1,4 @@
-"""Ctrl-C while a module is compiled, within TVM, and while compiled code runs."""
+"""Ctrl-C during compilation, inside TVM, and while compiled code runs."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_an_interrupted_compilation_leaves_no_trace(
 
 
 class Interrupted(RelaxPass):
-    """Interrupts the first time, in a function that TVM calls."""
+    """A pass that raises KeyboardInterrupt once, in a Python function that TVM calls."""
 
     pending = True
 

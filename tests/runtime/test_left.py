@@ -1,4 +1,4 @@
-"""What forward leaves in attributes at each call: tensors, objects, lists, counts, beside eager."""
+"""Forward's writes to attributes (tensors, objects, lists, counts) equal eager's at each call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tvmbridge import CaptureError, add_tvm_dispatch, dispatch_report
 
 
 class Leaving(nn.Module):
-    """Calls ``act``, which may leave values on the module."""
+    """Calls ``act``, which may write attributes of the module."""
 
     def __init__(self, act: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def _table(m: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _leaves(value: Any, path: str = "") -> dict[str, Any]:
-    """What ``value`` holds, by its path; tensors with whether they require a gradient."""
+    """Return the leaves of ``value`` by path; containers and distributions add their type."""
     if isinstance(value, Normal):
         value = {"kind": type(value).__name__, **vars(value)}
     if isinstance(value, list | tuple):
@@ -221,7 +221,7 @@ def test_what_forward_leaves_and_reads_is_refused(act: Callable[..., Any], name:
 
 
 class Cached(nn.Module):
-    """Computes by what cannot be compiled, at the first call alone, what it keeps."""
+    """Fills a cache by an operation that cannot be compiled: only once, if ``keeps`` is set."""
 
     def __init__(self, keeps: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Methods that are dispatched in place of forward, and beside it, next to eager PyTorch."""
+"""Dispatched methods agree with eager PyTorch, whether forward is dispatched too or not."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_a_shallow_copy_that_differs_is_refused_by_name() -> None:
     encode = module.encode
     encode(x)
     copied = copy.copy(module)
-    encode(x)  # it may be through either
+    encode(x)  # the bound method may belong to the module or to the copy
     copied.scale = 5.0
     del encode
     with pytest.raises(BridgeError, match="shallow copy"):

@@ -1,4 +1,4 @@
-"""Whole modules: what they write, what they return, and operators that TVM does not know."""
+"""Whole modules: writes to state, structures of results, and operators that TVM lacks."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ def test_a_counter_in_a_buffer_counts() -> None:
 
 
 class Replaces(nn.Module):
-    """Backward reads the value that a buffer had before it was replaced, or written into.
+    """Backward reads a value of a buffer that forward replaced or wrote into afterwards.
 
-    ``offset`` 0 has eager PyTorch save the buffer itself, another number what is made of it.
+    With ``offset`` 0 eager PyTorch saves the buffer itself, otherwise a sum with the offset.
     """
 
     scale: torch.Tensor
@@ -97,7 +97,7 @@ def test_a_replaced_buffer_that_backward_reads(joint: str, in_place: bool, offse
     ours, theirs = Replaces(in_place, offset).train(), Replaces(in_place, offset).train()
     add_tvm_dispatch(ours, sample().requires_grad_(), options={"joint": joint})
     for module in (ours, theirs):
-        # Backward comes after the next forward.
+        # The first call's backward runs after the second forward.
         x = sample().requires_grad_()
         first, _ = module(x), module(x)
         first.sum().backward()
@@ -144,7 +144,7 @@ def test_structures_go_in_and_come_out() -> None:
     assert dispatch_report(module).tvm_calls == 1
     module(given, scale=0.25)
     module(batch())
-    # What is not given has its default, 1.0.
+    # The second call leaves ``scale`` at its default, 1.0.
     assert dispatch_report(module).fallbacks == {"an argument that is not a tensor differs": 2}
     torch.testing.assert_close(module(scale=0.5, batch=given)["pair"].first, ours["pair"].first)
     assert dispatch_report(module).tvm_calls == 2

@@ -1,4 +1,4 @@
-"""Modules dispatched in one another, in either order, and many in one model."""
+"""Dispatched modules inside a dispatched module, in either order, and many in one model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tvmbridge import add_tvm_dispatch, dispatch_report, remove_tvm_dispatch
 
 
 class Attention(nn.Module):
-    """Products that are combined, whose weights both dispatches want to move."""
+    """Attention with three products to combine, whose weights both dispatches want to pack."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ def test_a_parent_keeps_its_code_whatever_becomes_of_the_child(order: str) -> No
     assert_same_step(model, reference, sample())
     report = dispatch_report(model)
     assert (report.tvm_calls, report.fallbacks) == (2, {})
-    # Calls that the parent's code was not made for reach the child's.
+    # If the parent has no code for a call, its own forward runs, which calls the child's code.
     add_tvm_dispatch(child, sample(7, 24).requires_grad_())
     assert_same_step(model, reference, sample(7, 24))
     assert dispatch_report(model).fallbacks == {"the shape of an input differs": 1}
@@ -71,7 +71,7 @@ def test_twenty_modules_in_one_model() -> None:
     layers = [nn.Linear(24, 24), nn.ReLU(), nn.Tanh()]
     for layer in layers:
         add_tvm_dispatch(layer.double().eval(), sample())
-    # Copies have the code, and a dispatch of their own.
+    # Copies share the compiled code, but have a dispatch of their own.
     model = nn.Sequential(*(copy.deepcopy(layers[i % 3]) for i in range(20))).eval()
     reference = nn.Sequential(*map(eager, model))
     with torch.no_grad():
@@ -92,7 +92,7 @@ def test_what_learns_is_compiled_for_in_each_of_them() -> None:
         for each in (module, plain):
             each[0].requires_grad_(learns)
         assert_same_step(module, plain, sample())
-        # Of another shape, which the blocks have code for.
+        # A shape that the inner block has code for, but the whole module has not.
         add_tvm_dispatch(module[2], sample(7, 24))
         assert_same_step(module, plain, sample(7, 24))
     assert dispatch_report(module).fallbacks == {"the shape of an input differs": 3}

@@ -1,4 +1,4 @@
-"""Odd modules and arguments: refused by name where they cannot be traced, otherwise served."""
+"""Unusual modules and arguments are served, or refused by name if they cannot be traced."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Around(nn.Linear):
 
 
 class Locked(Around):
-    """It cannot be copied."""
+    """A module whose deep copy raises an error."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise TypeError("not to be copied")
@@ -87,7 +87,7 @@ def test_what_cannot_be_traced_is_refused_by_name(kind: str) -> None:
 
 @pytest.mark.parametrize("training", [False, True])
 def test_a_call_of_its_own_runs_once_around_the_compiled_code(training: bool) -> None:
-    """The layers of transformers 4 have one, for their checkpoints."""
+    """A class may override ``__call__``, as the layers of transformers 4 do for checkpoints."""
     torch.manual_seed(0)
     plain, x = Around(24, 24).double().train(training), sample()
     module = copy.deepcopy(plain)
@@ -135,7 +135,7 @@ def test_a_static_forward_falls_back_to_itself() -> None:
 
 
 class DrawsInItsCopies(nn.Module):
-    """A copy is initialised like a new one, at first."""
+    """A module whose deep copy draws random numbers, since it initializes a new module."""
 
     def __init__(self) -> None:
         super().__init__()

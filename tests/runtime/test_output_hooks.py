@@ -1,4 +1,4 @@
-"""Hooks on outputs are called as in eager PyTorch, where some outputs get no gradient."""
+"""Hooks on outputs are called as in eager PyTorch, also if some outputs get no gradient."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torch.profiler shows of compiled calls and of compilation."""
+"""The events of compiled calls and of compilation in torch.profiler."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def profiled() -> Any:
 
 
 def within(events: list[Any], outer: str) -> set[str]:
-    """The names of the events within that called ``outer``."""
+    """Return the names of the events inside the event ``outer``."""
     (region_,) = [e for e in events if e["name"] == outer]
     end = region_["ts"] + region_["dur"]
     inside = [e for e in events if region_["ts"] <= e["ts"] and e["ts"] + e["dur"] <= end]

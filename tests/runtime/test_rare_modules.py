@@ -1,4 +1,4 @@
-"""Rare modules in training: served like eager PyTorch, or refused with a reason that says why."""
+"""Rare modules in train mode agree with eager PyTorch, or are refused with a clear reason."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ F = nn.functional
 
 
 class TwoNames(nn.Module):
-    """Its batch norm has two names, under which it is called in turn."""
+    """A module that calls one batch norm under two names."""
 
     def __init__(self, *, once: bool) -> None:
         super().__init__()

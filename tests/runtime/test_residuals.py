@@ -1,4 +1,4 @@
-"""Residuals between forward and backward: who frees them, and who may see them."""
+"""Residuals between forward and backward: when they are freed, and which hooks get them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tvmbridge import BridgeError, add_tvm_dispatch, dispatch_report
 
 
 class Two(nn.Module):
-    """Two outputs; the second is often left unused."""
+    """A module with two outputs, of which backward often uses only the first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Two(nn.Module):
 
 
 def pair() -> tuple[nn.Module, nn.Module, torch.Tensor]:
-    """A dispatched module whose next call is a fast one, the same in eager, and an input."""
+    """Return a dispatched module that is on its fast path, its eager copy, and an input."""
     torch.manual_seed(0)
     eager = Two().train()
     ours, x = copy.deepcopy(eager), torch.randn(4, 6, dtype=torch.float64)
@@ -97,7 +97,7 @@ def test_hooks_on_saved_tensors_get_them() -> None:
 
     def pack(tensor: torch.Tensor) -> Any:
         packed.append(tensor.shape)
-        # Not aligned, and in another dtype meanwhile.
+        # Keep the values unaligned and in another dtype.
         values = torch.cat([tensor.new_zeros(1), tensor.flatten()]).float()
         return values, tensor.shape, tensor.dtype
 

@@ -1,4 +1,4 @@
-"""Any tensor is safe to pass, and what autograd promises about saved tensors holds."""
+"""Any tensor is safe to pass, and autograd's rules for saved tensors hold."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_outputs_are_independent_of_inputs_and_each_other() -> None:
 
 
 class Neutral(nn.Module):
-    """A result that no arithmetic changes, and is new memory in eager PyTorch all the same."""
+    """Returns ``x * 1``, which equals ``x`` but is new memory in eager PyTorch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +176,10 @@ def test_a_changed_parameter_is_noticed_by_backward(trained: nn.Module) -> None:
 
 
 def test_a_changed_parameter_is_noticed_where_hooks_keep_it(trained: nn.Module) -> None:
-    """Autograd compares no versions then; hooks that copied it have the value of forward."""
+    """A saved parameter was written: an error, unless hooks packed it.
+
+    Autograd does not compare the versions of tensors that hooks packed.
+    """
 
     def gradient(module: nn.Module, pack: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         torch.manual_seed(1)
@@ -201,7 +204,7 @@ def test_a_changed_parameter_is_noticed_where_hooks_keep_it(trained: nn.Module) 
 
 
 def test_hooks_may_put_values_back_where_they_were(trained: nn.Module) -> None:
-    """As hooks do that move what is saved elsewhere: the memory is the same, and so are values."""
+    """Hooks may write the saved values back into the same memory, as offloading hooks do."""
 
     def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return tensor.detach().clone(), tensor.detach()

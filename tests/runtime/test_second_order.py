@@ -1,4 +1,4 @@
-"""Backward that is differentiated itself: gradient penalties, forces, Hessians."""
+"""Double backward: gradient penalties, forces, Hessians."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tvmbridge import BridgeError, add_tvm_dispatch, dispatch_report
 
 
 class Energy(nn.Module):
-    """A number for each row, which returns a view."""
+    """Returns a number for each row, as a view of another tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Energy(nn.Module):
 
 
 class Views(Energy):
-    """Two views of a tensor that is not returned, and a tensor that others are computed from."""
+    """Returns two overlapping views of a tensor that is not returned, and a result of it."""
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
         features = self.net(x)
@@ -59,7 +59,7 @@ def backwards(module: nn.Module) -> int:
 
 
 def compared(ours: nn.Module, step: Callable[[nn.Module], Any]) -> None:
-    """``step`` gives with ``ours`` what it gives with its own forward: values and gradients."""
+    """Assert that ``step`` has the same result and gradients with ``ours`` and its own forward."""
     ours.zero_grad()
     theirs = eager(ours)
     torch.testing.assert_close(step(ours), step(theirs))

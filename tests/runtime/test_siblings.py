@@ -1,4 +1,4 @@
-"""Outputs that others are computed from: hooks on them that would miss a gradient are refused."""
+"""Hooks are refused on an output that other outputs depend on, if they would miss a gradient."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tvmbridge import BridgeError, add_tvm_dispatch
 
 
 class Features(nn.Module):
-    """Returns features, what is computed from them, and two outputs that are not."""
+    """Returns features, logits computed from them, and two outputs without a gradient to them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class Features(nn.Module):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         features = torch.tanh(self.body(x))
         logits = self.head(features)
-        picked = torch.ones_like(x)[features.argmax(-1)] * x  # reads it without a gradient
+        picked = torch.ones_like(x)[features.argmax(-1)] * x  # no gradient flows to features
         return features, logits, picked, features.argmax(-1)
 
 
@@ -38,7 +38,7 @@ def module() -> nn.Module:
 
 
 def _gradients(module: nn.Module, hooked: int, *read: int) -> list[Any]:
-    """Gradients of the parameters and of the hooked output."""
+    """Run backward from the outputs ``read``; return gradients of one output and the parameters."""
     outputs = module(_x())
     outputs[hooked].retain_grad()
     module.zero_grad()
@@ -85,7 +85,7 @@ def test_a_gradient_by_an_output_that_others_are_computed_from_is_refused(
             for loss in (logits.sum(), both):
                 with pytest.raises(BridgeError, match="is asked for by output 0 of a dispatched"):
                     torch.autograd.grad(loss, inputs, retain_graph=True, allow_unused=True)
-    # What does not flow between them is as in eager PyTorch.
+    # Gradients that do not flow from one output to another are as in eager PyTorch.
     found = torch.autograd.grad(both + (picked * 3).sum(), [logits, picked], retain_graph=True)
     assert [float(g.mean()) for g in found] == [1.0, 3.0]
     (alone,) = torch.autograd.grad((features * 2).sum(), features, retain_graph=True)

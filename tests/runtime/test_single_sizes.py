@@ -1,4 +1,4 @@
-"""Sizes that have no symbolic code get code of their own, those first that come most often."""
+"""Sizes without symbolic code get code of their own, the most frequent sizes first."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tvmbridge import add_tvm_dispatch, dispatch_report
 
 
 class Found(nn.Module):
-    """Returns the places of large elements, whose number is known after the compiled code alone."""
+    """Returns the indices of positive elements, whose number is known only after the call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Found(nn.Module):
 
 
 def served(rows: Sequence[int], train: bool = False) -> tuple[int, int]:
-    """Call a module with these numbers of rows; return the served calls and the compilations."""
+    """Call a module with these numbers of rows; return counts of served calls and compilations."""
     module = Found().train(train)
     eager = copy.deepcopy(module)
     add_tvm_dispatch(module, dynamic_shapes="auto", on_fallback="silent", on_break="forward")

@@ -1,4 +1,4 @@
-"""Code for a module whose first call fills a cache is compiled again when it is filled."""
+"""A module whose first call fills a cache is compiled again once the cache is filled."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tvmbridge.runtime import module_code
 
 
 class Cached(nn.Module):
-    """Multiplies by a table, and by what its first argument was on average."""
+    """Multiplies by a cached table, and adds the cached mean of its first argument."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ def test_a_cache_of_tensors_is_filled_by_the_first_call_and_read_by_the_others()
         torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
     report = dispatch_report(module)
     assert (report.tvm_calls, report.fallbacks) == (2, {"the attribute tables changed": 1})
-    # What is exchanged later is noticed, and compiled no more.
+    # A cache that is cleared later is noticed, but does not cause another compilation.
     for called in (module, plain):
         called.tables.clear()
     for _ in range(3):
@@ -54,7 +54,7 @@ def test_a_cache_of_tensors_is_filled_by_the_first_call_and_read_by_the_others()
 
 
 class Grown(nn.Module):
-    """Multiplies by rows of a table in a buffer, which it makes longer where it must."""
+    """Multiplies by rows of a table in a buffer, which forward extends if it is too short."""
 
     table: torch.Tensor
 
@@ -87,7 +87,7 @@ def test_a_buffer_that_other_arguments_have_made_longer_is_compiled_for() -> Non
 
 @pytest.mark.parametrize("kind", [Cached, Grown])
 def test_what_the_first_call_fills_and_inputs_that_learn(kind: type[nn.Module]) -> None:
-    """Code for other gradients is compiled when the module is as the code assumes."""
+    """Code for other choices of gradients is compiled only once the cache is filled."""
     plain = kind().train()
     module = add_tvm_dispatch(copy.deepcopy(plain), torch.randn(3, 4, dtype=torch.float64))
     rows = 5 if kind is Grown else 3
@@ -131,7 +131,7 @@ def test_code_that_another_thread_renews_is_waited_for(monkeypatch: pytest.Monke
 
 
 class Growing(nn.Module):
-    """Multiplies by positions, of which a buffer holds as many as were ever needed."""
+    """Multiplies by positions in a buffer, which grows to the largest number of rows so far."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Calls are timed beside the module's own forward, which serves where it is faster."""
+"""Compiled calls and the module's own forward are timed, and the faster of the two serves."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tvmbridge.runtime import speed_trial
 from tvmbridge.runtime.speed_trial import SpeedTrial
 from tvmbridge.runtime.timed_path import AsidePath, TimedPath
 
-# Two calls of code and one of the own forward to warm up, then five timed of each.
+# A trial: two compiled calls and one own forward to warm up, then five timed calls of each.
 TRIAL = 13
 SECONDS = 0.03
 
@@ -31,11 +31,11 @@ SECONDS = 0.03
 @pytest.fixture(autouse=True)
 def _timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TVMBRIDGE_ONLY_IF_FASTER", "1")
-    monkeypatch.setattr(speed_trial, "_LONG", math.inf)  # the calls here sleep
+    monkeypatch.setattr(speed_trial, "_LONG", math.inf)  # calls in these tests sleep
 
 
 def slow_code(monkeypatch: pytest.MonkeyPatch, function: str) -> None:
-    """Have this function of compiled code take longer than any module here."""
+    """Make a function of compiled code sleep, so that it is slower than any module here."""
     genuine = LoadedModule.call
 
     def call(loaded: LoadedModule, name: str, values: Sequence[Any]) -> list[torch.Tensor]:
@@ -47,7 +47,7 @@ def slow_code(monkeypatch: pytest.MonkeyPatch, function: str) -> None:
 
 
 class Slow(nn.Module):
-    """Its own forward takes longer than its compiled code."""
+    """A module whose own forward sleeps, so that its compiled code is faster."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         time.sleep(SECONDS)
@@ -95,7 +95,7 @@ def test_slower_code_steps_aside(
     assert "so the module's own forward serves" in text
     (logged,) = [r.getMessage() for r in caplog.records if r.name.startswith("tvmbridge.runtime")]
     assert re.search("a call takes .* ms by compiled code .* only_if_faster=False", logged)
-    # Weights that change need no code, and other sizes have a trial of their own.
+    # After the trial the own forward serves, so a replaced layer needs no new code.
     module.inner = nn.Linear(24, 24, dtype=torch.float64)
     evaluated(module, sample(), 3)
     assert dispatch_report(module).aside_calls == 8
@@ -106,7 +106,7 @@ def test_faster_code_serves_by_the_same_path_as_without_a_trial() -> None:
     for _ in range(12):
         module(torch.ones(3))
     report = dispatch_report(module)
-    # Three timed calls are enough, where the difference is clear.
+    # If the difference is clear, the trial ends early.
     assert (report.tvm_calls, report.timed_calls, report.aside_calls) == (8, 4, 0)
     assert not isinstance(path_of(module), AsidePath | TimedPath)
     assert "so compiled code serves" in " ".join(str(report).split())

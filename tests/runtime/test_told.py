@@ -1,4 +1,4 @@
-"""Fallbacks and compilations are told: in the log, in the report, by an error, on a terminal."""
+"""Fallbacks and compilations appear in the log, the report, errors, and on a terminal."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_nested_arguments_are_named_by_their_place(warnings: Any) -> None:
 
 
 class Box:
-    """A container that does not say where in it its tensors stand."""
+    """A pytree node without ``flatten_with_keys_fn``, so that its tensors have no paths."""
 
     def __init__(self, held: torch.Tensor) -> None:
         self.held = held
@@ -92,7 +92,7 @@ def test_silent_only_counts(warnings: Any) -> None:
     add_tvm_dispatch(module, sample(), on_fallback="warn")
     module(sample(5, 24))
     assert len(warnings()) == 1
-    # What an earlier dispatch has set stays, where nothing is said.
+    # Without ``on_fallback``, a dispatch keeps the setting of an earlier one.
     add_tvm_dispatch(module, sample(), on_fallback="silent")
     add_tvm_dispatch(module, sample())
     with torch.autocast("cpu"):

@@ -1,4 +1,4 @@
-"""Wrappers around dispatched modules: they call the dispatch, or are refused with what to do."""
+"""Wrappers around dispatched modules call the dispatch, or are refused with advice."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_torch_compile_calls_the_dispatch() -> None:
 
 
 def test_one_whole_graph_is_refused_by_torch_compile() -> None:
-    torch.compiler.reset()  # Frames in which a graph was broken before are run without a graph.
+    torch.compiler.reset()  # Dynamo skips frames in which an earlier test broke a graph.
     block, x = add_tvm_dispatch(_block(), sample()), sample()
     outer = nn.Sequential(nn.Tanh(), block)
     with pytest.raises(Exception, match="remove_tvm_dispatch"):
@@ -58,7 +58,7 @@ def test_a_wrapper_is_not_dispatched(wrap: Any) -> None:
 
 def test_parameters_sharded_by_a_wrapper_are_refused() -> None:
     class FullyShardedDataParallel(nn.Module):
-        """Stands for PyTorch's class, which wants processes."""
+        """A stand-in for PyTorch's class of this name, which needs a process group."""
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x * 2
@@ -68,7 +68,7 @@ def test_parameters_sharded_by_a_wrapper_are_refused() -> None:
 
 
 def _prepare(module: nn.Module) -> None:
-    """What accelerate's ``prepare_model`` does for mixed precision."""
+    """Wrap forward for mixed precision, as accelerate's ``prepare_model`` does."""
     held = module.forward
     function = held.__func__ if hasattr(held, "__func__") else held
 

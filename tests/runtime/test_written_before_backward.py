@@ -1,4 +1,4 @@
-"""What the user writes between forward and backward: right gradients, or eager PyTorch's error."""
+"""Writes between forward and backward give right gradients, or eager PyTorch's error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Forward = Callable[["Written", torch.Tensor], tuple[torch.Tensor, ...]]
 
 
 class Written(nn.Module):
-    """A module whose forward is a function of its parameters and of an input of 4 x 4."""
+    """A module whose forward is ``function(self, x)`` of two parameters and a 4 x 4 input."""
 
     def __init__(self, forward: Forward) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Written(nn.Module):
         return self.function(self, x)
 
 
-# What is the same values in memory of its own in eager PyTorch, or a tensor that backward reads.
+# Functions that return an equal tensor in new memory in eager PyTorch, or one that backward reads.
 COPIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "clone": lambda h: h.clone(),
     "copy": lambda h: h.to(h.dtype, copy=True),
@@ -88,7 +88,7 @@ QUICK = ["sigmoid, clone", "input, concatenation of one", "two heads", "stopped"
 
 
 def _outcome(module: Written, x: torch.Tensor, written: Any, used: list[int]) -> Any:
-    """The gradients after a write and a backward from some outputs, or the error."""
+    """Write a tensor, run backward from the outputs ``used``; return the gradients or the error."""
     module.zero_grad()
     x = x.clone().requires_grad_()
     outputs = module(x)
@@ -118,7 +118,7 @@ def test_writes_before_backward_are_as_in_eager_pytorch(name: str) -> None:
             for module in (eager, ours):
                 module.load_state_dict(state)
             expected = _outcome(eager, x, written, list(used))
-            for _ in range(2):  # The second call is a fast one.
+            for _ in range(2):  # The second call takes the fast path.
                 ours.load_state_dict(state)
                 found = _outcome(ours, x, written, list(used))
                 if isinstance(expected, str) or isinstance(found, str):
@@ -129,7 +129,7 @@ def test_writes_before_backward_are_as_in_eager_pytorch(name: str) -> None:
 
 
 def test_a_write_that_autograd_does_not_see_is_as_in_eager_pytorch() -> None:
-    """Backward reads no memory of a copy, which has no version when numpy writes it."""
+    """NumPy writes a copy without a new version, so backward must not read the copy's memory."""
 
     def gradient(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
         x = x.clone().requires_grad_()

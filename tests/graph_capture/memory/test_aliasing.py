@@ -62,7 +62,7 @@ def test_outputs_alias_as_in_eager(kind: str, grad: bool) -> None:
                 total = sum((i + 1) * o.square().sum() for i, o in enumerate(leaves))
                 gradient = torch.autograd.grad(total, (x, each.weight))
             found.append((related, leaves, gradient))
-    if kind != "parts of one tensor":  # they share no element: each may have memory of its own
+    if kind != "parts of one tensor":  # such parts do not overlap, so they may have own memory
         assert found[0][0] == found[1][0]
     torch.testing.assert_close(found[1][1:], found[0][1:])
     assert dispatch_report(module).tvm_calls == 1
@@ -200,7 +200,7 @@ def test_memory_read_through_an_expanded_tensor_is_refused() -> None:
 
 
 def test_a_view_of_an_input_that_is_made_under_no_grad_is_refused() -> None:
-    """Eager PyTorch accumulates its gradient in itself, and none in the input."""
+    """In eager PyTorch such a view accumulates its own gradient, and the input gets none of it."""
 
     def forward(m: Any, x: torch.Tensor) -> Any:
         with torch.no_grad():

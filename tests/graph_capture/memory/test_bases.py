@@ -1,4 +1,4 @@
-"""Outputs that are views of a tensor that is not returned."""
+"""Outputs that are views of an intermediate tensor, which is not returned itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tvmbridge import add_tvm_dispatch, dispatch_report
 
 
 def _hidden(m: Any, x: torch.Tensor) -> Any:
-    """Views of tensors that are not returned, or that not all of the outputs can be made from."""
+    """Return views of tensors that are not returned, or that are no base of all the views."""
     rows = x * m.weight
     written = x - m.weight
     view = written[0]
@@ -30,7 +30,7 @@ def _hidden(m: Any, x: torch.Tensor) -> Any:
         "detached first": (flowing.detach(), flowing, flowing.detach()[1:]),
         "unfolded": (x / 2).unfold(1, 3, 1),
         "expanded": (m.weight * 2).expand(3, 6),
-        # linear returns a view of a product that nobody else knows.
+        # linear itself returns a view of an internal tensor.
         "expanded linear": functional.linear(x[None], x)[:, :1].expand(-1, 4, -1),
         "apart": (x * 3).chunk(2, 1),
     }
@@ -41,7 +41,7 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 def _traces_of_a_write(module: Any, number: int, grad: bool) -> Any:
-    """All values and the gradients after a write into one output; None: it cannot be written."""
+    """Write into one output; return layouts, values and gradients, or None if the write raises."""
     x = rows().double().requires_grad_(grad)
     outputs = _tensors(module(x))
     layout = [(o.stride(), o.storage_offset(), o.requires_grad) for o in outputs[:-2]]
@@ -61,7 +61,7 @@ def test_overlapping_outputs_share_an_intermediate_base(grad: bool) -> None:
     x = rows().double().requires_grad_(grad)
     module = Applied(_hidden).double().train(grad)
     with torch.set_grad_enabled(grad):
-        # Each call is compared with the module's own forward too, gradients with its own.
+        # ``check`` compares results and gradients of each call with the module's own forward.
         add_tvm_dispatch(module, x, options={"check": "always"})
         own = eager(module)
         outputs, expected = module(x), own(x)

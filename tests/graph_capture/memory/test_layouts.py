@@ -1,4 +1,4 @@
-"""Layouts: the strides of outputs, and the order in which compiled code returns their elements."""
+"""The strides of outputs, and the dimension order in which compiled code returns them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A module that computes with what a function finds outside of it."""
+"""A module that multiplies by a value that a function reads from outside the module."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 
 class Model(nn.Module):
-    """Multiplies by what ``read`` finds."""
+    """Multiplies by the result of ``read``, which may read values outside the module."""
 
     scale = 2.0
 

@@ -20,13 +20,13 @@ from tvmbridge import CaptureError, add_tvm_dispatch, dispatch_report
 
 @dataclass
 class Config:
-    """What a global may hold a tensor in."""
+    """An object with a tensor, which a global refers to."""
 
     scale: torch.Tensor
 
 
 class Globals:
-    """The tensors that the forwards below read: class attributes, and what they hold."""
+    """The tensors that the forwards below read, as class attributes."""
 
     scale: torch.Tensor
     learned: torch.Tensor
@@ -52,7 +52,7 @@ CLOSURE, IN_CLOSURE = _closure()
 
 
 class Reads(nn.Module):
-    """Runs ``function``, which reads tensors elsewhere."""
+    """Runs ``function``, which reads tensors that are no parameters or buffers."""
 
     of_class = torch.ones(4)
 
@@ -67,7 +67,7 @@ class Reads(nn.Module):
 
 
 class Defaults(Reads):
-    """Reads a tensor that is the default of an argument."""
+    """Reads a tensor that is the default value of an argument."""
 
     def forward(self, x: torch.Tensor, default: torch.Tensor = SCALE.clone()) -> Any:  # noqa: B008
         return self.layer(x) * default
@@ -86,7 +86,7 @@ def _default() -> torch.Tensor:
     return found
 
 
-# What forward reads, and the tensor whose data are changed.
+# By name: a forward, and the tensor that it reads, whose data the test changes.
 READS: dict[str, tuple[Forward, Callable[[Any], torch.Tensor]]] = {
     "global": (lambda m, x: m.layer(x) * SCALE, lambda m: SCALE),
     "its data": (lambda m, x: m.layer(x) * SCALE.data, lambda m: SCALE),
@@ -210,7 +210,7 @@ def test_what_cannot_be_an_input_is_refused_by_name() -> None:
 
 
 class Scaled(torch.autograd.Function):
-    """Multiplies by an argument; its backward reads the argument, or a global."""
+    """Multiplies by an argument; backward reads the saved argument, or a global."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor, saves: bool) -> torch.Tensor:

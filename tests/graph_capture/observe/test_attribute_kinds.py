@@ -1,4 +1,4 @@
-"""Attributes that are no plain numbers, lists or settings: what is in them is noticed too."""
+"""Changes inside attributes of unusual kinds, such as list subclasses, are noticed too."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class Slotted:
 
 
 class Listed(list):  # type: ignore[type-arg]
-    """A list with an attribute."""
+    """A list subclass whose instances have an attribute."""
 
     factor: float
 
 
 class Bare:
-    """What it has, it has of its class."""
+    """An object with class attributes only."""
 
     factor = 2.0
 
@@ -87,7 +87,7 @@ CHANGES: dict[str, Callable[[Any], None]] = {
 
 
 class Holder(nn.Module):
-    """Multiplies by what it holds."""
+    """Multiplies by a number read from each of its attributes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ def test_dispatch_after_a_change_compiles_for_it(holder: nn.Module) -> None:
 
 
 class Uncopied(nn.Module):
-    """It is traced itself, and what it holds changes in place."""
+    """Cannot be copied, so it is traced itself; the test changes its list in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ def test_iterators_are_refused_by_name(values: Any) -> None:
 
 
 class Scaled(nn.Module):
-    """Reads what stands in its class, and what a class between could hide."""
+    """Reads class attributes, which a subclass could override later."""
 
     scale = 2.0
     shifts = [1.0]
@@ -185,7 +185,7 @@ class Scaled(nn.Module):
 
 
 class Between(Scaled):
-    """Has nothing of its own."""
+    """A subclass without attributes of its own."""
 
 
 def _rescale(_: nn.Module) -> None:
@@ -248,7 +248,7 @@ def test_changes_beside_a_lock_are_noticed() -> None:
 
 
 class Unmeasured(tuple):  # type: ignore[type-arg]
-    """A pair without a length, as the representations of groups are in e3nn."""
+    """A tuple whose ``len`` raises an error, as e3nn's group representations do."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""Attributes that forward assigns before it reads them: no state, and left as eager leaves them."""
+"""Attributes that forward assigns before it reads them are no state, and end up as in eager."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tvmbridge import add_tvm_dispatch, dispatch_report
 
 
 class Structure(nn.Module):
-    """Keeps numbers of the last call, as the attention structure of a funnel transformer does."""
+    """Stores numbers of the last call in attributes, as Funnel Transformer's attention does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def test_what_forward_reads_first_must_be_in_place() -> None:
 
 
 class Traced(nn.Module):
-    """Assigns what a trace would get wrong."""
+    """Assigns an attribute whose value in a trace differs from its value in a call."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Configurations as libraries keep them: frozen dictionaries, settings made at a first call."""
+"""Configurations as libraries store them: frozen dictionaries, settings set at a first call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tvmbridge import add_tvm_dispatch, dispatch_report
 
 
 class Frozen(OrderedDict):  # type: ignore[type-arg]
-    """A dictionary whose items are attributes too, and that sets one more when it is made."""
+    """A dictionary whose items are attributes too; its constructor sets one more attribute."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -29,7 +29,7 @@ class Frozen(OrderedDict):  # type: ignore[type-arg]
 
 
 class Configured(nn.Module):
-    """A model that keeps its configuration as diffusers' models do."""
+    """A model that stores its configuration as diffusers' models do."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def test_another_setting_in_a_frozen_dictionary_is_noticed() -> None:
 
 
 class Ordered(nn.Module):
-    """Reads the order of attributes, which is another one in a plain deep copy."""
+    """Depends on the order of attributes, which a plain deep copy changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ def test_the_order_of_attributes_is_that_of_the_module() -> None:
 
 
 def eager_order(module: Ordered, x: torch.Tensor) -> torch.Tensor:
-    """What forward returns for the attributes in the order in which they stand."""
+    """Run the class's own forward, which reads the attributes in their present order."""
     return Ordered.forward(module, x)
 
 
@@ -128,7 +128,7 @@ class Encoder(nn.Module):
 
 
 class Classifier(nn.Module):
-    """Finds out at the first call with labels what they are, as HuggingFace's models do."""
+    """Sets the problem type from the labels of the first call, as HuggingFace's models do."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Functions and classes that forward calls by name: what is put in their place is noticed."""
+"""The guard notices if a function or class that forward calls by name is replaced."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_what_is_put_in_their_place_is_noticed() -> None:
 
 
 class Missing:
-    """Stands for a package that is not installed."""
+    """A stand-in for a package that is not installed: every attribute raises ImportError."""
 
     def __getattr__(self, name: str) -> Any:
         raise ImportError(f"no such package, asked for {name}")

@@ -1,4 +1,4 @@
-"""Frozen parameters that forward moves, as teachers are, are served as buffers are."""
+"""Frozen parameters that forward updates, such as a teacher's, are handled like buffers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tvmbridge import UnsupportedOperatorError, add_tvm_dispatch, dispatch_repor
 
 
 class Taught(nn.Module):
-    """A student, and a teacher that follows it: the one by writes, the bias by ``.data``."""
+    """A teacher follows a student: its weight by in-place writes, its bias by ``.data``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ def test_a_teacher_follows_its_student_as_in_eager_pytorch() -> None:
         torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
     report = dispatch_report(module)
     assert (report.tvm_calls, report.fallbacks) == (3, {})
-    # A teacher that learns is another matter.
+    # A teacher that requires gradients is not handled like buffers.
     module.teacher.requires_grad_()
     theirs = eager(module)
     for _ in range(2):

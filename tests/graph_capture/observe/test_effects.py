@@ -1,4 +1,4 @@
-"""What forward does beside its results: refused by name, or done again at each call."""
+"""Side effects of forward are refused by name, or repeated at each call."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _x() -> torch.Tensor:
 
 
 class Applied(nn.Module):
-    """``function(self, x)``."""
+    """A module whose forward is ``function(self, x)``."""
 
     def __init__(self, function: Callable[[Any, torch.Tensor], Any]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Modules and tensors that forward reads though they are not the module's own."""
+"""Unregistered modules and tensors that forward reads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TEACHER = nn.Linear(6, 6).requires_grad_(False)
 
 
 class Reads(nn.Module):
-    """``function(self, x)`` times a weight."""
+    """A module whose forward is ``function(self, x)`` times a weight."""
 
     def __init__(self, function: Callable[[Any, torch.Tensor], torch.Tensor], held: Any) -> None:
         super().__init__()

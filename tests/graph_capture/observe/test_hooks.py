@@ -1,4 +1,4 @@
-"""Forward hooks of submodules that are plain functions are part of what is compiled."""
+"""Forward hooks of submodules are compiled if they are plain functions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Register = Callable[[Any], Any]
 
 
 def _requires_grad(module: nn.Module, given: Any, output: torch.Tensor) -> None:
-    """As transformers' ``enable_input_require_grads`` registers on embeddings."""
+    """A hook like the one that transformers' ``enable_input_require_grads`` registers."""
     output.requires_grad_(True)
 
 
@@ -32,7 +32,7 @@ HOOKS: dict[str, Register] = {
 }
 
 
-# Each of the others differs from one of these in what it returns.
+# The quick cases; each other case differs from one of these only in the hook's result.
 QUICK = ("another output", "keywords")
 
 
@@ -81,7 +81,7 @@ def test_what_a_hook_reads_is_watched() -> None:
 
 
 def test_a_frozen_embedding_whose_output_requires_a_gradient_trains() -> None:
-    """Gradient checkpointing of adapters: the base is frozen, its embeddings' output is not."""
+    """A hook may make a frozen embedding's output require a gradient, as for adapter training."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 8), nn.LayerNorm(8)).double().train()
     module[0].requires_grad_(False)

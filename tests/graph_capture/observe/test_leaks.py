@@ -1,4 +1,4 @@
-"""Caches outside of the module: filled by the first call as in eager PyTorch, never by a trace."""
+"""Caches outside the module are filled by the first call, as in eager PyTorch, never by a trace."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def table(size: int) -> tuple[torch.Tensor, ...]:
 
 
 class Cached(nn.Module):
-    """Multiplies by a table that is made once."""
+    """Multiplies by a table that ``find`` creates once and caches."""
 
     made: torch.Tensor | None = None
 
@@ -78,7 +78,7 @@ def test_a_cache_is_filled_with_what_a_call_would_fill_it_with(kind: str) -> Non
     module = Cached(CACHES[kind]).train()
     x = torch.randn(2, 6)
     add_tvm_dispatch(module, x)
-    # Eager PyTorch reads the cache too.
+    # Eager PyTorch fills and reads the same cache.
     expected = eager(module)(x)
     assert type(expected) is torch.Tensor
     torch.testing.assert_close(module(x), expected)
@@ -86,7 +86,7 @@ def test_a_cache_is_filled_with_what_a_call_would_fill_it_with(kind: str) -> Non
 
 
 class Tables:
-    """Keeps tables in itself, of which one was made before."""
+    """An object that caches tables, one of which exists before the test."""
 
     def __init__(self) -> None:
         self.made: dict[int, torch.Tensor | None] = {5: torch.ones(5), 6: None}
@@ -118,7 +118,7 @@ def test_an_object_that_keeps_tables_keeps_those_that_it_had() -> None:
     assert dispatch_report(module).tvm_calls == 1
 
 
-# Forward does not name it.
+# A cache that forward does not name.
 TABLES_WITHOUT_A_NAME: list[Any] = []
 KEEP = TABLES_WITHOUT_A_NAME.append
 
@@ -158,7 +158,7 @@ def _raise_with(variable: str) -> None:
 
 @pytest.mark.parametrize("find", [_decides, _refuses])
 def test_a_refusal_looks_at_no_object_of_others(find: Callable[[Any], torch.Tensor]) -> None:
-    """Such a look takes seconds where a process holds much; traces are what a refusal leaves."""
+    """A refusal must not search all objects of the process, which can take seconds."""
     full = mock.Mock(wraps=gc.collect)
     try:
         _raise_with("a variable")
@@ -172,7 +172,7 @@ def test_a_refusal_looks_at_no_object_of_others(find: Callable[[Any], torch.Tens
             add_tvm_dispatch(Cached(find).train(), torch.randn(2, 6), on_break="forward")
     assert mock.call() not in full.mock_calls
     assert gc.isenabled()
-    # What the caller was handling keeps its variables.
+    # The frames of an exception that the caller handles keep their variables.
     assert frame.f_locals == {"variable": "a variable"}
 
 

@@ -1,4 +1,4 @@
-"""The names in a code object: those of globals apart from those of attributes, whatever opcodes."""
+"""The names of globals in a code object are distinguished from attributes, for all opcodes."""
 
 from __future__ import annotations
 

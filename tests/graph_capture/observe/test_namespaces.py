@@ -1,4 +1,4 @@
-"""Values that forward finds by other ways than their names: a change is noticed."""
+"""The guard notices changes of values that forward finds by other ways than their names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is read of plain objects: an attribute, its absence, or all of them."""
+"""The guard watches what forward reads of plain objects: an attribute, its absence, or all."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tvmbridge.graph_capture.observe.staging import staged
 
 
 class Config:
-    """A configuration with a default of its class and a property."""
+    """A configuration with a default in its class, and a property."""
 
     act = "relu"
 
@@ -33,7 +33,7 @@ class Config:
 
 
 class Mapped(Config):
-    """A configuration that has other names for some attributes, as transformers' do."""
+    """A configuration with aliases for some attributes, as in transformers."""
 
     names = {"factor": "scale"}
 
@@ -42,7 +42,7 @@ class Mapped(Config):
 
 
 class Falling(Config):
-    """A configuration that looks up in another object what it does not have."""
+    """A configuration that looks up missing attributes in another object."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ def test_what_is_not_read_may_change_and_what_is_may_not(kind: type[Config]) -> 
         torch.testing.assert_close(module(x), 2 * x)
     assert module.forward.fast_paths[0][0] is path  # type: ignore[union-attr]
     assert dispatch_report(module).fallbacks == {}
-    module.config.act = "gelu"  # which the class alone had
+    module.config.act = "gelu"  # hides the class attribute
     torch.testing.assert_close(module(x), -2 * x)
     del module.config.act
     torch.testing.assert_close(module(x), 2 * x)

@@ -1,4 +1,4 @@
-"""What forward reads outside of the module: the guard notices a change, or forward is refused."""
+"""Values that forward reads outside the module: changes are noticed, or forward is refused."""
 
 from __future__ import annotations
 
@@ -261,7 +261,7 @@ def test_a_checkpoint_that_draws_again_is_refused(reentrant: bool) -> None:
 
 
 class Registry(dict[Any, Any]):
-    """Cannot be copied entry by entry."""
+    """A dictionary that changes keys when it is written, so it cannot be copied entry by entry."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
         super().__setitem__(f"class {key}", value)

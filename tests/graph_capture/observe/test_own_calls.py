@@ -1,4 +1,4 @@
-"""What other threads do to generators and settings while a module is captured is not forward's."""
+"""Other threads' changes of generators and settings during a capture are not forward's effects."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _EFFECTS: dict[str, Callable[[], Any]] = {
 
 @contextmanager
 def _meanwhile(effect: Callable[[], Any]) -> Iterator[None]:
-    """Within it another thread has the effect all the time."""
+    """A context in which another thread calls ``effect`` repeatedly."""
     done = threading.Event()
 
     def repeat() -> None:
@@ -87,7 +87,7 @@ def test_forwards_own_effect_is_refused_beside_another_thread(name: str) -> None
 
 
 class _Copied(nn.Module):
-    """Has its own copying, during which another thread seeds the generator."""
+    """A module whose deep copy calls ``effect``."""
 
     def __init__(self, effect: Callable[[], Any]) -> None:
         super().__init__()

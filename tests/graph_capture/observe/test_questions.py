@@ -1,4 +1,4 @@
-"""Questions about tensors that a trace answers otherwise than a call: watched, or refused."""
+"""Conditions about tensors that differ between a trace and a call: guarded, or refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KNOWN = torch.ones(3)
 
 
 class Asking(nn.Module):
-    """Computes one of two things, by what ``asks`` says of its arguments."""
+    """Multiplies by one of two numbers, which the condition ``asks`` of the arguments selects."""
 
     def __init__(self, asks: Callable[..., Any]) -> None:
         super().__init__()

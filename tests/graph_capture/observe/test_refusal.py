@@ -1,4 +1,4 @@
-"""What cannot be captured is refused, and the generators stay as they were."""
+"""Modules that cannot be captured are refused, and generators keep their state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tvmbridge.core.errors import BridgeError, CaptureError
 
 
 class Masks(nn.Module):
-    """Hides elements that another library's generator chooses, in training."""
+    """Masks columns at random in train mode, with the generator of ``random`` or NumPy."""
 
     def __init__(self, source: str) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ def test_draws_of_other_generators_are_refused(source: str) -> None:
 
 
 class Calls(nn.Module):
-    """Runs a function of itself and the arguments."""
+    """A module whose forward is a function of its layer and the arguments."""
 
     def __init__(self, function: Callable[..., torch.Tensor]) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ def test_the_reason_is_told_by_name(reason: str) -> None:
 
 
 def test_a_tensor_given_twice_is_served_where_it_is_not() -> None:
-    """And a size among the arguments is one."""
+    """A sample with one tensor for two arguments; later calls pass two, and a ``torch.Size``."""
 
     def add(linear: nn.Linear, x: torch.Tensor, y: torch.Tensor, size: Any) -> torch.Tensor:
         x.add_(1)
@@ -209,7 +209,7 @@ def test_hooks_that_cannot_be_traced_are_refused_and_not_called() -> None:
     handle.remove()
     tvmbridge.add_tvm_dispatch(module, x)
     module[0].register_forward_hook(lambda *given: calls.append(given))
-    with torch.no_grad():  # another mode, for which nothing is compiled yet
+    with torch.no_grad():  # a mode without compiled code
         module(x)
     assert len(calls) == 1
     assert tvmbridge.dispatch_report(module).fallbacks == {"the hooks of a submodule changed": 1}

@@ -1,4 +1,4 @@
-"""Settings of PyTorch that forward leaves changed are refused by name, and put back."""
+"""A forward that leaves PyTorch settings changed is refused by name; the settings are restored."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tvmbridge.graph_capture.observe.settings import Settings, settings_kept
 
 
 class Doubling(TorchFunctionMode):
-    """A mode of the user's."""
+    """A user's function mode."""
 
 
 @pytest.fixture(autouse=True)
 def _flags_can_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch's own test tools, where they were imported, forbid it."""
+    """Allow setting backend flags, which PyTorch's own test tools forbid once imported."""
     monkeypatch.setitem(ContextProp.__set__.__globals__, "flags_frozen", lambda: False)
 
 
@@ -41,7 +41,7 @@ LEAVES: dict[str, Callable[[], object]] = {
 
 
 class Leaving(nn.Module):
-    """Changes a setting after its last operator."""
+    """Changes a setting after the last operator of forward."""
 
     def __init__(self, leave: Callable[[], object]) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Leaving(nn.Module):
 @pytest.mark.parametrize("name", LEAVES)
 def test_what_is_left_changed_is_refused_by_name(name: str) -> None:
     before = Settings()
-    # Who leaves a region of autocast open has left its nesting changed, and the region with it.
+    # An open autocast region also changes the nesting count, which the error names first.
     named = "the nesting of autocast" if name == "autocast of cpu" else name
     with pytest.raises(CaptureError, match=f"leaves {named} changed"):
         add_tvm_dispatch(Leaving(LEAVES[name]), torch.ones(3))

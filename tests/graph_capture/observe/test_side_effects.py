@@ -1,4 +1,4 @@
-"""What forward does to things outside of the module at each call is refused by name."""
+"""Side effects of forward outside the module are refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors that forward makes and that it lets require a gradient."""
+"""Tensors that forward creates and makes require a gradient."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tvmbridge.core.errors import BridgeError, CaptureError
 
 
 class Starting(nn.Module):
-    """Two layers and a buffer, of which ``act`` makes its results."""
+    """Two layers and a buffer, from which ``act`` computes the results."""
 
     def __init__(self, act: Callable[[Any, torch.Tensor], Any]) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Starting(nn.Module):
 
 
 def _view(module: Any, x: torch.Tensor) -> Any:
-    rows = x[:, None]  # as speech models do for checkpoints
+    rows = x[:, None]  # speech models do this for checkpoints
     if not rows.requires_grad:
         rows.requires_grad = True
     return module.second(rows).exp()
@@ -62,7 +62,7 @@ def _unrecorded(module: Any, x: torch.Tensor) -> Any:
 
 
 def _steps(module: nn.Module, x: torch.Tensor) -> list[Any]:
-    """What a call gives, whether it requires a gradient, and the gradients of its sum."""
+    """Run one step; return the results, whether each requires a gradient, and all gradients."""
     x = x.detach().clone().requires_grad_(x.requires_grad)
     results = module(x)
     results = results if isinstance(results, tuple) else (results,)

@@ -1,4 +1,4 @@
-"""Small buffers that decide which way forward takes: as in eager PyTorch, at each call."""
+"""Branches of forward that depend on small buffers agree with eager PyTorch at each call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tvmbridge import CaptureError, add_tvm_dispatch, dispatch_report
 
 
 class Asks(nn.Module):
-    """Asks its buffers by ``way``, which is given what it computes."""
+    """A linear layer, followed by ``way``, which branches on the module's buffers."""
 
     def __init__(self, way: Callable[[Asks, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def test_calls_are_as_in_eager_pytorch_also_when_the_answer_changes(
     copied = copy.deepcopy(module)
     for call in range(7):
         if call == 4:
-            # As such flags are set: past autograd, so that no version tells.
+            # Libraries set such flags through ``.data``, which does not change the version.
             for each in (plain, module):
                 each.ready.data.fill_(False)
         found, expected = module(given), plain(given)
@@ -82,7 +82,6 @@ def test_calls_are_as_in_eager_pytorch_also_when_the_answer_changes(
             torch.testing.assert_close(module.inner.weight.grad, plain.inner.weight.grad)
     report = dispatch_report(module)
     assert report.tvm_calls >= 4
-    # Steps ask more of a flag that is not set than they would use.
     assert all("what forward asks of the buffer" in reason for reason in report.fallbacks)
     copied(given)
     assert dispatch_report(copied).fallbacks == {}
@@ -149,7 +148,7 @@ def test_numbers_that_are_returned_are_those_of_each_call() -> None:
 
 
 class Columns(nn.Module):
-    """Asks tensors that are plain attributes, as tables' models do for their columns."""
+    """Branches on tensors that are plain attributes, as models of tables do for columns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,7 +192,7 @@ def test_attributes_answer_as_buffers_do(training: bool) -> None:
 
 
 class Counting(nn.Module):
-    """Writes an attribute and asks it."""
+    """Increments a tensor attribute, and branches on it."""
 
     def __init__(self) -> None:
         super().__init__()

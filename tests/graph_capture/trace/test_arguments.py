@@ -1,4 +1,4 @@
-"""Container arguments: what forward does to them is done to the caller's own objects."""
+"""Container arguments: forward's changes are made to the caller's own objects."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tvmbridge.core.libraries import register_containers
 
 
 class Fills(nn.Module):
-    """Appends to a list, enters into a dict, and returns the list itself."""
+    """Appends to a list, adds an item to a dict, and returns the list itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ def test_a_cache_of_keys_and_values_is_filled_in_place() -> None:
 
 
 class Keywords(nn.Module):
-    """What it does with further keywords depends on their order."""
+    """A forward whose result depends on the order of further keyword arguments."""
 
     def forward(self, x: torch.Tensor, *, scale: float = 1.0, **more: float) -> torch.Tensor:
         for name in more:
@@ -130,7 +130,7 @@ def test_the_order_of_further_keywords_is_seen() -> None:
 
 
 class AsksLayout(nn.Module):
-    """What it computes depends on how its argument lies in memory."""
+    """A forward whose result depends on the memory layout of its argument."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         window = torch.as_strided(x, (2, 3), (1, 2))

@@ -1,4 +1,4 @@
-"""Attention: halves as close to float64 as eager PyTorch's; gradients of rows a mask closes."""
+"""Attention: half precision is as accurate as in eager PyTorch; gradients of fully masked rows."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_scores_beyond_float16_do_not_overflow() -> None:
 
 
 def _closed_by(lowest: float, kind: str) -> torch.Tensor:
-    """A mask that closes one row as a whole and the ends of the others."""
+    """Return a mask that masks one row completely, and the ends of all other rows."""
     closed = torch.zeros(16, 16, dtype=torch.bool)
     closed[:, 12:] = closed[3] = True
     return ~closed if kind == "bool" else torch.where(closed, lowest, 0.0).double()

@@ -1,4 +1,4 @@
-"""Autocast within forward: eager PyTorch's dtypes, or a refusal by name."""
+"""Autocast regions in forward give eager PyTorch's dtypes, or forward is refused by name."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Every operator that autocast lists: the exported program casts where PyTorch's dispatcher does.
+"""For every operator in autocast's lists, an exported program casts as PyTorch's dispatcher does.
 
-CUDA's lists are tried on fake tensors, for which no GPU is needed.
+CUDA's lists are tested on fake tensors, which need no GPU.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from tvmbridge.graph_capture.trace.autocast import casts_recorded
 aten = torch.ops.aten
 Call = tuple[str, Callable[..., Any], tuple[torch.Tensor, ...]]
 
-# An exported program has further operators of these, or other forms.
+# Operators that an exported program has additionally, or in other overloads.
 _LEFT_OUT = ("prim.device", "aten._assert_tensor_metadata", "aten.detach", "aten.lift_fresh")
-# Without a sample in PyTorch's database that reaches them.
+# Calls of the operators that no sample in PyTorch's operator database reaches.
 _FURTHER: dict[str, tuple[Callable[..., Any], Sequence[tuple[int, ...]]]] = {
     "_convolution": (
         lambda x, w: aten._convolution(
@@ -85,7 +85,7 @@ _FURTHER: dict[str, tuple[Callable[..., Any], Sequence[tuple[int, ...]]]] = {
         [(3, 4), (4, 4)],
     ),
 }
-# Refused by autocast, of cuDNN alone, or of a kernel that looks for a GPU.
+# Operators that autocast refuses, that only cuDNN has, or whose kernels require a GPU.
 _UNREACHED_ON_CUDA = {
     "binary_cross_entropy",
     "cudnn_convolution",
@@ -99,7 +99,7 @@ _UNREACHED_ON_CUDA = {
 
 
 class _Log(TorchDispatchMode):
-    """The operators that are called, with the dtypes of their tensors."""
+    """A mode that records the called operators, with the dtypes of their tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,13 +126,15 @@ def _listed(device: str) -> set[str]:
 
 
 def samples(device: str, dtype: torch.dtype) -> Iterator[Call]:
-    """Two calls of each operator in PyTorch's database that autocast lists, as functions of
-    tensors, and calls of those that are missing there.
+    """Yield calls of the operators that autocast lists, as functions of tensors.
+
+    Operators in PyTorch's operator database have two calls each; calls of the other operators are
+    in ``_FURTHER``.
     """
     bases = {name.partition(".")[0].removeprefix("_") for name in _listed(device)}
     for info in op_db:
         known = {info.name.replace(".", "_"), info.name.rpartition(".")[2], info.aten_name}
-        # Masked reductions make constants on the device, for which fakes do not stand.
+        # Masked reductions create constants on the device, which are not fake.
         if info.name.startswith("masked.") or dtype not in info.dtypes:
             continue
         if "interpolate" not in info.name and not known & bases:
@@ -161,7 +163,7 @@ def samples(device: str, dtype: torch.dtype) -> Iterator[Call]:
 
 
 class Calls(nn.Module):
-    """All of the calls in a region of autocast."""
+    """A module that makes each call in an autocast region."""
 
     def __init__(self, calls: Sequence[Call], device: str) -> None:
         super().__init__()
@@ -216,7 +218,7 @@ def test_every_listed_operator_casts_as_in_eager(
 def _of_eager(
     mode: FakeTensorMode, device: str, dtype: torch.dtype
 ) -> tuple[list[Call], tuple[Any, ...], list[tuple[str, Any]]]:
-    """The calls that eager PyTorch takes, their arguments, and the operators that it calls."""
+    """Return the calls that eager PyTorch accepts, their arguments, and the operators called."""
     calls, given, expected = [], [], []
     for call in samples(device, dtype):
         made = [fake(mode, t) if device == "cuda" else mode.from_tensor(t) for t in call[2]]

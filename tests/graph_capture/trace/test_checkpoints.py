@@ -1,4 +1,4 @@
-"""What a checkpoint does once more in backward, in eager PyTorch, is refused by name."""
+"""Side effects that a checkpoint repeats in backward, in eager PyTorch, are refused by name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tvmbridge import (
 
 
 class Checkpointed(nn.Module):
-    """Normalises by batches, within a checkpoint."""
+    """Batch norm inside a checkpoint."""
 
     def __init__(self, kind: str, *, reentrant: bool) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def test_what_is_made_within_may_be_written() -> None:
 
 
 class WithCache(nn.Module):
-    """Its first call fills a cache."""
+    """A module whose first call fills a cache."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,14 +86,14 @@ def test_a_call_is_repeated_by_what_served_it(reentrant: bool) -> None:
             found.append([p.grad for p in called.parameters()])
         torch.testing.assert_close(*found)
     report = dispatch_report(module)
-    # A call that is repeated stops before it is counted where autograd is not reentered.
+    # A non-reentrant checkpoint stops a repeated call before the call is counted.
     assert report.tvm_calls == (5 if reentrant else 2)
     repeated = [reason for reason in report.fallbacks if "checkpoint repeats" in reason]
     assert len(repeated) == (not reentrant)
 
 
 class Square(nn.Module):
-    """What it saves has the shapes of what compiled code saves, in another order."""
+    """Two layers for which eager PyTorch and compiled code save equal shapes in different order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,10 @@ class Square(nn.Module):
 
 @pytest.mark.parametrize("way", ["dispatched", "removed", "hooked", "unhooked"])
 def test_what_another_way_saved_is_never_taken(way: str) -> None:
-    """Between forward and backward the module changes, so that a call is repeated otherwise."""
+    """The module changes between forward and backward, so that the repeated call saves others.
+
+    Backward must raise an error, and not take the saved tensors of the other way.
+    """
     torch.manual_seed(0)
     module, x = Square(), torch.randn(4, 4, requires_grad=True)
     if way != "dispatched":

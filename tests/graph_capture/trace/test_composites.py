@@ -1,4 +1,4 @@
-"""Decomposed programs are the same, and PyTorch's operators are left as they were."""
+"""Prepared composite operators do not change decomposed programs, nor PyTorch's operators."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DEVICES = "tvmbridge.graph_capture.trace.composites._devices"
 
 
 class Composed(nn.Module):
-    """Operators that are kept, that are taken apart, and that become views."""
+    """Operators that decomposition keeps, decomposes, or turns into views."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def test_operators_are_left_as_they_were() -> None:
 
 
 def kernels_within(program: ExportedProgram) -> set[DispatchKey]:
-    """The keys of linear's kernels while the program is decomposed."""
+    """Return the dispatch keys of linear's Python kernels during a decomposition."""
     found = []
 
     def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Batch norms with cumulative averages: what is traced leaves other threads alone."""
+"""Batch norms with cumulative averages: tracing one does not affect other threads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tvmbridge.graph_capture.trace.patches import table_patched_here
 
 
 class _Asked(TorchFunctionMode):
-    """Notes whether a tensor is asked for its value as a number."""
+    """A mode that records whether ``float(tensor)`` is called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ def _asks_for_a_number(module: nn.Module) -> bool:
 
 def test_only_the_thread_that_traces_computes_with_tensors() -> None:
     own, other = (nn.BatchNorm1d(3, momentum=None) for _ in range(2))
-    # As accelerate and others leave it: the instance holds its forward itself.
+    # accelerate and other libraries leave forward as an attribute of the instance.
     own.forward = own.forward
     answers: list[bool] = []
     with table_patched_here(own):

@@ -1,4 +1,4 @@
-"""Decompositions of the joint function: what they may not change."""
+"""Decompositions keep results, strides and views of PyTorch's operators."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tvmbridge.graph_capture.trace.decompositions import _copy, _view
 
 
 class FusedProjection(nn.Module):
-    """Queries, keys and values out of one product, taken apart by views."""
+    """Attention whose queries, keys and values are views of one product."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class FusedProjection(nn.Module):
 
 
 class WritesThroughAView(nn.Module):
-    """Scales, in place, a permuted view of a projection."""
+    """Scales a permuted view of a projection in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def test_rows_of_a_strided_or_expanded_tensor_are_filled() -> None:
         filled = [t.index_fill(1, index, 2.0) for t in (x, x.t(), expanded)]
         return [*filled, expanded.index_fill(0, index, value), x[0, :1].index_fill(0, index[0], 5)]
 
-    # Rows are counted from behind too.
+    # An index may be negative.
     index, value = torch.tensor([0, -1]), torch.tensor(3.0)
     assert_like_eager(fills, torch.randn(3, 4), index, value)
 

@@ -1,4 +1,4 @@
-"""Functions of no elements: eager PyTorch's results and gradients."""
+"""Functions of empty tensors: results and gradients equal eager PyTorch's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Buffers that forward exchanges for other tensors, in submodules too, are as in eager PyTorch."""
+"""Buffers that forward replaces by other tensors, also in submodules, are as in eager PyTorch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Exchange = Callable[[nn.Module, torch.Tensor], None]
 
 
 class Keeps(nn.Module):
-    """Exchanges buffers in its forward, and reads one afterwards."""
+    """Replaces buffers in forward, and reads them afterwards."""
 
     def __init__(self, exchange: Exchange) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def _swap(module: nn.Module, y: torch.Tensor) -> None:
 
 
 def _shift(module: nn.Module, y: torch.Tensor) -> None:
-    """The order of assignments is not that of what is read."""
+    """Assign a new value to ``now`` before its old value is assigned to ``then``."""
     before = module.now
     module.now = y.mean(0)
     module.then = before
@@ -167,7 +167,7 @@ def test_a_buffer_that_is_memory_of_an_input_or_a_weight_shows_what_is_written_t
 
 
 class _Twice(nn.Module):
-    """One submodule in two places."""
+    """A module that has one submodule in two places."""
 
     def __init__(self, shared: nn.Module) -> None:
         super().__init__()

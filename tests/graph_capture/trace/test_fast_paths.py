@@ -1,4 +1,4 @@
-"""Fast paths of attention modules: eager PyTorch's results where nothing is recorded."""
+"""Fast paths of attention modules, which PyTorch takes without autograd: results equal eager's."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import nn
 
 from tvmbridge import CaptureError, UnsupportedOperatorError, add_tvm_dispatch, dispatch_report
 
-ENDS = torch.tensor([[0, 0, 0, 1], [0, 0, 1, 1], [0, 0, 0, 0]]).bool()  # padded at their ends
-WHOLE = torch.tensor([[0, 0, 0, 1], [1, 1, 1, 1], [0, 0, 0, 0]]).bool()  # one row is padding alone
-BLIND = torch.eye(4).bool().index_fill(0, torch.tensor(2), True)  # the third sees nothing
+ENDS = torch.tensor([[0, 0, 0, 1], [0, 0, 1, 1], [0, 0, 0, 0]]).bool()  # padding at row ends
+WHOLE = torch.tensor([[0, 0, 0, 1], [1, 1, 1, 1], [0, 0, 0, 0]]).bool()  # a row is all padding
+BLIND = torch.eye(4).bool().index_fill(0, torch.tensor(2), True)  # the third row is fully masked
 
 
 def _sample() -> torch.Tensor:
@@ -95,13 +95,13 @@ def test_every_path(name: str) -> None:
     plain = make().eval()
     module = copy.deepcopy(plain)
     for call in calls:
-        # The second is compiled when the module has a dispatch already.
+        # The second call form is compiled while the module is already dispatched.
         add_tvm_dispatch(module, _sample(), sample_kwargs=call)
     _agree(module, plain, calls)
 
 
 class _Masked(nn.Module):
-    """PyTorch asks of its masks whether they are causal, which a trace cannot tell."""
+    """A transformer that compares its mask with a causal one, which a trace cannot evaluate."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Writes of learned values by masks and rows: eager PyTorch's results and gradients."""
+"""Writes of learned values by masks and rows: results and gradients equal eager PyTorch's."""
 
 from __future__ import annotations
 

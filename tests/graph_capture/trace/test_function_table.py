@@ -1,4 +1,4 @@
-"""The table of handlers: who is called for a function, in which order, and what it calls itself."""
+"""The table of handlers: which handlers a function has, in which order, and what they call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import tvmbridge.graph_capture.trace.functions  # noqa: F401  (enters all handle
 from tvmbridge.graph_capture.trace import empties, fills, promotion, rephrased
 from tvmbridge.graph_capture.trace.function_table import HANDLERS, Call, FunctionTable, replaces
 
-# The only functions with several handlers, which are called from left to right.
+# All functions with several handlers, in the order in which these are called.
 SEVERAL = {
     torch.Tensor.__setitem__: [rephrased._asked, fills._written],
     functional.huber_loss: [empties._mean_of_empty, promotion._promoted],

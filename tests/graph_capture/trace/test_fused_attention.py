@@ -1,4 +1,4 @@
-"""The operators of fused attention, with PyTorch's own formulas in place of a GPU's kernels."""
+"""The operators of fused attention, tested with PyTorch's formulas in place of GPU kernels."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_forward_and_backward() -> None:
 
 
 class Biased(nn.Module):
-    """Attention with a bias that trains, one for all of a batch, of few columns or one."""
+    """Attention with a trained bias, which the batch shares and which may have one column."""
 
     def __init__(self, columns: int) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ def test_a_bias_that_trains(columns: int) -> None:
 
 
 class Masked(nn.Module):
-    """Attention with a mask of the extents alone: causal, or a window that has to stay."""
+    """Attention with a mask that depends only on sizes: a causal mask within a window."""
 
     def __init__(self, window: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Strides of results of fake tensors are those that PyTorch's kernels give."""
+"""Results of fake tensors have the strides that PyTorch's kernels give."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_strides_are_those_of_the_kernels(name: str) -> None:
         assert fake.stride() == FUNCTIONS[name](x).stride()
 
 
-# They refuse images of one pixel, or of one channel.
+# Functions that reject images of one pixel or of one channel.
 LARGER = {"channels shuffled", "reflected", "unpooled"}
 
 
@@ -102,7 +102,7 @@ def test_shapes_that_depend_on_values_are_left_as_they_are() -> None:
 
 
 class Rolled(nn.Module):
-    """It asks how a rolled tensor lies, or reads the memory of that."""
+    """Branches on the memory format of a rolled tensor, or reads its memory by ``as_strided``."""
 
     def __init__(self, asks: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Linear algebra that raises for some values: eager PyTorch's results, gradients and errors."""
+"""Linear algebra that raises for some values: results, gradients and errors equal eager's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.graph_capture.trace.test_opaque_ops import Called
 from tvmbridge import add_tvm_dispatch, dispatch_report
 
 linalg = torch.linalg
-# Of a positive definite matrix.
+# Functions of a positive definite matrix.
 FUNCTIONS: dict[str, Callable[[torch.Tensor], Any]] = {
     "inv": linalg.inv,
     "inverse": torch.Tensor.inverse,
@@ -40,7 +40,7 @@ def _positive(*batch: int) -> torch.Tensor:
 def test_results_gradients_and_errors_are_those_of_eager_pytorch() -> None:
     plain = Called(_all)
     module = copy.deepcopy(plain)
-    # Of single matrices and of batches the errors read otherwise.
+    # The error messages differ between single matrices and batches.
     batches: list[tuple[int, ...]] = [() if i % 3 else (2,) for i in range(len(FUNCTIONS))]
     sample = tuple(_positive(*batch).requires_grad_() for batch in batches)
     add_tvm_dispatch(module, sample)
@@ -63,7 +63,7 @@ def test_results_gradients_and_errors_are_those_of_eager_pytorch() -> None:
         with pytest.raises(type(expected.value)) as raised:
             module(*bad)
         assert str(expected.value) in str(raised.value)
-    assert dispatch_report(module).tvm_calls == 2  # what raises is not counted
+    assert dispatch_report(module).tvm_calls == 2  # calls that raise are not counted
     assert not dispatch_report(module).fallbacks
 
 
@@ -84,7 +84,7 @@ def test_gradients_of_determinants_do_not_depend_on_how_a_matrix_lies(by_columns
     given = []
     for batch in ((), (2,), (), (), (2,)):
         lower = torch.randn(*batch, 3, 3, dtype=torch.float64).tril(-1)
-        # Its determinant is 8, and it is far from symmetric.
+        # The matrix has the determinant 8, and is not symmetric.
         matrix = lower + 2 * torch.eye(3, dtype=torch.float64)
         lies = matrix.mT.contiguous().mT if by_columns else matrix
         given.append(lies.requires_grad_())
@@ -93,6 +93,6 @@ def test_gradients_of_determinants_do_not_depend_on_how_a_matrix_lies(by_columns
     found = torch.autograd.grad(total, given)
     assert dispatch_report(module).fallbacks == {}
     for number, (gradient, matrix) in enumerate(zip(found, given, strict=True)):
-        # d log|A| is the transposed inverse of A, and so is that of det A divided by it.
+        # The gradient of log|det A| is the transposed inverse of A; for det A, times det A.
         expected = (number + 1) * (8 if number < 2 else 1) * linalg.inv(matrix.detach()).mT
         torch.testing.assert_close(gradient, expected)

@@ -1,4 +1,4 @@
-"""torch.export in linear time: parameters get to the same places."""
+"""The replacement that makes torch.export linear in time puts parameters in the same places."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tvmbridge.graph_capture.trace.linear_export import _assigned
 
 
 def _holder() -> nn.Module:
-    """Submodules ``a`` and ``b``; ``b`` has one that was called twice."""
+    """Return a module with submodules ``a`` and ``b``; ``b`` has one that is called twice."""
     module = nn.Module()
     for name in ("a", "b"):
         module.add_module(name, nn.Module())

@@ -1,4 +1,4 @@
-"""Numbers beyond the range of a dtype: what eager PyTorch refuses at each call is refused here."""
+"""Numbers out of a dtype's range: calls that eager PyTorch refuses are refused here too."""
 
 from __future__ import annotations
 

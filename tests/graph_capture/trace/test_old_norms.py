@@ -1,4 +1,4 @@
-"""The old weight_norm and spectral_norm, hooks that make a weight at each call."""
+"""The old weight_norm and spectral_norm, which are hooks that compute a weight at each call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tvmbridge import add_tvm_dispatch, dispatch_report
 
 
 class _Twice(nn.Module):
-    """Its layer is called twice, so that its power iteration runs twice in a call."""
+    """Calls its layer twice, so that the layer's power iteration runs twice in a call."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ def _discriminator() -> nn.Module:
 
 
 def _state(module: nn.Module) -> list[Any]:
-    """Buffers, and the attributes that the hooks have made, with what they say of gradients."""
+    """Return the buffers, and the weights that the hooks computed."""
     weights = [module.get_submodule(name).weight for name in ("0", "2", "3.layer")]
     assert all(isinstance(w, torch.Tensor) for w in weights)
     return [*module.buffers(), *weights]
@@ -49,7 +49,7 @@ def _step(module: nn.Module, x: torch.Tensor) -> list[Any]:
     out = module(x)
     found = [out.detach(), *(s.detach().clone() for s in _state(module))]
     if torch.is_grad_enabled():
-        # What was made of the weights after the call has gradients too.
+        # The computed weights can be differentiated after the call too.
         total = out.sin().sum() + module.get_submodule("2").weight.square().sum()
         leaves = [x, *module.parameters()]
         found += torch.autograd.grad(total, leaves)
@@ -96,7 +96,7 @@ def test_a_norm_that_changes_is_noticed() -> None:
 
 
 class _Closure(nn.Module):
-    """Forward reaches the module by a closure, so that it is traced itself."""
+    """Forward refers to the module by a closure, so the module is traced and not a copy."""
 
     def __init__(self) -> None:
         super().__init__()

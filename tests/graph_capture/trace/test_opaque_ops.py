@@ -1,4 +1,4 @@
-"""Functions that ask their data a question: eager PyTorch's values, gradients and errors."""
+"""Functions with data-dependent checks: values, gradients and errors equal eager PyTorch's."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Called(nn.Module):
 
 
 def _all(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-    """Every function's result and what is computed from it."""
+    """Return the doubled results of all functions in one tensor."""
     return torch.cat([(f(x, p) * 2).reshape(-1) for f in FUNCTIONS.values()])
 
 
@@ -211,7 +211,7 @@ def test_products_stay_plain_operators_where_no_gradient_flows() -> None:
 
 
 class _Denoised(nn.Module):
-    """Frames of a signal, weighted, and the signal that they are of; it asks its window."""
+    """A weighted short-time Fourier transform and its inverse, which checks the window's values."""
 
     def __init__(self, *, learns: bool, **settings: Any) -> None:
         super().__init__()

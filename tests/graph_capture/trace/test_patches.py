@@ -1,4 +1,4 @@
-"""Patches of foreign functions: for one thread, one within another, and gone afterwards."""
+"""Patches of other libraries' functions apply to one thread, can be nested, and are removed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Base:
 
 
 class Derived(Base):
-    """It inherits what is patched."""
+    """A class that inherits the patched function."""
 
 
 def _marking(mark: str) -> Callable[..., str]:

@@ -1,4 +1,4 @@
-"""Operands of several dtypes: results have the dtypes that PyTorch's kernels give them."""
+"""Operators on several dtypes return the dtypes that PyTorch's kernels return."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 
 def test_losses_keep_the_dtype_of_the_input() -> None:
-    """PyTorch's trace promotes them; so do its decompositions, those of scatters too."""
+    """PyTorch's fake kernels and decompositions of losses and scatters promote; kernels do not."""
 
     def losses(x: torch.Tensor, target: torch.Tensor) -> list[torch.Tensor]:
         return [
@@ -32,7 +32,7 @@ def test_losses_keep_the_dtype_of_the_input() -> None:
 
 
 def test_draws_keep_the_dtype_of_the_mean() -> None:
-    """The numbers are those of eager PyTorch."""
+    """Random draws have eager PyTorch's dtype and numbers."""
 
     def draw(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         torch.manual_seed(0)
@@ -51,7 +51,7 @@ def test_draws_keep_the_dtype_of_the_mean() -> None:
 
 
 def test_half_precision_overflows_where_eager_does() -> None:
-    """Eager rounds between the parts of the first, and not between those of the second."""
+    """Eager PyTorch rounds between the steps of soft_margin_loss, but not of mse_loss."""
 
     def results(x: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, ...]:
         each = functional.mse_loss(x / 3, target, reduction="none")
@@ -63,14 +63,14 @@ def test_half_precision_overflows_where_eager_does() -> None:
 
 
 def test_a_kernel_with_another_dtype_than_the_trace_is_refused() -> None:
-    """What is reached past the functions that are known is refused by name."""
+    """An operator called past the patched functions is refused by name."""
     module = Function(lambda x, y: torch._C._nn.huber_loss(x, y, 0, 1.0) + 1).eval()
     with torch.no_grad(), pytest.raises(tvmbridge.BridgeError, match=r"float(32|64)"):
         tvmbridge.add_tvm_dispatch(module, (X, TARGET))
 
 
 def test_kernels_are_asked_only_where_they_promote() -> None:
-    """The answer is None for one dtype, and for a draw, which would move the generator."""
+    """``kernel_dtypes`` returns None for one dtype, and for draws, which change the generator."""
     half = X.half()
     assert kernel_dtypes(aten.mul.Tensor, (X, X), {}) is None
     assert kernel_dtypes(aten.where.self, (X > 0, X, X), {}) is None
@@ -82,7 +82,7 @@ def test_kernels_are_asked_only_where_they_promote() -> None:
 
 
 def test_numbers_between_integers_are_truncated_as_in_eager() -> None:
-    """How the numbers are rounded shows where they are made integers."""
+    """Integer ``linspace`` truncates as eager PyTorch does, which depends on its rounding."""
     assert_like_eager(
         lambda x: (
             x + torch.linspace(4.3, 1, 50, dtype=torch.int64),

@@ -1,4 +1,4 @@
-"""Recurrent layers: eager PyTorch's results, gradients and generator, whole and compiled."""
+"""Recurrent layers: results, gradients and generator equal eager's, traced and compiled."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _assert_trains_like_eager(options: dict[str, Any], joint: Literal["auto", "a
 
 
 class _Chain(nn.Module):
-    """Layers of several kinds, some of their weights frozen, over many steps."""
+    """Recurrent layers of several kinds, with some weights frozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ _BOUNDS: dict[torch.dtype, dict[str, float]] = {
 
 
 def _results(module: Any, x: torch.Tensor, used: int | None) -> tuple[Any, ...]:
-    """Outputs, gradients by one output (None: by all) and the state of the generator."""
+    """Return outputs, gradients of the output ``used`` (None: of all), and generator state."""
     torch.manual_seed(1)
     x = x.clone().requires_grad_()
     output, state = module(x)
@@ -133,7 +133,7 @@ def _results(module: Any, x: torch.Tensor, used: int | None) -> tuple[Any, ...]:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Small layers on one thread: oneDNN's threads wait for each other longer than they run."""
+    """Run on one thread; for small layers, oneDNN's threads mostly wait for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,4 @@
-"""Recurrent layers without a gradient: eager PyTorch's results, bit by bit, in one operator."""
+"""Recurrent layers without gradients are one operator, with results equal to eager's to the bit."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _assert_the_same(ours: Any, eager: Any) -> None:
-    """Equal to the last bit, in dtypes and strides too, and in memory of their own."""
+    """Assert equal values to the last bit, dtypes and strides, and separate memory."""
     found, expected = pytree.tree_leaves(ours), pytree.tree_leaves(eager)
     for a, b in zip(found, expected, strict=True):
         assert torch.equal(a, b)
@@ -57,7 +57,7 @@ def _assert_the_same(ours: Any, eager: Any) -> None:
 
 
 def _run(mode: Any, module: nn.Module, x: torch.Tensor, autocast: bool) -> tuple[Any, torch.Tensor]:
-    """What the module returns within ``mode``, and the state of the generator after it."""
+    """Call the module inside ``mode``; return the results and the generator's state."""
     torch.manual_seed(1)
     with torch.no_grad(), torch.autocast("cpu", enabled=autocast), mode:
         return module(x), torch.random.get_rng_state()
@@ -83,7 +83,7 @@ def test_stacks_are_those_of_eager_pytorch(kind: str, train: bool, autocast: boo
                 ]
                 ours, eager = results
                 if drawn:
-                    # Layer by layer: another order in memory, and another rounding.
+                    # With dropout, layers run one by one, with other strides and rounding.
                     bounds = {} if dtype.itemsize > 2 else {"rtol": 2e-2, "atol": 2e-2}
                     torch.testing.assert_close(ours[0], eager[0], **bounds)
                 else:
@@ -141,7 +141,7 @@ def test_gradients_are_those_of_finite_differences(kind: str, form: dict[str, An
 
 
 class _Chain(nn.Module):
-    """Layers of all kinds over many steps, one of them under autocast, one with dropout."""
+    """Recurrent layers of all kinds, one of them under autocast and one with dropout."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""LSTMs that keep oneDNN's workspace: eager PyTorch's gradients, bit by bit, from one forward."""
+"""LSTMs that keep oneDNN's workspace: gradients equal eager's to the bit, with one forward run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _off() -> AbstractContextManager[None]:
 
 
 def _gradients(module: nn.Module, x: torch.Tensor, used: int | None) -> list[Any]:
-    """Outputs and gradients, by one output or (None) by all of them."""
+    """Return outputs, and gradients of the output ``used`` (None: of all outputs)."""
     x = x.clone().requires_grad_()
     output, (hidden, cell) = module(x)
     outputs = [output, hidden, cell]
@@ -95,7 +95,7 @@ def _differentiated(
 
 
 def _exactly(args: tuple[Any, ...]) -> list[torch.Tensor]:
-    """PyTorch's gradients in float64."""
+    """Return PyTorch's gradients, computed in float64."""
     x, states, weights, biased, bidirectional, *_ = args
     leaves = [t.double().requires_grad_() for t in (x, *states, *weights)]
     flags = (biased, 1, 0.0, False, bidirectional, False)

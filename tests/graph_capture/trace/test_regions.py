@@ -1,4 +1,4 @@
-"""Higher-order operators in compiled code: eager PyTorch's values and gradients, or a refusal."""
+"""Higher-order operators agree with eager PyTorch in values and gradients, or are refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Function = Callable[..., Any]
 
 
 class Model(nn.Module):
-    """Two layers and a buffer, which ``function`` of the model and the input may read."""
+    """Two layers and a buffer, which ``function(model, x)`` may use."""
 
     def __init__(self, function: Function) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ def _inputs(dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 def _marked(*shortest: str) -> list[Any]:
-    """All cases, of which the short suite has the shortest."""
+    """Return all cases, with the mark ``slow`` except for ``shortest``."""
     return [
         pytest.param(case, marks=[] if case in shortest else pytest.mark.slow)
         for case in (*CASES, *FLEX)
@@ -244,7 +244,7 @@ def test_through_torch_compile() -> None:
 
 
 def test_a_region_is_known_by_all_that_it_computes() -> None:
-    """Code on disk calls regions by their keys: none may stand for another."""
+    """Regions that differ in a constant have different keys: cached code calls them by key."""
     known = set(REGIONS)
     for scale in (2.0, 3.0):
 

@@ -1,4 +1,4 @@
-"""Functions that a trace cannot take as they are called: as eager PyTorch, or refused by name."""
+"""Calls that a trace must rewrite agree with eager PyTorch, or are refused by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tvmbridge import BridgeError, add_tvm_dispatch, dispatch_report
 
 
 class Calls(nn.Module):
-    """Runs a function of itself and the argument."""
+    """A module whose forward is ``function(self, x)``."""
 
     def __init__(self, function: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()

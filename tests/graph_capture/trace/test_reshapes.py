@@ -1,4 +1,4 @@
-"""Views of tensors that lie in eager PyTorch otherwise than in the parts of an operator."""
+"""Views of results whose strides differ between eager PyTorch and an operator's decomposition."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tvmbridge.core.errors import CaptureError
 
 
 class Heads(nn.Module):
-    """Self-attention whose result is viewed: it lies as the query, in the order of the rows."""
+    """Self-attention that views its result, which has the memory order of the query."""
 
     def __init__(self, *, is_causal: bool = True, in_place: bool = False) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Heads(nn.Module):
 
 
 class WrittenThroughView(nn.Module):
-    """A write through a view must reach what it is a view of."""
+    """Writes through a view, and returns a result of the view's base."""
 
     def forward(self, x: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         y = x * 3
@@ -46,7 +46,7 @@ class WrittenThroughView(nn.Module):
 
 
 class WrittenAttention(nn.Module):
-    """The parts of attention lie otherwise than its kernel's result, which is written here."""
+    """Writes through a view of attention's result, whose strides its decomposition changes."""
 
     def forward(self, q: torch.Tensor) -> torch.Tensor:
         mixed = scaled_dot_product_attention(q, q, q)
@@ -99,5 +99,5 @@ def test_a_write_that_would_be_lost_is_refused() -> None:
 
 
 def _rows_first() -> torch.Tensor:
-    """Queries of two heads as a projection makes them."""
+    """Return queries of two heads with the strides that a projection gives them."""
     return torch.randn(2, 6, 16, requires_grad=True).view(2, 6, 2, 8).transpose(1, 2)

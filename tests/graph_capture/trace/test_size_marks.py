@@ -1,4 +1,4 @@
-"""Tensors that are marked for symbolic sizes are samples as others are, and keep their marks."""
+"""Tensors marked by ``mark_dynamic`` work as samples like others, and keep their marks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stand-ins: what modules share, their stand-ins share too."""
+"""The stand-ins of a trace share containers as their modules do."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Borrows(nn.Module):
 
 
 class Lends(nn.Module):
-    """Puts what it computes where another module finds it, and takes it away again."""
+    """Puts a result into a shared container for another module, and restores the container."""
 
     def __init__(self, kind: type, held: str) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def test_a_container_that_two_modules_share_is_one(kind: type, held: str, joint:
     plain = Lends(kind, held).double()
     module = copy.deepcopy(plain)
     assert module.shared is module.borrows.shared
-    # Deep copies and conversions leave the lists alone, but not what they hold.
+    # A deep copy or ``double()`` does not update the tensor in the shared container.
     module.shared[0] = module.weight if held == "a parameter" else module.shared[0].double()
     x = torch.randn(3, dtype=torch.float64)
     add_tvm_dispatch(module, x, options={"joint": joint})

@@ -1,4 +1,4 @@
-"""LayerDrop: each layer's draw is made, and decides nothing where its probability is 0 or 1."""
+"""LayerDrop: each layer's random draw is made, also if its probability is 0 or 1."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FORMS: dict[str, Form] = {
 
 
 class Layers(nn.Module):
-    """Layers that are skipped at random, and dropout whose mask comes from the same generator."""
+    """Layers that are skipped at random, and dropout that draws from the same generator."""
 
     def __init__(self, layerdrop: float, *skips: Form) -> None:
         super().__init__()

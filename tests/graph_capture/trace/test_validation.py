@@ -1,4 +1,4 @@
-"""Distributions of PyTorch in forward, whose checks of values are made at each call."""
+"""``torch.distributions`` in forward check their values at each call."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tvmbridge import add_tvm_dispatch, dispatch_report
 
 
 class Samples(nn.Module):
-    """Draws from several distributions and scores what it drew."""
+    """Draws from several distributions, and computes log probabilities of the draws."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Samples(nn.Module):
 
 @pytest.fixture(autouse=True)
 def _validation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.compile switches it off for the whole process."""
+    """Enable validation of arguments, which torch.compile disables for the whole process."""
     monkeypatch.setattr(distributions.Distribution, "_validate_args", True)
 
 
@@ -61,7 +61,7 @@ def test_samples_equal_eager(training: bool) -> None:
 
 
 class Asserts(nn.Module):
-    """Demands something of its input and of what it computes, before it writes the latter."""
+    """Asserts conditions on its input and on a result, which it then writes in place."""
 
     def __init__(self) -> None:
         super().__init__()

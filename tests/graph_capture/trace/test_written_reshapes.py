@@ -1,4 +1,4 @@
-"""Writes into what ``reshape`` gives: into the tensor that it is a view of, or a copy alone."""
+"""Writes into the result of ``reshape`` reach its base if the result is a view, else a copy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _unpooled(x: torch.Tensor) -> torch.Tensor:
     return functional.max_unpool2d(*functional.max_pool2d(_last(x), 2, return_indices=True), 2)
 
 
-# PyTorch's fake kernels, or the parts that these are taken apart into, lie in another way.
+# Functions whose fake kernels or decompositions give other strides than PyTorch's kernels.
 MADE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "attention": _attention,
     "batch norm": lambda x: functional.batch_norm(x[0].mT * 1, None, None, training=True),

@@ -1,4 +1,4 @@
-"""One tensor may be given twice, with the compiled half of the guards and without."""
+"""A call may pass one tensor for two arguments, with and without the guards' compiled C++ half."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_one_tensor_may_be_given_twice() -> None:
 
 
 class Loss(nn.Module):
-    """A loss of which the labels may be the inputs, and a weight stands in two places."""
+    """A loss whose labels may be the input itself, of two layers that share a weight."""
 
     def __init__(self) -> None:
         super().__init__()

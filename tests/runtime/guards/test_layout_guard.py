@@ -18,7 +18,7 @@ LAST = IMAGE.contiguous(memory_format=torch.channels_last)
 
 
 class Outputs(nn.Module):
-    """Outputs of many layouts, one of which backward reads again."""
+    """A module with outputs of many memory layouts, one of which backward reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Outputs(nn.Module):
     def forward(self, x: torch.Tensor) -> Any:
         features = functional.relu(self.norm(self.convolution(x)))
         tokens = features.flatten(2).transpose(1, 2)
-        # Backward reads what it is a transposition of.
+        # Backward of tanh reads its result, of which this output is a transposed view.
         rows = torch.tanh(self.linear(tokens)).transpose(1, 2)
         return {
             "features": features,
@@ -42,7 +42,10 @@ class Outputs(nn.Module):
 
 
 def same_layout(ours: torch.Tensor, eager: torch.Tensor) -> bool:
-    """Whether users see the same; what does not fill its memory need only lie in its order."""
+    """Whether two tensors have equal strides and offset 0.
+
+    If eager's tensor is not dense in memory, only the order of its dimensions must agree.
+    """
     if not eager.permute(*_order(eager)).is_contiguous():
         return _order(ours) == _order(eager)
     last = torch.channels_last
@@ -86,11 +89,11 @@ def test_strides_of_outputs_and_gradients_for_every_layout_of_the_input() -> Non
     wide = torch.randn(2, 3, 6, 12)[..., ::2]
     for x in (LAST, IMAGE, wide):
         compare(ours, eager, x, backward=True)
-    # Weights that are laid out otherwise decide as the input does.
+    # The memory format of the weights also decides the layout of outputs.
     for module in (ours, eager):
         module.to(memory_format=torch.channels_last)
     compare(ours, eager, IMAGE, backward=True)
-    # Outputs that the user writes into, and that eager PyTorch saves.
+    # Eager PyTorch saves these outputs, so a write into one makes backward raise an error.
     for module in (ours, eager):
         for taken in (lambda r: r["features"], lambda r: r["pair"][0]):
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -150,7 +153,7 @@ def test_where_eager_raises_so_does_the_call() -> None:
 
 
 class Held(nn.Module):
-    """Tensors of its own, of which outputs are made, and one that forward exchanges."""
+    """A module whose outputs depend on its own tensors, one of which forward replaces."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Many modules: outputs and gradients have eager PyTorch's strides and values."""
+"""Outputs and gradients of many modules have eager PyTorch's strides and values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAST = torch.channels_last
 
 
 class Function(nn.Module):
-    """A function of submodules and arguments."""
+    """A module whose forward is a function of its submodules and arguments."""
 
     def __init__(self, function: Callable[..., Any], *modules: nn.Module) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ def test_strides(name: str, training: bool) -> None:
         wanted = [t for t in (*arguments, *module.parameters()) if t.requires_grad]
         gradients.append(torch.autograd.grad(leaves, wanted, cotangents))
     torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-3)
-    # Of an extent of 1 the stride says nothing.
+    # The stride of a dimension of size 1 has no meaning.
     for actual, expected in zip(*gradients, strict=True):
         order = sorted(range(actual.dim()), key=expected.stride, reverse=True)
         assert actual.permute(order).is_contiguous() == expected.permute(order).is_contiguous()

@@ -1,4 +1,4 @@
-"""Modules that attributes hold, and methods of them: another one of the same class is noticed."""
+"""The guard notices if an attribute refers to another module, or to another module's method."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ F = nn.functional
 
 
 class Holding(nn.Module):
-    """Runs its submodule ``a``, in whatever way its attribute ``held`` leads there."""
+    """Runs its submodule ``a`` through the attribute ``held``: a method, container or object."""
 
     def __init__(self, hold: Callable[[nn.Module], Any], run: Callable[[Any, Any], Any]) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ ACT: nn.Module = nn.LeakyReLU(0.1)
 
 
 class Calling(nn.Module):
-    """Calls a module that is none of its own, and has no state."""
+    """Calls a stateless module that is not a submodule, but in a global or in a list."""
 
     def __init__(self, *, globally: bool) -> None:
         super().__init__()

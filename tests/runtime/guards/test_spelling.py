@@ -1,4 +1,4 @@
-"""Calls that mean the same by forward's parameters and defaults are served by the same code."""
+"""Call forms that bind the same values to forward's parameters are served by the same code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TENSOR = "an argument is a tensor, and was none"
 
 
 class Masked(nn.Module):
-    """Has defaults of all common kinds, and a parameter that it does not read."""
+    """A forward with defaults of all common kinds, and a parameter that it does not read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ def test_a_wrong_call_raises_what_eager_raises(
 
 
 class Mutable(nn.Module):
-    """Defaults that are no constants: a list that grows, and a tensor."""
+    """A forward with mutable defaults: a list and a tensor."""
 
     def forward(
         self,
@@ -179,7 +179,7 @@ def test_defaults_that_are_no_constants_are_left_to_python() -> None:
 
 
 def by_spelling(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What a wrapper makes of arguments is not known by the parameters of what it wraps."""
+    """Wrap a forward so that the result depends on the call form, despite the wrapped signature."""
 
     @functools.wraps(function)
     def wrapper(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -212,7 +212,7 @@ def test_wrappers_see_the_spelling_of_the_call() -> None:
 
 
 class Collects(nn.Module):
-    """Changes a list that it is given."""
+    """Appends to a list argument."""
 
     def forward(self, x: torch.Tensor, seen: list[torch.Tensor], twice: bool = True) -> Any:
         seen.append(x * 2)

@@ -1,4 +1,4 @@
-"""What forward reads and writes beside its tensors: noticed when it changes, or refused by name."""
+"""State beside tensors that forward reads or writes: changes are noticed, or refused by name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Config:
 
 
 class Reader(nn.Module):
-    """Reads attributes of every sort; the products keep them apart."""
+    """Reads attributes of every kind; a change of any of them changes the result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Reader(nn.Module):
 
 
 class Layers(nn.Module):
-    """Iterates over its layers, and has slots for tensors that it does not hold yet."""
+    """Iterates over its layers, and has a buffer and a parameter that are still None."""
 
     mask: torch.Tensor | None
     bias: nn.Parameter | None

@@ -1,4 +1,4 @@
-"""Modes of PyTorch around a call: the code fits them, or the module's own forward runs."""
+"""PyTorch modes around a call: compiled code supports a mode, or the module's own forward runs."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_tracers_trace_the_own_forward(served: nn.Module) -> None:
     exported = torch.export.export(module, (sample(),)).module()
     torch.testing.assert_close(exported(sample()), expected)
     assert dispatch_report(module).tvm_calls == 0
-    # It also calls the module outside of the trace, to compare.
+    # torch.jit.trace also calls the module outside the trace, to check the result.
     torch.testing.assert_close(torch.jit.trace(module, sample())(sample()), expected)
     assert list(dispatch_report(module).fallbacks) == ["the module is being traced"]
 
@@ -206,7 +206,7 @@ def test_batch_norm_alone_trains_on_an_input_without_gradient() -> None:
 
 
 class Inner(nn.Module):
-    """Computes within a mode of its own, and returns what it made there and what came after."""
+    """Enters a mode in forward, and returns results from inside and after the mode."""
 
     def __init__(self, mode: Callable[[], Any]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Parameters that forward does not read are no part of a signature."""
+"""Arguments that forward does not read are not part of a signature."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_signature_that_is_only_said_is_not_bound_to() -> None:
 
 
 class Ignores(nn.Module):
-    """Takes whatever a training loop hands on, and reads none of it."""
+    """Accepts further arguments, as from a training loop, and reads none of them."""
 
     def forward(self, x: torch.Tensor, step: int, **more: Any) -> torch.Tensor:
         return torch.tanh(x)
@@ -61,7 +61,7 @@ def test_arguments_that_forward_does_not_read_are_no_structure() -> None:
         calls: list[dict[str, Any]] = [{"items": step}, {"items": "a", "extra": object()}]
         for more in calls:
             torch.testing.assert_close(module(sample(), step, **more), torch.tanh(sample()))
-    # Another mode is compiled for what forward reads, whatever the call has besides.
+    # Train mode needs code of its own, but one signature serves all values of unread arguments.
     module.train()
     for step in (object(), torch.ones(3), 2):
         x = sample().requires_grad_()

@@ -1,4 +1,4 @@
-"""Watches notice each way of changing a dictionary, on every Python, compiled and in Python."""
+"""Dictionary watches notice every kind of change, in the C++ and the Python implementation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def set_many(held: Any) -> None:
         setattr(held, f"a{number}", number)
 
 
-# By name: what is changed, and how.
+# By name: the object, and a function that changes it.
 CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "an attribute": (Plain, set_x),
     "an attribute of a module": (nn.ReLU, set_x),
@@ -48,7 +48,7 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 
 @pytest.fixture(params=["compiled", "python"])
 def made(request: pytest.FixtureRequest) -> Callable[..., Any]:
-    """Makes a watch of dictionaries."""
+    """A function that creates a watch of dictionaries: in C++ or in Python."""
     if request.param == "python":
         return lambda *dicts: PythonWatch(dicts, (), ())
     native = compiled_half("tvmbridge.runtime._native")
@@ -60,7 +60,7 @@ def made(request: pytest.FixtureRequest) -> Callable[..., Any]:
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_is_noticed(made: Callable[..., Any], name: str) -> None:
     make, change = CHANGES[name]
-    for _ in range(70):  # until CPython has specialised the code that changes it
+    for _ in range(70):  # until CPython has specialized the bytecode of the change
         changed, kept = make(), make()
         first, second = made(changed.__dict__, kept.__dict__), made(kept.__dict__)
         assert first.unchanged()
@@ -85,7 +85,7 @@ def test_a_value_that_takes_the_place_of_a_freed_one_is_noticed(made: Callable[.
         held = Plain()
         watch = made(held.__dict__)
         held.x = None
-        held.x = object()  # at the same address, if nothing holds the first one
+        held.x = object()  # may get the address of the first object, which is freed
         assert not watch.unchanged()
 
 
@@ -99,5 +99,5 @@ def test_watches_end_in_any_order(made: Callable[..., Any]) -> None:
     set_x(held)
     assert not watches[0].unchanged()
     watches.clear()
-    set_x(held)  # nobody watches any more
+    set_x(held)  # no watch exists any more
     assert made(held.__dict__).unchanged()
