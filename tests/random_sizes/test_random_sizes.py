@@ -36,7 +36,7 @@ def test_a_length_less_one_that_vectors_divide_at_all_points() -> None:
     assert (outcome.result, outcome.served) == ("right", outcome.calls), outcome.reason
 
 
-def test_sequences_are_the_same_for_a_number_anddifferences_are_told() -> None:
+def test_sequences_are_the_same_for_a_number_and_differences_are_told() -> None:
     assert drawn(7) == drawn(7) != replace(drawn(17), number=7)
     exact = [torch.ones(3, dtype=torch.float64)]
     near, far = [torch.ones(3) + 1e-7], [torch.ones(3) + 1e-3]
