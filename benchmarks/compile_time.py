@@ -17,7 +17,7 @@ BOUND = 15.0
 
 
 def main(argv: Sequence[str] = ()) -> int:
-    """Measure one compilation."""
+    """Compile once, and print the seconds of each stage."""
     options = parser(__doc__)
     options.add_argument("--attention", default="sdpa")
     chosen = options.parse_args(list(argv))

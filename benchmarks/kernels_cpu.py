@@ -2,7 +2,7 @@
 
     python benchmarks/kernels_cpu.py [name ...]
 
-Each case is run alternately by both, in one process; medians of many calls. Every result is
+Each case is run by both in turns, in one process; times are medians of many calls. Each result is
 compared with PyTorch's in float64 before it is timed.
 """
 

@@ -21,7 +21,7 @@ INFERENCE_BOUND = 1.0
 
 
 def training(layer: nn.Module, hidden: torch.Tensor) -> Callable[[], object]:
-    """Forward and backward, with the gradient of the input."""
+    """Return a function that runs forward and backward, with the gradient of the input."""
     cotangent = torch.randn_like(hidden)
 
     def step() -> None:
@@ -33,7 +33,7 @@ def training(layer: nn.Module, hidden: torch.Tensor) -> Callable[[], object]:
 
 
 def inference(layer: nn.Module, hidden: torch.Tensor) -> Callable[[], object]:
-    """Forward without gradients."""
+    """Return a function that runs forward without gradients."""
 
     def call() -> None:
         with torch.no_grad():
@@ -45,7 +45,7 @@ def inference(layer: nn.Module, hidden: torch.Tensor) -> Callable[[], object]:
 def measure(
     attention: str, shape: tuple[int, int], *, train: bool, rounds: int, policy: str
 ) -> list[Row]:
-    """Milliseconds of eager and of TVM, and their ratio."""
+    """Return the milliseconds of eager PyTorch and of TVM, and their ratio."""
     eager = base_layer(attention).train(train)
     tvm = copy.deepcopy(eager)
     hidden = torch.randn(*shape, 768, requires_grad=train)
