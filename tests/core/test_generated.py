@@ -1,4 +1,4 @@
-"""Source that the product generates: who may run it, and what names and constants do in it."""
+"""Generated Python source: one place alone runs it, and names and constants cannot inject code."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tvmbridge.fx.sizes import LeafSizes
 from tvmbridge.graph_capture.relations import Relations
 
 PACKAGE = Path(tvmbridge.__file__).parent
-# Builtins and types that make code of text.
+# Builtins and types that turn text or code objects into functions.
 MAKERS = {"exec", "eval", "compile", "CodeType", "FunctionType", "run_path", "run_module"}
 EXECUTED: list[str] = []
 
@@ -82,7 +82,7 @@ def test_one_place_alone_runs_generated_source() -> None:
             made = sorted(_calls(path))
             if made:
                 found[path.relative_to(PACKAGE).as_posix()] = made
-    # There functions are made of code that is there, and no source.
+    # This file builds functions from existing code objects, not from source.
     assert found.pop("graph_capture/trace/patches.py") == ["FunctionType"]
     assert found == {"core/generated.py": ["compile", "exec"]}
 

@@ -1,4 +1,4 @@
-"""Differentiation: what is refused and how, and what the zapp passes leave of the gradient."""
+"""Differentiation: refusals, and the simplification of the gradient by the zapp passes."""
 
 # ruff: noqa: ANN201  (the Relax functions here are TVM script)
 
@@ -112,7 +112,7 @@ def test_nothing_superfluous_is_left_in_a_transformer_layer() -> None:
 
 
 def superfluous(value: relax.Expr, bound: dict[relax.Var, relax.Expr]) -> bool:
-    """Whether a binding computes nothing that a static shape or an operand does not say."""
+    """Whether a binding is redundant: its value is an operand, or known from a static shape."""
     if isinstance(value, relax.Var):
         return True
     if not isinstance(value, relax.Call):
