@@ -16,7 +16,7 @@ from tvmbridge.differentiation.differentiate import JointModule
 
 @I.ir_module
 class Chain:
-    """y = sigmoid(tanh(x w)) w: tanh and sigmoid can be recomputed from x w, which has 32 bytes."""
+    """y = sigmoid(dropout(tanh(h))) v with h = x w; h has 32 bytes and determines the rest."""
 
     @R.function
     def joint(
@@ -124,7 +124,7 @@ def test_of_equal_cuts_the_one_with_less_to_repeat_is_taken() -> None:
 
 def test_what_a_product_of_backward_reads_is_kept() -> None:
     coloring = color(joint_of(Chain, drawn=("mask",)), "keep_operands")
-    # The product reads twice through a permutation.
+    # grad_v reads twice through a permutation; once is needed besides, to compute inner.
     assert kept(coloring) == {"once", "twice", "mask"}
     assert kept(color(joint_of(Powers), "keep_operands")) == {"a"}
 

@@ -1,4 +1,4 @@
-"""No more bytes are kept than by eager and AOTAutograd, on small sizes of the benchmarks' modules."""
+"""No more bytes are kept than by eager and AOTAutograd, on small sizes of benchmarked modules."""
 
 from __future__ import annotations
 

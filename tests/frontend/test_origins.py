@@ -1,4 +1,4 @@
-"""Where a value comes from stays known from the import to the functions that are built."""
+"""The origin of a value (module and line) is kept from the import to the built functions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Pair(nn.Module):
         self.inner = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x).tanh()  # the line that is looked for
+        return self.inner(x).tanh()  # the test looks for this line
 
 
 def test_a_call_says_its_submodules_and_the_line() -> None:
