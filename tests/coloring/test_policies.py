@@ -124,7 +124,7 @@ def test_of_equal_cuts_the_one_with_less_to_repeat_is_taken() -> None:
 
 def test_what_a_product_of_backward_reads_is_kept() -> None:
     coloring = color(joint_of(Chain, drawn=("mask",)), "keep_operands")
-    # grad_v reads twice through a permutation; once is needed besides, to compute inner.
+    # grad_v reads twice through a permutation; once is also needed, to compute inner.
     assert kept(coloring) == {"once", "twice", "mask"}
     assert kept(color(joint_of(Powers), "keep_operands")) == {"a"}
 

@@ -26,7 +26,8 @@ def several(
 ) -> type:
     """Return a custom function with two outputs; ``backward`` gets its input and the cotangents.
 
-    ``told`` selects how the function sets ``materialize_grads``: by the method or the attribute.
+    With ``told="method"`` the function sets ``materialize_grads`` by the method, otherwise by the
+    attribute.
     """
 
     class Several(torch.autograd.Function):
