@@ -169,7 +169,7 @@ def agrees(recipe: Recipe, training: bool) -> int:
 
 
 class Ordered(nn.Module):
-    """A wrapper whose ``parameters()`` has a given order, which may differ from the order of use."""
+    """A wrapper whose ``parameters()`` has a given order, not the order of use."""
 
     def __init__(self, module: nn.Module, names: list[str]) -> None:
         super().__init__()

@@ -122,7 +122,7 @@ class Twin:
     """The test data of a pass that removes ``combine(fill(shape, dtype), x)``.
 
     - ``before``, ``expected``: a module, and the result of the pass.
-    - ``declined``: a module that the pass does not change.
+    - ``declined``: a module that the pass declines, because its shape is not static.
     - ``operator``, ``formula``: the Relax operator that is removed, and its function in PyTorch.
     - ``almost``: numbers that are nearly neutral, and must stay.
     """
@@ -226,7 +226,7 @@ def test_one_other_element_is_enough_to_stay(twin: Twin) -> None:
 
 
 def test_ones_that_are_cut_from_other_numbers_are_no_ones() -> None:
-    """Check that no uniform value is followed through a cast, which may change it: int(0.5) is 0."""
+    """Check that no uniform value is followed through a cast, which may change the value."""
     half = relax.const(0.5, "float64")
     mod = build_main(
         (torch.ones(3, dtype=torch.int64),),
