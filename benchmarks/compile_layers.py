@@ -47,7 +47,13 @@ def convolutions(layers: int) -> tuple[nn.Module, Tensor]:
 
 @dataclass(frozen=True)
 class Case:
-    """A module of ``layers`` equal layers, how it is compiled, and the bound in CPU seconds."""
+    """A module of many equal layers.
+
+    - ``make``: builds the module of a given number of layers, and an input.
+    - ``layers``: the default number of layers.
+    - ``training``: whether the module is compiled for training.
+    - ``bound``: upper bound of the CPU seconds.
+    """
 
     make: Callable[[int], tuple[nn.Module, Tensor]]
     layers: int
@@ -73,7 +79,7 @@ def compile_here(case: Case, layers: int) -> dict[str, float]:
     add_tvm_dispatch(warm, torch.randn(2, 4), options=options)
     module, sample = case.make(layers)
     module.train(case.training)
-    # The compiler times its stages by perf_counter: make that CPU time too.
+    # The compiler times its stages by perf_counter, which must return CPU time as well.
     with mock.patch("time.perf_counter", time.process_time):
         start = time.process_time()
         add_tvm_dispatch(module, sample, options=options)

@@ -98,7 +98,7 @@ def compile_here(family: Family, operators: int) -> dict[str, float]:
     add_tvm_dispatch(warm, torch.randn(2, 4))
     module, sample = family.make(operators)
     module.train(family.training)
-    # The compiler times its stages by perf_counter: make that CPU time too.
+    # The compiler times its stages by perf_counter, which must return CPU time as well.
     with mock.patch("time.perf_counter", time.process_time):
         start = time.process_time()
         add_tvm_dispatch(module, sample)

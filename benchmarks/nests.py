@@ -33,7 +33,7 @@ _BEYOND = 1 << 40
 
 @dataclass(frozen=True)
 class Case:
-    """A function, its inputs, and the operator whose converter is measured."""
+    """A function with its inputs, and the operator whose converter is measured."""
 
     name: str
     operator: Any

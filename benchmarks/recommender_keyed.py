@@ -1,4 +1,4 @@
-"""The DLRM of ``examples/dlrm`` with torchrec's tables, in torchrec's pipeline."""
+"""The DLRM of ``examples/dlrm`` with torchrec's embedding tables, in torchrec's pipeline."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Interaction(nn.Module):
 
 
 class Keyed(nn.Module):
-    """The DLRM with torchrec's tables."""
+    """The DLRM with torchrec's embedding tables; forward returns the loss."""
 
     def __init__(self, tables: nn.Module, model: DLRM) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The suites of ``python -m benchmarks``: whole models and blocks, their inputs, and their step."""
+"""The suites of ``python -m benchmarks``: whole models and blocks, with inputs and bounds."""
 
 from __future__ import annotations
 

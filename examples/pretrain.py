@@ -59,7 +59,7 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
 class Llama(nn.Module):
     """A decoder of ``layers`` blocks over ``words`` tokens.
 
-    ``checkpointing``: backward computes each block's forward again.
+    With ``checkpointing`` backward recomputes each block's forward.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ def _restore(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | N
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line; ``given`` replaces it."""
+    """Parse ``given``, or the command line if it is None."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--strategy", choices=("fsdp", "ddp"), default="fsdp")
     parser.add_argument("--eager", action="store_true", help="leave the blocks to eager PyTorch")

@@ -4,9 +4,9 @@ Each model runs in its own process, ``--jobs`` of them at once; only one process
 a time. The file ``--resume`` has a line of JSON for each measured model, which is not measured
 again. Each peer is printed when it is done. The table has, for each peer:
 
-- whether the results pass PyTorch's accuracy rule,
-- the share of calls after the third that compiled code served,
-- eager PyTorch's time over the peer's,
+- whether the results pass PyTorch's accuracy rule;
+- the share of calls after the third that compiled code served;
+- eager PyTorch's time over the peer's;
 - seconds to the first result with empty caches, and peak memory on a GPU.
 """
 

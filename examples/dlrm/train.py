@@ -49,7 +49,7 @@ def make(sizes: Sizes, place: Place, seed: int = 0) -> DLRM:
 
 
 class Step:
-    """One step of training: forward, backward, gradients averaged over the ranks, update."""
+    """A training step: forward, backward, the mean of gradients over the ranks, update."""
 
     def __init__(self, model: DLRM, place: Place, rate: float = 0.02) -> None:
         self.model, self.place = model, place

@@ -1,4 +1,4 @@
-"""The policies on small joint functions whose best coloring is known by hand."""
+"""The residual policies on small joint functions whose best coloring is known."""
 
 # ruff: noqa: ANN201  (the Relax functions here are TVM script)
 

@@ -1,4 +1,4 @@
-"""The split: forward and backward that together are the joint function."""
+"""The split of a joint function into forward and backward, which together compute the same."""
 
 # ruff: noqa: ANN201  (the Relax functions here are TVM script)
 

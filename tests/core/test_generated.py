@@ -29,7 +29,7 @@ EXECUTED: list[str] = []
 
 
 class Hostile(str):
-    """A string whose ``repr`` and ``str`` are an expression with a side effect."""
+    """A string whose ``repr`` and ``str`` return a Python expression with a side effect."""
 
     def __repr__(self) -> str:
         return f"(__import__({__name__!r}, fromlist=['x']).EXECUTED.append('repr') or 'k')"
@@ -38,13 +38,13 @@ class Hostile(str):
 
 
 class Member(str, enum.Enum):
-    """A string whose ``repr`` is no expression at all."""
+    """A string whose ``repr`` is no Python expression."""
 
     KEY = "k"
 
 
 class Wild(int):
-    """An integer whose ``repr`` is no expression."""
+    """An integer whose ``repr`` is no Python expression."""
 
     def __repr__(self) -> str:
         return "<wild>"

@@ -1,4 +1,4 @@
-"""The pins and the check that runs before tvm is imported."""
+"""The pinned versions of packages, and their check before tvm is imported."""
 
 from __future__ import annotations
 

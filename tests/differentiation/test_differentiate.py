@@ -82,7 +82,7 @@ def test_the_zapp_passes_halve_the_gradient_of_a_layer() -> None:
     records: list[PassRecord] = []
     joint_of(Layer, "x", "w", "b", records=records)
     gradient = next(r for r in records if r.name == "Gradient")
-    assert gradient.bindings_before == 9  # the layer's 5, the weighted sum's 2, two results
+    assert gradient.bindings_before == 9  # 5 of the layer, 2 of the weighted sum, 2 results
     first = records[records.index(gradient) + 1]
     assert first.bindings_before >= 2 * records[-1].bindings_after
     assert records[-1].bindings_after == 10

@@ -1,4 +1,4 @@
-"""The sources of the joint function against each other and against eager PyTorch."""
+"""The joint function's two sources, ``relax`` and ``aot``, against eager PyTorch."""
 
 from __future__ import annotations
 

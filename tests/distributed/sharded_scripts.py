@@ -1,4 +1,4 @@
-"""Training under ``fully_shard``, with dispatched blocks and in eager PyTorch."""
+"""Functions that ranks run: training under ``fully_shard``, with dispatched blocks and in eager."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _dispatch(model: Model, setting: Setting) -> None:
 
 
 def train(setting: Setting, *, tvm: bool, steps: int = 5) -> Trained:
-    """Train on this rank's share of generated batches."""
+    """Train on this rank's rows of random batches."""
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     model = Model(setting.dropout).to(setting.dtype)

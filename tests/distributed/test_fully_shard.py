@@ -1,4 +1,4 @@
-"""Blocks under ``fully_shard`` train as in eager PyTorch, dispatched before it or after."""
+"""Blocks under ``fully_shard`` train as in eager PyTorch, dispatched before or after sharding."""
 
 from __future__ import annotations
 

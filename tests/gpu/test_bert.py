@@ -1,4 +1,4 @@
-"""BERT's layer of transformers on a GPU."""
+"""transformers' BertLayer on a GPU."""
 
 from __future__ import annotations
 

@@ -16,9 +16,11 @@ SPECIAL = (0.0, -0.0, 1.0, -1.0, 0.5, 30.0, -30.0, 800.0, -800.0, INF, -INF, NAN
 
 @dataclass(frozen=True)
 class Case:
-    """One formula of ``rule``'s operator, in Relax and in PyTorch, on ``inputs``.
+    """A formula with the operator of a gradient rule, in Relax and in PyTorch.
 
-    All floating-point inputs are differentiated. Results may be one or several.
+    - ``rule``: the name of the rule; ``name``: of the case.
+    - ``relax``, ``torch``: the formula; it returns one result or several.
+    - ``inputs``: all floating-point inputs are differentiated.
     """
 
     rule: str

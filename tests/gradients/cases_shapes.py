@@ -1,4 +1,4 @@
-"""Cases of the rules of operators that move elements."""
+"""Cases of the rules of operators that move elements, such as reshapes and permutations."""
 
 from __future__ import annotations
 

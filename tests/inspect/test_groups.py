@@ -1,4 +1,4 @@
-"""Frames around submodules, folding, the legend, and inputs that nothing reads."""
+"""Pictures: frames around submodules, folding, the legend, and inputs that nothing reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Structure, labels and attributes of the graphs that `visualize` makes."""
+"""Structure, labels and attributes of the graphs that ``visualize`` draws."""
 
 # ruff: noqa: ANN201  (the Relax functions here are TVM script)
 

@@ -1,4 +1,4 @@
-"""The list of tasks without a record."""
+"""The list of tuning tasks that have no record yet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reports as text."""
+"""Comparison and dispatch reports as plain text."""
 
 from __future__ import annotations
 

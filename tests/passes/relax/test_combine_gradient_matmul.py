@@ -1,4 +1,4 @@
-"""CombineGradientMatmul: the gradients of combined products become one product each."""
+"""CombineGradientMatmul: one product for the input's gradients, and one for the weights'."""
 
 # ruff: noqa: ANN201, ANN202  (the Relax functions here are TVM script)
 

@@ -1,4 +1,4 @@
-"""CombineParallelBatchMatmul: products with a common left operand become one."""
+"""CombineParallelBatchMatmul: matrix products with a common left operand become one product."""
 
 # ruff: noqa: ANN201, ANN202, F841  (the Relax functions here are TVM script)
 

@@ -1,4 +1,4 @@
-"""The lowerings of layer, RMS, group, instance and batch norm."""
+"""The passes that lower layer, RMS, group, instance and batch norm."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ class EmulatedFunction:
         self.library, self.lowered, self.results = library, lowered, results
 
     def __call__(self, *tensors: Any) -> None:
-        """Run all kernels, in both orders of threads."""
+        """Run all kernels twice, in both orders of threads."""
         arrays = [torch.from_dlpack(t) for t in tensors]
         assert len(arrays) == self.lowered.parameters
         inputs, results = arrays[: -self.results], arrays[-self.results :]
@@ -264,7 +264,7 @@ def schedule(mod: tvm.IRModule, _: tvm.target.Target) -> tvm.IRModule:
 
 
 def emulate_gpu(patch: pytest.MonkeyPatch) -> None:
-    """Let modules on the CPU be compiled as for a GPU, with emulated kernels."""
+    """Patch the compiler: modules on the CPU are compiled as for a GPU, with emulated kernels."""
     cpu, gpu = BACKENDS["cpu"], BACKENDS["cuda"]
     backend = replace(cpu, kernel_passes=gpu.kernel_passes, schedule=schedule, tuned=False)
     patch.setitem(BACKENDS, "cpu", backend)

@@ -32,7 +32,7 @@ def _of_index(values: torch.Tensor, index: torch.Tensor, rows: int, first: float
     ("rows", "row", "places", "dtype"),
     [
         (9, (12,), (40,), torch.float32),
-        (3, (34,), (2, 700), torch.float32),  # two blocks a row; parts of the indices
+        (3, (34,), (2, 700), torch.float32),  # two blocks a row; indices in parts
         (5, (2, 17), (6, 7), torch.float64),
         (4, (), (3000,), torch.float32),
         (7, (5,), (31,), torch.float16),
