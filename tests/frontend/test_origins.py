@@ -28,7 +28,7 @@ class Pair(nn.Module):
         self.inner = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x).tanh()  # the test looks for this line
+        return self.inner(x).tanh()  # the line that is looked for
 
 
 def test_a_call_says_its_submodules_and_the_line() -> None:
