@@ -1,9 +1,9 @@
-"""``python -m benchmarks``: tvmbridge beside what a user would run instead, on the CPU.
+"""``python -m benchmarks``: compare tvmbridge with its alternatives on the CPU.
 
-All in one process, in turns; medians of seconds, with their quartiles. ``of roofline`` is the
-least time that the arithmetic and the weights of a call take on this machine, by its fastest
-product and its fastest copy, over the time of tvmbridge. The table goes to the terminal, all
-figures to a JSON file.
+One process calls all of them in turns and reports medians with their quartiles. The column
+``of roofline`` is a lower bound of the time, over tvmbridge's time. The bound follows from the
+FLOP and the weight bytes of a call, at the speeds of this machine's fastest matrix product and
+fastest copy. The table goes to the terminal, and all figures go to a JSON file.
 """
 
 from __future__ import annotations
@@ -41,13 +41,20 @@ from benchmarks.peers import (
 from benchmarks.suites import SUITES, Suite
 from tvmbridge.core.machine import cpu_model
 
-# What reads all of its weight at each call.
+# Modules that read their whole weight at each call.
 _READ_WHOLE = (nn.Linear, nn.Conv2d, nn.ConvTranspose2d)
 
 
 @dataclass
 class Row:
-    """What was measured: by peer median seconds of a call, their quartiles, and of the first."""
+    """The measurements of one suite, by the name of the peer.
+
+    - ``seconds``: median seconds of a call; ``quartiles``: the lower and upper quartile.
+    - ``first``: seconds of preparation and first call.
+    - ``errors``: relative error against float64, in inference.
+    - ``missing``: why a peer was not measured.
+    - ``least``: the lower bound of a call's seconds on this machine, for the roofline column.
+    """
 
     name: str
     seconds: dict[str, float] = field(default_factory=dict)
@@ -58,7 +65,10 @@ class Row:
     least: float = math.nan
 
     def over_best(self, ours: str) -> float:
-        """The time of ``ours`` over that of the best peer that is as bound to its weights."""
+        """Return the time of ``ours`` over the time of the best peer.
+
+        With live weights, which may change between calls, only peers with live weights count.
+        """
         peers = OF_LIVE_WEIGHTS if ours == LIVE else [p for p in PEERS if p not in OURS]
         others = [self.seconds[p] for p in peers if p in self.seconds]
         return self.seconds.get(ours, math.nan) / min(others, default=math.nan)
@@ -66,7 +76,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Machine:
-    """The processor, and what it reaches: operations and copied bytes a second, in float32."""
+    """The processor, and its measured speeds.
+
+    - ``flops``: FLOP/s of the fastest float32 matrix product.
+    - ``bytes``: bytes/s of a copy, read and written bytes together.
+    """
 
     processor: str
     threads: int
@@ -76,14 +90,14 @@ class Machine:
 
     @classmethod
     def measured(cls) -> Machine:
-        """This machine, by a large product and a large copy."""
+        """Measure this machine by a large matrix product and a large copy."""
         source, target = torch.rand(2**25), torch.rand(2**25)
         copied = 2 * source.nbytes / _best(lambda: target.copy_(source))
         flops = _flops(torch.float32)
         return cls(cpu_model(), torch.get_num_threads(), torch.__version__, flops, copied)
 
     def least_seconds(self, suite: Suite) -> float:
-        """What the arithmetic of a call takes at least, or reading its weights."""
+        """Return a lower bound of a call's seconds: its arithmetic, or reading its weights."""
         module, x = suite.module(), suite.sample()
         with FlopCounterMode(display=False) as counter:
             step_of(module, x)()
@@ -94,7 +108,7 @@ class Machine:
 
 
 def _flops(dtype: torch.dtype) -> float:
-    """Operations a second of this machine's fastest product."""
+    """Return the FLOP/s of this machine's fastest matrix product."""
     a, b = (torch.rand(1536, 1536, dtype=dtype) for _ in range(2))
     products = [lambda: torch.mm(a, b)]
     if torch.backends.mkldnn.is_available():
@@ -113,10 +127,13 @@ def _best(call: Call, repeats: int = 10) -> float:
 
 
 def measure(name: str, peers: Sequence[str], seconds: float, machine: Machine) -> Row:
-    """One row: each peer is made ready and called, then all are called in turns.
+    """Measure the suite ``name``: prepare and call each peer, then call all of them in turns.
 
     Args:
-        seconds: how long each of them is called for, about.
+        name: a key of ``SUITES``.
+        peers: keys of ``PEERS``.
+        seconds: about how many seconds each peer is called for.
+        machine: the speeds that the lower bound is computed from.
     """
     suite, row, calls = SUITES[name], Row(name), dict[str, Call]()
     row.least = machine.least_seconds(suite)
@@ -130,7 +147,7 @@ def measure(name: str, peers: Sequence[str], seconds: float, machine: Machine) -
         except MissingError as reason:
             row.missing[peer] = str(reason)
             continue
-        except Exception as error:  # whatever a peer stumbles over, the others are measured
+        except Exception as error:  # a peer that fails does not stop the others
             row.missing[peer] = f"{type(error).__name__}: {str(error)[:200]}"
             continue
         row.first[peer] = time.perf_counter() - start
@@ -142,7 +159,7 @@ def measure(name: str, peers: Sequence[str], seconds: float, machine: Machine) -
 
 
 def _exact(suite: Suite) -> torch.Tensor | None:
-    """The output in float64; None in training, where dropout draws."""
+    """Return the output in float64; None in training, because dropout is random."""
     if suite.train:
         return None
     x = suite.sample()
@@ -170,7 +187,7 @@ def _take_times(row: Row, calls: Mapping[str, Call], seconds: float) -> None:
 
 
 def table_of(rows: Sequence[Row], peers: Sequence[str]) -> Table:
-    """Milliseconds by peer, and of ours the times over those of the best peer, with the bounds."""
+    """Return a table of milliseconds by peer, and of tvmbridge's ratios with their bounds."""
     table = Table("", *peers, "live / best", "frozen / best", "of roofline", title="milliseconds")
     for column in table.columns[1:]:
         column.justify = "right"
@@ -219,7 +236,7 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] = ()) -> int:
-    """Measure the rows asked for; 1 if a bound does not hold and bounds are checked."""
+    """Measure the chosen rows; return 1 if a bound is checked and does not hold."""
     known = _options(argv)
     if known.threads:
         torch.set_num_threads(known.threads)
@@ -236,7 +253,7 @@ def main(argv: Sequence[str] = ()) -> int:
         torch._dynamo.reset()
         gc.collect()
     console = Console()
-    if not console.is_terminal:  # where a narrow table would be cut up
+    if not console.is_terminal:  # a narrow table would wrap its cells
         console = Console(width=200)
     console.print(table_of(rows, peers))
     content = {

@@ -1,8 +1,8 @@
 """Accuracy of a BertLayer's training step (BERT-base, 2x128, dropout 0.1) against eager.
 
-Output and every gradient from the same seed, as norm of the difference over norm. The true gradient
-of the key's bias is zero, since softmax does not see a shift, so both compute rounding for it: its
-error is relative to the gradient of the query's bias.
+The error of the output and of each gradient is the norm of the difference over the norm, with the
+same seed. The true gradient of the key's bias is zero, because softmax ignores a shift, so both
+sides compute rounding errors. Its error is therefore relative to the gradient of the query's bias.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-12}
 
 
 def measure(attention: str, dtype: torch.dtype) -> list[Row]:
-    """The errors of one layer: its output, its worst gradient, and the key's bias."""
+    """Return the errors of one layer: its output, its worst gradient, and the key's bias."""
     layer = base_layer(attention, dtype)
     hidden = torch.randn(2, 128, 768, dtype=torch.float64).to(dtype)
     reference = training_step(layer, hidden)

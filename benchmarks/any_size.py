@@ -1,7 +1,7 @@
-"""Any size: what ``dynamic_shapes="auto"`` serves of ordinary uses, how fast, against eager.
+"""``dynamic_shapes="auto"`` in ordinary uses: the share of calls served, and speed against eager.
 
-``--rows trainer generate resnet layer`` chooses some. The Trainer is transformers'; where it or
-accelerate is missing a line says so.
+``--rows trainer generate resnet layer`` chooses some rows. The row ``trainer`` needs transformers
+and accelerate; without them a line says so.
 """
 
 from __future__ import annotations
@@ -27,22 +27,25 @@ LENGTHS = (24, 56, 88, 120, 200)
 
 
 def _served(module: nn.Module, since: tuple[int, int] = (0, 0)) -> tuple[int, int]:
-    """The calls that TVM served and all of them, without those until ``since``."""
+    """Return the calls that TVM served and all calls, both minus the counts in ``since``."""
     told = dispatch_report(module)
     calls = told.tvm_calls + sum(told.fallbacks.values())
     return told.tvm_calls - since[0], calls - since[1]
 
 
 def _share(name: str, served: tuple[int, int], bound: float) -> Row:
-    """Of rows the bound is what a figure stays under: the share that was not served."""
+    """Return a row with the share of calls that TVM did not serve.
+
+    ``bound`` is the least share served; a row's own bound is an upper one.
+    """
     missed = 1 - served[0] / max(1, served[1])
     return Row(f"{name}: calls that TVM did not serve", missed, "", 1 - bound)
 
 
 def trainer(budget: float | None = None) -> Iterator[Row]:
-    """BERT of 4 layers, 500 sentences, dynamic padding, 3 epochs and an evaluation.
+    """Train a BERT of 4 layers on 500 sentences with dynamic padding, 3 epochs, and evaluate it.
 
-    ``budget`` is that of ``add_tvm_dispatch``, in seconds.
+    ``budget`` is the compilation budget of ``add_tvm_dispatch``, in seconds.
     """
     try:
         import accelerate  # type: ignore[import-untyped]  # noqa: F401
@@ -69,7 +72,7 @@ def trainer(budget: float | None = None) -> Iterator[Row]:
         return {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": labels}
 
     class After(TrainerCallback):
-        """Notes how many calls there were at the end of a step."""
+        """Record the number of calls at the end of a step."""
 
         at = (0, 0)
 
@@ -126,7 +129,7 @@ def trainer(budget: float | None = None) -> Iterator[Row]:
 
 
 def generate() -> Iterator[Row]:
-    """GPT-2 small, 200 tokens, greedy, with a dynamic cache; random weights."""
+    """Generate 200 tokens greedily by GPT-2 small with random weights and a dynamic cache."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
@@ -150,7 +153,7 @@ def generate() -> Iterator[Row]:
 
 
 def resnet() -> Iterator[Row]:
-    """A ResNet-18 of torchvision in training, batches of 32 and a last one of 7."""
+    """Train torchvision's ResNet-18 on batches of 32 and a last batch of 7."""
     try:
         from torchvision.models import resnet18  # type: ignore[import-untyped]
     except ImportError as error:
@@ -170,7 +173,7 @@ def resnet() -> Iterator[Row]:
 
 
 def layer() -> Iterator[Row]:
-    """A BertLayer at five lengths: symbolic code over code for the same sizes."""
+    """Measure a BertLayer at five lengths: time of symbolic code over code for that size."""
     for training in (False, True):
         plain = base_layer("sdpa").train(training)
         symbolic = copy.deepcopy(plain)
@@ -205,7 +208,7 @@ ROWS: dict[str, Callable[[], Iterator[Row]]] = {
 
 
 def main(argv: Sequence[str] = ()) -> int:
-    """Measure the rows that are named, or all."""
+    """Measure the chosen rows, or all."""
     options = parser(__doc__)
     options.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
     options.add_argument("--budget", type=float, help="seconds that the Trainer waits for code")

@@ -1,4 +1,4 @@
-"""The models of ``benchmarks.any_size_shares``: small, and with the operators of large ones."""
+"""The models of ``benchmarks.any_size_shares``: small, with the operators of large models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BATCH_AND_LENGTH = (((0, 0), (1, 0)), ((0, 1), (1, 1)))
 
 
 def bert() -> nn.Module:
-    """A BertModel of one layer."""
+    """Return a BertModel of one layer."""
     from transformers import BertConfig, BertModel
 
     return BertModel(
@@ -32,14 +32,14 @@ def bert() -> nn.Module:
 
 
 def gpt2() -> nn.Module:
-    """A GPT-2 of one block."""
+    """Return a GPT-2 of one block."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     return GPT2LMHeadModel(GPT2Config(**_ROW, n_embd=32, n_layer=1, n_head=2))
 
 
 def llama() -> nn.Module:
-    """A Llama of one layer whose heads share keys."""
+    """Return a Llama of one layer whose heads share keys."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return LlamaForCausalLM(
@@ -55,7 +55,7 @@ def llama() -> nn.Module:
 
 
 def t5() -> nn.Module:
-    """A T5 of one layer."""
+    """Return a T5 of one layer."""
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(
@@ -66,7 +66,7 @@ def t5() -> nn.Module:
 
 
 def vit() -> nn.Module:
-    """A ViT of one layer with patches of 8."""
+    """Return a ViT of one layer with patches of 8."""
     from transformers import ViTConfig, ViTModel
 
     return ViTModel(
@@ -112,7 +112,7 @@ class ResNet(nn.Module):
 
 
 class UNet(nn.Module):
-    """One level down, one up: a transposed convolution, and a concatenation with the way down."""
+    """A U-Net of one level: downsampling, a transposed convolution, and a skip connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class UNet(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """An LSTM of two layers in both directions, and a product of all states."""
+    """A bidirectional LSTM of two layers, and a linear layer on all states."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class Recurrent(nn.Module):
 
 
 class DLRM(nn.Module):
-    """Bags of embeddings, a bottom and a top MLP, products of all pairs of features."""
+    """A DLRM: bags of embeddings, a bottom and a top MLP, dot products of all feature pairs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ class SAGE(nn.Module):
 
 
 def ids(rows: int, length: int) -> torch.Tensor:
-    """Tokens, none of them a special one."""
+    """Return random token ids, none of which is a special token."""
     return torch.randint(3, _VOCABULARY, (rows, length))
 
 
@@ -200,7 +200,7 @@ def _run_vit(module: nn.Module, given: tuple[torch.Tensor, ...]) -> Any:
     return module(pixel_values=given[0], interpolate_pos_encoding=True)[0]
 
 
-# The names of arguments that a spec has sizes for, in their order.
+# By model, the names of the arguments whose sizes vary, in order.
 NAMES = {
     "bert": ("input_ids", "attention_mask"),
     "gpt2": ("input_ids", "attention_mask"),
@@ -208,7 +208,7 @@ NAMES = {
     "t5": ("input_ids", "attention_mask", "labels"),
     "vit": ("pixel_values",),
 }
-# Constants that calls have beside the tensors.
+# By model, the names of arguments that are no tensors.
 CONSTANTS = {
     "gpt2": ("use_cache",),
     "llama": ("use_cache",),

@@ -1,9 +1,9 @@
-"""Any size: the calls that TVM serves after the third one, of ten models at 20 sizes each.
+"""The share of calls that TVM serves after the third one, for ten small models at 20 sizes each.
 
-Every model is small, is called in evaluation and in training, with ``dynamic_shapes="auto"`` and
-with a Dim for each size, and is compared with eager PyTorch at each call. ``generate`` decodes with
-each model's own cache. A line says how many calls TVM served, how many compilations that took, and
-why the other calls were not served: ``--rows bert:train:auto gpt2:generate`` chooses some.
+Each model runs in evaluation and in training, with ``dynamic_shapes="auto"`` and with a Dim for
+each size. Each call is compared with eager PyTorch. ``generate`` decodes with each model's own
+cache. A line gives the calls that TVM served, the compilations, and why other calls were not
+served. ``--rows bert:train:auto gpt2:generate`` chooses some.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from tvmbridge import add_tvm_dispatch, dispatch_report
 
 _CALLS, _FIRST = 20, 3
 _GENERATES = ("gpt2", "llama", "t5")
-# For the first call's sizes, for common ones, for small ones, and for a call of ones.
+# Four compilations: for the first call's sizes, common sizes, small sizes, and sizes of one.
 _LEAST_SHARE, _MOST_COMPILATIONS = 0.97, 4
 
 
 class _Compilations(logging.Handler):
-    """Counts the compilations that the log tells of."""
+    """Count the compilations that the log reports."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -68,7 +68,13 @@ def _counted() -> Iterator[_Compilations]:
 
 @dataclass
 class Line:
-    """What came of a model in a mode: calls after the first three, served ones, compilations."""
+    """The result of one model in one mode.
+
+    - ``served``, ``calls``: calls that TVM served, and all calls, both after the first three.
+    - ``compilations``: successful compilations; ``failed``: the reasons of the failed ones.
+    - ``reasons``: how many calls were not served, by reason.
+    - ``wrong``: the difference from eager PyTorch, or None.
+    """
 
     name: str
     served: int = 0
@@ -81,12 +87,12 @@ class Line:
 
     @property
     def share(self) -> float:
-        """The share of the calls that TVM served."""
+        """Return the share of the calls that TVM served."""
         return self.served / max(1, self.calls)
 
     @property
     def holds(self) -> bool:
-        """Whether the line is as it must be."""
+        """Whether results are right, enough calls were served, and compilations were few."""
         few = self.compilations + len(self.failed) <= _MOST_COMPILATIONS
         return self.wrong is None and self.share >= _LEAST_SHARE and few
 
@@ -102,7 +108,7 @@ class Line:
 
 
 def _sizes(model: Model, name: str) -> list[tuple[int, ...]]:
-    """Twenty choices of sizes: three common ones, the smallest, and others."""
+    """Return twenty tuples of sizes: three common ones, three of the smallest, and random ones."""
     draw = random.Random(name)
     middle = [tuple((a + b) // 2 + i for a, b in model.ranges) for i in range(_FIRST)]
     few = [tuple(min(max(n, a), b) for a, b in model.ranges) for n in (1, 2, 3)]
@@ -138,7 +144,7 @@ def _calls_so_far(module: nn.Module) -> tuple[int, Counter[str]]:
 
 
 def shares(name: str, mode: str, way: str) -> Line:
-    """The line of a model's calls with 20 sizes."""
+    """Call a model with 20 sizes and return its line."""
     model, line = MODELS[name], Line(f"{name}:{mode}:{way}")
     training = mode == "train"
     torch.manual_seed(0)
@@ -164,7 +170,7 @@ def shares(name: str, mode: str, way: str) -> Line:
 
 
 def generation(name: str, tokens: int) -> Line:
-    """The line of ``generate`` with the model's own cache, two prompts, greedily."""
+    """Run greedy ``generate`` on two prompts with the model's own cache; return its line."""
     line = Line(f"{name}:generate")
     torch.manual_seed(0)
     plain: Any = MODELS[name].build().eval()
@@ -186,7 +192,7 @@ def generation(name: str, tokens: int) -> Line:
 
 
 def names() -> list[str]:
-    """All rows."""
+    """Return the names of all rows."""
     ways = [f"{n}:{mode}:{way}" for way in ("auto", "dim") for n in MODELS for mode in MODES]
     return [*ways, *(f"{n}:generate" for n in _GENERATES)]
 
@@ -208,7 +214,7 @@ def _line(name: str, tokens: int) -> Line:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print a line for each row, and how often each reason stands; 1 where one misses."""
+    """Print a line for each row, and the count of each reason; return 1 if a row does not hold."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.any_size_shares", description=__doc__
     )

@@ -1,8 +1,8 @@
-"""Training a BertLayer under autocast to bfloat16, beside eager PyTorch's: casts and time.
+"""Train a BertLayer under autocast to bfloat16: casts and time, against eager PyTorch.
 
-Casts are counted by the profiler: in eager PyTorch calls that copy a tensor to another dtype
-(``aten::_to_copy``), in compiled code kernels that do nothing but cast. Casts that are fused into
-other kernels read and write no memory of their own; they are counted apart.
+The profiler counts the casts. In eager PyTorch a cast is a call of ``aten::_to_copy``; in compiled
+code it is a kernel that only casts. Casts fused into other kernels cause no memory traffic of their
+own, so they are counted separately.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MOST_TIME = {"cpu": 0.9, "cuda": 0.6}
 
 
 def step_of(call: Callable[[torch.Tensor], Any], x: torch.Tensor) -> Callable[[], object]:
-    """Forward and backward under autocast, as a loop of training has them."""
+    """Return a function that runs forward under autocast, and backward outside of it."""
 
     def step() -> None:
         with torch.autocast(x.device.type, torch.bfloat16):
@@ -39,26 +39,26 @@ def step_of(call: Callable[[torch.Tensor], Any], x: torch.Tensor) -> Callable[[]
 
 
 def kernels(step: Callable[[], object]) -> list[str]:
-    """The names of what a step runs, as the profiler tells them."""
+    """Return the names of all profiler events of a step."""
     with torch.profiler.profile() as recorded:
         step()
     return [event.name for event in recorded.events()]
 
 
 def casts(names: Sequence[str]) -> int:
-    """How many of them do nothing but cast: PyTorch's, or kernels of compiled code."""
+    """Count the events that only cast: PyTorch's operator, or kernels of compiled code."""
     return sum(name == "aten::_to_copy" or _CAST.fullmatch(name) is not None for name in names)
 
 
 def fused_casts(names: Sequence[str]) -> int:
-    """How often kernels of compiled code cast what they read or make."""
+    """Count the casts inside fused kernels of compiled code."""
     return sum(
         len(_CAST.findall(name)) for name in names if name.startswith("fused_") and "cast" in name
     )
 
 
 def main(argv: Sequence[str] = ()) -> int:
-    """Count, and measure in turns."""
+    """Count the casts, and time eager PyTorch and compiled code in turns."""
     options = parser(__doc__)
     options.add_argument("--rounds", type=int, default=20)
     options.add_argument("--batch", type=int, default=8)

@@ -1,8 +1,8 @@
-"""A training whose sizes change, compiled at the call and in the background, beside eager PyTorch.
+"""Training with changing sizes: compiled at the call, compiled in the background, and eager.
 
-``python -m benchmarks.background [--steps 300]`` runs each in a process of its own, with an empty
-cache and again with the one that was left, and prints: seconds in all, the longest step, the first
-step that is served, the share served, and the median of the last quarter of the steps.
+``python -m benchmarks.background [--steps 300]`` runs each way in its own process: first with an
+empty cache, then with the cache that the first run left. It prints total seconds, the longest step,
+the first step served, the share served, and the median of the last quarter of the steps.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WAYS = ("eager", "at the call", "background")
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward network, each behind a norm."""
+    """A transformer block: attention and a feed-forward network, each after a norm."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Block(nn.Module):
 
 
 def run(way: str, steps: int) -> dict[str, Any]:
-    """Train for so many ``steps`` of lengths that change."""
+    """Train for ``steps`` steps on sequences of changing length; return the figures by name."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Block(128) for _ in range(4))).train()
     if way != "eager":
@@ -76,7 +76,7 @@ def run(way: str, steps: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """The command."""
+    """Run each way in its own process and print its figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)

@@ -1,9 +1,9 @@
-"""``python -m benchmarks.bandwidth``: how fast the loops of compiled code move their data.
+"""``python -m benchmarks.bandwidth``: the memory bandwidth of compiled kernels, in GB/s.
 
-Each kernel that TVM made, as it runs within a call: the bytes of its arguments and results, each
-once, over its time, beside the fastest copy of this machine. PyTorch's kernels are left out, and
-products, which wait for arithmetic. What is below 60% of a copy is marked, unless all it moves in a
-call fits into a core's own cache.
+Each kernel that TVM generated is timed within a call. Its bandwidth is the bytes of its arguments
+and results, each counted once, over its time; it is compared with this machine's fastest copy.
+PyTorch's kernels are left out, and so are matrix products, which are bound by arithmetic. A kernel
+below 60% of a copy is marked, unless its data fits into a core's own cache.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from tvmbridge.compiler import executable
 _LEAST = 0.6
 _WARM, _CALLS = 5, 15
 _NO_LOOPS = ("vm.", "tvmbridge.", "product")
-# What a core has for itself: smaller than that, a kernel waits for its start and not for memory.
+# Bytes of a core's own cache: a smaller kernel is bound by its launch and not by memory.
 _OWN_CACHE = 2**20
 
 
 @dataclass
 class Kernel:
-    """The calls of one kernel: seconds of each, and the bytes of one."""
+    """The calls of one kernel: the bytes that a call moves, and the seconds of each call."""
 
     bytes: int
     seconds: list[float] = field(default_factory=list)
@@ -47,7 +47,7 @@ class Kernel:
         return statistics.median(self.seconds)
 
     def share(self, copied: float) -> float:
-        """Of the speed of a copy, in bytes a second."""
+        """Return the kernel's bandwidth over ``copied``, the bytes/s of a copy."""
         return self.bytes / self.median / copied
 
 
@@ -58,7 +58,7 @@ def _bytes(arguments: tuple[Any, ...]) -> int:
 
 @contextmanager
 def _timed(kernels: dict[tuple[str, int], Kernel]) -> Iterator[None]:
-    """Within it, what compiled code calls is timed."""
+    """Time each kernel that compiled code calls inside this context, into ``kernels``."""
 
     @contextmanager
     def told(machine: Any, title: Callable[[str, Any], str | None]) -> Iterator[None]:
@@ -72,7 +72,7 @@ def _timed(kernels: dict[tuple[str, int], Kernel]) -> Iterator[None]:
                 name = title(symbol, arguments) or symbol
                 kernels.setdefault((name, size), Kernel(size)).seconds.append(ended - begun)
             begun = time.perf_counter()
-            return 0  # go on
+            return 0  # TVM continues with the call
 
         machine.set_instrument(tell)
         try:
@@ -89,7 +89,7 @@ def _timed(kernels: dict[tuple[str, int], Kernel]) -> Iterator[None]:
 
 
 def measure(name: str) -> Mapping[tuple[str, int], Kernel]:
-    """The kernels of one row of ``python -m benchmarks``, by name and bytes."""
+    """Return the kernels of one row of ``python -m benchmarks``, by name and bytes."""
     suite = SUITES[name]
     module, x = suite.module(), suite.sample()
     add_tvm_dispatch(module, x)
@@ -104,7 +104,7 @@ def measure(name: str) -> Mapping[tuple[str, int], Kernel]:
 
 
 def _copy_speed() -> float:
-    """Bytes read and written a second, by the fastest copy of more than the caches hold."""
+    """Return the bytes/s, read and written together, of the fastest copy beyond the caches."""
     source, target = torch.rand(2**25), torch.rand(2**25)
     best = min(_seconds(lambda: target.copy_(source)) for _ in range(10))
     return 2 * source.nbytes / best

@@ -1,4 +1,4 @@
-"""Every measurement as a test, for ``make bench``; it fails when a bound does not hold."""
+"""Each measurement as a test, for ``make bench``: a test fails if a bound does not hold."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""What a dispatched call costs beyond the compiled code itself, in microseconds.
+"""The overhead of a dispatched call beyond the compiled code itself, in microseconds.
 
-The compiled functions are replaced by ones that return at once what they have computed before, so
-that what is left is all that a call does around them: guards, arguments, autograd, outputs. For
-training, a forward and a backward by ``torch.autograd.grad``; the row "autograd alone" is the same
-of the least autograd function that takes as many tensors and returns as many gradients, which no
-way of training PyTorch modules can do without. Last, a small network as a whole, beside eager
-PyTorch.
+Stand-ins replace the compiled functions and return earlier results at once. The remaining time is
+the call's own: guards, arguments, autograd, outputs. Training is a forward and a backward by
+``torch.autograd.grad``. The row "autograd alone" runs an empty autograd function with as many
+tensors and gradients; any training of a PyTorch module pays for that. The last rows compare a
+small network as a whole with eager PyTorch.
 """
 
 from __future__ import annotations
@@ -30,45 +29,45 @@ Made = tuple[nn.Module, torch.Tensor]
 
 
 class Canned:
-    """Stands in for ``LoadedModule.call``; returns what each function returned at first."""
+    """A stand-in for ``LoadedModule.call`` that returns the recorded results of each function."""
 
     def __init__(self) -> None:
         self.genuine = LoadedModule.call
         self.results: dict[str, list[torch.Tensor]] = {}
-        # How many results autograd must find to be new tensors.
+        # Autograd needs new tensors for this number of leading results.
         self.fresh = 0
 
     def record(self, loaded: LoadedModule, name: str, values: Sequence[Any]) -> list[torch.Tensor]:
-        """Make the call and keep its results."""
+        """Make the call and record its results."""
         self.results[name] = self.genuine(loaded, name, values)
         return list(self.results[name])
 
     def replay(self, _: LoadedModule, name: str, values: Sequence[Any]) -> list[torch.Tensor]:
-        """The results that were kept, of which the first are fresh outputs for autograd."""
+        """Return the recorded results; the first ``fresh`` of them are new tensors."""
         results = self.results[name]
         return [*(r.detach() for r in results[: self.fresh]), *results[self.fresh :]]
 
 
 def small_network() -> Made:
-    """Linear, GELU, LayerNorm, Linear of 256 features, and 64 rows for it."""
+    """Return Linear, GELU, LayerNorm, Linear of 256 features, and an input of 64 rows."""
     torch.manual_seed(7)
     layers = [nn.Linear(256, 256), nn.GELU(), nn.LayerNorm(256), nn.Linear(256, 256)]
     return nn.Sequential(*layers), torch.randn(64, 256)
 
 
 def bert_layer() -> Made:
-    """A layer of BERT-base without dropout: 16 parameters."""
+    """Return a layer of BERT-base without dropout (16 parameters), and its input."""
     return without_dropout(base_layer("sdpa")), torch.randn(1, 14, 768)
 
 
 def bert_base(layers: int = 12) -> Made:
-    """BERT-base without dropout: 199 parameters."""
+    """Return BERT-base without dropout (199 parameters), and its input."""
     config = BertConfig(num_hidden_layers=layers, attn_implementation="sdpa", return_dict=False)
     return without_dropout(BertModel(config)), torch.arange(14)[None] + 1000
 
 
 def without_dropout(module: nn.Module) -> nn.Module:
-    """``module`` with all rates of dropout 0: the draws are PyTorch's, not ours."""
+    """Set all dropout rates to 0, because PyTorch draws the random numbers; return ``module``."""
     for layer in module.modules():
         if isinstance(layer, nn.Dropout):
             layer.p = 0.0
@@ -84,7 +83,10 @@ MODULES: dict[str, tuple[Callable[[], Made], float, float]] = {
 
 @contextmanager
 def canned(module: nn.Module, call: Callable[[], object], num_outputs: int = 0) -> Iterator[None]:
-    """Within it compiled functions return at once what they returned in ``call``."""
+    """Record the results of ``call``; inside the context compiled functions replay them.
+
+    Autograd gets new tensors for the first ``num_outputs`` results.
+    """
     stand_in = Canned()
     stand_in.fresh = num_outputs
     for _ in range(3):
@@ -97,7 +99,7 @@ def canned(module: nn.Module, call: Callable[[], object], num_outputs: int = 0) 
 
 
 def inference(name: str, made: Callable[[], Made], rounds: int, bound: float) -> list[Row]:
-    """The cost of a call without gradients."""
+    """Return the overhead of a call without gradients."""
     module, sample = made()
     with torch.no_grad():
         add_tvm_dispatch(module.eval(), sample)
@@ -107,7 +109,7 @@ def inference(name: str, made: Callable[[], Made], rounds: int, bound: float) ->
 
 
 class Least(torch.autograd.Function):
-    """Returns tensors that it is given, and in backward gradients that it is given."""
+    """An autograd function that computes nothing: it returns given tensors and gradients."""
 
     @staticmethod
     def forward(ctx: Any, kept: tuple[list[torch.Tensor], list[torch.Tensor]], *_: Any) -> Any:
@@ -120,7 +122,7 @@ class Least(torch.autograd.Function):
 
 
 def training(name: str, made: Callable[[], Made], rounds: int, bound: float) -> list[Row]:
-    """The cost of forward and backward together."""
+    """Return the overhead of forward and backward together."""
     module, sample = made()
     add_tvm_dispatch(module.train(), sample)
     outputs = pytree.tree_leaves(module(sample))
@@ -145,7 +147,7 @@ def training(name: str, made: Callable[[], Made], rounds: int, bound: float) -> 
 
 
 def whole(rounds: int) -> list[Row]:
-    """A small network through TVM, over eager PyTorch."""
+    """Return the times of a small network through TVM, over the times of eager PyTorch."""
     (eager, sample), (module, _) = small_network(), small_network()
     cotangent = torch.randn(64, 256)
 
@@ -168,7 +170,7 @@ def whole(rounds: int) -> list[Row]:
 
 
 def main(argv: Sequence[str] = ()) -> int:
-    """Measure all of it."""
+    """Measure and print all rows."""
     options = parser(__doc__)
     options.add_argument("--rounds", type=int, default=2000, help="timed calls of each")
     options.add_argument("--threads", type=int, default=2, help="threads of PyTorch")

@@ -1,7 +1,7 @@
-"""Combined products against separate ones: a BertLayer of BERT-base, in turns; medians.
+"""Combined matrix products against separate ones, in a BertLayer of BERT-base; medians.
 
-``auto`` is what the layer does when it is not told: always combined in inference, in training where
-the products of these shapes were measured to be faster.
+``auto`` is the default: it always combines in inference. In training it combines if a measurement
+of these shapes found the combined product faster.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CHOICES = ("never", "always", "auto")
 
 
 def measure(attention: str, shape: tuple[int, int], *, train: bool, rounds: int) -> list[Row]:
-    """Milliseconds of a call with each choice, and what the second saves."""
+    """Return milliseconds of a call with three products, with one product, and with ``auto``."""
     base = base_layer(attention).train(train)
     hidden = torch.randn(*shape, 768, requires_grad=train)
     layers = [copy.deepcopy(base) for _ in CHOICES]
@@ -43,7 +43,7 @@ def measure(attention: str, shape: tuple[int, int], *, train: bool, rounds: int)
 
 
 def products(shape: tuple[int, int]) -> list[Row]:
-    """Milliseconds of the bare products, apart and combined, as ``auto`` measures them."""
+    """Return milliseconds of the products alone, separate and combined, as ``auto`` times them."""
     layers = Layers(
         shape[0] * shape[1], 768, (768, 768, 768), torch.float32, torch.get_num_threads()
     )

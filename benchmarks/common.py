@@ -1,4 +1,4 @@
-"""What the measurements share: alternating timing, and tables with bounds."""
+"""Helpers of all benchmarks: timing in turns, and tables with bounds."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-# Compiled code is what is measured, also where the module's own forward is faster.
+# Dispatch must use compiled code even if the module's own forward is faster.
 os.environ.setdefault("TVMBRIDGE_ONLY_IF_FASTER", "0")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One figure, and the bound that it must stay under (None: there is none)."""
+    """One figure with its unit, and the upper bound that it must keep (None: no bound)."""
 
     name: str
     value: float
@@ -28,15 +28,15 @@ class Row:
 
     @property
     def holds(self) -> bool:
-        """Whether the figure keeps its bound; NaN keeps none."""
+        """Whether the figure is within its bound; NaN is within no bound."""
         return self.bound is None or self.value <= self.bound
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """A parser with the arguments that all the measurements have."""
+    """Return an argument parser with the arguments that all benchmarks have."""
     made = argparse.ArgumentParser(description=description)
     made.add_argument("--no-check", action="store_true", help="print only, whatever the bounds")
-    # Warnings of torch.export about its own parts would stand in the middle of the table.
+    # torch.export warns about its own modules, in the middle of the table.
     warnings.simplefilter("ignore", FutureWarning)
     return made
 
@@ -57,7 +57,7 @@ def report(title: str, rows: Sequence[Row], *, check: bool) -> int:
 def in_turns(
     functions: Sequence[Callable[[], object]], *, rounds: int, warmup: int = 3
 ) -> list[list[float]]:
-    """The seconds of each function's calls; the functions are called in turns."""
+    """Call the functions in turns, and return the seconds of each function's calls."""
     seconds: list[list[float]] = [[] for _ in functions]
     for number in range(warmup + rounds):
         for function, record in zip(functions, seconds, strict=True):
@@ -72,5 +72,5 @@ def in_turns(
 def alternate(
     functions: Sequence[Callable[[], object]], *, rounds: int, warmup: int = 3
 ) -> list[float]:
-    """The median seconds of each function, called in turns."""
+    """Call the functions in turns, and return the median seconds of each."""
     return [statistics.median(r) for r in in_turns(functions, rounds=rounds, warmup=warmup)]

@@ -1,7 +1,7 @@
-"""CPU seconds of add_tvm_dispatch for modules of many equal layers; nothing comes from the cache.
+"""CPU seconds of add_tvm_dispatch for modules of many equal layers, without the cache.
 
-Each module is compiled in a process of its own. ``--rows norms-train`` chooses some, ``--layers
-250`` compiles fewer layers, to see how the time grows.
+Each module is compiled in its own process. ``--rows norms-train`` chooses some rows.
+``--layers 250`` compiles fewer layers, to see how the time grows.
 """
 
 from __future__ import annotations
@@ -24,18 +24,21 @@ from tvmbridge import CompileOptions, add_tvm_dispatch, dispatch_report
 
 
 def linears(layers: int) -> tuple[nn.Module, Tensor]:
-    """Linear layers and tanh in turns."""
+    """Return alternating linear layers and tanh, and an input."""
     pairs = ((nn.Linear(8, 8), nn.Tanh()) for _ in range(layers // 2))
     return nn.Sequential(*(layer for pair in pairs for layer in pair)), torch.randn(4, 8)
 
 
 def norms(layers: int) -> tuple[nn.Module, Tensor]:
-    """A chain of layer norms."""
+    """Return a chain of layer norms, and an input."""
     return nn.Sequential(*(nn.LayerNorm(8) for _ in range(layers))), torch.randn(4, 8)
 
 
 def convolutions(layers: int) -> tuple[nn.Module, Tensor]:
-    """Blocks of a convolution, batch norm and ReLU: seven parameters and buffers a block."""
+    """Return blocks of convolution, batch norm and ReLU, and an input.
+
+    A block has seven parameters and buffers.
+    """
     blocks = (
         nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.ReLU()) for _ in range(layers)
     )
@@ -44,7 +47,13 @@ def convolutions(layers: int) -> tuple[nn.Module, Tensor]:
 
 @dataclass(frozen=True)
 class Case:
-    """A module of ``layers`` equal layers, how it is compiled, and the bound in CPU seconds."""
+    """A module of many equal layers.
+
+    - ``make``: builds the module of a given number of layers, and an input.
+    - ``layers``: the default number of layers.
+    - ``training``: whether the module is compiled for training.
+    - ``bound``: upper bound of the CPU seconds.
+    """
 
     make: Callable[[int], tuple[nn.Module, Tensor]]
     layers: int
@@ -64,13 +73,13 @@ CASES: Mapping[str, Case] = MappingProxyType(
 
 
 def compile_here(case: Case, layers: int) -> dict[str, float]:
-    """CPU seconds of one compilation in this process, by stage and in all."""
+    """Compile once in this process; return the CPU seconds of each stage and in total."""
     options = CompileOptions(cache=False)
     warm = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).train(case.training)
     add_tvm_dispatch(warm, torch.randn(2, 4), options=options)
     module, sample = case.make(layers)
     module.train(case.training)
-    # The stages are measured by this clock too.
+    # The compiler times its stages by perf_counter, which must return CPU time as well.
     with mock.patch("time.perf_counter", time.process_time):
         start = time.process_time()
         add_tvm_dispatch(module, sample, options=options)
@@ -80,7 +89,7 @@ def compile_here(case: Case, layers: int) -> dict[str, float]:
 
 
 def measure(name: str, layers: int) -> dict[str, float]:
-    """:func:`compile_here` in a process of its own."""
+    """Run :func:`compile_here` in a new process and return its result."""
     command = [sys.executable, "-m", "benchmarks.compile_layers", "--worker"]
     command += ["--rows", name, "--layers", str(layers)]
     answer = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
@@ -89,7 +98,7 @@ def measure(name: str, layers: int) -> dict[str, float]:
 
 
 def rows(name: str, layers: int | None) -> list[Row]:
-    """Seconds of each stage; the bound is that of the whole, for as many layers as it is set."""
+    """Return the seconds of each stage; the total has a bound if ``layers`` is the default."""
     case = CASES[name]
     count = layers or case.layers
     return [
@@ -104,7 +113,7 @@ def rows(name: str, layers: int | None) -> list[Row]:
 
 
 def main(argv: Sequence[str] = ()) -> int:
-    """Measure the rows that are named, or all."""
+    """Measure the chosen rows, or all."""
     options = parser(__doc__)
     options.add_argument("--rows", nargs="+", choices=CASES, default=list(CASES))
     options.add_argument("--layers", type=int, help="instead of each row's own number")

@@ -1,7 +1,7 @@
-"""How the CPU time of add_tvm_dispatch grows from modules of n operators to ones of 4n, by stage.
+"""Growth of add_tvm_dispatch's CPU time from modules of n operators to modules of 4n, by stage.
 
-Each module is compiled in a process of its own. ``--families conv-eval chains-train`` chooses some,
-``--operators 100`` sets n.
+Each module is compiled in its own process. ``--families conv-eval chains-train`` chooses some
+kinds of modules, and ``--operators 100`` sets n.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TOTAL = "in all"
 
 
 class Chains(nn.Module):
-    """``count`` parallel chains tanh(LayerNorm(x_i)) on slices of the input, put side by side."""
+    """``count`` parallel chains tanh(LayerNorm(x_i)) on slices of the input, concatenated."""
 
     def __init__(self, count: int, width: int = 8) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Chains(nn.Module):
 
 
 def convolutions(operators: int) -> tuple[nn.Module, Tensor]:
-    """A chain of convolution, batch norm and ReLU."""
+    """Return a chain of convolution, batch norm and ReLU, and an input."""
     blocks = (
         nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.ReLU())
         for _ in range(operators // 3)
@@ -48,7 +48,7 @@ def convolutions(operators: int) -> tuple[nn.Module, Tensor]:
 
 
 def linears(operators: int) -> tuple[nn.Module, Tensor]:
-    """A chain of linear layer, layer norm and GELU."""
+    """Return a chain of linear layer, layer norm and GELU, and an input."""
     blocks = (
         nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU()) for _ in range(operators // 3)
     )
@@ -56,13 +56,13 @@ def linears(operators: int) -> tuple[nn.Module, Tensor]:
 
 
 def chains(operators: int) -> tuple[nn.Module, Tensor]:
-    """Parallel chains of slice, layer norm and tanh."""
+    """Return parallel chains of slice, layer norm and tanh, and an input."""
     count = operators // 3
     return Chains(count), torch.randn(4, 8 * count)
 
 
 def transformer(operators: int) -> tuple[nn.Module, Tensor]:
-    """A stack of small transformer blocks, of about 16 operators each."""
+    """Return a stack of small transformer blocks, about 16 operators each, and an input."""
     blocks = (
         nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
         for _ in range(operators // 16)
@@ -72,7 +72,7 @@ def transformer(operators: int) -> tuple[nn.Module, Tensor]:
 
 @dataclass(frozen=True)
 class Family:
-    """Modules of any size, and the mode that they are compiled in."""
+    """A kind of module: ``make`` builds one of a given number of operators and an input."""
 
     make: Callable[[int], tuple[nn.Module, Tensor]]
     training: bool
@@ -93,12 +93,12 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 
 
 def compile_here(family: Family, operators: int) -> dict[str, float]:
-    """CPU seconds of one compilation in this process, by stage and in all."""
+    """Compile once in this process; return the CPU seconds of each stage and in total."""
     warm = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).train(family.training)
     add_tvm_dispatch(warm, torch.randn(2, 4))
     module, sample = family.make(operators)
     module.train(family.training)
-    # The stages are measured by this clock too.
+    # The compiler times its stages by perf_counter, which must return CPU time as well.
     with mock.patch("time.perf_counter", time.process_time):
         start = time.process_time()
         add_tvm_dispatch(module, sample)
@@ -108,7 +108,7 @@ def compile_here(family: Family, operators: int) -> dict[str, float]:
 
 
 def measure(name: str, operators: int) -> dict[str, float]:
-    """:func:`compile_here` in a process of its own."""
+    """Run :func:`compile_here` in a new process and return its result."""
     command = [sys.executable, "-m", "benchmarks.compile_scaling", "--worker"]
     command += ["--families", name, "--operators", str(operators)]
     answer = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
@@ -117,7 +117,7 @@ def measure(name: str, operators: int) -> dict[str, float]:
 
 
 def rows(name: str, operators: int) -> list[Row]:
-    """Seconds of ``operators`` and of four times as many, and how often longer it takes."""
+    """Return the seconds of ``operators`` operators and of four times as many, and the ratio."""
     small, large = measure(name, operators), measure(name, 4 * operators)
     found = []
     for stage, seconds in large.items():
@@ -131,7 +131,7 @@ def rows(name: str, operators: int) -> list[Row]:
 
 
 def main(argv: Sequence[str] = ()) -> int:
-    """Measure the families that are named, or all."""
+    """Measure the chosen kinds of modules, or all."""
     options = parser(__doc__)
     options.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     options.add_argument("--operators", type=int, default=500, help="of the smaller module")

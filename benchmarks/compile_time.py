@@ -1,4 +1,4 @@
-"""Seconds that add_tvm_dispatch takes for a BertLayer in train mode, by stage (warm imports)."""
+"""Seconds of add_tvm_dispatch for a BertLayer in train mode, by stage, without import times."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BOUND = 15.0
 
 
 def main(argv: Sequence[str] = ()) -> int:
-    """Measure one compilation."""
+    """Compile once, and print the seconds of each stage."""
     options = parser(__doc__)
     options.add_argument("--attention", default="sdpa")
     chosen = options.parse_args(list(argv))

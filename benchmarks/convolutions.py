@@ -1,4 +1,4 @@
-"""Convolutions through compiled code against eager PyTorch: inference, and training by `relax`."""
+"""Convolutions in compiled code against eager PyTorch: inference, and training by ``relax``."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from benchmarks.common import Row, alternate, parser, report
 from benchmarks.modules import resnet
 from tvmbridge import CompileOptions, add_tvm_dispatch, dispatch_report
 
-# A convolution alone costs what PyTorch's kernel costs; the rest is the call.
+# Compiled code calls PyTorch's kernel for a lone convolution, so the excess is call overhead.
 BOUND = 1.05
 _TRAINED = CompileOptions(joint="relax")
 
 
 def _tower() -> nn.Module:
-    """Down to half the size and up again."""
+    """Return a network that halves the image size and doubles it again."""
     down = [nn.Conv2d(32, 64, 3, 2, 1), nn.BatchNorm2d(64), nn.ReLU()]
     return nn.Sequential(*down, nn.ConvTranspose2d(64, 32, 2, 2), nn.ReLU())
 
@@ -42,7 +42,7 @@ def _step(module: nn.Module, x: torch.Tensor) -> None:
 
 
 def measured(name: str, module: nn.Module, x: torch.Tensor, rounds: int) -> list[Row]:
-    """Our time over eager's, in inference and for a training step."""
+    """Return eager's time and the ratio of ours to it, for inference and for a training step."""
     rows = []
     for training in (False, True):
         eager, ours = copy.deepcopy(module).train(training), copy.deepcopy(module).train(training)
@@ -61,7 +61,7 @@ def measured(name: str, module: nn.Module, x: torch.Tensor, rounds: int) -> list
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and print; the exit status says whether the bound holds."""
+    """Measure and print; return 1 if a bound is checked and does not hold."""
     made = parser(__doc__)
     made.add_argument("--rounds", type=int, default=25, help="measured calls of each")
     made.add_argument("--cases", nargs="+", choices=[*CASES, "ResNet"], help="only these")

@@ -1,8 +1,9 @@
-"""``python -m benchmarks.convolutions_alone``: 3x3 convolutions by oneDNN and by loops, each alone.
+"""``python -m benchmarks.convolutions_alone``: single 3x3 convolutions by oneDNN and by loops.
 
-Thousand million operations a second of the definition (loops need two thirds of them) of
-PyTorch's kernel and of the loops of ``tvmbridge.schedules.convolutions``, in turns; the lower
-quartile of the times. Errors are roots of mean squares against float64, of loops over PyTorch's.
+The table has GFLOP/s of PyTorch's kernel and of the loops of ``tvmbridge.schedules.convolutions``,
+called in turns, by the lower quartile of the times. GFLOP/s counts the operations of the direct
+convolution; the loops need two thirds of them. The last column is the root-mean-square error of the
+loops against float64, over the same error of PyTorch's kernel.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tvmbridge.kernels.convolution_form import ConvolutionResult, SameConvolutio
 from tvmbridge.kernels.convolution_loops import usual
 from tvmbridge.schedules.alone import convolution
 
-# Batch, channels, filters, height and width: of the U-Net and of the ResNet-18 in ``suites``.
+# Batch, channels, filters, height and width, from the U-Net and the ResNet-18 of ``suites``.
 SIZES = (
     (2, 32, 32, 96, 96),
     (2, 64, 32, 96, 96),
@@ -34,7 +35,7 @@ _ROUNDS = 60
 
 
 def measure(form: SameConvolution) -> tuple[list[float], float]:
-    """Operations a second of both, and the ratio of errors."""
+    """Return the FLOP/s of PyTorch's kernel and of the loops, and the ratio of their errors."""
     operands = [torch.rand(shape) - 0.5 for shape in form.shapes[:-1]]
     loops, out = convolution(form), torch.empty(form.shapes[-1])
     assert loops is not None

@@ -1,9 +1,8 @@
-"""What a call through torch.compile costs beyond the compiled code itself, beside inductor's.
+"""The overhead of a call through torch.compile beyond the compiled code, against inductor's.
 
-What the backends have compiled is replaced by functions that return at once what they have computed
-before, so that what is left is all that a call does around them: Dynamo's guards, arguments,
-autograd, outputs. The row "Dynamo alone" is that of a backend whose function returns at once.
-Calls of the backends alternate.
+Stand-ins replace the compiled code of both backends and return earlier results at once. The
+remaining time is the call's own: Dynamo's guards, arguments, autograd, outputs. The row "Dynamo
+alone" uses a backend whose function returns at once. The backends are called in turns.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from benchmarks.common import Row, alternate, parser, report
 from tvmbridge.compiler.executable import LoadedModule
 from tvmbridge.dynamo import tvmbridge as backend
 
-# What runs compiled code, whose results are kept.
+# The methods that run compiled code, by backend; stand-ins replace them.
 _CODE = {"tvmbridge": (LoadedModule, "call"), "inductor": (CompiledFxGraph, "__call__")}
 _MODULES = {"small network": small_network, "BertLayer": bert_layer}
 
 
 class Canned:
-    """Stands in for a method that runs compiled code: returns what that returned at first."""
+    """A stand-in for a method that runs compiled code: it records results, then replays them."""
 
     def __init__(self, owner: type, name: str, genuine: Callable[..., Any]) -> None:
         self.genuine = genuine
@@ -42,8 +41,8 @@ class Canned:
                 self.results[key] = list(self.genuine(this, *given))
                 return list(self.results[key])
             if isinstance(given[0], list):
-                given[0].clear()  # as compiled code of inductor does
-            # Autograd must find new tensors.
+                given[0].clear()  # as inductor's compiled code does
+            # Autograd needs new tensors.
             return [r.detach() if isinstance(r, torch.Tensor) else r for r in self.results[key]]
 
         self.patch = mock.patch.object(owner, name, method)
@@ -51,7 +50,7 @@ class Canned:
 
 @contextmanager
 def canned(steps: Sequence[Callable[[], object]]) -> Iterator[None]:
-    """Within it compiled code returns at once what it returned in ``steps``."""
+    """Record the results of ``steps``; inside the context compiled code replays them."""
     with ExitStack() as stack:
         stand_ins = []
         for owner, name in _CODE.values():
@@ -65,7 +64,7 @@ def canned(steps: Sequence[Callable[[], object]]) -> Iterator[None]:
 
 
 def dynamo_alone(graph: Any, _: Any) -> Callable[..., Any]:
-    """A backend whose function returns what the graph returned at its first call."""
+    """Compile nothing: return a function that replays the results of the graph's first call."""
     kept: list[Any] = []
 
     def call(*args: Any) -> Any:
@@ -77,7 +76,7 @@ def dynamo_alone(graph: Any, _: Any) -> Callable[..., Any]:
 
 
 def inference(name: str, rounds: int) -> list[Row]:
-    """Calls without gradients."""
+    """Measure calls without gradients."""
     steps: list[Callable[[], object]] = []
     for each in (dynamo_alone, "inductor", backend):
         torch.manual_seed(0)
@@ -89,7 +88,7 @@ def inference(name: str, rounds: int) -> list[Row]:
 
 
 def training(name: str, rounds: int) -> list[Row]:
-    """Forward and backward, by ``torch.autograd.grad``."""
+    """Measure forward and backward by ``torch.autograd.grad``."""
     steps: list[Callable[[], object]] = []
     for each in ("inductor", backend):
         module, sample = _MODULES[name]()
@@ -121,7 +120,7 @@ def _rows(title: str, steps: Sequence[Callable[[], object]], rounds: int) -> lis
 
 
 def main(argv: Sequence[str] = ()) -> int:
-    """Measure all of it."""
+    """Measure and print all rows."""
     options = parser(__doc__)
     options.add_argument("--rounds", type=int, default=2000, help="timed calls of each")
     options.add_argument("--threads", type=int, default=2, help="threads of PyTorch")

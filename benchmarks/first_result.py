@@ -1,8 +1,11 @@
-"""Seconds to the first result, each in a process of its own, from a model and its input on.
+"""Seconds to the first result of a model that is already built, each in a new process.
 
-Cold with empty caches, beside torch.compile with empty caches of its own; cached in a second
-process that finds the first one's code on disk; bundled in a process whose cache was empty until it
-imported a bundle of the first one's. ``--device cuda`` measures on a GPU.
+- torch.compile: with empty caches.
+- cold: tvmbridge with empty caches.
+- cached: in a second process, which finds the first one's code on disk.
+- bundled: with a cache that was filled from an exported bundle of the first process's cache.
+
+``--device cuda`` measures on a GPU.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from typing import Any
 
 from benchmarks.common import Row, parser, report
 
-# Bounds in seconds of a second process; a first one is bounded by torch.compile.
+# Bounds in seconds of cached and bundled starts; the bound of a cold start is torch.compile's time.
 CASES = {
     "BertLayer inference": 0.5,
     "BertLayer training": None,
@@ -27,7 +30,10 @@ CASES = {
 
 
 def _seconds_here(case: str, door: str, device: str) -> float:
-    """Those of the first result in this process."""
+    """Return the seconds to the first result in this process.
+
+    ``door`` is ``"tvmbridge"`` or ``"torch.compile"``.
+    """
     import torch
     from transformers import BertConfig, BertModel
 
@@ -56,18 +62,18 @@ def _seconds_here(case: str, door: str, device: str) -> float:
 
 
 def _on(x: Any, device: str) -> Any:
-    """``x`` on the device, as a leaf of autograd."""
+    """Return ``x`` on the device as an autograd leaf."""
     return x.detach().to(device).requires_grad_(x.requires_grad)
 
 
 def _seconds(case: str, door: str, caches: str, device: str) -> float:
-    """Those of a new process, whose caches are in a folder."""
+    """Return the seconds to the first result of a new process, with caches in ``caches``."""
     arguments = ["benchmarks.first_result", "--here", case, door, "--device", device]
     return float(_python(arguments, caches).split()[-1])
 
 
 def _python(arguments: Sequence[str], caches: str) -> str:
-    """What a module prints that Python runs with the caches in a folder."""
+    """Run ``python -m`` with caches in ``caches``, and return its standard output."""
     folders = {"TVMBRIDGE_CACHE_DIR": f"{caches}/tvm", "TORCHINDUCTOR_CACHE_DIR": f"{caches}/torch"}
     command = [sys.executable, "-m", *arguments]
     done = subprocess.run(
@@ -77,7 +83,7 @@ def _python(arguments: Sequence[str], caches: str) -> str:
 
 
 def _carried(caches: str) -> str:
-    """An empty cache that a bundle of the one in a folder was imported into; its folder."""
+    """Export the cache of a folder as a bundle, import it elsewhere, and return that folder."""
     bundle, other = f"{caches}/bundle", f"{caches}/other"
     _python(["tvmbridge", "cache", "--export", bundle], caches)
     _python(["tvmbridge", "cache", "--import", bundle], other)
@@ -85,7 +91,7 @@ def _carried(caches: str) -> str:
 
 
 def main(argv: Sequence[str] = ()) -> int:
-    """Measure each case."""
+    """Measure the chosen cases, or all."""
     options = parser(__doc__)
     options.add_argument("--here", nargs=2, metavar=("CASE", "DOOR"), help="in this process alone")
     options.add_argument("--device", choices=("cpu", "cuda"), default="cpu")

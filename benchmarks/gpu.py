@@ -1,8 +1,8 @@
-"""Time of calls on a GPU: eager PyTorch, torch.compile and tvmbridge, in turns in one run.
+"""Times of calls on a GPU: eager PyTorch, torch.compile and tvmbridge, in turns in one run.
 
-Medians of times between CUDA events, each over as many calls as take a few milliseconds. Beside
-them the relative error of tvmbridge and of eager PyTorch against float64, without dropout, and the
-seconds to the first result.
+Times are medians between CUDA events, each over enough calls to take a few milliseconds. The table
+also has the seconds to the first result, and the relative errors of tvmbridge and of eager PyTorch
+against float64, without dropout.
 """
 
 from __future__ import annotations
@@ -33,7 +33,12 @@ COMPILED = {"default": "default", "reduce": "reduce-overhead", "max": "max-autot
 
 @dataclass
 class Figures:
-    """What was measured of a row: by candidate milliseconds and seconds to the first result."""
+    """The measurements of a row.
+
+    - ``milliseconds``, ``seconds``: of a call, and to the first result, by candidate.
+    - ``failed``: why a candidate or a measurement failed.
+    - ``error``, ``eager_error``: the worst relative error of tvmbridge and of eager PyTorch.
+    """
 
     milliseconds: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -43,13 +48,13 @@ class Figures:
 
     @property
     def ratio(self) -> float:
-        """The time of tvmbridge over the best of the others."""
+        """Return the time of tvmbridge over the time of the best other candidate."""
         others = [ms for name, ms in self.milliseconds.items() if name != TVM]
         return self.milliseconds.get(TVM, math.nan) / min(others, default=math.nan)
 
 
 def _call(module: nn.Module, x: torch.Tensor, *, train: bool) -> Callable[[], None]:
-    """One inference, or forward and backward with all gradients."""
+    """Return a function that runs one inference, or forward and backward with all gradients."""
 
     def infer() -> None:
         with torch.no_grad():
@@ -65,7 +70,7 @@ def _call(module: nn.Module, x: torch.Tensor, *, train: bool) -> Callable[[], No
 
 
 def _marked(call: Callable[[], None]) -> Callable[[], None]:
-    """A call for torch.compile's graphs, whose results of the call before are not needed."""
+    """Mark each call as a new step, so that CUDA graphs may overwrite the last call's results."""
 
     def marked() -> None:
         torch.compiler.cudagraph_mark_step_begin()
@@ -77,7 +82,7 @@ def _marked(call: Callable[[], None]) -> Callable[[], None]:
 def _candidates(
     case: Case, modes: Sequence[str], figures: Figures
 ) -> dict[str, Callable[[], None]]:
-    """What is timed, each compiled and called first; those that fail are left out, with why."""
+    """Compile and warm up each candidate, and return its call; record failures in ``figures``."""
     calls: dict[str, Callable[[], None]] = {}
     for name in ("eager", *modes, TVM):
         module, x = case.module(DROPOUT), case.sample()
@@ -117,7 +122,7 @@ def _timed(call: Callable[[], None], count: int) -> float:
 
 
 def _alternate(calls: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
-    """The median milliseconds of each, in turns."""
+    """Call the functions in turns, and return the median milliseconds of each."""
     counts = {name: max(3, int(5 / max(_timed(call, 3), 1e-3))) for name, call in calls.items()}
     taken: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds + 1):
@@ -145,7 +150,7 @@ def _values(module: nn.Module, x: torch.Tensor, *, train: bool) -> dict[str, tor
 
 
 def _worst_errors(case: Case) -> tuple[float, float]:
-    """The worst error of output and gradients against float64: of tvmbridge, and of eager."""
+    """Return the worst error of output and gradients against float64, of tvmbridge and eager."""
     eager, x = case.module(0.0), case.sample()
     exact, tvm = copy.deepcopy(eager).double(), copy.deepcopy(eager)
     doubled = x.detach().double() if x.is_floating_point() else x
@@ -153,7 +158,7 @@ def _worst_errors(case: Case) -> tuple[float, float]:
     with torch.set_grad_enabled(case.train):
         add_tvm_dispatch(tvm, x.detach().clone().requires_grad_(x.requires_grad))
     truth = _values(exact, doubled, train=case.train)
-    for _ in range(5):  # the last is a replay
+    for _ in range(5):  # the last call replays a CUDA graph
         found = _values(tvm, x, train=case.train)
     expected = _values(eager, x, train=case.train)
     ours, theirs = (errors(values, truth) for values in (found, expected))
@@ -161,7 +166,7 @@ def _worst_errors(case: Case) -> tuple[float, float]:
 
 
 def measure(case: Case, modes: Sequence[str], rounds: int) -> Figures:
-    """A row; what fails is noted, and the rest measured all the same."""
+    """Measure a row; record failures, and go on with the other measurements."""
     figures = Figures()
     torch._dynamo.reset()
     try:
@@ -198,7 +203,7 @@ def _print(names: Sequence[str], results: dict[str, Figures], cases: dict[str, C
 
 
 def main(argv: Sequence[str] = ()) -> int:
-    """Measure the rows that are asked for; each is a line as soon as it is there."""
+    """Measure the chosen rows; print each as soon as it is measured."""
     options = parser(__doc__)
     options.add_argument("--rows", nargs="+", default=[""], help="rows whose names contain one")
     options.add_argument("--quick", action="store_true", help="a few repeats")

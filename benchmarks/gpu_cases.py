@@ -17,7 +17,13 @@ FULL, HALF = torch.float32, torch.bfloat16
 
 @dataclass(frozen=True)
 class Case:
-    """A row: the module for a probability of dropout, its input, and whether it trains."""
+    """A row of the benchmark.
+
+    - ``make``: builds the module for a dropout probability.
+    - ``shape``, ``dtype``: of the input; ``dtype`` also of the parameters.
+    - ``bound``: upper bound of tvmbridge's time over the best other candidate's.
+    - ``vocabulary``: the number of token ids if the input has token ids, otherwise 0.
+    """
 
     make: Callable[[float], nn.Module]
     shape: tuple[int, ...]
@@ -27,7 +33,7 @@ class Case:
     vocabulary: int = 0
 
     def sample(self) -> torch.Tensor:
-        """An input; one that learns in training."""
+        """Return an input on the GPU; in training it requires a gradient, unless it has indices."""
         torch.manual_seed(1)
         if self.vocabulary:
             return torch.randint(0, self.vocabulary, self.shape, device="cuda")
@@ -35,7 +41,7 @@ class Case:
         return x.requires_grad_(self.train)
 
     def module(self, dropout: float) -> nn.Module:
-        """The module on the GPU."""
+        """Return the module on the GPU, with the same weights each time."""
         torch.manual_seed(0)
         return self.make(dropout).train(self.train).to("cuda", self.dtype)
 
@@ -80,7 +86,7 @@ def _chains(_dropout: float) -> nn.Module:
 
 
 def cases_by_name() -> dict[str, Case]:
-    """All rows; the bound is on the time over that of the best of the others."""
+    """Return all rows by name."""
     return {
         "layer inference 1x14 f32": Case(_layer, (1, 14, 768), FULL, False, 0.70),
         "layer inference 8x128 f32": Case(_layer, (8, 128, 768), FULL, False, 0.90),

@@ -1,7 +1,7 @@
-"""Twenty models of torchvision, timm and transformers: inference through torch.compile's backend.
+"""Inference of twenty models of torchvision, timm and transformers through torch.compile.
 
-Each model is compiled in a process of its own, several at a time; then they are timed one after
-another, alone, eager PyTorch and the backends in turns. Weights are drawn, not loaded.
+Each model is compiled in its own process, several at a time. Then one process at a time measures:
+eager PyTorch and the backends are called in turns. Weights are random.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NAMES = (*_VISION, *_TIMM, *_TRANSFORMERS)
 
 @dataclass
 class Result:
-    """Milliseconds of a call and seconds of the first one, by backend; what went wrong."""
+    """Milliseconds of a call and seconds of the first call, by backend, and the error if any."""
 
     name: str
     milliseconds: dict[str, float] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class Result:
 
     @property
     def speed(self) -> float:
-        """Eager PyTorch's time over that of tvmbridge."""
+        """Return eager PyTorch's time over tvmbridge's time."""
         nothing = math.nan
         return self.milliseconds.get("eager", nothing) / self.milliseconds.get("tvmbridge", nothing)
 
@@ -81,7 +81,7 @@ def _calls(
         start = time.perf_counter()
         if backend != "eager":
             torch.compiler.reset()
-            # Ours as a function: its name is known only where the package was installed.
+            # Pass the function: the backend's name is known only if the package is installed.
             ours = backend == "tvmbridge"
             module.compile(backend=tvmbridge.dynamo.tvmbridge if ours else backend)
         with torch.no_grad():
@@ -129,7 +129,7 @@ def _measure(name: str, options: Any, compiling: Semaphore, alone: Lock, results
 
 
 def _alternate(calls: dict[str, Callable[[], Any]], rounds: int, device: str) -> dict[str, float]:
-    """The median milliseconds of each, in turns of about sixty milliseconds."""
+    """Return the median milliseconds of each call, in turns of about sixty milliseconds."""
     taken: dict[str, list[float]] = {backend: [] for backend in calls}
     count = max(3, int(60 / max(_timed(calls["eager"], 5, device), 0.1)))
     for number in range(rounds + 1):
@@ -174,7 +174,7 @@ def _print(results: Sequence[Result], backends: Sequence[str]) -> None:
 
 
 def main(argv: Sequence[str] = ()) -> int:
-    """Measure and print."""
+    """Measure all models, and print the table."""
     options = parser(__doc__)
     options.add_argument("names", nargs="*", help="models; all of them by default")
     options.add_argument("--device", default="cuda")

@@ -1,8 +1,8 @@
-"""Training on a GPU beyond the time of a call: a whole step, its peak memory, what many steps hold.
+"""Training on a GPU: the time of a whole step, its peak memory, and memory held after many steps.
 
-The step is that of a MiniLM of random weights (6 layers of 384) with bfloat16 weights and a fused
-AdamW, on 32 sentences of 128 tokens; times are medians between CUDA events, in turns with eager
-PyTorch. Peak memory is that of forward and backward beyond what is held before.
+The timed step trains a MiniLM (6 layers of 384, random bfloat16 weights) with a fused AdamW on 32
+sentences of 128 tokens. Times are medians between CUDA events, in turns with eager PyTorch. Peak
+memory is measured beyond the memory that is allocated before the model exists.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Step = Callable[[], None]
 
 
 class _Classifier(nn.Module):
-    """MiniLM with a head, down to the loss."""
+    """MiniLM with a classification head; forward returns the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def _milliseconds(step: Step, count: int) -> float:
 
 
 def fine_tuning_ratio(rounds: int) -> tuple[float, float]:
-    """Milliseconds of a step: ours, and eager PyTorch's."""
+    """Return the milliseconds of a step by tvmbridge and by eager PyTorch."""
     module, ours = _fine_tuning(compiled=True)
     _, eager = _fine_tuning(compiled=False)
     for step in (ours, eager) * 8:
@@ -101,7 +101,7 @@ def _training_step(name: str, compiled: bool) -> Step:
 
 
 def peak_bytes(name: str, compiled: bool) -> int:
-    """The peak of a step, with the module and what it holds between steps."""
+    """Return the peak bytes of a step, including the module and memory held between steps."""
     gc.collect()
     before = torch.cuda.memory_allocated()
     step = _training_step(name, compiled)
@@ -115,7 +115,7 @@ def peak_bytes(name: str, compiled: bool) -> int:
 
 
 def held_bytes(steps: int) -> tuple[int, int]:
-    """Bytes held after 100 steps, and after ``steps``."""
+    """Return the bytes allocated after 100 steps, and after ``steps`` steps."""
     step = _training_step("layer training 1x14 f32", compiled=True)
     held = []
     for number in range(1, steps + 1):
@@ -127,7 +127,7 @@ def held_bytes(steps: int) -> tuple[int, int]:
 
 
 def main(argv: Sequence[str] = ()) -> int:
-    """Print the three rows."""
+    """Measure and print the three rows."""
     options = parser(__doc__)
     options.add_argument("--steps", type=int, default=10_000, help="of the row of held bytes")
     options.add_argument("--quick", action="store_true", help="a few repeats")

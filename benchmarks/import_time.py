@@ -1,6 +1,7 @@
-"""CPU time of ``import tvmbridge`` beside PyTorch and TVM, over that of the two alone.
+"""CPU time of importing PyTorch, TVM and tvmbridge, over the time of importing the first two.
 
-Fresh interpreters in turns, the least of each: what else runs on the machine only adds to them.
+Each measurement is a new interpreter, in turns. The figure is the least of them, because other
+work on the machine only adds time.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ PROGRAMS = {
 
 
 def cpu_seconds(program: str) -> float:
-    """User and system time of an interpreter that runs ``program``."""
+    """Return the user and system seconds of an interpreter that runs ``program``."""
     before = os.times()
     subprocess.run([sys.executable, "-c", program], check=True)
     after = os.times()
@@ -30,7 +31,7 @@ def cpu_seconds(program: str) -> float:
 
 
 def main(argv: Sequence[str] = ()) -> int:
-    """Run the programs in turns."""
+    """Run the programs in turns, and print the figures."""
     options = parser(__doc__)
     options.add_argument("--rounds", type=int, default=3)
     chosen = options.parse_args(list(argv))
@@ -38,7 +39,7 @@ def main(argv: Sequence[str] = ()) -> int:
     for number in range(1 + chosen.rounds):
         for name, program in PROGRAMS.items():
             taken = cpu_seconds(program)
-            if number:  # the first has files to read and to compile
+            if number:  # the first run reads files from disk and writes bytecode
                 seconds[name].append(taken)
     least = {name: min(taken) for name, taken in seconds.items()}
     rows = [Row(name, taken, "s") for name, taken in least.items()]

@@ -2,7 +2,7 @@
 
     python benchmarks/kernels_cpu.py [name ...]
 
-Each case is run alternately by both, in one process; medians of many calls. Every result is
+Each case is run by both in turns, in one process; times are medians of many calls. Each result is
 compared with PyTorch's in float64 before it is timed.
 """
 
@@ -152,7 +152,7 @@ def check(case: Case, compiled: Callable[..., torch.Tensor], inputs: Tensors) ->
 
 
 def measure(functions: list[Callable[[], object]], seconds: float = 1.0) -> list[float]:
-    """Return the median time of each function in microseconds, called in turn."""
+    """Call the functions in turns, and return the median microseconds of each."""
     times: list[list[float]] = [[] for _ in functions]
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(times[0]) < 20:
@@ -164,7 +164,7 @@ def measure(functions: list[Callable[[], object]], seconds: float = 1.0) -> list
 
 
 def main(names: list[str]) -> None:
-    """Print one line for each case whose name contains one of ``names`` (all without any)."""
+    """Print a line for each case whose name contains one of ``names``; all if there are none."""
     share_torch_threads()
     print(f"{'case':28} {'eager us':>9} {'ours us':>9} {'ratio':>6}  max error")
     for case in _cases():

@@ -1,4 +1,4 @@
-"""Factories of the layers whose tuning records come with tvmbridge (``make tune``)."""
+"""Factories of the layers that ``make tune`` tunes; tvmbridge ships their tuning records."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ def _layer(rows: int, tokens: int, *, train: bool, **sizes: int) -> Sample:
 
 
 def bert_1x14() -> Sample:
-    """BERT-base's layer in eval mode, one short sentence."""
+    """Return BERT-base's layer in eval mode, with one sentence of 14 tokens."""
     return _layer(1, 14, train=False)
 
 
 def bert_1x128() -> Sample:
-    """BERT-base's layer in eval mode, one long sentence."""
+    """Return BERT-base's layer in eval mode, with one sentence of 128 tokens."""
     return _layer(1, 128, train=False)
 
 
 def bert_training() -> Sample:
-    """BERT-base's layer in train mode with dropout 0.1, 8x128."""
+    """Return BERT-base's layer in train mode with dropout 0.1, with 8 sentences of 128 tokens."""
     return _layer(8, 128, train=True)
 
 
 def minilm_1x14() -> Sample:
-    """MiniLM's layer in eval mode, one short sentence."""
+    """Return MiniLM's layer in eval mode, with one sentence of 14 tokens."""
     return _layer(1, 14, train=False, **MINILM)
 
 
 def minilm_1x128() -> Sample:
-    """MiniLM's layer in eval mode, one long sentence."""
+    """Return MiniLM's layer in eval mode, with one sentence of 128 tokens."""
     return _layer(1, 128, train=False, **MINILM)
 
 
 def minilm_training() -> Sample:
-    """MiniLM's layer in train mode with dropout 0.1, 8x128."""
+    """Return MiniLM's layer in train mode with dropout 0.1, with 8 sentences of 128 tokens."""
     return _layer(8, 128, train=True, **MINILM)

@@ -1,4 +1,4 @@
-"""Memory of the process over 1,000 training steps of a small block: it must not grow."""
+"""Memory of the process over 1,000 training steps of a small block, which must not grow."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BOUND = 1.01
 
 
 def block() -> nn.Module:
-    """Linear, GELU, dropout and LayerNorm."""
+    """Return a block of Linear, GELU, dropout and LayerNorm."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 64), nn.LayerNorm(64)
@@ -25,13 +25,13 @@ def block() -> nn.Module:
 
 
 def resident() -> int:
-    """Bytes of memory that the process holds."""
+    """Return the resident bytes of the process."""
     gc.collect()
     return int(psutil.Process().memory_info().rss)
 
 
 def main(argv: Sequence[str] = ()) -> int:
-    """Train, and look at the memory after step 100 and at the end."""
+    """Train, and compare the memory after step 100 with the memory at the end."""
     options = parser(__doc__)
     options.add_argument("--steps", type=int, default=1000)
     chosen = options.parse_args(list(argv))

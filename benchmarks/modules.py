@@ -16,7 +16,7 @@ Made = tuple[nn.Module, torch.Tensor]
 
 
 class ResidualBlock(nn.Module):
-    """Two convolutions with batch norm, and the way past them."""
+    """Two convolutions with batch norm, and a shortcut around them."""
 
     def __init__(self, width_in: int, width: int, stride: int) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class ResidualBlock(nn.Module):
 
 
 class ResNet(nn.Module):
-    """The layout of ResNet-18 for small pictures, from ``width`` channels on."""
+    """ResNet-18's structure for small images, with ``width`` channels in the first stage."""
 
     def __init__(self, width: int = 16, stages: int = 4, blocks: int = 2) -> None:
         super().__init__()
@@ -58,13 +58,13 @@ class ResNet(nn.Module):
 
 
 def bert_layer(attention: str, batch: int = 8, tokens: int = 128) -> Made:
-    """A BertLayer of BERT-base in train mode with dropout 0.1, and hidden states for it."""
+    """Return a BertLayer of BERT-base in train mode with dropout 0.1, and its hidden states."""
     layer = base_layer(attention)
     return layer, torch.randn(batch, tokens, 768, requires_grad=True)
 
 
 def gpt2_block(attention: str, batch: int = 8, tokens: int = 128) -> Made:
-    """A block of the small GPT-2 in train mode with dropout 0.1, and hidden states for it."""
+    """Return a block of GPT-2 small in train mode with dropout 0.1, and its hidden states."""
     torch.manual_seed(7)
     config = GPT2Config(attn_implementation=attention)
     block: nn.Module = GPT2Block(config, layer_idx=0).train()
@@ -72,7 +72,7 @@ def gpt2_block(attention: str, batch: int = 8, tokens: int = 128) -> Made:
 
 
 def resnet() -> Made:
-    """A ResNet of 16 channels in train mode, and 8 pictures for it."""
+    """Return a ResNet of 16 channels in train mode, and a batch of 8 images."""
     torch.manual_seed(7)
     return ResNet().train(), torch.randn(8, 3, 32, 32)
 

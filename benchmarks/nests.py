@@ -1,9 +1,9 @@
-"""Time of operators that become loops of ours against PyTorch's kernels called from compiled code.
+"""Operators as generated loop nests, against PyTorch's kernels called from compiled code.
 
     python -m benchmarks.nests [name ...]
 
-Each function is compiled twice, with the converter and without it, also beyond the sizes up to
-which the frontend takes loops; both are run in turns. Medians in microseconds.
+Each function is compiled with the operator's converter and without it, and both run in turns. The
+frontend's size limits for loop nests are lifted. Times are medians in microseconds.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _BEYOND = 1 << 40
 
 @dataclass(frozen=True)
 class Case:
-    """A function, its inputs, and the operator whose converter is measured."""
+    """A function with its inputs, and the operator whose converter is measured."""
 
     name: str
     operator: Any
@@ -140,7 +140,7 @@ def _cases() -> Iterator[Case]:
 
 
 def main(names: Sequence[str]) -> None:
-    """Print a line for each case whose name holds one of ``names`` (all without any)."""
+    """Print a line for each case whose name contains one of ``names``; all if there are none."""
     warnings.simplefilter("ignore")
     print(f"{'case':28} {'ATen us':>9} {'ours us':>9} {'ratio':>6}")
     for case in _cases():

@@ -1,8 +1,8 @@
 """Peak memory of a training step (forward, backward, SGD): TVM's code against eager PyTorch.
 
-Each runs in a process of its own. After compilation and two steps all that a step needs is given
-back (gradients, TVM's pool, free memory of the C library), then one more step runs: the figure is
-the highest resident memory during that step over the one before it. Linux only.
+Each runs in its own process. After compilation and two steps, all memory of a step is released:
+gradients, TVM's pool, free memory of the C library. Then one more step runs. The figure is the
+highest resident memory during that step, minus the resident memory before it. Linux only.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MEBIBYTE = 2**20
 
 
 def kibibytes(field: str) -> int:
-    """A field of the process's status file."""
+    """Return a field of ``/proc/self/status``, in KiB."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1])
@@ -42,7 +42,10 @@ def give_back() -> None:
 
 
 def peak(name: str, policy: str | None) -> int:
-    """Bytes that a training step of ``MODULES[name]`` needs; ``policy`` None is eager PyTorch."""
+    """Return the bytes that a training step of ``MODULES[name]`` needs.
+
+    ``policy`` is the residual policy; None measures eager PyTorch.
+    """
     module, x = MODULES[name]()
     if policy is not None:
         add_tvm_dispatch(module, x, options={"residual_policy": policy})
@@ -72,7 +75,7 @@ def peak(name: str, policy: str | None) -> int:
 
 
 def in_a_process(name: str, policy: str | None, repeats: int) -> float:
-    """The least of some measurements, each in a fresh process."""
+    """Return the least of ``repeats`` measurements, each in a new process."""
     command = [sys.executable, "-m", "benchmarks.peak_memory", "--one", name, policy or "eager"]
     runs = [
         subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ)
@@ -82,7 +85,7 @@ def in_a_process(name: str, policy: str | None, repeats: int) -> float:
 
 
 def main(argv: Sequence[str] = ()) -> int:
-    """Measure every module with every policy asked for, and eager."""
+    """Measure each chosen module with each chosen policy, and in eager PyTorch."""
     options = parser(__doc__)
     options.add_argument("--modules", nargs="+", default=list(MODULES), choices=list(MODULES))
     options.add_argument("--policies", nargs="+", default=["min_cut"])

@@ -1,4 +1,4 @@
-"""What a user may run a module with: eager PyTorch, its compilers, other runtimes, tvmbridge."""
+"""The peers that can run a module: eager PyTorch, its compilers, other runtimes, tvmbridge."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LIVE, FROZEN = "tvmbridge", "tvmbridge frozen"
 
 
 class MissingError(Exception):
-    """A peer that is not installed, or does not do this kind of call."""
+    """Raised by a peer that is not installed, or cannot do this kind of call."""
 
 
 def _inference(function: Callable[[torch.Tensor], object], x: torch.Tensor) -> Call:
@@ -30,7 +30,7 @@ def _inference(function: Callable[[torch.Tensor], object], x: torch.Tensor) -> C
 
 
 def step_of(module: nn.Module, x: torch.Tensor) -> Call:
-    """Forward and backward with all gradients, or forward alone in eval mode."""
+    """Return a function that runs forward and backward, or forward alone in eval mode."""
     if not module.training:
         return _inference(module, x)
 
@@ -86,7 +86,7 @@ def _onnx(module: nn.Module, x: torch.Tensor) -> Call:
 
 def _openvino(module: nn.Module, x: torch.Tensor) -> Call:
     openvino = _installed("openvino", module)
-    # It rounds weights itself, and would otherwise compute in bfloat16 where it was not asked to.
+    # OpenVINO rounds weights itself, and by default may compute a float32 model in bfloat16.
     of_bfloat16 = any(p.dtype is torch.bfloat16 for p in module.parameters())
     with torch.no_grad():
         model = openvino.convert_model(module.float(), example_input=x)
@@ -140,6 +140,6 @@ PEERS: Mapping[str, Callable[[nn.Module, torch.Tensor], Call]] = MappingProxyTyp
 )
 """By name, what makes a call of a module with an input; it may be compiled then or at first."""
 OURS = (LIVE, FROZEN)
-# Frozen and live weights are compared with what is as free or as bound.
+# Peers whose weights may change between calls: live weights are compared with these alone.
 OF_LIVE_WEIGHTS = ("eager", "torch.compile")
 QUICK = ("eager", "jit.trace", "torch.compile", LIVE, FROZEN)

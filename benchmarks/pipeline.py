@@ -1,8 +1,8 @@
 """Pipelines over several devices: results, idle share, throughput and memory, against one process.
 
-``python -m benchmarks.pipeline`` starts a process for each GPU (``--ranks`` on a CPU), anew for
-each row, so that a row that fails or takes too long does not end the others. Under torchrun the
-rows run in the processes that there are. Rank 0 prints each figure as it comes, and a table.
+``python -m benchmarks.pipeline`` starts a process for each GPU, or ``--ranks`` processes on a CPU.
+Each row gets new processes, so that a row that fails or hangs does not end the others. Under
+torchrun all rows run in torchrun's processes. Rank 0 prints each figure, and a table at the end.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ from tvmbridge.distributed import PipelineRunner, plan_pipeline
 
 
 def idle(options: argparse.Namespace) -> Iterator[Row]:
-    """The idle share of a measured step; the theory is that of equal stages, one a device."""
+    """Measure the idle share of a step.
+
+    The theoretical share in a row's name assumes equal stages, one a device.
+    """
     ranks = dist.get_world_size()
     cases = (("simple", ranks), ("interleaved", ranks), ("interleaved", 2 * ranks))
     for count in options.microbatches:
@@ -69,7 +72,10 @@ def _idle_shares(runner: PipelineRunner, inputs: Any, targets: Any) -> list[floa
 
 
 def throughput(options: argparse.Namespace) -> Iterator[Row]:
-    """BERT-large over all devices against one: the best of TVM and eager PyTorch there."""
+    """Compare a step over all devices with a step on one, by TVM or eager, whichever is faster.
+
+    The model is BERT-large on GPUs, and a stack of blocks on the CPU, unless one is chosen.
+    """
     count = options.microbatches[-1]
     batch = options.size * count
     name = options.model or ("bert-large" if torch.cuda.is_available() else "blocks")
@@ -85,7 +91,7 @@ def throughput(options: argparse.Namespace) -> Iterator[Row]:
         found = [
             _alone(name, batch, count, runner.device, options.rounds, tvm) for tvm in (False, True)
         ]
-    # On the CPU: a GPU would be kept busy by waiting.
+    # The other ranks wait on the CPU here: waiting in NCCL would keep their GPUs busy.
     eager, tvm_time = runner.control.share(found)
     _end(runner)
     yield Row(f"{name}: step of one device, eager PyTorch", 1e3 * eager, "ms")
@@ -105,7 +111,7 @@ def _train(runner: PipelineRunner, inputs: Any, targets: Any) -> None:
 def _alone(
     name: str, batch: int, count: int, device: torch.device, rounds: int, tvm: bool
 ) -> float:
-    """One device with the whole model; the other ranks wait."""
+    """Return the median seconds of a step of the whole model on this rank's device alone."""
     module, inputs, targets = model_of(name, torch.float32, batch)
     module.to(device)
     parts = [t.to(device).chunk(count) for t in (inputs, targets)]
@@ -121,7 +127,7 @@ def _alone(
 
 
 def bare(options: argparse.Namespace) -> Iterator[Row]:
-    """Against the same stages on the engine without TVM, in turns."""
+    """Compare compiled stages with the same stages in eager PyTorch, in turns."""
     count = options.microbatches[-1]
     name = options.model or ("bert-large" if torch.cuda.is_available() else "minilm")
     batch = options.size * count
@@ -145,7 +151,7 @@ def bare(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def _automatic_cut(name: str, batch: int, count: int, schedule: str) -> list[str]:
-    """Where stages begin, as rank 0 chooses it."""
+    """Return the names of the submodules where later stages begin, as rank 0 plans them."""
     found: list[Any] = [None]
     if dist.get_rank() == 0:
         module, inputs, _ = model_of(name, torch.float32, batch)
@@ -162,13 +168,13 @@ def _automatic_cut(name: str, batch: int, count: int, schedule: str) -> list[str
 
 
 def memory(options: argparse.Namespace) -> Iterator[Row]:
-    """Activations at their peak on the first stage, interleaved over simple."""
+    """Compare the peak of activations on the first stage: interleaved schedule over simple."""
     count = options.microbatches[-1]
     bound = 0.4 if dist.get_world_size() >= 4 else None
     for tvm in (False, True):
         peaks = []
         for schedule in ("simple", "interleaved"):
-            # Comparing batches takes memory of its own.
+            # Comparing batches would take memory, too.
             runner, inputs, targets = made(
                 options, "blocks", torch.float32, options.size * count, microbatches=count,
                 schedule=schedule, tvm=tvm, check_batches=False,
@@ -191,7 +197,7 @@ ROWS = {
 
 
 def main() -> int:
-    """Measure the rows that are asked for."""
+    """Measure the chosen rows."""
     options = _parsed()
     if "RANK" not in os.environ:
         return start_rows(options, sys.argv[1:])

@@ -1,4 +1,4 @@
-"""What the rows of ``benchmarks.pipeline`` share: a runner with its batch, and timing."""
+"""Helpers of the rows of ``benchmarks.pipeline``: a runner with its batch, and timing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tvmbridge.distributed import PipelineRunner, pipeline
 def made(
     options: argparse.Namespace, name: str, dtype: torch.dtype, batch: int, **settings: Any
 ) -> tuple[PipelineRunner, torch.Tensor, torch.Tensor]:
-    """A runner for a model, and a batch on its device."""
+    """Return a pipeline runner for the model ``name``, and a batch on its device."""
     module, inputs, targets = model_of(name, dtype, batch)
     settings = {"loss": cross_entropy, "timeout": options.timeout, **settings}
     runner = pipeline(module, inputs, **settings)
@@ -25,7 +25,7 @@ def made(
 
 
 def step_seconds(run: Callable[[], Any], rounds: int, warm_up: int = 3) -> list[float]:
-    """What steps take, after some to warm up."""
+    """Return the seconds of each of ``rounds`` calls, after ``warm_up`` calls without timing."""
     for _ in range(warm_up):
         run()
     times = []
@@ -39,7 +39,7 @@ def step_seconds(run: Callable[[], Any], rounds: int, warm_up: int = 3) -> list[
 
 
 def in_turns(runs: Sequence[Callable[[], Any]], rounds: int) -> list[list[float]]:
-    """The times of each function, called in turns, after a call that is not timed."""
+    """Call the functions in turns, each after an untimed call of its own; return their seconds."""
     times: list[list[float]] = [[] for _ in runs]
     for number in range(rounds):
         for run, record in zip(runs, times, strict=True):
@@ -48,7 +48,7 @@ def in_turns(runs: Sequence[Callable[[], Any]], rounds: int) -> list[list[float]
 
 
 def spread(values: Sequence[float]) -> float:
-    """Half the distance of the quartiles."""
+    """Return half the distance between the quartiles."""
     if len(values) < 2:
         return 0.0
     first, _, third = statistics.quantiles(values, n=4)
@@ -56,6 +56,6 @@ def spread(values: Sequence[float]) -> float:
 
 
 def wait() -> None:
-    """Let the GPU finish."""
+    """Wait until the GPU has finished."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()

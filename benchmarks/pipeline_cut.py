@@ -1,8 +1,8 @@
-"""The automatic cut of a pipeline against all others, by real steps in eager PyTorch.
+"""The automatic cut of a two-stage pipeline against all other cuts, by steps in eager PyTorch.
 
-Every place where the automatic cut may lie is tried. Their pipelines share one graph, one module
-and the connections of the first, so that a cut costs its steps alone: on GPUs connecting takes
-longer than they do.
+Each position that the automatic search considers is tried. All pipelines share one graph, one
+module and the connections of the first pipeline, because connecting GPUs takes longer than the
+steps do.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from tvmbridge.distributed.plan import every_plan
 from tvmbridge.distributed.runner import RunnerSettings
 
 CUTS = ("4 alike", "8 growing", "12 shrinking", "16 alike", "16 mixed")
-# A cut is timed further where its fastest of so many steps is at most so many times the fastest
-# cut's, or where it is predicted to be near: other work of the machine may disturb all of these.
+# A cut is timed again if its fastest of _FIRST_STEPS steps is within _FAR times the fastest cut's,
+# or its predicted time within _FAR_PREDICTED times the least: other work may disturb first steps.
 _FIRST_STEPS = 4
 _FAR = 4 / 3
 _FAR_PREDICTED = 1.1
@@ -35,7 +35,7 @@ _FAR_PREDICTED = 1.1
 
 @dataclass(frozen=True)
 class Tried:
-    """A cut: its plan, what makes a step, and the fastest of the first steps."""
+    """A cut: its plan, a function that runs a step, and the seconds of the fastest first step."""
 
     plan: Plan
     step: Callable[[], None]
@@ -43,17 +43,17 @@ class Tried:
 
     @property
     def predicted(self) -> float:
-        """The seconds of a step by what was measured of the parts."""
+        """Return the seconds of a step that the plan predicts from measurements of the parts."""
         return self.plan.predicted().seconds
 
     @property
     def begins(self) -> str:
-        """Where the second stage begins."""
+        """Return the name of the submodule that begins the second stage."""
         return self.plan.stages[1].begins
 
 
 def cut(options: argparse.Namespace) -> Iterator[Row]:
-    """The step by the automatic cut over that by the best, for each model."""
+    """Measure, for each model, the step of the automatic cut over the step of the best cut."""
     if dist.get_world_size() != 2:
         _tell("cut: for two ranks")
         return
@@ -93,7 +93,7 @@ def _of_model(name: str, options: argparse.Namespace) -> Row:
 
 
 def _plans(automatic: PipelineRunner) -> list[Plan]:
-    """The plans of all cuts, as rank 0 measures them; the automatic one first."""
+    """Return the plans of all cuts, as rank 0 measures the parts; the automatic one is first."""
     runner, found = automatic, list[Plan]()
     if dist.get_rank() == 0:
         found = every_plan(runner.graph, runner.sample, runner.plan, runner.device)
@@ -104,7 +104,7 @@ def _plans(automatic: PipelineRunner) -> list[Plan]:
 
 
 def _recut(automatic: PipelineRunner, module: torch.nn.Module, plan: Plan) -> PipelineRunner:
-    """A runner of the same module and ranks by another cut."""
+    """Return a runner of the same module on the same ranks, with another cut."""
     settings = RunnerSettings(cross_entropy, tvm=False, check_batches=False)
     return PipelineRunner(
         module,
@@ -118,7 +118,10 @@ def _recut(automatic: PipelineRunner, module: torch.nn.Module, plan: Plan) -> Pi
 
 
 def _tried(runner: PipelineRunner, batch: tuple[torch.Tensor, torch.Tensor]) -> Tried:
-    """The first steps by a cut; as the slower rank has them, so that both go on alike."""
+    """Time the first steps of a cut.
+
+    The result is the slower rank's time, so that both ranks choose the same cuts afterwards.
+    """
     step = functools.partial(_train, runner, *batch)
     fastest = min(step_seconds(step, _FIRST_STEPS))
     tried = Tried(runner.plan, step, max(runner.control.gather(fastest, "for its times")))
@@ -128,7 +131,7 @@ def _tried(runner: PipelineRunner, batch: tuple[torch.Tensor, torch.Tensor]) -> 
 
 
 def _near(tried: list[Tried]) -> list[Tried]:
-    """Those that may be the best; the automatic one, which is the first, in any case."""
+    """Return the cuts that may be the best, and always the automatic one, which is the first."""
     measured = _FAR * min(t.seconds for t in tried)
     predicted = _FAR_PREDICTED * min(t.predicted for t in tried)
     return [
@@ -139,7 +142,7 @@ def _near(tried: list[Tried]) -> list[Tried]:
 
 
 def _train(runner: PipelineRunner, inputs: torch.Tensor, targets: torch.Tensor) -> None:
-    """A step, whose gradients are dropped."""
+    """Run a step and drop its gradients."""
     runner.step(inputs, targets)
     runner.zero_grad()
 

@@ -1,4 +1,4 @@
-"""What the activations of a rank's stages take at their peak, in a step of a pipeline."""
+"""The peak memory of activations on one rank, in a step of a pipeline."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _WARM_UP = 4
 
 
 def peak_activations(runner: PipelineRunner, inputs: Any, targets: Any) -> int:
-    """Bytes that a step needs beside parameters and their gradients, which are there before."""
+    """Return the peak bytes that a step allocates beyond parameters and their gradients."""
     if runner.device.type == "cuda":
         return _on_gpu(runner, inputs, targets)
     for _ in range(_WARM_UP):
@@ -27,7 +27,10 @@ def peak_activations(runner: PipelineRunner, inputs: Any, targets: Any) -> int:
 
 
 def _on_gpu(runner: PipelineRunner, inputs: Any, targets: Any) -> int:
-    """Against what was there before the first step: CUDA graphs keep their activations."""
+    """Return the peak bytes of a step beyond the memory allocated before the first step.
+
+    The first step counts because CUDA graphs keep the memory of their activations.
+    """
     gradients = sum(p.numel() * p.element_size() for p in runner.parameters() if p.requires_grad)
     before = torch.cuda.memory_allocated(runner.device) + gradients
     for _ in range(_WARM_UP):

@@ -1,4 +1,4 @@
-"""The models of ``benchmarks.pipeline``, without dropout, with a batch of each."""
+"""The models of ``benchmarks.pipeline``, without dropout, each with a batch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Classified(nn.Module):
 
 
 class Logits(nn.Module):
-    """A language model's logits alone."""
+    """A language model that returns its logits alone."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Logits(nn.Module):
 
 
 class Blocks(nn.Module):
-    """Feed-forward blocks with residuals, of widths of their own within."""
+    """Residual feed-forward blocks; ``inner`` has the hidden width of each block."""
 
     def __init__(self, inner: list[int], width: int) -> None:
         super().__init__()
@@ -61,12 +61,12 @@ class Block(nn.Module):
 
 
 def cross_entropy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The mean over all places."""
+    """Return the mean cross entropy over all positions."""
     return nn.functional.cross_entropy(output.flatten(0, -2), target.flatten())
 
 
 def model_of(name: str, dtype: torch.dtype, batch: int) -> tuple[nn.Module, Any, Any]:
-    """A model with the same weights each time, inputs and targets."""
+    """Return a model, inputs and targets; the weights are the same each time."""
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(1)
     if name == "blocks":
@@ -109,7 +109,7 @@ def _transformer(name: str) -> nn.Module:
 
 
 def _untrained(transformers: Any) -> Any:
-    """MiniLM's sizes with random weights, where the package with the trained ones is not."""
+    """Return MiniLM with random weights, for machines without the package of trained weights."""
     config = transformers.BertConfig(
         hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536
     )
@@ -117,7 +117,7 @@ def _untrained(transformers: Any) -> Any:
 
 
 def blocks_model(name: str, batch: int) -> tuple[Any, torch.Tensor, torch.Tensor]:
-    """A stack of blocks by its description, such as ``16 mixed``; inputs and targets."""
+    """Return the stack of blocks with a name such as ``16 mixed``, inputs and targets."""
     count, kind = name.split()
     n, width = int(count), 1024 if torch.cuda.is_available() else 128
     factor = {

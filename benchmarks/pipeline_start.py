@@ -1,4 +1,4 @@
-"""How the rows of ``benchmarks.pipeline`` are started: in processes of their own, each row anew."""
+"""Start each row of ``benchmarks.pipeline`` in new processes, with a time limit."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import torch.distributed as dist
 
 from benchmarks.common import Row
 
-# Torchrun ends its processes when it is told to, and needs a while for it.
+# On SIGTERM torchrun ends its processes, which takes a while.
 _GRACE_SECONDS = 40
 
 
 def start_rows(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    """Each row in fresh processes, with a time limit; 1 where one of them did not end well."""
+    """Run each row in new processes with a time limit; return 1 if a row failed."""
     ranks = options.ranks or max(2, torch.cuda.device_count())
     ended = [_row(name, arguments, ranks, options.limit) for name in options.rows]
     wrong = [name for name, status in zip(options.rows, ended, strict=True) if status]
@@ -49,7 +49,7 @@ def _row(name: str, arguments: Sequence[str], ranks: int, limit: float) -> int:
 
 
 def join() -> None:
-    """The process group of this rank, on its GPU where there are some."""
+    """Initialize the process group: NCCL on this rank's GPU if there are GPUs, otherwise gloo."""
     on_gpus = torch.cuda.is_available()
     if on_gpus:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -63,7 +63,7 @@ def measured(
     measure: Callable[[argparse.Namespace], Iterator[Row]],
     options: argparse.Namespace,
 ) -> list[Row]:
-    """The figures of one row, printed as they come; one that is NaN where it fails."""
+    """Measure one row, and print each figure at once; a failure gives a figure that is NaN."""
     rows: list[Row] = []
     begun = time.perf_counter()
     try:

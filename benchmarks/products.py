@@ -1,8 +1,8 @@
-"""``python -m benchmarks.products``: float32 products by libraries and by loops, each alone.
+"""``python -m benchmarks.products``: single float32 matrix products by libraries and by loops.
 
-Thousand million operations a second of MKL (``torch.mm``), oneDNN and the loops of
-``tvmbridge.schedules.products``, in turns; the lower quartile of the times. Errors are the largest
-ones against float64, of loops over MKL's.
+The table has GFLOP/s of MKL (``torch.mm``), oneDNN and the loops of
+``tvmbridge.schedules.products``, called in turns, by the lower quartile of the times. The last
+column is the largest error of the loops against float64, over MKL's largest error.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _ROUNDS = 100
 
 
 def measure(form: Form) -> tuple[list[float], float]:
-    """Operations a second of each candidate, NaN where there is none, and the ratio of errors."""
+    """Return the FLOP/s of each candidate, NaN if it cannot run, and the ratio of errors."""
     a, b, out = (torch.rand(shape) - 0.5 for shape in form.shapes)
     (left, right), result = form.operands, form.shapes[2]
     spec = matmul_spec((left[1], right[1]), result)

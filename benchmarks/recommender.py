@@ -1,7 +1,8 @@
-"""The fx passes: copies, launches, and times beside eager PyTorch and ``torch.compile``.
+"""The fx passes: copies, launches, and times against eager PyTorch and ``torch.compile``.
 
-On a GPU if there is one; figures that need one are left out without. The step of the DLRM with
-communication runs by ``torchrun --nproc-per-node 2 -m benchmarks.recommender_step``.
+The benchmark uses a GPU if there is one, and otherwise leaves out the figures that need one. The
+DLRM's step with communication is measured by
+``torchrun --nproc-per-node 2 -m benchmarks.recommender_step``.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _VIEWS = {"split", "unflatten", "flatten", "narrow", "slice", "view", "as_stride
 
 
 class Chains(nn.Module):
-    """tanh(LayerNorm) on each slice of a tensor."""
+    """tanh(LayerNorm(x_i)) on each slice x_i of a tensor."""
 
     def __init__(self, count: int = 100, width: int = 64) -> None:
         super().__init__()
@@ -39,13 +40,13 @@ class Chains(nn.Module):
         self.norms = nn.ModuleList([nn.LayerNorm(width) for _ in range(count)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The chains, concatenated."""
+        """Return the results of the chains, concatenated."""
         pairs = zip(self.norms, x.split(self.width, 1), strict=True)
         return torch.cat([torch.tanh(norm(part)) for norm, part in pairs], 1)
 
 
 def synchronized(call: Callable[[], Any]) -> Callable[[], None]:
-    """``call``, until the device is done."""
+    """Return a function that calls ``call`` and waits until the device is done."""
 
     def run() -> None:
         call()
@@ -56,9 +57,13 @@ def synchronized(call: Callable[[], Any]) -> Callable[[], None]:
 
 
 def counted(call: Callable[[], Any], what: str) -> int:
-    """Copies to the device, or launches, of a call, as PyTorch's profiler counts them.
+    """Return how many copies to the device, or launches, PyTorch's profiler counts in a call.
 
-    Launches without a GPU are operators that are no views.
+    Without a GPU a launch is an operator that is no view.
+
+    Args:
+        call: the call to profile.
+        what: ``"copies"`` or ``"launches"``.
     """
     call()
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * CUDA
@@ -75,7 +80,7 @@ def counted(call: Callable[[], Any], what: str) -> int:
 
 
 def copies(count: int) -> list[Row]:
-    """A batch of so many features: copies, and the time that they take."""
+    """Measure the copy of a batch of ``count`` features: the number of copies, and the time."""
     draw = torch.Generator().manual_seed(0)
     features = {}
     for index in range(count):
@@ -103,7 +108,7 @@ def copies(count: int) -> list[Row]:
 
 
 def chains(rows: int, *, rounds: int, compiled: bool) -> list[Row]:
-    """A hundred chains: launches, and times over those of the others, alternating."""
+    """Measure a hundred chains: launches, and times over eager PyTorch and torch.compile."""
     module = Chains().to(DEVICE)
     x = torch.randn(rows, 6400, device=DEVICE, requires_grad=True)
     rewritten = tvmbridge.optimize_fx(copy.deepcopy(module), x, measure=False)
@@ -130,7 +135,7 @@ def chains(rows: int, *, rounds: int, compiled: bool) -> list[Row]:
 
 
 def forward(module: nn.Module, x: torch.Tensor) -> Callable[[], Any]:
-    """A call without gradients."""
+    """Return a function that calls the module without gradients."""
 
     def run() -> Any:
         with torch.no_grad():
@@ -140,7 +145,7 @@ def forward(module: nn.Module, x: torch.Tensor) -> Callable[[], Any]:
 
 
 def backward(module: nn.Module, x: torch.Tensor) -> Callable[[], Any]:
-    """A call, and its backward."""
+    """Return a function that calls the module and runs backward."""
     parameters = list(module.parameters())
 
     def run() -> None:
@@ -152,7 +157,7 @@ def backward(module: nn.Module, x: torch.Tensor) -> Callable[[], Any]:
 
 
 def dlrm(features: int, *, rounds: int) -> list[Row]:
-    """A training step of the DLRM on one device, copies of the batch included, over eager's."""
+    """Measure the DLRM's training step on one device, with the batch's copies, against eager."""
     sizes, place = Sizes(features=features), Place(0, 1, DEVICE)
     batch = Clicks(sizes, 512)[0]
     on_device = batch.to(DEVICE)
@@ -182,7 +187,7 @@ def dlrm(features: int, *, rounds: int) -> list[Row]:
 
 
 def main(argv: Sequence[str] = ()) -> int:
-    """Measure what this machine can."""
+    """Measure the rows that this machine can run."""
     options = parser(__doc__)
     options.add_argument("--rows", nargs="*", choices=ROWS, default=ROWS)
     options.add_argument("--quick", action="store_true", help="fewer rounds and features")

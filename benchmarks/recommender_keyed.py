@@ -1,4 +1,4 @@
-"""The DLRM of ``examples/dlrm`` with torchrec's tables, in torchrec's pipeline."""
+"""The DLRM of ``examples/dlrm`` with torchrec's embedding tables, in torchrec's pipeline."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from examples.dlrm.train import Place, make
 
 @dataclass(frozen=True)
 class Rule:
-    """How parameters are updated: a name that fbgemm and ``torch.optim`` have, and the rate."""
+    """An optimizer, by a name that fbgemm and ``torch.optim`` share, and its learning rate."""
 
     name: str
     rate: float
 
     def dense(self, parameters: Any) -> torch.optim.Optimizer:
-        """PyTorch's optimizer: fused on the CPU, by the foreach operators on a GPU."""
+        """Return PyTorch's optimizer: fused on the CPU, with foreach operators on a GPU."""
         kind, given = getattr(torch.optim, self.name), list(parameters)
         made: torch.optim.Optimizer = kind(
             given, lr=self.rate, fused=given[0].device.type == "cpu" or None
@@ -40,21 +40,21 @@ class Rule:
         return made
 
     def fused(self) -> dict[str, Any]:
-        """The same for fbgemm's tables; ``eps`` is the default of PyTorch's Adagrad."""
+        """Return fbgemm's settings of the same optimizer; ``eps`` is PyTorch's Adagrad default."""
         kind = {"SGD": EmbOptimType.EXACT_SGD, "Adagrad": EmbOptimType.EXACT_ADAGRAD}[self.name]
         return {"optimizer": kind, "learning_rate": self.rate, "eps": 1e-10}
 
 
 @dataclass
 class KeyedBatch(Pipelineable):
-    """A batch as torchrec's pipeline takes it: all features of this rank's rows."""
+    """A batch for torchrec's pipeline: all features of this rank's rows."""
 
     dense: torch.Tensor
     labels: torch.Tensor
     features: Any
 
     def to(self, device: torch.device, non_blocking: bool) -> KeyedBatch:
-        """On ``device``."""
+        """Return a copy of the batch on ``device``."""
         parts = (self.dense, self.labels, self.features)
         return KeyedBatch(*(part.to(device, non_blocking=non_blocking) for part in parts))
 
@@ -65,7 +65,7 @@ class KeyedBatch(Pipelineable):
 
 
 class Interaction(nn.Module):
-    """What follows the lookup, by the networks of a DLRM."""
+    """The part of a DLRM after the embedding lookup."""
 
     def __init__(self, model: DLRM) -> None:
         super().__init__()
@@ -73,12 +73,12 @@ class Interaction(nn.Module):
         self.model = model
 
     def forward(self, dense: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
-        """The logits."""
+        """Return the logits."""
         return self.model.interacted(self.model.bottom(dense), embedded)
 
 
 class Keyed(nn.Module):
-    """The DLRM with torchrec's tables."""
+    """The DLRM with torchrec's embedding tables; forward returns the loss."""
 
     def __init__(self, tables: nn.Module, model: DLRM) -> None:
         super().__init__()
@@ -86,14 +86,14 @@ class Keyed(nn.Module):
         self.loss_of = nn.BCEWithLogitsLoss()
 
     def forward(self, batch: KeyedBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """The loss, for backward and to look at."""
+        """Return the loss for backward, and a detached loss."""
         embedded = self.tables(batch.features).values()
         loss = self.loss_of(self.rest(batch.dense, embedded), batch.labels)
         return loss, loss.detach()
 
 
 class Pipelined:
-    """torchrec's pipeline, a step at each call."""
+    """torchrec's pipeline; each call runs a step."""
 
     def __init__(self, sizes: Sizes, place: Place, rule: Rule, batches: Sequence[Batch]) -> None:
         self.model = sharded(sizes, place, rule)
@@ -104,19 +104,19 @@ class Pipelined:
         self.batches = self._keyed(batches)
 
     def __call__(self) -> torch.Tensor:
-        """The loss of this rank's rows."""
+        """Run a step; return the loss of this rank's rows."""
         loss: torch.Tensor = self.pipeline.progress(self.batches)
         return loss
 
     @staticmethod
     def _keyed(batches: Sequence[Batch]) -> Iterator[KeyedBatch]:
-        # A KeyedJaggedTensor keeps what was computed of it: each step gets one of its own.
+        # A KeyedJaggedTensor caches values computed from it, so each step gets a new one.
         for batch in itertools.cycle(batches):
             keyed = batch.features.to_keyed_jagged_tensor()
             yield KeyedBatch(batch.dense, batch.labels, keyed)
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """This rank's parameters by the names that the example gives them."""
+        """Return this rank's parameters, under the names that ``examples/dlrm`` uses."""
         return {
             name.replace("embedding_bags.", "").removeprefix("rest.model."): parameter
             for name, parameter in self.model.named_parameters()
@@ -125,7 +125,7 @@ class Pipelined:
 
 
 def sharded(sizes: Sizes, place: Place, rule: Rule) -> DistributedModelParallel:
-    """The model with the weights of the example's, each table on the rank that has it there."""
+    """Return the sharded model with the weights and the table placement of ``examples/dlrm``."""
     whole = make(sizes, Place(0, 1, place.device))
     weights = {name: table.weight for name, table in whole.tables.items()}
     owner = {n: r for r in range(place.world) for n in sizes.of_rank(r, place.world)}

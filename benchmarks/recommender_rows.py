@@ -1,4 +1,4 @@
-"""Batches of the DLRM by rows, and what makes those of them that the ranks of the tables need."""
+"""Batches of the DLRM by rows, and their redistribution to the ranks that have the tables."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tvmbridge.fx.sparse_features import CombinedFeatures
 
 
 def by_rank(sizes: Sizes, world: int) -> list[str]:
-    """The features in the order of the ranks that have their tables."""
+    """Return the names of the features, in the order of the ranks that have their tables."""
     return [name for rank in range(world) for name in sizes.of_rank(rank, world)]
 
 
 def of_rows(whole: Batch, sizes: Sizes, place: Place) -> Batch:
-    """A rank's rows of a batch of all ranks, with all their features, in the order of the ranks."""
+    """Return this rank's rows of a whole batch, with all features in the order of the ranks."""
     rows = len(whole.labels) // place.world
     own = slice(place.rank * rows, (place.rank + 1) * rows)
     features, indices, lengths = whole.features.separate(), [], []
@@ -37,7 +37,11 @@ def of_rows(whole: Batch, sizes: Sizes, place: Place) -> Batch:
 
 @dataclass(frozen=True)
 class Lengths:
-    """A batch whose lengths are under way: for each rank, this rank's tables and the rows."""
+    """A batch whose bag lengths are being sent.
+
+    - ``received``: the lengths received, of shape (ranks, this rank's tables, rows).
+    - ``request``: the pending all-to-all.
+    """
 
     batch: Batch
     received: torch.Tensor
@@ -46,7 +50,11 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Indices:
-    """A batch whose indices are under way; ``pieces`` counts them by rank and by table."""
+    """A batch whose indices are being sent.
+
+    - ``pieces``: the number of indices received, by rank and table.
+    - ``received``: the indices; ``request``: the pending all-to-all.
+    """
 
     lengths: Lengths
     pieces: torch.Tensor
@@ -55,9 +63,9 @@ class Indices:
 
 
 class Distribution:
-    """Sends the features of a rank's rows to the ranks that have the tables.
+    """Send the features of a rank's rows to the ranks that have the tables.
 
-    It does so on the host, by a group of its own, so that nobody waits for a device.
+    A separate gloo group sends them on the host, so that no rank waits for a device.
     """
 
     def __init__(self, sizes: Sizes, place: Place) -> None:
@@ -66,10 +74,10 @@ class Distribution:
         self.group = dist.new_group(backend="gloo")
 
     def ahead(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Batches by tables, of endless batches by rows.
+        """Yield batches by tables, from an endless iterator of batches by rows.
 
-        While one is used, the indices of the next one are under way, and the lengths of the one
-        after it.
+        While a batch is used, the indices of the next batch and the lengths of the one after it
+        are being sent.
         """
         indices = self._indices(self._lengths(next(batches)))
         lengths = self._lengths(next(batches))

@@ -1,7 +1,7 @@
-"""A step of the DLRM on several ranks, with communication overlapped and not.
+"""A training step of the DLRM on several ranks, with and without overlapped communication.
 
-Run by ``torchrun --nproc-per-node 2 -m benchmarks.recommender_step``: on GPUs by NCCL where there
-are any, otherwise on CPUs by gloo.
+``torchrun --nproc-per-node 2 -m benchmarks.recommender_step`` uses NCCL if there are GPUs, and
+otherwise gloo on CPUs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tvmbridge.passes.fx.overlap_communication import OverlapCommunication, is_c
 
 
 def synchronized(call: Callable[[], Any], place: Place) -> Callable[[], None]:
-    """``call``, until the device is done."""
+    """Return a function that calls ``call`` and waits until the device is done."""
 
     def run() -> None:
         call()
@@ -39,7 +39,7 @@ def synchronized(call: Callable[[], Any], place: Place) -> Callable[[], None]:
 
 
 def alone(own: torch.Tensor, received: Sequence[int], sent: Sequence[int], group: Any) -> Any:
-    """In the place of an all-to-all: as many elements, without communication."""
+    """Replace an all-to-all: return as many elements as it would, without communication."""
     missing = sum(received) - own.numel()
     if missing <= 0:
         return own[: sum(received)]
@@ -47,7 +47,7 @@ def alone(own: torch.Tensor, received: Sequence[int], sent: Sequence[int], group
 
 
 def without_communication(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """The same computation without its all-to-all."""
+    """Return a copy of the graph whose all-to-all is replaced by :func:`alone`."""
     made = copied(graph_module)
     for node in made.graph.nodes:
         if is_collective(node):
@@ -60,7 +60,10 @@ def without_communication(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 
 def exchange(model: DLRM, rows: int) -> Callable[[], None]:
-    """The all-to-all of a step alone, forward and backward, and the mean of gradients."""
+    """Return a function that runs a step's communication alone.
+
+    It runs the all-to-all forward and backward, and the all-reduce of replicated gradients.
+    """
     own = torch.randn(
         rows * model.world, len(model.names) * model.sizes.width, device=model.pairs.device
     ).requires_grad_()
@@ -75,7 +78,7 @@ def exchange(model: DLRM, rows: int) -> Callable[[], None]:
 
 
 class Variants:
-    """Steps of one model, by the graph that it runs; one trace serves all of them."""
+    """Steps of one model with several variants of its graph, which share one trace."""
 
     def __init__(self, sizes: Sizes, batch: Batch, place: Place) -> None:
         model, passes = make(sizes, place), (CombineSparseInputs(), FeatureFusion())
@@ -92,7 +95,7 @@ class Variants:
         self._steps = dict.fromkeys(self._graphs, together) | {"computation": alone}
 
     def calls(self, batch: Batch) -> dict[str, Callable[[], Any]]:
-        """A step by each graph."""
+        """Return a function for each variant, by name, that runs a step on ``batch``."""
         return {name: partial(self._run, name, batch) for name in self._graphs}
 
     def _run(self, name: str, batch: Batch) -> None:
@@ -101,7 +104,7 @@ class Variants:
 
 
 def measure(sizes: Sizes, counts: Sequence[int], rounds: int, place: Place) -> Iterator[Row]:
-    """Medians of steps in turns, on this rank, with batches of so many rows each."""
+    """Yield this rank's medians of steps called in turns, for batches of each row count."""
     batches = [Clicks(sizes, n, place.rank, place.world)[0].to(place.device) for n in counts]
     eager, variants = make(sizes, place), Variants(sizes, batches[0], place)
     step = Step(eager, place)
@@ -114,7 +117,7 @@ def measure(sizes: Sizes, counts: Sequence[int], rounds: int, place: Place) -> I
 
 
 def rows_of(title: str, found: Mapping[str, float], place: Place) -> Iterator[Row]:
-    """The rows of one size of batch, from seconds."""
+    """Yield the rows of one batch size, from the median seconds of each variant."""
     longer = max(found["computation"], found["communication"])
     on_gpu = place.device.type == "cuda"
     for name, seconds in found.items():
@@ -126,7 +129,7 @@ def rows_of(title: str, found: Mapping[str, float], place: Place) -> Iterator[Ro
 
 
 def main(argv: Sequence[str] = ()) -> int:
-    """Rank 0 prints."""
+    """Measure on all ranks; rank 0 prints the table."""
     options = parser(__doc__)
     options.add_argument("--features", type=int, default=200)
     options.add_argument("--width", type=int, default=Sizes.width, help="of an embedding")

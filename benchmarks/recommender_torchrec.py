@@ -1,26 +1,25 @@
-"""A training step of the DLRM with the fx passes, over that of torchrec's pipeline, on two ranks.
+"""A training step of the DLRM with the fx passes, over a step of torchrec's pipeline, on two ranks.
 
-Run by ``torchrun --nproc-per-node 2 -m benchmarks.recommender_torchrec`` where torchrec and fbgemm
-are installed (1.8 with PyTorch 2.13): on GPUs by NCCL where there are any, otherwise on CPUs by
-gloo. Both train the model of ``examples/dlrm`` from the same weights on the same rows; before
-anything is timed, a step of each is held against the undivided model in float64, and steps with
-Adagrad against each other.
-
-Either side does what it does by itself:
+``torchrun --nproc-per-node 2 -m benchmarks.recommender_torchrec`` needs torchrec and fbgemm (1.8
+with PyTorch 2.13). It uses NCCL if there are GPUs, and otherwise gloo on CPUs. Both sides train
+the model of ``examples/dlrm`` from the same weights on the same rows. Before any timing, one step
+of each side is compared with the unsharded model in float64, and steps with Adagrad are compared
+between the sides.
 
 - torchrec: ``TrainPipelineSparseDist`` over ``DistributedModelParallel``. Each rank reads all
-  features of its rows, and the pipeline sends them to the ranks of the tables while the batch
-  before is computed. All tables of a rank are one lookup, which updates them within backward, the
-  rows that were looked up alone. ``DistributedDataParallel`` adds up the other gradients.
-- tvmbridge: the example's step with all passes. Tables have gradients of their whole size, and one
-  optimizer updates all parameters. A rank reads the features of its tables for the rows of all
-  ranks, as the example does ("as fed"), or all features of its rows, as torchrec does, and they
-  are sent to the ranks of the tables while the batches before are computed ("distributed").
+  features of its rows. The pipeline sends them to the ranks of the tables while the batch before
+  is computed. One lookup reads all tables of a rank, and backward updates only the rows that were
+  looked up. ``DistributedDataParallel`` adds up the other gradients.
+- tvmbridge: the example's step with all passes. Gradients of tables have the tables' whole size,
+  and one optimizer updates all parameters. In the row "as fed" a rank reads the features of its
+  tables for the rows of all ranks, as the example does. In the row "distributed" a rank reads all
+  features of its rows, as torchrec does, and sends them to the ranks of the tables while the
+  batches before are computed.
 
-The optimizer is Adagrad for all parameters of both: a row that was not looked up stays as it is
-whether it has a gradient of zeros or none, which is not so with Adam, and fbgemm has no Adam for
-CPUs. What is in the batches is drawn and joined beforehand for both. Gradients of whole tables
-cost what the tables have rows: ``--table`` shows it.
+Both sides use Adagrad for all parameters. With Adagrad a row that was not looked up does not
+change, whether its gradient is zero or missing; with Adam it would. fbgemm has no Adam for CPUs.
+Batches are drawn and joined before the timing. The cost of whole gradients grows with the rows of
+a table: ``--table`` sets them.
 """
 
 from __future__ import annotations
@@ -45,12 +44,12 @@ from examples.dlrm.model import Sizes
 from examples.dlrm.train import Place, Step, join, make
 
 BATCHES = 8
-# Steps of each turn: what one side leaves to be sent meanwhile is a small part of the other's time.
+# Steps a turn: enough that data one side still sends is a small part of the other side's turn.
 STEPS = 5
 
 
 def pinned(batch: Batch, place: Place) -> Batch:
-    """In pinned memory, where it is to be copied to a GPU."""
+    """Return the batch in pinned memory if the device is a GPU, otherwise unchanged."""
     if place.device.type == "cpu":
         return batch
     features = batch.features.pin_memory()
@@ -58,7 +57,7 @@ def pinned(batch: Batch, place: Place) -> Batch:
 
 
 class Ours:
-    """The example's step with all passes, at each call."""
+    """The example's step with all passes; each call runs a step."""
 
     def __init__(self, sizes: Sizes, place: Place, rule: Rule, sample: Batch) -> None:
         self.place = place
@@ -70,18 +69,18 @@ class Ours:
         self.step.optimizer = rule.dense(self.model.parameters())
 
     def __call__(self) -> torch.Tensor:
-        """The loss of this rank's rows."""
+        """Run a step; return the loss of this rank's rows."""
         return self.step(next(self.batches).to(self.place.device))
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """This rank's, by name."""
+        """Return this rank's parameters by name."""
         return dict(self.model.named_parameters())
 
 
 def sides(
     sizes: Sizes, place: Place, rule: Rule, by_rows: Sequence[Batch], by_tables: Sequence[Batch]
 ) -> dict[str, Pipelined | Ours]:
-    """What is compared, on the same rows in the same order."""
+    """Return the compared trainers by name; all get the same rows in the same order."""
     fed, distributed = (Ours(sizes, place, rule, by_tables[0]) for _ in range(2))
     fed.batches = itertools.cycle(by_tables)
     distributed.batches = Distribution(sizes, place).ahead(itertools.cycle(by_rows))
@@ -93,21 +92,21 @@ def sides(
 
 
 def mean(loss: torch.Tensor) -> float:
-    """Over the ranks."""
+    """Return the mean of the loss over the ranks."""
     total = loss.detach().clone()
     dist.all_reduce(total)
     return float(total) / dist.get_world_size()
 
 
 def largest(errors: Sequence[float]) -> float:
-    """Of all ranks; NaN if one has NaN."""
+    """Return the largest error of all ranks; NaN if an error is NaN."""
     every: list[float] = [0.0] * dist.get_world_size()
     dist.all_gather_object(every, float(torch.tensor(errors).max()))
     return float(torch.tensor(every).max())
 
 
 def turn(call: Callable[[], Any], place: Place) -> Callable[[], None]:
-    """So many steps, until the device is done."""
+    """Return a function that runs ``STEPS`` steps and waits until the device is done."""
 
     def run() -> None:
         for _ in range(STEPS):
@@ -117,7 +116,7 @@ def turn(call: Callable[[], Any], place: Place) -> Callable[[], None]:
 
 
 def spread(name: str, values: Sequence[float], unit: str, bound: float | None = None) -> Row:
-    """The median of what the rounds gave, with the quartiles beside its name."""
+    """Return a row with the median of the rounds' values, and the quartiles in its name."""
     low, median, high = statistics.quantiles(values, n=4)
     return Row(f"{name} (quartiles {low:.3g}, {high:.3g})", median, unit, bound)
 
@@ -125,7 +124,7 @@ def spread(name: str, values: Sequence[float], unit: str, bound: float | None = 
 def undivided(
     sizes: Sizes, batch: Batch, place: Place
 ) -> tuple[float, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Loss, parameters and gradients of one module in float64 on the rows of all ranks."""
+    """Return loss, parameters and gradients of the unsharded model in float64, on all rows."""
     model = make(sizes, Place(0, 1, torch.device("cpu"))).double()
     model.names = tuple(by_rank(sizes, place.world))
     logits = model(batch.dense.double(), batch.features)
@@ -137,10 +136,10 @@ def undivided(
 
 
 def proven(sizes: Sizes, rows: int, place: Place) -> list[Row]:
-    """Loss and gradients of one step of both, beside the undivided model; the largest errors.
+    """Compare loss and gradients of one step of each side with the unsharded model.
 
-    What a step of SGD changes, over its rate, is the gradient. The rate is so large that rounding
-    the changed weight does not hide it.
+    The gradient is the change of a weight by a step of SGD, divided by the rate. The rate is large
+    enough that rounding of the weight does not hide the change.
     """
     rule = Rule("SGD", 1e3)
     whole = Clicks(sizes, rows * place.world)[0]
@@ -164,7 +163,7 @@ def proven(sizes: Sizes, rows: int, place: Place) -> list[Row]:
 
 
 def measure(sizes: Sizes, rows: int, rounds: int, place: Place) -> list[Row]:
-    """Losses of steps with Adagrad, and the medians of later steps in turns, on this rank."""
+    """Compare the losses of steps with Adagrad, then time later steps in turns on this rank."""
     whole, own = Clicks(sizes, rows * place.world), Clicks(sizes, rows, place.rank, place.world)
     by_rows = [pinned(of_rows(whole[i], sizes, place), place) for i in range(BATCHES)]
     by_tables = [pinned(own[i], place) for i in range(BATCHES)]
@@ -186,7 +185,7 @@ def measure(sizes: Sizes, rows: int, rounds: int, place: Place) -> list[Row]:
 
 
 def main(argv: Sequence[str] = ()) -> int:
-    """Rank 0 prints."""
+    """Compare and measure on all ranks; rank 0 prints the table."""
     options = parser(__doc__)
     options.add_argument("--features", type=int, nargs="+", default=[26, 100])
     options.add_argument("--rows", type=int, default=512, help="of a batch, on each rank")

@@ -1,8 +1,7 @@
-"""Bytes that live from forward to backward: our policies, eager autograd, AOTAutograd's min cut.
+"""Bytes saved from forward to backward: our policies, eager autograd, AOTAutograd's min cut.
 
-Nothing is run for time, and the figures are the same at each run. Inputs, parameters, buffers and
-outputs are left out everywhere, since they live anyway; dropout masks are counted everywhere. A
-storage counts once.
+Nothing is timed, and the figures are the same at each run. Inputs, parameters, buffers and outputs
+never count, because they live anyway; dropout masks always count. A storage counts once.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ _VIEWS = frozenset(_VIEW_NAMES.split())
 
 
 def ours(module: nn.Module, x: torch.Tensor) -> dict[str, SplitModule]:
-    """The split by each policy."""
+    """Return the forward and backward of the module, split by each policy."""
     captured = capture(module, (x,), needs_grad=True)
     joint = derive(module, (x,), {}, captured, CompileOptions(), []).joint
     return {policy: split(joint, color(joint, policy)) for policy in POLICIES}
 
 
 def eager_bytes(module: nn.Module, x: torch.Tensor) -> int:
-    """Bytes of the storages that eager PyTorch saves in forward."""
+    """Return the bytes of the storages that eager PyTorch saves in forward."""
     held = {t.untyped_storage().data_ptr() for t in (x, *module.parameters(), *module.buffers())}
     saved: dict[int, torch.UntypedStorage] = {}
 
@@ -58,7 +57,7 @@ def eager_bytes(module: nn.Module, x: torch.Tensor) -> int:
 
 
 def aot_bytes(module: nn.Module, x: torch.Tensor) -> int:
-    """Bytes that AOTAutograd's min cut saves, over the decompositions of its compiler."""
+    """Return the bytes that AOTAutograd's min cut saves, with inductor's decompositions."""
     found: list[int] = []
 
     def partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:
@@ -82,7 +81,7 @@ def aot_bytes(module: nn.Module, x: torch.Tensor) -> int:
 
 
 def _storage(node: fx.Node) -> fx.Node:
-    """The node whose memory a view shows."""
+    """Return the node that owns the memory of ``node``, which may be a view of it."""
     while node.op == "call_function":
         name = getattr(node.target, "_opname", "")
         source = node.args[0] if node.args else None
@@ -100,7 +99,7 @@ def _first(output: Any) -> torch.Tensor:
 
 
 def measure(name: str) -> list[Row]:
-    """The figures of one module."""
+    """Return the figures of one module."""
     module, x = MODULES[name]()
     parts = ours(module, x)
     drawn = sum(v.spec.nbytes for v in parts["min_cut"].drawn)
@@ -117,7 +116,7 @@ def measure(name: str) -> list[Row]:
 
 
 def main(argv: Sequence[str] = ()) -> int:
-    """Print the figures of every module."""
+    """Print the figures of each module."""
     options = parser(__doc__)
     options.add_argument("--modules", nargs="+", default=list(MODULES), choices=list(MODULES))
     chosen = options.parse_args(list(argv))

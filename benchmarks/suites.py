@@ -1,4 +1,4 @@
-"""The suites of ``python -m benchmarks``: whole models and blocks, their inputs, and their step."""
+"""The suites of ``python -m benchmarks``: whole models and blocks, with inputs and bounds."""
 
 from __future__ import annotations
 
@@ -21,11 +21,15 @@ MINILM = {"hidden_size": 384, "num_hidden_layers": 6, "intermediate_size": 1536}
 
 @dataclass(frozen=True)
 class Suite:
-    """A row: a module and its input, and whether it is forward alone or a training step.
+    """A row: a module with its input.
 
-    ``dtype`` is that of parameters, buffers and inputs that are no indices.
-    ``bound`` is on the time of tvmbridge over that of the best peer, by which of its two ways of
-    inference: live weights, and frozen ones.
+    - ``make``: builds the module; ``shape``: the shape of the input.
+    - ``train``: whether a step has a backward.
+    - ``vocabulary``: the number of token ids if the input has token ids, otherwise 0.
+    - ``live``, ``frozen``: upper bounds of tvmbridge's time over the best peer's, with live and
+      with frozen weights; None: no bound.
+    - ``quick``: whether ``--quick`` includes the row.
+    - ``dtype``: of parameters, buffers and inputs that are no token ids.
     """
 
     make: Callable[[], nn.Module]
@@ -38,12 +42,12 @@ class Suite:
     dtype: torch.dtype = torch.float32
 
     def module(self) -> nn.Module:
-        """The same weights at each call; first-level outputs are tensors."""
+        """Return the module, whose result is one tensor; the weights are the same each time."""
         torch.manual_seed(7)
         return _First(self.make()).train(self.train).to(self.dtype)
 
     def sample(self) -> torch.Tensor:
-        """An input; one that learns in training, where it is no index."""
+        """Return an input; in training it requires a gradient, unless it has token ids."""
         generator = torch.Generator().manual_seed(1)
         if self.vocabulary:
             return torch.randint(self.vocabulary, self.shape, generator=generator)
@@ -52,7 +56,7 @@ class Suite:
 
 
 class _First(nn.Module):
-    """A module whose result is one tensor, for peers that know no other."""
+    """A module that returns the first result alone, because some peers need one tensor."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -68,7 +72,7 @@ def _bert(**sizes: Any) -> Callable[[], nn.Module]:
 
 
 class _ResNet18(nn.Sequential):
-    """ResNet-18 as for pictures of 224 times 224."""
+    """ResNet-18 for images of 224 times 224."""
 
     def __init__(self) -> None:
         layers: list[nn.Module] = [
@@ -92,7 +96,7 @@ def _convolutions(channels: int, width: int) -> nn.Sequential:
 
 
 class _UNet(nn.Module):
-    """Three steps down and up again, with what was left on the way down beside it."""
+    """A U-Net: three downsampling and three upsampling steps, with skip connections."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
@@ -115,7 +119,7 @@ class _UNet(nn.Module):
 
 
 class _LanguageModel(nn.Module):
-    """An LSTM of two layers between an embedding and a product."""
+    """An LSTM of two layers between an embedding and a linear layer."""
 
     def __init__(self, vocabulary: int = 10000, width: int = 256) -> None:
         super().__init__()
@@ -128,7 +132,7 @@ class _LanguageModel(nn.Module):
 
 
 class _Chains(nn.Module):
-    """tanh(LayerNorm(x)) on 100 slices, one beside the other."""
+    """tanh(LayerNorm(x_i)) on 100 slices x_i of the input, concatenated."""
 
     def __init__(self, count: int = 100, width: int = 64) -> None:
         super().__init__()
@@ -186,7 +190,7 @@ _MODULES: Mapping[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
     "dlrm-chains 256": (_Chains, (256, 6400), 0),
     "mlp-small 64": (_small, (64, 256), 0),
 }
-# By name: bounds on the time over the best peer's, of live and of frozen weights.
+# Bounds by row, for live and frozen weights: tvmbridge's time over the best peer's.
 _INFERENCE: Mapping[str, tuple[float | None, float | None]] = {
     "bert-layer 1x14": (None, None),
     "bert-base 1x14": (0.75, 1.0),

@@ -1,1 +1,1 @@
-"""Training scripts as the documentation of well-known libraries shows them, with one line added."""
+"""Training scripts from the documentation of well-known libraries, with one line added to each."""

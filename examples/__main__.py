@@ -1,4 +1,4 @@
-"""``python -m examples [names]``: the table of what TVM serves of each script."""
+"""``python -m examples [names]``: print the share of each script's calls that TVM serves."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from examples.measure import ROWS, measured
 
 
 def table(names: list[str]) -> bool:
-    """Print the rows of scripts with one of ``names`` in theirs, or all; whether all are right."""
+    """Print the rows whose name contains one of ``names``, or all; return whether all pass.
+
+    A row passes if TVM serves 95% of its calls, its results are within their bound, and nothing is
+    compiled after the first epoch.
+    """
     right = True
     print("| script | calls | served by TVM | results | largest relative difference |")
     print("|---|---|---|---|---|")

@@ -1,4 +1,4 @@
-"""DistributedDataParallel in two processes on CPUs: each trains on its part of the data."""
+"""DistributedDataParallel in two processes on CPUs; each process trains on its part of the data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ PROCESSES, FEATURES, CLASSES, BATCH, EPOCHS = 2, 16, 4, 8, 3
 
 
 class Classifier(nn.Module):
-    """A class of one's own: Dynamo captures no forward of PyTorch's own classes below DDP's."""
+    """A small classifier.
+
+    It has its own class because Dynamo skips the forward of a torch.nn class that DDP wraps.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +42,7 @@ def data() -> TensorDataset:
 
 
 def train(rank: int, port: int, door: str, epochs: int, results: Any) -> None:
-    """What each process does."""
+    """Train in the process ``rank``; put its losses and report into ``results``."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=PROCESSES)
     torch.manual_seed(0)
@@ -67,7 +70,7 @@ def train(rank: int, port: int, door: str, epochs: int, results: Any) -> None:
 def main(
     dispatch: bool = True, door: str = "dispatch", epochs: int = EPOCHS
 ) -> tuple[list[float], Report | None]:
-    """The losses of both processes, and what was served in the one that was served less."""
+    """Return the losses of both processes, and the report that has the smaller served share."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,4 +1,8 @@
-"""The two doors to compiled code, for scripts that may take either."""
+"""The two entry points to compiled code, for scripts that can use either.
+
+A *door* is ``"dispatch"`` (add_tvm_dispatch), ``"compile"`` or ``"compile in place"``
+(torch.compile).
+"""
 
 from __future__ import annotations
 
@@ -19,9 +23,10 @@ Report: TypeAlias = DispatchReport | CompileReport
 
 
 def opened(model: nn.Module, door: str = "dispatch") -> Any:
-    """``model``, which runs on compiled code: dispatched, or by torch.compile.
+    """Make ``model`` run compiled code, and return it.
 
-    ``"compile"`` wraps the model, ``"compile in place"`` keeps its class and signature.
+    ``"compile"`` returns a wrapper of the model; ``"compile in place"`` and ``"dispatch"`` keep
+    its class and signature.
     """
     if door == "compile":
         torch.compiler.reset()
@@ -34,5 +39,5 @@ def opened(model: nn.Module, door: str = "dispatch") -> Any:
 
 
 def served(model: nn.Module, door: str = "dispatch") -> Report:
-    """What was served of the calls so far."""
+    """Return the report of the calls so far."""
     return dispatch_report(model) if door == "dispatch" else compile_report()

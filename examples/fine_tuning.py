@@ -1,4 +1,4 @@
-"""HuggingFace's Trainer with dynamic padding, evaluation, two checkpoints, and a resumed run."""
+"""Fine-tune by HuggingFace's Trainer: dynamic padding, evaluation, checkpoints, a resumed run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def sentences(count: int, seed: int) -> list[dict[str, torch.Tensor]]:
 
 
 def padded(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """A batch as long as its longest sentence, as DataCollatorWithPadding makes it."""
+    """Pad sentences to the longest of the batch, as DataCollatorWithPadding does."""
     ids = torch.nn.utils.rnn.pad_sequence([row["input_ids"] for row in rows], batch_first=True)
     labels = torch.stack([row["labels"] for row in rows])
     return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": labels}
@@ -70,7 +70,7 @@ def trainer(model: BertForSequenceClassification, folder: str) -> Trainer:
 
 
 def main(dispatch: bool = True) -> tuple[list[float], DispatchReport | None]:
-    """The losses of a training, its evaluations, and the part that was resumed; what was served."""
+    """Return the losses of training, evaluations and the resumed run, and the dispatch report."""
     losses: list[float] = []
     model = classifier()
     if dispatch:

@@ -1,4 +1,4 @@
-"""transformers' generate: a small GPT-2 or Llama writes on with a static cache."""
+"""transformers' generate: a small GPT-2 or Llama continues prompts with a static cache."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def language_model(name: str) -> Any:
 
 
 def main(dispatch: bool = True, name: str = "llama") -> tuple[list[float], DispatchReport | None]:
-    """The largest score of each step and what is written, and what was served."""
+    """Return the largest score of each step, the generated tokens, and the dispatch report."""
     torch.manual_seed(0)
     model = language_model(name).eval()
     if dispatch:

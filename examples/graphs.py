@@ -1,6 +1,6 @@
-"""A graph network on graphs that change: self loops are added where a graph has none.
+"""Train a graph network on graphs of changing size; each convolution adds missing self loops.
 
-``python -m examples.graphs`` trains it for a few steps and prints how much compiled code served.
+``python -m examples.graphs`` trains for a few steps and prints the share of served calls.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from tvmbridge import add_tvm_dispatch, dispatch_report
 
 
 class Convolution(nn.Module):
-    """A graph convolution, normalised by the degrees of nodes, as ``GCNConv`` of PyG is."""
+    """A graph convolution normalised by the degrees of nodes, like PyG's ``GCNConv``."""
 
     def __init__(self, inner: int, outer: int) -> None:
         super().__init__()
         self.linear = nn.Linear(inner, outer)
 
     def forward(self, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
-        """Features of nodes, (nodes, outer), of those before and ``edges``, (2, number)."""
+        """Return new features (nodes, outer) from features ``x`` and ``edges`` (2, number)."""
         nodes = x.size(0)
-        # How many edges are no loops is known in a call alone: here the graph is cut.
+        # The number of edges that are no loops depends on the data, so the graph breaks here.
         between = edges[:, edges[0] != edges[1]]
         loops = torch.arange(nodes).view(1, -1).repeat(2, 1)
         source, target = torch.cat([between, loops], 1)
@@ -32,19 +32,19 @@ class Convolution(nn.Module):
 
 
 class Network(nn.Module):
-    """Two convolutions."""
+    """Two graph convolutions."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = Convolution(16, 32), Convolution(32, 4)
 
     def forward(self, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
-        """Scores of four classes for each node."""
+        """Return the scores of four classes for each node."""
         return self.second(self.first(x, edges).relu(), edges)
 
 
 def random_graph(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Features, edges and classes of a graph of 30 to 60 nodes."""
+    """Return features, edges and classes of a random graph of 30 to 60 nodes."""
     nodes = int(torch.randint(30, 60, (), generator=generator))
     x = torch.randn(nodes, 16, generator=generator)
     edges = torch.randint(0, nodes, (2, 4 * nodes), generator=generator)

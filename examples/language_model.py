@@ -1,4 +1,4 @@
-"""An LSTM language model that carries its state from one piece of text to the next."""
+"""Train an LSTM language model that carries its state from one piece of text to the next."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ State = tuple[torch.Tensor, torch.Tensor]
 
 
 class LanguageModel(nn.Module):
-    """Two layers of LSTM between an embedding and a decoder."""
+    """An LSTM of two layers between an embedding and a linear decoder."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,13 +28,13 @@ class LanguageModel(nn.Module):
 
 
 def text(length: int, seed: int) -> torch.Tensor:
-    """Random text as columns, one for each row of a batch."""
+    """Return random token ids of shape (length, batch)."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, TOKENS, (length, BATCH), generator=generator)
 
 
 def pieces(source: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Consecutive pieces, and what follows each token in them."""
+    """Cut the text into consecutive pieces; return each with the token after each position."""
     starts = range(0, len(source) - LENGTH, LENGTH)
     return [(source[i : i + LENGTH], source[i + 1 : i + 1 + LENGTH].reshape(-1)) for i in starts]
 
@@ -44,7 +44,7 @@ def zeros() -> State:
 
 
 def main(dispatch: bool = True) -> tuple[list[float], DispatchReport | None]:
-    """The losses of a training and its evaluations, and what was served."""
+    """Return the losses of training and evaluation, and the dispatch report."""
     torch.manual_seed(0)
     model = LanguageModel()
     if dispatch:

@@ -1,4 +1,4 @@
-"""How much of a script TVM serves, and how far its results are from those of eager PyTorch."""
+"""Measure the share of a script's calls that TVM serves, and its difference from eager PyTorch."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ from tvmbridge import CompileReport, DispatchReport
 
 @dataclass(frozen=True)
 class Row:
-    """A script of this folder, and the libraries it ``needs`` beside PyTorch and tvmbridge.
+    """A script of this folder with its arguments.
 
-    ``bound`` is that of the relative difference from eager PyTorch.
+    - ``needs``: the libraries that it imports, other than PyTorch and tvmbridge.
+    - ``arguments``: keyword arguments of the script's ``main``.
+    - ``bound``: the largest allowed relative difference from eager PyTorch.
     """
 
     script: str
@@ -33,7 +35,7 @@ class Row:
 
 
 _COMPILE = {"door": "compile"}
-# Under autocast to bfloat16 a product is rounded to three digits.
+# Autocast rounds matrix products to bfloat16, which has about three decimal digits.
 _BFLOAT16 = 1e-2
 
 ROWS = (
@@ -66,10 +68,13 @@ ROWS = (
 
 @dataclass(frozen=True)
 class Measured:
-    """What one script did: results compared, calls by who served them, and why not TVM.
+    """The measurements of one script.
 
-    ``later`` counts what was compiled after the first epoch, by scripts that have a door.
-    ``missing`` is the error of importing a library that the script needs: nothing was run.
+    - ``results``: the number of compared results; ``difference``: the largest relative difference.
+    - ``served``, ``calls``: the calls that TVM served, and all calls.
+    - ``reasons``: why calls were not served.
+    - ``later``: graphs and codes compiled after the first epoch, for scripts with a ``door``.
+    - ``missing``: the error of importing a needed library, in which case nothing ran.
     """
 
     results: int = 0
@@ -86,12 +91,12 @@ class Measured:
 
 
 def measured(row: Row, seconds: float = 900) -> Measured:
-    """Run the script in a process of its own, in eager PyTorch and dispatched.
+    """Run the script in a new process, in eager PyTorch and dispatched.
 
-    Compiled code serves what it can, also where the module's own forward is faster.
+    Compiled code serves all calls that it can, even if the module's own forward is faster.
 
     Raises:
-        RuntimeError: it failed; the message has the end of what it printed.
+        RuntimeError: the script failed; the message has the end of its standard error.
     """
     command = [sys.executable, "-m", "examples.measure", row.name]
     folder = Path(__file__).parents[1]
@@ -109,7 +114,7 @@ def _measured_here(row: Row) -> Measured:
     for library in row.needs:
         try:
             importlib.import_module(library)
-        except Exception as error:  # builds that do not fit one another raise what they like
+        except Exception as error:  # incompatible builds raise any exception
             return Measured(missing=f"{library}: {error}")
     main: Any = importlib.import_module(f"examples.{row.script}").main
     expected, _ = main(False, **row.arguments)
@@ -126,7 +131,7 @@ def _measured_here(row: Row) -> Measured:
 
 
 def _calls(report: DispatchReport | CompileReport) -> tuple[int, list[tuple[str, int]]]:
-    """How many calls TVM served, and how many PyTorch did, by the reason."""
+    """Return how many calls TVM served, and how many PyTorch served, by reason."""
     if isinstance(report, DispatchReport):
         fallen = report.fallbacks.items()
         why_not = [(f"{why} ({report.examples.get(why, '')})", count) for why, count in fallen]
@@ -136,7 +141,7 @@ def _calls(report: DispatchReport | CompileReport) -> tuple[int, list[tuple[str,
 
 
 def _compiled(report: CompileReport) -> int:
-    """How many graphs Dynamo captured, and how often code was compiled for them."""
+    """Return the number of graphs that Dynamo captured plus the number of compilations."""
     codes = [s for g in report.graphs for d in g.dispatches for s in d.specializations]
     return len(report.graphs) + len(codes) + sum(s.partial_backwards for s in codes)
 

@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 2 -m examples.pretrain --strategy fsdp
     torchrun --nproc-per-node 2 -m examples.pretrain --strategy ddp --eager
 
-Each block is dispatched by itself: FSDP gathers its parameters before it, and DDP sends its
-gradients while the blocks before it compute theirs. With ``--folder`` a checkpoint is written every
-``--every`` steps, and a run that finds one goes on from it.
+Each block is dispatched separately. FSDP can then gather a block's parameters just before the block
+runs, and DDP can send its gradients while earlier blocks still compute theirs. With ``--folder`` a
+checkpoint is written every ``--every`` steps, and a later run resumes from it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import tvmbridge
 
 
 class Block(nn.Module):
-    """Attention with rotary positions, and a gated linear unit, each behind an RMS norm."""
+    """A Llama block: attention with rotary positions and a gated MLP, each after an RMS norm."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
 class Llama(nn.Module):
     """A decoder of ``layers`` blocks over ``words`` tokens.
 
-    ``checkpointing``: backward computes each block's forward again.
+    With ``checkpointing`` backward recomputes each block's forward.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Llama(nn.Module):
 
 
 def batches(options: argparse.Namespace, first: int, device: torch.device) -> Iterator[Any]:
-    """Yield this rank's batch of each step: sequences that count in steps of one to five."""
+    """Yield this rank's batches from step ``first`` on: sequences that count by one to five."""
     for step in range(first, options.steps):
         generator = torch.Generator().manual_seed(step * dist.get_world_size() + dist.get_rank())
         shape = (options.batch, 1)
@@ -133,7 +133,7 @@ def train(options: argparse.Namespace) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.rate)
     first = _restore(plain, optimizer, options.folder)
     losses, began = [], time.perf_counter()
-    half = options.autocast and options.strategy == "ddp"  # FSDP has a policy of its own.
+    half = options.autocast and options.strategy == "ddp"  # FSDP has its own policy.
     for step, words in batches(options, first, device):
         with torch.autocast(device.type, torch.bfloat16, enabled=half):
             logits = model(words[:, :-1])
@@ -185,7 +185,7 @@ def _restore(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | N
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line; ``given`` replaces it."""
+    """Parse ``given``, or the command line if it is None."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--strategy", choices=("fsdp", "ddp"), default="fsdp")
     parser.add_argument("--eager", action="store_true", help="leave the blocks to eager PyTorch")

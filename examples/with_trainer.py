@@ -1,4 +1,4 @@
-"""HuggingFace's Trainer: a small BERT learns to classify, and is evaluated after each epoch."""
+"""HuggingFace's Trainer: train a small BERT to classify, and evaluate it after each epoch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def classifier() -> BertForSequenceClassification:
 
 
 def data(rows: int, seed: int) -> list[dict[str, torch.Tensor]]:
-    """Random sentences, padded to one length."""
+    """Return random sentences, padded to one length."""
     g = torch.Generator().manual_seed(seed)
     ids = torch.randint(1, 100, (rows, LENGTH), generator=g)
     mask = torch.arange(LENGTH) < torch.randint(4, LENGTH + 1, (rows, 1), generator=g)
@@ -41,7 +41,7 @@ def data(rows: int, seed: int) -> list[dict[str, torch.Tensor]]:
 def main(
     dispatch: bool = True, door: str = "dispatch", epochs: int = EPOCHS
 ) -> tuple[list[float], Report | None]:
-    """The losses of a training and its evaluations, and what was served."""
+    """Return the losses of training and evaluation, and the report of the served calls."""
     torch.manual_seed(0)
     model = classifier()
     if dispatch:

@@ -1,1 +1,1 @@
-"""The models that PyTorch judges its compilers by, through tvmbridge and its peers."""
+"""The models of PyTorch's own compiler dashboard, run by tvmbridge and its peers."""

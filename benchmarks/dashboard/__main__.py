@@ -1,10 +1,13 @@
-"""``python -m benchmarks.dashboard``: PyTorch's own suites through tvmbridge and its peers.
+"""``python -m benchmarks.dashboard``: PyTorch's own model suites by tvmbridge and its peers.
 
-A process a model, ``--jobs`` at once, which measure times in turns. Each model is a line of JSON in
-``--resume``, and is not measured again; each peer is printed when it is done. The table has, by
-peer, whether the results pass PyTorch's accuracy rule, the share of calls that compiled code served
-after the third, eager PyTorch's time over the peer's, seconds to the first result with empty
-caches, and peak memory on a GPU.
+Each model runs in its own process, ``--jobs`` of them at once; only one process measures times at
+a time. The file ``--resume`` has a line of JSON for each measured model, which is not measured
+again. Each peer is printed when it is done. The table has, for each peer:
+
+- whether the results pass PyTorch's accuracy rule;
+- the share of calls after the third that compiled code served;
+- eager PyTorch's time over the peer's;
+- seconds to the first result with empty caches, and peak memory on a GPU.
 """
 
 from __future__ import annotations
@@ -90,9 +93,9 @@ def _is_wanted(entry: Entry, chosen: argparse.Namespace) -> bool:
 def _measured(
     task: Task, deadline: float, timeout: float, show: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any] | None:
-    """What a process of its own found, with empty caches; None where no time was left.
+    """Measure a model in a new process with empty caches; return None if no time was left.
 
-    ``show`` is given the record each time a peer has been added to it.
+    ``show`` is called with the record each time a peer has been added to it.
     """
     left = min(timeout, deadline - time.monotonic())
     if left <= 0:
@@ -105,7 +108,7 @@ def _measured(
         command = [sys.executable, "-m", "benchmarks.dashboard.measure", json.dumps(asdict(task))]
         errors = Path(caches, "errors")
         with errors.open("w", encoding="utf-8") as file:
-            # A session of its own: compilers have processes that keep the pipe open, and end too.
+            # A new session, so that the compilers' worker processes end too: they hold the pipe.
             process = subprocess.Popen(
                 command,
                 env={**os.environ, **folders},
@@ -126,7 +129,7 @@ def _measured(
         if time.monotonic() - start < left:
             last = (errors.read_text(encoding="utf-8").strip().splitlines() or [""])[-1]
             return {**found, "error": f"status {process.returncode}: {last}"}
-    # The end of all time says nothing of this model: it is measured again.
+    # The deadline of the whole run is no result of this model, so a later run measures it again.
     return {**found, "error": f"not done in {left:.0f} s"} if left == timeout else None
 
 
@@ -135,7 +138,7 @@ def _followed(
     record: dict[str, Any],
     show: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
-    """The last record that a process prints, or the one given."""
+    """Return the last record that a process prints, or ``record`` if it prints none."""
     assert process.stdout is not None
     for line in process.stdout:
         try:
@@ -218,7 +221,7 @@ def _total(records: Sequence[dict[str, Any]], peer: str) -> str:
 
 
 def main(argv: Sequence[str] = ()) -> int:
-    """Measure what is not yet in the file, and print all of it."""
+    """Measure the models that the file does not have yet, and print the table of all."""
     chosen = _arguments(argv)
     deadline = time.monotonic() + chosen.limit
     chosen.resume.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The accuracy rule of PyTorch's harness: close to eager, or as close to float64."""
+"""The accuracy rule of PyTorch's harness: close to eager, or nearly as close to float64."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def differing(
     found: Mapping[str, torch.Tensor],
     tolerance: float,
 ) -> str | None:
-    """What is not the same, and by how much; None: all of it is.
+    """Return which result differs and by how much; None if all results pass.
 
     Args:
-        exact: by name what float64 gives; None where it cannot be run.
-        eager: what eager PyTorch gives.
-        found: what is judged.
-        tolerance: absolute and relative, of the model.
+        exact: the results in float64, by name; None if the model cannot run in float64.
+        eager: the results of eager PyTorch.
+        found: the results to judge.
+        tolerance: the model's tolerance, both absolute and relative.
     """
     if eager.keys() != found.keys():
         return f"results {sorted(eager.keys() ^ found.keys())[:3]} are not those of eager PyTorch"

@@ -1,4 +1,4 @@
-"""One model in this process, by each peer: accuracy, calls served, times and memory, as JSON."""
+"""Measure one model by each peer in this process, and print accuracy, times and memory as JSON."""
 
 from __future__ import annotations
 
@@ -35,7 +35,13 @@ _WARM, _COUNTED = 3, 6
 
 @dataclass(frozen=True)
 class Task:
-    """What one process measures. ``lock`` is a file that who measures times holds."""
+    """The work of one process: a model of a suite, its mode and device, and the peers.
+
+    - ``scale``: ``"tiny"`` for small configurations, otherwise the published sizes.
+    - ``amp``: whether calls run under autocast to bfloat16.
+    - ``rounds``: timed calls of each peer; 0 measures no times.
+    - ``lock``: the path of a lock file; a process holds it while it measures times.
+    """
 
     suite: str
     name: str
@@ -51,12 +57,12 @@ class Task:
 
     @property
     def training(self) -> bool:
-        """Whether a step is forward and backward."""
+        """Whether a step has a backward."""
         return self.mode == "training"
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """By which a measurement is found again."""
+        """Return the key that identifies a measurement in the file of results."""
         return (self.suite, self.name, self.mode, self.device, self.scale, self.amp, self.dtype)
 
 
@@ -68,7 +74,7 @@ class _Step:
 
     @contextmanager
     def surroundings(self) -> Iterator[None]:
-        """What a call runs in."""
+        """Set the gradient mode, and autocast if ``amp`` is set, for a call inside."""
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(self.task.training))
             if self.task.amp:
@@ -85,7 +91,7 @@ class _Step:
         return output
 
     def values(self) -> dict[str, torch.Tensor]:
-        """The results of a call and all gradients, on the CPU."""
+        """Return the results of a call and all gradients, copied to the CPU."""
         torch.manual_seed(7)
         output = self()
         if isinstance(output, torch.Tensor):
@@ -101,7 +107,7 @@ class _Step:
 
 
 def measure(task: Task) -> dict[str, Any]:
-    """All that is known of a model: by peer, with ``error`` where eager PyTorch fails."""
+    """Return the record of a model, with results by peer, or ``error`` if eager PyTorch fails."""
     entry = entries(task.suite)[task.name]
     model, given = make(entry, task.training, task.scale, task.batch)
     tolerance = entry.bound(task.training)
@@ -127,12 +133,12 @@ def measure(task: Task) -> dict[str, Any]:
         found["passed"] = not found.get("failed") and found.get("wrong") is None
         record["results"][peer] = found
         _report(record)
-        step = None  # Its memory counts as the next peer's otherwise.
+        step = None  # Free its memory, which would count for the next peer.
     return record
 
 
 def _report(record: dict[str, Any]) -> None:
-    """Print what is known so far: the process may run out of time."""
+    """Print the record so far, because the process may run out of time."""
     print(json.dumps(record), flush=True)
 
 
@@ -166,7 +172,7 @@ def _of_peer(step: _Step, peer: str, eager: _Step) -> dict[str, Any]:
 
 
 def _prepared(step: _Step, peer: str) -> Any:
-    """The model as this peer runs it."""
+    """Return the model compiled by the peer."""
     torch._dynamo.reset()
     if peer == "eager":
         return step.model
@@ -179,7 +185,7 @@ def _prepared(step: _Step, peer: str) -> Any:
 
 
 def _served(peer: str, model: nn.Module) -> tuple[int, int, list[str]]:
-    """Calls so far that compiled code served, all calls, and why others were not served."""
+    """Return the calls that compiled code served, all calls, and why calls were not served."""
     if peer == "tvmbridge":
         report = dispatch_report(model)
         missed = sum(report.fallbacks.values())
@@ -199,7 +205,7 @@ def _placed(
 
 
 def _exact(task: Task, model: nn.Module, given: dict[str, Any]) -> dict[str, torch.Tensor] | None:
-    """The results in float64; None where a model cannot compute in it."""
+    """Return the results in float64; None if the model cannot run in it."""
     plain = Task(**{**asdict(task), "amp": False})
     try:
         return _Step(plain, *_placed(task, model, given, torch.float64)).values()
@@ -233,7 +239,7 @@ def _clear(device: str) -> None:
 
 @contextmanager
 def _alone(lock: str) -> Iterator[None]:
-    """No other process measures times meanwhile."""
+    """Hold the lock file, so that no other process measures times meanwhile."""
     with Path(lock).open("w", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -1,4 +1,4 @@
-"""The models of the suites, from configurations with random weights, and their inputs."""
+"""The models of the suites, built from configurations with random weights, and their inputs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import nn
 
 SUITES = ("huggingface", "timm")
 _FOLDER = Path(__file__).parent
-# In place of dropout, as PyTorch's harness has it: draws are made, and drop nothing.
+# The dropout rate of PyTorch's harness: random numbers are drawn, but nothing is dropped.
 _NO_DROPOUT = 1e-30
-# Sizes of configurations of --scale tiny, where a configuration has the name.
+# Values for --scale tiny, set for each name that a configuration has.
 _TINY: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "d_model", "dim", "n_embd", "embedding_size"), 64),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 2),
@@ -30,7 +30,7 @@ _TINY: dict[str, Any] = {
     "moe_intermediate_size": 64,
     "vocab_size": 512,
 }
-# Configurations beside the default ones, by class: of the published model, and tiny.
+# Values that differ from the default configuration, by model: published sizes, and tiny ones.
 _SIZES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "DistillGPT2": ({"n_layer": 6}, {}),
     "AllenaiLongformerBase": (
@@ -86,10 +86,13 @@ _TOLERANCES = {
 
 @dataclass(frozen=True)
 class Entry:
-    """A model of a suite: its ``kind`` is a class of transformers, or timm's own name.
+    """A model of a suite.
 
-    ``batch`` and ``cpu_batch`` are what PyTorch runs (0: not on a CPU), ``tokens`` the length of a
-    text, ``tolerance`` that of training, ``status`` whether PyTorch tries it today.
+    - ``kind``: a class of transformers, or timm's name of the model.
+    - ``batch``, ``cpu_batch``: PyTorch's batch sizes on a GPU and a CPU; 0: not run on a CPU.
+    - ``status``: whether PyTorch's dashboard runs the model today; ``"ci"`` if so.
+    - ``tokens``: the length of a text; 0 for images.
+    - ``tolerance``: the tolerance in training.
     """
 
     suite: str
@@ -102,13 +105,13 @@ class Entry:
     tolerance: float = 1e-2
 
     def bound(self, training: bool) -> float:
-        """The tolerance of the accuracy rule."""
+        """Return the tolerance of the accuracy rule."""
         usual = self.tolerance if training else 1e-3
         return _TOLERANCES.get((self.name, training), usual)
 
 
 def entries(suite: str) -> dict[str, Entry]:
-    """The models of a suite by name."""
+    """Return the models of a suite by name."""
     lines = (_FOLDER / f"{suite}.tsv").read_text(encoding="utf-8").splitlines()
     found = {}
     for row in csv.reader((x for x in lines if not x.startswith("#")), delimiter="\t"):
@@ -124,7 +127,7 @@ def entries(suite: str) -> dict[str, Entry]:
 
 
 class Scalar(nn.Module):
-    """A model of images with the loss of PyTorch's harness inside: the mean of the output."""
+    """An image model that returns the loss of PyTorch's harness: the mean of the output."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -137,7 +140,7 @@ class Scalar(nn.Module):
 
 
 def make(entry: Entry, training: bool, scale: str, batch: int) -> tuple[nn.Module, dict[str, Any]]:
-    """The model, and keyword arguments of a call on the CPU, the same at each call."""
+    """Return the model and the keyword arguments of a call, on the CPU; the same each time."""
     torch.manual_seed(1337)
     if entry.suite == "timm":
         return _of_timm(entry, training, scale, batch)
@@ -175,7 +178,7 @@ def _configuration(entry: Entry, scale: str) -> Any:
     config = kind(**sizes)
     for name, value in vars(config).items():
         if "drop" in name and isinstance(value, float):
-            # A draw would decide which layers run, though it never dropped one.
+            # With a nonzero rate a random draw would choose the layers that run.
             setattr(config, name, 0.0 if "layerdrop" in name else _NO_DROPOUT)
     config.use_cache = False
     if getattr(config, "pad_token_id", None) is not None:
@@ -184,7 +187,7 @@ def _configuration(entry: Entry, scale: str) -> Any:
 
 
 def _texts(model: Any, batch: int, tokens: int, training: bool) -> dict[str, Any]:
-    """Random texts with labels, as PyTorch's harness makes them."""
+    """Return random token ids with labels, as PyTorch's harness draws them."""
     vocabulary, kind = model.config.vocab_size, type(model).__name__
 
     def words() -> torch.Tensor:
@@ -206,7 +209,7 @@ def _texts(model: Any, batch: int, tokens: int, training: bool) -> dict[str, Any
 
 
 def moved(given: Mapping[str, Any], device: str, dtype: torch.dtype | None) -> dict[str, Any]:
-    """The arguments on a device; floats among them in ``dtype``."""
+    """Return the arguments on a device, with floating-point tensors in ``dtype``."""
     return {
         name: x.to(device, dtype if x.is_floating_point() else None) for name, x in given.items()
     }

@@ -1,1 +1,1 @@
-"""A recommendation model, trained on several processes on clicks of a seeded generator."""
+"""A recommendation model that several processes train on generated clicks."""

@@ -1,4 +1,4 @@
-"""``torchrun --nproc-per-node 2 -m examples.dlrm``."""
+"""Train the DLRM: ``torchrun --nproc-per-node 2 -m examples.dlrm``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clicks: a seeded generator with the skew of such data, and labels of a hidden model."""
+"""A seeded generator of clicks, with skewed indices and labels that a fixed model gives."""
 
 from __future__ import annotations
 
@@ -14,14 +14,18 @@ from tvmbridge.fx.sparse_features import CombinedFeatures, Jagged
 
 @dataclass(frozen=True)
 class Batch:
-    """What one rank gets: its rows' dense features and labels, its tables' features of all rows."""
+    """The batch of one rank.
+
+    - ``dense``, ``labels``: the dense features and labels of this rank's rows.
+    - ``features``: the sparse features of this rank's tables, for the rows of all ranks.
+    """
 
     dense: torch.Tensor
     labels: torch.Tensor
     features: CombinedFeatures
 
     def to(self, device: torch.device) -> Batch:
-        """On ``device``, without waiting: dense features, labels, and two copies more."""
+        """Return a copy on ``device`` without waiting; the features take two copies in all."""
         pinned = self.features.pin_memory() if device.type == "cuda" else self.features
         dense = self.dense.to(device, non_blocking=True)
         labels = self.labels.to(device, non_blocking=True)
@@ -29,10 +33,10 @@ class Batch:
 
 
 class Clicks:
-    """Batches by their numbers: every rank draws the same rows, and keeps what concerns it.
+    """Batches by number: each rank draws the rows of all ranks and keeps its own part.
 
-    Indices follow Zipf's law, one to four in a bag, and some bags are empty. Each index has a
-    hidden weight, each dense feature too: their sum says how likely a click is.
+    A bag has up to four indices, which follow Zipf's law. Each index and each dense feature has a
+    fixed random weight; their sum gives the probability of a click.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""DLRM with its embedding tables sharded over the ranks, as a plain module of PyTorch's."""
+"""A DLRM as a plain PyTorch module, with its embedding tables sharded over the ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ from tvmbridge.fx.sparse_features import Jagged
 
 @dataclass(frozen=True)
 class Sizes:
-    """Numbers of dense features, of tables, of their rows, and widths."""
+    """The sizes of a model.
+
+    - ``features``: the number of sparse features, each with a table of ``rows`` rows.
+    - ``width``: the width of an embedding; ``hidden``: of the hidden layers.
+    - ``dense``: the number of dense features.
+    """
 
     features: int = 26
     rows: int = 2000
@@ -26,16 +31,16 @@ class Sizes:
     hidden: int = 64
 
     def names(self) -> tuple[str, ...]:
-        """The sparse features."""
+        """Return the names of the sparse features."""
         return tuple(f"feature_{i}" for i in range(self.features))
 
     def of_rank(self, rank: int, world: int) -> tuple[str, ...]:
-        """The features whose tables a rank has."""
+        """Return the names of the features whose tables are on ``rank``."""
         return self.names()[rank::world]
 
 
 def perceptron(*sizes: int) -> nn.Sequential:
-    """Linear layers with ReLU between them."""
+    """Return linear layers with ReLU between them."""
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(sizes):
         layers += [nn.Linear(inputs, outputs), nn.ReLU()]
@@ -43,14 +48,14 @@ def perceptron(*sizes: int) -> nn.Sequential:
 
 
 class DLRM(nn.Module):
-    """Predicts clicks of this rank's rows.
+    """A model that predicts the clicks of this rank's rows.
 
-    A rank looks up its own tables for the rows of all ranks; one all-to-all brings every row's
-    embeddings to the rank that has the row. Each is normalized by its own LayerNorm.
+    A rank looks up its own tables for the rows of all ranks. One all-to-all sends each row's
+    embeddings to the rank that has the row. Each feature's embedding has its own LayerNorm.
 
     Args:
-        sizes: of the model.
-        rank: which tables this process has.
+        sizes: the sizes of the model.
+        rank: the rank of this process, which selects its tables.
         world: the number of processes.
     """
 
@@ -71,11 +76,11 @@ class DLRM(nn.Module):
         self.register_buffer("pairs", rows * (sizes.features + 1) + columns, persistent=False)
 
     def forward(self, dense: torch.Tensor, features: Mapping[str, Jagged]) -> torch.Tensor:
-        """The logits of the rows of this rank.
+        """Return the logits of this rank's rows.
 
         Args:
             dense: [rows, dense features].
-            features: those of this rank's tables, for the rows of all ranks.
+            features: the features of this rank's tables, for the rows of all ranks.
         """
         bottom = self.bottom(dense)
         bags = [
@@ -84,11 +89,11 @@ class DLRM(nn.Module):
         return self.interacted(bottom, self._exchanged(torch.cat(bags, 1), dense.shape[0]))
 
     def interacted(self, bottom: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
-        """The logits of rows, from what the bottom network and the tables say of them.
+        """Return the logits of rows from the bottom network's output and the embeddings.
 
         Args:
             bottom: [rows, width].
-            embedded: [rows, features * width], the features in the order of the ranks.
+            embedded: [rows, features * width], with the features in the order of the ranks.
         """
         parts = embedded.split(self.sizes.width, 1)
         normed = [torch.tanh(norm(part)) for norm, part in zip(self.norms, parts, strict=True)]
@@ -100,7 +105,7 @@ class DLRM(nn.Module):
         return logits.squeeze(1)
 
     def _exchanged(self, own: torch.Tensor, rows: Any) -> torch.Tensor:
-        """All features of this rank's rows, from this rank's features of all rows."""
+        """Exchange embeddings: this rank's features of all rows become all features of its rows."""
         if self.world == 1:
             return own
         width, group = self.sizes.width, dist.group.WORLD
@@ -114,6 +119,6 @@ class DLRM(nn.Module):
         )
 
     def replicated(self) -> list[nn.Parameter]:
-        """The parameters that all ranks have alike."""
+        """Return the parameters that are equal on all ranks."""
         shared = (self.bottom, self.norms, self.top)
         return [p for module in shared for p in module.parameters()]

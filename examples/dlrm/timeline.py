@@ -1,6 +1,6 @@
-"""The timeline of a training step, with communication overlapped and not, by torch.profiler.
+"""Timelines of a training step with and without overlapped communication, by torch.profiler.
 
-``torchrun --nproc-per-node 2 -m examples.dlrm.timeline FILE`` writes what rank 0 did, as JSON.
+``torchrun --nproc-per-node 2 -m examples.dlrm.timeline FILE`` writes rank 0's timelines as JSON.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 
 
 def spans(place: Place, passes: tuple[Any, ...]) -> list[dict[str, Any]]:
-    """Operators and collectives of a step: name, thread, start and duration in microseconds."""
+    """Profile a step; return its operators and collectives.
+
+    Each has a name, a thread, a start and a duration in microseconds.
+    """
     model = make(SIZES, place)
     batch = Clicks(SIZES, ROWS, place.rank, place.world)[0].to(place.device)
     tvmbridge.optimize_fx(model, (batch.dense, batch.features), passes, measure=False)
@@ -55,7 +58,7 @@ def spans(place: Place, passes: tuple[Any, ...]) -> list[dict[str, Any]]:
 
 
 def main(path: str) -> None:
-    """Write the timelines of both."""
+    """Write the timelines without and with overlapped communication."""
     place = join()
     found = {name: spans(place, passes) for name, passes in CHOICES.items()}
     if not place.rank:

@@ -1,4 +1,4 @@
-"""Training: the loop, its report, and the processes of ``torchrun``."""
+"""Train the DLRM: the loop, its report, and the processes of ``torchrun``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from examples.dlrm.model import DLRM, Sizes
 
 @dataclass(frozen=True)
 class Place:
-    """Which process this is, of how many, and its device."""
+    """The rank of this process, the number of processes, and the device."""
 
     rank: int
     world: int
@@ -26,7 +26,7 @@ class Place:
 
 
 def join() -> Place:
-    """Join the processes that ``torchrun`` has started; without it there is one."""
+    """Join the processes that ``torchrun`` started; without torchrun there is one process."""
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     local = int(os.environ.get("LOCAL_RANK", "0"))
     cuda = torch.cuda.is_available() and torch.cuda.device_count() > local
@@ -39,7 +39,7 @@ def join() -> Place:
 
 
 def make(sizes: Sizes, place: Place, seed: int = 0) -> DLRM:
-    """A model with the same networks on all ranks, and this rank's tables."""
+    """Return a model with the same networks on all ranks, and this rank's tables."""
     torch.manual_seed(seed)
     whole = DLRM(sizes)
     model = DLRM(sizes, place.rank, place.world)
@@ -49,7 +49,7 @@ def make(sizes: Sizes, place: Place, seed: int = 0) -> DLRM:
 
 
 class Step:
-    """One step of training: forward, backward, gradients averaged over the ranks, update."""
+    """A training step: forward, backward, the mean of gradients over the ranks, update."""
 
     def __init__(self, model: DLRM, place: Place, rate: float = 0.02) -> None:
         self.model, self.place = model, place
@@ -63,17 +63,17 @@ class Step:
         self.loss_of = nn.BCEWithLogitsLoss()
 
     def __call__(self, batch: Batch) -> torch.Tensor:
-        """The loss of this rank's rows."""
+        """Run a step; return the loss of this rank's rows."""
         self.optimizer.zero_grad()
         loss: torch.Tensor = self.loss_of(self.model(batch.dense, batch.features), batch.labels)
-        # The mean over all rows: a table gets the gradients of all ranks by the all-to-all.
+        # The mean over all rows: the all-to-all adds up a table's gradients of all ranks.
         (loss / self.place.world).backward()
         self.add_up()
         self.optimizer.step()
         return loss.detach()
 
     def add_up(self) -> None:
-        """Add up the gradients of what all ranks have alike, as one tensor."""
+        """Add up the gradients of the replicated parameters over the ranks, as one tensor."""
         if self.place.world == 1:
             return
         gradients = [p.grad for p in self.shared]
@@ -83,11 +83,11 @@ class Step:
 
 
 def explained(as_it_is: float, with_passes: float, device: torch.device) -> str:
-    """What the passes have changed, and where they pay.
+    """Return a text about the speed with and without the passes, and when they are worthwhile.
 
     Args:
-        as_it_is, with_passes: rows a second.
-        device: what the model was trained on.
+        as_it_is, with_passes: rows a second without and with the passes.
+        device: the device that the model was trained on.
     """
     ratio = as_it_is / with_passes
     text = f"a step with the passes takes {ratio:.2f} of the time of a step without them. "
@@ -109,9 +109,10 @@ def explained(as_it_is: float, with_passes: float, device: torch.device) -> str:
 def train(
     sizes: Sizes, place: Place, rows: int, steps: int, *, passes: bool, every: int = 20
 ) -> tuple[list[float], float]:
-    """The mean losses of all ranks, every so many steps, and rows a second after the first ones.
+    """Train; return the mean loss of each ``every`` steps, and the rows a second.
 
-    Rank 0 prints progress.
+    The loss is the mean over all ranks. The speed leaves out the first ``every`` steps. Rank 0
+    prints the progress.
     """
     model = make(sizes, place)
     clicks = Clicks(sizes, rows, place.rank, place.world)
@@ -132,7 +133,7 @@ def train(
             recent = []
             if number + 1 > every or steps == every:
                 speed = done / (time.perf_counter() - start)
-            else:  # the first steps prepare kernels
+            else:  # the first steps are warm-up
                 start, done = time.perf_counter(), 0
             if not place.rank:
                 shown = f", {speed:,.0f} rows a second" if speed else ""
@@ -143,7 +144,7 @@ def train(
 
 
 def main() -> None:
-    """The command line."""
+    """Parse the command line, and train."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--rows", type=int, default=256, help="of a batch, on each rank")

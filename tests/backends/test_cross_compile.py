@@ -1,4 +1,4 @@
-"""Kernels compiled for GPUs that are not there: NVIDIA's by nvcc, AMD's to code objects."""
+"""Kernels compiled for GPUs that this machine lacks: NVIDIA's by nvcc, AMD's to code objects."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _GFX90A = 0x3F
 
 
 def _kernels(module: nn.Module, x: torch.Tensor, target: tvm.target.Target) -> tvm.IRModule:
-    """The scheduled functions of a module's forward and backward."""
+    """Return the scheduled functions of a module's forward and backward."""
     BACKENDS["cuda"].prepare()
     lowered = lower_module(
         CompileRequest(module, (x,), {}, needs_grad=True, options=CompileOptions()),
@@ -124,7 +124,7 @@ def test_amd_code_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def _code_object(mod: tvm.IRModule, target: tvm.target.Target) -> list[str]:
-    """Generate code for the kernels of a module; their names."""
+    """Generate code for the kernels of a module; return their names."""
     with target, tvm.transform.PassContext(config=COMPILER_CONFIG):
         lower, _, finish = tvm.tirx.get_default_tir_pipeline(target)
         lowered = lower(tirx.transform.BindTarget(target)(with_exact_indices(mod)))

@@ -1,4 +1,4 @@
-"""The file of a bundle: what is damaged or hostile is an error or a miss, and is never loaded."""
+"""Bundle files: a damaged or hostile file gives an error or a miss, and no code of it is loaded."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ KEYS = [_key("first"), _key("second")]
 
 @pytest.fixture
 def filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A bundle of two pieces of code and a table of choices."""
+    """Return a bundle with two pieces of code and a table of choices."""
     monkeypatch.setenv("TVMBRIDGE_CACHE", "1")
     monkeypatch.setenv("TVMBRIDGE_CACHE_DIR", str(tmp_path / "first"))
     monkeypatch.setenv("TVMBRIDGE_HALVES_DIR", str(tmp_path / "first" / "halves"))
@@ -94,7 +94,7 @@ def _sealed(body: bytes) -> bytes:
 
 
 def _forged(draw: random.Random, whole: bytes) -> bytes:
-    """A bundle with a right checksum, one of whose headers is not as it is written."""
+    """Return a bundle with a right checksum and a changed header."""
     parts = []
     place, body = 0, whole[len(_MAGIC) : -64]
     while length := int.from_bytes(body[place : place + 8], "big"):
@@ -138,7 +138,7 @@ def _resealed(draw: random.Random, whole: bytes) -> bytes:
 
 
 def test_300_damaged_bundles(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is refused by name, or what is taken of it is as it was written; nothing is loaded."""
+    """Check that each is refused, or that all files taken from it are undamaged; none is loaded."""
 
     def never(*_: object, **__: object) -> object:
         raise AssertionError("code of a bundle was loaded")

@@ -1,4 +1,4 @@
-"""Code of one module in a file: another cache has it, and it computes what eager PyTorch does."""
+"""A bundle with the code of one module: another cache imports it, and results equal eager's."""
 
 from __future__ import annotations
 

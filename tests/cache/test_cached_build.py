@@ -1,4 +1,4 @@
-"""Code from the cache: what decides about it is in its key, and what it returns is eager's."""
+"""Code from the cache: its key has all that the code depends on, and its results equal eager's."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def dispatched(module: nn.Module, *args: torch.Tensor, **options: object) -> str:
-    """``module`` is dispatched; what its report says of the cache."""
+    """Dispatch ``module``; return the cache entry of its report."""
     add_tvm_dispatch(module, args, options=options)
     return dispatch_report(module).specializations[-1].cache
 
 
 class Everything(nn.Module):
-    """Products of one input, dropout, a buffer that is written, an output that aliases another."""
+    """A module with most features: two products of one input, dropout, written buffers, aliases."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def test_a_hit_returns_what_eager_pytorch_does(
     expected = _results(eager)
     for module in (first, second):
         for result, wanted in zip(_results(module), expected, strict=True):
-            # A batch norm of four rows enlarges what rounding leaves.
+            # A batch norm of four rows amplifies rounding errors.
             torch.testing.assert_close(result, wanted, rtol=1e-11, atol=1e-12)
         assert dispatch_report(module).fallbacks == {}
     reports = [dispatch_report(m).specializations[0] for m in (first, second)]
@@ -186,7 +186,7 @@ def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 
 def test_a_damaged_library_is_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is as it was written, and cannot be loaded all the same."""
+    """Check a library whose checksum is right, but which cannot be loaded."""
     dispatched(make_block().eval(), sample())
     genuine = cached_build.module_of
     calls: list[bytes] = []
@@ -214,7 +214,7 @@ def test_code_that_cannot_be_exported_runs(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_linker_that_fails_leaves_bitcode(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As gcc does where the C library's files for linking are missing."""
+    """Check a linker that fails like gcc without the C library's development files."""
     program = tmp_path / "cxx"
     program.write_text("#!/bin/sh\necho cannot find crti.o >&2\nexit 1\n")
     program.chmod(0o755)

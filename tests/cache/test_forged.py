@@ -1,4 +1,4 @@
-"""Files of the cache that are wrong and have a right checksum: each is a miss, and none raises."""
+"""Wrong cache files with a right checksum: each is a miss, and none raises."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _module(bias: float = 0.5) -> nn.Module:
 
 
 def _parts(path: Path) -> tuple[bytes, bytes]:
-    """The description and the library of a file."""
+    """Return the description and the library of a cache file."""
     rest = path.read_bytes()[len(_MAGIC) + 64 :]
     end = 8 + int.from_bytes(rest[:8], "big")
     return rest[8:end], rest[end:]
@@ -43,7 +43,7 @@ def _put(path: Path, text: bytes, library: bytes) -> None:
 
 @pytest.fixture(scope="module")
 def genuine(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two files of code for the same shapes."""
+    """Return two cache files with code for the same shapes."""
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TVMBRIDGE_CACHE", "1")
@@ -63,7 +63,7 @@ def _json(change: Callable[[dict[str, Any]], object]) -> Callable[[bytes], bytes
 
 
 def _set(*path: str | int, to: Any) -> Callable[[bytes], bytes]:
-    """The description with another value at a place."""
+    """Return a change of the description: the value at ``path`` becomes ``to``."""
 
     def change(content: Any) -> None:
         for step in path[:-1]:
@@ -120,7 +120,7 @@ _LIBRARIES: dict[str, Callable[[bytes], bytes]] = {
 
 
 def _read(path: Path, text: bytes, library: bytes) -> Built | str:
-    """What the cache makes of a file with this content."""
+    """Read a cache file with this content; return the loaded code, or the reason of a miss."""
     key = CacheKey(json.loads(_parts(path)[0])["key"])
     original = path.read_bytes()
     _put(path, text, library)

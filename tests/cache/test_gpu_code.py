@@ -1,4 +1,4 @@
-"""Code for GPUs on disk: compiled for a GPU that is not there, kept, and loaded without running."""
+"""GPU code on disk: compiled for a GPU that this machine lacks, kept, and loaded but never run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tvmbridge.compiler.lowering import lower_module
 from tvmbridge.compiler.request import CompileRequest
 
 GPU = torch.device("cuda", 0)
-# TVM's runtime for CUDA asks for these of the driver when it is loaded.
+# TVM's CUDA runtime links to these functions of the driver.
 _DRIVER = (
     "cuDeviceGetName cuFuncSetAttribute cuGetErrorName cuGetErrorString cuLaunchKernelEx "
     "cuModuleGetFunction cuModuleLoadData cuModuleUnload cuTensorMapEncodeTiled cuDriverGetVersion"
@@ -75,7 +75,7 @@ print(json.dumps({
 
 @pytest.fixture
 def driver(tmp_path: Path) -> Path:
-    """A library in place of CUDA's driver, whose functions all fail."""
+    """Compile a stand-in for CUDA's driver library, whose functions all fail."""
     try:
         ctypes.CDLL("libcudart.so.13")
     except OSError:
@@ -115,7 +115,7 @@ def test_a_second_process_loads_the_kernels_of_the_first(
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch's answers for a GPU."""
+    """Make PyTorch answer as on a machine with a GPU."""
     answer = SimpleNamespace(major=9, minor=0, gcnArchName="gfx90a")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: answer)
 
@@ -151,7 +151,7 @@ def test_variables_are_in_the_key_but_for_those_that_ranks_differ_in(
 def test_the_build_of_a_module_on_a_gpu_asks_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """TVM's runtime for GPUs is not loaded here: a name stands for the module."""
+    """Check the cache look-up; a placeholder replaces the module, whose runtime is not loaded."""
     monkeypatch.setenv("TVMBRIDGE_CACHE", "1")
     monkeypatch.setenv("TVMBRIDGE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(source, "compile_source", lambda text, arch: text.encode())

@@ -1,4 +1,4 @@
-"""The files of the cache: what is not as it was written is a miss, with a warning."""
+"""Cache files: a changed file is a miss, with a warning."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_another_graph_is_nothing_like_it(store: Store) -> None:
 
 
 def test_damaged_files_are_misses(store: Store, caplog: pytest.LogCaptureFixture) -> None:
-    """200 files, truncated, with bytes flipped, or with others put in."""
+    """Check 200 files: truncated, with a flipped bit, or with inserted bytes."""
     path, draw = store.path(KEY), random.Random(1)
     whole = path.read_bytes()
     for number in range(200):
@@ -121,7 +121,7 @@ def test_what_was_not_used_for_longest_goes_first(tmp_path: Path) -> None:
     for number, key in enumerate(keys[:3]):
         store.write(key, KEPT)
         os.utime(store.path(key), (number, number))
-    assert store.read(keys[0]) == KEPT  # used now
+    assert store.read(keys[0]) == KEPT  # reading makes it the most recently used
     store.most = 3 * store.size() // 3 + 10
     store.write(keys[3], KEPT)
     assert [store.path(k).exists() for k in keys] == [True, False, True, True]

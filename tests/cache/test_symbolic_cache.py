@@ -1,4 +1,4 @@
-"""Symbolic code from the cache: what decides about it is in its key, and it is eager's."""
+"""Symbolic code from the cache: its key has all that it depends on, and results equal eager's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Small(nn.Module):
-    """A product, a norm along the rows, and a mean that knows how many there are."""
+    """A product, a layer norm, and a mean over the rows, whose number is symbolic."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Coloring: what runs forward, what backward, and what is kept, repeated or passed between."""
+"""Coloring: the values that forward and backward compute, and those kept, repeated or passed."""
 
 # ruff: noqa: ANN201, F841  (the Relax functions here are TVM script)
 
@@ -101,7 +101,7 @@ def test_bindings_keep_their_order_and_repeated_ones_come_late(joint: JointModul
 
 
 def check_closed(joint: JointModule, coloring: Coloring) -> None:
-    """Every binding reads only what its side has."""
+    """Assert that each binding reads only values that its side has."""
     function = joint.mod["joint"]
     primals = function.params[: len(joint.primals)]
     cotangents = function.params[len(joint.primals) :]

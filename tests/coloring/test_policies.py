@@ -1,4 +1,4 @@
-"""The policies on small joint functions whose best coloring is known by hand."""
+"""The residual policies on small joint functions whose best coloring is known."""
 
 # ruff: noqa: ANN201  (the Relax functions here are TVM script)
 
@@ -16,7 +16,7 @@ from tvmbridge.differentiation.differentiate import JointModule
 
 @I.ir_module
 class Chain:
-    """h = x w, y = sigmoid(tanh(h)) w: tanh and sigmoid follow from h, whose bytes are 32."""
+    """y = sigmoid(dropout(tanh(h))) v with h = x w; h has 32 bytes and determines the rest."""
 
     @R.function
     def joint(
@@ -46,7 +46,7 @@ class Chain:
 
 @I.ir_module
 class Narrow:
-    """A float64 value of a float16 one, two halves of it, and a comparison of them."""
+    """A float16 value cast to float64, its two slices, and a comparison of the slices."""
 
     @R.function
     def joint(x: R.Tensor((4, 6), "float16"), ct_0: R.Tensor((4, 3), "float64")):
@@ -68,7 +68,7 @@ class Narrow:
 
 
 def joint_of(mod: tvm.IRModule, *, outputs: int = 1, drawn: tuple[str, ...] = ()) -> JointModule:
-    """A hand-made joint function; parameters called ``ct_`` are cotangents."""
+    """Return the joint function of ``mod``; parameters named ``ct_...`` are cotangents."""
     names = [p.name for p in mod["joint"].params]
     primals = tuple(n for n in names if not n.startswith("ct_"))
     return JointModule(
@@ -89,7 +89,7 @@ def kept(coloring: Coloring) -> set[str]:
 def test_min_cut_keeps_one_value_of_a_chain() -> None:
     joint = joint_of(Chain, drawn=("mask",))
     assert kept(color(joint, "save_all")) == {"once", "twice", "mask"}
-    # What twice is made of, dropped, is not kept: the greedy rule stops there.
+    # The greedy rule keeps twice because its operand dropped is not kept.
     assert kept(color(joint, "recompute_cheap")) == {"once", "twice", "mask"}
     assert kept(color(joint, "min_cut")) == {"once", "mask"}
 
@@ -124,14 +124,14 @@ def test_of_equal_cuts_the_one_with_less_to_repeat_is_taken() -> None:
 
 def test_what_a_product_of_backward_reads_is_kept() -> None:
     coloring = color(joint_of(Chain, drawn=("mask",)), "keep_operands")
-    # Through a permutation; once has its own bytes, since slope and masked are ours.
+    # grad_v reads twice through a permutation; once is also needed, to compute inner.
     assert kept(coloring) == {"once", "twice", "mask"}
     assert kept(color(joint_of(Powers), "keep_operands")) == {"a"}
 
 
 @I.ir_module
 class Cast:
-    """A product in a half precision: backward multiplies by the same weight."""
+    """A product in bfloat16; backward multiplies by the same weight."""
 
     @R.function
     def joint(
@@ -153,7 +153,7 @@ class Cast:
 def test_a_weight_is_cast_once() -> None:
     coloring = color(joint_of(Cast), "keep_casts")
     assert kept(coloring) == {"half"}
-    # What is computed and cast is computed again, for the sake of bytes.
+    # The cast of a computed value is recomputed, which saves bytes.
     assert "given" in {v.name for v in coloring.repeated}
     assert kept(color(joint_of(Cast), "min_cut")) == set()
     assert kept(color(joint_of(Powers), "keep_casts")) == {"a"}
@@ -166,7 +166,10 @@ def test_masks_cost_a_byte_an_element() -> None:
 
 
 def test_a_comparison_decides_what_is_kept() -> None:
-    """exp may round anew, and ``large`` jumps: so ``right`` may not follow from ``total``."""
+    """Check that ``right`` is kept: recomputed from ``total`` it may round differently.
+
+    The comparison ``large`` could then give another result.
+    """
     joint = joint_of(Narrow)
     graph = JointGraph(joint)
     assert {v.name for v in graph.fragile} == {"left", "right", "halves", "root"}

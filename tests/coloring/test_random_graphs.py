@@ -1,4 +1,4 @@
-"""On random joint functions: the least bytes among all allowed choices, found by trying them."""
+"""On random joint functions the min cut keeps the least bytes of all allowed choices."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def cast(value: relax.Expr, dtype: str) -> relax.Expr:
 
 
 def next_value(operator: str, a: relax.Var, b: relax.Var) -> relax.Expr:
-    """A value of the operands, all of which have the same shape."""
+    """Return the result of ``operator`` on the operands, which have the same shape."""
     dtype = str(a.ty.dtype)
     if operator in ("add", "multiply"):
         other = b if str(b.ty.dtype) == dtype else cast(b, dtype)
@@ -52,7 +52,10 @@ def next_value(operator: str, a: relax.Var, b: relax.Var) -> relax.Expr:
 
 
 def joint_function(forward: Steps, read: list[int], compared: bool) -> JointModule:
-    """Forward by ``forward``; backward multiplies the values ``read``, or compares them first."""
+    """Build a joint function from the steps ``forward``.
+
+    Backward multiplies the cotangent by the values ``read``, or by comparisons of them.
+    """
     parameters = [
         relax.Var("x", relax.TensorType(SHAPE, "float32")),
         relax.Var("noise", relax.TensorType(SHAPE, "float32")),

@@ -1,4 +1,4 @@
-"""A module with packed weights, compiled once for all tests that use one."""
+"""Fixtures: a module with packed weights, compiled once for all tests that use it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from tests.packed_helpers import dispatched, packed_copy
 
 @pytest.fixture(scope="session")
 def served() -> nn.Module:
-    """A dispatched module, of which tests take copies."""
+    """Return a dispatched module; tests use copies of it."""
     return dispatched()
 
 
 @pytest.fixture
 def module(served: nn.Module) -> nn.Module:
-    """A copy of it whose weights are packed."""
+    """Return a copy of the dispatched module, with packed weights."""
     return packed_copy(served)

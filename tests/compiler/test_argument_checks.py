@@ -1,4 +1,4 @@
-"""Kernels without TVM's checks: which are left out, which stay, and who checks instead."""
+"""Kernels without TVM's argument checks: the checks left out, those kept, and their substitutes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the planner reuses, counted by hand; and the picture of it."""
+"""The memory planner's reuse of buffers, counted by hand, and its picture."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tvmbridge.pipeline import inference_passes, run_passes
 
 
 class Chain(nn.Module):
-    """Four products in a row: the second and third have memory of the first ones' again."""
+    """Four products in a row; the planner reuses the first product's buffer for the third."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ def test_lifetimes() -> None:
     graph = run_passes(to_relax(capture(made, x)), inference_passes(), [])
     (plan,) = planned(graph, known_target("llvm")).values()
     assert plan.steps == ("tvmbridge.matmul",) * 4
-    # Each is made by one product, and read by the next one; the last is returned.
+    # Each buffer is written by one product and read by the next; the last buffer is returned.
     assert [(b.storage, b.first, b.last) for b in plan.buffers] == [
         (0, 0, 1),
         (1, 1, 2),

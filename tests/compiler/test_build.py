@@ -1,4 +1,4 @@
-"""Build: targets, and which arguments may lie at any address."""
+"""Build: targets, and the arguments that may have any alignment."""
 
 # ruff: noqa: ANN201  (the Relax functions here are TVM script)
 

@@ -1,4 +1,4 @@
-"""Equal chains on slices are fused before TVM sees them, where they are many."""
+"""Many equal chains on slices are fused before TVM lowers them."""
 
 from __future__ import annotations
 

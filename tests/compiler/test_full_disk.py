@@ -1,4 +1,4 @@
-"""A disk that is full, or a folder that is out of reach: compilation goes on with a warning."""
+"""A full disk, or a folder without access: compilation goes on with a warning."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_directory_of_records_out_of_reach(
     monkeypatch.chdir(gone)
     gone.rmdir()
     assert_served(nn.Softmax(-1))
-    # What a folder of somebody else's answers; who runs the tests may have every right.
+    # Simulate a folder of another user: the tests may run as root, who can read any folder.
     forbidden = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     monkeypatch.setattr(Folder, "exists", property(lambda _: _raise(forbidden)))
     assert_served(nn.Softmax(-1))
@@ -79,7 +79,7 @@ def test_tuning_keeps_what_it_has_and_says_where_there_is_no_room(
     folder.open_for_writing()
     task = softmax_task()
     index, _ = folder.add_task(task)
-    # Records are not written through a link, so that the full device must be opened in their place.
+    # Records are never written through a link, so os.open must return the full device instead.
     genuine = os.open
     with monkeypatch.context() as patches:
         patches.setattr(os, "open", lambda path, *rest: genuine(_full(Path(path)), *rest))

@@ -1,4 +1,4 @@
-"""One pack: what may be moved into it, and that its members are the parameters."""
+"""A pack: the parameters that may be moved into it, which stay the module's own parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modules with packed weights in use: saved, trained, called by threads, given back."""
+"""Modules with packed weights in use: saved, trained, called by threads, unpacked again."""
 
 from __future__ import annotations
 

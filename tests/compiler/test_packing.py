@@ -1,4 +1,4 @@
-"""Packing: parameters side by side in memory, and nobody can tell but by their addresses."""
+"""Packing: parameters are moved side by side in memory; only their addresses change."""
 
 from __future__ import annotations
 

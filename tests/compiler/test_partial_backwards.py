@@ -1,4 +1,4 @@
-"""Outputs that backward does not use: gradients are eager's, where derivatives are infinite too."""
+"""Outputs that backward does not use: gradients equal eager's, even with infinite derivatives."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tvmbridge.dispatch import _dispatcher_of
 
 
 class Heads(nn.Module):
-    """Outputs whose derivatives are infinite or NaN where an input is zero, behind one product."""
+    """A module whose outputs have infinite or NaN derivatives at zero inputs."""
 
     def __init__(self, known_to_relax: bool) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ def test_all_finite(dtype: torch.dtype) -> None:
 
 
 class WithUnread(nn.Module):
-    """Two outputs with a parameter each, and a parameter that forward does not read."""
+    """A module with two outputs, a parameter for each, and a parameter that forward never reads."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Training by every residual policy: gradients, bytes, writes in between, and the report."""
+"""Training by each residual policy: gradients, bytes kept, writes before backward, the report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from tests.joint_steps import assert_same, assert_served, build, dispatched, ste
 from tvmbridge import CompileOptions, add_tvm_dispatch, dispatch_report
 from tvmbridge.coloring import POLICIES
 
-# Those whose backward repeats something, from both sources; the default policy runs them all.
+# Cases whose backward recomputes values, of both joint sources; other tests run all cases by the
+# default policy.
 SOME = [
     pytest.param("transformer"),
     pytest.param("ties"),
@@ -37,7 +38,7 @@ def test_two_steps_equal_eager(name: str, policy: str) -> None:
 
 
 class Mlp(nn.Module):
-    """Two layers, dropout, and an activation that is worth computing twice."""
+    """Two layers, dropout, and an activation that is cheap enough to recompute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +64,7 @@ def eager_of(module: nn.Module) -> nn.Module:
 
 
 def gradients_after(module: nn.Module, between: Callable[[Any, torch.Tensor], None]) -> Any:
-    """Gradients of a step with a write between forward and backward, or the error's message."""
+    """Run a step with a write between forward and backward; return gradients or error message."""
     torch.manual_seed(3)
     module = copy.deepcopy(module)
     x = torch.randn(4, 8, dtype=torch.float64, requires_grad=True)
@@ -97,7 +98,7 @@ def test_a_write_before_backward_raises_or_changes_nothing(trained: nn.Module, w
         assert "modified by an inplace operation" in ours
         assert write != "nothing"
     else:
-        # Eager may have to raise where ours reads something else; it may not differ.
+        # Eager may raise for a write into a tensor that compiled code does not read.
         reference = gradients_after(eager_of(trained), WRITES["nothing"])
         torch.testing.assert_close(ours, reference, rtol=1e-10, atol=1e-11)
         assert isinstance(eager, str) or write != "a weight"
@@ -126,7 +127,7 @@ def residual_bytes(policy: str) -> int:
 
 
 def test_the_bytes_of_a_small_block() -> None:
-    """Kept: of 64 features the product with its bias; of 8 the centered sum, 1/deviation, mask."""
+    """Check the bytes: the first layer's output, the centered sum, 1/deviation, and the mask."""
     least = 4 * 64 * 4 + 4 * 8 * 4 + 4 * 4 + 4 * 8
     assert residual_bytes("min_cut") == least
     assert residual_bytes("save_all") == least + 4 * 64 * 4 + 4 * 8 * 4
@@ -134,7 +135,7 @@ def test_the_bytes_of_a_small_block() -> None:
 
 
 class Largest(nn.Module):
-    """The largest of values that are a sum of products, and the products themselves."""
+    """A module that returns the row maxima of a product plus a bias, and the product."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +149,10 @@ class Largest(nn.Module):
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("joint", ["relax", "aot"])
 def test_the_place_of_the_largest_is_found_again(joint: str, policy: str) -> None:
-    """Were the sum fused once and not the other time, no element would equal the largest."""
+    """Check the gradient of the maximum, whose operand may be recomputed.
+
+    If the recomputed sum rounded differently, no element would equal the maximum.
+    """
     module = Largest().train()
     x = torch.randn(50, 64)
     ours, _ = dispatched(module, (x,), joint, policy)

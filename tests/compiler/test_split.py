@@ -1,4 +1,4 @@
-"""The split: forward and backward that together are the joint function."""
+"""The split of a joint function into forward and backward, which together compute the same."""
 
 # ruff: noqa: ANN201  (the Relax functions here are TVM script)
 
@@ -80,7 +80,7 @@ def random_for(parameters: Sequence[relax.Var]) -> list[torch.Tensor]:
 
 
 def run_parts(joint: JointModule, parts: SplitModule) -> tuple[list[torch.Tensor], ...]:
-    """Results of the joint function, and of forward and backward after it."""
+    """Return the results of the joint function, and of forward and backward run separately."""
     run = CompiledFunctions(tvm.IRModule({**joint.mod.functions, **parts.mod.functions}))
     inputs = random_for(joint.mod["joint"].params)
     primals, cotangents = inputs[: len(joint.primals)], inputs[len(joint.primals) :]
@@ -168,7 +168,7 @@ def x_and(*shape: int) -> list[torch.Tensor]:
     return [torch.randn(3, 4).double(), torch.randn(shape).double()]
 
 
-# Name: formula; kept outputs, residuals, primals read by backward.
+# By name: a formula; outputs kept for backward, number of residuals, primals that backward reads.
 BORDERS = {
     "an-output-of-its-own": (
         lambda x, w: op.exp(op.multiply(x, w)),

@@ -1,4 +1,4 @@
-"""Settings of PyTorch's kernels: read whatever was set, and followed by code that is compiled."""
+"""Settings of PyTorch's kernels: each setting is read correctly, and compiled code follows it."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _put_back() -> Iterator[None]:
     assert precisions() == before
 
 
-# Where nothing is set, the precision of products is that of IEEE already.
+# The default precision of products is IEEE already.
 UNCHANGED = ("CUDA's products ieee", "oneDNN")
 
 

@@ -1,4 +1,4 @@
-"""Admission: claims are used where the table says that they are proven, and nowhere else."""
+"""Admission: a converter or rule is used only in the dtypes that the table says are proven."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ X = torch.randn(3, 4)
 
 @pytest.fixture
 def without_relu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The table as it is, but relu is proven for float64 only."""
+    """Change the admission table: relu is proven for float64 only."""
     table = {section: dict(names) for section, names in admitted_table().items()}
     table["converters"]["aten.relu.default"] = frozenset({"float64"})
     monkeypatch.setattr(admission, "admitted_table", lambda: table)

@@ -1,4 +1,4 @@
-"""Modes of the thread after a call in another mode, whatever a signal handler raises."""
+"""The thread's modes are restored after a call in another mode, even if a signal handler raises."""
 
 from __future__ import annotations
 

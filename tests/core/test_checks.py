@@ -1,4 +1,4 @@
-"""Which calls are checked: the words of the option and of the environment."""
+"""The calls that are checked, by the values of the option and of the environment variable."""
 
 from __future__ import annotations
 

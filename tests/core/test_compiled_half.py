@@ -1,4 +1,4 @@
-"""Compiled halves: compiled once, kept, and refused where others may have changed them."""
+"""Compiled C++ halves: compiled once, kept on disk, and refused if others could change the file."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PyMODINIT_FUNC PyInit__tiny(void) {
 
 @pytest.fixture
 def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Half:
-    """The only half, in a folder of its own, of a process that has asked for none."""
+    """Replace all halves by a small one, in its own folder, and forget what is loaded."""
     source = tmp_path / "_tiny.cpp"
     source.write_text(SOURCE)
     half = Half(NAME, source, "a test fails")
@@ -48,7 +48,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Half:
 
 
 def another_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget what this process has found."""
+    """Reset this process's state as if it were a new process."""
     halves._loaded.clear()
     halves._reasons.clear()
     monkeypatch.setattr(halves, "_builds", None)
@@ -56,7 +56,7 @@ def another_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def compiler(tmp_path: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A compiler that notes its calls and then runs ``script``; returns the file of notes."""
+    """Install a compiler that logs its calls and runs ``script``; return the log file's path."""
     notes, program = tmp_path / "calls", tmp_path / "cxx"
     program.write_text(f"#!/bin/sh\necho call >> {notes}\n{script}\n")
     program.chmod(0o755)
@@ -77,7 +77,7 @@ def state() -> HalfState:
 
 
 def test_the_suite_runs_with_every_half() -> None:
-    """What users have is what is tested; without a compiler there is none."""
+    """Check that all halves are compiled in this test run, unless there is no compiler."""
     try:
         half_build.compiler_command()
     except HalfError as error:
@@ -101,7 +101,7 @@ def test_a_half_is_compiled_once_and_said(
     assert state().path == Path(module.__file__)
     assert caplog.text.count("this happens once") == 1
     another_process(monkeypatch)
-    monkeypatch.setenv("CXX", "/no/such/compiler")  # a file from before serves without one
+    monkeypatch.setenv("CXX", "/no/such/compiler")  # the file on disk needs no compiler
     assert halves.compiled_half(NAME).TORCH_VERSION
     assert notes.read_text() == "call\n"
     assert stat.S_IMODE((tmp_path / "halves").stat().st_mode) == 0o700
@@ -133,7 +133,7 @@ def test_a_failure_is_told_and_not_repeated_unasked(
     (again,) = halves.build_halves()
     assert again.path is None
     assert notes.read_text() == "call\ncall\n"
-    compiler(tmp_path, genuine(), monkeypatch)  # another compiler is tried without being asked
+    compiler(tmp_path, genuine(), monkeypatch)  # a changed compiler is tried automatically
     another_process(monkeypatch)
     assert halves.compiled_half(NAME) is not None
 

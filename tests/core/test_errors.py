@@ -1,4 +1,4 @@
-"""Bad input gets a clear error, and the module is left as it was."""
+"""Bad input gets a clear error, and the module stays unchanged."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Branching(nn.Module):
 
 
 class Stateful(nn.Module):
-    """A forward that refuses three columns, after it has written a buffer and drawn noise."""
+    """A forward that writes a buffer and draws random numbers, then refuses three columns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,6 +145,6 @@ def test_a_mistake_of_the_compiler_is_a_build_error(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(entry_compiler, "compile_module", mistaken)
     with pytest.raises(BuildError, match=r"fails on Linear \(KeyError: 'val'\)"):
         add_tvm_dispatch(nn.Linear(3, 3), torch.ones(2, 3))
-    # A bad sample is told before it.
+    # The error of a bad sample comes first.
     with pytest.raises(CaptureError, match="refuses this sample input"):
         add_tvm_dispatch(nn.Linear(3, 3), torch.ones(2, 3, dtype=torch.float64))

@@ -1,4 +1,4 @@
-"""Source that the product generates: who may run it, and what names and constants do in it."""
+"""Generated Python source: one place alone runs it, and names and constants cannot inject code."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from tvmbridge.fx.sizes import LeafSizes
 from tvmbridge.graph_capture.relations import Relations
 
 PACKAGE = Path(tvmbridge.__file__).parent
-# Builtins and types that make code of text.
+# Builtins and types that turn text or code objects into functions.
 MAKERS = {"exec", "eval", "compile", "CodeType", "FunctionType", "run_path", "run_module"}
 EXECUTED: list[str] = []
 
 
 class Hostile(str):
-    """A string whose ``repr`` and ``str`` are an expression with a side effect."""
+    """A string whose ``repr`` and ``str`` return a Python expression with a side effect."""
 
     def __repr__(self) -> str:
         return f"(__import__({__name__!r}, fromlist=['x']).EXECUTED.append('repr') or 'k')"
@@ -38,13 +38,13 @@ class Hostile(str):
 
 
 class Member(str, enum.Enum):
-    """A string whose ``repr`` is no expression at all."""
+    """A string whose ``repr`` is no Python expression."""
 
     KEY = "k"
 
 
 class Wild(int):
-    """An integer whose ``repr`` is no expression."""
+    """An integer whose ``repr`` is no Python expression."""
 
     def __repr__(self) -> str:
         return "<wild>"
@@ -82,7 +82,7 @@ def test_one_place_alone_runs_generated_source() -> None:
             made = sorted(_calls(path))
             if made:
                 found[path.relative_to(PACKAGE).as_posix()] = made
-    # There functions are made of code that is there, and no source.
+    # These files build functions from existing code objects, not from source.
     for name in ("graph_capture/trace/patches", "graph_capture/trace/attention", "dynamo/registry"):
         assert found.pop(f"{name}.py") == ["FunctionType"]
     assert found == {"core/generated.py": ["compile", "exec"]}

@@ -1,4 +1,4 @@
-"""Importing the package loads little more than PyTorch and TVM; public names come on demand."""
+"""Importing the package loads little more than PyTorch and TVM; public names are loaded lazily."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of PyTorch's kernels, in a process of their own.
+"""Settings of PyTorch's kernels, tested in a separate process.
 
 PyTorch cannot undo every mixture of its older and newer settings, and its test utilities, which
 other tests import, forbid assignments.

@@ -1,4 +1,4 @@
-"""Models of the transformers library: their collecting hooks and their caches."""
+"""Models of transformers: the hooks that collect outputs, and the caches."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_model_that_collects_sees_into_a_dispatched_part() -> None:
 
 
 class Counts(nn.Module):
-    """Enters what it computes into the batch and returns it, as sentence-transformers do."""
+    """Write results into the batch and return the batch, as sentence-transformers do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ def test_a_message_names_the_tensor_in_a_batch() -> None:
 
 
 class AsksTheTokenizer(Counts):
-    """Reads of a batch what is no tensor, and another one each time."""
+    """Read a value from the batch that is no tensor and differs at each call."""
 
     def forward(self, batch: Any) -> Any:
         return self.linear(batch["x"]) * len(batch.encodings)

@@ -1,4 +1,4 @@
-"""``TVMBRIDGE_LOGS``."""
+"""The environment variable ``TVMBRIDGE_LOGS``."""
 
 from __future__ import annotations
 

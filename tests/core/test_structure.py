@@ -1,4 +1,4 @@
-"""Structures: leaves put back where they came from."""
+"""Structures: nested values, also dataclasses, are flattened and rebuilt from their leaves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Private names of PyTorch: each is in the table, does what is relied on, and is imported once."""
+"""PyTorch's private names: each is in the table, behaves as expected, and is imported once."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tvmbridge.core.torch_private.table import ATTRIBUTES, REPLACED, TABLE, Priv
 
 ROOT = Path(__file__).parents[2]
 HOME = ROOT / "tvmbridge" / "core" / "torch_private"
-# It runs in an installation that tvmbridge refuses, and imports none of it.
+# The doctor runs in installations that tvmbridge refuses, so it cannot import torch_private.
 EXEMPT = ("doctor/probes.py",)
 PATHS = {name.path.replace("()", "") for name in TABLE}
 PATCHED = {path.rpartition(".")[2] for path in PATHS}
-# Of objects, and of functions that are patched: other files use these by their names.
+# Private attributes of objects, and patched functions, which other files may name directly.
 ATTRIBUTES_OF = {name.path.rpartition(".")[2] for name in (*ATTRIBUTES, *REPLACED)}
-# Operators have such names, too, and are public.
+# Operators may begin with an underscore although they are public.
 OPERATORS = ("aten", "_aten", "torch.ops")
 NOT_OF_PYTORCH = {
     "os.environ._data",
@@ -80,7 +80,10 @@ def test_no_name_is_kept_that_nobody_uses() -> None:
 
 
 def test_the_table_needs_nothing_of_tvmbridge() -> None:
-    """The doctor loads it where PyTorch lacks a name, so that tvmbridge cannot be imported."""
+    """Check that the table imports nothing of tvmbridge.
+
+    The doctor loads the table if PyTorch lacks a name, when tvmbridge cannot be imported.
+    """
     for path in (HOME / "table").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and not node.level:
@@ -106,7 +109,7 @@ def test_private_names_are_used_through_torch_private_alone() -> None:
 
 
 def private_names(tree: ast.Module) -> Iterator[str]:
-    """The private names of PyTorch in a file, with their lines, that should not be there."""
+    """Yield the private names of PyTorch that a file uses without permission, with their lines."""
     own = names_defined(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -129,7 +132,7 @@ def private_names(tree: ast.Module) -> Iterator[str]:
 
 
 def names_defined(tree: ast.Module) -> set[str]:
-    """What the file's own classes call their attributes and methods."""
+    """Return the names of attributes and methods that the file itself defines."""
     names = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "cls"):
@@ -142,7 +145,7 @@ def is_hidden(name: str) -> bool:
 
 
 def is_private(path: str) -> bool:
-    """Whether a name that is imported is one of PyTorch's that begin with an underscore."""
+    """Whether an imported path is PyTorch's and has a part that begins with an underscore."""
     first, *parts = path.split(".")
     return first == "torch" and any(map(is_hidden, parts))
 

@@ -1,4 +1,4 @@
-"""The pins and the check that runs before tvm is imported."""
+"""The pinned versions of packages, and their check before tvm is imported."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def pretend(
     source: dict[str, str] | None = None,
     missing: tuple[str, ...] = (),
 ) -> None:
-    """Makes the check see these versions in the metadata and in the modules' version files."""
+    """Make the check see these versions in the metadata and in the modules' version files."""
     metadata = RIGHT if metadata is None else metadata
     modules = {"apache-tvm": "tvm", "apache-tvm-ffi": "tvm_ffi", "torch": "torch"}
     for name, module in modules.items():

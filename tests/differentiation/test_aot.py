@@ -1,4 +1,4 @@
-"""The joint function by PyTorch's own derivatives: its graph, its noise, what it leaves alone."""
+"""The joint function by PyTorch's derivatives (``aot``): its graph, random draws, side effects."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_named_converters_exist() -> None:
 
 
 class Stateful(nn.Module):
-    """Forward that changes attributes: compiling must not."""
+    """A module whose forward changes attributes, which compilation must not do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ def _losses(m: Head, x: torch.Tensor) -> Any:
 
 
 def test_what_pytorch_foretells_wrongly() -> None:
-    """Dtypes of losses of two dtypes, and results whose shape depends on strides."""
+    """Check operators whose fake kernels give a wrong dtype or shape."""
     module = Head(_losses).double().train()
     args = (torch.randn(3, 6, dtype=torch.float64),)
     ours, compiled = dispatched(module, args, "aot")

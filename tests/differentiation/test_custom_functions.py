@@ -1,4 +1,4 @@
-"""Custom autograd functions: called or not, and with zeros or not, as in eager PyTorch."""
+"""Custom autograd functions: backward is called, and gets zeros, exactly when eager does so."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ def test_a_backward_that_adds_is_called_or_not_as_in_eager() -> None:
 def several(
     backward: Callable[..., torch.Tensor], *, zeros: bool = True, told: str = "method"
 ) -> type:
-    """A function of two outputs, with this backward of the input and the cotangents."""
+    """Return a custom function with two outputs; ``backward`` gets its input and the cotangents.
+
+    With ``told="method"`` the function sets ``materialize_grads`` by the method, otherwise by the
+    attribute.
+    """
 
     class Several(torch.autograd.Function):
         @staticmethod
@@ -44,7 +48,7 @@ def several(
 
 
 class Pair(nn.Module):
-    """Both outputs of a function of two, which ``behind`` takes further, and one beside them."""
+    """A module with three outputs: ``behind`` of a custom function's two outputs, and a sum."""
 
     def __init__(self, function: type, behind: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -82,7 +86,7 @@ def test_functions_get_zeros_for_outputs_that_are_not_used(kind: str) -> None:
 
 
 class Chain(nn.Module):
-    """Custom functions behind one another; one gives the one before it no gradient at all."""
+    """A chain of custom functions, of which some get no gradient for some outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +132,7 @@ def test_a_function_that_gets_no_gradient_at_all() -> None:
 
 
 class Checkpointed(nn.Module):
-    """A checkpoint with several results, of which each has a parameter of its own."""
+    """A checkpoint with several results, each with its own parameter."""
 
     def __init__(self, *, reentrant: bool) -> None:
         super().__init__()

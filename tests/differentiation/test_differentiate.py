@@ -1,4 +1,4 @@
-"""Differentiation: what is refused and how, and what the zapp passes leave of the gradient."""
+"""Differentiation: refusals, and the simplification of the gradient by the zapp passes."""
 
 # ruff: noqa: ANN201  (the Relax functions here are TVM script)
 
@@ -82,7 +82,7 @@ def test_the_zapp_passes_halve_the_gradient_of_a_layer() -> None:
     records: list[PassRecord] = []
     joint_of(Layer, "x", "w", "b", records=records)
     gradient = next(r for r in records if r.name == "Gradient")
-    assert gradient.bindings_before == 9  # the layer's 5, the weighted sum's 2, two results
+    assert gradient.bindings_before == 9  # 5 of the layer, 2 of the weighted sum, 2 results
     first = records[records.index(gradient) + 1]
     assert first.bindings_before >= 2 * records[-1].bindings_after
     assert records[-1].bindings_after == 10
@@ -112,7 +112,7 @@ def test_nothing_superfluous_is_left_in_a_transformer_layer() -> None:
 
 
 def superfluous(value: relax.Expr, bound: dict[relax.Var, relax.Expr]) -> bool:
-    """Whether a binding computes nothing that a static shape or an operand does not say."""
+    """Whether a binding is redundant: its value is an operand, or known from a static shape."""
     if isinstance(value, relax.Var):
         return True
     if not isinstance(value, relax.Call):

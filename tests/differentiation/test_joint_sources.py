@@ -1,4 +1,4 @@
-"""The sources of the joint function against each other and against eager PyTorch."""
+"""The joint function's two sources, ``relax`` and ``aot``, against eager PyTorch."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tvmbridge.core.options import CompileOptions
 from tvmbridge.graph_capture.trace.decompositions import _table_with
 
 RELAX = [name for name, case in CASES.items() if case.auto == "relax"]
-# ``auto`` is one of the two; the other one is asked for by name, of every second case when tests
-# are to be quick.
+# ``auto`` chooses one of the two sources. If it chooses relax, ``aot`` is tested by name as well:
+# every second case in quick tests, all cases in slow ones.
 ASKED = [
     *(pytest.param("auto", name) for name in CASES),
     *(pytest.param("aot", name) for name in RELAX[::2]),
@@ -40,7 +40,7 @@ REFUSED = {name: "joint='relax'" for name, case in CASES.items() if case.auto ==
 def test_two_steps_equal_eager(joint: str, name: str) -> None:
     module, args = build(CASES[name])
     ours, compiled = dispatched(module, args, joint)
-    for _ in range(2):  # the second reads the buffers that the first has written
+    for _ in range(2):  # the second step reads buffers that the first wrote
         assert_same(step(ours, args), step(module, args))
     assert_served(ours, 2)
     assert compiled.joint == (CASES[name].auto if joint == "auto" else joint)
@@ -95,7 +95,7 @@ def _kept(m: Head, x: torch.Tensor) -> torch.Tensor:
 
 
 class Leaky(nn.Module):
-    """A tensor that wants a gradient, but is no parameter."""
+    """A module that reads a tensor which requires a gradient but is no parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Leaky(nn.Module):
 
 
 class WantingBuffer(Leaky):
-    """A buffer that wants a gradient."""
+    """A module with a buffer that requires a gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ def test_refused_by_every_source(module: nn.Module, reason: str, joint: str) -> 
 
 
 def _flowing_nowhere(m: Head, x: torch.Tensor) -> Any:
-    # The sign of a sum of zeros shows in a quotient: no pass may take + 0 away.
+    # 1 / (-0.0 + 0.0) is inf and 1 / -0.0 is -inf: no pass may remove the + 0.
     return m.fc(x).argmax(-1), x.detach() * 2, (x + m.w) > 0, x.view(-1), 1 / (x.detach() + 0.0)
 
 
@@ -151,7 +151,7 @@ def test_a_module_without_differentiable_outputs_runs_forward(joint: str) -> Non
     assert_same(step(ours, (x,)), step(module, (x,)))
     assert_served(ours, 1)
     assert compiled.joint is None
-    # What requires a gradient is part of what was compiled.
+    # Other requires_grad flags need another specialization.
     for each in (ours, module):
         each.requires_grad_(False)
     assert_same(step(ours, (x,)), step(module, (x,)))
@@ -160,7 +160,7 @@ def test_a_module_without_differentiable_outputs_runs_forward(joint: str) -> Non
 
 
 class Writer(nn.Module):
-    """Writes into arguments: statistics, and a counter that is read before and returned."""
+    """A module that writes into arguments: statistics, and a counter that it reads and returns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -199,7 +199,7 @@ def test_arguments_are_written_in_training(joint: str) -> None:
     torch.testing.assert_close(found[0], found[1], rtol=1e-9, atol=1e-11)
     assert_served(ours, 2)
     x, *written = arguments()
-    with pytest.raises(RuntimeError):  # as eager: a leaf that requires a gradient is written
+    with pytest.raises(RuntimeError):  # as in eager: a leaf that requires a gradient is written
         ours(x, *(t.requires_grad_() for t in written))
 
 
@@ -216,7 +216,7 @@ def test_a_value_read_before_it_is_overwritten_is_refused_as_in_eager() -> None:
 
 def test_draws_that_export_loses_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     module, args = build(CASES["recurrent"])
-    # Decompositions that forget dropout, which rehearsal does not ask.
+    # Decompositions that lose dropout; the eager replay does not use decompositions.
     lost = {
         torch.ops.aten.dropout.default: lambda x, p, train: x.clone(),
         torch.ops.aten.native_dropout.default: lambda x, p, train: (x.clone(), x > 0),

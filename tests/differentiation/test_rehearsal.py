@@ -1,4 +1,4 @@
-"""The rehearsal: the same way through the module's code, and nothing of it is left behind."""
+"""The eager replay: it takes the same path through the module's code and has no side effects."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def _kept_positions(length: int) -> torch.Tensor:
 
 
 def _positions(length: int) -> torch.Tensor:
-    """Kept for later calls, as libraries do it: not while they are traced."""
+    """Return positions from a cache, but not while traced, as libraries do."""
     if torch.compiler.is_compiling():
         return torch.arange(length)
     return _kept_positions(length)
 
 
 class Positions(nn.Module):
-    """Adds an embedding of positions; converts itself to the dtype that it has."""
+    """Add an embedding of positions; call ``.to()`` with the dtype that a layer already has."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def test_what_a_function_keeps_is_not_made_of_fake_tensors(joint: str) -> None:
 
 
 class ReadsAWrittenView(nn.Module):
-    """Reads, without autograd, a view whose base was written after it was taken."""
+    """Read a view under ``no_grad`` whose base was written after the view was created."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = x * 2
@@ -69,7 +69,7 @@ class ReadsAWrittenView(nn.Module):
 
 
 def test_a_view_of_what_was_written_may_be_read_without_autograd() -> None:
-    """Autograd makes such a view's history anew, and must be at hand for it."""
+    """Check a view that autograd must regenerate, which fails if autograd is disabled entirely."""
     plain, module = ReadsAWrittenView().train(), ReadsAWrittenView().train()
     x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
     tvmbridge.add_tvm_dispatch(module, x)

@@ -1,4 +1,4 @@
-"""What ranks run to save a checkpoint when one of them fails."""
+"""Functions that ranks run: they save a checkpoint while one of the ranks fails."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tvmbridge.distributed import checkpoint, load_checkpoint, save_checkpoint
 
 
 def broken_checkpoint(rank: int) -> None:
-    """One rank cannot write a second checkpoint."""
+    """Save two checkpoints; one rank cannot write the second."""
     folder = Path(tempfile.gettempdir()) / f"checkpoint-{os.environ['MASTER_PORT']}"
     runner = eager_runner()[0]
     optimizer = torch.optim.AdamW(runner.parameters())
@@ -42,7 +42,7 @@ def broken_checkpoint(rank: int) -> None:
 
 
 def killed_while_saving(rank: int, folder: str) -> None:
-    """The second rank is killed when it has begun to write; the checkpoint before stays."""
+    """Kill the second rank after it has begun to write; the earlier checkpoint must survive."""
     runner = eager_runner()[0]
     save_checkpoint(runner, folder)
     before = runner.full_state_dict()

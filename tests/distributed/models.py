@@ -1,4 +1,4 @@
-"""Modules that are cut, and the same steps by one process, as the oracle."""
+"""Modules for pipelines, and reference steps by one process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Block(nn.Module):
 
 
 class Language(nn.Module):
-    """A small language model; ``tied``: its head is its embedding."""
+    """A small language model; with ``tied`` its head shares the embedding's weight."""
 
     def __init__(self, blocks: int = 4, tied: bool = False, dropout: float = 0.0) -> None:
         super().__init__()
@@ -57,12 +57,12 @@ class Images(nn.Module):
 
 
 def cross_entropy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The mean over all places, whatever the dimensions before the classes."""
+    """Return the mean cross entropy over all dimensions before the classes."""
     return nn.functional.cross_entropy(output.flatten(0, -2), target.flatten())
 
 
 def tokens(batch: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets of the language model, the same in each process."""
+    """Return inputs and targets of the language model, equal in each process."""
     generator = torch.Generator().manual_seed(1)
     drawn = torch.randint(0, VOCABULARY, (batch, 6), generator=generator)
     return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
@@ -76,7 +76,7 @@ def reference_steps(
     optimizer: Callable[..., torch.optim.Optimizer],
     clip: float | None = None,
 ) -> torch.Tensor:
-    """Train by one process on the same micro-batches; the losses of all of them."""
+    """Train in this process on the same micro-batches; return the losses of all micro-batches."""
     chosen = optimizer(module.parameters())
     losses = []
     for inputs, targets in batches:

@@ -1,4 +1,4 @@
-"""What the processes of the tests need, imported once; no thread is started by it."""
+"""Imports that all test processes need, done once before forking; they start no threads."""
 
 import torch
 

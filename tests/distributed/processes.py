@@ -1,4 +1,4 @@
-"""Functions run by several processes, one a rank, as a user's script would run them."""
+"""Run a function in several processes, one a rank, as torchrun runs a user's script."""
 
 from __future__ import annotations
 
@@ -14,15 +14,20 @@ from dataclasses import dataclass
 from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-# Imported once, by the server that the processes are forked from.
+# The fork server imports this module once; test processes are forked from it.
 _CONTEXT.set_forkserver_preload(["tests.distributed.preloaded"])
-# What a process needs beside what it is tested with: to start, and to compile.
+# Seconds for a process to start and to compile.
 _SLACK = 200
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a rank returned, or the error that ended it (None for one that was killed)."""
+    """The result of a rank.
+
+    - ``value``: the function's value.
+    - ``error``, ``kind``: the message and class name of the exception that it raised.
+    - ``ended``: whether the process died without a result, such as by a signal.
+    """
 
     value: Any = None
     error: str | None = None
@@ -31,9 +36,9 @@ class Outcome:
 
 
 def run_ranks(function: Callable[..., Any], ranks: int, *args: Any) -> list[Outcome]:
-    """``function(rank, *args)`` in each of ``ranks`` processes; how each of them ended.
+    """Run ``function(rank, *args)`` in each of ``ranks`` processes; return their outcomes.
 
-    The process group is the function's own affair; the variables that torchrun sets are set.
+    The environment has torchrun's variables; the function itself initializes the process group.
     """
     results = _CONTEXT.Queue()
     port = _free_port()
@@ -64,7 +69,7 @@ def run_ranks(function: Callable[..., Any], ranks: int, *args: Any) -> list[Outc
 
 
 def values(outcomes: list[Outcome]) -> list[Any]:
-    """What the ranks returned; an error of one fails the test."""
+    """Return the values of the ranks; an error of any rank fails the test."""
     errors = [o.error for o in outcomes if o.error is not None or o.ended]
     assert not errors, "\n".join(map(str, errors))
     return [o.value for o in outcomes]
@@ -85,9 +90,9 @@ def _run(
     except Exception as error:
         traceback.print_exc()
         outcome = Outcome(error=str(error), kind=type(error).__name__)
-    # Bytes: a tensor in a queue is shared with its process, which ends.
+    # Pickle to bytes: a tensor in a queue shares memory with its process, which is about to end.
     results.put((rank, pickle.dumps(outcome)))
-    # As a script that ends by an error: its connections are closed.
+    # Exit like a script that fails: its connections are closed at once.
     results.close()
     results.join_thread()
     os._exit(0)

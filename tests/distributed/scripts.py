@@ -1,4 +1,4 @@
-"""What the ranks of the tests run."""
+"""Functions that the ranks of the tests run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def train(rank: int, settings: dict[str, Any], steps: int = 3) -> dict[str, Any]:
-    """Train the language model; losses, weights, and what the report says."""
+    """Train the language model; return losses, weights, and entries of the report."""
     torch.manual_seed(0)
     settings = dict(settings)
     clip = settings.pop("clip", None)
@@ -51,7 +51,7 @@ def train(rank: int, settings: dict[str, Any], steps: int = 3) -> dict[str, Any]
 
 
 def train_images(rank: int, settings: dict[str, Any]) -> dict[str, Any]:
-    """Train with batch norm; losses and state, the running statistics among it."""
+    """Train a model with batch norm; return losses, and state with the running statistics."""
     torch.manual_seed(0)
     model = Images().double().train()
     inputs, targets = images()
@@ -72,7 +72,7 @@ def images() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Failing(nn.Module):
-    """Raises, or ends its process, at a call in one rank: its own code runs there, untraced."""
+    """A module that replaces a stage of one rank, and raises, kills its process, or sleeps."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -95,7 +95,18 @@ def fail(
     blocks: int = 4,
     stages: Sequence[str] | None = None,
 ) -> float:
-    """A step that works, and one in which a stage of one rank fails."""
+    """Run a step that works, then a step in which a stage of the rank ``at_rank`` fails.
+
+    Args:
+        rank: this process's rank.
+        how: ``"raises"``, ``"killed"`` or ``"sleeps"``.
+        at_rank: the rank that fails.
+        timeout: the pipeline's timeout in seconds.
+        schedule, blocks, stages: of the pipeline.
+
+    Returns:
+        The seconds of the second step; its error has them too.
+    """
     inputs, targets = tokens()
     model = Language(blocks).train()
     runner = pipeline(
@@ -127,7 +138,7 @@ class NoGradient(torch.autograd.Function):
 
 
 class WithoutGradient(nn.Module):
-    """A stage whose backward raises, from a micro-batch on."""
+    """A stage whose backward raises, from the micro-batch ``first`` on."""
 
     def __init__(self, stage: Any, first: int) -> None:
         super().__init__()
@@ -143,7 +154,7 @@ class WithoutGradient(nn.Module):
 
 
 def eager_runner(**settings: Any) -> Any:
-    """A pipeline in eager PyTorch, after a step that worked, and its batch."""
+    """Return a pipeline in eager PyTorch after a successful step, and its batch."""
     inputs, targets = tokens()
     runner = pipeline(
         Language().train(), inputs, microbatches=4, loss=cross_entropy, timeout=30, tvm=False,
@@ -154,7 +165,7 @@ def eager_runner(**settings: Any) -> Any:
 
 
 def fail_backward(rank: int, first: int, schedule: str = "interleaved") -> None:
-    """The backward of the first stage raises, from a micro-batch on."""
+    """Run a step in which the first stage's backward raises, from the micro-batch ``first`` on."""
     runner, inputs, targets = eager_runner(schedule=schedule)
     if rank == 0:
         stage = runner._engine_stages[0]
@@ -163,11 +174,11 @@ def fail_backward(rank: int, first: int, schedule: str = "interleaved") -> None:
 
 
 def step_after_failure(rank: int) -> None:
-    """Another step is asked for."""
+    """Run another step after a step that failed."""
     runner, inputs, targets = eager_runner(schedule="simple")
     if rank == 1:
         runner._engine_stages[0].runs.module = Failing("raises")
-        # The other rank is to find the connection closed.
+        # The other rank must find the connection closed.
         runner.control.timeout = 5
     try:
         runner.step(inputs, targets)
@@ -178,7 +189,7 @@ def step_after_failure(rank: int) -> None:
 
 
 def other_module(rank: int) -> None:
-    """The second rank has more blocks."""
+    """Build a pipeline whose second rank has more blocks."""
     inputs, _ = tokens()
     pipeline(
         Language(blocks=4 + rank).train(), inputs, microbatches=4, loss=cross_entropy, timeout=30
@@ -186,7 +197,7 @@ def other_module(rank: int) -> None:
 
 
 def other_batch(rank: int) -> None:
-    """The second rank has another batch."""
+    """Run a step for which the second rank has another batch."""
     inputs, targets = tokens()
     runner = pipeline(
         Language().train(), inputs, microbatches=4, loss=cross_entropy, timeout=30, tvm=False
@@ -196,7 +207,7 @@ def other_batch(rank: int) -> None:
 
 
 def indivisible(rank: int) -> None:
-    """A batch of 6 for 4 micro-batches."""
+    """Run a step with a batch of 6 in a pipeline with 4 micro-batches."""
     inputs, targets = tokens()
     runner = pipeline(
         Language().train(), inputs, microbatches=4, loss=cross_entropy, timeout=30, tvm=False
@@ -205,7 +216,10 @@ def indivisible(rank: int) -> None:
 
 
 def absent(rank: int, joins: bool) -> None:
-    """The second rank does not come: to the pipeline, or not even to the process group."""
+    """Build a pipeline that the second rank does not join.
+
+    With ``joins`` the second rank joins the process group alone.
+    """
     if rank and not joins:
         time.sleep(8)
         return
@@ -219,7 +233,7 @@ def absent(rank: int, joins: bool) -> None:
 
 
 def refused(rank: int) -> dict[int, str | None]:
-    """TVM refuses one of the stages, in one rank."""
+    """Train while TVM refuses one stage on one rank; return the reasons by stage."""
     from tvmbridge.core.errors import UnsupportedOperatorError
     from tvmbridge.distributed import compiling
 
@@ -236,7 +250,7 @@ def refused(rank: int) -> dict[int, str | None]:
 
 
 def equal_stages(rank: int, folder: str) -> dict[str, Any]:
-    """Stages of one block each, the two in the middle alike; code is kept on disk."""
+    """Train with stages of one block, of which the middle two are equal, and an on-disk cache."""
     os.environ.update(TVMBRIDGE_CACHE="1", TVMBRIDGE_CACHE_DIR=folder)
     torch.manual_seed(0)
     inputs, targets = tokens()
@@ -253,12 +267,12 @@ def equal_stages(rank: int, folder: str) -> dict[str, Any]:
 
 
 def group_count() -> int:
-    """The process groups that there are; PyTorch's own function has those of the past, too."""
+    """Return the number of live process groups; PyTorch's own function counts destroyed ones."""
     return len(dist.distributed_c10d._world.pg_map)
 
 
 def closed(rank: int) -> list[int]:
-    """Several pipelines, one after the other; how many process groups there are after each."""
+    """Build and close three pipelines; return the number of process groups after each."""
     model, (inputs, targets) = Language().double().train(), tokens()
     found = []
     for _ in range(3):
@@ -274,7 +288,7 @@ def closed(rank: int) -> list[int]:
 
 
 def closed_by_one(rank: int) -> None:
-    """The second rank makes a step where the first closes the pipeline."""
+    """Run a step on the second rank while the first closes the pipeline."""
     runner, inputs, targets = eager_runner()
     if rank == 0:
         runner.control.timeout = 3

@@ -1,4 +1,4 @@
-"""Training under ``fully_shard``, with dispatched blocks and in eager PyTorch."""
+"""Functions that ranks run: training under ``fully_shard``, with dispatched blocks and in eager."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WORDS = 11
 
 
 class Block(nn.Module):
-    """A transformer's block with separate projections, which are combined where they may be."""
+    """A transformer block with separate projections, which the compiler may combine."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -53,7 +53,15 @@ class Model(nn.Module):
 
 @dataclass(frozen=True)
 class Setting:
-    """How a module is sharded, dispatched and trained."""
+    """Settings of a training.
+
+    - ``sharded_first``: shard before dispatch, not after it.
+    - ``sample``: dispatch with a sample input.
+    - ``reshard``: free gathered parameters after forward.
+    - ``mixed``: bfloat16 parameters with float32 reductions.
+    - ``checkpoint``: wrap blocks in activation checkpoints.
+    - ``accumulate``: accumulate gradients over two backwards.
+    """
 
     sharded_first: bool = False
     sample: bool = False
@@ -67,7 +75,7 @@ class Setting:
 
 @dataclass
 class Trained:
-    """The losses of a rank's steps, the weights of all ranks, and the share of served calls."""
+    """The losses of a rank's steps, the full weights, and the share of served calls."""
 
     losses: list[float]
     weights: dict[str, torch.Tensor]
@@ -83,7 +91,7 @@ def _dispatch(model: Model, setting: Setting) -> None:
 
 
 def train(setting: Setting, *, tvm: bool, steps: int = 5) -> Trained:
-    """Train on this rank's share of generated batches."""
+    """Train on this rank's rows of random batches."""
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     model = Model(setting.dropout).to(setting.dtype)
@@ -126,7 +134,7 @@ def train(setting: Setting, *, tvm: bool, steps: int = 5) -> Trained:
 
 
 def compared(rank: int, settings: dict[str, Setting]) -> dict[str, Any]:
-    """For each setting the share of served calls and the largest differences from eager."""
+    """Return, by setting, the share of served calls and the largest differences from eager."""
     dist.init_process_group("gloo")
     found = {}
     for name, setting in settings.items():

@@ -1,4 +1,4 @@
-"""The end of a pipeline: its groups are freed, and a GPU that is stuck is let go."""
+"""The end of a pipeline: its groups are freed, and the work of a stuck GPU is aborted."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _wait(control: Control) -> None:
 
 
 class Watched:
-    """Counts the looks."""
+    """An object that counts the calls of ``look``."""
 
     def __init__(self) -> None:
         self.looks = 0
@@ -99,7 +99,7 @@ def test_a_watch_ends_with_what_it_watches() -> None:
 
 @pytest.mark.slow
 def test_a_process_makes_several_pipelines() -> None:
-    """One after the other, of the same module: its parameters are on the rank's device."""
+    """Build several pipelines of one module, whose parameters are already on the rank's device."""
     for found in values(run_ranks(scripts.closed, 2)):
         assert found == [1, 1, 1]
 

@@ -1,4 +1,4 @@
-"""The row of ``benchmarks.pipeline`` that holds the automatic cut against all others."""
+"""The row ``cut`` of ``benchmarks.pipeline``, which compares the automatic cut with all others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_every_plan_has_the_automatic_one() -> None:
     device = args[0].device
     chosen = make_plan(graph, sample, PlanRequest("simple", 4, None, 2, 2), device, None)
     plans = every_plan(graph, sample, chosen, device)
-    # Behind the embedding and each of the four blocks.
+    # Cuts after the embedding and after each of the four blocks.
     assert len({p.positions for p in plans}) == len(plans) == 5
     assert chosen.positions in {p.positions for p in plans}
     for plan in plans:

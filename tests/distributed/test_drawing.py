@@ -1,4 +1,4 @@
-"""Timelines as pictures."""
+"""Timelines as SVG pictures."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ def test_a_picture_has_a_box_for_each_piece_of_work() -> None:
     assert titles[0] == "F0.0: 100.00 ms"
     boxes = [b for b in picture.iter(f"{SVG}rect") if b.find(f"{SVG}title") is not None]
     left, right = (float(boxes[0].get(k) or 0) for k in ("x", "width"))
-    # 0.1 of 1.5 seconds on 886 points, behind the names.
+    # 0.1 of 1.5 seconds on 886 points, to the right of the names.
     assert (left, round(right, 1)) == (74.0, 59.1)
     assert {b.get("fill") for b in boxes[16:]} == {"#9ecae1", "#6baed6", "#fdae6b", "#fd8d3c"}

@@ -1,4 +1,4 @@
-"""Faults, with real processes: every rank ends with an error that says where, none hangs."""
+"""Faults with real processes: each rank ends with an error that says where; none hangs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 @pytest.mark.parametrize("schedule", ["simple", "interleaved"])
 @pytest.mark.parametrize("first", [0, 3])
 def test_an_exception_in_backward(schedule: str, first: int) -> None:
-    """Also in the last one, when the last stage has done its share: no optimizer is to step."""
+    """Check failures in the first and in the last micro-batch.
+
+    In the last one the last stage has finished already, but its optimizer must not step either.
+    """
     for outcome in run_ranks(scripts.fail_backward, 2, first, schedule):
         assert outcome.kind == "PipelineError"
         assert "stage 0 on rank 0 failed in backward of micro-batch" in (outcome.error or "")
@@ -40,7 +43,7 @@ def test_the_rank_that_keeps_the_store_is_killed() -> None:
 
 
 def test_a_rank_that_stands_still() -> None:
-    """It never answers: the others wait for the timeout, and not longer."""
+    """Check a rank that sleeps: the other rank waits no longer than the timeout."""
     first, second = run_ranks(scripts.fail, 2, "sleeps", 1, 6.0)
     assert first.kind == "PipelineError"
     assert "stage 1 on rank 1" in (first.error or "")
@@ -123,5 +126,5 @@ def test_a_shared_parameter_that_begins_with_different_values() -> None:
 
 
 def seconds(error: str | None) -> float:
-    """How long the rank waited, which the script appends to its error."""
+    """Return the seconds that the rank waited, which the script appends to its error."""
     return float((error or "").rpartition("[")[2].partition(" ")[0])

@@ -1,4 +1,4 @@
-"""Blocks under ``fully_shard`` train as in eager PyTorch, dispatched before it or after."""
+"""Blocks under ``fully_shard`` train as in eager PyTorch, dispatched before or after sharding."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _check(settings: dict[str, Setting], ranks: int) -> None:
     for found in values(run_ranks(compared, ranks, settings)):
         for name, (served, losses, weights) in found.items():
             assert served == 1.0, name
-            # Products in bfloat16 differ by one unit of its rounding, which steps carry on.
+            # bfloat16 products may differ by one unit in the last place, and steps accumulate it.
             bound = 2e-2 if settings[name].mixed else 1e-12
             assert max(losses, weights) <= bound, (name, losses, weights)
 

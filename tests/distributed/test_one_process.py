@@ -1,4 +1,4 @@
-"""A pipeline of one process, which has all stages itself: what does not need several."""
+"""A pipeline of one process, which has all stages itself."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_gradients_add_up_over_steps_and_are_clipped_as_one(schedule: str) -> No
     with torch.no_grad():
         next(runner.parameters()).grad.fill_(torch.nan)
     runner.clip_grad_norm_(0.1)
-    # As torch.nn.utils.clip_grad_norm_ does: none of them can be trained on.
+    # Like torch.nn.utils.clip_grad_norm_: one NaN makes all gradients NaN.
     assert all(p.grad.isnan().all() for p in runner.parameters())
     runner.zero_grad()
     assert all(p.grad is None for p in runner.parameters())
@@ -100,7 +100,7 @@ def test_draws_differ_by_microbatch_and_are_repeatable_by_seed() -> None:
         return found
 
     first = losses(7)
-    # The same rows in each micro-batch and step: only the draws tell them apart.
+    # The rows are equal in each micro-batch and step, so losses differ by random draws alone.
     assert len(set(first.tolist())) == 8
     assert torch.equal(first, losses(7))
     assert not torch.equal(first, losses(8))

@@ -1,4 +1,4 @@
-"""Schedules as data, and what they are predicted to take."""
+"""Schedules as data, and their predicted times."""
 
 from __future__ import annotations
 

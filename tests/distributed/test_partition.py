@@ -1,4 +1,4 @@
-"""The search for a cut, against all cuts and by hand."""
+"""The search for a cut, compared with all cuts and with cuts by hand."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_long_part_stands_alone() -> None:
 def test_the_search_is_within_five_percent_of_the_best(
     seed: int, stages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On models of 16 blocks of random durations, where not all cuts are tried."""
+    """Check models of 16 blocks with random durations, for which the search skips some cuts."""
     drawn = random.Random(seed)
     times = [drawn.uniform(0.2, 3) for _ in range(16)]
     every = search(times, stages)
@@ -47,7 +47,7 @@ def test_the_search_is_within_five_percent_of_the_best(
 
 
 def test_memory_moves_the_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first stage keeps two micro-batches in flight, the second one."""
+    """Check a memory limit: the first stage holds two micro-batches at once, the second one."""
     even = search([1.0] * 6, 2, kept=100)
     assert even.best().starts == (0, 3)
     assert even.best().memory == (2 * 308, 308)
@@ -79,7 +79,7 @@ def test_more_stages_than_parts() -> None:
 
 
 def test_a_slow_link_is_counted() -> None:
-    """A cut where little crosses is worth a worse balance."""
+    """Check that over a slow link the search prefers a cut that few bytes cross."""
     parts = [PartCost(1, 2, 0, 0, 1000 if i == 3 else 10) for i in range(6)]
     order = orders("simple", 2, 2, 4)
     assert Search(parts, order, 2, FREE).best().starts == (0, 3)

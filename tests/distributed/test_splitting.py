@@ -1,4 +1,4 @@
-"""The captured graph, where it may be cut, and the stages that come of it."""
+"""The captured graph, the positions where it may be cut, and the resulting stages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tvmbridge.distributed.stage import with_constants
 
 
 def run(graph: PipelineGraph, stages: Sequence[StageModule], leaves: Sequence[Any]) -> Any:
-    """All stages one after the other, as the ranks would."""
+    """Run all stages one after the other, as the ranks would."""
     values: tuple[torch.Tensor, ...] = ()
     for stage in stages:
         made = stage.module(*values, *(leaves[i] for i in stage.used_inputs))
@@ -37,7 +37,7 @@ def run(graph: PipelineGraph, stages: Sequence[StageModule], leaves: Sequence[An
 
 @pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_stages_together_are_the_module(tied: bool) -> None:
-    """Outputs, and gradients of every parameter, to the last bit."""
+    """Compare outputs and gradients of all parameters bit by bit."""
     module = Language(tied=tied).double().train()
     inputs, targets = tokens()
     graph = capture_graph(module, (inputs,), {})
@@ -55,7 +55,7 @@ def test_the_stages_together_are_the_module(tied: bool) -> None:
 
 
 class Skips(nn.Module):
-    """Returns nested outputs: from the first layer, the last, an input, and a number."""
+    """A module with nested outputs: of the first and last layers, an input, and a number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,10 @@ def test_outputs_of_any_stage_and_structure() -> None:
 
 
 def test_no_cut_parts_what_is_written_in_place() -> None:
-    """The ReLUs write into what batch norm made; running statistics stay with their layer."""
+    """Check in-place ReLUs, which write into batch norm's result, and running statistics.
+
+    A cut must separate neither of them from its layer.
+    """
     module, (inputs, _) = Images().double().train(), images()
     graph = capture_graph(module, (inputs,), {})
     for position in boundaries(graph, 3):
@@ -151,7 +154,7 @@ def test_equal_stages_have_equal_keys() -> None:
 
 
 class Positions(nn.Module):
-    """A layer that makes a tensor, on the device that its input is on."""
+    """A layer that creates a tensor on the device of its input."""
 
     def __init__(self) -> None:
         super().__init__()

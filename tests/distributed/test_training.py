@@ -1,4 +1,4 @@
-"""Training over two processes against one, for what models are made of; and larger models."""
+"""Training over two processes against one: features of models, and larger models."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_tied_parameters_and_clipping(schedule: str, stages: int) -> None:
 
 
 def test_a_shared_parameter_that_is_frozen_has_no_gradient() -> None:
-    """Not even zeros: the optimizer would let it decay."""
+    """Check that the gradient is None: with zeros, weight decay would change the parameter."""
     found = values(run_ranks(tied_scripts.frozen, 2))
     names = [name for name, _ in Language(tied=True).named_parameters()]
     assert sorted(found[0] + found[1]) == sorted(set(names) - {"embedding.weight"})
@@ -52,7 +52,7 @@ def test_running_statistics(schedule: str, stages: int) -> None:
 
 
 def test_dropout_is_drawn_alike_by_schedules_compilers_and_ranks() -> None:
-    """And other numbers are drawn for another seed."""
+    """Check also that another seed draws other numbers."""
     common = {"stages": ["blocks.2"], "dropout": 0.3}
     first, *others = (
         values(run_ranks(scripts.train, ranks, {**common, **settings}))[0]
@@ -85,7 +85,7 @@ def test_equal_stages_are_compiled_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("model", "ranks"), [("minilm", 2), ("gpt2", 2), ("gpt2", 4)])
 def test_larger_models_train_as_by_one_process(model: str, ranks: int) -> None:
-    """20 steps by both schedules, in float64 and float32, one and two stages a rank."""
+    """Train 20 steps by both schedules, in float64 and float32, with one and two stages a rank."""
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone",
         "--nproc-per-node", str(ranks), "-m", "benchmarks.pipeline", "--rows", "equal",

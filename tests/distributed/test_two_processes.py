@@ -1,4 +1,4 @@
-"""A pipeline over two processes does what one process does, and fails on all ranks together."""
+"""A pipeline over two processes trains like one process, and an error ends all ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def assert_equal(found: dict[str, Any], losses: torch.Tensor, state: dict[str, A
     "schedule", [pytest.param(name, marks=pytest.mark.slow) for name in ("simple", "interleaved")]
 )
 def test_training_equals_one_process(schedule: str) -> None:
-    """The thinnest way: two stages, cut by hand, both compiled by TVM."""
+    """Check the simplest pipeline: two stages, cut by hand, both compiled by TVM."""
     outcomes = run_ranks(scripts.train, 2, {"stages": ["blocks.2"], "schedule": schedule})
     for found in values(outcomes):
         assert_equal(found, *expected())

@@ -1,4 +1,4 @@
-"""What ranks run with an embedding that is the head as well."""
+"""Functions that ranks run on a model whose head shares the embedding's weight."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def _runner(model: Language) -> Any:
 
 
 def other_weights(rank: int) -> None:
-    """The second rank has drawn other weights."""
+    """Build a pipeline whose second rank has other weights."""
     torch.manual_seed(rank)
     _runner(Language(tied=True))
 
 
 def frozen(rank: int) -> list[str]:
-    """The parameters that have a gradient after a step, where the shared one is frozen."""
+    """Freeze the shared weight and run a step; return the names of parameters with a gradient."""
     torch.manual_seed(0)
     model = Language(tied=True)
     model.embedding.requires_grad_(False)

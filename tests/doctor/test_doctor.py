@@ -1,4 +1,4 @@
-"""The doctor: its findings for machines of several kinds, and its probes on this one."""
+"""The doctor: its findings for simulated machines, and its probes on this machine."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tvmbridge.doctor.command import CheckResult, ProbeResult, Status
 
 
 def half(path: str | None = "/cache/_native.so") -> dict[str, str | None]:
-    """What a probe says of one half."""
+    """Return a probe's entry for one compiled half; ``path`` None: it could not be compiled."""
     text = f"_native: {path}" if path else "_native is missing, because there is no compiler"
     return {"name": "_native", "path": path, "text": text}
 
 
 class Machine:
-    """Answers the doctor's probes as a machine with these facts would."""
+    """A simulated machine: answers the doctor's probes with given results."""
 
     def __init__(self, **answers: ProbeResult) -> None:
         self.answers = {

@@ -1,7 +1,7 @@
-"""What runs whole through the backend, beside inductor with ``fullgraph``, export, TorchScript.
+"""Count the modules that run as one graph: our backend, inductor, torch.export and TorchScript.
 
-``python -m tests.dynamo python`` is about constructs of Python, ``modules`` about the modules that
-PyTorch tests torch.nn with.
+``python -m tests.dynamo python`` uses modules with constructs of Python. ``modules`` uses the
+modules that PyTorch tests torch.nn with.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MOST_SAMPLES = 3
 
 
 def constructs() -> Iterator[tuple[str, nn.Module, list[Arguments]]]:
-    """Each construct, with calls that go different ways through it."""
+    """Yield a module for each construct of Python, with calls that take different branches."""
     for name, kind in CONSTRUCTS.items():
         torch.manual_seed(0)
         module, x = kind().eval(), torch.randn(4, 8)
@@ -48,7 +48,7 @@ def constructs() -> Iterator[tuple[str, nn.Module, list[Arguments]]]:
 
 
 class Caller(nn.Module):
-    """Dynamo has no graph of a module of torch.nn that is the outermost."""
+    """A wrapper, because Dynamo captures no graph of an outermost module of torch.nn."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Caller(nn.Module):
 
 
 def modules() -> Iterator[tuple[str, nn.Module, list[Arguments]]]:
-    """Modules of torch.nn that may be called in eval mode, on some of their samples each."""
+    """Yield modules of torch.nn that run in eval mode, each with some of its samples."""
     from torch.testing._internal.common_modules import module_db
 
     for info in module_db:
@@ -81,7 +81,7 @@ def modules() -> Iterator[tuple[str, nn.Module, list[Arguments]]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table; 1 where something is wrong, or inductor runs more of it whole."""
+    """Print the table; return 1 if our result is wrong or inductor runs more modules whole."""
     parser = argparse.ArgumentParser(prog="python -m tests.dynamo", description=__doc__)
     parser.add_argument("corpus", choices=("python", "modules"))
     parser.add_argument("--doors", nargs="+", choices=list(DOORS), default=list(DOORS))

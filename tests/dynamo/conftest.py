@@ -1,4 +1,4 @@
-"""Each test begins without graphs of others."""
+"""Reset Dynamo before each test, so that no graphs of other tests remain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a module runs whole through a compiler: captured as one graph, with eager's results."""
+"""Check whether a compiler runs a module whole: captured as one graph, with eager's results."""
 
 from __future__ import annotations
 
@@ -44,9 +44,13 @@ DOORS: Mapping[str, Door] = {
 
 
 def through(door: str, module: nn.Module, calls: Sequence[Arguments]) -> str:
-    """*whole*, *no* (refused, or run by eager PyTorch), or *wrong*: without gradients.
+    """Run the calls without gradients through a compiler, and compare with eager PyTorch.
 
-    The seed is set before each call; where eager PyTorch draws, other compilers may draw others.
+    The seed is set before each call, but other compilers may draw other random numbers.
+
+    Returns:
+        ``"whole"``; ``"no"`` if the compiler refuses or leaves calls to eager PyTorch; ``"wrong"``
+        if results differ.
     """
     torch.compiler.reset()
     found, expected = [], []
@@ -60,7 +64,7 @@ def through(door: str, module: nn.Module, calls: Sequence[Arguments]) -> str:
             for args, kwargs in calls:
                 torch.manual_seed(0)
                 found.append(called(*copy.deepcopy(args), **copy.deepcopy(dict(kwargs))))
-        except Exception:  # each refuses in its own way
+        except Exception:  # each compiler raises its own errors
             return "no"
     if door == "tvmbridge" and not _served():
         return "no"
@@ -70,5 +74,5 @@ def through(door: str, module: nn.Module, calls: Sequence[Arguments]) -> str:
 
 def _served() -> bool:
     graphs = tvmbridge.compile_report().graphs
-    # Of a graph without operators there is nothing to compile.
+    # A graph without operators needs no code.
     return bool(graphs) and all(graph.whole for graph in graphs if graph.operators)

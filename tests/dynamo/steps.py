@@ -1,4 +1,4 @@
-"""One step of eager PyTorch beside one through the backend."""
+"""Compare steps of eager PyTorch with steps through the backend."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch.utils import _pytree as pytree
 from tests.architectures.compare import TOLERANCES, difference
 from tvmbridge.dynamo import tvmbridge
 
-# Of the smallest graphs too there is to be code.
+# Compile even the smallest graphs.
 OPTIONS = {"smallest_graph": 1}
 
 
 def step(call: Callable[..., Any], owner: nn.Module, args: Sequence[Any], seed: int) -> Any:
-    """All that a call and its backward leave behind."""
+    """Run a call and its backward; return results, gradients, arguments, buffers, generator."""
 
     def leaf(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -50,7 +50,7 @@ def assert_same(
     backend: Callable[..., Any] = tvmbridge,
     dynamic: bool | None = None,
 ) -> nn.Module:
-    """Every call of ``module`` through the backend is as in eager PyTorch; returns the module."""
+    """Assert that each call through the backend equals eager PyTorch's; return the module."""
     reference = copy.deepcopy(module)
     compiled = torch.compile(module, backend=backend, dynamic=dynamic, options=OPTIONS)
     for seed, args in enumerate(calls):

@@ -1,4 +1,4 @@
-"""Autocast through torch.compile: as eager PyTorch under it, around the model and within it."""
+"""Autocast through torch.compile, around the model and inside it: results equal eager's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tvmbridge.pipeline import inference_passes, run_passes
 
 
 class Attention(nn.Module):
-    """Three products of one value, a softmax in float32 and a norm."""
+    """Attention: three products of one value, a softmax in float32 and a norm."""
 
     def __init__(self, *, within: bool = False) -> None:
         super().__init__()
@@ -59,8 +59,8 @@ def test_steps_are_those_of_eager(within: bool) -> None:
     for dtype in (*states, *states):
         x = torch.randn(4, 8, 16)
         found, expected = step(compiled, module, x, dtype), step(reference, reference, x, dtype)
-        # All of it has gone through a half precision: a last bit may differ. The gradient of the
-        # key's bias is zero, but for rounding.
+        # All values went through half precision, so a last bit may differ. The gradient of the
+        # key's bias is zero except for rounding.
         bound = torch.finfo(torch.bfloat16).eps * max(float(b.abs().max()) for b in expected)
         for a, b in zip(found, expected, strict=True):
             assert a.dtype is b.dtype
@@ -71,7 +71,7 @@ def test_steps_are_those_of_eager(within: bool) -> None:
 
 
 def casts(mod: tvm.IRModule) -> Counter[str]:
-    """How often each parameter of the function is cast to bfloat16."""
+    """Return how often each parameter of the function is cast to another dtype."""
     found: Counter[str] = Counter()
     for block in mod["main"].body.blocks:
         for binding in block.bindings:
@@ -87,12 +87,12 @@ def test_a_value_is_cast_once() -> None:
     assert casts(mod)["x"] == 3
     tidied = run_passes(mod, inference_passes(), [])
     assert casts(tidied)["x"] == 1
-    # Each weight and bias too, once.
+    # Each weight and bias is cast once, too.
     assert set(casts(tidied).values()) == {1}
 
 
 def scaled_training(compiled: bool) -> tuple[list[float], list[float], list[torch.Tensor]]:
-    """Losses, scales and weights of steps with a GradScaler, the second of which overflows."""
+    """Return losses, scales and weights of steps with a GradScaler; the second step overflows."""
     torch.manual_seed(0)
     module = Attention()
     call = tvmbridge.compile(module) if compiled else module
@@ -126,7 +126,7 @@ def test_gradients_are_scaled_as_in_eager() -> None:
 
 @pytest.mark.slow
 def test_a_step_casts_half_as_often_as_in_eager() -> None:
-    """Each weight, bias and input once, in forward, and the gradients of weights in backward."""
+    """Count casts: forward casts each weight, bias and input once; backward weights' gradients."""
     config = BertConfig(
         hidden_size=64, num_attention_heads=4, intermediate_size=128, attn_implementation="sdpa"
     )

@@ -1,4 +1,4 @@
-"""The backend of torch.compile, beside eager PyTorch: results, gradients, state and generator."""
+"""The backend of torch.compile: results, gradients, state and generator equal eager PyTorch's."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Plain(Layer):
 
 
 class Normed(Layer):
-    """Written buffers, and dropout."""
+    """A layer with a batch norm, which writes buffers, and dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Aliasing(Layer):
 
 
 class Writing(Layer):
-    """What is written must not carry a gradient."""
+    """A layer that writes into an argument, without a gradient."""
 
     def forward(self, x: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
         total.add_(x.detach().sum(0))
@@ -69,7 +69,7 @@ class Unrecorded(Layer):
 
 
 class Doubled(torch.autograd.Function):
-    """Its derivative is not that of what it computes."""
+    """A custom function whose backward is not the derivative of its forward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -157,7 +157,8 @@ def test_sizes_that_change(dynamic: bool | None) -> None:
     assert_same(Plain(), [[torch.randn(n, 8)] for n in sizes], dynamic=dynamic)
     report = tvmbridge.compile_report()
     assert report.whole
-    # From the second size on one graph, and from its second size on one code.
+    # With dynamic=None Dynamo captures a symbolic graph at the second size. The last graph has one
+    # specialization for each of its sizes.
     assert len(report.graphs) == (2 if dynamic is None else 1)
     assert (
         len(report.graphs[-1].dispatches[0].specializations) == len(sizes) - len(report.graphs) + 1
@@ -212,7 +213,7 @@ def test_options_reach_the_compiler() -> None:
 
 
 def test_nothing_is_imported(tmp_path: Path) -> None:
-    """As of an installed package: its entry points are in the metadata beside it."""
+    """Check the backend's names without an import, by package metadata with entry points."""
     info = tmp_path / "tvmbridge-0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tvmbridge\nVersion: 0\n")
@@ -244,7 +245,7 @@ def test_nothing_is_imported(tmp_path: Path) -> None:
 
 
 def entry_points() -> str:
-    """Those that setup.py declares, as an installed package has them."""
+    """Return the entry points of setup.py in the format of an installed package's metadata."""
     declared = (ROOT / "setup.py").read_text()
     assert "torch_dynamo_backends" in declared
     names = ("tvmbridge", "tvmbridge_eager", "tvmbridge_aot")

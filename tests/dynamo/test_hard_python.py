@@ -1,4 +1,4 @@
-"""Python that a tracer has trouble with, through the backend: as in eager PyTorch, and told how."""
+"""Python that tracers find hard, through the backend: results equal eager's; reports are right."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class EarlyReturns(Base):
 
 
 class Branches(Base):
-    """On the values of a tensor."""
+    """A branch on the values of a tensor."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.linear(x).relu().sin()
@@ -139,7 +139,7 @@ class Printing(Base):
 
 
 class Numbers(Base):
-    """What is read back decides nothing, but is a number of Python."""
+    """A value read by ``.item()`` that is used as a number but decides no branch."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.linear(x).relu()

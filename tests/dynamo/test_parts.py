@@ -1,4 +1,4 @@
-"""Modules whose graph depends on data, in parts: results, gradients, state and draws of eager."""
+"""Modules with data-dependent graphs, compiled in parts: results, state and draws equal eager's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tvmbridge.core.errors import CaptureError, FallbackError
 
 
 class Branching(nn.Module):
-    """A number decides between two branches; buffers are written, and dropout draws."""
+    """A module with a data-dependent branch, written buffers and dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Branching(nn.Module):
 
 
 class Masked(nn.Module):
-    """Values that a mask chooses are written into what carries a gradient."""
+    """A module that writes masked values in place into a tensor that requires a gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Masked(nn.Module):
 
 
 class Propagation(nn.Module):
-    """A graph convolution as PyG writes it: self loops are added where there are none."""
+    """A graph convolution as PyG writes it, which adds missing self loops."""
 
     def __init__(self, inner: int, outer: int) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ def graph(number: int, nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def assert_like_eager(module: nn.Module, reference: nn.Module, calls: Sequence[Any]) -> None:
-    """Each call of both in turn, with a backward where autograd records."""
+    """Compare each call of both modules, with a backward if autograd records."""
     for args in calls:
         results = []
         for each in (module, reference):

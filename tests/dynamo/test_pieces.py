@@ -1,4 +1,4 @@
-"""Writes that cut a graph of TorchDynamo; the pieces do what the graph does, in its order."""
+"""Writes that cut a TorchDynamo graph: the pieces do the same as the graph, in the same order."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _with_a_gradient(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 def pieces_of(
     function: Callable[..., torch.Tensor], x: torch.Tensor, y: torch.Tensor
 ) -> tuple[torch.Tensor, int, bool]:
-    """The result of a function that TorchDynamo captures, its pieces, and whether it is cut."""
+    """Run a function through TorchDynamo; return its result, piece count, and whether it is cut."""
     served: list[fx.GraphModule] = []
     cut = False
 

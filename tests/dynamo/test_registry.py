@@ -1,4 +1,4 @@
-"""PyTorch's registry of backends takes a backend again, as threads that look it up at once do."""
+"""PyTorch's registry accepts the same backend twice, as when two threads look it up at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One training step of a module, and how far two such steps are from each other."""
+"""Run a training step of a module, and measure the difference between two steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KEY_BIAS, QUERY_BIAS = "key.bias", "query.bias"
 
 @dataclass(frozen=True)
 class Step:
-    """What a training step leaves behind; ``gradients`` has None where there is none."""
+    """The outputs, gradients and state after a training step; a missing gradient is None."""
 
     outputs: tuple[torch.Tensor, ...]
     gradients: Mapping[str, torch.Tensor | None]
@@ -27,7 +27,7 @@ class Step:
 
 
 def base_layer(attention: str, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """A BertLayer of BERT-base, dropout 0.1, in train mode."""
+    """Return a BertLayer of BERT-base with dropout 0.1, in train mode."""
     torch.manual_seed(7)
     config = BertConfig(attn_implementation=attention)
     layer: nn.Module = BertLayer(config)
@@ -35,17 +35,17 @@ def base_layer(attention: str, dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 def tensors_of(outputs: Any) -> tuple[torch.Tensor, ...]:
-    """The tensors of a tensor, a tuple, or a ModelOutput."""
+    """Return the tensors of a tensor, a tuple, or a ModelOutput."""
     if isinstance(outputs, torch.Tensor):
         return (outputs,)
     return tuple(outputs.values() if isinstance(outputs, Mapping) else outputs)
 
 
 def weighted_sum(outputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """A scalar whose derivatives by the outputs are fixed random numbers, the same in any dtype.
+    """Return a scalar whose derivatives by the outputs are fixed random numbers, in any dtype.
 
-    Layer norm takes the smooth part of its cotangent away: with smooth numbers, or the mean of the
-    squares, little but rounding would remain of the gradients.
+    Layer norm's backward removes the smooth part of its cotangent. With smooth cotangents, or a
+    mean of squares as loss, the gradients would be little more than rounding errors.
     """
     generator = torch.Generator().manual_seed(11)
     total = torch.zeros((), dtype=outputs[0].dtype)
@@ -62,7 +62,10 @@ def training_step(
     seed: int = 3,
     **kwargs: Any,
 ) -> Step:
-    """Forward and backward from ``seed``; ``input.N`` are the gradients of floating inputs."""
+    """Run forward and backward from ``seed``.
+
+    Among the gradients, ``input.N`` is the gradient of the N-th floating-point input.
+    """
     inputs = [a.detach().clone().requires_grad_(a.is_floating_point()) for a in args]
     module.zero_grad(set_to_none=True)
     torch.manual_seed(seed)
@@ -76,7 +79,7 @@ def training_step(
 
 @contextmanager
 def dispatched(module: nn.Module, *args: torch.Tensor, **kwargs: torch.Tensor) -> Iterator[None]:
-    """Within it the module runs through TVM; at the end no call may have fallen back."""
+    """Dispatch the module inside the context; on exit assert that no call fell back."""
     sample = tuple(a.detach().clone().requires_grad_(a.is_floating_point()) for a in args)
     if not module.training:
         sample = args
@@ -91,16 +94,16 @@ def dispatched(module: nn.Module, *args: torch.Tensor, **kwargs: torch.Tensor) -
 
 
 def relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:
-    """Norm of the difference over norm of the reference."""
+    """Return the norm of the difference over the norm of the reference."""
     difference = (value.double() - reference.double()).norm()
     return (difference / reference.double().norm()).item()
 
 
 def gradient_errors(step: Step, reference: Step) -> dict[str, float]:
-    """The relative error of every gradient.
+    """Return the relative error of each gradient.
 
-    The true gradient of a key's bias is zero, since softmax does not see a shift: what is computed
-    for it is rounding. So its error is taken relative to the gradient of the query's bias.
+    The true gradient of a key's bias is zero, because softmax ignores a shift, so its computed
+    gradient is a rounding error. Its error is relative to the gradient of the query's bias.
     """
     assert step.gradients.keys() == reference.gradients.keys()
     errors = {}

@@ -1,4 +1,4 @@
-"""A BertLayer of BERT-base learns through TVM: same seed, same outputs, same gradients."""
+"""A BertLayer of BERT-base trains through TVM: a seed gives eager's outputs and gradients."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHAPE = (2, 128, 768)
 
 
 class BothStages(nn.Module):
-    """A layer that also returns what its attention made of the input."""
+    """A BertLayer that also returns the output of its attention."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Scripts with transformers: a checkpoint between steps, and PEFT's adapters, beside eager."""
+"""Scripts with transformers against eager: a checkpoint between steps, and PEFT's adapters."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _llama() -> Any:
 
 @pytest.fixture(autouse=True, scope="module")
 def _libraries_imported(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Save a model: what transformers imports for that adds filters of warnings."""
+    """Save a model once, because the imports that saving causes add warning filters."""
     _bert().save_pretrained(tmp_path_factory.mktemp("imported"))
 
 
@@ -61,7 +61,7 @@ def test_a_checkpoint_does_not_end_service(tmp_path: Path) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
         models[0].save_pretrained(tmp_path / str(number))
     report = dispatch_report(models[0])
-    # The first call finds out what the labels are.
+    # Eager PyTorch serves the first call, which has labels for the first time.
     assert (report.tvm_calls, sum(report.fallbacks.values())) == (9, 1)
 
 

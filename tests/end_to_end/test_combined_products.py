@@ -1,4 +1,4 @@
-"""A BertLayer with combined products is eager's, whatever becomes of its weights between calls."""
+"""A BertLayer with combined products equals eager's after any change of its weights."""
 
 from __future__ import annotations
 

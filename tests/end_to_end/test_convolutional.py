@@ -1,4 +1,4 @@
-"""Convolutional networks train by the `relax` source, and their states are eager's."""
+"""Convolutional networks train by the joint source ``relax``, and their states equal eager's."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Residual(nn.Module):
 
 
 class Net(nn.Module):
-    """Down and up again, with a way past: a transposed convolution and both interpolations."""
+    """A U-Net with a transposed convolution, both interpolations and a skip connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Net(nn.Module):
 
 
 class Sequences(nn.Module):
-    """Convolutions of one and of three dimensions."""
+    """A module with one-dimensional and three-dimensional convolutions."""
 
     def __init__(self) -> None:
         super().__init__()

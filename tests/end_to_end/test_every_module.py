@@ -1,6 +1,6 @@
-"""Every module of torch.nn on the samples that PyTorch tests it with, in float64, trained and not.
+"""Each module of torch.nn on PyTorch's own samples of it, in float64, in training and inference.
 
-These take some ten minutes: ``pytest -m slow tests/end_to_end/test_every_module.py``.
+``pytest -m slow tests/end_to_end/test_every_module.py`` takes about ten minutes.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from tvmbridge import add_tvm_dispatch, compile_report, dispatch_report
 from tvmbridge.core.errors import BridgeError
 from tvmbridge.dynamo import tvmbridge as backend
 
-# Whose results PyTorch foretells wrongly: the code cannot be tried out.
+# PyTorch's fake kernel of these gives a wrong result, so the compiled code cannot be tried out.
 REFUSED = {("nn.MultiLabelMarginLoss", "1d_reduction_none")}
-# The weights of lazy modules are made by a first call.
+# Lazy modules have no weights before their first call.
 INFOS = [i for i in module_db if torch.float64 in i.dtypes and "Lazy" not in i.name]
 MOST_SAMPLES = 24
 
@@ -37,7 +37,7 @@ def _samples(info: ModuleInfo, training: bool) -> Iterator[ModuleInput]:
 
 
 def _step(module: nn.Module, sample: ModuleInput, seed: int) -> dict[str, Any]:
-    """Results, gradients of weights and inputs, buffers and the generator after one step."""
+    """Run a step; return results, gradients of weights and inputs, buffers, and the generator."""
 
     def leaf(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -119,7 +119,7 @@ def test_module_through_torch_compile(info: ModuleInfo, training: bool) -> None:
             for what, values in expected.items():
                 departure = difference(found[what], values, TOLERANCES[torch.float64])
                 assert departure is None, f"{sample.desc}: {what}{departure}"
-        # Where Dynamo has made no graph it says why.
+        # If Dynamo captured no graph, the report must have the reason.
         assert compile_report().graphs or compile_report().breaks, sample.desc
         reasons = [reason for graph in compile_report().graphs for reason in graph.eager_calls]
         if reasons:

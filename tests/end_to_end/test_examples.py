@@ -1,4 +1,4 @@
-"""The scripts in ``examples/``: nearly all of their calls are served, with eager's results."""
+"""The scripts in ``examples/``: TVM serves nearly all of their calls, with eager's results."""
 
 from __future__ import annotations
 

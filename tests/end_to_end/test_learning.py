@@ -1,4 +1,4 @@
-"""Training in which it changes what learns: modules that were dispatched with plain samples."""
+"""Training with changing ``requires_grad`` flags, of modules dispatched with plain samples."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _rows(rows: int, width: int) -> torch.Tensor:
 
 
 def _gan() -> tuple[nn.Module, nn.Module]:
-    """A generator and a discriminator, which draws."""
+    """Return a generator, and a discriminator with dropout."""
     torch.manual_seed(0)
     generator = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 6))
     judge = nn.Sequential(nn.Linear(6, 8), nn.SiLU(), nn.Dropout(0.2), nn.Linear(8, 1))
@@ -26,7 +26,7 @@ def _gan() -> tuple[nn.Module, nn.Module]:
 
 
 def _train_gan(generator: nn.Module, judge: nn.Module, steps: int) -> list[Any]:
-    """The judge learns from made and real rows, then the generator by the frozen judge."""
+    """Train in turns: the discriminator, then the generator with the discriminator frozen."""
     torch.manual_seed(1)
     made_by, judged_by = (torch.optim.Adam(m.parameters(), 1e-2) for m in (generator, judge))
     seen: list[Any] = []
@@ -54,7 +54,7 @@ def test_a_judge_that_is_frozen_for_every_other_step(compilations: list[str]) ->
     assert len(compilations) == 2
     found, expected = _train_gan(*ours, steps=4), _train_gan(*plain, steps=4)
     torch.testing.assert_close(found, expected, **CLOSE)
-    # Once, for the generator's first step.
+    # One more compilation: the frozen discriminator in the generator's first step.
     assert len(compilations) == 3
     generator, judge = map(dispatch_report, ours)
     assert (generator.tvm_calls, generator.fallbacks) == (8, {})
@@ -64,7 +64,7 @@ def test_a_judge_that_is_frozen_for_every_other_step(compilations: list[str]) ->
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward part, as in BERT."""
+    """A transformer block as in BERT: attention and a feed-forward network."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Tokens are embedded and pass through blocks; a mean is classified."""
+    """A classifier of token sequences: an embedding, blocks, a mean, and a head."""
 
     def __init__(self, width: int = 16, blocks: int = 2) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class Model(nn.Module):
 
 
 def _fine_tune(model: Model, steps: int) -> list[Any]:
-    """The head learns first, then, every two steps, one block more, from the last."""
+    """Train the head first, then unfreeze one more block every two steps, from the last on."""
     torch.manual_seed(2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     seen: list[Any] = []
@@ -150,7 +150,7 @@ def test_a_model_of_which_more_and_more_learns(compilations: list[str]) -> None:
     add_tvm_dispatch(ours, torch.randint(20, (3, 5)))
     found, expected = _fine_tune(ours, 10), _fine_tune(plain, 10)
     torch.testing.assert_close(found, expected, **CLOSE)
-    # The last choice is the one that it was dispatched with.
+    # The last set of trained parameters is the set that dispatch compiled for.
     assert len(compilations) == 4
     report = dispatch_report(ours)
     assert (report.tvm_calls, report.fallbacks) == (10, {})

@@ -27,7 +27,7 @@ def batch() -> Batch:
 
 
 def learn(bert: nn.Module, batch: Batch) -> Step:
-    """A step on the mean of the tokens; the pooler's weights get no gradient."""
+    """Run a training step on the mean of the token vectors; the pooler gets no gradient."""
 
     def loss(outputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
         pooled = mean_pool(outputs[0], batch.attention_mask)
@@ -69,7 +69,7 @@ def test_a_training_step_in_float64(batch: Batch) -> None:
 
 @pytest.mark.slow
 def test_a_training_step_in_float32_is_as_exact_as_eager(batch: Batch) -> None:
-    """Both are compared with float64: six layers enlarge rounding, in eager as much as here."""
+    """Compare both with float64, because six layers amplify rounding errors in eager as well."""
     exact = learn(load_bert("sdpa").double().train(), batch)
     bert = load_bert("sdpa").train()
     eager = learn(bert, batch)

@@ -1,4 +1,4 @@
-"""Models that draw from what they compute: a language model that samples, and an autoencoder."""
+"""Models that sample from computed distributions: a language model, and an autoencoder."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Sampler(nn.Module):
 
 
 class Autoencoder(nn.Module):
-    """A variational autoencoder of binary pictures, its loss, and a picture that it draws."""
+    """A variational autoencoder of binary images, which returns its loss and a sampled image."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""HuggingFace's Trainer, as its documentation shows it, with one line added."""
+"""HuggingFace's Trainer, as in its documentation, with one line added."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Sentences(Dataset[dict[str, torch.Tensor]]):
 
 
 def trained(folder: Path, dispatch: bool, **arguments: Any) -> tuple[list[float], Any]:
-    """The losses of a fine-tuning and its evaluations, and the model."""
+    """Fine-tune; return the losses of training and evaluation, and the model."""
     from transformers import (
         BertConfig,
         BertForSequenceClassification,

@@ -1,4 +1,4 @@
-"""Models that are exported in tests."""
+"""Models for the tests of export."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class MLP(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention of heads with a causal or a given mask, and a residual."""
+    """Multi-head attention with a causal or a given mask, and a residual."""
 
     def __init__(self, causal: bool) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Attention(nn.Module):
 
 
 class Convolutions(nn.Module):
-    """Every kind of convolution, with batch norm and pooling."""
+    """A module with each kind of convolution, batch norm and pooling."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Pair(NamedTuple):
 
 
 class Structures(nn.Module):
-    """Results of many kinds: views of an argument and of each other, constants, containers."""
+    """A module with many kinds of results: views of arguments and results, constants, lists."""
 
     def forward(self, x: torch.Tensor, y: dict[str, torch.Tensor], scale: float = 2.0) -> Any:
         total = x + y["other"] * scale
@@ -90,7 +90,7 @@ class Lookup(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Tokens to logits: a look-up, causal attention of heads, a product."""
+    """A decoder from tokens to logits: an embedding, causal multi-head attention, a linear head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Decoder(nn.Module):
 
 
 class Transforms(nn.Module):
-    """Needs PyTorch: transforms that no loops compute."""
+    """A module with Fourier transforms, for which there is no generated code without PyTorch."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.fft.fft(x).real + torch.fft.ifft(x).imag

@@ -1,4 +1,4 @@
-"""Exported functions compute what eager PyTorch computes, or are refused by name."""
+"""Exported functions compute what eager PyTorch computes, or export refuses them by name."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_structures_constants_and_views(tmp_path: Path) -> None:
     numpy.testing.assert_array_equal(found["list"][1], x.t())
     assert found["list"][2:] == [None, 7]
     assert found["nested"][1] == "text"
-    # Results have memory of their own.
+    # Results share no memory with arguments.
     found["list"][0][:] = 0
     numpy.testing.assert_array_equal(given, x)
 
@@ -116,7 +116,7 @@ def test_arguments_are_checked_by_name(tmp_path: Path) -> None:
     with pytest.raises(tvmbridge_runtime.ArgumentError, match="no argument 'y'"):
         function(right, y=right)
     expected = function(right)
-    # By name, as another library's array, transposed, unaligned and read-only.
+    # Pass the argument by name, as a tensor of PyTorch, then transposed, unaligned and read-only.
     numpy.testing.assert_array_equal(function(x=torch.zeros(16, 64)), expected)
     room = numpy.zeros(16 * 64 + 1, numpy.float32)[1:].reshape(16, 64)
     room.flags.writeable = False

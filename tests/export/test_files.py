@@ -1,4 +1,4 @@
-"""Damaged files, other processors and other versions are errors that say so."""
+"""Damaged files, other processors and other versions give errors that say so."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_every_damage_is_noticed(intact: Path, tmp_path: Path) -> None:
 
 
 def changed(path: Path, content: bytes, **values: Any) -> Path:
-    """A file with another manifest, whose checksums are right."""
+    """Write a file with a changed manifest and right checksums; return its path."""
     length = int.from_bytes(content[8:16], "little")
     manifest = json.loads(content[64 : 64 + length])
     for key, value in values.items():

@@ -1,4 +1,4 @@
-"""Exported functions of any size, and sizes that they refuse."""
+"""Exported functions for any size, and the sizes that they refuse."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tests.export.models import Decoder
 
 
 class Halves(nn.Module):
-    """Demands an even length."""
+    """A module that needs an even length."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.view(x.shape[0] // 2, 2, 8).sum(1)
 
 
 class Squares(nn.Module):
-    """Computes something else of square matrices."""
+    """A module that branches on a size: it multiplies square matrices and adds others."""
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return x * y if x.shape[0] == x.shape[1] else x + y

@@ -1,4 +1,4 @@
-"""How the frontend's tests run a function through the whole way of the data."""
+"""Helpers that compile a function by the whole pipeline and compare it with eager PyTorch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.conformance.compare import compare
 from tvmbridge.core.errors import BridgeError
 from tvmbridge.report import DispatchReport
 
-# What is called, and the tensors that it is called with.
+# By name: a function, and the tensors that it is called with.
 Cases = Mapping[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]]
 
 NAN, INF = float("nan"), float("inf")
@@ -21,18 +21,18 @@ SPECIAL = [NAN, INF, -INF, 0.0, -0.0, 1.0, -1.0, 2.5, -2.5, 0.5, 1.5, 6.5, 1e-6,
 
 
 def special(dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """16 numbers where functions are easily got wrong: signed zeros, halves, infinities, NaN."""
+    """Return 16 numbers that are hard for many functions: signed zeros, halves, infinities, NaN."""
     return torch.tensor(SPECIAL, dtype=dtype)
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Normal numbers, the same at each call."""
+    """Return normally distributed numbers, the same at each call."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(*shape, generator=generator).to(dtype)
 
 
 class Function(nn.Module):
-    """A function of tensors as a module."""
+    """A module that calls a function of tensors."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Function(nn.Module):
 
 
 def run(function: Callable[..., Any], *inputs: torch.Tensor) -> tuple[Any, DispatchReport]:
-    """The result of the compiled ``function``, and the report of its dispatch."""
+    """Compile and call ``function``; return its result and the dispatch report."""
     module = Function(function).eval()
     with torch.no_grad():
         tvmbridge.add_tvm_dispatch(module, inputs)
@@ -65,11 +65,11 @@ def assert_like_eager(function: Callable[..., Any], *inputs: torch.Tensor) -> Di
 
 
 class Together:
-    """Cases that are compiled as one module, since a compilation costs more than its operators.
+    """Cases that are compiled as one module, because one compilation is faster than many.
 
-    No two of them share an input, so that nothing of one case meets another in a kernel. Where the
-    module cannot be compiled, each case is compiled by itself, and the one that is at fault fails.
-    ``report`` is that of the module, once a case has run.
+    Cases share no inputs, so that no kernel fuses two cases. If the module cannot be compiled,
+    each case is compiled separately, and only the faulty case fails. ``report`` is the module's
+    report, or None before a case has run.
     """
 
     def __init__(self, cases: Cases) -> None:
@@ -95,7 +95,7 @@ class Together:
             rest = iter(tensors)
             return [f(*[next(rest) for _ in inputs]) for f, inputs in self._cases.values()]
 
-        # As they are, strides and alignment too, but for memory that cases share.
+        # Keep strides and alignment of the inputs; copy only those that share memory.
         seen: set[int] = set()
         inputs: list[torch.Tensor] = []
         for _, tensors in self._cases.values():
@@ -111,7 +111,7 @@ class Together:
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy with the same strides, at the same place in a storage of its own."""
+    """Return a copy with the same strides and storage offset, in a new storage."""
     storage = tensor.untyped_storage().clone()
     copy = torch.empty(0, dtype=tensor.dtype)
     return copy.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())

@@ -1,4 +1,4 @@
-"""ATen calls carry every kind of argument and result, and fail as eager PyTorch does."""
+"""ATen calls pass all kinds of arguments and results, and fail as eager PyTorch does."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ TOGETHER = Together(CASES)
 
 @pytest.mark.parametrize("name", CASES)
 def test_like_eager(name: str) -> None:
-    """The call has the dtypes, shapes and values of PyTorch's."""
+    """Check that the call has PyTorch's dtypes, shapes and values."""
     TOGETHER.assert_like_eager(name)
 
 
 def test_results_are_views_of_inputs_where_they_are_in_eager() -> None:
-    """Writing into a result changes the input, or leaves it, as in eager PyTorch."""
+    """Check that a write into a result changes the input exactly when it does so in eager."""
 
     def forward(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return x.diagonal(0, 1, 2), x.unfold(2, 2, 1), x.mT.contiguous()
@@ -74,7 +74,7 @@ def test_results_are_views_of_inputs_where_they_are_in_eager() -> None:
 
 @pytest.mark.parametrize("bad", [7, -1])
 def test_index_out_of_range(bad: int) -> None:
-    """An index that eager refuses raises IndexError, and the module still works."""
+    """Check that an index that eager refuses raises IndexError, and that the module still works."""
     module = torch.nn.Embedding(7, 4).eval()
     good = torch.tensor([[0, 6]])
     with torch.no_grad():
@@ -89,7 +89,7 @@ def test_index_out_of_range(bad: int) -> None:
     "function", [lambda x, i: x[i], lambda x, i: x.index_select(0, i), lambda x, i: x.take(i)]
 )
 def test_index_tensors_out_of_range(function: Callable[..., Any]) -> None:
-    """Bounds are checked wherever eager checks them."""
+    """Check that bounds are checked wherever eager checks them."""
     module = Function(function).eval()
     with torch.no_grad():
         tvmbridge.add_tvm_dispatch(module, (X, INDEX))
@@ -108,7 +108,7 @@ def test_index_tensors_out_of_range(function: Callable[..., Any]) -> None:
     ],
 )
 def test_refused_with_a_reason(function: Callable[..., Any]) -> None:
-    """What cannot be carried is refused by a BridgeError, and the forward stays."""
+    """Check that unsupported calls raise a BridgeError and leave the module's forward in place."""
     module = Function(function).eval()
     with torch.no_grad():
         with pytest.raises(tvmbridge.BridgeError):
@@ -117,7 +117,7 @@ def test_refused_with_a_reason(function: Callable[..., Any]) -> None:
 
 
 def test_results_that_depend_on_data_are_those_of_eager() -> None:
-    """Compiled code serves up to them, whatever their shapes are."""
+    """Check results with data-dependent shapes; compiled code serves the graph before them."""
     for function in (
         lambda x: x.cumsum(0).nonzero(),
         lambda x: x[x > 0],
@@ -132,7 +132,7 @@ def test_results_that_depend_on_data_are_those_of_eager() -> None:
 
 
 def test_equal_elements_are_sorted_as_eager_sorts_them() -> None:
-    """Along a stride of 0 eager keeps the order, which it does not do with a copy."""
+    """Check a sort along a stride of 0: eager keeps the order, but would not for a copy."""
     row = torch.full((1, 3), 2.0)
     expanded, dense = row.expand(3000, 3), row.repeat(3000, 1)
     assert not torch.equal(expanded.argsort(0), dense.argsort(0))

@@ -1,4 +1,4 @@
-"""Operators that become loops of ours: results, bounds and errors are those of eager PyTorch."""
+"""Operators with generated loops: results, bounds checks and errors equal eager PyTorch's."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CASES: Cases = {
     },
     "atan2": (lambda x: torch.atan2(x[:, None], x), (SPECIAL,)),
     "elu": (lambda x: (functional.elu(x), functional.elu(x, 1.3)), (WIDE,)),
-    # PyTorch's vectors know no remainder of a quotient beyond 2**126 or of a denormal number.
+    # PyTorch's vectorized fmod fails for quotients beyond 2**126 and for denormal numbers.
     "fmod": (lambda x: (x.fmod(2.5), x.fmod(-0.3), x.fmod(1e-40), (x * 1e30).fmod(1e-3)), (WIDE,)),
     "quotients rounded down": (
         lambda x: (

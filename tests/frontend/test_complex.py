@@ -1,4 +1,4 @@
-"""Complex numbers within a module: eager PyTorch's values and gradients; refused at its border."""
+"""Complex numbers inside a module: values and gradients equal eager's; as outputs, refused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tvmbridge import BridgeError, add_tvm_dispatch, dispatch_report
 
 
 class _Inside(nn.Module):
-    """Rotations by complex factors, transforms, and a complex argument that gets no gradient."""
+    """A module with complex rotations, transforms, and a complex argument without a gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def test_values_and_gradients_are_those_of_eager_pytorch() -> None:
         found = []
         for called in (module, plain):
             given = (x.detach() * step).requires_grad_()
-            # A part of another tensor, conjugated: its memory is not what it says.
+            # A conjugated view: its memory holds the numbers before conjugation.
             rows = torch.stack([z, z * step], 1).conj()[:, step - 1]
             outputs = _leaves(called(given, rows))
             total = sum((o * (i + 1)).sin().sum() for i, o in enumerate(outputs))

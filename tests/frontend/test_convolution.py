@@ -1,4 +1,4 @@
-"""Convolutions are Relax's, whatever their form, and give what eager PyTorch gives."""
+"""All forms of convolutions become Relax convolutions and compute what eager PyTorch computes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TRANSPOSED: tuple[Callable[..., Any], ...] = (
 
 
 def plain(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Every form of the convolution of this number of dimensions."""
+    """Return the results of all forms of the convolution for the number of dimensions of ``x``."""
     rank = w.dim() - 2
     convolution = PLAIN[rank - 1]
     bare = convolution(x, w, groups=2)
@@ -53,7 +53,7 @@ def plain(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tens
 
 
 def transposed(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Every form of the transposed convolution of this number of dimensions."""
+    """Return the results of all forms of the transposed convolution for the dimensions of ``x``."""
     rank = w.dim() - 2
     convolution = TRANSPOSED[rank - 1]
     w = w[:4]

@@ -1,4 +1,4 @@
-"""Sums of many halves that end in few places: in float32 and rounded once, where eager does so."""
+"""Scattered sums of half-precision numbers: summed in float32, rounded once, if eager does so."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tests.frontend.helpers import Function
 
 Places = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
-# Of elements and of the places of their sums, along the last dimension.
+# Functions of elements and of the indices where they are summed, along the last dimension.
 FORWARD: dict[str, Places] = {
     "scatter_add": lambda x, i: x[:, :4].scatter_add(1, i, x),
     "scatter_reduce": lambda x, i: x[:, :4].scatter_reduce(1, i, x, "sum"),
     "index_add": lambda x, i: x[:, :4].index_add(1, i[0], x),
 }
-# Where the gradient is such a sum.
+# Functions whose gradient is such a sum.
 GRADIENTS: dict[str, Places] = {
     "cummax": lambda x, i: x.cummax(-1)[0],
     "gather": lambda x, i: x[:, :4].gather(1, i),

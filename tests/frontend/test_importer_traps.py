@@ -1,9 +1,9 @@
-"""What other importers get wrong or do not take, beyond single operators' traps, like eager.
+"""Modules that other importers refuse or get wrong, beyond single operators: results equal eager's.
 
-Where the other cases of this kind are: ``test_traps.py`` (indexing, promotion, NaN, precision,
-sizes), ``test_aten_calls.py`` and ``test_compiled.py`` (bounds, windows), ``tests/test_norms.py``
-(batch and instance norm in both modes), ``tests/test_dropout.py`` and
-``tests/graph_capture/test_noise.py`` (dropout of every kind), ``tests/runtime/test_dispatch.py``
+Other files have more such cases: ``test_traps.py`` (indexing, promotion, NaN, precision, sizes),
+``test_aten_calls.py`` and ``test_compiled.py`` (bounds, windows), ``tests/test_norms.py`` (batch
+and instance norm in both modes), ``tests/test_dropout.py`` and
+``tests/graph_capture/test_noise.py`` (all kinds of dropout), ``tests/runtime/test_dispatch.py``
 and ``tests/runtime/guards/test_state.py`` (writes through views), ``tests/gradients/test_traps.py``
 (gradients), ``tests/architectures`` (GPT-2).
 """

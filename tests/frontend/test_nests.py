@@ -1,4 +1,4 @@
-"""Operators that become loops of ours which nothing fuses with: eager PyTorch's results."""
+"""Operators with generated loop nests that are never fused: results equal eager PyTorch's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ X = torch.randn(5, 7, generator=GENERATOR)
 ODD = X.clone()
 ODD[0, :4], ODD[1, :3], ODD[2] = torch.tensor([NAN, INF, -INF, 0.0]), NAN, -0.0
 INTS = torch.randint(-3, 4, (6, 5), generator=GENERATOR)
-# Some places more than once.
+# Indices, some of them repeated.
 PLACES = torch.tensor([[0, 4, 4, 2], [3, 4, 0, 0]])
 NEGATIVE = torch.tensor([[0, -1, 3], [4, -5, 3]])
 EXPONENTS = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5, INF, NAN])

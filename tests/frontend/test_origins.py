@@ -1,4 +1,4 @@
-"""Where a value comes from stays known from the import to the functions that are built."""
+"""The origin of a value (module and line) is kept from the import to the built functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arithmetic that a simplifier of real numbers would rearrange: every bit is eager's, natively."""
+"""Arithmetic that a simplifier of real numbers would rearrange: native code equals eager's bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Running statistics of batch norm: those that PyTorch's kernels leave, in bfloat16 too."""
+"""Running statistics of batch norm equal those of PyTorch's kernels, in bfloat16 as well."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tvmbridge import add_tvm_dispatch, dispatch_report
 
 
 class Norms(nn.Module):
-    """Batch norms of several momenta, each of an input of its own."""
+    """Batch norms with several momenta, each with its own input."""
 
     def __init__(self, momenta: tuple[float, ...]) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class Norms(nn.Module):
 
 
 def _inputs() -> tuple[torch.Tensor, ...]:
-    # 391 others are no number of bfloat16.
+    # The last shape has 392 values a channel; n - 1 = 391 is no bfloat16 number.
     shapes = ((5, 25), (4, 25, 16), (8, 25, 49))
     return tuple(torch.randn(shape).mul(5).add(1).bfloat16() for shape in shapes)
 

@@ -1,4 +1,4 @@
-"""What other importers and TVM's own operators get wrong: each case agrees with eager PyTorch."""
+"""Cases that other importers or TVM's own operators get wrong: each result equals eager's."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ NOT_A_NUMBER: Cases = {
         (special(),),
     ),
     "activations": (lambda x: (functional.silu(x), functional.mish(x)), (special(),)),
-    # Not of infinities: there eager PyTorch answers NaN or not by where in the tensor they stand.
+    # No infinities: eager's gelu of an infinity is NaN or not, depending on the element's position.
     "gelu": (lambda x: functional.gelu(x), (special().nan_to_num(NAN, 1e30, -1e30),)),
     "float64": (
         lambda x: (x.exp(), x.tanh(), x.sigmoid(), x.erf(), x.relu(), x.log(), x != x, x.amax()),
@@ -272,7 +272,7 @@ SIZES: Cases = {
 
 
 def computed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with copies for results: views of an input are taken anew from that input."""
+    """Return the function with copied results: views of an input would need no compiled code."""
     return lambda *tensors: pytree.tree_map(torch.clone, function(*tensors))
 
 
@@ -292,5 +292,5 @@ GROUPS = {kind: Together(table) for kind, table in TABLES.items()}
     [pytest.param(kind, name, id=f"{kind}: {name}") for kind in TABLES for name in TABLES[kind]],
 )
 def test_like_eager(kind: str, name: str) -> None:
-    """The compiled function has the dtypes, shapes and values of PyTorch's."""
+    """Check that the compiled function has PyTorch's dtypes, shapes and values."""
     GROUPS[kind].assert_like_eager(name)

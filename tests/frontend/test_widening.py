@@ -1,4 +1,4 @@
-"""Half precision by converters for float32: every bit of a result is eager PyTorch's."""
+"""Half precision by converters for float32: results equal eager PyTorch's bit by bit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.frontend.helpers import Function
 from tvmbridge import add_tvm_dispatch, dispatch_report
 
 _CASES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    # 0.1 is no number of half precision: PyTorch does not round it to one.
+    # 0.1 is no half-precision number, and PyTorch does not round it to one.
     "numbers": lambda x: x * 0.1 / 0.7,
     "rounded between operators": lambda x: (x * 3.3 + x) * x - x.abs(),
     "functions": lambda x: torch.tanh(functional.gelu(x)) + torch.sigmoid(x).sqrt(),
@@ -33,7 +33,7 @@ def test_bits_are_those_of_eager(case: str, dtype: torch.dtype) -> None:
         add_tvm_dispatch(module, x)
         found = module(x)
     assert found.dtype is dtype
-    # TVM's and PyTorch's functions differ in the last bit of float32, rarely in that of a half.
+    # TVM's and PyTorch's functions differ in the last bit of float32, which rarely changes a half.
     differing = int((found != expected).sum())
     assert differing <= (2 if case in ("functions", "choices", "casts") else 0)
     report = dispatch_report(module)

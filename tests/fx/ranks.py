@@ -1,4 +1,4 @@
-"""What each rank of a test of collectives runs, in a process of its own."""
+"""Functions that each rank of a test of collectives runs, in its own process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,13 @@ TIMEOUT = 20.0
 
 
 def run_ranks(world: int, first: int, count: int, limit: float) -> list[tuple[int, str]]:
-    """Exit status and output of each rank; none outlives the limit."""
+    """Run ``world`` ranks; return the exit status and output of each.
+
+    Args:
+        world: the number of ranks.
+        first, count: the seeds of the random modules.
+        limit: seconds after which the ranks are killed.
+    """
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
         command = [sys.executable, "-m", "tests.fx.ranks"]
@@ -47,9 +53,9 @@ def run_ranks(world: int, first: int, count: int, limit: float) -> list[tuple[in
 
 
 class Steps(nn.Module):
-    """Random steps on two values, some of which communicate; on all ranks the same collectives.
+    """Random steps on two values; some steps communicate, by the same collectives on all ranks.
 
-    Rows are sent unevenly; the layers of the ranks differ, and so does what else they compute.
+    Row counts differ by rank, and so do the layers and the local computations.
     """
 
     def __init__(self, seed: int, rank: int, world: int) -> None:
@@ -65,11 +71,11 @@ class Steps(nn.Module):
         self.drop = nn.Dropout(0.3)
 
     def rows(self) -> int:
-        """How many rows a rank has."""
+        """Return the number of rows of this rank."""
         return sum(self.sent[self.rank])
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """The steps; ``x`` communicates, ``y`` is of this rank alone."""
+        """Run the steps; ``x`` is communicated, ``y`` stays on this rank."""
         for kind, alone in zip(self.steps, self.alone, strict=True):
             x = x + self._communicated(kind, torch.tanh(self.layers[0](x)))
             for number in alone:
@@ -93,7 +99,7 @@ class Steps(nn.Module):
 
 
 def compared(seed: int, rank: int, world: int) -> None:
-    """A module beside itself, rewritten: results, gradients and draws."""
+    """Compare a module with its rewritten copy: results, gradients and random draws."""
     import tvmbridge
     from tests.fx_models import outcome
     from tvmbridge.passes.fx.overlap_communication import OverlapCommunication
@@ -144,7 +150,7 @@ class Other(nn.Module):
 
 
 def refused(rank: int, world: int) -> None:
-    """Every rank gets the error."""
+    """Rewrite modules whose collectives differ by rank; each rank must get the error."""
     import tvmbridge
     from tvmbridge.core.errors import BridgeError
     from tvmbridge.passes.fx.overlap_communication import OverlapCommunication
@@ -159,7 +165,7 @@ def refused(rank: int, world: int) -> None:
 
 
 def death(rank: int, world: int) -> None:
-    """The last rank ends within a step; the others say so."""
+    """End the last rank within a step; the other ranks must report it."""
     import tvmbridge
     from tvmbridge.core.errors import CommunicationError
     from tvmbridge.passes.fx.overlap_communication import OverlapCommunication
@@ -185,7 +191,7 @@ def death(rank: int, world: int) -> None:
 
 
 def main() -> None:
-    """Run what the command line names."""
+    """Run this rank, as the command line says."""
     rank, world, store, first, count = sys.argv[1:]
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)

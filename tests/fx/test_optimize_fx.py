@@ -1,4 +1,4 @@
-"""optimize_fx: what runs the graph, what runs the module's own forward, and what is refused."""
+"""optimize_fx: calls that run the graph, calls that run the module's own forward, and refusals."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FUSION = HorizontalFusion(costs=Costs(1.0, 1e18))
 
 
 class Net(nn.Module):
-    """Chains behind a batch norm, which writes buffers."""
+    """Chains after a batch norm, which writes buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,10 +189,10 @@ def test_what_cannot_be_traced_is_refused(what: str, reason: str) -> None:
 
 @dataclass(frozen=True)
 class Wrong(FxPass):
-    """A pass that drops a factor."""
+    """A wrong pass: it changes the results."""
 
     def rewrite(self, graph_module: fx.GraphModule, report: PassReport) -> None:
-        """Puts relu for tanh."""
+        """Replace tanh by relu."""
         for node in graph_module.graph.nodes:
             if node.target is torch.ops.aten.tanh.default:
                 node.target = torch.ops.aten.relu.default
@@ -201,10 +201,10 @@ class Wrong(FxPass):
 
 @dataclass(frozen=True)
 class Slow(FxPass):
-    """A pass after which much is computed in vain."""
+    """A pass that makes the graph slower, by results that nothing uses."""
 
     def rewrite(self, graph_module: fx.GraphModule, report: PassReport) -> None:
-        """Computes tanh of tanh, a hundred times."""
+        """Add a hundred times the tanh of the first tanh."""
         (first,) = graph_module.graph.find_nodes(
             op="call_function", target=torch.ops.aten.tanh.default
         )

@@ -1,4 +1,4 @@
-"""OverlapCommunication between processes: the same numbers, one order, errors instead of hangs."""
+"""OverlapCommunication between processes: equal results, one order, and errors, not hangs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DIFFERENCES = {
 
 
 def run(world: int, first: int, count: int, limit: float) -> None:
-    """Random modules agree; different collectives are refused; who has died is named."""
+    """Check random modules, ranks with different collectives, and the death of the last rank."""
     found = run_ranks(world, first, count, limit)
     assert found[-1][0] == 7, found[-1][1]
     for status, text in found[:-1]:

@@ -1,4 +1,4 @@
-"""Features: collated and checked on the host, split in the graph, as views."""
+"""Sparse features: collated and checked on the host, and split into views in the graph."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def jagged(indices: list[int], lengths: list[int], weights: list[float] | None =
 
 
 class Bags(nn.Module):
-    """Embedding bags of sparse features, in another order than they come."""
+    """Embedding bags of sparse features, in another order than the input's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ def test_any_features_come_back(drawn: list[list[list[int]]]) -> None:
 
 @pytest.fixture(scope="module")
 def module() -> nn.Module:
-    """Bags whose graph takes combined features."""
+    """Return bags whose graph takes combined features."""
     return tvmbridge.optimize_fx(Bags(), batch(SAMPLES), measure=False)
 
 

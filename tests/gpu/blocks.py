@@ -1,4 +1,4 @@
-"""Transformer blocks as those of GPT-2, Llama and ViT."""
+"""Transformer blocks like those of GPT-2, Llama and ViT."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def _heads(x: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward part behind norms: causal as in GPT-2, or not as in ViT."""
+    """A pre-norm block of attention and MLP: causal as in GPT-2, or not causal as in ViT."""
 
     def __init__(self, width: int, heads: int, *, causal: bool) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Block(nn.Module):
 
 
 class LlamaBlock(nn.Module):
-    """RMSNorm, rotary positions and SwiGLU."""
+    """A Llama block: RMSNorm, attention with rotary positions, and SwiGLU."""
 
     def __init__(self, width: int, heads: int, tokens: int) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class LlamaBlock(nn.Module):
 
 
 class Chains(nn.Module):
-    """tanh(LayerNorm(x)) on 100 slices."""
+    """tanh(LayerNorm(x_i)) on 100 slices x_i of the input."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Convolutions round as their dtype says; products do so unless told otherwise."""
+"""Turn off TF32 convolutions, which cuDNN uses by default; TF32 products are off by default."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @pytest.fixture(autouse=True)
 def _no_tf32() -> Iterator[None]:
-    # By the context: PyTorch's test utilities, once imported, forbid assignments.
+    # Use the context manager: PyTorch's test utilities, once imported, forbid assignments.
     cudnn = torch.backends.cudnn
     with cudnn.flags(
         enabled=cudnn.enabled,

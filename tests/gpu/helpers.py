@@ -1,4 +1,4 @@
-"""Steps of a module on the GPU, in eager PyTorch and through TVM, and how far apart they are."""
+"""Compare steps of a module on the GPU through TVM with steps in eager PyTorch."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ GPU = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
-# The full guards serve the first call, two more run before a capture: the last ones are replayed.
+# The first call checks all guards, and two more calls precede the capture of a CUDA graph. The
+# remaining calls replay the graph.
 STEPS = 8
 
 Values = dict[str, torch.Tensor]
 
 
 def result_of(output: Any) -> torch.Tensor:
-    """The tensor, or the first of a tuple."""
+    """Return the output, or its first element if it is a tuple."""
     return output[0] if isinstance(output, tuple) else output
 
 
 def small() -> nn.Module:
-    """A network with products, an activation and a norm."""
+    """Return a network of linear layers, an activation and a norm."""
     return nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.LayerNorm(96), nn.Linear(96, 64))
 
 
 def with_dropout() -> nn.Module:
-    """A network whose calls draw two masks."""
+    """Return a network with two dropouts."""
     parts = nn.Linear(64, 96), nn.Dropout(0.1), nn.ReLU(), nn.Linear(96, 64), nn.Dropout(0.3)
     return nn.Sequential(*parts)
 
@@ -41,7 +42,7 @@ def with_dropout() -> nn.Module:
 def pair(
     make: Callable[[], nn.Module], x: torch.Tensor, *, train: bool = True, **options: Any
 ) -> tuple[nn.Module, nn.Module]:
-    """The module through TVM, and the same in eager PyTorch."""
+    """Return a dispatched module and its eager reference, with equal weights."""
     torch.manual_seed(0)
     eager = make().train(train).to(x.device)
     tvm = copy.deepcopy(eager)
@@ -51,20 +52,20 @@ def pair(
 
 
 def batch(step: int = 0) -> torch.Tensor:
-    """The input of a step."""
+    """Return the input of a step."""
     generator = torch.Generator("cuda").manual_seed(step)
     return torch.randn(32, 64, device="cuda", generator=generator)
 
 
 def replays(module: nn.Module) -> int:
-    """CUDA graphs replayed so far; nothing may have been left to eager PyTorch."""
+    """Return the number of CUDA graph replays; assert that no call fell back to eager."""
     report = dispatch_report(module)
     assert not report.fallbacks, report.fallbacks
     return sum(s.graph_replays for s in report.specializations)
 
 
 def skips(module: nn.Module) -> dict[str, int]:
-    """Calls without a graph, by the reason."""
+    """Return the number of calls without a CUDA graph, by reason."""
     found: dict[str, int] = {}
     for s in dispatch_report(module).specializations:
         for reason, count in s.graph_skips.items():
@@ -73,12 +74,12 @@ def skips(module: nn.Module) -> dict[str, int]:
 
 
 def gradients(module: nn.Module) -> Values:
-    """Copies of the gradients of all parameters."""
+    """Return copies of the gradients of all parameters."""
     return {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
 
 
 def assert_same(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
-    """Equal but for the rounding of float32; gradients beside the largest of them."""
+    """Assert that values are equal up to float32 rounding, by :func:`errors`."""
     assert found.keys() == expected.keys()
     for name, error in errors(found, expected).items():
         assert error < 1e-5, (name, error)
@@ -87,7 +88,10 @@ def assert_same(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.
 def errors(
     found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
 ) -> dict[str, float]:
-    """Norm of the difference over the norm, which counts as a hundredth of the largest at least."""
+    """Return the norm of each difference over the norm of the expected value.
+
+    A small norm is replaced by a hundredth of the largest norm.
+    """
     norms = {name: float(value.double().norm()) for name, value in expected.items()}
     floor = max(1e-2 * max(norms.values()), 1e-30)
     return {
@@ -99,7 +103,10 @@ def errors(
 def step_values(
     module: nn.Module, args: tuple[torch.Tensor, ...], rounded: torch.dtype, *, train: bool
 ) -> tuple[Values, Values]:
-    """The output with the buffers, and all gradients for a cotangent in dtype ``rounded``."""
+    """Run a step; return the output with the buffers, and all gradients.
+
+    The cotangent is rounded to ``rounded``, so that it is the same for modules of any dtype.
+    """
     module.zero_grad(set_to_none=True)
     inputs = [a.detach().clone().requires_grad_(train and a.is_floating_point()) for a in args]
     torch.manual_seed(1)
@@ -123,7 +130,11 @@ def check(
     *,
     train: bool = True,
 ) -> None:
-    """Step by step: float64 equals eager, other dtypes are at most twice as far from float64."""
+    """Compare the first and the last step of a module through TVM with eager PyTorch.
+
+    In float64 the values must be equal up to rounding. In other dtypes the error against float64
+    may be at most twice eager's error.
+    """
     torch.manual_seed(0)
     eager = make().train(train).to("cuda", dtype)
     exact, tvm = copy.deepcopy(eager).double(), copy.deepcopy(eager)

@@ -15,7 +15,7 @@ pytestmark = GPU
 
 
 class Attention(nn.Module):
-    """Heads of a projection, mixed; ``mask`` says which columns are open, as numbers or truths."""
+    """Multi-head attention; ``mask`` is the kind of the mask, such as ``"truths"`` for booleans."""
 
     def __init__(self, *, mask: str = "", causal: bool = False, groups: int = 1) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Attention(nn.Module):
 
 
 class Dropped(Attention):
-    """Attention with dropout, of a value that does not pass a projection."""
+    """Attention with dropout, whose value has no projection."""
 
     def __init__(self, *, mask: str = "") -> None:
         super().__init__(mask=mask)
@@ -99,10 +99,10 @@ def test_a_bias_that_trains_is_left_to_the_kernel() -> None:
 
 @pytest.mark.parametrize("mask", ["", "truths"])
 def test_backward_has_the_mask_of_forward(mask: str) -> None:
-    # The output is linear in the value, so that its derivative is the output itself.
+    # The output is linear in the value, so the derivative along the value is the output itself.
     x = torch.randn(4, 24, 64, device="cuda", dtype=torch.bfloat16)
     tvm, _ = pair(lambda: Dropped(mask=mask).bfloat16(), x.requires_grad_())
-    with torch.no_grad():  # all weights alike
+    with torch.no_grad():  # make all attention weights equal
         for part in (tvm.query, tvm.key):
             part.weight.zero_()
             part.bias.zero_()

@@ -1,4 +1,4 @@
-"""Autocast on a GPU: casts where PyTorch casts; training no further from float64 than eager."""
+"""Autocast on a GPU: casts at the same operators as PyTorch's, and training as exact as eager."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_training_step(dtype: torch.dtype) -> None:
 
 
 class _Loss(nn.Module):
-    """A layer and a loss of its output."""
+    """A layer that returns a loss of its output."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def test_losses(name: str, dtype: torch.dtype) -> None:
             found.append({"loss": loss.detach().clone()} | gradients(module))
         ours, theirs = found
         assert {n: t.dtype for n, t in ours.items()} == {n: t.dtype for n, t in theirs.items()}
-        # Eager PyTorch rounds each value of the step once more to the half precision.
+        # Eager PyTorch also rounds each intermediate value to half precision.
         assert all(error < 2e-2 for error in errors(ours, theirs).values()), errors(ours, theirs)
     assert dispatch_report(tvm).fallbacks == {}
 
@@ -92,7 +92,7 @@ def test_every_listed_operator_has_eagers_values(dtype: torch.dtype) -> None:
             try:
                 expected.append(Calls([call], "cuda").one(0, tensors))
             except Exception:
-                continue  # Eager PyTorch refuses the dtype, or the mixed devices.
+                continue  # Eager PyTorch refuses the dtype or mixed devices.
             calls.append(call)
             given.append(tensors)
         with casts_recorded():

@@ -1,4 +1,4 @@
-"""BERT's layer of transformers on a GPU."""
+"""transformers' BertLayer on a GPU."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_without_dropout(dtype: torch.dtype, train: bool) -> None:
 
 
 def test_dropout_outside_of_attention_is_that_of_the_seed() -> None:
-    # In double precision, where rounding does not grow over the layer to what a mask would change.
+    # In float64 rounding errors stay far below the effect of a wrong dropout mask.
     x = torch.randn(2, 19, 64, device="cuda", dtype=torch.float64)
     tvm, eager = pair(lambda: _layer(0.1).double(), x)
     for step in range(STEPS):

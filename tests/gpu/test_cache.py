@@ -1,4 +1,4 @@
-"""Code for a GPU that a first process compiled serves the second one; damaged code is a miss."""
+"""GPU code that one process compiled serves a second process; damaged code is a miss."""
 
 from __future__ import annotations
 

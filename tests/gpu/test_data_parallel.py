@@ -1,4 +1,4 @@
-"""DistributedDataParallel with a process a GPU: the gradients of eager PyTorch, from replays."""
+"""DistributedDataParallel with one process a GPU: replayed CUDA graphs give eager's gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The end of a process whose module is still there."""
+"""The exit of a process while its dispatched module is still alive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CUDA graphs beside what else a process does with a module, its parameters and the GPU."""
+"""CUDA graphs together with other uses of a module, its parameters and the GPU."""
 
 from __future__ import annotations
 
@@ -105,7 +105,8 @@ def test_optimizers(make: Callable[..., torch.optim.Optimizer]) -> None:
     optimizers = [make(module.parameters()) for module in (tvm, eager)]
     for number in range(STEPS):
         values = [_step(module, number) for module in (tvm, eager)]
-        # Adam divides by the size of gradients: of such as are rounding alone it makes steps.
+        # Copy eager's gradients: Adam divides a gradient by its own size, so a gradient that is
+        # only rounding error would give a large step.
         for ours, theirs in zip(tvm.parameters(), eager.parameters(), strict=True):
             ours.grad = theirs.grad.clone() if theirs.grad is not None else None
         for optimizer in optimizers:
@@ -115,7 +116,7 @@ def test_optimizers(make: Callable[..., torch.optim.Optimizer]) -> None:
 
 
 class Decaying(nn.Module):
-    """Backward reads a buffer as it was before forward wrote it."""
+    """A module whose backward reads a buffer's value from before forward wrote it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -230,7 +231,7 @@ def test_memory_does_not_grow() -> None:
     optimizer = torch.optim.SGD(tvm.parameters(), lr=1e-4)
     held = []
     gc.collect()
-    gc.disable()  # Nothing has to wait for it.
+    gc.disable()  # Memory must be freed without the garbage collector.
     try:
         for number in range(320):
             tvm.zero_grad()

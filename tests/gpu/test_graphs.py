@@ -1,4 +1,4 @@
-"""CUDA graphs under what a training loop does: each step is that of eager PyTorch."""
+"""CUDA graphs in training loops of all kinds: each step equals eager PyTorch's."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Step = Callable[[nn.Module, int], Values]
 def _assert_steps(
     step: Step, make: Callable[[], nn.Module] = small, *, train: bool = True
 ) -> nn.Module:
-    """The same steps of both modules, from the same seeds; returns that with the graphs."""
+    """Assert that steps through TVM equal eager's from the same seeds; return the TVM module."""
     tvm, eager = pair(make, batch(), train=train)
     for number in range(STEPS):
         values = []
@@ -103,7 +103,7 @@ def test_forward_whose_backward_never_runs() -> None:
 
     def step(module: nn.Module, number: int) -> Values:
         module.zero_grad()
-        held.append(module(batch(number + 100)))  # its graph lives on
+        held.append(module(batch(number + 100)))  # its autograd graph stays alive
         output = module(batch(number))
         output.square().sum().backward()
         if number % 2:
@@ -175,7 +175,7 @@ def test_hooks_that_keep_gradients() -> None:
     _assert_steps(step)
     merged = []
     for seen in kept.values():
-        # Hooks of one step run in another order; those of a parameter in that of the steps.
+        # Within a step hooks may run in any order; each parameter's hooks follow the steps.
         by_name: dict[str, list[torch.Tensor]] = {}
         for one in seen:
             for name, g in one.items():
@@ -232,7 +232,7 @@ def test_without_graphs() -> None:
 
 
 class LossAndLogits(nn.Module):
-    """As models of transformers: the loss is used, and the logits beside it are not."""
+    """A module that returns loss and logits, like transformers' models; only the loss is used."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Pipelines over two GPUs by NCCL: what one process trains, and faults that end every rank.
+"""Pipelines over two GPUs by NCCL: training equals one process's, and a fault ends each rank.
 
-Each rank is a process of its own, as of a script that ends by itself: torchrun would end the ranks
-beside one that is killed. ``TVMBRIDGE_TEST_DEVICE=cpu`` runs them by gloo, where there is no GPU.
+Each rank is started without torchrun, which would itself end the other ranks after a kill.
+``TVMBRIDGE_TEST_DEVICE=cpu`` runs the tests by gloo on machines without GPUs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CASES: dict[str, dict[str, Any]] = {
     "tied, two stages a device": {"schedule": "interleaved", "stages": 4, "tied": True},
 }
 TIMEOUT = 20.0
-# What a rank takes to start and to end, beside the timeout.
+# Seconds for a rank to start and to end, beyond the pipeline's timeout.
 _SLACK = 150.0
 
 _TRAIN = """
@@ -75,14 +75,18 @@ scripts.fail_backward(int(os.environ["RANK"]), 3, sys.argv[1])
 
 @dataclass(frozen=True)
 class Ended:
-    """How a rank ended: its status, and what it wrote."""
+    """The exit status of a rank, and its standard error."""
 
     status: int
     text: str
 
 
 def run_two(script: str, *arguments: object) -> list[Ended]:
-    """The script as two ranks; how each ended, all within the timeout and what they need beside."""
+    """Run the script as two ranks; return how each ended.
+
+    Raises:
+        subprocess.TimeoutExpired: a rank took longer than ``TIMEOUT + _SLACK`` seconds.
+    """
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -111,7 +115,7 @@ def _environment(rank: int, port: int) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Sequence[dict[str, Any]]:
-    """What each rank has of each case; one start for all of them."""
+    """Train all cases in one start of two ranks; return each rank's results by case."""
     folder: Path = tmp_path_factory.mktemp("trained")
     for rank in run_two(_TRAIN, folder):
         assert rank.status == 0, rank.text[-3000:]
@@ -120,7 +124,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Sequence[dict[str, Any]
 
 @pytest.mark.parametrize("case", CASES)
 def test_training_equals_one_process(trained: Sequence[dict[str, Any]], case: str) -> None:
-    """Losses and weights of steps in float64, through TVM, to 1e-12."""
+    """Compare losses and weights in float64 through TVM, to 1e-12."""
     wanted = expected(tied=CASES[case].get("tied", False))
     for rank in trained:
         found = rank["found"][case]
@@ -161,7 +165,7 @@ def test_a_killed_rank(schedule: str) -> None:
 
 
 def test_a_killed_rank_while_the_other_launches_more_than_a_gpu_takes() -> None:
-    """The launch waits for the GPU, which waits for the rank that is gone."""
+    """Check kernel launches that block because the GPU waits for the killed rank."""
     first, second = run_two(_FAIL, "killed", TIMEOUT, "simple", 192, "blocks.128")
     assert second.status == -9
     assert_told(first, "rank 0 (stage 0) waited for")
@@ -177,13 +181,13 @@ def test_a_rank_that_stands_still() -> None:
 
 
 def assert_told(rank: Ended, text: str) -> None:
-    """The rank ended by its own error, not by a signal, and the error has the text."""
+    """Assert that the rank ended by its own error, not by a signal, and the error has the text."""
     assert rank.status == 1, (rank.status, rank.text[-3000:])
     assert text in _error(rank), rank.text[-3000:]
 
 
 def waited(rank: Ended) -> float:
-    """Seconds of the step that failed."""
+    """Return the seconds of the failed step."""
     return seconds(_error(rank))
 
 

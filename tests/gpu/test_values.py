@@ -51,7 +51,7 @@ class Transposed(nn.Module):
 
 
 class HostConstants(nn.Module):
-    """What libraries of models make on the CPU: bucket numbers, moved, and scales."""
+    """A module with tensors that model libraries create on the CPU: bucket indices, and scales."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class HostConstants(nn.Module):
 
 
 class ReturnedConstant(nn.Module):
-    """As a cache of a sliding window does it: a number that is made on the CPU, moved."""
+    """A module that returns a number created on the CPU and moved, like a sliding-window cache."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return x.tanh(), torch.tensor(7).to(x.device)

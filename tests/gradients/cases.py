@@ -1,4 +1,4 @@
-"""What a case of a gradient rule is, and values that make cases hard."""
+"""The class of cases of gradient rules, and inputs that are hard for many rules."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ import torch
 
 NAN, INF = float("nan"), float("inf")
 
-# Zero from both sides, the domain's ends, and values where a careless formula overflows.
+# Signed zeros, the ends of domains, and values where a naive formula overflows.
 SPECIAL = (0.0, -0.0, 1.0, -1.0, 0.5, 30.0, -30.0, 800.0, -800.0, INF, -INF, NAN)
 
 
 @dataclass(frozen=True)
 class Case:
-    """One formula of ``rule``'s operator, in Relax and in PyTorch, on ``inputs``.
+    """A formula with the operator of a gradient rule, in Relax and in PyTorch.
 
-    All floating-point inputs are differentiated. Results may be one or several.
+    - ``rule``: the name of the rule; ``name``: of the case.
+    - ``relax``, ``torch``: the formula; it returns one result or several.
+    - ``inputs``: all floating-point inputs are differentiated.
     """
 
     rule: str
@@ -32,22 +34,22 @@ class Case:
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    """Normal numbers, the same ones for the same shape and seed."""
+    """Return normally distributed numbers, the same for the same shape and seed."""
     generator = torch.Generator().manual_seed(seed + 1000 * len(shape) + sum(shape))
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
 def integers(*shape: int, high: int = 3, seed: int = 0) -> torch.Tensor:
-    """Small whole numbers as float64: full of ties and zeros."""
+    """Return small integers as float64, with many ties and zeros."""
     generator = torch.Generator().manual_seed(seed + sum(shape))
     return torch.randint(-high + 1, high, shape, generator=generator).double()
 
 
 def mask(*shape: int, seed: int = 0) -> torch.Tensor:
-    """Booleans."""
+    """Return random booleans."""
     return normal(*shape, seed=seed + 77) > 0
 
 
 def special() -> torch.Tensor:
-    """:data:`SPECIAL` as a tensor."""
+    """Return :data:`SPECIAL` as a tensor."""
     return torch.tensor(SPECIAL, dtype=torch.float64)

@@ -44,12 +44,12 @@ _BINARY: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 
 def const(value: float) -> relax.Expr:
-    """A 0-d float64 constant."""
+    """Return a 0-d float64 constant in Relax."""
     return relax.const(value, "float64")
 
 
 def scalar(value: float) -> torch.Tensor:
-    """A 0-d float64 tensor."""
+    """Return a 0-d float64 tensor."""
     return torch.tensor(value, dtype=torch.float64)
 
 
@@ -237,7 +237,7 @@ def constant_cases() -> Iterator[Case]:
 
 
 def elementwise_cases() -> Iterator[Case]:
-    """All cases of this file."""
+    """Yield all cases of this file."""
     yield from unary_cases()
     yield from binary_cases()
     yield from power_cases()

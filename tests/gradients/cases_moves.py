@@ -1,4 +1,4 @@
-"""Cases of the rules of ATen calls that move by indices, sort, scan and raise to powers."""
+"""Cases of the rules of ATen calls: indexing, sorting, scans and powers."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from tests.gradients.cases import NAN, Case, integers, normal
 from tvmbridge.kernels.aten_call import ATEN_CALL, packed_call, resolve_overload
 from tvmbridge.kernels.dtypes import to_relax_dtype
 
-# What stands for a tensor among an operator's arguments: the number of the case's input.
+# Placeholders of tensors among an operator's arguments, by the number of the case's input.
 _X, _Y, _PLACES = {"tensor": 0}, {"tensor": 1}, {"tensor": 2}
 
-# Some places twice or three times, some not at all.
+# Some indices occur two or three times, some never.
 _INDEX = torch.tensor([[0, 2, 2, 1], [2, 2, 0, 0]])
 
 
 def _case(rule: str, name: str, inputs: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Case:
-    """An ATen call with ``args`` on ``inputs``, of several results the first."""
+    """Return the case of an ATen call with ``args`` on ``inputs``; it uses the first result."""
     overload = resolve_overload(rule)
 
     def filled(value: Any, tensors: Sequence[torch.Tensor]) -> Any:

@@ -136,7 +136,7 @@ def _heads(x: relax.Expr, axes: list[int]) -> relax.Expr:
 
 
 def reduction_and_product_cases() -> Iterator[Case]:
-    """All cases of this file."""
+    """Yield all cases of this file."""
     yield from reduction_cases()
     yield from softmax_cases()
     yield from product_cases()

@@ -1,4 +1,4 @@
-"""Cases of the rules of operators that move elements."""
+"""Cases of the rules of operators that move elements, such as reshapes and permutations."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ def take_cases() -> Iterator[Case]:
 
 
 def shape_cases() -> Iterator[Case]:
-    """All cases of this file."""
+    """Yield all cases of this file."""
     yield from permute_cases()
     yield from reshape_cases()
     yield from expand_cases()

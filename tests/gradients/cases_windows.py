@@ -25,7 +25,7 @@ _TRANSPOSED: tuple[Callable[..., torch.Tensor], ...] = (
     functional.conv_transpose2d,
     functional.conv_transpose3d,
 )
-# Stride, padding, dilation, groups, output padding of a transposed one; of each dimension in turn.
+# Stride, padding, dilation, groups, and output padding if transposed; three dimensions each.
 _FORMS: dict[str, tuple[Sequence[int], Sequence[int], Sequence[int], int, Sequence[int]]] = {
     "plain": ((1, 1, 1), (0, 0, 0), (1, 1, 1), 1, (0, 0, 0)),
     "strided": ((2, 3, 1), (0, 1, 0), (1, 1, 1), 1, (1, 2, 0)),
@@ -76,7 +76,7 @@ def _by_torch(
 
 
 def _aten(rule: str, name: str, x: torch.Tensor, *args: Any, results: int = 1) -> Case:
-    """The case of an ATen call on ``x`` and ``args``; of several ``results`` it has the first."""
+    """Return the case of an ATen call on ``x`` and ``args``; it uses the first of ``results``."""
     overload = resolve_overload(rule)
 
     def by_torch(x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Classification losses: the joint function is TVM's, and all of it is what eager PyTorch says."""
+"""Classification losses: TVM's Gradient differentiates them, and values equal eager PyTorch's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ F64 = torch.float64
 
 
 class Losses(nn.Module):
-    """``cross_entropy``, or ``nll_loss`` alone, with each of some choices of options."""
+    """A module that computes ``cross_entropy`` or ``nll_loss`` with several sets of options."""
 
     def __init__(self, **choices: dict[str, Any]) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def _step(module: nn.Module, x: torch.Tensor, target: torch.Tensor) -> list[torch.Tensor]:
-    """The losses, and the gradient of each by itself."""
+    """Return the losses, and the gradient of each loss."""
     x = x.clone().requires_grad_()
     losses = module(x, target)
     found = list(losses)

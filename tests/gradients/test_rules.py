@@ -1,4 +1,4 @@
-"""Every admitted gradient rule against PyTorch's autograd in float64, in every form it is met."""
+"""Each admitted gradient rule against PyTorch's autograd in float64, in all forms that occur."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ CASES = (
 
 
 def forward_of(case: Case) -> tvm.IRModule:
-    """The Relax module of the case's formula."""
+    """Return the Relax module of the case's formula."""
     return build_main(case.inputs, case.relax)
 
 
 def joint_of(case: Case) -> relax.Function:
-    """The joint function of a case: inputs, cotangents -> results, gradients."""
+    """Return the joint function of a case: inputs and cotangents to results and gradients."""
     mod = forward_of(case)
     wanted = [f"x{i}" for i, t in enumerate(case.inputs) if t.is_floating_point()]
     count = len(as_list(case.torch(*case.inputs)))
@@ -47,7 +47,11 @@ def joint_of(case: Case) -> relax.Function:
 
 @functools.cache
 def compiled(rule: str) -> dict[str, CompiledFunctions | Exception]:
-    """What runs the joint function ``joint_N`` of each case of a rule, or why nothing can."""
+    """Compile the joint function ``joint_N`` of each case of a rule.
+
+    Returns:
+        By the case's name, the executable that has its function, or the error.
+    """
     functions: dict[str, relax.Function] = {}
     found: dict[str, CompiledFunctions | Exception] = {}
     for number, case in enumerate(cases_of(rule)):
@@ -79,7 +83,7 @@ def cases_of(rule: str) -> list[Case]:
 
 
 def rule_names(mod: tvm.IRModule) -> set[str]:
-    """What the rules of all calls in ``main`` go by."""
+    """Return the names by which rules of the calls in ``main`` are registered."""
     bindings = [b for block in mod["main"].body.blocks for b in block.bindings]
     return {rule_name(b.value) for b in bindings if isinstance(b.value, relax.Call)}
 
@@ -120,7 +124,7 @@ def test_agrees_with_autograd(case: Case) -> None:
 
 
 def refused(formula: object, *inputs: torch.Tensor) -> str:
-    """The message with which the formula's gradient is refused."""
+    """Return the message of the error that refuses the formula's gradient."""
     mod = build_main(inputs, formula)
     wanted = [f"x{i}" for i, t in enumerate(inputs) if t.is_floating_point()]
     assert missing_rules(mod, wanted)

@@ -1,7 +1,6 @@
-"""Gradients where inputs or cotangents are infinite, NaN or extreme: NaN and infinities stand where
-eager PyTorch has them.
+"""Gradients for infinite, NaN or extreme inputs and cotangents: NaN and infinities equal eager's.
 
-All samples of all operators: ``python -m tests.conformance --values special --modes auto``.
+``python -m tests.conformance --values special --modes auto`` does so for all samples of operators.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from tvmbridge import CompileOptions, add_tvm_dispatch, dispatch_report
 INF, NAN = math.inf, math.nan
 Formula = Callable[[torch.Tensor], torch.Tensor]
 
-# Formulas that TVM's Gradient differentiates, and some that it may not.
+# Formulas that TVM's Gradient differentiates; OTHER has formulas that it may not differentiate.
 KNOWN: dict[str, Formula] = {
     "silu": functional.silu,
     "gelu tanh": lambda x: functional.gelu(x, approximate="tanh"),
@@ -60,7 +59,7 @@ JOINTS = {"relax": KNOWN, "aot": KNOWN | OTHER}
 
 
 class Formulas(nn.Module):
-    """Each formula of an input of its own."""
+    """A module that applies each formula to its own input."""
 
     def __init__(self, formulas: dict[str, Formula]) -> None:
         super().__init__()
@@ -71,12 +70,12 @@ class Formulas(nn.Module):
 
 
 def special_pairs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and cotangents, every one with every other."""
+    """Return all pairs of special inputs and special cotangents."""
     most, least = torch.finfo(dtype).max, torch.finfo(dtype).tiny
     size = [0.0, 1.0, 2.5, 20.5, 89.0, 500.0, most**0.5 * 2, most, least, least / 4, INF]
     inputs = [*size, *(-s for s in size), NAN]
     cotangents = [1.0, 0.0, -0.0, INF, -INF, NAN, most, -most, least]
-    # Eight of each: a vector, for eager PyTorch answers otherwise where less than one is left.
+    # Repeat each pair eight times, a whole vector: eager's scalar code for a rest differs.
     pairs = list(itertools.chain(*([p] * 8 for p in itertools.product(inputs, cotangents))))
     x, g = torch.tensor(pairs, dtype=torch.float64).to(dtype).unbind(1)
     return x.contiguous(), g.contiguous()
@@ -90,9 +89,9 @@ def gradients(
 
 
 def assert_same(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    """NaN, infinities and their signs in the same places; finite numbers to rounding."""
+    """Assert equal NaN, infinities and signs, and finite numbers that are equal up to rounding."""
     info = torch.finfo(expected.dtype)
-    # In float64 tanh of the C library and that of PyTorch's vectors differ, by the last digits.
+    # In float64 the C library's tanh and PyTorch's vectorized tanh differ in the last digits.
     rtol = 1e-4 if expected.dtype is torch.float32 else 1e-7
     torch.testing.assert_close(
         found, expected, equal_nan=True, rtol=rtol, atol=4 * info.tiny, msg=lambda m: what + m
@@ -190,7 +189,7 @@ def test_attention_of_closed_rows_and_special_values(closed: float | None) -> No
     leaves = [t.requires_grad_() for t in (q, k, v)]
     expected = Attention()(*leaves, *masks)
     g = torch.randn(expected.shape, generator=generator)
-    # The derivative of softmax is another here than that of PyTorch's fused kernel.
+    # The derivative of softmax is computed by another formula than in PyTorch's fused kernel.
     ours = add_tvm_dispatch(Attention(), (*leaves, *masks), options=CompileOptions(joint="aot"))
     found = ours(*leaves, *masks)
     pairs = zip(
@@ -204,7 +203,7 @@ def test_attention_of_closed_rows_and_special_values(closed: float | None) -> No
 
 
 BLENDS = (
-    # TVM would take it apart, and subtract one infinite part from another.
+    # TVM would decompose it, and subtract one infinite part from another.
     lambda x, y: torch.lerp(x, y, 0.3),
     lambda x, y: torch.lerp(x, y, y.sigmoid()),
 )

@@ -1,6 +1,7 @@
-"""Gradients where derivative rules are easily wrong, against PyTorch's autograd.
+"""Gradients for which derivative rules are easily wrong, against PyTorch's autograd.
 
-Each case goes the whole way of the data, by both sources of the joint function where both exist.
+Each case is compiled by the whole pipeline, by both sources of the joint function if both support
+it.
 """
 
 from __future__ import annotations
@@ -20,21 +21,21 @@ from tests.frontend.helpers import Cases
 from tests.gradients import traps, traps_missing, traps_right
 from tvmbridge.core.errors import BridgeError
 
-# Where a rule is easily wrong: by both sources, always.
+# Rules that are easily wrong: tested by both sources, in quick tests too.
 WRONG = {
     "kinks": traps.KINKS,
     "ties": traps.TIED,
     "pools": traps.POOLS,
     "moves": traps.MOVES,
 }
-# Where TVM has no rule: by the source that a user gets.
+# Operators without a rule of TVM: quick tests use only the source that ``auto`` chooses.
 MISSING = {
     "functions": traps_missing.FUNCTIONS,
     "shapes": traps_missing.SHAPES,
     "indices": traps_missing.INDICES,
     "stops": traps_missing.STOPS,
 }
-# What the tests of rules, of norms and of operators see too: when asked.
+# Cases that other tests cover as well: slow tests only.
 SEEN = {
     "layers": traps_missing.LAYERS,
     "products": traps_right.PRODUCTS,
@@ -43,7 +44,7 @@ SEEN = {
 TABLES: dict[str, Cases] = {**WRONG, **MISSING, **SEEN}
 NAMES = [(kind, name) for kind, table in TABLES.items() for name in table]
 
-# What `auto` takes PyTorch's own formulas for; the others are differentiated by TVM's Gradient.
+# Cases for which ``auto`` uses PyTorch's derivatives; TVM's Gradient differentiates the others.
 BY_PYTORCH = frozenset(
     {
         "clamp at its bounds",
@@ -99,7 +100,7 @@ def call(function: Callable[..., Any], *inputs: torch.Tensor) -> Any:
 
 
 def case_of(kind: str, name: str, dtype: torch.dtype) -> Case:
-    """All floating inputs, in ``dtype``, are differentiated."""
+    """Return a case with floating-point inputs in ``dtype``, all of them differentiated."""
     function, inputs = TABLES[kind][name]
     tensors = [t.to(dtype) if t.is_floating_point() else t for t in inputs]
     leaves, spec = pytree.tree_flatten(((function, *tensors), {}))
@@ -107,20 +108,20 @@ def case_of(kind: str, name: str, dtype: torch.dtype) -> Case:
 
 
 def sources(name: str) -> tuple[str, ...]:
-    """The sources of the joint function that a case has, that of ``auto`` first."""
+    """Return the joint sources that support a case; the choice of ``auto`` is first."""
     return ("aot",) if name in BY_PYTORCH else ("relax", "aot")
 
 
 def when_asked(kind: str, name: str, joint: str) -> bool:
-    """Whether a case is left to the slow tests."""
+    """Whether only the slow tests run a case."""
     return kind in SEEN or (kind in MISSING and joint != sources(name)[0])
 
 
 @functools.cache
 def together(kind: str, joint: str, dtype: torch.dtype, slow: bool) -> dict[str, str | None]:
-    """How the gradients of each case differ from eager's, all compiled as one module.
+    """Compile all cases of a kind as one module; return each case's difference from eager, or None.
 
-    Nothing where the module is refused.
+    The dict is empty if the module is refused.
     """
     names = [n for n in TABLES[kind] if joint in sources(n) and when_asked(kind, n, joint) == slow]
     cases = [case_of(kind, name, dtype) for name in names]
@@ -132,7 +133,7 @@ def together(kind: str, joint: str, dtype: torch.dtype, slow: bool) -> dict[str,
 
 
 def differences(run: Run) -> list[str | None]:
-    """How the results and gradients of each case differ from eager's."""
+    """Return, for each case, how results and gradients differ from eager's; None if they agree."""
     assert not run.report.fallbacks
     pairs = zip(_by_case(run.ours), _by_case(run.theirs), strict=True)
     return [compare(ours, theirs, values=True) for ours, theirs in pairs]
@@ -144,7 +145,7 @@ def _by_case(values: Values) -> list[tuple[Any, Any]]:
 
 
 def _runs() -> Iterator[Any]:
-    """Each case by both sources in float64; what may depend on the dtype in float32 too."""
+    """Yield each case by both sources in float64, and kinks and ties in float32 as well."""
     for kind, name in NAMES:
         for joint in sources(name):
             marks = [pytest.mark.slow] if when_asked(kind, name, joint) else []
@@ -167,7 +168,7 @@ def test_gradient_is_pytorchs(kind: str, name: str, joint: str, dtype: torch.dty
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "name"), NAMES)
 def test_the_source_is_known(kind: str, name: str) -> None:
-    """By itself a case has the source that the table says, and the gradients of eager."""
+    """Check that ``auto`` chooses the expected source for each case compiled separately."""
     run = run_group(call, [case_of(kind, name, torch.float64)], "auto", admit=False)
     assert differences(run) == [None]
     (specialization,) = run.report.specializations

@@ -1,4 +1,4 @@
-"""Functions whose gradients are easily wrong: at kinks, at ties, in windows, through moves."""
+"""Functions whose gradients are easily wrong: at kinks and ties, in pooling, through indexing."""
 
 from __future__ import annotations
 

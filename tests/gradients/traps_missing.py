@@ -135,7 +135,7 @@ INDICES: Cases = {
     ),
 }
 
-# What has no gradient and stands between values that have one.
+# Operators without a gradient, between values that have one.
 STOPS: Cases = {
     "bits of masks": (
         lambda x, y: ((x > 0) & (y > 0) | ~(x > y) ^ (y < 1)) * x,

@@ -1,4 +1,4 @@
-"""Functions whose gradients TVM's own rules have right, which no rule of ours may spoil."""
+"""Functions for which TVM's own gradient rules are right, and must stay right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The picture of a colored joint function: every color, and what the user asked for before it."""
+"""The picture of a colored joint function: all colors, and the user's options over them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Frames around submodules, folding, the legend, and inputs that nothing reads."""
+"""Pictures: frames around submodules, folding, the legend, and inputs that nothing reads."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_facts_of_a_value() -> None:
 
 
 def chain() -> Picture:
-    """``a -> b -> c -> d``, with ``b`` and ``c`` in ``inner`` within ``outer``, and ``a -> c``."""
+    """Return the picture ``a -> b -> c -> d`` and ``a -> c``; ``outer.inner`` has b and c."""
     around = {"a": (), "b": ("outer", "inner"), "c": ("outer", "inner"), "d": ("outer",)}
     nodes = [Node(name, name, name, "op", {}, groups) for name, groups in around.items()]
     edges = [Edge("a", "b"), Edge("b", "c", "0"), Edge("a", "c", "1"), Edge("c", "d")]

@@ -1,4 +1,4 @@
-"""The interactive page: what is written into it, and what it does in a browser."""
+"""The interactive page: its content, and its behaviour in a browser."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ needs_browser = pytest.mark.skipif(
 
 
 class Blocks(nn.Module):
-    """Many layers of an encoder, so that the page begins folded."""
+    """A module with many encoder layers, so that the page starts with folded groups."""
 
     def __init__(self, count: int = 6) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def test_no_text_ends_a_script(mod: Any) -> None:
     html = visualize_html(mod, title="</script><b>&amp;@DATA@")
     assert html.count("</script>") == 3
     assert data_of(html)["nodes"]
-    assert "http://" not in html.split('id="graphviz"')[0]  # nothing is loaded from elsewhere
+    assert "http://" not in html.split('id="graphviz"')[0]  # the page loads nothing by network
 
 
 class _Named(nn.Module):
@@ -86,7 +86,7 @@ class _Named(nn.Module):
 
 
 class _Scripts(HTMLParser):
-    """The text of each script as a browser finds it, for texts without ``<!--``."""
+    """A parser that collects the text of each script, as a browser would without ``<!--``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class _Scripts(HTMLParser):
 @needs_package
 @pytest.mark.parametrize("name", ["<!--<script>", "<!--", "</script>", "<ScRiPt", "-->", "]]>"])
 def test_a_name_leaves_the_scripts_of_a_page_whole(name: str) -> None:
-    """A browser that reads ``<!--<script`` within a script looks for two ends of it."""
+    """Check names with ``<!--<script``, after which a browser needs two end tags of the script."""
     html = visualize_html(to_relax(capture(_Named(name), torch.ones(2, 4))), title=name)
     found = _Scripts()
     found.feed(html)
@@ -129,7 +129,7 @@ def test_without_the_package_the_error_says_what_to_install(
 
 
 class Browser:
-    """A page in Chromium, driven as a person would."""
+    """A page in Chromium, operated like a person would."""
 
     def __init__(self, driver: Any) -> None:
         self.driver = driver
@@ -144,7 +144,7 @@ class Browser:
         WebDriverWait(self.driver, 60).until(lambda _: holds())
 
     def nodes(self) -> int | None:
-        """How many nodes are seen; None before the first layout."""
+        """Return the number of visible nodes; None before the first layout."""
         count = self.driver.execute_script("return document.body.dataset.nodes")
         drawn = len(self.driver.find_elements("css selector", "g.node"))
         return drawn if count is not None and int(count) == drawn else None

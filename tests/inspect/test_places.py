@@ -1,4 +1,4 @@
-"""Which submodule the values of a joint function belong to."""
+"""The submodule that each value of a joint function belongs to."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def joint() -> JointModule:
 
 
 def by_name(function: relax.Function) -> dict[str, str]:
-    """The innermost submodule of the operators and parameters whose place is clear to a reader."""
+    """Return the innermost submodule of each operator and parameter that has a known place."""
     found = places(function)
     return {var.name: modules[-1][0] if modules else "" for var, modules in found.items()}
 
 
 def products(function: relax.Function) -> list[tuple[str, tuple[int, ...]]]:
-    """Submodule and shape of each product."""
+    """Return the submodule and the shape of each matrix product."""
     found, made = places(function), []
     for binding in function.body.blocks[0].bindings:
         if getattr(getattr(binding.value, "op", None), "name", "") == "relax.matmul":
@@ -52,8 +52,8 @@ def test_gradients_stand_with_the_submodule_of_their_operator() -> None:
     assert products(function) == [
         ("first", (2, 6)),
         ("second", (2, 3)),
-        ("second", (2, 6)),  # the cotangent of second's input
-        ("second", (3, 6)),  # and of its weight
+        ("second", (2, 6)),  # the gradient of second's input
+        ("second", (3, 6)),  # the gradient of second's weight
         ("first", (6, 4)),
     ]
     assert {name: by_name(function)[name] for name in HOLDERS} == HOLDERS

@@ -1,4 +1,4 @@
-"""The stages that can be drawn, and how long their operators take."""
+"""The stages that can be drawn, and the times of their operators."""
 
 from __future__ import annotations
 

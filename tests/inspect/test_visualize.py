@@ -1,4 +1,4 @@
-"""Structure, labels and attributes of the graphs that `visualize` makes."""
+"""Structure, labels and attributes of the graphs that ``visualize`` draws."""
 
 # ruff: noqa: ANN201  (the Relax functions here are TVM script)
 
@@ -22,7 +22,7 @@ _STATEMENT = re.compile(rf"^\t+(\w+)(?: -> (\w+))?(?: \[((?:\w+={_VALUE} ?)*)\])
 
 @dataclass
 class Parsed:
-    """A Digraph's source: attributes and label lines by node, (from, to, head label) edges."""
+    """A parsed Digraph: attributes and label lines by node, edges as (from, to, head label)."""
 
     attributes: dict[str, dict[str, str]] = field(default_factory=dict)
     labels: dict[str, list[str]] = field(default_factory=dict)

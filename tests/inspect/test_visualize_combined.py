@@ -14,7 +14,7 @@ from tvmbridge.pipeline import inference_passes, run_passes, tidy_passes
 
 
 def products_of_the_input(picture: Parsed) -> list[str]:
-    """Nodes of products that the layer's input reaches with nothing but views between."""
+    """Return the nodes of products whose operand is the layer's input or a view of it."""
     (start,) = [n for n, lines in picture.labels.items() if "hidden_states" in lines[0]]
     reached, found = [start], []
     while reached:

@@ -1,4 +1,4 @@
-"""What graphviz makes of the graphs of `visualize`, and what `visualize` refuses."""
+"""Graphs of ``visualize`` rendered by graphviz, and the refusals of ``visualize``."""
 
 import re
 import shutil

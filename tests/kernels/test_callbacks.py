@@ -1,4 +1,4 @@
-"""Exceptions of kernels: the caller of compiled code gets the same one; the next call is right."""
+"""Exceptions in kernels reach the caller of compiled code unchanged, and the next call is right."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tvmbridge.kernels.callbacks import callback, integers
 
 
 class OwnError(Exception):
-    """An error that TVM does not know, and that cannot say what it is."""
+    """An error whose class TVM does not know, and whose ``str`` raises."""
 
     def __str__(self) -> str:
         raise ValueError("no text")

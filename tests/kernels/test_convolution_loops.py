@@ -1,4 +1,4 @@
-"""3x3 convolutions in loops: which calls they are for, and that they are chosen by measurement."""
+"""3x3 convolutions in loops: the calls that they support, and their choice by measurement."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ FORM = SameConvolution(ConvolutionResult.RESULT, 2, 32, 32, 40, 40)
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is known from before."""
+    """Measure each time, without stored choices."""
     monkeypatch.setattr(convolution_loops, "choice", lambda question, among, measure: measure())
 
 

@@ -1,4 +1,4 @@
-"""Combined products are measured: the choice follows the times, once for each shape."""
+"""Combined products: the choice follows measured times, and is made once for each shape."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The compiled half of products does what the functions of Python do, and what PyTorch does."""
+"""The compiled C++ half of products does the same as its Python functions and as PyTorch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 Case = tuple[tuple[int, ...], View, tuple[int, ...], View, tuple[int, ...]]
-# Shapes and views of both operands, shape of the result.
+# For both operands a shape and a view, given as (shape, strides) or None; the result's shape.
 CASES: list[Case] = [
     ((3, 4), None, (4, 5), None, (3, 5)),
     ((3, 4), None, (5, 4), ((4, 5), (1, 4)), (3, 5)),
@@ -119,7 +119,7 @@ def test_errors_are_told(spec: str, error: type[Exception], message: str) -> Non
 
 
 def test_an_error_keeps_its_class() -> None:
-    # There is no product of truth values.
+    # PyTorch has no matrix product of booleans.
     tensors = [torch.ones(3, 4, dtype=torch.bool), torch.ones(4, 5, dtype=torch.bool)]
     out = torch.ones(3, 5, dtype=torch.bool)
     with pytest.raises(RuntimeError) as expected:

@@ -1,4 +1,4 @@
-"""Operators that do not keep what their fake kernels promise are refused by name."""
+"""Operators whose results differ from their fake kernels' are refused by name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TWO = "(Tensor g, Tensor x) -> Tensor"
 def operator(
     name: str, kernel: Callable[..., Any], fake: Callable[..., Any] | None, schema: str = ONE
 ) -> Any:
-    """A registered operator ``checked::name``."""
+    """Register and return an operator ``checked::name``."""
     defined = torch.library.custom_op(f"checked::{name}", kernel, mutates_args=(), schema=schema)
     if fake is not None:
         defined.register_fake(fake)
@@ -52,11 +52,11 @@ OPERATORS = {
 
 
 class Calls(nn.Module):
-    """Calls an operator, sums what it returns and goes on."""
+    """A module that calls an operator, sums its results, and multiplies by a weight."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
-        # Not the operator itself: what it keeps of its kernels cannot be copied.
+        # A lambda, because an operator's kernel registrations cannot be deep-copied.
         self.function = lambda x: function(x)
         self.weight = nn.Parameter(X.flip(0) / 3)
 
@@ -92,7 +92,7 @@ def test_a_lie_that_is_told_later_is_raised_at_its_call() -> None:
 
 
 def _with_backward(name: str, kernel: Callable[[Tensor, Tensor], Tensor]) -> Any:
-    """The sine, with ``kernel`` of cotangent and operand for the operator of its gradient."""
+    """Return a sine operator whose gradient is an operator with ``kernel(cotangent, operand)``."""
     backward = operator(f"{name}_backward", kernel, lambda g, x: torch.empty_like(x), TWO)
     forward = operator(name, torch.sin, torch.empty_like)
     forward.register_autograd(

@@ -1,4 +1,4 @@
-"""The table of choices: kept between processes, checked when it is read, never in the way."""
+"""The table of choices: kept between processes, checked when read; its errors stop nothing."""
 
 from __future__ import annotations
 

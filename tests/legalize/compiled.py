@@ -1,4 +1,4 @@
-"""Compile a small Relax function with our legalisations and schedules, and call it."""
+"""Compile small Relax functions with our legalizations and schedules, and call them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def build_module(
 
 
 def fuse(mod: tvm.IRModule) -> tvm.IRModule:
-    """Legalise with our map and fuse."""
+    """Legalize by our map, and fuse."""
     passes = [
         relax.transform.LegalizeOps(LEGALIZE_MAP),
         relax.transform.AnnotateTIROpPattern(),

@@ -1,4 +1,4 @@
-"""Sums, differences, products and quotients that meet in one kernel keep PyTorch's rounding."""
+"""Arithmetic that is fused into one kernel keeps PyTorch's rounding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tvmbridge import add_tvm_dispatch
 
 INF, NAN = float("inf"), float("nan")
 
-# (x + y) - y is 0 in floating point, since y is so much larger, and x where it is simplified.
+# (x + y) - y is 0 in floating point, because y is much larger; simplified it would be x.
 LOST: dict[str, Callable[..., Any]] = {
     "added and taken away": lambda x, y: (x + y) - y,
     "taken away and added": lambda x, y: (x - y) + y,
@@ -35,7 +35,7 @@ LOST: dict[str, Callable[..., Any]] = {
     "a product and its quotient": lambda x, y: ((x / 3e30) * (y * 1e-30)) / (y * 1e-30),
 }
 
-# What the simplifier takes for 0, or for x.
+# Formulas that a simplifier of real numbers would replace by 0, by 1 or by x.
 FOLDED: dict[str, Callable[..., Any]] = {
     "less itself times one": lambda x: (x + 1) - (x + 1) * 1.0,
     "less itself by way of another": lambda x: x.exp() - torch.stack([x.exp(), x])[0],
@@ -50,7 +50,7 @@ FOLDED: dict[str, Callable[..., Any]] = {
     "an inverse square as a power": lambda x: x**-2,
 }
 
-# They wrap around.
+# Integer formulas that overflow and wrap around.
 INTEGERS: dict[str, Callable[..., Any]] = {
     "greater than before": lambda x, least: (x + 1) > x,
     "doubled and halved": lambda x, least: ((x * 2) // 2, (x * 3) - x, (x * x) >= 0),
@@ -107,7 +107,7 @@ def test_nothing_is_folded(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_the_sign_of_a_zero_is_kept(dtype: torch.dtype) -> None:
-    """Compared by their bits: equality takes -0 for 0."""
+    """Compare bits, because -0.0 == 0.0."""
     x = torch.tensor([0.0, -0.0, 1.0, -1.0], dtype=dtype)
 
     def signs(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -117,7 +117,7 @@ def test_the_sign_of_a_zero_is_kept(dtype: torch.dtype) -> None:
 
 
 def test_a_product_with_an_integer_zero_is_compiled() -> None:
-    """TVM makes pointers alone of the bits of an integer that is zero."""
+    """Check a product with the integer 0, whose bits TVM can reinterpret as a pointer only."""
 
     class Scaled(nn.Module):
         def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -129,7 +129,7 @@ def test_a_product_with_an_integer_zero_is_compiled() -> None:
 
 
 def test_integers_of_more_bits_than_their_tensor_has() -> None:
-    """Of a number that does not fit the lowest bits stay, as in PyTorch."""
+    """Check that a number that does not fit keeps its lowest bits, as in PyTorch."""
     functions: dict[str, Callable[..., Any]] = {
         "and": lambda x: x & (2**40 - 3),
         "or": lambda x: x | (2**31 + 1),

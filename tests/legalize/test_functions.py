@@ -14,13 +14,13 @@ TINY = torch.finfo(torch.float32).tiny
 SPECIAL = [0.0, -0.0, math.inf, -math.inf, math.nan, 1.0, -1.0, 3.4e38, -3.4e38]
 SPECIAL += [1e-40, -1e-40, 1e-6, -1e-6, 88.7, 88.8, -87.4, -103.9, -104.1]
 
-# name: (relax operator, torch function, greatest error in units of the last place)
+# By name: (Relax operator, PyTorch function, largest allowed error in units of the last place).
 FUNCTIONS = {
     "exp": (op.exp, torch.exp, 1.0),
     "log": (op.log, torch.log, 1.0),
     "erf": (op.erf, torch.erf, 2.0),
     "tanh": (op.tanh, torch.tanh, 2.0),
-    # PyTorch's own float32 result is as far away: the error of 1 + e^-x and of the quotient.
+    # PyTorch's float32 result is as inaccurate: 1 + e^-x and the quotient both round.
     "sigmoid": (op.sigmoid, torch.sigmoid, 2.5),
     "silu": (op.nn.silu, torch.nn.functional.silu, 2.5),
     "rsqrt": (op.rsqrt, torch.rsqrt, 1.5),
@@ -29,7 +29,7 @@ FUNCTIONS = {
 
 
 def everywhere() -> torch.Tensor:
-    """Float32 numbers of all magnitudes, denser where functions bend."""
+    """Return float32 numbers of all magnitudes, denser near the curved parts of the functions."""
     parts = [torch.logspace(-44, 38, 20000), torch.linspace(0, 1.5, 30001)]
     parts += [torch.linspace(0, 20, 20001), torch.linspace(0, 110, 20001)]
     size = torch.cat(parts).float()
@@ -44,7 +44,8 @@ def test_float32_is_within_its_bound_everywhere(name: str) -> None:
     torch.testing.assert_close(result.isnan(), eager.isnan())
     infinite = eager.isinf()
     torch.testing.assert_close(result[infinite], eager[infinite])
-    # Where torch's float32 result underflows (1 + e^-x overflows, say) ours may be as far off.
+    # If PyTorch's float32 result underflows, for example because 1 + e^-x overflows, ours may have
+    # the same error.
     normal = torch.isfinite(eager) & (eager.abs() >= TINY)
     assert ulps(result, exact)[normal].max() <= bound
     small = torch.isfinite(eager) & (eager.abs() < TINY)
@@ -92,7 +93,7 @@ def test_halves_are_rounded_float32(name: str, dtype: torch.dtype) -> None:
     x = (torch.linspace(-9, 9, 1001)).to(dtype)
     x = x.abs() + 0.01 if name in ("log", "rsqrt", "sqrt") else x
     result, exact = run(function, x), reference(x.double())
-    # Half a step of rounding, and the float32 computation's own error (gelu's is of its argument).
+    # Half a unit of rounding plus the error in float32, which for gelu is relative to its argument.
     allowed = torch.finfo(dtype).eps / 2 * exact.abs() + 2e-7 * (exact.abs() + x.double().abs())
     allowed = allowed + torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / 2
     assert ((result.double() - exact).abs() <= allowed).all()
@@ -104,7 +105,7 @@ def test_float64_is_exact(name: str) -> None:
     function, reference = _pair(name)
     x = torch.linspace(-9, 9, 1003, dtype=torch.float64)
     x = x.abs() + 0.01 if name in ("log", "rsqrt", "sqrt") else x
-    # gelu's error is of its argument: 1 + erf cancels in the negative tail, in torch as here.
+    # gelu's error is relative to its argument: in PyTorch too, 1 + erf cancels for negative x.
     error = (run(function, x) - reference(x)).abs()
     assert (error <= 2e-15 * reference(x).abs() + 1e-16 * x.abs()).all()
 

@@ -1,4 +1,4 @@
-"""Maxima of windows, found where PyTorch finds them: the first of equals, the last of NaNs."""
+"""Indices of window maxima equal PyTorch's: the first of equal values, the last of NaNs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sums and their kin: dtypes, precision, axes."""
+"""Sums and other reductions: dtypes, precision, axes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls that are alike are legalised once, and to what TVM's LegalizeOps makes of each of them."""
+"""Equal calls are legalized once, with the same result as TVM's LegalizeOps."""
 
 from __future__ import annotations
 

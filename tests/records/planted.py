@@ -1,4 +1,4 @@
-"""A small module, its task, and folders with records made by hand."""
+"""A small module, its tuning task, and folders with records written by hand."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def other_processor() -> str:
 
 
 class Softmax(nn.Module):
-    """One fused function with intermediate values, and no product."""
+    """A module that becomes one fused function with intermediate values, without a product."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.softmax(x * 2, dim=-1)
@@ -48,13 +48,13 @@ def softmax_task() -> Task:
 
 
 def right(schedule: Schedule) -> None:
-    """A parallel outermost loop of the last block."""
+    """Apply a right schedule: the outermost loop of the last block becomes parallel."""
     block = schedule.get_sblock("T_softmax", func_name="main")
     schedule.parallel(schedule.get_loops(block)[0])
 
 
 def wrong(schedule: Schedule) -> None:
-    """Exponentials of a row are all stored in one place."""
+    """Apply a wrong schedule: exponentials of a row overwrite each other in two elements."""
     block = schedule.get_sblock("T_exp", func_name="main")
     schedule.transform_layout(
         block, ("write", 0), lambda i, j: (i, j % 2), assume_injective_transform=True
@@ -79,7 +79,11 @@ def _plain(value: Any) -> Any:
 def plant(
     log_dir: Path, task: Task, steps: Steps = right, *, seconds: float = 1e-6, rule: float = 2e-6
 ) -> Folder:
-    """A folder with one record and the verdict that it took ``seconds``, the rule's ``rule``."""
+    """Write a folder with one record and its verdict.
+
+    The verdict says that the record took ``seconds``, and the schedule by tvmbridge's rules took
+    ``rule`` seconds.
+    """
     folder = Folder.below(log_dir, host_target())
     folder.open_for_writing()
     index, key = folder.add_task(task)

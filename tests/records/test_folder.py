@@ -1,4 +1,4 @@
-"""Folders of records: what is applied, what is refused, and what damage costs."""
+"""Folders of records: records that are applied or refused, and the effect of damage."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tvmbridge.schedules.target import host_target
 
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No directory of records but the test's own."""
+    """Hide all directories of records except the test's own."""
     (tmp_path / "cwd").mkdir()
     monkeypatch.chdir(tmp_path / "cwd")
     monkeypatch.delenv("TVMBRIDGE_TUNING_LOGS", raising=False)
@@ -105,7 +105,7 @@ def test_a_record_that_no_verdict_names_is_not_applied(tmp_path: Path, task: Tas
     folder = plant(tmp_path, task)
     (folder.path / VERDICTS).unlink()
     assert coverage(tmp_path) == Coverage(by_rule=1, untuned=1)
-    # A faster one that was never checked: it computes something else.
+    # Add a faster record that is wrong and was never checked.
     folder.add_verdict(Verdict(folder.add_task(task)[1], 1, 2e-6, "0123456789abcdef", 1e-6))
     folder.add_records(0, [record_of(task, wrong, 1e-9)])
     assert coverage(tmp_path) == Coverage(by_rule=1)

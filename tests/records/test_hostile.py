@@ -1,4 +1,4 @@
-"""Files that somebody else made: nothing of them runs, nothing crashes, and the log names them."""
+"""Hostile record files: no code of them runs, nothing crashes, and the log names them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DEEP: Any = 1
 for _ in range(400):
     DEEP = [DEEP]
 
-# What is behind the first two steps of a trace, and words of the warning.
+# By name: the steps after the first two of a trace, and words of the warning.
 TRACES: dict[str, tuple[list[Any], str]] = {
     "imported code": (
         [["Annotate", ["b0", f'"{CODE}"'], ["pragma_import_llvm"], []]],
@@ -86,7 +86,7 @@ def task() -> Task:
 
 
 def planted_trace(log_dir: Path, task: Task, trace: Any) -> Record:
-    """A folder whose verdict names a record with this trace."""
+    """Write a folder whose verdict names a record with this trace; return the record."""
     folder = plant(log_dir, task)
     record = Record((trace, [1e-9], record_of(task, right, 1.0).content[2], []))
     folder.add_records(0, [record])
@@ -135,7 +135,7 @@ def test_each_step_is_refused_with_values_of_other_kinds() -> None:
                 assert trace_refusal([[BLOCK, LOOPS, step], []]) is not None
 
 
-# What is changed in the graph of a function, and words of the refusal.
+# By name: a change of a function's serialized graph, and words of the refusal.
 GRAPHS: dict[str, tuple[Callable[[list[Any]], Any], str]] = {
     "a compiled module": (
         lambda nodes: nodes.__setitem__(1, {"type": "ffi.Module", "data": "AAAA"}),
@@ -243,7 +243,7 @@ def test_damage_on_purpose_is_skipped(
 def test_a_file_of_empty_values_takes_little_memory(
     tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As objects the values would take fifty times the bytes of the file."""
+    """Check the memory: as Python objects the values would take fifty times the file's bytes."""
     monkeypatch.setattr(jsonlines, "MOST_FILE_VALUES", 2**17)
     path = tmp_path / "records.json"
     path.write_bytes(content)

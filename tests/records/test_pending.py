@@ -1,4 +1,4 @@
-"""The list of tasks without a record."""
+"""The list of tuning tasks that have no record yet."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_compilation_notes_what_has_no_record_once(
 
 
 def test_what_was_tuned_is_not_noted(tmp_path: Path) -> None:
-    plant(tmp_path, softmax_task(), seconds=3e-6)  # the rule was faster
+    plant(tmp_path, softmax_task(), seconds=3e-6)  # the schedule by rules was faster
     add_tvm_dispatch(Softmax().eval(), sample(), options={"tuning_logs": str(tmp_path)})
     assert read_pending(folder_in(tmp_path)) == []
 

@@ -1,4 +1,4 @@
-"""The tasks of a module: equal ones once, with the number of their calls."""
+"""The tuning tasks of a module: equal functions give one task with the number of calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that others can write, that are enormous, or no files: not read, and the log says why."""
+"""Files that other users can write, huge files, and special files are not read, with a warning."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_files_of_another_user_are_not_read(
     assert "another user (4321)" in caplog.text
     with pytest.raises(BridgeError, match="another user"):
         read_pending(folder)
-    owner = 0  # what root wrote
+    owner = 0  # pretend that root wrote the file
     assert len(read_pending(folder)) == 1
 
 

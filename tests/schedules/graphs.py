@@ -1,4 +1,4 @@
-"""Random element-wise, reduction and layout graphs, in Relax and in float64 PyTorch at once."""
+"""Random graphs of element-wise, reduction and layout operators, in Relax and float64 PyTorch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Step = Callable[[random.Random, Value, list[Value]], Value | None]
 
 @dataclass
 class Graph:
-    """A module, its inputs (float32) and its outputs (float64)."""
+    """A Relax module, its float32 inputs, and its expected outputs in float64."""
 
     mod: tvm.IRModule
     inputs: list[torch.Tensor]
@@ -115,7 +115,7 @@ STEPS: list[Step] = [_binary, _binary, _unary, _reduce, _reduce, _normalize, _mo
 
 
 def random_graph(seed: int) -> Graph:
-    """Return the graph of a seed: up to nine steps, one or two results."""
+    """Return the random graph of a seed: up to nine steps, and one or two results."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     shape = tuple(rng.choice(EXTENTS) for _ in range(rng.randint(0, 4)))

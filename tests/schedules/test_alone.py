@@ -1,4 +1,4 @@
-"""Transposes go through a tile of their own, whatever the extents are."""
+"""Transposes in tiles, for all extents."""
 
 from __future__ import annotations
 

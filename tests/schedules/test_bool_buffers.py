@@ -1,4 +1,4 @@
-"""Truth values that a function keeps in memory between its loops."""
+"""Boolean intermediate values that a function stores between its loops."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tvmbridge.schedules.bool_buffers import kept_as_bytes
 
 
 class _Powers(nn.Module):
-    """Its backward asks of every base and exponent whether it is zero, apart from their loops."""
+    """A module whose backward stores in separate loops whether bases and exponents are zero."""
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return torch.pow(x[:, :1] * x[:, :1] + 0.5, y).sum(0)

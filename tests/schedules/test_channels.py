@@ -1,4 +1,4 @@
-"""Pictures and values of their channels: all cores compute, and vectors lie in one piece."""
+"""Images with values by channel: all cores compute, and vector loads are contiguous."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tvmbridge import add_tvm_dispatch, dispatch_report, schedules
 
 @pytest.fixture
 def scheduled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The scheduled functions as text, in the order of compilation, for two cores."""
+    """Return the text of the scheduled functions for two cores, in the order of compilation."""
     found: list[str] = []
     genuine = schedules.schedule_function
 
@@ -40,7 +40,7 @@ def test_a_norm_in_evaluation(extents: tuple[int, int], scheduled: list[str]) ->
     assert dispatch_report(ours).tvm_calls == 1
     (text,) = [t for t in scheduled if f"T.int64({extents[0]})" in t]
     assert "T.parallel" in text
-    # Two divisions in one index would read the elements of a vector one by one.
+    # With ``%`` and ``//`` in one index the elements of a vector would be loaded one by one.
     loads = [line for line in text.splitlines() if "= input[" in line]
     assert loads
     assert not any("%" in line and "//" in line for line in loads), loads

@@ -1,4 +1,4 @@
-"""Concatenations beside other operators: equal to eager PyTorch, and copied in vectors."""
+"""Concatenations fused with other operators: results equal eager's, and copies use vectors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _run(mod: tvm.IRModule, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _stores_outside_of_vectors(mod: tvm.IRModule) -> int:
-    """Stores in a function that no vector loop stands around."""
+    """Return the number of stores outside of vectorized loops."""
     (func,) = [f for _, f in mod.functions_items() if isinstance(f, tirx.PrimFunc)]
     stores, in_vectors = [], []
 
@@ -86,7 +86,7 @@ def test_pieces_of_any_width(widths: tuple[int, ...]) -> None:
 
 
 def test_what_is_read_above_a_concatenation_is_not_repeated() -> None:
-    # exp of each piece is computed where the piece is copied, and stands in no buffer.
+    # exp of each piece is computed as the piece is copied, without a buffer.
     def build(*pieces: relax.Expr) -> relax.Expr:
         return op.concat([op.exp(p) for p in pieces], 1)
 

@@ -1,4 +1,4 @@
-"""3x3 convolutions in loops: as exact as PyTorch's, at sizes that nothing divides, in bounds."""
+"""3x3 convolutions in loops: as accurate as PyTorch's, for odd sizes too, without stray writes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tvmbridge.schedules.alone import convolution
 from tvmbridge.schedules.winograd import pairs_of_block
 from tvmbridge.schedules.winograd_rows import Pairs
 
-# Batch, channels, filters, height, width: chunks and panels of channels with a rest, odd heights,
-# narrow and wide pictures, fewer pairs of rows than cores.
+# Batch, channels, filters, height, width. The sizes have partial chunks and panels of channels, odd
+# heights, narrow and wide images, and fewer pairs of rows than cores.
 SIZES = [
     (1, 8, 8, 1, 4),
     (2, 40, 16, 7, 5),

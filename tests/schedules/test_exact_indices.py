@@ -1,4 +1,4 @@
-"""Indices of shifted positions: lowered to what they say, where TVM's own lowering errs."""
+"""Indices of shifted positions, which our lowering keeps exact and TVM's own gets wrong."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ALL = ROWS * COLUMNS
 
 
 def _shifted(row: int, column: int) -> tvm.tirx.PrimFunc:
-    """Reads of each position ``row`` elements on for the row, ``column`` on for the column."""
+    """Return a function whose row index is shifted by ``row`` and column index by ``column``."""
     source = te.placeholder((ROWS, COLUMNS, WIDTH), "float32", name="source")
 
     def read(at: Any, k: Any) -> Any:
@@ -65,7 +65,7 @@ def test_functions_without_quotients_stay_as_they_are() -> None:
 
 
 class Pooled(nn.Module):
-    """Pools a sequence that is shifted by one, as funnel transformers do."""
+    """A module that pools a sequence shifted by one, as funnel transformers do."""
 
     def __init__(self) -> None:
         super().__init__()

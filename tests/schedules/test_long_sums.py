@@ -1,4 +1,4 @@
-"""Sums of many float32 numbers: as close to float64 as eager PyTorch's."""
+"""Sums of many float32 numbers are as close to float64 as eager PyTorch's sums."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.frontend.helpers import Function
 
 Summed = Callable[[torch.Tensor], torch.Tensor]
 
-# What is summed, so that no element of the result is off by much more than others.
+# By name: a sum, and the input's shape; all elements of a result have similar errors.
 CASES: dict[str, tuple[Summed, tuple[int, ...]]] = {
     "rows": (lambda x: x.sum(-1), (64, 1 << 16)),
     "rows of no whole number of vectors": (lambda x: x.sum(-1), (64, (1 << 16) + 27)),

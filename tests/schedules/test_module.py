@@ -1,4 +1,4 @@
-"""What schedule_for_cpu does to a module, and how long its kernels take to compile."""
+"""schedule_for_cpu: its result for a module, and the compile time of its kernels."""
 
 from __future__ import annotations
 

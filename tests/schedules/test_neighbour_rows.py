@@ -1,4 +1,4 @@
-"""Rows that read the row above: what a row keeps for itself is not what another row needs."""
+"""Rows that read a neighbouring row, which must not use values stored for the own row alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a pass over a row computes, and reads back at an index that does not simplify to its own."""
+"""Values stored by a loop over rows and read at an index that TVM cannot simplify to the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products in loops: as exact as PyTorch's, at sizes that tiles do not divide, in their bounds."""
+"""Products in loops: as accurate as PyTorch's, for partial tiles too, without stray writes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from tvmbridge.kernels.product_form import Form
 from tvmbridge.schedules.alone import multiplication
 
-# Rows and columns, also of a last part of fewer tiles; and depths of one sum and of several.
+# Rows, columns and depth: full and partial tiles; depths summed in one part and in several.
 SIZES = [
     (8, 32, 1),
     (9, 33, 7),

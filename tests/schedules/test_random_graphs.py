@@ -1,4 +1,4 @@
-"""Whatever FuseOps puts together computes what float64 PyTorch computes."""
+"""Random graphs, fused by FuseOps and scheduled, compute the same as float64 PyTorch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels over shapes that vectors do not divide, empty ones and scalars."""
+"""Kernels for shapes that vectors do not divide, for empty shapes, and for scalars."""
 
 from __future__ import annotations
 

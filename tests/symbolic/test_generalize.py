@@ -1,4 +1,4 @@
-"""Modules that differ in numbers become one, equal to one written by hand; others are refused."""
+"""Modules that differ in sizes alone are generalized to one symbolic module; others are refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ POINTS = ((31,), (449,), (5,))
 
 
 def module(size: int, scale: float = 2.0, text: str = "{}") -> tvm.IRModule:
-    """``reshape(x * scale)`` of a tensor of ``size`` rows, behind a call of a kernel."""
+    """Return ``reshape(kernel(x) * scale)`` for an ``x`` of ``size`` rows."""
     builder = relax.BlockBuilder()
     x = relax.Var("x", relax.TensorType([size, 4], "float32"))
     with builder.function("forward", [x]):
@@ -67,7 +67,7 @@ def test_shapes_loops_and_specs_get_the_symbol() -> None:
 
 
 def looped(size: int, factor: float) -> tvm.IRModule:
-    """A function of loops with ``factor`` in it, as fused ones have it."""
+    """Return a loop function with the constant ``factor``, like a fused function."""
     x = te.placeholder((size,), "float32", "x")
     y = te.compute((size,), lambda i: x[i] * tirx.FloatImm("float32", factor), "y")
     function = te.create_prim_func([x, y]).with_attr("global_symbol", "scale")

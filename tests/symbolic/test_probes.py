@@ -1,4 +1,4 @@
-"""Points at which code for any size is compiled: no remainder of a size is the same at all."""
+"""Sample shapes for symbolic code: they must differ in all remainders of sizes and their sums."""
 
 from __future__ import annotations
 

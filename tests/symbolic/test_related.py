@@ -1,4 +1,4 @@
-"""Symbols that forward relates: sums with a number, multiples, and what sizes are divided by."""
+"""Symbols that forward relates: by a constant offset, a multiple, or a divisor of sizes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tvmbridge.symbolic.symbols import LinearSize, Symbols
 
 
 class Grows(nn.Module):
-    """A mask is for one place more than a cache has."""
+    """A module whose mask must be one longer than its cache."""
 
     def forward(self, cache: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return torch.cat([cache, cache[:1]]) + mask
 
 
 class Halves(nn.Module):
-    """What is pooled and repeated is added to sizes that are even."""
+    """A module that needs an even last dimension: it pools by two, repeats, and adds."""
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         pooled = functional.avg_pool1d(x, 2).repeat_interleave(2, -1)
@@ -28,7 +28,7 @@ class Halves(nn.Module):
 
 
 class Patches(nn.Module):
-    """As many patches of four as there are."""
+    """A module that cuts its input into patches of four."""
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return functional.conv1d(x, x.new_ones(1, 3, 4), stride=4) * y.mean()

@@ -1,4 +1,4 @@
-"""Sizes are found from their values where these tell them apart, and only there."""
+"""Sizes: a formula is derived from its values at sample shapes, only if it is unambiguous."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tvmbridge.kernels.sized import value_of
 from tvmbridge.schedules.reader import substitute
 from tvmbridge.symbolic.sizes import Size, Sizes
 
-# Of two symbols.
+# Sample shapes of two symbols, b and s.
 POINTS = ((31, 43), (449, 257), (449, 17), (5, 17))
 
 
@@ -64,7 +64,7 @@ def test_quotients_of_polynomials_that_were_found(function: object) -> None:
     ],
 )
 def test_products_of_what_strides_leave(function: object) -> None:
-    # As probes are: the sizes of a symbol differ by what no small number divides.
+    # Like the compiler's sample shapes: differences of a symbol's sizes have no small divisor.
     points = ((31, 23), (502, 478), (502, 11), (3, 11))
 
     def of(wanted: object) -> tuple[int, ...]:
@@ -91,7 +91,7 @@ def test_products_of_what_strides_leave(function: object) -> None:
 
 
 def test_small_numbers_are_no_quotients() -> None:
-    """-s % 6 is 1, 2 and 1 at these points, and so is s / 512, rounded up."""
+    """Check 1, 2 and 1: at these sample shapes both -s % 6 and ceil(s / 512) have these values."""
     sizes = Sizes([(83,), (718,), (17,)])
     sizes.find((83, 718, 17))
     assert sizes.find_divided((1, 2, 1)) is None
@@ -99,7 +99,7 @@ def test_small_numbers_are_no_quotients() -> None:
 
 def test_what_several_functions_could_be_is_not_found() -> None:
     sizes = Sizes(POINTS)
-    # At odd sizes alone half of the one is half of the other.
+    # All sample sizes are odd, for which s // 2 equals (s - 1) // 2, so the formula is ambiguous.
     sizes.find(values(lambda b, s: s))
     sizes.find(values(lambda b, s: s - 1))
     assert sizes.find_divided(values(lambda b, s: s // 2)) is None
@@ -132,5 +132,5 @@ def test_images_with_borders() -> None:
     for point in ((2, 3), (100, 64), (17, 1000)):
         assert found.at(point) == padded(*point)
     assert sizes.find(values(lambda b, s: padded(b, s) + 5)) is None
-    # All points are odd: there it is (s + 1) * (s + 3) as well.
+    # All sample sizes are odd, so the values also equal (s + 1) * (s + 3).
     assert sizes.find(values(lambda b, s: 4 * (s // 2 + 2) * (s // 2 + 1))) is None

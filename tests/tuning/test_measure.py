@@ -1,4 +1,4 @@
-"""The check before a measurement: a schedule that computes something else is found."""
+"""The check before a measurement finds schedules that give wrong results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders brought together and made small."""
+"""Merging and compacting folders of records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tuning itself, with few trials: found, kept, used; ended and taken up again."""
+"""Tuning with few trials: records are found, kept and used; an interrupted run resumes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_pending_tasks_are_tuned_and_then_used(tmp_path: Path) -> None:
     expected = module(x)
     add_tvm_dispatch(module, x, options={"tuning_logs": str(tmp_path)})
     folder = Folder.below(tmp_path, host_target())
-    # A record that was measured as the fastest of all, and computes something else.
+    # Plant a wrong record that claims to be the fastest.
     index, _ = folder.add_task(softmax_task())
     folder.add_records(index, [record_of(softmax_task(), wrong, 1e-9)])
     report = tune_pending(tmp_path, trials=7)
@@ -64,7 +64,7 @@ def test_pending_tasks_are_tuned_and_then_used(tmp_path: Path) -> None:
         torch.testing.assert_close(again(x), expected)
     assert dispatch_report(again).specializations[0].kernels.tuned == report.tuned
     assert read_pending(folder) == []
-    # Enough trials were made: nothing is measured again, and no process is started.
+    # All trials are done, so nothing is measured again and no process is started.
     started = time.perf_counter()
     second = tune(again, x, log_dir=tmp_path, trials=7)
     assert [o.known for o in second.outcomes] == [True]
@@ -112,7 +112,7 @@ def test_a_worker_survives_crashes_and_hangs() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_killed_run_keeps_its_batches_and_goes_on(tmp_path: Path) -> None:
-    """From a script without a guard, ended by SIGKILL after the first batch."""
+    """Kill a script without a ``__main__`` guard by SIGKILL after the first batch of trials."""
     folder = Folder.below(tmp_path / "logs", host_target())
     command = [sys.executable, "-c"]
     text = SCRIPT.format(root=str(ROOT), log_dir=str(tmp_path / "logs"), trials=64)
@@ -126,7 +126,7 @@ def test_a_killed_run_keeps_its_batches_and_goes_on(tmp_path: Path) -> None:
         process.wait()
     time.sleep(1.0)
     left = subprocess.run(["ps", "-o", "stat=", "-g", str(process.pid)], capture_output=True)
-    # The workers ended with it, whether or not they have been waited for.
+    # The workers ended with it; they may be zombies that nobody has waited for yet.
     assert [state for state in left.stdout.split() if not state.startswith(b"Z")] == []
     (entry,) = folder.load().values()
     measured = len(entry.records)

@@ -1,4 +1,4 @@
-"""Checked calls of modules without a mistake: nothing is raised, and nothing is different."""
+"""Checked calls of correct modules: nothing is raised, and results and state are the same."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tvmbridge import NumericsError, add_tvm_dispatch, dispatch_report
 
 
 class Counting(nn.Module):
-    """Counts its calls in a buffer, in place, and scales by it."""
+    """A module that counts its calls in a buffer, in place, and scales by the count."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ def convolutions() -> nn.Module:
 
 
 class Centered(nn.Module):
-    """The gradient of the bias is a sum of cotangents, which are all but zero together."""
+    """A module whose bias gradient is a sum of cotangents that cancel almost to zero."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Centered(nn.Module):
 
 
 def train(module: nn.Module, x: torch.Tensor, steps: int = 3) -> dict[str, torch.Tensor]:
-    """Parameters, buffers and the generator after some steps."""
+    """Train some steps; return parameters, buffers and the generator's state."""
     torch.manual_seed(5)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
     for _ in range(steps):
@@ -92,7 +92,7 @@ def test_steps_leave_what_unchecked_ones_leave(module: nn.Module, x: torch.Tenso
 
 
 def remove(module: nn.Module) -> nn.Module:
-    """A copy without the dispatch."""
+    """Return a copy of the module without its dispatch."""
     copied = copy.deepcopy(module)
     del copied.__dict__["forward"]
     return copied
@@ -105,7 +105,7 @@ def test_calls_at_growing_distances_by_the_environment(monkeypatch: pytest.Monke
         for _ in range(9):
             module(torch.randn(2, 3))
     assert dispatch_report(module).checked_calls == 4
-    # A copy counts for itself.
+    # A copy counts its own calls.
     copied = copy.deepcopy(module)
     with torch.no_grad():
         copied(torch.randn(2, 3))
@@ -113,7 +113,7 @@ def test_calls_at_growing_distances_by_the_environment(monkeypatch: pytest.Monke
 
 
 class Caching(nn.Module):
-    """Appends to a list that it is given, and gives back an argument."""
+    """A module that appends to a list argument, and returns an argument."""
 
     def forward(self, x: torch.Tensor, cache: list[torch.Tensor]) -> tuple[Any, ...]:
         cache.append(x * 2)
@@ -133,7 +133,7 @@ def test_arguments_that_forward_changes() -> None:
 
 
 class TwoHeads(nn.Module):
-    """Two differentiable outputs, one that is not, and a frozen parameter."""
+    """A module with two differentiable outputs, one that is not, and a frozen parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ def test_a_module_that_cannot_be_copied_is_served_and_counted() -> None:
 
 
 class Refusing(nn.Module):
-    """Raises for numbers that no shape tells."""
+    """A module that raises for certain values of its input, whatever the shapes."""
 
     def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         return nn.functional.embedding(x, table)

@@ -1,4 +1,4 @@
-"""Mistakes planted in dispatched modules: a checked call names the value or the operator."""
+"""Faults planted in dispatched modules: a checked call names the wrong value or operator."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 
 class Small(nn.Module):
-    """Two products, activations, and two dropouts of one shape; two outputs of one shape."""
+    """A module with two linear layers, two dropouts of one shape, and two outputs of one shape."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def test_a_converter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def lost_scale() -> Iterator[None]:
-    """The rule of tanh with a factor lost: 1 - y^2 becomes 1 - y^2/2."""
+    """Plant a wrong gradient rule of tanh: 1 - y^2/2 instead of 1 - y^2."""
 
     def wrong(var: Any, call: Any, cotangent: Any, builder: Any) -> list[relax.Expr]:
         one, half = (relax.const(number, str(call.ty.dtype)) for number in (1.0, 0.5))
@@ -89,7 +89,7 @@ def test_a_gradient_rule() -> None:
     message = str(caught.value)
     assert ": gradient of first.weight departs from PyTorch by" in message
     assert "operator gradient of aten.tanh.default" in message
-    # The second call is not checked, and nobody says anything.
+    # The second call is not checked, so it must not raise.
     step(module, x)
 
 
@@ -145,7 +145,7 @@ def test_exchanged_masks(plant_variant: Callable[[Callable[[CompiledEntry], None
 def plant_variant(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[[Callable[[CompiledEntry], None]], None]:
-    """Changes each entry when it is made."""
+    """Return a function that plants a change in each new compiled entry."""
 
     def plant(change: Callable[[CompiledEntry], None]) -> None:
         right = CompiledEntry.__init__
@@ -175,7 +175,7 @@ def test_a_draw_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_mistake_that_rounding_would_explain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is smaller than what rounding does to this value in float32: float64 tells."""
+    """Check an error below this value's float32 rounding, which the check in float64 finds."""
     right = CONVERTERS[aten.tanh.default]
 
     def wrong(ctx: Any, node: Any, x: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What the tests of the comparison compare."""
+"""Modules for the tests of ``compare``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from transformers.models.bert.modeling_bert import BertLayer
 
 
 class Block(nn.Module):
-    """Products with square weights, an activation, two dropouts of one shape, and a norm."""
+    """A module with square linear layers, an activation, two dropouts of one shape, and a norm."""
 
     def __init__(self, width: int = 12) -> None:
         super().__init__()
@@ -24,13 +24,13 @@ class Block(nn.Module):
 
 
 def block_and_input() -> tuple[nn.Module, torch.Tensor]:
-    """A factory for the command line."""
+    """Return a module and an input, as the command line expects of a factory."""
     torch.manual_seed(0)
     return Block(), torch.randn(5, 12)
 
 
 def bert_layer(attention: str = "sdpa") -> nn.Module:
-    """A small BertLayer with dropout, in train mode."""
+    """Return a small BertLayer with dropout, in train mode."""
     config = BertConfig(
         hidden_size=64,
         num_attention_heads=4,
@@ -42,5 +42,5 @@ def bert_layer(attention: str = "sdpa") -> nn.Module:
 
 
 def norm_network() -> nn.Module:
-    """A small network with batch norm, in train mode."""
+    """Return a small network with batch norm, in train mode."""
     return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Linear(16, 4))

@@ -1,4 +1,4 @@
-"""Modules without a mistake, what comparison leaves as it was, and what it refuses."""
+"""Comparison of correct modules, its lack of side effects, and its refusals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tvmbridge import ComparisonReport, NumericsError, add_tvm_dispatch, compare
 
 
 def right(module: nn.Module, x: torch.Tensor, **arguments: Any) -> ComparisonReport:
-    """The report of a module that is compiled as it should be."""
+    """Compare a correctly compiled module, assert that no mistake is found; return the report."""
     report = compare(module, x, **arguments)
     assert report.ok, str(report)
     assert report.first is None
@@ -35,7 +35,7 @@ def test_a_bert_layer_in_training(joint: str) -> None:
     report = right(layer, x, options={"joint": joint}, stages=stages)
     gradients = {f"gradient of {name}" for name, _ in layer.named_parameters()}
     assert set(report.values) == {"output", "gradient of input 0"} | gradients
-    # Of the key's bias cancellation leaves nothing but rounding: it is no mistake either.
+    # The gradient of the key's bias is rounding error alone, which is no mistake either.
     for figure in [f for f in report.figures if f.stage == "compiled"]:
         assert figure.error < 1e-5
         assert figure.error_float64 is not None
@@ -56,7 +56,7 @@ def test_all_the_stages_of_training() -> None:
     report = right(Block(), torch.randn(5, 12))
     for stage in ("eager", "captured", "imported", "LowerDropout", "Gradient", "split"):
         assert stage in report.stages
-    # Before the gradient there are outputs only.
+    # Stages before Gradient have outputs only.
     with pytest.raises(KeyError, match=r"no figure of 'gradient of norm.weight' at 'imported'"):
         report.figure("gradient of norm.weight", "imported")
     assert report.figure("gradient of norm.weight", "Gradient").error < 1e-6
@@ -91,7 +91,7 @@ def test_half_precision() -> None:
 
 
 class Noisy(nn.Module):
-    """Draws of both kinds: floats, which differ by dtype, and a mask."""
+    """A module with both kinds of random draws: floats, which differ by dtype, and a mask."""
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         noised = x + torch.randn_like(x)
@@ -110,7 +110,7 @@ def test_draws_are_the_same_in_both_dtypes() -> None:
 
 
 class Shared(nn.Module):
-    """Returns its input, state, and views of both and of what it computes."""
+    """A module that returns its input, its buffer, a result, and views of them."""
 
     def __init__(self) -> None:
         super().__init__()

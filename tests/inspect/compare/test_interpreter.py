@@ -1,4 +1,4 @@
-"""The interpretation of Relax operators against the code that TVM compiles for them."""
+"""The interpreter of Relax operators against TVM's compiled code."""
 
 from __future__ import annotations
 

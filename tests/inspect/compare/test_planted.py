@@ -1,4 +1,4 @@
-"""Planted mistakes: each is found at its stage, and the operator and its line are named."""
+"""Planted faults: comparison finds each at its stage, and names the operator and its line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tvmbridge.passes.relax.normalizations import Formulas
 
 aten = torch.ops.aten
 
-# Everything but the compiled code, where a mistake shows before it.
+# All stages before the compiled code, for faults that appear earlier.
 GRAPHS = ("captured", "imported", "passes")
 
 
@@ -35,7 +35,7 @@ def x() -> torch.Tensor:
 
 @pytest.fixture
 def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Replaces the converter of an operator."""
+    """Return a function that replaces the converter of an operator."""
 
     def replace_converter(operator: Any, wrong: Callable[..., Any]) -> None:
         monkeypatch.setitem(CONVERTERS, operator, replace(CONVERTERS[operator], function=wrong))
@@ -44,7 +44,7 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def mistake(module: nn.Module, x: torch.Tensor, **arguments: Any) -> Departure:
-    """The first mistake, which the report also raises by name."""
+    """Compare a faulty module; return the first mistake, after checks of the report's error."""
     report = compare(module, x, **arguments)
     assert not report.ok
     assert report.first is not None, str(report)
@@ -66,7 +66,7 @@ def test_gelu_by_tanh(plant: Callable[..., None], x: torch.Tensor, backward: boo
     assert found.becomes.startswith("relax.nn.gelu_tanh")
     assert "hidden = nn.functional.gelu(self.first(x))" in found.source
     assert 1e-5 < found.error < 1e-2
-    # A mistake does not shrink with the precision.
+    # Unlike rounding, a mistake is as large in float64.
     assert found.error_float64 == pytest.approx(found.error, rel=0.05)
 
 
@@ -77,7 +77,7 @@ def test_a_mistake_is_listed_where_it_comes_in(plant: Callable[..., None], x: to
     assert outputs == ["imported"]
     assert report.figure("output", "captured").verdict == "agrees"
     assert report.figure("output", "split").verdict == "mistake"
-    # Gradients come in with Gradient, and are wrong there by the same operator.
+    # Gradients first appear at the stage Gradient, where the same operator makes them wrong.
     gradients = [d for d in report.mistakes if d.value.startswith("gradient of first")]
     assert {d.stage for d in gradients} == {"Gradient"}
     assert all("aten.gelu.default" in d.operator for d in gradients)
@@ -93,7 +93,7 @@ def test_a_wrong_epsilon_in_a_converter(plant: Callable[..., None], x: torch.Ten
     found = mistake(Block().eval(), x, backward=False, stages=("imported",))
     assert (found.stage, found.operator) == ("imported", "aten.native_layer_norm.default")
     assert found.becomes.startswith("relax.nn.layer_norm")
-    # A hundredth of an epsilon is within the rounding of float32: float64 shows it.
+    # An epsilon that is 1% off changes less than float32 rounding; float64 shows the error.
     assert found.error < 1e-6
     assert found.error_float64 is not None
     assert found.error_float64 > 1e-9
@@ -148,7 +148,7 @@ def test_a_transposed_weight(plant: Callable[..., None], x: torch.Tensor) -> Non
 
 @pytest.fixture
 def lost_scale() -> Iterator[None]:
-    """The rule of tanh with a factor lost: 1 - y^2 becomes 1 - y^2/2."""
+    """Plant a wrong gradient rule of tanh: 1 - y^2/2 instead of 1 - y^2."""
 
     def wrong(var: Any, call: Any, cotangent: Any, builder: Any) -> list[relax.Expr]:
         one, half = (relax.const(number, str(call.ty.dtype)) for number in (1.0, 0.5))
@@ -179,7 +179,7 @@ def test_a_lost_scale_in_a_gradient_rule(x: torch.Tensor) -> None:
 
 @dataclass(frozen=True)
 class HalveTanh(RelaxPass):
-    """A pass of a user that is wrong: tanh(x) becomes tanh(x / 2)."""
+    """A user's pass that is wrong: it turns tanh(x) into tanh(x / 2)."""
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
         return map_functions(mod, lambda f: _Halver().visit_expr(f))
@@ -209,12 +209,12 @@ def test_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch, x: torch.Tensor, backwa
     found = mistake(Block(), x, backward=backward, stages=("captured", "passes", "compiled"))
     assert (found.value, found.stage, found.operator) == ("output", "compiled", "relax.tanh")
     assert "torch.tanh(self.second(hidden))" in found.source
-    # The kernels that lead to the value, the wrong one among them.
+    # The report lists the kernels that lead to the value, including the wrong kernel.
     assert "tir_sigmoid" in found.becomes
 
 
 def test_a_wrong_kernel_in_backward_alone(monkeypatch: pytest.MonkeyPatch, x: torch.Tensor) -> None:
-    # Of all that this module computes only the gradient of gelu has an exponential.
+    # In this module only the gradient of gelu has an exponential.
     monkeypatch.setitem(LEGALIZE_MAP, "relax.exp", unary_float("sigmoid"))
     report: ComparisonReport = compare(Block(), x, stages=("passes", "compiled"))
     assert {(d.stage, d.operator) for d in report.mistakes} == {("compiled", "relax.exp")}

@@ -1,4 +1,4 @@
-"""Reports as text."""
+"""Comparison and dispatch reports as plain text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FIGURE = Figure("output", "eager", 1e-7, 1e-5, 0.0, 1e-14, "rounding")
 def test_plain_text_in_a_notebook(
     report: object, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A kernel asks for colors, and rich shows what is printed in the page of a notebook.
+    # In a notebook the kernel sets FORCE_COLOR, and rich displays its output in the page.
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
     monkeypatch.setenv("FORCE_COLOR", "1")
     assert text in str(report)

@@ -1,4 +1,4 @@
-"""Explanations beside what is known of small modules, and what they leave as it was."""
+"""Explanations of small modules, against known facts; explaining has no side effects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FeatureFusion: what becomes one lookup, what is declined, and that nothing else changes."""
+"""FeatureFusion: the lookups that become one, those it declines, and unchanged results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROWS, WIDTH = 7, 3
 
 
 class Bags(nn.Module):
-    """Bags of some tables, a chain on each, concatenated."""
+    """A module with embedding bags of several tables, a chain on each, and their concatenation."""
 
     def __init__(self, count: int = 10, norms: bool = False, **options: Any) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Bags(nn.Module):
         self.double()
 
     def forward(self, *given: Any) -> torch.Tensor:
-        """Indices, offsets and (where there are any) weights of each table in turn."""
+        """Return the result; ``given`` has all tables' indices, then offsets, then any weights."""
         count = len(self.bags)
         parts = [given[i::count] for i in range(count)]
         made = [bag(p[0], p[1], *p[2:]) for bag, p in zip(self.bags, parts, strict=True)]
@@ -41,7 +41,7 @@ class Bags(nn.Module):
 
 
 class Rows(nn.Module):
-    """Rows of some tables, by indices of two dimensions."""
+    """A module with several embeddings, looked up by two-dimensional indices."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -49,13 +49,13 @@ class Rows(nn.Module):
         self.tables = nn.ModuleList(tables)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` has the indices of each table."""
+        """Return the rows; ``x[i]`` has the indices of table ``i``."""
         found = [table(part) for table, part in zip(self.tables, x.unbind(0), strict=True)]
         return torch.stack([torch.relu(each) for each in found], 1)
 
 
 def sample(count: int, lengths: list[list[int]], weighted: bool = False) -> tuple[Any, ...]:
-    """Indices, offsets and weights of ``count`` tables."""
+    """Return indices, offsets and weights of ``count`` tables."""
     draw = torch.Generator().manual_seed(len(lengths[0]))
     sizes = [torch.tensor(each) for each in lengths[:count]]
     indices = [torch.randint(0, ROWS, (int(s.sum()),), generator=draw) for s in sizes]
@@ -80,7 +80,7 @@ def declined(module: nn.Module, args: tuple[Any, ...], pass_: FeatureFusion) -> 
 
 
 def gradients(module: nn.Module, args: tuple[Any, ...]) -> list[torch.Tensor]:
-    """The result, and the gradient of every parameter."""
+    """Return the result, and the gradient of each parameter."""
     result = module(*args)
     weight = torch.linspace(-1, 2, result.numel(), dtype=result.dtype).view_as(result)
     wanted = [p for _, p in sorted(module.named_parameters())]
@@ -88,7 +88,7 @@ def gradients(module: nn.Module, args: tuple[Any, ...]) -> list[torch.Tensor]:
 
 
 def assert_agree(module: nn.Module, args: tuple[Any, ...]) -> fx.GraphModule:
-    """The rewritten graph computes what the module does; it is returned."""
+    """Assert that the rewritten graph computes the same as the module; return the graph."""
     result = FeatureFusion(costs=FREE)(traced(copy.deepcopy(module), args))
     assert result.modified
     pairs = zip(gradients(result.graph_module, args), gradients(module, args), strict=True)

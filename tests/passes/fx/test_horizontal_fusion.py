@@ -1,4 +1,4 @@
-"""HorizontalFusion: what becomes one, what is declined, and that nothing else changes."""
+"""HorizontalFusion: the chains that become one, those it declines, and unchanged results."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Norms(nn.Module):
 
 
 def launches(call: Callable[[], Any]) -> int:
-    """Operators that eager PyTorch starts a kernel for, as its profiler counts them."""
+    """Return the number of kernels that a call launches in eager PyTorch, by its profiler."""
     with profile(activities=[ProfilerActivity.CPU]) as profiled, torch.no_grad():
         call()
     outermost = [e for e in profiled.events() if e.cpu_parent is None]
@@ -153,7 +153,7 @@ def test_what_is_returned_shares_no_memory() -> None:
 
 
 def agrees(recipe: Recipe, training: bool) -> int:
-    """Compares a fused model with the model, at the traced size and at another one."""
+    """Compare a model with its fused copy, at the traced size and at another size."""
     module = Chains(recipe).train(training)
     graph_module = traced(module, module.sample(3))
     after, records = run_fx_passes(graph_module, (HorizontalFusion(costs=FREE),))
@@ -169,7 +169,7 @@ def agrees(recipe: Recipe, training: bool) -> int:
 
 
 class Ordered(nn.Module):
-    """A module whose parameters come in another order."""
+    """A wrapper whose ``parameters()`` has a given order, not the order of use."""
 
     def __init__(self, module: nn.Module, names: list[str]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""AppendCotangents: the scalar whose gradient backward returns."""
+"""AppendCotangents: append the scalar that Gradient differentiates."""
 
 # ruff: noqa: ANN201  (the Relax functions here are TVM script)
 
@@ -109,7 +109,7 @@ def test_a_single_tensor_is_returned_behind_the_scalar() -> None:
 
 
 def test_applied_twice_another_scalar_is_put_in_front() -> None:
-    """The pass adds parameters, so twice is not once; the first one's results stay as they are."""
+    """Check that a second application adds parameters and a scalar, and keeps earlier results."""
     once = AppendCotangents((0,))(OneTensor)
     twice = AppendCotangents((0, 1), prefix="second_")(once)
     assert [p.name for p in twice["main"].params] == ["x", "ct_0", "second_0", "second_1"]

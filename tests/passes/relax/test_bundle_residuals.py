@@ -1,4 +1,4 @@
-"""BundleResiduals: what forward keeps for backward is one result and one parameter."""
+"""BundleResiduals: all residuals become one result of forward and one parameter of backward."""
 
 # ruff: noqa: ANN201  (the Relax functions here are TVM script)
 
@@ -106,7 +106,7 @@ def test_numbers_and_residuals_of_either_kind() -> None:
     torch.testing.assert_close(output, expected.detach())
     tensors = tensors_of(residuals)
     torch.testing.assert_close(tensors, [x.detach().sin(), x.detach().cos()])
-    # Hooks on saved tensors may return any memory.
+    # Saved-tensor hooks may return a tensor with any strides and alignment.
     awkward = tuple(torch.cat([t.new_zeros(1), t.flatten()])[1:].view(2, 3) for t in tensors)
     kinds: list[Any] = [
         residuals,

@@ -1,4 +1,4 @@
-"""Casts that narrow go before permutations, and change no value."""
+"""CastFirst: narrowing casts move before permutations, and change no value."""
 
 from __future__ import annotations
 

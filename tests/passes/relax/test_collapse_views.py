@@ -1,4 +1,4 @@
-"""CollapseViews: chains of reshapes and of permutations become one, or none."""
+"""CollapseViews: a chain of reshapes or permutations becomes one, or none."""
 
 # ruff: noqa: ANN201  (the Relax functions here are TVM script)
 

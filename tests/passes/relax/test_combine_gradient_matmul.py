@@ -1,4 +1,4 @@
-"""CombineGradientMatmul: the gradients of combined products become one product each."""
+"""CombineGradientMatmul: one product for the input's gradients, and one for the weights'."""
 
 # ruff: noqa: ANN201, ANN202  (the Relax functions here are TVM script)
 
@@ -19,7 +19,7 @@ from tvmbridge.passes.relax.combine_gradient_matmul import CombineGradientMatmul
 
 @I.ir_module
 class Before:
-    """The value's gradient comes first, and what reads it before the query's is known."""
+    """A function in which the value's gradient is computed and read before the query's."""
 
     @R.function
     def main(
@@ -197,7 +197,7 @@ def test_a_weight_that_stands_in_it_twice_is_declined() -> None:
 
 
 class WithItself(nn.Module):
-    """A linear layer, beside its weight concatenated with itself."""
+    """A module with a linear layer, and its weight concatenated with itself."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""CombineParallelBatchMatmul: products with a common left operand become one."""
+"""CombineParallelBatchMatmul: matrix products with a common left operand become one product."""
 
 # ruff: noqa: ANN201, ANN202, F841  (the Relax functions here are TVM script)
 
@@ -30,7 +30,7 @@ Formula = Callable[..., relax.Expr | Sequence[relax.Expr]]
 
 @I.ir_module
 class Before:
-    """Grouped queries: the key is narrower; each linear layer flattens the input on its own."""
+    """Grouped queries: the key is narrower, and each linear layer flattens the input separately."""
 
     @R.function
     def main(
@@ -87,7 +87,11 @@ def products(mod: tvm.IRModule) -> int:
 def check(
     inputs: Sequence[torch.Tensor], formula: Formula, count: int, **options: object
 ) -> tuple[tvm.IRModule, list[str]]:
-    """The pass leaves ``count`` products and the values; the module and what it declined."""
+    """Assert that the pass leaves ``count`` products and equal values.
+
+    Returns:
+        The rewritten module, and the reasons of declined products.
+    """
     mod = build_main(inputs, formula)
     after, report = apply_pass(CombineParallelBatchMatmul(**options), mod)  # type: ignore[arg-type]
     assert products(after) == count, after.script()

@@ -1,4 +1,4 @@
-"""uniform_value: the number that every element of an expression is known to be."""
+"""uniform_value: the number that all elements of an expression are known to equal."""
 
 from __future__ import annotations
 

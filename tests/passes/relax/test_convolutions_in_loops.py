@@ -1,4 +1,4 @@
-"""ConvolutionsInLoops: which calls become functions of loops, and what these compute."""
+"""ConvolutionsInLoops: the calls that become functions of loops, and their results."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _form(part: ConvolutionResult) -> SameConvolution:
 def _module(
     part: ConvolutionResult, dtype: torch.dtype = torch.float32, stride: int = 1
 ) -> tuple[tvm.IRModule, list[torch.Tensor]]:
-    """``main`` with the ATen call of a convolution or a gradient, and its operands."""
+    """Return ``main`` with the ATen call of a convolution or its gradient, and the operands."""
     torch.manual_seed(0)
     form = _form(part)
     given = [torch.randn(shape, dtype=dtype) for shape in form.shapes[:-1]]
@@ -53,7 +53,7 @@ def _module(
 
 @pytest.fixture
 def faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loops are taken to be faster everywhere."""
+    """Make the pass believe that loops are always faster."""
     monkeypatch.setattr(convolutions_in_loops, "faster_in_loops", lambda form, make: True)
 
 
@@ -73,7 +73,7 @@ def test_calls_become_loops(part: ConvolutionResult) -> None:
     }[part]
     exact = by_definition(_form(part), [operands[i].double() for i in read])
     (found,) = compile_and_run(after, *operands)
-    # Sums of up to some hundred products of numbers about 1.
+    # The tolerance fits sums of a few hundred products of numbers around 1.
     torch.testing.assert_close(found.double(), exact, rtol=0, atol=2e-4)
 
 

@@ -1,4 +1,4 @@
-"""Concatenations and splits of many pieces are PyTorch's; others stay."""
+"""CopyPieces: PyTorch does concatenations and splits of many pieces; others are unchanged."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tvmbridge.passes.relax.copy_pieces import CopyPieces
 
 
 def pieces(count: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    """Tensors of different lengths along the second dimension."""
+    """Return tensors of different lengths along the second dimension."""
     return [torch.randn(3, 1 + i % 4, 2).to(dtype) for i in range(count)]
 
 

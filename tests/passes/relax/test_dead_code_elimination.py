@@ -1,4 +1,4 @@
-"""DeadCodeElimination: what nothing reads goes away, as TVM's own pass has it."""
+"""DeadCodeElimination removes values that nothing reads, with the result of TVM's own pass."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tvmbridge.passes.relax.dead_code_elimination import DeadCodeElimination
 
 
 def _chains(dead: int) -> tvm.IRModule:
-    """A chain of additions, beside each a chain of two products that nothing reads."""
+    """Return a chain of additions with ``dead`` unused chains of two products beside it."""
     builder = relax.BlockBuilder()
     x = relax.Var("x", relax.TensorType((2, 3), "float64"))
     with builder.function("main", [x]):

@@ -1,4 +1,4 @@
-"""DeclareResults: ATen calls say what the graph takes their results for."""
+"""DeclareResults: the specs of ATen calls get the shapes and dtypes that the graph expects."""
 
 from __future__ import annotations
 

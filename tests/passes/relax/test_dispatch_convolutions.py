@@ -1,4 +1,4 @@
-"""DispatchConvolutions: which convolutions go to PyTorch's kernel, and with what bias."""
+"""DispatchConvolutions: the convolutions that PyTorch's kernel computes, and their biases."""
 
 # ruff: noqa: ANN201, F841  (the Relax functions here are TVM script)
 

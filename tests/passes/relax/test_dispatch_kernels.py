@@ -1,4 +1,4 @@
-"""DispatchKernels: which products and look-ups go to PyTorch's kernels, and in what form."""
+"""DispatchKernels: the products and look-ups that PyTorch's kernels compute, and their calls."""
 
 # ruff: noqa: ANN201, F841  (the Relax functions here are TVM script)
 
@@ -199,7 +199,7 @@ def test_a_bias_is_fused_in_the_dtypes_that_are_named() -> None:
 
 
 def _biased_calls(mod: tvm.IRModule) -> int:
-    """Calls of the kernel for products with a bias among their arguments."""
+    """Return the number of product calls that have a bias among their arguments."""
     calls = [b.value for b in mod["main"].body.blocks[0].bindings]
     kernel = tvm.ir.Op.get("relax.call_dps_packed")
     products = [c for c in calls if getattr(c, "op", None) == kernel]

@@ -1,4 +1,4 @@
-"""DispatchKernels: products of views are exact, with a copy only where no view exists."""
+"""DispatchKernels: products of views are exact, with copies only for operands that need them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SWAP, LAST = permuted(1, 0), permuted(0, 2, 1)
 HEADS = chain(reshaped(2, 5, 3, 4), permuted(0, 2, 1, 3))
 KEYS = chain(reshaped(2, 5, 3, 4), permuted(0, 2, 3, 1))
 
-# Name: shapes of the operands' sources, the views made of them, whether each needs a copy.
+# By name: shapes of the operands' sources, their views, and whether each view needs a copy.
 VIEWS: dict[str, tuple[tuple[int, ...], tuple[int, ...], Formula, Formula, tuple[bool, bool]]] = {
     "plain": ((3, 4), (4, 5), same, same, (False, False)),
     "right-transposed": ((3, 4), (5, 4), same, SWAP, (False, False)),
@@ -116,7 +116,7 @@ def product_of(name: str, dtype: torch.dtype) -> tuple[tvm.IRModule, list[torch.
 
 @pytest.fixture(scope="module")
 def products() -> tuple[CompiledFunctions, dict[str, list[torch.Tensor]]]:
-    """All products of :data:`VIEWS` in one executable, and their inputs."""
+    """Compile all products of :data:`VIEWS` into one executable; return it and their inputs."""
     functions, inputs = {}, {}
     for number, name in enumerate(VIEWS):
         mod, inputs[name] = product_of(name, torch.float64)

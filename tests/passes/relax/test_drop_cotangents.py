@@ -1,4 +1,4 @@
-"""DropCotangents: what only absent cotangents flow through becomes zeros."""
+"""DropCotangents: values that depend on absent cotangents alone become zeros."""
 
 # ruff: noqa: ANN201, F841  (the Relax functions here are TVM script)
 

@@ -1,4 +1,4 @@
-"""FewChannelGradients: which gradients of pictures go to another kernel, and what it computes."""
+"""FewChannelGradients: the gradients of images that another kernel computes, and its results."""
 
 from __future__ import annotations
 
@@ -27,14 +27,17 @@ MEASURED = FewChannelGradients(measure=True)
 def operands(
     channels: int, stride: int, padding: int, dtype: torch.dtype = torch.float32
 ) -> list[torch.Tensor]:
-    """A cotangent, a picture that is higher than wide, and a weight that is too."""
+    """Return a cotangent, an image and a weight; image and weight are taller than wide."""
     torch.manual_seed(0)
     x, w = torch.randn(2, channels, 11, 8, dtype=dtype), torch.randn(6, channels, 3, 2, dtype=dtype)
     return [torch.randn_like(functional.conv2d(x, w, None, stride, padding)), x, w]
 
 
 def gradient(tensors: list[torch.Tensor], *sizes: int, position: int = 0) -> tvm.IRModule:
-    """``main`` with the gradient of a convolution of this stride, padding, dilation and groups."""
+    """Return ``main`` with a convolution's gradient.
+
+    ``sizes`` are the stride, the padding, the dilation and the groups.
+    """
     stride, padding, dilation, groups = (*sizes, 1, 1)[:4]
     pairs = (stride, stride), (padding, padding), (dilation, dilation)
     convolution = Convolution(*pairs, False, (0, 0), groups)
@@ -47,7 +50,7 @@ def gradient(tensors: list[torch.Tensor], *sizes: int, position: int = 0) -> tvm
 
 @pytest.fixture
 def faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other kernel is taken to be faster everywhere."""
+    """Make the pass believe that the other kernel is always faster."""
     monkeypatch.setattr(few_channels, "_is_faster", lambda gradient: True)
 
 
@@ -62,7 +65,7 @@ def test_the_gradient_is_that_of_float64(stride: int, padding: int) -> None:
     functional.conv2d(x, tensors[2].double(), None, stride, padding).backward(tensors[0].double())
     assert x.grad is not None
     found, usual = (compile_and_run(m, *tensors)[0].double() for m in (after, mod))
-    # Sums of at most 6 x 6 products of numbers about 1.
+    # The tolerance fits sums of at most 6 x 6 products of numbers around 1.
     torch.testing.assert_close(found, x.grad, rtol=0, atol=1e-5)
     torch.testing.assert_close(usual, x.grad, rtol=0, atol=1e-5)
 

@@ -1,4 +1,4 @@
-"""FoldBatchNorm: factors and summands of channels go into the convolution before them."""
+"""FoldBatchNorm: factors and summands by channel are folded into the preceding convolution."""
 
 # ruff: noqa: ANN201  (the Relax functions here are TVM script)
 

@@ -1,4 +1,4 @@
-"""FuseOps over fields of tuples: what TVM alone puts together at random, right or ill-formed."""
+"""FuseOps over fields of tuples, which TVM's own pass groups at random, sometimes ill-formed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ _TYPE = relax.TensorType(_SHAPE, "float32")
 
 
 def _module(tuples: int, fields: int, *, split: bool = False) -> tvm.IRModule:
-    """Differences of all fields, by two chains where there are splits, which may be fused."""
+    """Return a module that subtracts all fields of several tuples.
+
+    With ``split`` the tuples are splits, which can be fused, and two chains read the fields.
+    """
     builder = relax.BlockBuilder()
     x = relax.Var("x", relax.TensorType((4 * fields, 8), "float32"))
     with builder.function("main", [x]):
@@ -64,7 +67,7 @@ def test_groups_that_read_many_tuples_are_well_formed(split: bool) -> None:
     for tuples in (2, 13):
         fused, report = _fused(_module(tuples, 3, split=split))
         assert report.rewrites
-        # The order of TVM's tables follows addresses, so a second try is of other ones.
+        # TVM's hash tables are ordered by address, so a second module tries another order.
         again, _ = _fused(_module(tuples, 3, split=split))
         assert tvm_ffi.structural_equal(fused, again)
 
@@ -127,7 +130,7 @@ def _operators_of_groups(mod: tvm.IRModule) -> list[int]:
 def test_long_chains_of_equal_layers_are_calls_of_few_functions() -> None:
     fused, _ = _fused(_chain(200))
     groups = _operators_of_groups(fused)
-    # Whole groups are one function, the last one has the rest.
+    # All full groups share one function; the last group may be smaller.
     assert len(groups) <= 2
     assert max(groups) <= 65
     calls = sum(len(block.bindings) for block in fused["main"].body.blocks)

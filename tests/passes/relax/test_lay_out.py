@@ -1,4 +1,4 @@
-"""LayOut: results are returned, and parameters taken, with their dimensions in another order."""
+"""LayOut: results are returned, and parameters are taken, with permuted dimensions."""
 
 # ruff: noqa: ANN201  (the Relax functions here are TVM script)
 

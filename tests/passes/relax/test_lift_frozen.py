@@ -1,4 +1,4 @@
-"""LiftFrozen and PackProducts: a function for what weights alone decide, and packed weights."""
+"""LiftFrozen and PackProducts: a function for values of weights alone, and packed weights."""
 
 # ruff: noqa: ANN201  (the Relax functions here are TVM script)
 

@@ -1,4 +1,4 @@
-"""LiftPackedWeights: concatenated parameters become a parameter."""
+"""LiftPackedWeights: a concatenation of parameters becomes one parameter."""
 
 # ruff: noqa: ANN201  (the Relax functions here are TVM script)
 

@@ -1,4 +1,4 @@
-"""LowerDropout: a product with a mask parameter, for each dropout in program order."""
+"""LowerDropout: each dropout becomes a product with a mask parameter, in program order."""
 
 # ruff: noqa: ANN201  (the Relax functions here are TVM script)
 

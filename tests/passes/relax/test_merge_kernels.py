@@ -1,4 +1,4 @@
-"""MergeKernels: kernels that share their rows become one, with the numbers of float64 PyTorch."""
+"""MergeKernels: kernels over the same rows become one; results equal float64 PyTorch's."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_the_statistics_of_a_norm_are_results_of_its_kernel() -> None:
     torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-6)
 
 
-# Whole vectors and not, one and several parts of the rows.
+# Row lengths that vectors divide or not; one and several parts of the rows.
 @pytest.mark.parametrize("shape", [(20, 64), (300, 77), (2048, 96), (1000, 130), (4, 64, 72)])
 def test_sums_over_rows_are_made_beside_the_rows(shape: tuple[int, ...]) -> None:
     x, dy = torch.randn(shape), torch.randn(shape)

@@ -1,4 +1,4 @@
-"""NameSpecs: calls of kernels have keys in place of specs."""
+"""NameSpecs: the specs of kernel calls are replaced by short keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A split into many pieces is done in two steps, and its gradient is that of eager PyTorch."""
+"""NestSplits: a split into many pieces becomes two steps, and its gradient equals eager's."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_few_pieces_stay() -> None:
 
 
 class Uneven(nn.Module):
-    """Some pieces are read twice, some not at all, the others each in its own way."""
+    """A module that splits into 20 pieces: some are read twice, some never, the others once."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         pieces = x.chunk(20, dim=-1)

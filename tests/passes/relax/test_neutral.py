@@ -1,4 +1,4 @@
-"""OneZapp and ZeroZapp: operands that change nothing go away."""
+"""OneZapp and ZeroZapp remove products with ones and sums with zeros."""
 
 # ruff: noqa: ANN201  (the Relax functions here are TVM script)
 
@@ -119,7 +119,13 @@ class PlusZero:
 
 @dataclass(frozen=True)
 class Twin:
-    """A pass, what it is tried on, and what it removes: ``combine(fill(shape, dtype), x)``."""
+    """The test data of a pass that removes ``combine(fill(shape, dtype), x)``.
+
+    - ``before``, ``expected``: a module, and the result of the pass.
+    - ``declined``: a module that the pass declines, because its shape is not static.
+    - ``operator``, ``formula``: the Relax operator that is removed, and its function in PyTorch.
+    - ``almost``: numbers that are nearly neutral, and must stay.
+    """
 
     pass_: RelaxPass
     before: tvm.IRModule
@@ -220,7 +226,7 @@ def test_one_other_element_is_enough_to_stay(twin: Twin) -> None:
 
 
 def test_ones_that_are_cut_from_other_numbers_are_no_ones() -> None:
-    """1.5 as an integer is 1, but 0.5 is 0: a value is followed through no conversion."""
+    """Check that no uniform value is followed through a cast, which may change the value."""
     half = relax.const(0.5, "float64")
     mod = build_main(
         (torch.ones(3, dtype=torch.int64),),

@@ -1,4 +1,4 @@
-"""The lowerings of layer, RMS, group, instance and batch norm."""
+"""The passes that lower layer, RMS, group, instance and batch norm."""
 
 from __future__ import annotations
 
@@ -37,10 +37,12 @@ def const(value: float) -> relax.Expr:
 
 @dataclass(frozen=True)
 class Lowering:
-    """A pass, the call it lowers, its definition by hand, and PyTorch's result.
+    """A pass that lowers a normalization, with its test data.
 
-    ``call`` and ``definition`` take Relax variables, the latter a builder's ``emit`` first;
-    ``expected`` takes tensors. ``declined`` is a call that is not lowered, with the reason.
+    - ``call``: builds the call to lower from Relax variables.
+    - ``definition``: builds the expected result from a builder's ``emit`` and the variables.
+    - ``expected``: computes PyTorch's result from tensors.
+    - ``declined``: a call that is not lowered, and the reason.
     """
 
     pass_: RelaxPass

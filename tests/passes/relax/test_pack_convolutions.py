@@ -1,4 +1,4 @@
-"""PackConvolutions: convolutions of pictures whose channels lie last read packed weights."""
+"""PackConvolutions: convolutions of channels-last images read packed weights."""
 
 # ruff: noqa: ANN201  (the Relax functions here are TVM script)
 
@@ -89,7 +89,7 @@ class Pooled:
 
 
 def _before(mod: tvm.IRModule = Plain) -> tvm.IRModule:
-    """``mod`` with channels last."""
+    """Return ``mod`` in channels-last layout."""
     layouts = {"relax.nn.conv2d": ["NHWC", "OIHW"], "relax.nn.conv2d_transpose": ["NHWC", "IOHW"]}
     return _tidy(relax.transform.ConvertLayout(layouts)(mod))
 
@@ -179,7 +179,7 @@ def test_loops_are_what_packed_ones_are_compared_with(
     result = found()
     result = found.args[-1] if isinstance(found, functools.partial) else result
     expected = torch.conv2d(x.double(), weight.double(), padding=1)
-    # Sums of 144 products of numbers about 1.
+    # The tolerance fits sums of 144 products of numbers around 1.
     torch.testing.assert_close(result.double(), expected, rtol=0, atol=1e-4)
     strided = dataclasses.replace(form, stride=(2, 2))
     packed_convolution._not_packed(strided, convolution, x, weight)

@@ -1,4 +1,4 @@
-"""RemoveBorders: where gradients enter and leave custom functions is told no longer."""
+"""RemoveBorders: the markers at boundaries of custom functions are replaced by their operands."""
 
 from __future__ import annotations
 

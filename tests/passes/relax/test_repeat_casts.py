@@ -1,4 +1,4 @@
-"""Casts that widen are repeated for each reader; others, and those of one reader, stay."""
+"""RepeatCasts: a widening cast with several readers is repeated for each; others are unchanged."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_each_reader_has_its_own() -> None:
     mod = build_main([x], _two_readers)
     after, report = apply_pass(RepeatCasts(), mod)
     assert_leaves_its_input(RepeatCasts(), mod)
-    # The product reads it twice.
+    # The product reads the cast twice.
     assert report.rewrites == 3
     assert operators(after).count("relax.astype") == 4
     for found, kept in zip(compile_and_run(after, x), compile_and_run(mod, x), strict=True):
@@ -61,7 +61,7 @@ def test_functions_of_a_cast_are_repeated_too() -> None:
     x = torch.randn(3, 4).bfloat16()
     mod = build_main([x], graph)
     after, report = apply_pass(RepeatCasts(CHEAP_ON_GPUS), mod)
-    # Three readers of the cast tensor, two of the function of it.
+    # The cast tensor has three readers, and its sigmoid has two.
     assert report.rewrites == 3
     assert operators(after).count("relax.sigmoid") == 2
     assert operators(after).count("relax.astype") == 4

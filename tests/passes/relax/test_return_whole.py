@@ -1,4 +1,4 @@
-"""ReturnWhole: gradients that are the pieces of one tensor are returned as that tensor."""
+"""ReturnWhole: gradients that are pieces of one tensor are returned as the whole tensor."""
 
 # ruff: noqa: ANN201  (the Relax functions here are TVM script)
 
@@ -102,7 +102,7 @@ def _with_whole(value: relax.Expr) -> list[relax.Expr]:
 
 
 class _Projections(nn.Module):
-    """Three products of the same rows, which are computed, and differentiated, as one."""
+    """Three linear layers of the same input, whose products and gradients are combined."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,12 +110,12 @@ class _Projections(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         scores = self.q(x) @ self.k(x).transpose(-1, -2)
-        # Of a softmax the gradient of k's bias were rounding alone, which AdamW makes large.
+        # No softmax: k's bias would have a gradient of rounding errors, which AdamW amplifies.
         return scores.sigmoid() @ self.v(x)
 
 
 def test_gradients_of_combined_products_are_used_as_eager_s_are() -> None:
-    """Accumulated, scaled in place by a hook, clipped, saved, and read by an optimizer."""
+    """Use gradients in all ways: accumulate, scale by a hook, clip, save, and step an optimizer."""
     module, x = _Projections().double(), torch.randn(2, 5, 24, dtype=torch.float64)
     reference = eager(module)
     add_tvm_dispatch(module, x)

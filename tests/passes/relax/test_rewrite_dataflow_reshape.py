@@ -1,4 +1,4 @@
-"""RewriteDataflowReshape: reshapes move nothing; very large ones are copied, and compile."""
+"""RewriteDataflowReshape: reshapes become views, but very large ones are copied."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tvmbridge.passes.relax.rewrite_dataflow_reshape import RewriteDataflowResha
 
 
 def _module(rows: int, columns: int, *, flat: bool) -> tvm.IRModule:
-    """A copy of a matrix of bytes to a vector, or of its transposition."""
+    """Return a module that reshapes a byte matrix to a vector (``flat``), or transposes it."""
     builder = relax.BlockBuilder()
     x = relax.Var("x", relax.TensorType((rows, columns), "int8"))
     with builder.function("main", [x]):

@@ -1,4 +1,4 @@
-"""StopGradients and RemoveNoGrad: gradients go where one is wanted, and nowhere else."""
+"""StopGradients and RemoveNoGrad: gradients flow only to inputs that need one."""
 
 # ruff: noqa: ANN201, ANN202  (the Relax functions here are TVM script)
 

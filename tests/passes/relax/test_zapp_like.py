@@ -1,4 +1,4 @@
-"""ZappLike: shapes that come from other tensors are written out; what changes nothing goes away."""
+"""ZappLike: ``*_like`` operators get explicit shapes; operators without an effect are removed."""
 
 # ruff: noqa: ANN201, F841  (the Relax functions here are TVM script)
 

@@ -1,4 +1,4 @@
-"""Modules on the CPU, compiled as for a GPU."""
+"""Fixtures: compile modules on the CPU as for a GPU, with emulated kernels."""
 
 from __future__ import annotations
 

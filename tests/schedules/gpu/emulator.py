@@ -1,9 +1,9 @@
-"""CUDA kernels run on the host, as oracle of what a GPU would do with the source TVM generates.
+"""Run the CUDA kernels that TVM generates on the host, to test GPU schedules without a GPU.
 
-A module's functions of loops are scheduled and lowered as for a GPU, their source is compiled as
-C++ (``emulator.h``), and calls of them become calls of that. Each kernel runs twice, its threads in
-opposite orders; both must write the same bits, inputs must stay as they are, and nothing may be
-written beside an array.
+A module's loop functions are scheduled and lowered as for a GPU. Their CUDA source is compiled as
+C++ (``emulator.h``), and calls of the functions are redirected to it. Each kernel runs twice, with
+its threads in opposite orders. Both runs must write the same bits, change no input, and write
+nothing outside of an array.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _numbers = itertools.count()
 
 
 def gpu_target() -> tvm.target.Target:
-    """The target whose source is emulated."""
+    """Return the target whose source is emulated."""
     return tvm.target.Target({"kind": "cuda", "arch": "sm_90"}, host="llvm")
 
 
 def host_compiler() -> str:
-    """The C++ compiler; the test is skipped where there is none."""
+    """Return the path of the C++ compiler; skip the test if there is none."""
     found = shutil.which("g++")
     if found is None:
         pytest.skip("no C++ compiler (g++) to emulate CUDA with")
@@ -55,7 +55,7 @@ def host_compiler() -> str:
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel of a function: places of its arguments and its extents."""
+    """A launch of one kernel: the positions of its arguments, and its extents."""
 
     kernel: str
     arguments: tuple[int, ...]
@@ -65,7 +65,10 @@ class Launch:
 
 @dataclass(frozen=True)
 class Lowered:
-    """A function as kernels: bytes of its workspaces, which follow the parameters; launches."""
+    """A lowered function: the bytes of its workspaces and its launches.
+
+    Workspaces are numbered after the parameters.
+    """
 
     parameters: int
     workspaces: tuple[int, ...]
@@ -73,7 +76,7 @@ class Lowered:
 
 
 def source_of(mod: tvm.IRModule, target: tvm.target.Target) -> tuple[str, dict[str, Lowered]]:
-    """The CUDA source of a module of scheduled functions, and how each function runs it."""
+    """Return the CUDA source of a module of scheduled functions, and each function's launches."""
     with target, tvm.transform.PassContext(config=COMPILER_CONFIG):
         lower, _, finish = tvm.tirx.get_default_tir_pipeline(target)
         lowered = lower(tirx.transform.BindTarget(target)(with_exact_indices(mod)))
@@ -87,9 +90,9 @@ def source_of(mod: tvm.IRModule, target: tvm.target.Target) -> tuple[str, dict[s
 
 
 def _lowered(host: tirx.PrimFunc, given: tirx.PrimFunc) -> Lowered:
-    """What a host function launches, in order."""
+    """Return the launches of a host function, in order."""
     parameters = [p.name for p in given.params]
-    # Several may have one name: they are declared in the order of the parameters.
+    # Several buffers may have one name; they are declared in the order of the parameters.
     left = list(enumerate(parameters))
     places: list[tuple[Any, int]] = []
     workspaces: list[int] = []
@@ -123,15 +126,15 @@ def _lowered(host: tirx.PrimFunc, given: tirx.PrimFunc) -> Lowered:
 
 
 def torch_itemsize(dtype: str) -> int:
-    """Bytes of an element."""
+    """Return the bytes of an element."""
     return getattr(torch, dtype).itemsize
 
 
 def compile_for_host(source: str) -> ctypes.CDLL:
-    """A library with ``run_<kernel>`` for each kernel of CUDA ``source``."""
+    """Compile a library with a function ``run_<kernel>`` for each kernel of CUDA ``source``."""
     compiler = host_compiler()
     kernels = source[source.index('extern "C" __global__') :]
-    # C++ wants the alignment first.
+    # In C++ the alignment must come first.
     kernels = kernels.replace("__shared__ alignas(64)", "alignas(64) __shared__")
     entries = []
     bodies = re.split(r'(?=extern "C" __global__)', kernels)
@@ -155,13 +158,13 @@ def compile_for_host(source: str) -> ctypes.CDLL:
 
 
 class EmulatedFunction:
-    """A scheduled function, called as TVM calls it: inputs, then results to write into."""
+    """A scheduled function, called like TVM calls it: with inputs, then results to write into."""
 
     def __init__(self, library: ctypes.CDLL, lowered: Lowered, results: int) -> None:
         self.library, self.lowered, self.results = library, lowered, results
 
     def __call__(self, *tensors: Any) -> None:
-        """Run all kernels, in both orders of threads."""
+        """Run all kernels twice, in both orders of threads."""
         arrays = [torch.from_dlpack(t) for t in tensors]
         assert len(arrays) == self.lowered.parameters
         inputs, results = arrays[: -self.results], arrays[-self.results :]
@@ -190,7 +193,7 @@ class EmulatedFunction:
 
 
 class _Room:
-    """Memory of an array between margins; what is written there is noticed."""
+    """The memory of an array between two margins, which detect writes outside of the array."""
 
     def __init__(self, data: bytes) -> None:
         self._size = len(data)
@@ -212,7 +215,7 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 
 
 def emulated(mod: tvm.IRModule) -> tvm.IRModule:
-    """``mod`` with its scheduled functions, and calls of them, replaced by emulated kernels."""
+    """Return ``mod`` with its scheduled functions and their calls replaced by emulated kernels."""
     BACKENDS["cuda"].prepare()
     scheduled = {n: f for n, f in mod.functions_items() if isinstance(f, tirx.PrimFunc)}
     loops = {n: f.with_attr("global_symbol", n.name_hint) for n, f in scheduled.items()}
@@ -230,7 +233,7 @@ def emulated(mod: tvm.IRModule) -> tvm.IRModule:
 
 @relax.expr_functor.mutator
 class _Calls(relax.PyExprMutator):
-    """Turns ``call_tir`` into calls of registered Python functions."""
+    """A mutator that turns ``call_tir`` into calls of registered Python functions."""
 
     def __init__(self, mod: tvm.IRModule, kernels: Mapping[str, Any]) -> None:
         super().__init__(mod)
@@ -256,12 +259,12 @@ class _Calls(relax.PyExprMutator):
 
 
 def schedule(mod: tvm.IRModule, _: tvm.target.Target) -> tvm.IRModule:
-    """A backend's ``schedule``: emulated kernels."""
+    """Schedule a module and replace its functions by emulated kernels, as a backend's hook."""
     return emulated(schedule_for_gpu(mod, gpu_target()))
 
 
 def emulate_gpu(patch: pytest.MonkeyPatch) -> None:
-    """Let modules on the CPU be compiled as for a GPU, with emulated kernels."""
+    """Patch the compiler: modules on the CPU are compiled as for a GPU, with emulated kernels."""
     cpu, gpu = BACKENDS["cpu"], BACKENDS["cuda"]
     backend = replace(cpu, kernel_passes=gpu.kernel_passes, schedule=schedule, tuned=False)
     patch.setitem(BACKENDS, "cpu", backend)
@@ -270,12 +273,12 @@ def emulate_gpu(patch: pytest.MonkeyPatch) -> None:
 def run_all(
     formula: Callable[..., relax.Expr | Sequence[relax.Expr]], *inputs: torch.Tensor
 ) -> list[torch.Tensor]:
-    """The results of a Relax ``formula`` over the inputs, its kernels emulated."""
+    """Return the results of a Relax ``formula`` on the inputs, by emulated kernels."""
     return run_module(build_main(inputs, formula), *inputs)
 
 
 def run_module(mod: tvm.IRModule, *inputs: torch.Tensor) -> list[torch.Tensor]:
-    """The results of a module's ``main``, its kernels emulated."""
+    """Return the results of a module's ``main``, by emulated kernels."""
     mod = schedule(compiled.fuse(mod), gpu_target())
     result = relax.VirtualMachine(tvm.compile(mod, "llvm"), tvm.cpu())["main"](*inputs)
     return [torch.from_dlpack(r) for r in result]

@@ -1,4 +1,4 @@
-"""Element-wise kernels and transposes, emulated: tails, several elements of a thread, layouts."""
+"""Emulated element-wise kernels and transposes: tails, several elements a thread, layouts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tvm.relax import op
 from tests.schedules.gpu.emulator import run_all
 
 _FULL = 132 * 8 * 256
-# A few roundings of numbers of about one.
+# A few rounding errors of numbers around 1.
 NEAR = {"rtol": 1e-6, "atol": 1e-6}
 
 
@@ -76,7 +76,7 @@ def test_halves_round_after_every_operation(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64])
 def test_neighbours_move_as_vectors(dtype: torch.dtype) -> None:
-    # So large that a thread has several; the last mask makes the other branch lie outside.
+    # Large enough that a thread computes several elements.
     x = torch.randint(-9, 9, (1100, 768)).to(dtype)
     row, column = torch.randint(-9, 9, (768,)).to(dtype), torch.randint(-9, 9, (1100, 1)).to(dtype)
     keep = torch.rand(1100, 768) > 0.5

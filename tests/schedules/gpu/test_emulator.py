@@ -1,4 +1,4 @@
-"""The emulator notices what a GPU would get wrong."""
+"""The emulator detects faults that would give wrong results on a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products of few rows, emulated: as exact ones, and which products they are made of."""
+"""Emulated matrix products of few rows: their results, and the products that become them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What fills a chip: values of channels are no reason to compute a whole image in one block."""
+"""Launch geometry: values by channel must not force one block to compute a whole image."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole modules through emulated kernels: results and gradients as in float64 PyTorch."""
+"""Whole modules through emulated kernels: results and gradients equal float64 PyTorch's."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 @pytest.fixture
 def kernels(_gpu: None, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The functions that were called, emulated."""
+    """Return the list of emulated functions that are called."""
     called: list[Any] = []
     genuine = EmulatedFunction.__call__
 
@@ -84,7 +84,7 @@ def test_bert_layer(kernels: list[Any]) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("block", ["gpt2", "llama"])
 def test_half_precision(block: str, dtype: torch.dtype, kernels: list[Any]) -> None:
-    """At most twice as far from float64 as eager PyTorch."""
+    """Check that the error against float64 is at most twice eager PyTorch's."""
     torch.manual_seed(0)
     make = {"gpt2": lambda: Block(64, 4, causal=True), "llama": lambda: LlamaBlock(64, 4, 19)}
     eager, x = make[block]().to(dtype), torch.randn(2, 19, 64, dtype=dtype)
@@ -98,7 +98,7 @@ def test_half_precision(block: str, dtype: torch.dtype, kernels: list[Any]) -> N
 
 
 def _learned(module: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The output and all gradients."""
+    """Run forward and backward; return the output and all gradients."""
     x = x.detach().to(next(module.parameters()).dtype, copy=True).requires_grad_()
     output = module(x)
     cotangent = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))

@@ -1,4 +1,4 @@
-"""The gradient of a rotation of halves, as rotary embeddings have it, in kernels of a GPU."""
+"""The gradient of rotary embeddings, which swap halves of a dimension, in emulated GPU kernels."""
 
 from __future__ import annotations
 

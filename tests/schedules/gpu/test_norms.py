@@ -1,4 +1,4 @@
-"""Norms with their statistics, and their backward, emulated: as PyTorch's own in float64."""
+"""Emulated norms with their statistics and backward: results equal PyTorch's in float64."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tests.schedules.gpu.emulator import run_module
 from tvmbridge.kernels.aten_call import ATEN_CALL, packed_call
 from tvmbridge.passes.relax.compile_aten_calls import CompileAtenCalls
 
-# float32 statistics of values around 3; bfloat16 rounds the result.
+# Tolerances for float32 statistics of values around 3; bfloat16 rounds the result as well.
 _BOUNDS = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 6e-3}
 
 
 def _call(
     operator: str, args: list[Any], results: list[relax.Type], variables: tuple[relax.Var, ...]
 ) -> list[relax.Expr]:
-    """The results of the operator; tensors among ``args`` are ``variables`` in their order."""
+    """Return the results of the operator; ``variables`` replace the tensors among ``args``."""
     numbers = iter(range(len(variables)))
     encoded = [{"tensor": next(numbers)} if isinstance(a, torch.Tensor) else a for a in args]
     content = {"op": f"aten.{operator}.default", "args": encoded, "kwargs": {}, "compiled": True}
@@ -33,7 +33,10 @@ def _call(
 
 
 def _check(operator: str, args: list[Any], exact: Sequence[torch.Tensor | None]) -> None:
-    """Run it, emulated; ``exact`` are its results in float64, None for what there is none of."""
+    """Run the operator by emulated kernels, and compare with ``exact``, its results in float64.
+
+    None among ``exact`` is a result that is not checked.
+    """
     given = [a for a in args if isinstance(a, torch.Tensor)]
     x, wide = given[0], torch.float64 if given[0].dtype is torch.float64 else torch.float32
 

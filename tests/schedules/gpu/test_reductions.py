@@ -1,4 +1,4 @@
-"""Reductions down columns and along long rows, emulated: parts, tails, operators and dtypes."""
+"""Emulated reductions over columns and long rows: several parts, tails, operators and dtypes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tvm.relax import op
 
 from tests.schedules.gpu.emulator import run_all
 
-# Down columns and along rows: one part and several, with and without tails.
+# Shapes and axes: over columns and over rows, in one part and several, with and without tails.
 CASES: list[tuple[tuple[int, ...], int]] = [
     ((4000, 300), 0),
     ((4096, 64), 0),
@@ -44,7 +44,7 @@ def test_sums_and_extremes(case: tuple[tuple[int, ...], int]) -> None:
     product = x * (x + 1)
     assert torch.equal(high, product.amax(axis))
     assert torch.equal(low, product.amin(axis))
-    # Blocks add few numbers one after another: eight roundings at most of what is added.
+    # A thread adds few numbers in sequence, so the error is at most eight roundings.
     bound = 8 * torch.finfo(torch.float32).eps * product.abs().double().sum(axis)
     assert ((total.double() - product.double().sum(axis)).abs() <= bound).all()
 
@@ -70,7 +70,7 @@ def test_dtypes(dtype: str, shape: tuple[int, ...], axis: int) -> None:
     exact, size = x.double().sum(axis), x.double().abs().sum(axis)
     unit = torch.finfo(x.dtype).eps
     halves = x.element_size() == 2
-    # Halves are added in float32 and rounded once.
+    # Half-precision numbers are summed in float32 and rounded once.
     bound = unit * exact.abs() + 8e-7 * size if halves else 8 * unit * size
     assert ((total.double() - exact).abs() <= bound).all()
 

@@ -1,4 +1,4 @@
-"""Row-wise kernels, emulated: rows of all lengths for a team, a warp, a block and more."""
+"""Emulated row-wise kernels: a row for a part of a warp, a warp, a block, or several blocks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tvm.relax import op
 from tests.schedules.gpu.emulator import run_all
 
 COLUMNS = [1, 3, 20, 32, 33, 200, 256, 257, 768, 1000, 5000]
-# No multiple of the rows that one block has.
+# Not a multiple of the rows of one block.
 ROWS = 7
 NEAR = {"rtol": 3e-6, "atol": 3e-6}
 
@@ -70,7 +70,7 @@ def test_values_of_other_columns(columns: int) -> None:
 
 @pytest.mark.parametrize("columns", [20, 33, 300, 1000])
 def test_several_reductions_in_one_pass_use_no_memory_twice(columns: int) -> None:
-    """Parts of warps that are read late must not have been written over by the next reduction."""
+    """Check that a reduction does not overwrite shared memory that is still to be read."""
     x = torch.randn(ROWS, columns, dtype=torch.float64)
 
     def graph(v: relax.Expr) -> relax.Expr:
@@ -94,7 +94,7 @@ def test_halves(dtype: torch.dtype, columns: int) -> None:
     result, total = run_all(lambda v: [op.nn.softmax(v, -1), op.sum(v, -1)], x)
     unit = torch.finfo(dtype).eps
     torch.testing.assert_close(result.double(), x.double().softmax(-1), rtol=unit, atol=1e-7)
-    # One rounding to the dtype, and of float32 where numbers cancel.
+    # One rounding to the dtype, and float32 rounding errors of numbers that cancel.
     bound = 1e-6 * x.double().abs().sum(-1)
     off = (total.double() - x.double().sum(-1)).abs() - unit * x.double().sum(-1).abs()
     assert (off <= bound).all()

@@ -1,4 +1,4 @@
-"""Gradients of small tables, emulated: as PyTorch's, and which look-ups they are taken of."""
+"""Emulated gradients of small tables: results equal PyTorch's; the look-ups that use them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tvmbridge.passes.relax.table_gradients import TableGradients
 
 
 def _of_index(values: torch.Tensor, index: torch.Tensor, rows: int, first: float) -> tvm.IRModule:
-    """Rows of ``values`` added to those of a table that is ``first`` everywhere."""
+    """Return a module that adds rows of ``values`` by index to a table filled with ``first``."""
     dtype = str(values.dtype).removeprefix("torch.")
     shape = [rows, *values.shape[index.dim() :]]
 
@@ -32,7 +32,7 @@ def _of_index(values: torch.Tensor, index: torch.Tensor, rows: int, first: float
     ("rows", "row", "places", "dtype"),
     [
         (9, (12,), (40,), torch.float32),
-        (3, (34,), (2, 700), torch.float32),  # two blocks a row; parts of the indices
+        (3, (34,), (2, 700), torch.float32),  # two blocks a row; indices in parts
         (5, (2, 17), (6, 7), torch.float64),
         (4, (), (3000,), torch.float32),
         (7, (5,), (31,), torch.float16),
