@@ -26,6 +26,7 @@ from tvmbridge.core.assumptions import Question
 from tvmbridge.core.autocast import Autocast
 from tvmbridge.core.captured_graph import Assumptions, CapturedGraph
 from tvmbridge.core.decisions import recorded_decisions, repeated_decisions
+from tvmbridge.core.errors import BuildError, UnsupportedOperatorError
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.types import PassRecord
 from tvmbridge.graph_capture.any_size import SymbolicTrace
@@ -157,8 +158,12 @@ def compile_symbolic(
         lowered = [lower(first, Known(trace.stage_of_all))]
     for point in others:
         known = _known(trace, lowered[0].lowered, sample_at(first), sample_at(point))
-        with repeated_decisions(decisions):
-            lowered.append(lower(point, known))
+        try:
+            with repeated_decisions(decisions):
+                lowered.append(lower(point, known))
+        except (BuildError, UnsupportedOperatorError) as error:
+            # The first point has code: what is refused here is the graph of these sizes.
+            raise DifferentCodeError(str(error)) from error
     sizes = Sizes(points.all)
     common = lowered[0]
     with stages.measure("build"):

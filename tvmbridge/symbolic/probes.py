@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import torch
 
 from tvmbridge.core.errors import CaptureError
-from tvmbridge.graph_capture.any_size import shapes_of
+from tvmbridge.core.torch_private import pytree
+from tvmbridge.graph_capture.any_size import SymbolicTrace, shapes_of
 from tvmbridge.graph_capture.relations import Relations
 from tvmbridge.graph_capture.trace.arguments import Arguments
 from tvmbridge.symbolic.code import Points
@@ -45,27 +49,30 @@ class DemandedSizeError(CaptureError):
 
 
 def points_within(
-    relations: Relations,
+    trace: SymbolicTrace,
     symbols: Symbols,
     sample: Arguments,
     smallest: Sequence[Point],
     largest: Point,
     names: Sequence[str],
+    refused: Collection[int] = (),
 ) -> Points:
     """Where to compile code, such that all that forward takes for granted of sizes holds there.
 
     Args:
-        relations: what that is.
+        trace: the module with symbols; its relations are what forward takes for granted.
         symbols: the symbolic dimensions.
         sample: arguments of some size.
         smallest: as of :func:`points_for`; of several the first that can be.
         largest: as of :func:`points_for`.
         names: what messages call the leaves of the arguments.
+        refused: sizes to avoid where others are allowed, as well as the trace's static numbers.
 
     Raises:
         DemandedSizeError: forward demands one size.
         CaptureError: it goes another way at others.
     """
+    relations = trace.relations
     fixed = [d for group in symbols.dimensions for d in group if not relations.is_symbolic(*d)]
     if fixed:
         raise DemandedSizeError(fixed, relations, names)
@@ -74,10 +81,11 @@ def points_within(
         for group, size in zip(symbols.dimensions, largest, strict=True)
     ]
     broken: str | None = None
-    ways = itertools.product(dict.fromkeys(smallest), _LIMITS, (False, True))
-    for least, limit, tight in ways:
+    avoided = dict.fromkeys((static_numbers(trace).union(refused), frozenset(refused)))
+    ways = itertools.product(dict.fromkeys(smallest), avoided, _LIMITS, (False, True))
+    for least, avoid, limit, tight in ways:
         within = [min(bound, limit) for bound in bounds]
-        points = points_for(least, largest, within, tight=tight)
+        points = points_for(least, largest, within, tight=tight, avoided=avoid)
         if points is None:
             continue
         probes = (symbols.probe(*sample, point) for point in points.all)
@@ -95,8 +103,32 @@ def _bound(relations: Relations, symbols: Symbols, dimension: Dimension, largest
     return most if scale == 1 else min(most, _FAR * max(largest, -(-_LANES // scale)))
 
 
+def static_numbers(trace: SymbolicTrace) -> frozenset[int]:
+    """Return the static sizes in the shapes of a trace, and its operators' static numbers.
+
+    A point with such a size makes two different nodes equal: `arange(0, s)` at s = 3 is the
+    `arange(0, 3)` of another place, and the graph there has one node less.
+    """
+    return frozenset(n for node in trace.program.graph.nodes for n in _numbers(node))
+
+
+def _numbers(node: Any) -> Iterable[int]:
+    for value in pytree.tree_leaves(node.meta.get("val")):
+        if isinstance(value, torch.Tensor):
+            yield from (size for size in value.shape if isinstance(size, int))
+    if isinstance(node.target, torch._ops.OpOverload):
+        for parameter, value in zip(node.target._schema.arguments, node.args, strict=False):
+            if not parameter.name.startswith("dim"):
+                yield from (n for n in pytree.tree_leaves(value) if type(n) is int)
+
+
 def points_for(
-    smallest: Point, largest: Point, bounds: Sequence[int], *, tight: bool = False
+    smallest: Point,
+    largest: Point,
+    bounds: Sequence[int],
+    *,
+    tight: bool = False,
+    avoided: Collection[int] = (),
 ) -> Points | None:
     """Where to compile code for sizes between these and many others.
 
@@ -105,11 +137,12 @@ def points_for(
         largest: the greatest.
         bounds: what no size may exceed.
         tight: do not go far below the smallest sizes.
+        avoided: numbers that no size may be, except a least size of 2.
 
     Returns:
         None: there are no such sizes.
     """
-    taken: set[int] = set()
+    taken = set(avoided)
     most, middle, least = [], [], []
     for low, high, bound in zip(smallest, largest, bounds, strict=True):
         # Two symbols may be 2 at once: at the other points they differ.
