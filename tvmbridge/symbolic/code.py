@@ -26,13 +26,12 @@ from tvmbridge.core.assumptions import Question
 from tvmbridge.core.autocast import Autocast
 from tvmbridge.core.captured_graph import Assumptions, CapturedGraph
 from tvmbridge.core.decisions import recorded_decisions, repeated_decisions
-from tvmbridge.core.errors import BuildError, UnsupportedOperatorError
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.types import PassRecord
 from tvmbridge.graph_capture.any_size import SymbolicTrace
 from tvmbridge.graph_capture.relations import Relations
 from tvmbridge.graph_capture.trace.arguments import Arguments
-from tvmbridge.symbolic.building import build_for_all
+from tvmbridge.symbolic.building import build_for_all, refused_as_different
 from tvmbridge.symbolic.descriptions import at, merged
 from tvmbridge.symbolic.sizes import DifferentCodeError, Point, Sizes
 
@@ -158,12 +157,8 @@ def compile_symbolic(
         lowered = [lower(first, Known(trace.stage_of_all))]
     for point in others:
         known = _known(trace, lowered[0].lowered, sample_at(first), sample_at(point))
-        try:
-            with repeated_decisions(decisions):
-                lowered.append(lower(point, known))
-        except (BuildError, UnsupportedOperatorError) as error:
-            # The first point has code: what is refused here is the graph of these sizes.
-            raise DifferentCodeError(str(error)) from error
+        with refused_as_different(), repeated_decisions(decisions):
+            lowered.append(lower(point, known))
     sizes = Sizes(points.all)
     common = lowered[0]
     with stages.measure("build"):

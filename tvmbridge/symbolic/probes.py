@@ -66,7 +66,8 @@ def points_within(
         smallest: as of :func:`points_for`; of several the first that can be.
         largest: as of :func:`points_for`.
         names: what messages call the leaves of the arguments.
-        refused: sizes to avoid where others are allowed, as well as the trace's static numbers.
+        refused: numbers that no size may be. The trace's static numbers are avoided where the
+            code is for as small sizes without them.
 
     Raises:
         DemandedSizeError: forward demands one size.
@@ -81,11 +82,11 @@ def points_within(
         for group, size in zip(symbols.dimensions, largest, strict=True)
     ]
     broken: str | None = None
-    avoided = dict.fromkeys((static_numbers(trace).union(refused), frozenset(refused)))
+    avoided = dict.fromkeys((static_numbers(trace), frozenset[int]()))
     ways = itertools.product(dict.fromkeys(smallest), avoided, _LIMITS, (False, True))
     for least, avoid, limit, tight in ways:
         within = [min(bound, limit) for bound in bounds]
-        points = points_for(least, largest, within, tight=tight, avoided=avoid)
+        points = points_for(least, largest, within, tight=tight, avoided=avoid, refused=refused)
         if points is None:
             continue
         probes = (symbols.probe(*sample, point) for point in points.all)
@@ -106,8 +107,8 @@ def _bound(relations: Relations, symbols: Symbols, dimension: Dimension, largest
 def static_numbers(trace: SymbolicTrace) -> frozenset[int]:
     """Return the static sizes in the shapes of a trace, and its operators' static numbers.
 
-    A point with such a size makes two different nodes equal: `arange(0, s)` at s = 3 is the
-    `arange(0, 3)` of another place, and the graph there has one node less.
+    At a point with such a size two different nodes may be equal: `arange(0, s)` at s = 3 is the
+    `arange(0, 3)` of another place.
     """
     return frozenset(n for node in trace.program.graph.nodes for n in _numbers(node))
 
@@ -129,6 +130,7 @@ def points_for(
     *,
     tight: bool = False,
     avoided: Collection[int] = (),
+    refused: Collection[int] = (),
 ) -> Points | None:
     """Where to compile code for sizes between these and many others.
 
@@ -137,18 +139,21 @@ def points_for(
         largest: the greatest.
         bounds: what no size may exceed.
         tight: do not go far below the smallest sizes.
-        avoided: numbers that no size may be, except a least size of 2.
+        avoided: numbers that no size may be, except a least size where others are larger, or 2.
+        refused: numbers that no size may be, except a least size of 2.
 
     Returns:
         None: there are no such sizes.
     """
-    taken = set(avoided)
+    taken = {*avoided, *refused}
+    used = set(refused)
     most, middle, least = [], [], []
     for low, high, bound in zip(smallest, largest, bounds, strict=True):
         # Two symbols may be 2 at once: at the other points they differ.
-        bottom = low if low == LEAST_SIZE else _small(low, taken, tight)
+        bottom = low if low == LEAST_SIZE else _smallest(low, taken, used, tight)
         if bottom is None:
             return None
+        taken.add(bottom)
         least.append(bottom)
         top = _largest(min(_FAR * max(high, _LANES), bound), taken, high, bottom)
         common = min(max(high, 2 * _LEAST[-1]), bound)
@@ -158,6 +163,7 @@ def points_for(
             return None
         most.append(top)
         middle.append(between)
+        used.update((bottom, top, between))
     points = Points(tuple(least), tuple(most), tuple(middle), _corners(least, most))
     return points if len(set(points.all)) == len(points.all) else None
 
@@ -167,6 +173,15 @@ def _corners(least: Sequence[int], most: Sequence[int]) -> tuple[Point, ...]:
     if len(least) == 1:
         return ()
     return tuple((*least[:i], most[i], *least[i + 1 :]) for i in range(len(least) - 1))
+
+
+def _smallest(size: int, taken: set[int], used: set[int], tight: bool) -> int | None:
+    """As :func:`_small`: one not in ``taken``, unless it is 2, or larger than one not in ``used``.
+
+    Code for a larger size serves fewer calls, and 2 is the number of many other things.
+    """
+    generic, usual = (_small(size, set(each), tight) for each in (taken, used))
+    return generic if generic and usual and LEAST_SIZE < generic <= usual else usual
 
 
 def _small(size: int, taken: set[int], tight: bool) -> int | None:
