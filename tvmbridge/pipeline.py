@@ -26,6 +26,7 @@ from tvmbridge.passes.fx.horizontal_fusion import HorizontalFusion
 from tvmbridge.passes.relax.cast_first import CastFirst
 from tvmbridge.passes.relax.collapse_views import CollapseViews
 from tvmbridge.passes.relax.dead_code_elimination import DeadCodeElimination
+from tvmbridge.passes.relax.eliminate_common_subexpr import EliminateCommonSubexpr
 from tvmbridge.passes.relax.lay_out import LayOut, Permuted
 from tvmbridge.passes.relax.lower_batch_norm import LowerBatchNorm
 from tvmbridge.passes.relax.lower_dropout import LowerDropout
@@ -122,7 +123,7 @@ def tidy_passes() -> list[AnyPass]:
     """Return the cleaning passes: they remove copies, equal expressions and dead code."""
     return [
         relax.transform.CanonicalizeBindings(),
-        relax.transform.EliminateCommonSubexpr(),
+        EliminateCommonSubexpr(),
         relax.transform.CanonicalizeBindings(),
         DeadCodeElimination(),
     ]

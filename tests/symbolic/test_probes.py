@@ -21,3 +21,21 @@ def test_remainders_of_sums_of_sizes_differ(smallest: tuple[int, ...], most: int
                 for point in points.all
             }
             assert len(found) > 1 or not any(factors), (points.all, divisor, factors)
+
+
+def test_points_are_no_static_numbers_of_the_graph() -> None:
+    free = points_for((12,), (40,), [1000])
+    assert free is not None
+    avoided = {n for (n,) in free.all}
+    points = points_for((12,), (40,), [1000], avoided=avoided)
+    assert points is not None
+    assert avoided.isdisjoint(n for (n,) in points.all)
+
+
+def test_code_is_for_as_small_sizes_whatever_is_avoided() -> None:
+    points = points_for((8,), (40,), [1000], avoided={3})
+    assert points is not None
+    assert points.least == (3,)
+    others = points_for((8,), (40,), [1000], avoided={3}, refused={3})
+    assert others is not None
+    assert others.least == (7,)

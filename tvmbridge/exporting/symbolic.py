@@ -144,7 +144,7 @@ def _points(
         seen.append(tuple(min(n, max(s, b.least)) for n, b, s in small))
     least, most = (tuple(map(each, zip(*seen, strict=True))) for each in (min, max))
     names = [str(i) for i in range(len(pytree.tree_leaves(sample)))]
-    return points_within(trace.relations, symbols, sample, [least], most, names)
+    return points_within(trace, symbols, sample, [least], most, names)
 
 
 def _compiled(

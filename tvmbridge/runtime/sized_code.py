@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import partial
 
 from tvmbridge.compiler.request import CompileRequest
+from tvmbridge.core.errors import BridgeError, CaptureError
 from tvmbridge.graph_capture.any_size import SymbolicTrace, shapes_of, traced_with_symbols
 from tvmbridge.graph_capture.trace.arguments import Arguments
 from tvmbridge.runtime.entry_compiler import Compiler
 from tvmbridge.runtime.guards.mode import Mode
-from tvmbridge.symbolic.code import SymbolicCode, compile_symbolic
+from tvmbridge.symbolic.code import Points, SymbolicCode, compile_symbolic
 from tvmbridge.symbolic.probes import points_within
-from tvmbridge.symbolic.sizes import Point
-from tvmbridge.symbolic.symbols import Symbols
+from tvmbridge.symbolic.sizes import DifferentCodeError, Point
+from tvmbridge.symbolic.symbols import LEAST_SIZE, Symbols
+
+logger = logging.getLogger(__name__)
 
 
 def traced_for(
@@ -45,6 +49,9 @@ def compiled_for(
 ) -> SymbolicCode:
     """Compile code for all sizes within ``bounds``.
 
+    Compile once more, at other points, where the code differs between the points: a size there
+    may be another number of the graph. The least sizes of 2 are then not among those served.
+
     Args:
         compiler: the compiler of the module.
         names: the names of the arguments' leaves, for messages.
@@ -70,5 +77,36 @@ def compiled_for(
         packing=compiler.packing,
         autocast=mode.autocast,
     )
-    points = points_within(trace.relations, symbols, sample, least, most, names)
-    return compile_symbolic(request, partial(symbols.probe, *sample), points, trace)
+    compiled = partial(compile_symbolic, request, partial(symbols.probe, *sample), trace=trace)
+    points = points_within(trace, symbols, sample, least, most, names)
+    try:
+        return compiled(points)
+    except DifferentCodeError as error:
+        others = _other_points(points, trace, symbols, sample, bounds, names)
+        if others is None:
+            raise
+        logger.debug("code differs between %s: %s", points.all, error)
+        try:
+            return compiled(others)
+        except BridgeError as again:
+            logger.debug("and between %s: %s", others.all, again)
+            raise error from None
+
+
+def _other_points(
+    points: Points,
+    trace: SymbolicTrace,
+    symbols: Symbols,
+    sample: Arguments,
+    bounds: tuple[Point, ...],
+    names: Sequence[str],
+) -> Points | None:
+    """Points without the sizes of ``points``, where code differs; None if there are none."""
+    *_, least, most = bounds
+    pairs = zip(least, most, strict=True)
+    raised = tuple(high if low == LEAST_SIZE else low for low, high in pairs)
+    used = {size for point in points.all for size in point}
+    try:
+        return points_within(trace, symbols, sample, [raised], most, names, used)
+    except CaptureError:
+        return None

@@ -6,7 +6,8 @@ kernels are chosen, operators legalized and loops scheduled. Equal graphs give e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +26,7 @@ from tvmbridge.compiler.build import (
 )
 from tvmbridge.compiler.cached_build import CachedBuild
 from tvmbridge.core.decisions import Rule, agreed, followed, recorded_decisions, repeated_decisions
+from tvmbridge.core.errors import BuildError, UnsupportedOperatorError
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.types import PassRecord
 from tvmbridge.passes.relax.bundle_residuals import BundleResiduals
@@ -73,6 +75,15 @@ def build_for_all(
     return build.found_or_compiled(entries, compile_, records)
 
 
+@contextmanager
+def refused_as_different() -> Iterator[None]:
+    """Raise DifferentCodeError for what is refused at a size; the first size was not refused."""
+    try:
+        yield
+    except (BuildError, UnsupportedOperatorError) as error:
+        raise DifferentCodeError(str(error)) from error
+
+
 def code_for_all(
     graphs: Sequence[tuple[tvm.IRModule, BundleResiduals | None]],
     sizes: Sizes,
@@ -104,7 +115,7 @@ def _prepared(
     with recorded_decisions() as decisions:
         fused = [prepare_one(mods[0])]
     for mod in mods[1:]:
-        with repeated_decisions(decisions):
+        with refused_as_different(), repeated_decisions(decisions):
             fused.append(prepare_one(mod))
     first = fused[0]
     for other in fused[1:]:

@@ -28,7 +28,7 @@ from tvmbridge.core.types import PassRecord
 from tvmbridge.graph_capture.any_size import SymbolicTrace
 from tvmbridge.graph_capture.relations import Relations
 from tvmbridge.graph_capture.trace.arguments import Arguments
-from tvmbridge.symbolic.building import build_for_all
+from tvmbridge.symbolic.building import build_for_all, refused_as_different
 from tvmbridge.symbolic.descriptions import at, merged
 from tvmbridge.symbolic.sizes import DifferentCodeError, Point, Sizes
 
@@ -140,7 +140,7 @@ def compile_symbolic(
         lowered = [lower(first, Known(trace.stage_of_all))]
     for point in others:
         known = _known(trace, lowered[0].lowered, sample_at(first), sample_at(point))
-        with repeated_decisions(decisions):
+        with refused_as_different(), repeated_decisions(decisions):
             lowered.append(lower(point, known))
     sizes = Sizes(points.all)
     common = lowered[0]

@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import torch
 
 from tvmbridge.core.errors import CaptureError
-from tvmbridge.graph_capture.any_size import shapes_of
+from tvmbridge.core.torch_private import OpOverload, pytree
+from tvmbridge.graph_capture.any_size import SymbolicTrace, shapes_of
 from tvmbridge.graph_capture.relations import Relations
 from tvmbridge.graph_capture.trace.arguments import Arguments
 from tvmbridge.symbolic.code import Points
@@ -45,27 +49,31 @@ class DemandedSizeError(CaptureError):
 
 
 def points_within(
-    relations: Relations,
+    trace: SymbolicTrace,
     symbols: Symbols,
     sample: Arguments,
     smallest: Sequence[Point],
     largest: Point,
     names: Sequence[str],
+    refused: Collection[int] = (),
 ) -> Points:
     """Return sample points at which all relations hold that forward assumes of sizes.
 
     Args:
-        relations: the relations between sizes that forward assumes.
+        trace: the module traced with symbols, with the relations that forward assumes of sizes.
         symbols: the symbolic dimensions.
         sample: arguments of some size.
         smallest: candidates for the smallest point, in order of preference.
         largest: the largest size of each symbol that calls had.
         names: the names of the leaves of the arguments for messages.
+        refused: numbers that no size may be. The trace's static numbers are avoided where the
+            code is for as small sizes without them.
 
     Raises:
         DemandedSizeError: forward works for only one size of a dimension.
         CaptureError: there are no such points, since forward branches on sizes.
     """
+    relations = trace.relations
     fixed = [d for group in symbols.dimensions for d in group if not relations.is_symbolic(*d)]
     if fixed:
         raise DemandedSizeError(fixed, relations, names)
@@ -74,10 +82,11 @@ def points_within(
         for group, size in zip(symbols.dimensions, largest, strict=True)
     ]
     broken: str | None = None
-    ways = itertools.product(dict.fromkeys(smallest), _LIMITS, (False, True))
-    for least, limit, tight in ways:
+    avoided = dict.fromkeys((static_numbers(trace), frozenset[int]()))
+    ways = itertools.product(dict.fromkeys(smallest), avoided, _LIMITS, (False, True))
+    for least, avoid, limit, tight in ways:
         within = [min(bound, limit) for bound in bounds]
-        points = points_for(least, largest, within, tight=tight)
+        points = points_for(least, largest, within, tight=tight, avoided=avoid, refused=refused)
         if points is None:
             continue
         probes = (symbols.probe(*sample, point) for point in points.all)
@@ -95,8 +104,33 @@ def _bound(relations: Relations, symbols: Symbols, dimension: Dimension, largest
     return most if scale == 1 else min(most, _FAR * max(largest, -(-_LANES // scale)))
 
 
+def static_numbers(trace: SymbolicTrace) -> frozenset[int]:
+    """Return the static sizes in the shapes of a trace, and its operators' static numbers.
+
+    At a point with such a size two different nodes may be equal: `arange(0, s)` at s = 3 is the
+    `arange(0, 3)` of another place.
+    """
+    return frozenset(n for node in trace.program.graph.nodes for n in _numbers(node))
+
+
+def _numbers(node: Any) -> Iterable[int]:
+    for value in pytree.tree_leaves(node.meta.get("val")):
+        if isinstance(value, torch.Tensor):
+            yield from (size for size in value.shape if isinstance(size, int))
+    if isinstance(node.target, OpOverload):
+        for parameter, value in zip(node.target._schema.arguments, node.args, strict=False):
+            if not parameter.name.startswith("dim"):
+                yield from (n for n in pytree.tree_leaves(value) if type(n) is int)
+
+
 def points_for(
-    smallest: Point, largest: Point, bounds: Sequence[int], *, tight: bool = False
+    smallest: Point,
+    largest: Point,
+    bounds: Sequence[int],
+    *,
+    tight: bool = False,
+    avoided: Collection[int] = (),
+    refused: Collection[int] = (),
 ) -> Points | None:
     """Return sample points whose range contains the given sizes and many others.
 
@@ -105,17 +139,21 @@ def points_for(
         largest: the largest size of each symbol that calls had.
         bounds: the upper bound of each symbol.
         tight: whether to stay close to the smallest sizes.
+        avoided: numbers that no size may be, except a smallest size if calls have no larger one.
+        refused: numbers that no size may be, except a smallest size of 2.
 
     Returns:
         The points, or None if there are none.
     """
-    taken: set[int] = set()
+    taken = {*avoided, *refused}
+    used = set(refused)
     most, middle, least = [], [], []
     for low, high, bound in zip(smallest, largest, bounds, strict=True):
         # Several symbols may have the size 2 at the smallest point; they differ at the others.
-        bottom = low if low == LEAST_SIZE else _small(low, taken, tight)
+        bottom = low if low == LEAST_SIZE else _smallest(low, taken, used, tight)
         if bottom is None:
             return None
+        taken.add(bottom)
         least.append(bottom)
         top = _largest(min(_FAR * max(high, _LANES), bound), taken, high, bottom)
         common = min(max(high, 2 * _LEAST[-1]), bound)
@@ -125,6 +163,7 @@ def points_for(
             return None
         most.append(top)
         middle.append(between)
+        used.update((bottom, top, between))
     points = Points(tuple(least), tuple(most), tuple(middle), _corners(least, most))
     return points if len(set(points.all)) == len(points.all) else None
 
@@ -134,6 +173,16 @@ def _corners(least: Sequence[int], most: Sequence[int]) -> tuple[Point, ...]:
     if len(least) == 1:
         return ()
     return tuple((*least[:i], most[i], *least[i + 1 :]) for i in range(len(least) - 1))
+
+
+def _smallest(size: int, taken: set[int], used: set[int], tight: bool) -> int | None:
+    """Return a sample size that is not in ``taken`` if code for it serves as many calls.
+
+    Otherwise return one that is not in ``used``. Code for a larger size serves fewer calls, and 2
+    is the number of many other things.
+    """
+    generic, usual = (_small(size, set(each), tight) for each in (taken, used))
+    return generic if generic and usual and LEAST_SIZE < generic <= usual else usual
 
 
 def _small(size: int, taken: set[int], tight: bool) -> int | None:
