@@ -61,12 +61,12 @@ class _Drawing(nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def _settings_restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    # PyTorch's test utilities, which other tests import, forbid to set flags of cuDNN.
-    monkeypatch.setattr(torch.backends, "__allow_nonbracketed_mutation_flag", True)
+def _settings_restored() -> Iterator[None]:
     before = torch.backends.cudnn.benchmark
-    yield
-    torch.backends.cudnn.benchmark = before
+    # PyTorch's test utilities, which other tests import, forbid to set flags of cuDNN.
+    with torch.backends.__allow_nonbracketed_mutation():
+        yield
+        torch.backends.cudnn.benchmark = before
 
 
 @pytest.mark.parametrize("name", _EFFECTS)
