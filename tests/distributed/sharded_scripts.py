@@ -144,3 +144,25 @@ def compared(rank: int, settings: dict[str, Setting]) -> dict[str, Any]:
         found[name] = (ours.served, losses, weights)
     dist.destroy_process_group()
     return found
+
+
+def on_gpus(rank: int) -> list[dict[str, int]]:
+    """The reasons of calls of a sharded block, and of a part of a sharded block, as on GPUs."""
+    from unittest import mock
+
+    from tvmbridge.core import sharding
+
+    dist.init_process_group("gloo")
+    mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+    found = []
+    with mock.patch.object(sharding, "_is_on_a_gpu", return_value=True):
+        for part in ("", "up"):
+            block = Block(0.0)
+            sample = torch.randn(2, 5, _WIDTH)
+            dispatched = block.get_submodule(part)
+            add_tvm_dispatch(dispatched, sample, on_fallback="silent")
+            fully_shard(block, mesh=mesh)
+            block(sample).sum().backward()
+            found.append(dict(dispatch_report(dispatched).fallbacks))
+    dist.destroy_process_group()
+    return found

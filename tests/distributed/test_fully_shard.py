@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.distributed.processes import run_ranks, values
-from tests.distributed.sharded_scripts import Setting, compared
+from tests.distributed.sharded_scripts import Setting, compared, on_gpus
 
 QUICK = {"sharded first": Setting(sharded_first=True, sample=True, reshard=False)}
 ALL = {
@@ -41,6 +41,12 @@ def _check(settings: dict[str, Setting], ranks: int) -> None:
 
 def test_steps_are_those_of_eager() -> None:
     _check(QUICK, 2)
+
+
+def test_on_gpus_the_own_forward_runs() -> None:
+    ((whole, part),) = values(run_ranks(on_gpus, 1))
+    assert [len(whole), len(part)] == [1, 1]
+    assert all("sharded over GPUs" in reason for reason in (*whole, *part))
 
 
 @pytest.mark.slow
