@@ -120,6 +120,7 @@ print(report.specializations[1].cache)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_second_process_hits() -> None:
     module = _dispatched(Small())

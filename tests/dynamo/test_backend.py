@@ -212,6 +212,7 @@ def test_options_reach_the_compiler() -> None:
     assert graph.dispatches[0].specializations[0].joint == "aot"
 
 
+@pytest.mark.slow
 def test_nothing_is_imported(tmp_path: Path) -> None:
     """Check the backend's names without an import, by package metadata with entry points."""
     info = tmp_path / "tvmbridge-0.dist-info"

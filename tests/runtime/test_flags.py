@@ -65,6 +65,7 @@ PARTS: dict[str, Callable[[Joined], list[torch.Tensor]]] = {
 }
 
 
+@pytest.mark.slow
 def test_every_choice_of_inputs_and_parameters(compilations: list[str]) -> None:
     plain = Joined().train()
     ours = add_tvm_dispatch(Joined().train(), tuple(_inputs(False, False)))
