@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import time
 import warnings
@@ -12,9 +11,6 @@ from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
-
-# Dispatch must use compiled code even if the module's own forward is faster.
-os.environ.setdefault("TVMBRIDGE_ONLY_IF_FASTER", "0")
 
 
 @dataclass(frozen=True)
