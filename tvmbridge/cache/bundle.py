@@ -7,20 +7,18 @@ digest of the whole file before it parses any part.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 import re
 import stat
-import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final
 
 from tvmbridge.core.errors import BridgeError
-from tvmbridge.core.own_files import MODE, UntrustedFileError, distrust
+from tvmbridge.core.own_files import UntrustedFileError, distrust, replacing
 from tvmbridge.core.plain_json import parse_json
 
 _MAGIC: Final = b"tvmbridge bundle 1\n"
@@ -61,15 +59,8 @@ def write_bundle(path: Path, parts: Iterable[Part]) -> int:
     Raises:
         OSError: the file cannot be written.
     """
-    new = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, MODE), "wb") as file:
-            size = _write(file, parts)
-        new.replace(path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            new.unlink()
-    return size
+    with replacing(path) as file:
+        return _write(file, parts)
 
 
 def _write(file: BinaryIO, parts: Iterable[Part]) -> int:

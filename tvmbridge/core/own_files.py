@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import stat
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from tvmbridge.core.errors import BridgeError
 
@@ -61,10 +64,25 @@ def replace_file(path: Path, content: bytes) -> None:
     Raises:
         OSError: the file cannot be written.
     """
+    with replacing(path) as file:
+        file.write(content)
+
+
+@contextmanager
+def replacing(path: Path, mode: int = MODE) -> Iterator[BinaryIO]:
+    """Yield a new file that takes the place of ``path`` on exit, unless there was an error.
+
+    Args:
+        path: the file to replace or create.
+        mode: the permissions of the new file, less the umask.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
     new = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
-        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, MODE), "wb") as file:
-            file.write(content)
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            yield file
         new.replace(path)
     finally:
         new.unlink(missing_ok=True)

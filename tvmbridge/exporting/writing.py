@@ -6,14 +6,14 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
+
+from tvmbridge.core.own_files import replacing
 
 MAGIC = b"TVMBRG\x01\n"
 FORMAT = 1
@@ -125,24 +125,6 @@ def _described(parts: Iterable[bytes | memoryview]) -> dict[str, Any]:
 def _write(path: Path, parts: Iterable[bytes | memoryview]) -> dict[str, Any]:
     """Write ``parts`` to ``path``, replacing an existing file; return their size and checksums."""
     kept = list(parts)
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            _write_all(file, kept)
-        Path(name).chmod(0o666 & ~_umask())
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    with replacing(path, mode=0o666) as file:
+        file.writelines(kept)
     return _described(kept)
-
-
-def _write_all(file: BinaryIO, parts: Sequence[bytes | memoryview]) -> None:
-    for part in parts:
-        file.write(part)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
