@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from tvmbridge.compiler.freezing import Freezing, freeze
 from tvmbridge.compiler.lowering import LoweredModule, lower_module
 from tvmbridge.compiler.request import CompileRequest
 from tvmbridge.core.captured_graph import CapturedGraph
-from tvmbridge.core.errors import ExportError, NotApartError
+from tvmbridge.core.errors import ExportError
 from tvmbridge.core.libraries import register_containers
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.types import PassRecord
@@ -37,8 +37,9 @@ from tvmbridge.exporting.views import with_views
 from tvmbridge.graph_capture.surroundings import tracing_here, undisturbed
 from tvmbridge.graph_capture.trace.standins import without_inference_tensors
 from tvmbridge.passes.relax.lift_frozen import TRANSFORM
+from tvmbridge.runtime.entry_compiler import apart_or_itself
 from tvmbridge.runtime.frozen import FrozenWeights
-from tvmbridge.runtime.guards.forwards import standing_behind, with_own_forward
+from tvmbridge.runtime.guards.forwards import standing_behind
 from tvmbridge.runtime.guards.state import ModuleState
 from tvmbridge.schedules.target import host_target
 
@@ -104,22 +105,12 @@ def _lowered(
     options: CompileOptions,
     records: list[PassRecord],
 ) -> LoweredModule:
-    def lower(apart: bool) -> LoweredModule:
-        return lower_module(
-            CompileRequest(
-                module, args, kwargs, needs_grad=False, target=target, options=options, apart=apart
-            ),
-            records=records,
-            measure=StageDurations().measure,
-        )
-
+    request = CompileRequest(module, args, kwargs, needs_grad=False, target=target, options=options)
     installed = module.__dict__.get("forward")
     behind = standing_behind(installed)
-    if behind is None or behind is installed:
-        with suppress(NotApartError):
-            return lower(apart=True)
-    with with_own_forward(module, installed if behind is None else behind.own):
-        return lower(apart=False)
+    own = installed if behind is None else behind.own
+    lower = partial(lower_module, records=records, measure=StageDurations().measure)
+    return apart_or_itself(request, own, lower)
 
 
 def _built(

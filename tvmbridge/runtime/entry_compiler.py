@@ -7,8 +7,9 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -33,6 +34,8 @@ from tvmbridge.runtime.progress import progress
 from tvmbridge.runtime.trial import try_out
 
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,7 +167,6 @@ class Compiler:
         self, mode: Mode, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> CompiledModule:
         """Compile from the trace of a stand-in copy; trace the module itself if it has no copy."""
-        compile_ = self.instead or compile_module
         request = CompileRequest(
             self.module,
             args,
@@ -175,14 +177,26 @@ class Compiler:
             packing=self.packing,
             autocast=mode.autocast,
         )
-        itself = replace(request, apart=False)
-        installed = self.module.__dict__.get("forward")
-        if standing_behind(installed) not in (None, installed):
-            # A library has wrapped the dispatcher, and a stand-in would call the wrapper.
-            with with_own_forward(self.module, self.own):
-                return compile_(itself)
-        try:
+        return apart_or_itself(request, self.own, self.instead or compile_module)
+
+
+def apart_or_itself(
+    request: CompileRequest,
+    own: Callable[..., Any] | None,
+    compile_: Callable[[CompileRequest], Result],
+) -> Result:
+    """Return what ``compile_`` makes of the trace of a copy; without one, of the module itself.
+
+    Args:
+        request: the request for the trace of a copy.
+        own: the module's own forward, which the trace of the module itself runs.
+        compile_: compiles or lowers a request.
+    """
+    module, itself = request.module, replace(request, apart=False)
+    installed = module.__dict__.get("forward")
+    # If a library has wrapped the dispatcher, a copy would call the wrapper.
+    if standing_behind(installed) in (None, installed):
+        with suppress(NotApartError):
             return compile_(request)
-        except NotApartError:
-            with with_own_forward(self.module, self.own):
-                return compile_(itself)
+    with with_own_forward(module, own):
+        return compile_(itself)
