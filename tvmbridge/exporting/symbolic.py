@@ -18,9 +18,8 @@ from torch import nn
 
 from tvmbridge.compiler.build import Fused
 from tvmbridge.compiler.durations import StageDurations
-from tvmbridge.compiler.lowering import Known, LoweredModule, lower_module
+from tvmbridge.compiler.lowering import Known, lower_module
 from tvmbridge.compiler.request import CompileRequest
-from tvmbridge.core.decisions import recorded_decisions, repeated_decisions
 from tvmbridge.core.errors import CaptureError, ExportError
 from tvmbridge.core.libraries import register_containers
 from tvmbridge.core.options import CompileOptions
@@ -30,15 +29,15 @@ from tvmbridge.exporting.building import prepare_alone
 from tvmbridge.exporting.code import AloneCode, FrozenGraph, described_code, frozen_graph
 from tvmbridge.exporting.conditions import written_relations
 from tvmbridge.exporting.leftovers import refuse_effects
-from tvmbridge.graph_capture.any_size import SymbolicTrace, shapes_of, traced_with_symbols
+from tvmbridge.graph_capture.any_size import SymbolicTrace, shapes_of
 from tvmbridge.graph_capture.surroundings import tracing_here, undisturbed
 from tvmbridge.graph_capture.trace.standins import without_inference_tensors
 from tvmbridge.runtime.declared_sizes import reach
 from tvmbridge.symbolic.building import code_for_all
-from tvmbridge.symbolic.code import Points
+from tvmbridge.symbolic.code import Points, lowered_at_all, traced_for
 from tvmbridge.symbolic.declared import DeclaredDimension, declared, symbols_of
 from tvmbridge.symbolic.probes import points_within
-from tvmbridge.symbolic.sizes import DifferentCodeError, Sizes
+from tvmbridge.symbolic.sizes import DifferentCodeError, Point, Sizes
 from tvmbridge.symbolic.symbols import ITSELF, Dimension, Symbols
 
 _SMALL = (2, 3, 5, 7)
@@ -81,7 +80,7 @@ def _for_any_size(
         dimensions = declared(spec, module.forward, *sample)
         symbols = _symbols(dimensions, sample)
         bounds = [dimensions[group[0]] for group in symbols.dimensions]
-        trace = _traced(module, sample, symbols)
+        trace = traced_for(module, symbols, sample, needs_grad=False, autocast=())
         try:
             # A size of 2 may be confused with another 2 in the code; then try larger shapes.
             points = _points(trace, sample, symbols, bounds, from_two=True)
@@ -115,12 +114,6 @@ def _symbols(dimensions: Mapping[Dimension, DeclaredDimension], sample: _Argumen
             "each of the two dimensions a Dim of its own"
         )
     return symbols
-
-
-def _traced(module: nn.Module, sample: _Arguments, symbols: Symbols) -> SymbolicTrace:
-    flat = [d for group in symbols.dimensions for d in group]
-    apart = symbols.probe(*sample, symbols.apart(shapes_of(sample)))
-    return traced_with_symbols(module, *apart, flat, needs_grad=False, autocast=())
 
 
 def _points(
@@ -158,8 +151,8 @@ def _compiled(
 ) -> AloneCode:
     records: list[PassRecord] = []
 
-    def lower(point: Sequence[int], known: Known) -> LoweredModule:
-        args, kwargs = symbols.probe(*sample, tuple(point))
+    def lower(point: Point, known: Known) -> FrozenGraph:
+        args, kwargs = symbols.probe(*sample, point)
         lowered = lower_module(
             CompileRequest(module, args, kwargs, needs_grad=False, target=target, options=options),
             records=records,
@@ -167,26 +160,16 @@ def _compiled(
             known=known,
         )
         refuse_effects(lowered.captured)
-        return lowered
+        return frozen_graph(lowered, options, records)
 
     def prepared(mod: tvm.IRModule, target: tvm.target.Target) -> Fused:
         return prepare_alone(mod, target, records)
 
-    graphs: list[FrozenGraph] = []
-    first, *others = points.all
-    with recorded_decisions() as decisions:
-        lowered = lower(first, Known(trace.stage_of_all))
-        graphs.append(frozen_graph(lowered, options, records))
-    for point in others:
-        there, here = symbols.probe(*sample, first), symbols.probe(*sample, point)
-        captured = trace.captured(lowered.captured, there, here)
-        with repeated_decisions(decisions):
-            other = lower(point, Known(trace.stage_of_all, captured))
-            graphs.append(frozen_graph(other, options, records))
+    graphs = lowered_at_all(points, trace, partial(symbols.probe, *sample), lower)
     code = code_for_all(
         [(graph.mod, None) for graph in graphs],
         Sizes(points.all),
-        partial(prepared, target=lowered.target),
+        partial(prepared, target=graphs[0].lowered.target),
         records,
     )
     return described_code(module, graphs[0], code, records)

@@ -22,10 +22,10 @@ from tvmbridge.runtime.guards.mode import Flags, Mode, flags_of
 from tvmbridge.runtime.guards.signature import Matched, Signature
 from tvmbridge.runtime.guards.state import ModuleState
 from tvmbridge.runtime.progress import progress
-from tvmbridge.runtime.sized_code import compiled_for, traced_for
+from tvmbridge.runtime.sized_code import compiled_for
 from tvmbridge.runtime.specialization import Specialization
 from tvmbridge.runtime.trial import try_out
-from tvmbridge.symbolic.code import SymbolicCode
+from tvmbridge.symbolic.code import SymbolicCode, traced_for
 from tvmbridge.symbolic.related import divided, related
 from tvmbridge.symbolic.sizes import DifferentCodeError, Point
 from tvmbridge.symbolic.symbols import LEAST_SIZE, Dimension, Shapes, Symbols
@@ -267,7 +267,13 @@ class Family:
         self, mode: Mode, args: Any, kwargs: Any, bounds: tuple[Point, ...]
     ) -> SymbolicCode:
         symbols, sample = self._related, (args, kwargs)
-        trace = traced_for(self.compiler, symbols, sample, mode)
+        trace = traced_for(
+            self.compiler.module,
+            symbols,
+            sample,
+            needs_grad=mode.needs_grad,
+            autocast=mode.autocast,
+        )
         if symbols is self.symbols:
             symbols = related(symbols, trace.relations, sample, bounds)
             bounds = self._relate(symbols, sample, bounds)

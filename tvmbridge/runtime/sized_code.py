@@ -1,4 +1,4 @@
-"""Symbolic code for a call of a dispatched module: traced with symbols, compiled within bounds."""
+"""Symbolic code for calls of a dispatched module, compiled within bounds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 
 from tvmbridge.compiler.request import CompileRequest
 from tvmbridge.core.errors import BridgeError, CaptureError
-from tvmbridge.graph_capture.any_size import SymbolicTrace, shapes_of, traced_with_symbols
+from tvmbridge.graph_capture.any_size import SymbolicTrace
 from tvmbridge.graph_capture.trace.arguments import Arguments
 from tvmbridge.runtime.entry_compiler import Compiler
 from tvmbridge.runtime.guards.mode import Mode
@@ -18,24 +18,6 @@ from tvmbridge.symbolic.sizes import DifferentCodeError, Point
 from tvmbridge.symbolic.symbols import LEAST_SIZE, Symbols
 
 logger = logging.getLogger(__name__)
-
-
-def traced_for(
-    compiler: Compiler, symbols: Symbols, sample: Arguments, mode: Mode
-) -> SymbolicTrace:
-    """Trace the module of ``compiler`` with ``symbols`` in place of some sizes of ``sample``.
-
-    Raises:
-        CaptureError: the module cannot be traced with these symbols.
-    """
-    dimensions = [d for group in symbols.dimensions for d in group]
-    return traced_with_symbols(
-        compiler.module,
-        *symbols.probe(*sample, symbols.apart(shapes_of(sample))),
-        dimensions,
-        needs_grad=mode.needs_grad,
-        autocast=mode.autocast,
-    )
 
 
 def compiled_for(
@@ -101,7 +83,7 @@ def _other_points(
     bounds: tuple[Point, ...],
     names: Sequence[str],
 ) -> Points | None:
-    """Points without the sizes of ``points``, where code differs; None if there are none."""
+    """Return points without the sizes of ``points``, where code differs; None if there are none."""
     *_, least, most = bounds
     pairs = zip(least, most, strict=True)
     raised = tuple(high if low == LEAST_SIZE else low for low, high in pairs)

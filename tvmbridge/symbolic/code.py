@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import tvm
+from torch import nn
 
 from tvmbridge.compiler.build import Built
 from tvmbridge.compiler.compiled import CompiledModule, assembled, copied_results
@@ -22,15 +23,17 @@ from tvmbridge.compiler.partial_backwards import NoPartialBackwards
 from tvmbridge.compiler.request import CompileRequest
 from tvmbridge.compiler.split import SplitModule
 from tvmbridge.core.assumptions import Question
+from tvmbridge.core.autocast import Autocast
 from tvmbridge.core.captured_graph import Assumptions, CapturedGraph
 from tvmbridge.core.decisions import recorded_decisions, repeated_decisions
 from tvmbridge.core.types import PassRecord
-from tvmbridge.graph_capture.any_size import SymbolicTrace
+from tvmbridge.graph_capture.any_size import SymbolicTrace, shapes_of, traced_with_symbols
 from tvmbridge.graph_capture.relations import Relations
 from tvmbridge.graph_capture.trace.arguments import Arguments
 from tvmbridge.symbolic.building import build_for_all, refused_as_different
 from tvmbridge.symbolic.descriptions import at, merged
 from tvmbridge.symbolic.sizes import DifferentCodeError, Point, Sizes
+from tvmbridge.symbolic.symbols import Symbols
 
 _NO_ASSUMPTIONS = Assumptions(training=False)
 _NO_GRAPH: Any = None
@@ -109,6 +112,61 @@ class SymbolicCode:
         )
 
 
+class _HasLowered(Protocol):
+    """What comes of a lowered module, with the module itself."""
+
+    @property
+    def lowered(self) -> LoweredModule: ...
+
+
+_Made = TypeVar("_Made", bound=_HasLowered)
+
+
+def traced_for(
+    module: nn.Module, symbols: Symbols, sample: Arguments, *, needs_grad: bool, autocast: Autocast
+) -> SymbolicTrace:
+    """Trace ``module`` with ``symbols`` in place of some sizes of ``sample``.
+
+    Raises:
+        CaptureError: the module cannot be traced with these symbols.
+    """
+    return traced_with_symbols(
+        module,
+        *symbols.probe(*sample, symbols.apart(shapes_of(sample))),
+        [d for group in symbols.dimensions for d in group],
+        needs_grad=needs_grad,
+        autocast=autocast,
+    )
+
+
+def lowered_at_all(
+    points: Points,
+    trace: SymbolicTrace,
+    sample_at: Callable[[Point], Arguments],
+    lower: Callable[[Point, Known], _Made],
+) -> list[_Made]:
+    """Lower a module at each of ``points``, with the decisions of the first.
+
+    Args:
+        points: the points.
+        trace: the module with symbols, which the graphs at the other points come from.
+        sample_at: returns arguments whose symbolic dimensions have the sizes of a point.
+        lower: lowers the module at a point, with what is known of it.
+
+    Raises:
+        DifferentCodeError: the module is refused at a point, and not at the first.
+        BridgeError: the module is refused at the first point.
+    """
+    first, *others = points.all
+    with recorded_decisions() as decisions:
+        lowered = [lower(first, Known(trace.stage_of_all))]
+    for point in others:
+        known = _known(trace, lowered[0].lowered, sample_at(first), sample_at(point))
+        with refused_as_different(), repeated_decisions(decisions):
+            lowered.append(lower(point, known))
+    return lowered
+
+
 def compile_symbolic(
     request: CompileRequest,
     sample_at: Callable[[Point], tuple[tuple[Any, ...], dict[str, Any]]],
@@ -135,13 +193,7 @@ def compile_symbolic(
         lowered = lower_module(here, records=records, measure=stages.measure, known=known)
         return _laid_out(lowered, records)
 
-    first, *others = points.all
-    with recorded_decisions() as decisions:
-        lowered = [lower(first, Known(trace.stage_of_all))]
-    for point in others:
-        known = _known(trace, lowered[0].lowered, sample_at(first), sample_at(point))
-        with refused_as_different(), repeated_decisions(decisions):
-            lowered.append(lower(point, known))
+    lowered = lowered_at_all(points, trace, sample_at, lower)
     sizes = Sizes(points.all)
     common = lowered[0]
     with stages.measure("build"):
