@@ -7,20 +7,17 @@ Each module is compiled in its own process. ``--rows norms-train`` chooses some 
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.common import Row, parser, report
-from benchmarks.compile_scaling import TOTAL
-from tvmbridge import CompileOptions, add_tvm_dispatch, dispatch_report
+from benchmarks.compile_scaling import TOTAL, compile_here, in_a_new_process
+from tvmbridge import CompileOptions
 
 
 def linears(layers: int) -> tuple[nn.Module, Tensor]:
@@ -72,29 +69,10 @@ CASES: Mapping[str, Case] = MappingProxyType(
 )
 
 
-def compile_here(case: Case, layers: int) -> dict[str, float]:
-    """Compile once in this process; return the CPU seconds of each stage and in total."""
-    options = CompileOptions(cache=False)
-    warm = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).train(case.training)
-    add_tvm_dispatch(warm, torch.randn(2, 4), options=options)
-    module, sample = case.make(layers)
-    module.train(case.training)
-    # The compiler times its stages by perf_counter, which must return CPU time as well.
-    with mock.patch("time.perf_counter", time.process_time):
-        start = time.process_time()
-        add_tvm_dispatch(module, sample, options=options)
-        total = time.process_time() - start
-    (entry,) = dispatch_report(module).specializations
-    return {**entry.seconds, TOTAL: total}
-
-
 def measure(name: str, layers: int) -> dict[str, float]:
-    """Run :func:`compile_here` in a new process and return its result."""
-    command = [sys.executable, "-m", "benchmarks.compile_layers", "--worker"]
-    command += ["--rows", name, "--layers", str(layers)]
-    answer = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    seconds: dict[str, float] = json.loads(answer.stdout.splitlines()[-1])
-    return seconds
+    """Compile in a new process, without the cache; return the CPU seconds of each stage."""
+    arguments = "--rows", name, "--layers", str(layers)
+    return in_a_new_process("compile_layers", *arguments)
 
 
 def rows(name: str, layers: int | None) -> list[Row]:
@@ -121,7 +99,8 @@ def main(argv: Sequence[str] = ()) -> int:
     chosen = options.parse_args(list(argv))
     if chosen.worker:
         case = CASES[chosen.rows[0]]
-        print(json.dumps(compile_here(case, chosen.layers or case.layers)))
+        layers, uncached = chosen.layers or case.layers, CompileOptions(cache=False)
+        print(json.dumps(compile_here(case.make, layers, case.training, uncached)))
         return 0
     table = [row for name in chosen.rows for row in rows(name, chosen.layers)]
     return report("CPU time of add_tvm_dispatch", table, check=not chosen.no_check)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.common import Row, parser, report
-from tvmbridge import add_tvm_dispatch, dispatch_report
+from tvmbridge import CompileOptions, add_tvm_dispatch, dispatch_report
 
 BOUND = 4.5
 TOTAL = "in all"
@@ -92,28 +92,45 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 )
 
 
-def compile_here(family: Family, operators: int) -> dict[str, float]:
-    """Compile once in this process; return the CPU seconds of each stage and in total."""
-    warm = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).train(family.training)
-    add_tvm_dispatch(warm, torch.randn(2, 4))
-    module, sample = family.make(operators)
-    module.train(family.training)
+def compile_here(
+    make: Callable[[int], tuple[nn.Module, Tensor]],
+    count: int,
+    training: bool,
+    options: CompileOptions | None = None,
+) -> dict[str, float]:
+    """Compile once in this process; return the CPU seconds of each stage and in total.
+
+    Args:
+        make: builds a module of ``count`` operators or layers, and an input.
+        count: the size of the module.
+        training: whether the module is in train mode.
+        options: how it is compiled.
+    """
+    warm = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).train(training)
+    add_tvm_dispatch(warm, torch.randn(2, 4), options=options)
+    module, sample = make(count)
+    module.train(training)
     # The compiler times its stages by perf_counter, which must return CPU time as well.
     with mock.patch("time.perf_counter", time.process_time):
         start = time.process_time()
-        add_tvm_dispatch(module, sample)
+        add_tvm_dispatch(module, sample, options=options)
         total = time.process_time() - start
     (entry,) = dispatch_report(module).specializations
     return {**entry.seconds, TOTAL: total}
 
 
-def measure(name: str, operators: int) -> dict[str, float]:
-    """Run :func:`compile_here` in a new process and return its result."""
-    command = [sys.executable, "-m", "benchmarks.compile_scaling", "--worker"]
-    command += ["--families", name, "--operators", str(operators)]
+def in_a_new_process(benchmark: str, *arguments: str) -> dict[str, float]:
+    """Run the worker of a benchmark, which prints what :func:`compile_here` returns as JSON."""
+    command = [sys.executable, "-m", f"benchmarks.{benchmark}", "--worker", *arguments]
     answer = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     seconds: dict[str, float] = json.loads(answer.stdout.splitlines()[-1])
     return seconds
+
+
+def measure(name: str, operators: int) -> dict[str, float]:
+    """Run :func:`compile_here` in a new process and return its result."""
+    arguments = "--families", name, "--operators", str(operators)
+    return in_a_new_process("compile_scaling", *arguments)
 
 
 def rows(name: str, operators: int) -> list[Row]:
@@ -138,7 +155,8 @@ def main(argv: Sequence[str] = ()) -> int:
     options.add_argument("--worker", action="store_true", help="compile here and print JSON")
     chosen = options.parse_args(list(argv))
     if chosen.worker:
-        print(json.dumps(compile_here(FAMILIES[chosen.families[0]], chosen.operators)))
+        family = FAMILIES[chosen.families[0]]
+        print(json.dumps(compile_here(family.make, chosen.operators, family.training)))
         return 0
     table = [row for name in chosen.families for row in rows(name, chosen.operators)]
     return report("CPU time of add_tvm_dispatch", table, check=not chosen.no_check)
