@@ -25,7 +25,8 @@ class Convolution(nn.Module):
         between = edges[:, edges[0] != edges[1]]
         loops = torch.arange(nodes).view(1, -1).repeat(2, 1)
         source, target = torch.cat([between, loops], 1)
-        degrees = torch.zeros(nodes).scatter_add_(0, target, torch.ones(source.size(0)))
+        ones = torch.ones(source.size(0), dtype=x.dtype)
+        degrees = torch.zeros(nodes, dtype=x.dtype).scatter_add_(0, target, ones)
         scale = degrees.pow(-0.5)
         messages = self.linear(x)[source] * (scale[source] * scale[target]).unsqueeze(-1)
         return torch.zeros_like(messages[:nodes]).index_add(0, target, messages)

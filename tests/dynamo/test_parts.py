@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from examples.graphs import Convolution
 from tvmbridge import add_tvm_dispatch, compile_report, dispatch_report, remove_tvm_dispatch
 from tvmbridge.core.errors import CaptureError, FallbackError
 
@@ -46,29 +47,10 @@ class Masked(nn.Module):
         return (z * y).sum(-1) + z[:, 0].sin()
 
 
-class Propagation(nn.Module):
-    """A graph convolution as PyG writes it, which adds missing self loops."""
-
-    def __init__(self, inner: int, outer: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(inner, outer)
-
-    def forward(self, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
-        nodes = x.size(0)
-        between = edges[:, edges[0] != edges[1]]
-        loops = torch.arange(nodes).view(1, -1).repeat(2, 1)
-        source, target = torch.cat([between, loops], 1)
-        ones = torch.ones(source.size(0), dtype=x.dtype)
-        degrees = torch.zeros(nodes, dtype=x.dtype).scatter_add_(0, target, ones)
-        scale = degrees.pow(-0.5)
-        messages = self.linear(x)[source] * (scale[source] * scale[target]).unsqueeze(-1)
-        return torch.zeros_like(messages[:nodes]).index_add(0, target, messages)
-
-
 class Graphs(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = Propagation(8, 16), Propagation(16, 4)
+        self.first, self.second = Convolution(8, 16), Convolution(16, 4)
 
     def forward(self, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
         return self.second(self.first(x, edges).relu(), edges)
