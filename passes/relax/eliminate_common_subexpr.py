@@ -1,8 +1,8 @@
 """Replace each repeated expression by the variable of its first occurrence.
 
-TVM's pass of this name does this for one size. Code for any size is compiled at several sizes, and
-two expressions may be equal at one of them alone, such as a range of 3 classes and a range of the
-rows of a batch of 3. Then merge only what is equal at the first of the sizes as well.
+TVM's pass of this name does this for one size. Code for any size is compiled at several sizes. Two
+expressions may be equal at one of them alone: in a batch of 3 rows, the range of the rows equals
+the range of 3 classes. This pass merges expressions only if they are equal at the first size too.
 
 Before::
 
