@@ -145,6 +145,8 @@ _multi_head_attention_forward = types.FunctionType(
     {
         **vars(functional),
         "scaled_dot_product_attention": _attention_of_a_layer,
+        # Otherwise the modes of torch.export get the original function, not the copy.
+        "has_torch_function": lambda tensors: False,
     },
     argdefs=functional.multi_head_attention_forward.__defaults__,
 )
