@@ -82,22 +82,23 @@ class Trained:
     served: float
 
 
-def _dispatch(model: Model, setting: Setting) -> None:
+def _dispatch(model: Model, setting: Setting, device: torch.device) -> None:
     for block in model.blocks:
         if setting.sample:
-            add_tvm_dispatch(block, torch.randn(2, 5, _WIDTH, dtype=setting.dtype))
+            sample = torch.randn(2, 5, _WIDTH, dtype=setting.dtype, device=device)
+            add_tvm_dispatch(block, sample)
         else:
             add_tvm_dispatch(block)
 
 
-def train(setting: Setting, *, tvm: bool, steps: int = 5) -> Trained:
+def train(setting: Setting, device: torch.device, *, tvm: bool, steps: int = 5) -> Trained:
     """Train on this rank's rows of random batches."""
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
-    model = Model(setting.dropout).to(setting.dtype)
+    model = Model(setting.dropout).to(device, setting.dtype)
     blocks = list(model.blocks)
     if tvm and not setting.sharded_first:
-        _dispatch(model, setting)
+        _dispatch(model, setting, device)
     if setting.checkpoint:
         from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrapper
 
@@ -106,17 +107,17 @@ def train(setting: Setting, *, tvm: bool, steps: int = 5) -> Trained:
         param_dtype=torch.bfloat16 if setting.mixed else None,
         reduce_dtype=torch.float32 if setting.mixed else None,
     )
-    mesh = dist.device_mesh.init_device_mesh("cpu", (size,))
+    mesh = dist.device_mesh.init_device_mesh(device.type, (size,))
     for part in (*model.blocks, model):
         fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=setting.reshard)
     if tvm and setting.sharded_first:
-        _dispatch(model, setting)
+        _dispatch(model, setting, device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses = []
     torch.manual_seed(rank)
     for step in range(steps):
         generator = torch.Generator().manual_seed(step)
-        words = torch.randint(0, _WORDS, (2 * size, 5), generator=generator)
+        words = torch.randint(0, _WORDS, (2 * size, 5), generator=generator).to(device)
         batches = words[2 * rank : 2 * rank + 2].split(1 if setting.accumulate else 2)
         for number, batch in enumerate(batches):
             model.set_requires_gradient_sync(number == len(batches) - 1)  # type: ignore[operator]
@@ -133,36 +134,17 @@ def train(setting: Setting, *, tvm: bool, steps: int = 5) -> Trained:
     return Trained(losses, weights, served)
 
 
-def compared(rank: int, settings: dict[str, Setting]) -> dict[str, Any]:
+def compared(rank: int, settings: dict[str, Setting], device_type: str = "cpu") -> dict[str, Any]:
     """Return, by setting, the share of served calls and the largest differences from eager."""
-    dist.init_process_group("gloo")
+    device = torch.device(device_type, rank if device_type == "cuda" else None)
+    if device_type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
     found = {}
     for name, setting in settings.items():
-        eager, ours = train(setting, tvm=False), train(setting, tvm=True)
+        eager, ours = (train(setting, device, tvm=t) for t in (False, True))
         losses = max(abs(a - b) for a, b in zip(eager.losses, ours.losses, strict=True))
         weights = max(float((eager.weights[n] - w).abs().max()) for n, w in ours.weights.items())
         found[name] = (ours.served, losses, weights)
-    dist.destroy_process_group()
-    return found
-
-
-def on_gpus(rank: int) -> list[dict[str, int]]:
-    """The reasons of calls of a sharded block, and of a part of a sharded block, as on GPUs."""
-    from unittest import mock
-
-    from tvmbridge.core import sharding
-
-    dist.init_process_group("gloo")
-    mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
-    found = []
-    with mock.patch.object(sharding, "_is_on_a_gpu", return_value=True):
-        for part in ("", "up"):
-            block = Block(0.0)
-            sample = torch.randn(2, 5, _WIDTH)
-            dispatched = block.get_submodule(part)
-            add_tvm_dispatch(dispatched, sample, on_fallback="silent")
-            fully_shard(block, mesh=mesh)
-            block(sample).sum().backward()
-            found.append(dict(dispatch_report(dispatched).fallbacks))
     dist.destroy_process_group()
     return found

@@ -12,32 +12,12 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from tvmbridge.core.torch_private import managed_modules
-
-ON_GPUS = (
-    "its parameters are sharded over GPUs (fully_shard), where compiled code is not verified yet"
-)
-
 
 def is_sharded(module: nn.Module) -> bool:
     """Whether ``fully_shard`` was applied to ``module`` itself."""
     # No module can be sharded unless this is imported. Importing it takes a second.
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
-
-
-def is_sharded_on_gpus(module: nn.Module) -> bool:
-    """Whether ``fully_shard`` was applied to ``module``, or to one around it, on GPUs."""
-    if "torch.distributed.fsdp" not in sys.modules:
-        return False
-    if not _is_on_a_gpu(module):
-        return False
-    sharded = (each for each in managed_modules() if is_sharded(each))
-    return any(part is module for each in sharded for part in each.modules())
-
-
-def _is_on_a_gpu(module: nn.Module) -> bool:
-    return any(parameter.is_cuda for parameter in module.parameters())
 
 
 def class_before(module: nn.Module) -> type[nn.Module]:

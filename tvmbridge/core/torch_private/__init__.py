@@ -276,12 +276,6 @@ def current_raw_stream(index: int) -> int:
     return found
 
 
-def managed_modules() -> list[torch.nn.Module]:
-    """Return the modules that ``fully_shard`` and its like were applied to, in this process."""
-    states = importlib.import_module("torch.distributed._composable_state")
-    return list(states._module_state_mapping)
-
-
 def functional_collectives() -> Any:
     """Return the module that implements functional collectives."""
     return importlib.import_module("torch.distributed._functional_collectives")

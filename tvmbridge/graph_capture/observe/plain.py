@@ -10,7 +10,7 @@ from torch import nn
 
 from tvmbridge.core.assumptions import Question
 from tvmbridge.core.contents import all_held, is_constant
-from tvmbridge.core.sharding import ON_GPUS, is_sharded_on_gpus, sharded_within
+from tvmbridge.core.sharding import sharded_within
 from tvmbridge.core.torch_private import is_functional_tensor
 from tvmbridge.graph_capture.trace.standins import tensors_of
 
@@ -76,8 +76,6 @@ def unusual_in(module: nn.Module, leaves: Sequence[Any] = ()) -> str | None:
     The tensors of the module and the ``leaves`` of its arguments are checked. Tracing some kinds of
     tensors would end the process.
     """
-    if is_sharded_on_gpus(module):
-        return f"{ON_GPUS}: PyTorch runs it"
     sharded = sharded_within(module)
     if sharded is not None:
         return (

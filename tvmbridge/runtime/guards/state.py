@@ -17,7 +17,7 @@ from torch import nn
 from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.core.contents import MISSING
 from tvmbridge.core.libraries import acts
-from tvmbridge.core.sharding import ON_GPUS, class_before, is_sharded_on_gpus
+from tvmbridge.core.sharding import class_before
 from tvmbridge.core.types import InputKind
 from tvmbridge.core.writes import version_of
 from tvmbridge.graph_capture.observe.hooks import GLOBAL_HOOKS, HOOKS, traced_hooks
@@ -251,8 +251,6 @@ class ModuleState:
                 now = place.get(key, MISSING)
                 if reason is not PATCHED or stands_for(now) is not stands_for(expected):
                     return reason
-        if is_sharded_on_gpus(self._members[0]):
-            return ON_GPUS
         # Lists are compared as a whole, which is fast enough for every call.
         if list(map(len, self._dicts)) != self._lengths:
             return "a submodule, parameter or buffer was added or removed"

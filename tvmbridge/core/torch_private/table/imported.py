@@ -306,11 +306,6 @@ IMPORTED = (
         _ends_last,
     ),
     PrivateName(
-        "torch.distributed._composable_state._module_state_mapping",
-        "whether a module is sharded as a part of another",
-        lambda mapping: isinstance(mapping, MutableMapping),
-    ),
-    PrivateName(
         "torch.distributed._functional_collectives",
         "whether collectives have a gradient",
         has("wait_tensor", "all_to_all_single_autograd"),
