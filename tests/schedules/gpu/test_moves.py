@@ -36,3 +36,14 @@ def test_slices_are_put_back(start: int, end: Any, step: int) -> None:
     expected = torch.zeros(2, 4, 16)
     expected[..., start:end:step] = part
     torch.testing.assert_close(found, expected * whole + whole, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_unaligned_rows_are_padded_and_cut(dtype: torch.dtype) -> None:
+    def graph(x: relax.Expr, wide: relax.Expr) -> list[relax.Expr]:
+        return [op.nn.pad(x, [0, 3, 0, 5]), op.strided_slice(wide, [0, 1], [0, 0], [32, 11])]
+
+    x, wide = torch.randn(33, 11).to(dtype), torch.randn(33, 16).to(dtype)
+    padded, cut = run_module(build_main([x, wide], graph), x, wide)
+    assert torch.equal(padded, torch.nn.functional.pad(x, (0, 5, 0, 3)))
+    assert torch.equal(cut, wide[:32, :11])

@@ -20,6 +20,7 @@ from tvmbridge.passes.relax.allocate_by_torch import AllocateByTorch
 from tvmbridge.passes.relax.compile_aten_calls import CompileAtenCalls
 from tvmbridge.passes.relax.dispatch_kernels import DispatchKernels
 from tvmbridge.passes.relax.few_row_products import FewRowProducts
+from tvmbridge.passes.relax.pad_products import PadProducts
 from tvmbridge.passes.relax.repeat_casts import CHEAP_ON_GPUS, RepeatCasts
 from tvmbridge.passes.relax.table_gradients import TableGradients
 from tvmbridge.pipeline import AnyPass
@@ -35,7 +36,7 @@ def _target(device: torch.device) -> tvm.target.Target:
 
 
 def _kernel_passes(measure: bool) -> list[AnyPass]:
-    ours = FewRowProducts(), TableGradients()
+    ours = FewRowProducts(), PadProducts(), TableGradients()
     casts = RepeatCasts(CHEAP_ON_GPUS)
     return [*ours, *kernel_passes(DispatchKernels(), CompileAtenCalls(FOR_GPUS), casts=casts)]
 
