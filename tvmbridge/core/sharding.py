@@ -14,10 +14,6 @@ from torch import nn
 
 from tvmbridge.core.torch_private import managed_modules
 
-ON_GPUS = (
-    "its parameters are sharded over GPUs (fully_shard), where compiled code is not verified yet"
-)
-
 
 def is_sharded(module: nn.Module) -> bool:
     """Whether ``fully_shard`` was applied to ``module`` itself."""
