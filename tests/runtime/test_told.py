@@ -18,7 +18,7 @@ from torch import nn
 from tests.dispatch_helpers import eager, make_block, sample
 from tvmbridge import CaptureError, FallbackError, add_tvm_dispatch, dispatch_report
 from tvmbridge.core.reasons import Kind, Reason
-from tvmbridge.runtime import progress
+from tvmbridge.runtime import fallbacks, progress
 from tvmbridge.runtime.fallbacks import Tally
 
 SHAPE = "the shape of an input differs"

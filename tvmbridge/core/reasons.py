@@ -35,11 +35,12 @@ class Category(enum.Enum):
     """What tvmbridge does; the value is the heading in docs/limits.md."""
 
     FALLS_BACK = "The module's own forward serves the call"
-    REFUSED = "An error is raised"
+    REFUSED = "The module or sample is refused"
+    ONCE = "A backward with `create_graph=True` is refused"
     DIFFERS = "Results differ from eager PyTorch's"
 
 
-_REFUSED, _DIFFERS = Category.REFUSED, Category.DIFFERS
+_REFUSED, _ONCE, _DIFFERS = Category.REFUSED, Category.ONCE, Category.DIFFERS
 
 
 @enum.unique
@@ -230,7 +231,7 @@ class Kind(enum.Enum):
         _REFUSED,
     )
     WRAPPER = (
-        "it is a wrapper, which calls what it holds, .{}",
+        "it is a wrapper, which calls its {}",
         "dispatch what it holds, or dispatch before you wrap",
         _REFUSED,
     )
@@ -246,36 +247,36 @@ class Kind(enum.Enum):
         _REFUSED,
     )
     # A backward with create_graph=True cannot run forward again, and has no derivative.
-    AGAIN_FREED = "backward has run", "call backward with retain_graph=True", _REFUSED
-    AGAIN_ALONE = "the code was called alone", LEAVE_TO_EAGER, _REFUSED
+    AGAIN_FREED = "backward has run", "call backward with retain_graph=True", _ONCE
+    AGAIN_ALONE = "the code was called alone", LEAVE_TO_EAGER, _ONCE
     AGAIN_DRAWS = (
         "forward draws random numbers on another device than the CPU",
         LEAVE_TO_EAGER,
-        _REFUSED,
+        _ONCE,
     )
-    AGAIN_WRITES = "forward writes into buffers or arguments", LEAVE_TO_EAGER, _REFUSED
-    AGAIN_LEAVES = "forward leaves values in attributes of the module", LEAVE_TO_EAGER, _REFUSED
+    AGAIN_WRITES = "forward writes into buffers or arguments", LEAVE_TO_EAGER, _ONCE
+    AGAIN_LEAVES = "forward leaves values in attributes of the module", LEAVE_TO_EAGER, _ONCE
     AGAIN_EPILOGUE = (
         "a part of forward runs eagerly after the compiled code",
         LEAVE_TO_EAGER,
-        _REFUSED,
+        _ONCE,
     )
-    AGAIN_COMPLEX = "it has complex inputs", LEAVE_TO_EAGER, _REFUSED
-    AGAIN_EXCHANGED = "a tensor of the module was exchanged since", LEAVE_TO_EAGER, _REFUSED
+    AGAIN_COMPLEX = "it has complex inputs", LEAVE_TO_EAGER, _ONCE
+    AGAIN_EXCHANGED = "a tensor of the module was exchanged since", LEAVE_TO_EAGER, _ONCE
     AGAIN_WRITTEN = (
         "an input or a tensor of the module was written since",
         LEAVE_TO_EAGER,
-        _REFUSED,
+        _ONCE,
     )
     AGAIN_MODE = (
         "the module was put into another mode since, or PyTorch",
         LEAVE_TO_EAGER,
-        _REFUSED,
+        _ONCE,
     )
     AGAIN_HOOK = (
         "a tensor of the module has a hook, which would be called twice",
         LEAVE_TO_EAGER,
-        _REFUSED,
+        _ONCE,
     )
     # What compiled code computes otherwise.
     OVERFLOW = (
@@ -352,11 +353,11 @@ def table() -> str:
     """Return the kinds as tables in Markdown, one for each category."""
     lines = []
     for category in Category:
-        lines += [f"## {category.value}", "", "| reason | what to do |", "| --- | --- |"]
-        for kind in Kind:
-            if kind.category is category and kind.sentence != "{}":
-                advice = kind.advice or "nothing: further calls are served"
-                lines.append(f"| {kind.sentence.format('...')} | {advice} |")
+        lines += [f"## {category.value}", "", "| reasons | what to do |", "| --- | --- |"]
+        kinds = [k for k in Kind if k.category is category and k is not Kind.FAILED]
+        for advice in dict.fromkeys(kind.advice for kind in kinds):
+            reasons = [k.sentence.format("...") for k in kinds if k.advice == advice]
+            lines.append(f"| {'<br>'.join(reasons)} | {advice or 'nothing'} |")
         lines.append("")
     return "\n".join(lines)
 

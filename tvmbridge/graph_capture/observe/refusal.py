@@ -168,7 +168,7 @@ def _unusual_class(module: nn.Module) -> Reason | None:
     for each in class_.__mro__:
         held = _WRAPPERS.get(f"{each.__module__}.{each.__name__}")
         if held is not None:
-            return Reason(Kind.WRAPPER, held)
+            return Reason(Kind.WRAPPER, f".{held}")
     if any(c.__name__ == _SHARDED for m in module.modules() for c in type(m).__mro__):
         return Reason(Kind.SHARDED_WHOLE)
     for name, submodule in module.named_modules():
