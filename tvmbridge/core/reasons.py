@@ -17,13 +17,10 @@ from tvmbridge.core.errors import LEAVE_TO_EAGER
 
 _ADD = "call add_tvm_dispatch with these arguments too"
 _SAME = f"pass the same kinds of arguments in each call, or {_ADD}"
-_AGAIN = "call add_tvm_dispatch again, which compiles for the module as it is now"
 _REFREEZE = "call add_tvm_dispatch with freeze=True again"
 _THAW = "call the module in eval mode under torch.no_grad(), or dispatch it without freeze=True"
 _EXPLAIN = "tvmbridge.explain(module, sample) says what would become of it"
-_COMPARE = "tvmbridge.compare(module, sample) shows by how much"
 _DENSE = "pass plain, dense tensors"
-_CONTIGUOUS = "make the input contiguous"
 _CLONE = "pass a clone of the tensor"
 _OUTSIDE = "call the module outside of it, where calls are many"
 _CHECKPOINT = "dispatch the submodules that the checkpoint calls"
@@ -41,6 +38,22 @@ class Category(enum.Enum):
 
 
 _REFUSED, _ONCE, _DIFFERS = Category.REFUSED, Category.ONCE, Category.DIFFERS
+
+
+def _changed(sentence: str) -> tuple[str, str]:
+    return sentence, "call add_tvm_dispatch again, which compiles for the module as it is now"
+
+
+def _strides(sentence: str) -> tuple[str, str]:
+    return sentence, "make the input contiguous"
+
+
+def _once(sentence: str) -> tuple[str, str, Category]:
+    return sentence, LEAVE_TO_EAGER, Category.ONCE
+
+
+def _differs(sentence: str) -> tuple[str, str, Category]:
+    return sentence, "tvmbridge.compare(module, sample) shows by how much", Category.DIFFERS
 
 
 @enum.unique
@@ -96,30 +109,21 @@ class Kind(enum.Enum):
         "name in dynamic_shapes the arguments that calls have",
     )
     # The memory of tensors differs.
-    STRIDES_DRAWS = (
-        "an input is laid out otherwise, so that random numbers would differ",
-        _CONTIGUOUS,
+    STRIDES_DRAWS = _strides("an input is laid out otherwise, so that random numbers would differ")
+    STRIDES_ASKED = _strides("an input is laid out otherwise, and forward asks for that")
+    STRIDES_SHARED = _strides(
+        "an input is laid out otherwise, so that other outputs would share memory"
     )
-    STRIDES_ASKED = "an input is laid out otherwise, and forward asks for that", _CONTIGUOUS
-    STRIDES_SHARED = (
-        "an input is laid out otherwise, so that other outputs would share memory",
-        _CONTIGUOUS,
+    STRIDES_EXCHANGED = _strides(
+        "an input is laid out otherwise, so that other buffers would be exchanged"
     )
-    STRIDES_EXCHANGED = (
-        "an input is laid out otherwise, so that other buffers would be exchanged",
-        _CONTIGUOUS,
-    )
-    STRIDES_FAIL = "an input is laid out otherwise: {}", _CONTIGUOUS
+    STRIDES_FAIL = _strides("an input is laid out otherwise: {}")
     STRIDES_MANY = "inputs have been laid out in more than {} ways", "make the inputs contiguous"
-    EXPANDED = (
-        "an input is expanded otherwise, so that equal elements would be sorted so",
-        _CONTIGUOUS,
+    EXPANDED = _strides("an input is expanded otherwise, so that equal elements would be sorted so")
+    HELD_STRIDES = _changed(
+        "a parameter is laid out otherwise, so that random numbers would differ"
     )
-    HELD_STRIDES = (
-        "a parameter is laid out otherwise, so that random numbers would differ",
-        _AGAIN,
-    )
-    VIEW_STRIDES = "a tensor of which a view is returned has other strides", _CONTIGUOUS
+    VIEW_STRIDES = _strides("a tensor of which a view is returned has other strides")
     WRITTEN_SHARED = (
         "a tensor that forward writes shares memory, with another or in itself",
         _CLONE,
@@ -131,18 +135,18 @@ class Kind(enum.Enum):
     ASKS_OFFSET = "a tensor starts within its memory, and forward asks for that", _CLONE
     ASKS_IDENTITY = "one tensor is given twice, and forward asks whether tensors are one", _CLONE
     # The module is not as it was when it was compiled.
-    CHANGED = "{} changed", _AGAIN
-    FORWARD_CHANGED = "the code or a default of forward changed", _AGAIN
-    REPLACED = "a submodule was replaced", _AGAIN
-    PATCHED = "the forward of a submodule was replaced", _AGAIN
-    ADDED = "a parameter or buffer was added", _AGAIN
-    COUNT = "a submodule, parameter or buffer was added or removed", _AGAIN
-    UNTIED = "tied parameters were untied", _AGAIN
-    WRITTEN = "a tensor that forward has as a constant was written", _AGAIN
-    NORM_REMOVED = "a norm was removed", _AGAIN
-    MISSING = "a parameter or buffer is missing", _AGAIN
-    HELD_NOT_PLAIN = "a parameter or buffer is not a plain tensor", _AGAIN
-    HELD_LEFT_TRANSFORM = "a parameter or buffer has left a function transform", _AGAIN
+    CHANGED = _changed("{} changed")
+    FORWARD_CHANGED = _changed("the code or a default of forward changed")
+    REPLACED = _changed("a submodule was replaced")
+    PATCHED = _changed("the forward of a submodule was replaced")
+    ADDED = _changed("a parameter or buffer was added")
+    COUNT = _changed("a submodule, parameter or buffer was added or removed")
+    UNTIED = _changed("tied parameters were untied")
+    WRITTEN = _changed("a tensor that forward has as a constant was written")
+    NORM_REMOVED = _changed("a norm was removed")
+    MISSING = _changed("a parameter or buffer is missing")
+    HELD_NOT_PLAIN = _changed("a parameter or buffer is not a plain tensor")
+    HELD_LEFT_TRANSFORM = _changed("a parameter or buffer has left a function transform")
     HOOKED = (
         "a submodule has hooks",
         "remove the hooks, or dispatch the submodules, whose own hooks are called",
@@ -248,43 +252,21 @@ class Kind(enum.Enum):
     )
     # A backward with create_graph=True cannot run forward again, and has no derivative.
     AGAIN_FREED = "backward has run", "call backward with retain_graph=True", _ONCE
-    AGAIN_ALONE = "the code was called alone", LEAVE_TO_EAGER, _ONCE
-    AGAIN_DRAWS = (
-        "forward draws random numbers on another device than the CPU",
-        LEAVE_TO_EAGER,
-        _ONCE,
-    )
-    AGAIN_WRITES = "forward writes into buffers or arguments", LEAVE_TO_EAGER, _ONCE
-    AGAIN_LEAVES = "forward leaves values in attributes of the module", LEAVE_TO_EAGER, _ONCE
-    AGAIN_EPILOGUE = (
-        "a part of forward runs eagerly after the compiled code",
-        LEAVE_TO_EAGER,
-        _ONCE,
-    )
-    AGAIN_COMPLEX = "it has complex inputs", LEAVE_TO_EAGER, _ONCE
-    AGAIN_EXCHANGED = "a tensor of the module was exchanged since", LEAVE_TO_EAGER, _ONCE
-    AGAIN_WRITTEN = (
-        "an input or a tensor of the module was written since",
-        LEAVE_TO_EAGER,
-        _ONCE,
-    )
-    AGAIN_MODE = (
-        "the module was put into another mode since, or PyTorch",
-        LEAVE_TO_EAGER,
-        _ONCE,
-    )
-    AGAIN_HOOK = (
-        "a tensor of the module has a hook, which would be called twice",
-        LEAVE_TO_EAGER,
-        _ONCE,
-    )
+    AGAIN_ALONE = _once("the code was called alone")
+    AGAIN_DRAWS = _once("forward draws random numbers on another device than the CPU")
+    AGAIN_WRITES = _once("forward writes into buffers or arguments")
+    AGAIN_LEAVES = _once("forward leaves values in attributes of the module")
+    AGAIN_EPILOGUE = _once("a part of forward runs eagerly after the compiled code")
+    AGAIN_COMPLEX = _once("it has complex inputs")
+    AGAIN_EXCHANGED = _once("a tensor of the module was exchanged since")
+    AGAIN_WRITTEN = _once("an input or a tensor of the module was written since")
+    AGAIN_MODE = _once("the module was put into another mode since, or PyTorch")
+    AGAIN_HOOK = _once("a tensor of the module has a hook, which would be called twice")
     # What compiled code computes otherwise.
-    OVERFLOW = (
+    OVERFLOW = _differs(
         "finite numbers overflow on the way, as in a sum of numbers near the largest of their "
         "dtype, in the squares of `std` or in a norm: an infinity, NaN or 0 may replace another of "
-        "these",
-        _COMPARE,
-        _DIFFERS,
+        "these"
     )
     COTANGENT = (
         "TVM's gradient differentiates a norm or `mse_loss`, and the cotangent of a row has an "
@@ -292,18 +274,14 @@ class Kind(enum.Enum):
         'CompileOptions(joint="aot") has PyTorch\'s own derivatives',
         _DIFFERS,
     )
-    BY_PLACE = (
+    BY_PLACE = _differs(
         "eager PyTorch's answer depends on the place of an element in a tensor (`gelu` of the "
         "largest float32 and of infinities, the mean of `var_mean` with an infinity): one of its "
-        "two answers is given",
-        _COMPARE,
-        _DIFFERS,
+        "two answers is given"
     )
-    CONVOLUTION = (
+    CONVOLUTION = _differs(
         "loops compute a 3x3 convolution ([how](performance.md#convolutions-in-loops)): NaN may "
-        "replace an infinity",
-        _COMPARE,
-        _DIFFERS,
+        "replace an infinity"
     )
     ZERO = "the sign of a zero", "add 0.0 where the sign matters", _DIFFERS
 
