@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tvmbridge.backends import backend_of
 from tvmbridge.compiler.compiled import CompiledModule
 from tvmbridge.compiler.packing import ModulePacks
 from tvmbridge.core.assumptions import Question
@@ -104,7 +105,8 @@ class CompiledEntry:
         if not compiled.key:
             return None
         device = compiled.captured.device
-        where = f" on {torch.cuda.get_device_name(device)}" if device.type == "cuda" else ""
+        name = backend_of(device).name(device)
+        where = f" on {name}" if name else ""
         return f"seconds of {compiled.origin} by code {compiled.key[:32]}{where}"
 
     def rebound(self, memo: Mapping[int, Any], packing: ModulePacks) -> CompiledEntry:

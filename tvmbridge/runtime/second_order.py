@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from tvmbridge.backends import backend_of
 from tvmbridge.core.autocast import under_autocast, without_autocast
 from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.core.errors import BridgeError
@@ -208,7 +209,7 @@ class SecondOrderCall:
 
 def _refused(captured: CapturedGraph) -> Reason | None:
     """Return why the own forward cannot repeat the computation of a call; None if it can."""
-    if captured.noise and captured.device.type != "cpu":
+    if captured.noise and not backend_of(captured.device).redraws:
         return Reason(Kind.AGAIN_DRAWS)
     if captured.convention.changed_arguments or any(
         o.kind is not OutputKind.USER for o in captured.outputs
