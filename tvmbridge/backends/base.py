@@ -38,6 +38,7 @@ class Backend:
     - ``prepare``: registers the functions that TVM needs, before it compiles.
     - ``device``: returns TVM's device for a PyTorch device.
     - ``identity``: returns all that code depends on beside its target, for the cache key.
+    - ``settings``: read the settings of PyTorch that choose among kernels with other roundings.
     - ``name``: returns the name of a device among those of one type; empty if all are alike.
     - ``on_stream``: returns a compiled function that runs on PyTorch's current stream.
     - ``synchronize``: waits for the work that a device was given.
@@ -65,6 +66,7 @@ class Backend:
     prepare: Callable[[], None]
     device: Callable[[torch.device], Any]
     identity: Callable[[torch.device], str]
+    settings: tuple[Callable[[], Any], ...]
     name: Callable[[torch.device], str]
     on_stream: Callable[[Callable[..., Any], torch.device], Callable[..., Any]]
     synchronize: Callable[[torch.device], None]

@@ -17,7 +17,9 @@ from tvmbridge.backends.cuda.bits import register_bits
 from tvmbridge.backends.cuda.identity import gpu_identity
 from tvmbridge.backends.cuda.rocm import register_rocm
 from tvmbridge.backends.cuda.source import arch_of, register_compiler
+from tvmbridge.core.attention_kernels import attention_switched_off
 from tvmbridge.core.devices import gpu_index
+from tvmbridge.core.kernel_settings import precision_reader
 from tvmbridge.core.torch_private import current_raw_stream
 from tvmbridge.legalize.aten import FOR_GPUS
 from tvmbridge.legalize.fences import fence_arithmetic
@@ -79,6 +81,7 @@ CUDA = Backend(
     prepare=_prepare,
     device=_device,
     identity=gpu_identity,
+    settings=(precision_reader("cuda"), attention_switched_off),
     name=lambda device: torch.cuda.get_device_name(device),
     on_stream=_on_stream,
     synchronize=lambda device: torch.cuda.synchronize(device),
