@@ -13,7 +13,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import torch
 import tvm
 import tvm_ffi
 from tvm import relax
@@ -23,7 +22,6 @@ from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.types import PassRecord
 from tvmbridge.passes.base import PassReport, RelaxPass
 from tvmbridge.passes.fx.horizontal_fusion import HorizontalFusion
-from tvmbridge.passes.relax.cast_first import CastFirst
 from tvmbridge.passes.relax.collapse_views import CollapseViews
 from tvmbridge.passes.relax.dead_code_elimination import DeadCodeElimination
 from tvmbridge.passes.relax.eliminate_common_subexpr import EliminateCommonSubexpr
@@ -108,15 +106,6 @@ def layout_passes(
     if not results and not parameters:
         return []
     return [LayOut(function, tuple(results), tuple(parameters)), CollapseViews(), *tidy_passes()]
-
-
-def graph_passes_for(device: torch.device) -> list[AnyPass]:
-    """Return the passes that a device's library needs before a joint function is split.
-
-    On a CPU there are none: products read packed weights, which other passes create from casts of
-    permutations.
-    """
-    return [] if device.type == "cpu" else [CastFirst(), *tidy_passes()]
 
 
 def tidy_passes() -> list[AnyPass]:

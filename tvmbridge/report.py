@@ -13,11 +13,12 @@ from tvm.target import Target
 from tvmbridge.compiler.buffers import Reuse
 from tvmbridge.compiler.packing import PackReport
 from tvmbridge.core.compiled_half import missing_halves
+from tvmbridge.core.reasons import Reason
 from tvmbridge.core.types import PassRecord, ValueDescriptor
 from tvmbridge.records import Coverage
 from tvmbridge.records.meta import target_name
 from tvmbridge.runtime.dispatcher import Dispatcher
-from tvmbridge.runtime.fallbacks import advice, share, worst
+from tvmbridge.runtime.fallbacks import share, worst
 from tvmbridge.runtime.parts import PartReport
 from tvmbridge.runtime.verdict import SpeedVerdict
 
@@ -108,8 +109,7 @@ class DispatchReport:
     - ``dropped``: the number of specializations that were discarded for newer ones.
     - ``packs``: reports of packed weights.
     - ``unchecked``: calls that were due for a check but could not be checked, by reason.
-    - ``examples``: for each reason, details of its first fallback: the argument, and the value that
-      was expected.
+    - ``reasons``: by each text of ``fallbacks``, the first such reason, with its kind and advice.
     - ``under_way``: the code that another process is compiling now.
     - ``missing_halves``: for each C++ library that this process lacks, why it is missing and the
       cost.
@@ -128,7 +128,7 @@ class DispatchReport:
     dropped: int = 0
     packs: tuple[PackReport, ...] = ()
     unchecked: Mapping[str, int] = field(default_factory=dict)
-    examples: Mapping[str, str] = field(default_factory=dict)
+    reasons: Mapping[str, Reason] = field(default_factory=dict)
     under_way: tuple[str, ...] = ()
     missing_halves: tuple[str, ...] = ()
     methods: Mapping[str, DispatchReport] = field(default_factory=dict)
@@ -164,8 +164,13 @@ class DispatchReport:
     @property
     def advice(self) -> str | None:
         """Return advice about the most frequent fallback reason; None if there is no fallback."""
-        reason = worst(self.fallbacks, self.examples)
-        return None if reason is None else advice(reason)
+        text = worst(self.fallbacks, self.reasons)
+        return None if text is None else self.reasons[text].advice
+
+    @property
+    def examples(self) -> dict[str, str]:
+        """Return details of the first call by reason: names, shapes and values."""
+        return {text: reason.example for text, reason in self.reasons.items()}
 
     @property
     def checked_calls(self) -> int:
@@ -237,7 +242,7 @@ class DispatchReport:
         if self.fallbacks:
             table = Table("calls to the module's own forward, because", "calls")
             for reason, count in self.fallbacks.items():
-                told = "\n".join(filter(None, (reason, self.examples.get(reason))))
+                told = "\n".join(filter(None, (reason, self.reasons[reason].example)))
                 table.add_row(escape(told), str(count))
             console.print(table)
             if self.advice:
@@ -289,7 +294,7 @@ def report_of(dispatcher: Dispatcher) -> DispatchReport:
     return DispatchReport(
         tvm_calls=dispatcher.served(),
         fallbacks=dict(dispatcher.tally.counts),
-        examples=dict(dispatcher.tally.examples),
+        reasons=dict(dispatcher.tally.reasons),
         dropped=dispatcher.dropped,
         aten_calls=sorted({name for r in reports for name in r.aten_operators}),
         specializations=reports,
@@ -316,7 +321,7 @@ def report_of_all(dispatchers: Mapping[str, Dispatcher]) -> DispatchReport:
     return DispatchReport(
         tvm_calls=sum(r.tvm_calls for r in parts),
         fallbacks={f"{m}: {k}": v for m, r in reports.items() for k, v in r.fallbacks.items()},
-        examples={f"{m}: {k}": v for m, r in reports.items() for k, v in r.examples.items()},
+        reasons={f"{m}: {k}": v for m, r in reports.items() for k, v in r.reasons.items()},
         dropped=sum(r.dropped for r in parts),
         aten_calls=sorted({name for r in parts for name in r.aten_calls}),
         specializations=[

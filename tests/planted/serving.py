@@ -252,7 +252,7 @@ SERVING = (
         "a changed attribute not noticed",
         "guard",
         "tvmbridge.runtime.guards.state",
-        'return f"{value} changed" if value else None',
+        "return Reason(Kind.CHANGED, value) if value else None",
         "return None",
         ("tests/runtime/guards/test_state.py", "-k", "attribute"),
     ),

@@ -20,11 +20,12 @@ from torch import nn
 
 import tvmbridge
 from tvmbridge import CaptureError, add_tvm_dispatch, dispatch_report
+from tvmbridge.core.reasons import Kind
 from tvmbridge.kernels import table
 from tvmbridge.runtime import child as children
 from tvmbridge.runtime.entry_compiler import Compiler
-from tvmbridge.runtime.fallbacks import COMPILING
 
+COMPILING = Kind.COMPILING.sentence
 X = torch.linspace(-1, 1, 48).reshape(8, 6)
 BACKGROUND = {"background": True}
 

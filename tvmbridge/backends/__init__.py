@@ -23,11 +23,11 @@ def backend_for(target: tvm.target.Target) -> Backend:
     return next(b for b in BACKENDS.values() if target.kind.name in b.kinds)
 
 
-def resolve_target(target: Any, device: torch.device = _CPU_DEVICE) -> tvm.target.Target:
-    """Return the target to compile for: the one that the user named, or else the device's own.
+def backend_of(device: torch.device) -> Backend:
+    """Return the backend for tensors on ``device``.
 
     Raises:
-        BuildError: TVM does not know the target, or it does not fit the tensors' device.
+        BuildError: there is none for this type of device.
     """
     backend = BACKENDS.get(device.type)
     if backend is None:
@@ -35,6 +35,16 @@ def resolve_target(target: Any, device: torch.device = _CPU_DEVICE) -> tvm.targe
         raise BuildError(
             f"tensors on {device.type!r} are not supported; move the module to {known}"
         )
+    return backend
+
+
+def resolve_target(target: Any, device: torch.device = _CPU_DEVICE) -> tvm.target.Target:
+    """Return the target to compile for: the one that the user named, or else the device's own.
+
+    Raises:
+        BuildError: TVM does not know the target, or it does not fit the tensors' device.
+    """
+    backend = backend_of(device)
     if target is None:
         return backend.default_target(device)
     resolved = known_target(target)
@@ -67,4 +77,4 @@ def known_target(target: Any) -> tvm.target.Target:
     return resolved
 
 
-__all__ = ["BACKENDS", "Backend", "backend_for", "known_target", "resolve_target"]
+__all__ = ["BACKENDS", "Backend", "backend_for", "backend_of", "known_target", "resolve_target"]

@@ -38,6 +38,23 @@ class Backend:
     - ``prepare``: registers the functions that TVM needs, before it compiles.
     - ``device``: returns TVM's device for a PyTorch device.
     - ``identity``: returns all that code depends on beside its target, for the cache key.
+    - ``settings``: read the settings of PyTorch that choose among kernels with other roundings.
+    - ``name``: returns the name of a device among those of one type; empty if all are alike.
+    - ``on_stream``: returns a compiled function that runs on PyTorch's current stream.
+    - ``synchronize``: waits for the work that a device was given.
+    - ``graph_passes``: returns the passes that the device's libraries need before a joint function
+      is split.
+    - ``residual_policy``: the policy that ``"auto"`` stands for.
+    - ``warm_up``: the number of calls in which code and libraries prepare themselves.
+    - ``freezes``: whether weights may be frozen.
+    - ``packs``: whether weights may be moved side by side.
+    - ``replays``: whether calls may be replayed as CUDA graphs.
+    - ``runs_alone``: whether code can run without PyTorch, or operator by operator.
+    - ``redraws``: whether forward can draw the random numbers of a call once more.
+    - ``norms_in_loops``: whether loops of norms are as fast as PyTorch's kernels.
+    - ``drops_in_float32``: whether PyTorch's dropout scales half precision in float32.
+    - ``draws_by_strides``: whether dropout's mask depends on its input's dtype and strides, so that
+      PyTorch's own kernel must make it.
     """
 
     kinds: tuple[str, ...]
@@ -49,6 +66,21 @@ class Backend:
     prepare: Callable[[], None]
     device: Callable[[torch.device], Any]
     identity: Callable[[torch.device], str]
+    settings: tuple[Callable[[], Any], ...]
+    name: Callable[[torch.device], str]
+    on_stream: Callable[[Callable[..., Any], torch.device], Callable[..., Any]]
+    synchronize: Callable[[torch.device], None]
+    graph_passes: Callable[[], list[AnyPass]]
+    residual_policy: str
+    warm_up: int
+    freezes: bool
+    packs: bool
+    replays: bool
+    runs_alone: bool
+    redraws: bool
+    norms_in_loops: bool
+    drops_in_float32: bool
+    draws_by_strides: bool
 
 
 def kernel_passes(

@@ -7,6 +7,7 @@ from tvm import relax
 
 from tvmbridge.backends.base import Backend, kernel_passes
 from tvmbridge.core.decisions import sizes_vary
+from tvmbridge.core.kernel_settings import precision_reader
 from tvmbridge.legalize.fences import fence_arithmetic
 from tvmbridge.passes.relax.compile_aten_calls import CompileAtenCalls
 from tvmbridge.passes.relax.convolutions_in_loops import ConvolutionsInLoops
@@ -46,4 +47,20 @@ CPU = Backend(
     prepare=_prepare,
     device=lambda device: tvm.cpu(),
     identity=lambda device: device.type,
+    settings=(precision_reader("cpu"),),
+    name=lambda device: "",
+    on_stream=lambda function, device: function,
+    synchronize=lambda device: None,
+    # Products read packed weights, which other passes create from casts of permutations.
+    graph_passes=list,
+    residual_policy="keep_casts",
+    warm_up=2,
+    freezes=True,
+    packs=True,
+    replays=False,
+    runs_alone=True,
+    redraws=True,
+    norms_in_loops=False,
+    drops_in_float32=False,
+    draws_by_strides=False,
 )

@@ -15,6 +15,7 @@ from types import MappingProxyType
 import torch
 from tvm import relax
 
+from tvmbridge.backends import backend_of
 from tvmbridge.coloring.graph import JointGraph, tensor_bytes
 from tvmbridge.coloring.keep_casts import keep_casts
 from tvmbridge.coloring.keep_operands import keep_operands
@@ -44,7 +45,7 @@ def policy_for(name: str, device: torch.device) -> str:
     """Resolve ``CompileOptions.residual_policy`` on ``device`` to a key of :data:`POLICIES`."""
     if name != "auto":
         return name
-    return "keep_casts" if device.type == "cpu" else "keep_operands"
+    return backend_of(device).residual_policy
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import torch
 import tvm
 
+from tvmbridge.backends import backend_of
 from tvmbridge.compiler.buffers import Reuse
 from tvmbridge.compiler.build import Built
 from tvmbridge.compiler.cached_build import CachedBuild
@@ -193,7 +194,7 @@ def build_lowered(
         partial_backwards = PartialBackwards(parts, build, lowered.layouts.gradients, device)
     return replace(
         assembled(lowered, mod, parts, built, records, stages),
-        cuda_graphs=options.cuda_graphs and device.type == "cuda",
+        cuda_graphs=options.cuda_graphs and backend_of(device).replays,
         partial_backwards=partial_backwards,
     )
 

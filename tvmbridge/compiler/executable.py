@@ -13,12 +13,11 @@ import tvm_ffi
 from torch.utils.dlpack import from_dlpack
 from tvm import relax
 
+from tvmbridge.backends import backend_of
 from tvmbridge.compiler.at_exit import stays_at_exit
 from tvmbridge.compiler.pieces import Pieces
 from tvmbridge.core.called_in_mode import without_gradients
-from tvmbridge.core.devices import gpu_index
 from tvmbridge.core.profiling import profiling
-from tvmbridge.core.torch_private import current_raw_stream
 from tvmbridge.kernels.titles import kernels_told
 from tvmbridge.passes.relax.lift_frozen import TRANSFORM
 
@@ -127,7 +126,7 @@ class LoadedModule:
         self._vm = vm
         self._unaligned = dict(unaligned or {})
         self._functions = {
-            name: on_current_stream(vm[name], device)
+            name: backend_of(device).on_stream(vm[name], device)
             for name in ("forward", "backward", TRANSFORM)
             if _has(vm, name)
         }
@@ -229,20 +228,6 @@ class LoadedModule:
 
 def _with_last(function: Callable[..., Any], argument: Any) -> Callable[..., Any]:
     return lambda *arguments: function(*arguments, argument)
-
-
-def on_current_stream(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """Return the compiled ``function`` with its kernels on PyTorch's current stream of a GPU."""
-    if device.type != "cuda":
-        return function
-    index = gpu_index(device)
-    on_device = tvm_ffi.device("rocm" if torch.version.hip else "cuda", index)
-
-    def call(*arguments: Any) -> Any:
-        with tvm_ffi.use_raw_stream(on_device, current_raw_stream(index)):
-            return function(*arguments)
-
-    return call
 
 
 def _has(vm: relax.VirtualMachine, name: str) -> bool:

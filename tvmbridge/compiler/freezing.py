@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import tvm
 from tvm import relax
 
+from tvmbridge.backends import backend_of
 from tvmbridge.compiler.lowering import LoweredModule
 from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.core.errors import BuildError
@@ -98,7 +99,7 @@ def freeze(
         BuildError: a tensor is complex, or not on the CPU.
     """
     captured = lowered.captured
-    if captured.device.type != "cpu":
+    if not backend_of(captured.device).freezes:
         raise BuildError(f"freeze=True is for modules on the CPU, not on {captured.device}")
     targets = _frozen_targets(captured)
     names = tuple(targets)

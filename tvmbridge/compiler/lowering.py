@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 import tvm
 
-from tvmbridge.backends import resolve_target
+from tvmbridge.backends import backend_of, resolve_target
 from tvmbridge.coloring import policy_for
 from tvmbridge.compiler.combining import Combining, Packs
 from tvmbridge.compiler.laying_out import Layouts
@@ -32,7 +32,6 @@ from tvmbridge.graph_capture.observe.staging import StagedModule, staged
 from tvmbridge.pipeline import (
     AnyPass,
     fx_passes_of,
-    graph_passes_for,
     inference_passes,
     run_extra_passes,
     run_passes,
@@ -164,7 +163,7 @@ def _forward_and_backward(
 ) -> tuple[SplitModule, Packs]:
     joint, packs = combining.joint(derivation.joint)
     device = derivation.captured.device
-    mod = run_passes(joint.mod, graph_passes_for(device), combining.records)
+    mod = run_passes(joint.mod, backend_of(device).graph_passes(), combining.records)
     joint = replace(joint, mod=run_extra_passes(mod, passes, combining.records))
     policy = policy_for(options.residual_policy, device)
     return split(*colored(joint, policy, options.recompute)), packs
@@ -175,6 +174,6 @@ def _forward(
 ) -> tuple[tvm.IRModule, Packs]:
     mod = run_passes(imported.mod, inference_passes(), combining.records)
     mod, packs = combining.inference(mod)
-    mod = run_passes(mod, graph_passes_for(device), combining.records)
+    mod = run_passes(mod, backend_of(device).graph_passes(), combining.records)
     mod = run_extra_passes(mod, passes, combining.records)
     return tvm.IRModule({"forward": mod["main"].with_attr("global_symbol", "forward")}), packs

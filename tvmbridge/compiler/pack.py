@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from tvmbridge.backends import BACKENDS
 from tvmbridge.core.torch_private import storage_use_count
 
 # Compiled loops need addresses that are multiples of this; other slices would be copied per call.
@@ -109,7 +110,8 @@ def unmovable(parameter: object, module: nn.Module) -> str | None:
     """
     if type(parameter) is not nn.Parameter:
         return "it is not a plain parameter"
-    if parameter.layout is not torch.strided or parameter.device.type != "cpu":
+    backend = BACKENDS.get(parameter.device.type)
+    if parameter.layout is not torch.strided or backend is None or not backend.packs:
         return "it is not a dense tensor on the CPU"
     if not parameter.is_contiguous() or parameter.is_neg() or parameter.is_conj():
         return "its memory is not in its order"

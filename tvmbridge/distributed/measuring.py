@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tvmbridge.backends import backend_of
 from tvmbridge.core.devices import gpus_of
 from tvmbridge.distributed.graph import PipelineGraph
 from tvmbridge.distributed.splitting import StageModule, cut
@@ -101,17 +102,12 @@ def sample_of(stage: StageModule, device: torch.device) -> list[torch.Tensor]:
 def _timed(function: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
     """Return the result of a call, and its seconds."""
     calls = _CALLS_ON_GPU if device.type == "cuda" else 1
-    _wait(device)
+    backend_of(device).synchronize(device)
     start = time.perf_counter()
     for _ in range(calls):
         result = function()
-    _wait(device)
+    backend_of(device).synchronize(device)
     return result, (time.perf_counter() - start) / calls
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _backward(

@@ -15,10 +15,10 @@ from tvmbridge.compiler.compiled import CompiledModule
 from tvmbridge.core.libraries import register_containers
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.profiling import profiling
+from tvmbridge.core.reasons import Reason
 from tvmbridge.dynamo.graphs import DynamoGraph, Given
 from tvmbridge.runtime.dispatcher import Dispatcher
 from tvmbridge.runtime.fallbacks import Tally
-from tvmbridge.runtime.guards.spelling import Mismatch
 
 # Code for parameters that no call has used within this many calls is dropped.
 _CALLS_TO_FORGET = 1024
@@ -139,10 +139,10 @@ class _NotedTally(Tally):
         super().__init__(name, "silent")
         self._noted = noted
 
-    def note(self, why: str | Mismatch, *, settling: bool = False) -> None:
+    def note(self, why: Reason) -> None:
         """Count a call that falls back to PyTorch, and report its reason."""
-        super().note(why, settling=settling)
-        self._noted(why.reason if isinstance(why, Mismatch) else why)
+        super().note(why)
+        self._noted(why.text)
 
 
 def _share(known: Dispatcher, dispatcher: Dispatcher) -> None:

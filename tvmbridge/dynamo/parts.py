@@ -21,6 +21,7 @@ import torch
 from torch import fx
 
 from tvmbridge.core.errors import FallbackError
+from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.core.torch_private import dynamo_config, graph_breaks
 from tvmbridge.dynamo.backend import BackendOptions, graph_on_code
 from tvmbridge.dynamo.calls import CompiledGraph, EagerGraph
@@ -54,7 +55,7 @@ class _Call(threading.local):
 
     depth = 0
     ran = 0
-    reasons: tuple[str, ...] = ()
+    reasons: tuple[Reason, ...] = ()
 
 
 _now = _Call()
@@ -92,7 +93,7 @@ class ModuleInParts:
 
     def run(
         self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[Any, str | None]:
+    ) -> tuple[Any, Reason | None]:
         """Run ``original``, the forward of the module, in parts.
 
         Returns:
@@ -164,7 +165,7 @@ class ModuleInParts:
         Raises:
             FallbackError: the dispatch raises on fallbacks.
         """
-        _now.reasons = (*_now.reasons, f"of a part of it, {reason}")
+        _now.reasons = (*_now.reasons, Reason(Kind.OF_PART, reason))
         if self._tally.on_fallback == "raise":
             raise FallbackError(f"a part of the module is not served by TVM: {reason}")
 

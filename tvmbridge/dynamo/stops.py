@@ -14,6 +14,7 @@ import torch
 import tvm
 from torch.utils.dlpack import from_dlpack
 
+from tvmbridge.backends import backend_of
 from tvmbridge.compiler.build import Built
 from tvmbridge.compiler.compiled import CompiledModule, compile_module
 from tvmbridge.compiler.request import CompileRequest
@@ -54,7 +55,7 @@ class _Interpreted:
     def __init__(
         self, target: tvm.target.Target, options: CompileOptions, device: torch.device
     ) -> None:
-        if device.type != "cpu":
+        if not backend_of(device).runs_alone:
             raise UnsupportedOperatorError(f"tvmbridge_aot runs on the CPU, not on {device}")
 
     def __call__(

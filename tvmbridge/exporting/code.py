@@ -12,6 +12,7 @@ import torch
 import tvm
 from torch import nn
 
+from tvmbridge.backends import backend_of
 from tvmbridge.compiler.build import Code, build
 from tvmbridge.compiler.durations import StageDurations
 from tvmbridge.compiler.executable import LoadedModule
@@ -88,7 +89,7 @@ def alone_code(
         args, kwargs = without_inference_tensors((args, dict(kwargs)))
         records: list[PassRecord] = []
         lowered = _lowered(module, args, kwargs, target, options, records)
-        if lowered.captured.device.type != "cpu":
+        if not backend_of(lowered.captured.device).runs_alone:
             raise ExportError(
                 f"the module is on {lowered.captured.device}; code is exported for the CPU: move "
                 "the module there"

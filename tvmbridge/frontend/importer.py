@@ -12,6 +12,7 @@ import tvm
 from torch import fx
 from tvm import relax
 
+from tvmbridge.backends import backend_of
 from tvmbridge.core.admission import note_use
 from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.core.decisions import sizes_vary
@@ -312,8 +313,8 @@ def _emit_dropout(importer: Importer, node: fx.Node) -> Any:
     if x.meta["val"].dtype not in MOVED:
         raise UnsupportedOperatorError(f"dropout of a {x.meta['val'].dtype} tensor")
     fake = x.meta["val"]
-    # PyTorch's kernel scales half precision in float32 on GPUs, and in half precision on the CPU.
-    computed = WIDE if fake.is_cuda and fake.dtype in HALVES else fake.dtype
+    in_float32 = fake.dtype in HALVES and backend_of(fake.device).drops_in_float32
+    computed = WIDE if in_float32 else fake.dtype
     pair = importer.emit(relax.op.nn.dropout(importer.tensor(x, computed), p))
     result = importer.emit(relax.TupleGetItem(pair, 0))
     result = importer.cast(result, computed, fake.dtype)

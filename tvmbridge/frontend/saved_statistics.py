@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
+from tvmbridge.backends import backend_of
 from tvmbridge.frontend.importer import Importer
 from tvmbridge.frontend.registry import FLOATS, HALVES, Declined, converts
 from tvmbridge.frontend.shapes import shape_of
@@ -21,8 +22,6 @@ aten = torch.ops.aten
 Operand: TypeAlias = fx.Node | None
 
 _DTYPES = FLOATS | HALVES
-# On the CPU PyTorch's own kernels are as fast.
-_DEVICES = {"cuda"}
 # Positions of the arguments of backward that are statistics.
 _STATISTICS: dict[Any, slice] = {
     aten.native_layer_norm_backward.default: slice(3, 5),
@@ -58,10 +57,10 @@ def with_statistics(ctx: Importer, node: fx.Node, x: fx.Node) -> Any:
     """Emit an ATen call, which becomes loops, of a norm with statistics, or of a norm's backward.
 
     Raises:
-        Declined: the device is no GPU, the statistics have another dtype than ``wide(x)``, or the
-            tensor is empty.
+        Declined: PyTorch's kernels are as fast on the device, the statistics have another dtype
+            than ``wide(x)``, or the tensor is empty.
     """
-    if x.meta["val"].device.type not in _DEVICES:
+    if not backend_of(x.meta["val"].device).norms_in_loops:
         raise Declined("a norm whose saved statistics are read")
     read = _STATISTICS.get(node.target)
     if read is None:

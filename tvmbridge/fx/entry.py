@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.core.types import PassRecord
 from tvmbridge.fx.combined import FeaturePositions
@@ -93,14 +94,14 @@ class GraphEntry:
     calls: int = 0
     _fast: tuple[Any, list[torch.Tensor]] | None = field(default=None, repr=False)
 
-    def leaves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[Any] | str:
+    def leaves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[Any] | Reason:
         """Return the leaves of a call's arguments, or why the graph does not fit them."""
         leaves = self.signature.flatten(args, kwargs)
         if leaves is None:
-            return "the arguments are structured otherwise"
+            return Reason(Kind.STRUCTURE)
         return self.sizes.mismatch(leaves) or leaves
 
-    def tensors(self) -> list[torch.Tensor] | str:
+    def tensors(self) -> list[torch.Tensor] | Reason:
         """Return the module's current tensors, or why the graph no longer fits the module."""
         fast = self._fast
         if fast is not None and fast[0].check((), {}) is not None:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from tvmbridge.core.errors import BridgeError
+from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.core.turns import compiling
 from tvmbridge.fx.combined import replaced
 from tvmbridge.fx.entry import GraphEntry
@@ -48,7 +49,7 @@ class FxForward(StandsForForward):
         self.own = own
         self.rewriting = rewriting
         self.entries: dict[Mode, tuple[GraphEntry, ...]] = {}
-        self.refused: dict[Mode, tuple[str, ...]] = {}
+        self.refused: dict[Mode, tuple[Reason, ...]] = {}
         self.fallbacks: Counter[str] = Counter()
         functools.update_wrapper(self, self.original)
 
@@ -61,39 +62,40 @@ class FxForward(StandsForForward):
         caller = calling_module(sys._getframe(1))
         if caller is not None and caller is not self.module:
             own = self.own or forward_of_class(caller)
-            return self._noted("a shallow copy or a replica of the module", own, args, kwargs)
+            return self._noted(Reason(Kind.COPY), own, args, kwargs)
         reason = refused_now()
         if reason is not None:
             return self._noted(reason, self.original, args, kwargs)
         mode = Mode.of_now(self.module.training, torch.is_grad_enabled())
         found = self._entry(mode, args, kwargs)
-        if isinstance(found, str):
+        if isinstance(found, Reason):
             return self._noted(found, self.original, args, kwargs)
         entry, leaves, tensors = found
         return entry.run(tensors, leaves)
 
-    def _noted(self, reason: str, forward: Any, args: Any, kwargs: Any) -> Any:
-        if reason not in self.fallbacks:
+    def _noted(self, reason: Reason, forward: Any, args: Any, kwargs: Any) -> Any:
+        if reason.text not in self.fallbacks:
             name = type(self.module).__name__
             logger.warning("%s runs its own forward: %s", name, reason)
-        self.fallbacks[reason] += 1
+        self.fallbacks[reason.text] += 1
         apart, named = replaced(args, kwargs)
         return forward(*apart, **named)
 
     def _entry(
         self, mode: Mode, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[GraphEntry, Sequence[Any], Sequence[Any]] | str:
+    ) -> tuple[GraphEntry, Sequence[Any], Sequence[Any]] | Reason:
         """Return the entry that serves a call, its leaves and its tensors, or why none serves."""
-        reason, calls = "", {True: (args, kwargs)}
+        reason: Reason | None = None
+        calls = {True: (args, kwargs)}
         for entry in self.entries.get(mode, ()):
             if entry.combines not in calls:
                 calls[False] = replaced(args, kwargs)
             leaves = entry.leaves(*calls[entry.combines])
-            if isinstance(leaves, str):
+            if isinstance(leaves, Reason):
                 reason = reason or leaves
                 continue
             tensors = entry.tensors()
-            if isinstance(tensors, str):
+            if isinstance(tensors, Reason):
                 reason = tensors
                 continue
             return entry, leaves, tensors
@@ -102,14 +104,15 @@ class FxForward(StandsForForward):
             return reason or refused[-1]
         return self._make(mode, args, kwargs) or self._entry(mode, args, kwargs)
 
-    def _make(self, mode: Mode, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+    def _make(self, mode: Mode, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Reason | None:
         """Trace an entry for calls like this one; return the reason if that is refused."""
         with compiling():
             try:
                 entry = self.rewriting(self.module, self.own, args, kwargs, mode.needs_grad)
             except BridgeError as error:
-                self.refused[mode] = (*self.refused.get(mode, ()), str(error))
-                return str(error)
+                reason = Reason(Kind.FAILED, str(error))
+                self.refused[mode] = (*self.refused.get(mode, ()), reason)
+                return reason
         self.entries[mode] = (entry, *self.entries.get(mode, ()))
         return None
 

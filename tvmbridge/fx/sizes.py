@@ -13,6 +13,7 @@ from sympy.printing.str import StrPrinter  # type: ignore[import-untyped]
 from tvmbridge.core.contents import same_value
 from tvmbridge.core.errors import CaptureError
 from tvmbridge.core.generated import Scope
+from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.graph_capture.observe.plain import PLAIN
 from tvmbridge.graph_capture.relations import Relations
 
@@ -54,7 +55,7 @@ class LeafSizes:
         self._kinds = [(i, t.dtype, t.device, t.dim()) for i, t in tensors.items()]
         self._constants = [(i, leaf) for i, leaf in enumerate(leaves) if i not in tensors]
         self._shapes = shapes
-        self._fits = _compiled(relations, degenerate) if relations is not None else lambda _: None
+        self._fits = _compiled(relations, degenerate) if relations is not None else lambda _: True
         try:
             refused = self.mismatch(leaves)
         except Exception as error:
@@ -62,28 +63,26 @@ class LeafSizes:
         if refused is not None:
             raise CaptureError(f"the traced graph does not fit the sample: {refused}")
 
-    def mismatch(self, leaves: Sequence[Any]) -> str | None:
+    def mismatch(self, leaves: Sequence[Any]) -> Reason | None:
         """Return why the graph cannot serve a call with these leaves; None if it can."""
         for i, dtype, device, rank in self._kinds:
             tensor = leaves[i]
             if type(tensor) not in PLAIN or tensor.layout is not torch.strided:
-                return "an argument is no plain tensor"
+                return Reason(Kind.NOT_PLAIN)
             if tensor.dtype is not dtype:
-                return "the dtype of an input differs"
+                return Reason(Kind.DTYPE)
             if tensor.device != device:
-                return "the device of an input differs"
+                return Reason(Kind.DEVICE)
             if tensor.dim() != rank:
-                return "the number of dimensions of an input differs"
+                return Reason(Kind.SHAPE)
         for i, value in self._constants:
             if not same_value(leaves[i], value):
-                return "a constant argument differs"
-        return self._fits(self._shapes(leaves))
+                return Reason(Kind.CONSTANT)
+        return None if self._fits(self._shapes(leaves)) else Reason(Kind.SHAPE)
 
 
-def _compiled(
-    relations: Relations, degenerate: Collection[int]
-) -> Callable[[Sequence[Any]], str | None]:
-    """Return a function that checks sizes against the relations and returns why they do not fit."""
+def _compiled(relations: Relations, degenerate: Collection[int]) -> Callable[[Sequence[Any]], bool]:
+    """Return a function that says whether sizes fit the relations."""
     names: dict[Any, str] = {}
     text = _Text(names)
     lines: list[str] = []
@@ -99,17 +98,17 @@ def _compiled(
                 lines.append(f"{names[expression]} = {size}")
             else:
                 late.append((size, expression))
-    what = "the shape of an input differs"
-    lines += [f"if {size} != {text.doprint(other)}: return {what!r}" for size, other in late]
+    lines += [f"if {size} != {text.doprint(other)}: return False" for size, other in late]
     for symbol, (least, most) in relations.bounds.items():
         if symbol in names:
             least = 0 if symbol in small else least
-            lines.append(f"if not {least} <= {names[symbol]} <= {most}: return {what!r}")
+            lines.append(f"if not {least} <= {names[symbol]} <= {most}: return False")
     for guard in relations.guards:
         if guard.free_symbols <= names.keys():
-            lines.append(f"if not ({text.doprint(guard)}): return {what!r}")
+            lines.append(f"if not ({text.doprint(guard)}): return False")
+    lines.append("return True")
     source = "def fits(shapes):\n" + "".join(f"    {line}\n" for line in lines)
-    function: Callable[[Sequence[Any]], str | None]
+    function: Callable[[Sequence[Any]], bool]
     function = Scope(_FUNCTIONS).function("fits", source, "<sizes>")
     return function
 

@@ -89,10 +89,9 @@ def trace(
             repeat. The message names the cause.
     """
     reason = refused_now()
-    if reason is None and autocast_now():
-        reason = "autocast is on"
-    if reason is not None:
-        raise CaptureError(f"{type(module).__name__} cannot be traced here: {reason}")
+    if reason is not None or autocast_now():
+        why = reason or "autocast is on"
+        raise CaptureError(f"{type(module).__name__} cannot be traced here: {why}")
     with tracing_here(), without_autocast():
         stage = staged(module, args, kwargs, needs_grad)
         seen = _seen(stage)

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram, ExportGraphSignature
 
+from tvmbridge.backends import backend_of
 from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.core.torch_private import OpOverload, pytree
 from tvmbridge.core.types import ComputedTensor, NoiseDescriptor, TensorSpec
@@ -185,9 +186,8 @@ def _describe_dropout(node: fx.Node) -> NoiseDescriptor:
 
 def dropout_descriptor(name: str, like: torch.Tensor, p: float) -> NoiseDescriptor:
     """Return the descriptor of the mask for dropout of ``like`` with probability ``p``."""
-    if not like.is_cuda:
+    if not backend_of(like.device).draws_by_strides:
         return mask_descriptor(name, like, 1.0 - p, drop_probability=p)
-    # On a GPU the random numbers depend on dtype and strides, so eager's own kernel makes the mask.
     mask = TensorSpec.of(torch.empty_like(like, dtype=torch.bool))
     args = (TensorSpec.of(like), p, True)
     return NoiseDescriptor(name, mask, aten.native_dropout.default, args, {}, p, 1)

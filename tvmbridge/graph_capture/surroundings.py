@@ -14,6 +14,7 @@ import torch
 from torch.autograd import forward_ad
 
 from tvmbridge.core.autocast import without_autocast
+from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.core.torch_private import (
     DeviceContext,
     dispatch_mode_count,
@@ -67,18 +68,18 @@ def _failures_not_logged() -> Iterator[None]:
         log.removeFilter(passes)
 
 
-def refused_now() -> str | None:
+def refused_now() -> Reason | None:
     """Return why compiled code must not run in the current context; None if it may."""
     if torch.compiler.is_compiling() and not _captured_elsewhere():
-        return "the module is being traced"
+        return Reason(Kind.TRACED)
     if tracing_state():
-        return "the module is being traced"
+        return Reason(Kind.TRACED)
     if dispatch_mode_count():
-        return "a dispatch mode is active"
+        return Reason(Kind.DISPATCH_MODE)
     if innermost_transform() is not None:
-        return "a function transform is active"
+        return Reason(Kind.TRANSFORM)
     if forward_ad._current_level >= 0:
-        return "forward-mode differentiation is active"
+        return Reason(Kind.FORWARD_AD)
     return _mode_refuses() if function_mode_count() else None
 
 
@@ -113,13 +114,13 @@ def _captured_elsewhere() -> bool:
     return not torch.compiler.is_compiling()
 
 
-def _mode_refuses() -> str | None:
+def _mode_refuses() -> Reason | None:
     for index in range(function_mode_count()):
         mode = function_mode_at(index)
         if not isinstance(mode, DeviceContext):
-            return "a function mode is active"
+            return Reason(Kind.FUNCTION_MODE)
         if mode.device.type != "cpu":
-            return "another default device is set"
+            return Reason(Kind.DEFAULT_DEVICE)
     return None
 
 

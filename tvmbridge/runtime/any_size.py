@@ -14,12 +14,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tvmbridge.core.errors import BridgeError, BuildError
+from tvmbridge.core.reasons import Reason
 from tvmbridge.runtime.entry import CompiledEntry
 from tvmbridge.runtime.entry_compiler import Compiler
 from tvmbridge.runtime.family import Family, RefusedGuessError, Retire
 from tvmbridge.runtime.guards.mode import Mode
 from tvmbridge.runtime.guards.signature import Matched
-from tvmbridge.runtime.guards.spelling import Mismatch
 from tvmbridge.runtime.single_sizes import SingleSizes
 from tvmbridge.runtime.specialization import Specialization
 from tvmbridge.symbolic.symbols import Symbols
@@ -55,7 +55,7 @@ class AnySize:
         known: Sequence[Specialization],
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-    ) -> Specialization | Mismatch | None:
+    ) -> Specialization | Reason | None:
         """Return the specialisation for a call whose sizes none of ``known`` has.
 
         Returns:
@@ -106,7 +106,7 @@ class AnySize:
             if family.refused:
                 continue
             matched = family.signature.match(args, kwargs, any_size=True)
-            found = None if isinstance(matched, Mismatch) else family.instance(matched)
+            found = None if isinstance(matched, Reason) else family.instance(matched)
             if found is not None:
                 return found
         return None
@@ -117,7 +117,7 @@ class AnySize:
         for specialization in known:
             signature = specialization.signature
             matched = signature.match(args, kwargs, any_size=True)
-            if isinstance(matched, Mismatch):
+            if isinstance(matched, Reason):
                 continue
             earlier = [f for f in self.families if f.signature is signature]
             if len(earlier) >= _MOST_FAMILIES:

@@ -15,6 +15,7 @@ from tvmbridge.compiler.partial_backwards import all_finite, refuse_unusual
 from tvmbridge.core.autocast import autocast_now
 from tvmbridge.core.called_in_mode import with_autocast_off, without_gradients
 from tvmbridge.core.profiling import region
+from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.core.torch_private import backward_keeps_graph
 from tvmbridge.core.types import TensorSpec
 from tvmbridge.graph_capture.memory.layouts import Strides
@@ -30,7 +31,7 @@ from tvmbridge.runtime.step import Held, TrainingStep
 
 # The number of arguments of the autograd function before its tensors.
 _BEFORE_SOURCES = 1
-_CALLED_ALONE = "the code was called alone"
+_CALLED_ALONE = Reason(Kind.AGAIN_ALONE)
 _numbers = itertools.count(1)
 
 
@@ -82,7 +83,7 @@ class TrainingCall:
         self,
         primals: Sequence[Any],
         strides: Strides = None,
-        again: SecondOrderCall | str = _CALLED_ALONE,
+        again: SecondOrderCall | Reason = _CALLED_ALONE,
         held: Held | None = None,
         replayed: Replayed | None = None,
     ) -> tuple[torch.Tensor, ...]:
@@ -214,7 +215,7 @@ def _backward_to_differentiate(
     saved = without_gradients(getattr, ctx, "saved_tensors")
     step.refuse_written(cotangents)
     again = step.again
-    reason = again if isinstance(again, str) else again.refused(_wanted(ctx))
+    reason = again if isinstance(again, Reason) else again.refused(_wanted(ctx))
     if reason is None:
         gradients = _recorded_gradients(ctx, cotangents)
     else:

@@ -17,15 +17,15 @@ from typing import TypeAlias, TypeVar
 
 from tvmbridge.cache.surroundings import unusable
 from tvmbridge.core.options import CompileOptions
+from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.pipeline import passes_are_observed
 from tvmbridge.runtime.child import Child, cannot_fork
-from tvmbridge.runtime.fallbacks import COMPILING
 
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-
+COMPILING = Reason(Kind.COMPILING, "further calls are served once it is ready")
 # Mode and flags; code for any size adds which range of sizes it is for.
 Key: TypeAlias = tuple[Hashable, ...]
 
@@ -34,7 +34,7 @@ class UnderWayError(Exception):
     """There is no code yet: another process compiles it, or compiles other code first."""
 
     def __init__(self) -> None:
-        super().__init__(COMPILING)
+        super().__init__(COMPILING.text)
 
 
 @dataclass(frozen=True)

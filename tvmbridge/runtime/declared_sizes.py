@@ -16,12 +16,12 @@ from torch import nn
 from torch.export import AdditionalInputs, ShapesCollection
 
 from tvmbridge.core.errors import BuildError, first_line
+from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.graph_capture.trace.arguments import Arguments
 from tvmbridge.runtime.any_size import AnySize
 from tvmbridge.runtime.entry_compiler import Compiler
 from tvmbridge.runtime.family import Family, Retire
 from tvmbridge.runtime.guards.signature import Matched, Signature
-from tvmbridge.runtime.guards.spelling import Mismatch
 from tvmbridge.runtime.specialization import Specialization
 from tvmbridge.symbolic.declared import (
     DeclaredDimension,
@@ -40,9 +40,6 @@ _MOST_CHOICES = 4
 # Code covers a Dim's upper bound at once if the bound is at most _FAR times the first size, where
 # sizes below _NEAR count as _NEAR.
 _FAR, _NEAR = 8, 64
-
-_OUTSIDE = "the size of an input is outside of what dynamic_shapes declares"
-_TOGETHER = "sizes of inputs that one Dim stands for differ"
 
 
 def sizes_to_serve(module: nn.Module, given: Any, sample: Arguments | None) -> Any:
@@ -92,13 +89,13 @@ class _Declared:
     calls: list[Shapes] = field(default_factory=list)
     family: Family | None = None
 
-    def outside(self, matched: Matched) -> Mismatch | None:
+    def outside(self, matched: Matched) -> Reason | None:
         """Return which dimension of a call has a size outside of its Dim; None if none has."""
         for (leaf, number), dim in self.dimensions.items():
             reason = dim.refusal(matched.leaves[leaf].shape[number])
             if reason is not None:
                 name = self.signature.names[leaf]
-                return Mismatch(_OUTSIDE, f"argument `{name}`: dimension {number}: {reason}")
+                return Reason(Kind.OUTSIDE, f"argument `{name}`: dimension {number}: {reason}")
         return None
 
     def served(self, matched: Matched) -> Specialization | None:
@@ -108,7 +105,7 @@ class _Declared:
             return None
         return family.instance(matched)
 
-    def renew(self, matched: Matched, compiler: Compiler, retire: Retire) -> Mismatch | None:
+    def renew(self, matched: Matched, compiler: Compiler, retire: Retire) -> Reason | None:
         """Replace the shape class by one for this call and all earlier ones.
 
         Return a mismatch if that is not possible; otherwise None.
@@ -117,12 +114,12 @@ class _Declared:
         demanded = set() if self.family is None else self.family.demanded
         symbols = symbols_of(self.dimensions, [*self.calls, shapes], demanded)
         if symbols is None:
-            return Mismatch("forward demands the sizes of all dimensions that are Dim.AUTO")
+            return Reason(Kind.ALL_DEMANDED)
         sample = [(i, tuple(shape)) for i, shape, *_ in self.signature.tensors]
         if not symbols.are_all(sample, matched.leaves):
             return self.signature.mismatch(matched.leaves)
         if symbols.sizes(matched.leaves) is None or len(self.calls) >= _MOST_CHOICES:
-            return Mismatch(_TOGETHER, ", ".join(self._names()))
+            return Reason(Kind.TOGETHER, ", ".join(self._names()))
         self.calls.append(shapes)
         if self.family is not None:
             entries = [e for i in self.family.instances.values() for _, e in i.compiled()]
@@ -194,7 +191,7 @@ class DeclaredSizes(AnySize):
         known: Sequence[Specialization],
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-    ) -> Specialization | Mismatch | None:
+    ) -> Specialization | Reason | None:
         """Return the specialisation for a call, or why it has none."""
         with self._changing:
             found, misfit = self._of_known(args, kwargs)
@@ -205,7 +202,7 @@ class DeclaredSizes(AnySize):
             try:
                 return self._added(args, kwargs)
             except Exception as error:  # torch.export raises errors of several classes for a spec
-                return Mismatch("dynamic_shapes does not fit the arguments", first_line(error))
+                return Reason(Kind.SPEC, first_line(error))
 
     def of_sample(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Specialization:
         """Return the specialisation for a sample, which is added if it is new.
@@ -229,17 +226,17 @@ class DeclaredSizes(AnySize):
 
     def _of_known(
         self, args: Any, kwargs: Any
-    ) -> tuple[Specialization | Mismatch | None, Mismatch | None]:
+    ) -> tuple[Specialization | Reason | None, Reason | None]:
         """Return what serves calls of this structure, or else why no known structure fits.
 
         Returns:
             ``(found, None)`` if a structure fits; ``found`` is a specialisation, or the mismatch
             of the call's sizes. ``(None, misfit)`` otherwise.
         """
-        misfit: Mismatch | None = None
+        misfit: Reason | None = None
         for each in self._declared:
             matched = each.signature.match(args, kwargs, any_size=True)
-            if not isinstance(matched, Mismatch):
+            if not isinstance(matched, Reason):
                 return self._of(each, matched), None
             misfit = misfit or matched
         return None, misfit
@@ -248,13 +245,13 @@ class DeclaredSizes(AnySize):
         signature = Signature(args, kwargs, self._forward)
         matched = signature.untaken() or signature.match(args, kwargs)
         each = _Declared(signature, declared(self.spec, self._forward, args, kwargs))
-        found = matched if isinstance(matched, Mismatch) else self._of(each, matched)
+        found = matched if isinstance(matched, Reason) else self._of(each, matched)
         specialization = _refused(found)
         assert specialization is not None
         self._declared.append(each)
         return specialization
 
-    def _of(self, each: _Declared, matched: Matched) -> Specialization | Mismatch:
+    def _of(self, each: _Declared, matched: Matched) -> Specialization | Reason:
         misfit = each.outside(matched)
         if misfit is not None:
             return misfit
@@ -262,11 +259,11 @@ class DeclaredSizes(AnySize):
         if found is None:
             misfit = each.renew(matched, self.compiler, self.retire)
             found = None if misfit is not None else each.served(matched)
-        return found or misfit or Mismatch(_TOGETHER)
+        return found or misfit or Reason(Kind.TOGETHER)
 
 
-def _refused(found: Specialization | Mismatch | None) -> Specialization | None:
-    """Return ``found``; raise its reason as a BuildError if it is a mismatch."""
-    if isinstance(found, Mismatch):
-        raise BuildError(found.reason + (f": {found.detail}" if found.detail else ""))
+def _refused(found: Specialization | Reason | None) -> Specialization | None:
+    """Return ``found``; raise its reason as a BuildError if it is a reason."""
+    if isinstance(found, Reason):
+        raise BuildError(str(found))
     return found

@@ -8,6 +8,7 @@ import sys
 import time
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,11 +16,13 @@ from torch import nn
 
 from tvmbridge.core.errors import BridgeError
 from tvmbridge.core.options import CompileOptions
+from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.graph_capture.surroundings import in_checkpoint, refused_now
 from tvmbridge.graph_capture.trace.standins import NO_ATTRIBUTE, STAND_IN
+from tvmbridge.runtime.background import COMPILING
 from tvmbridge.runtime.checks import Checks
 from tvmbridge.runtime.entry import CompiledEntry
-from tvmbridge.runtime.fallbacks import COMPILING, OTHER_NAMES, Tally
+from tvmbridge.runtime.fallbacks import Tally
 from tvmbridge.runtime.guards.forwards import (
     StandsForForward,
     calling_module,
@@ -30,13 +33,11 @@ from tvmbridge.runtime.guards.forwards import (
 )
 from tvmbridge.runtime.guards.mode import Mode
 from tvmbridge.runtime.guards.signature import (
-    OTHER_SHAPE,
     Matched,
     has_plain_names,
     nearest,
     with_plain_names,
 )
-from tvmbridge.runtime.guards.spelling import Mismatch
 from tvmbridge.runtime.in_process import register
 from tvmbridge.runtime.module_code import ModuleCode
 from tvmbridge.runtime.pinning import renewed_path
@@ -60,12 +61,10 @@ class _Unserved(NamedTuple):
     """Why compiled code has not served a call.
 
     - ``reason``: what differs; None: nothing was compiled for the arguments.
-    - ``settling``: True for a first call in which forward sets state that later calls find set.
     - ``outgrown``: the entry that does not fit, because the module may have changed; or None.
     """
 
-    reason: str | None = None
-    settling: bool = False
+    reason: Reason | None = None
     outgrown: CompiledEntry | None = None
 
 
@@ -138,7 +137,7 @@ class Dispatcher(ModuleCode, StandsForForward):
         if not has_plain_names(kwargs):
             named = with_plain_names(kwargs, self.original)
             if named is None:
-                return self._fall_back(OTHER_NAMES, args, kwargs)
+                return self._fall_back(Reason(Kind.KEYWORD), args, kwargs)
             kwargs = named
         with self.packing:
             return self._call(args, kwargs)
@@ -148,7 +147,7 @@ class Dispatcher(ModuleCode, StandsForForward):
 
     def _serve_copy(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the own forward of a shallow copy, whose attributes may differ from this module's."""
-        self.tally.note("it was made through a shallow copy or a replica of the module")
+        self.tally.note(Reason(Kind.COPY))
         own = self.own or forward_of_class(module)
         return own(*args, **kwargs)
 
@@ -157,15 +156,15 @@ class Dispatcher(ModuleCode, StandsForForward):
             return self._run_in_parts(args, kwargs)
         started = time.perf_counter()
         known, unserved = self.specializations, _Unserved()
-        misfits: list[Mismatch] = []
+        misfits: list[Reason] = []
         lacking: list[tuple[Specialization, Mode, Matched]] = []
         for specialization in self._candidates(known, misfits, args, kwargs):
             matched = specialization.signature.match(args, kwargs)
-            if isinstance(matched, Mismatch):
+            if isinstance(matched, Reason):
                 misfits.append(matched)
                 continue
             mode = self._mode(specialization, matched.leaves)
-            if isinstance(mode, str):
+            if isinstance(mode, Reason):
                 return self._fall_back(mode, args, kwargs)
             entry = specialization.chosen(mode, matched.leaves)
             if entry is None:
@@ -177,8 +176,8 @@ class Dispatcher(ModuleCode, StandsForForward):
             unserved = served
         for specialization, mode, matched in lacking[:1]:
             found = self._compiled(specialization, mode, matched, f"the first in mode {mode}")
-            if isinstance(found, str):
-                if found != COMPILING and (self.cut.why or self._cut_for_any_size(found)):
+            if isinstance(found, Reason):
+                if found is not COMPILING and (self.cut.why or self._cut_for_any_size(found.text)):
                     return self._run_in_parts(args, kwargs)
                 return self._fall_back(found, args, kwargs)
             served = self._serve(specialization, mode, found, matched, started)
@@ -189,16 +188,16 @@ class Dispatcher(ModuleCode, StandsForForward):
             return self._run_in_parts(args, kwargs)
         why = unserved.reason or nearest(misfits)
         may_add = self.compiles_signatures and not again
-        if may_add and self.room.is_left(unserved.outgrown, why, misfits):
+        if may_add and self.room.is_left(unserved.outgrown, unserved.reason, misfits):
             refused = self._specialize(known, args, kwargs, why)
             if refused is None:
                 return self._call(args, kwargs, again=True)
             why = refused
-        if any(m.reason == OTHER_SHAPE for m in misfits) and self._cut_for_any_size(OTHER_SHAPE):
+        other = next((m for m in misfits if m.kind is Kind.SHAPE), None)
+        if other is not None and self._cut_for_any_size(other.text):
             return self._run_in_parts(args, kwargs)
-        return self._fall_back(
-            why or self._without_code(), args, kwargs, settling=unserved.settling
-        )
+        without = Kind.FROZEN_COPY if self.options.freeze else Kind.NOT_COMPILED
+        return self._fall_back(why or Reason(without), args, kwargs)
 
     def _run_in_parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve a call by the compiled parts of the module, with eager PyTorch between them."""
@@ -230,13 +229,13 @@ class Dispatcher(ModuleCode, StandsForForward):
         settling = reason is not None and entry.awaits_first()
         if reason is not None:
             instead = self._instead(specialization, mode, entry, matched)
-            if isinstance(instead, str):
-                return _Unserved(instead, settling)
+            if isinstance(instead, Reason):
+                return _Unserved(replace(instead, settles=settling))
             if instead is not None:
                 entry, tensors = instead, instead.state.tensors()
                 reason = entry.mismatch(leaves, tensors)
         if reason is not None:
-            return _Unserved(reason, settling, None if settling else entry)
+            return _Unserved(replace(reason, settles=settling), None if settling else entry)
         specialization.last_use = next(self._uses)
         if self.checker is not None:
             return _Served(self.checker.run(self.module, entry, leaves, tensors, arguments))
@@ -294,25 +293,15 @@ class Dispatcher(ModuleCode, StandsForForward):
 
     def _fall_back(
         self,
-        reason: str | Mismatch,
+        reason: Reason,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        *,
-        settling: bool = False,
     ) -> Any:
-        if reason == COMPILING:
-            self.tally.note_compiling()
-        else:
-            self.tally.note(reason, settling=settling)
+        self.tally.note(reason)
         results = self.original(*args, **kwargs)
         if self._failed is not None:
             self._retry_if_settled()
         return results
-
-    def _without_code(self) -> str:
-        if self.options.freeze:
-            return "this is a copy of a frozen module, which has no code"
-        return "nothing is compiled"
 
     def __del__(self) -> None:
         self.sum_up()

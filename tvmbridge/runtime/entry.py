@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 
+from tvmbridge.backends import backend_of
 from tvmbridge.compiler.compiled import CompiledModule
 from tvmbridge.compiler.packing import ModulePacks
 from tvmbridge.core.assumptions import Question
 from tvmbridge.core.called_in_mode import with_autocast_off
 from tvmbridge.core.profiling import profiling, region
+from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.core.torch_private import saved_tensors_hooks_in_force
 from tvmbridge.core.types import InputKind
 from tvmbridge.graph_capture.observe.plain import other_answer
@@ -103,7 +105,8 @@ class CompiledEntry:
         if not compiled.key:
             return None
         device = compiled.captured.device
-        where = f" on {torch.cuda.get_device_name(device)}" if device.type == "cuda" else ""
+        name = backend_of(device).name(device)
+        where = f" on {name}" if name else ""
         return f"seconds of {compiled.origin} by code {compiled.key[:32]}{where}"
 
     def rebound(self, memo: Mapping[int, Any], packing: ModulePacks) -> CompiledEntry:
@@ -129,7 +132,9 @@ class CompiledEntry:
         """Whether the code fits only after forward's own first call and has served no call yet."""
         return self.fills_first and not self.calls
 
-    def mismatch(self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> str | None:
+    def mismatch(
+        self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor | None]
+    ) -> Reason | None:
         """Return why the code cannot serve this call; None if it can.
 
         Args:
@@ -138,16 +143,16 @@ class CompiledEntry:
         """
         # add_tvm_dispatch may have been called in another mode than this call.
         if Question.INFERENCE in self._asks and not torch.is_inference_mode_enabled():
-            return "forward returns tensors that it makes in inference mode"
+            return Reason(Kind.INFERENCE)
         if Question.STARTED in self._asks and torch.is_grad_enabled():
-            return "forward makes a tensor require a gradient, and nothing given requires one"
+            return Reason(Kind.STARTED)
         if self.records_writes and in_checkpoint():  # the repetition would write a second time
-            return "forward writes buffers or arguments, and a checkpoint repeats a part of it"
+            return Reason(Kind.CHECKPOINT_WRITES)
         if self.awaits_first() and repeated_by_checkpoint():
-            return "a checkpoint repeats a call that forward itself served"
+            return Reason(Kind.CHECKPOINT_FIRST)
         reason = self.state.changed(tensors, check_grad=self._flags_matter)
         if reason is None and self._flags_matter and not self._inputs_fit_flags(leaves):
-            return "requires_grad of an input differs"
+            return Reason(Kind.INPUT_FLAG)
         if reason is None:
             reason = self.outputs.mismatch(leaves, tensors)
         if reason is None and self._asks:

@@ -11,10 +11,9 @@ import torch
 from tvmbridge.compiler.executable import LoadedModule, prepare
 from tvmbridge.compiler.freezing import Freezing
 from tvmbridge.core.errors import BuildError
+from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.kernels.packed import Packed
 from tvmbridge.passes.relax.lift_frozen import TRANSFORM
-
-_AGAIN = "dispatch it again"
 
 
 class FrozenWeights:
@@ -77,18 +76,18 @@ class FrozenWeights:
                 values.append(prepare(packed.ticket))
         return values
 
-    def changed(self, tensors: Sequence[torch.Tensor | None]) -> str | None:
+    def changed(self, tensors: Sequence[torch.Tensor | None]) -> Reason | None:
         """Return which of the module's ``tensors`` has changed since freezing, and how; or None."""
         now = [tensors[i] for i in self.slots]
         for name, tensor, known, version, pointer in zip(
             self._names, now, self._tensors, self._versions, self._pointers, strict=True
         ):
             if tensor is None or tensor is not known():
-                return f"{name} was replaced since it was frozen: {_AGAIN}"
+                return Reason(Kind.FROZEN_REPLACED, name)
             if tensor.data_ptr() != pointer:
-                return f"the memory of {name} was exchanged since it was frozen: {_AGAIN}"
+                return Reason(Kind.FROZEN_EXCHANGED, name)
             if tensor._version != version:
-                return f"{name} was written since it was frozen: {_AGAIN}"
+                return Reason(Kind.FROZEN_WRITTEN, name)
         return None
 
     def pinned(self, tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:

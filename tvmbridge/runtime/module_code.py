@@ -15,29 +15,24 @@ from torch import nn
 from tvmbridge.compiler.packing import ModulePacks
 from tvmbridge.core.errors import DataDependentError
 from tvmbridge.core.options import CompileOptions
+from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.core.turns import compiling
 from tvmbridge.graph_capture.observe.effects import StateBefore
 from tvmbridge.graph_capture.observe.plain import unusual_in
 from tvmbridge.runtime.any_size import AnySize
-from tvmbridge.runtime.background import Background, UnderWayError
+from tvmbridge.runtime.background import COMPILING, Background, UnderWayError
 from tvmbridge.runtime.declared_sizes import DeclaredSizes
 from tvmbridge.runtime.entry import CompiledEntry
 from tvmbridge.runtime.entry_compiler import Compiler
-from tvmbridge.runtime.fallbacks import COMPILING
 from tvmbridge.runtime.guards.forwards import StandsForForward, forward_of_class
 from tvmbridge.runtime.guards.mode import Flags, Mode, flags_of
 from tvmbridge.runtime.guards.signature import Matched, Signature
-from tvmbridge.runtime.guards.spelling import Mismatch
 from tvmbridge.runtime.parts import Cut
 from tvmbridge.runtime.room import Room
 from tvmbridge.runtime.specialization import Specialization
 from tvmbridge.runtime.timed_path import ServingPath
 
 logger = logging.getLogger(__name__)
-
-_FORKED = "the process was forked after dispatch"
-_IN_TRAINING = "the weights are frozen, and the module is in train mode"
-_NO_GRADIENTS = "the weights are frozen, and autograd records the call (use torch.no_grad())"
 
 
 class _Failed(NamedTuple):
@@ -104,14 +99,14 @@ class ModuleCode:
         """Return the module's own forward: the instance's, or the one its class has now."""
         return self.own or forward_of_class(self.module)
 
-    def _mode(self, specialization: Specialization, leaves: list[Any]) -> Mode | str:
+    def _mode(self, specialization: Specialization, leaves: list[Any]) -> Mode | Reason:
         """Return the mode of this call, or the reason why no compiled code can serve it."""
         if os.getpid() != self._process:
-            return _FORKED
+            return Reason(Kind.FORKED)
         recording = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         needs_grad = recording and specialization.anything_requires_grad(self.module, leaves)
         if self.options.freeze and (self.module.training or needs_grad):
-            return _NO_GRADIENTS if needs_grad else _IN_TRAINING
+            return Reason(Kind.FROZEN_GRADIENTS if needs_grad else Kind.FROZEN_TRAINING)
         return Mode.of_now(self.module.training, needs_grad)
 
     def compile(
@@ -171,7 +166,7 @@ class ModuleCode:
         mode: Mode,
         matched: Matched,
         why: str,
-    ) -> CompiledEntry | str:
+    ) -> CompiledEntry | Reason:
         """Return the code for the mode and flags of this call, or the reason why there is none.
 
         The code is compiled now if no earlier call has tried. ``why`` goes to the log.
@@ -179,7 +174,7 @@ class ModuleCode:
         flags = flags_of(self.module, matched.leaves)
         known = specialization.known(mode, flags)
         sizes = self.any_size
-        if isinstance(known, str) and sizes is not None and sizes.single.is_due(specialization):
+        if isinstance(known, Reason) and sizes is not None and sizes.single.is_due(specialization):
             specialization.failures.pop((mode, flags), None)
         elif known is not None:
             return known
@@ -205,9 +200,10 @@ class ModuleCode:
                 return COMPILING
             except Exception as error:
                 # Any error: the module's own forward may serve the call all the same.
-                reason = specialization.failures[mode, flags] = f"{mode}: {error}"
+                reason = Reason(Kind.FAILED, f"{mode}: {error}")
+                specialization.failures[mode, flags] = reason
                 if isinstance(error, DataDependentError):
-                    self.cut.at(reason)
+                    self.cut.at(reason.text)
                 if not specialization.compiled():
                     self._failed = _Failed(specialization, (mode, flags), StateBefore(self.module))
                 return reason
@@ -249,7 +245,7 @@ class ModuleCode:
         mode: Mode,
         unfit: CompiledEntry,
         matched: Matched,
-    ) -> CompiledEntry | str | None:
+    ) -> CompiledEntry | Reason | None:
         """Return code to replace ``unfit`` at this call, or the reason why it cannot be compiled.
 
         Code is replaced in two cases: the first call has filled a cache, or ``requires_grad``
@@ -272,7 +268,7 @@ class ModuleCode:
     def _candidates(
         self,
         known: tuple[Specialization, ...],
-        misfits: list[Mismatch],
+        misfits: list[Reason],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Iterator[Specialization]:
@@ -283,7 +279,7 @@ class ModuleCode:
         yield from known
         if self.any_size is not None and len(misfits) == len(known):
             found = self.any_size.specialization(known, args, kwargs)
-            if isinstance(found, Mismatch):
+            if isinstance(found, Reason):
                 misfits.append(found)
             elif found is not None:
                 yield found
@@ -326,8 +322,8 @@ class ModuleCode:
         known: tuple[Specialization, ...],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        why: str | Mismatch | None,
-    ) -> str | Mismatch | None:
+        why: Reason | None,
+    ) -> Reason | None:
         """Add a specialisation for the arguments of this call.
 
         Args:
@@ -347,15 +343,14 @@ class ModuleCode:
             matched = specialization.signature.untaken() or specialization.signature.match(
                 args, kwargs
             )
-            if isinstance(matched, Mismatch):
+            if isinstance(matched, Reason):
                 return matched
             mode = self._mode(specialization, matched.leaves)
-            if isinstance(mode, str):
+            if isinstance(mode, Reason):
                 return mode
-            if isinstance(why, Mismatch):
-                why = why.detail or why.reason
-            found = self._compiled(specialization, mode, matched, why or "the first")
-            if isinstance(found, str) and found != COMPILING and not specialization.failures:
+            of = "the first" if why is None else why.example or why.text
+            found = self._compiled(specialization, mode, matched, of)
+            if isinstance(found, Reason) and found is not COMPILING and not specialization.failures:
                 return found
             self.add(specialization)
             return None

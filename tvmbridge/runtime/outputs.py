@@ -9,6 +9,7 @@ import torch
 
 from tvmbridge.core.called_in_mode import without_gradients
 from tvmbridge.core.captured_graph import CapturedGraph
+from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.core.structure import builder_of
 from tvmbridge.core.torch_private import foreach_copy
 from tvmbridge.core.types import InputKind, OutputAlias, OutputDescriptor, OutputKind
@@ -62,7 +63,7 @@ class Outputs:
         # Whether a call writes into buffers or arguments.
         self.writes = len(returned) < len(outputs)
 
-    def mismatch(self, leaves: Sequence[Any], tensors: Sequence[Any]) -> str | None:
+    def mismatch(self, leaves: Sequence[Any], tensors: Sequence[Any]) -> Reason | None:
         """Return why the outputs cannot be rebuilt for this call; None if they can.
 
         Args:
@@ -70,11 +71,11 @@ class Outputs:
             tensors: the module's tensors.
         """
         if self._written and self._overlap(leaves, tensors):
-            return "a tensor that forward writes shares memory, with another or in itself"
+            return Reason(Kind.WRITTEN_SHARED)
         for alias in self._views:
             base = self._base(alias, leaves)
             if base is None or base.stride() != alias.base_stride:
-                return "a tensor of which a view is returned has other strides"
+                return Reason(Kind.VIEW_STRIDES)
         return None
 
     def written_tensors(self, leaves: Sequence[Any], tensors: Sequence[Any]) -> list[torch.Tensor]:

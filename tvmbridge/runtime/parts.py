@@ -11,11 +11,12 @@ from typing import Any, Protocol
 import torch
 
 from tvmbridge.core.errors import DataDependentError
+from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.core.torch_private import has_any_global_hook, pytree
 from tvmbridge.graph_capture.observe.plain import unusual
 
 ON_BREAK = ("eager", "forward")
-NO_PART = "no part of it is large enough to be compiled"
+NO_PART = Reason(Kind.NO_PART)
 
 # Smaller parts are not compiled: a call of compiled code costs as much as a few operators.
 _FEWEST_OPERATORS = 3
@@ -46,7 +47,7 @@ class ServedParts(Protocol):
 
     def run(
         self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[Any, str | None]:
+    ) -> tuple[Any, Reason | None]:
         """Run ``original``, the forward of the module, in parts.
 
         Returns:
@@ -107,23 +108,23 @@ class Cut:
                 f"behind its code PyTorch would run {', '.join(eager)}, whose sizes depend on data"
             )
 
-    def refusal(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+    def refusal(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Reason | None:
         """Return why a call cannot be served in parts; None if it can."""
         if os.getpid() != self._process:
-            return "the process was forked after dispatch"
+            return Reason(Kind.FORKED)
         if self._without >= _CALLS_WITHOUT_PARTS:
             return self._no_part()
         # TorchDynamo does not notice a global hook that is registered after its compilation.
         if has_any_global_hook():  # type: ignore[no-untyped-call]
-            return "hooks of all modules are registered"
+            return Reason(Kind.ALL_HOOKED)
         leaves = pytree.tree_leaves((args, dict(kwargs)))
         found = (unusual(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
         reason = next(filter(None, found), None)
-        return None if reason is None else f"an argument {reason}"
+        return None if reason is None else Reason(Kind.UNUSUAL, f"an argument {reason}")
 
     def run(
         self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[Any, str | None]:
+    ) -> tuple[Any, Reason | None]:
         """Run the module in parts, as :meth:`ServedParts.run` does, and count the call."""
         with self._changing:
             if self.parts is None:
@@ -132,13 +133,13 @@ class Cut:
         results, reason = self.parts.run(original, args, kwargs)
         with self._changing:
             self.served += reason is None
-            if reason == NO_PART:
+            if reason is NO_PART:
                 self._without += 1
                 reason = self._no_part()
             elif reason is None:
                 self._without = 0
         return results, reason
 
-    def _no_part(self) -> str:
+    def _no_part(self) -> Reason:
         """Return why a module runs eagerly whose parts are all too small to be compiled."""
-        return f"{self.why}; {NO_PART}"
+        return Reason(Kind.NO_PART, self.why or "")

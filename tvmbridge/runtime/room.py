@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from tvmbridge.core.options import CompileOptions
+from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.runtime.entry import CompiledEntry
-from tvmbridge.runtime.guards.spelling import CONSTANT, Mismatch
 
 # Limits on signatures that calls compile: four in all, of which two may differ in a Python
 # constant alone, since each value of a number is another signature.
@@ -34,28 +34,28 @@ class Room:
     def is_left(
         self,
         outgrown: CompiledEntry | None,
-        why: str | Mismatch | None,
-        misfits: Sequence[Mismatch],
+        why: Reason | None,
+        misfits: Sequence[Reason],
     ) -> bool:
         """Whether a call may compile code.
 
         Args:
             outgrown: the entry for the call's arguments, if it does not fit the changed module;
                 None: no entry is for these arguments.
-            why: why no code serves the call.
+            why: why the code of a known signature does not serve the call; None: there is none.
             misfits: the mismatch with each signature that has code.
         """
         if outgrown is None:
-            return not isinstance(why, str) and self._is_left_for_signatures(misfits)
-        if self._options.freeze or not isinstance(why, str):
+            return why is None and self._is_left_for_signatures(misfits)
+        if self._options.freeze or why is None:
             return False
         by_number = outgrown.state.outgrown()
         if by_number is None:
             return False
         with self._counting:
-            self._outgrown[why] += 1
-            return self._outgrown[why] <= (_MOST_VALUES if by_number else _MOST_STATES)
+            self._outgrown[why.text] += 1
+            return self._outgrown[why.text] <= (_MOST_VALUES if by_number else _MOST_STATES)
 
-    def _is_left_for_signatures(self, misfits: Sequence[Mismatch]) -> bool:
+    def _is_left_for_signatures(self, misfits: Sequence[Reason]) -> bool:
         most = min(_MOST_AT_CALLS, self._options.max_specializations)
-        return len(misfits) < most and sum(m.reason == CONSTANT for m in misfits) < _MOST_VALUES
+        return len(misfits) < most and sum(m.kind is Kind.CONSTANT for m in misfits) < _MOST_VALUES

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tvmbridge.core.errors import BridgeError
+from tvmbridge.core.reasons import Reason
 from tvmbridge.graph_capture.trace.arguments import Arguments
 from tvmbridge.runtime.background import UnderWayError
 from tvmbridge.runtime.declared_sizes import DeclaredSizes
 from tvmbridge.runtime.dispatcher import Dispatcher
 from tvmbridge.runtime.guards.mode import Mode
 from tvmbridge.runtime.guards.signature import Signature
-from tvmbridge.runtime.guards.spelling import Mismatch
 from tvmbridge.runtime.specialization import Specialization
 
 
@@ -68,7 +68,7 @@ def _find_or_add(
     """
     for specialization in dispatcher.specializations:
         matched = specialization.signature.match(args, kwargs)
-        if isinstance(matched, Mismatch):
+        if isinstance(matched, Reason):
             continue
         leaves, arguments = matched
         mode = _mode(dispatcher, specialization, leaves)

@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 
+from tvmbridge.backends import backend_of
 from tvmbridge.core.autocast import under_autocast, without_autocast
 from tvmbridge.core.captured_graph import CapturedGraph
-from tvmbridge.core.errors import LEAVE_TO_EAGER, BridgeError
+from tvmbridge.core.errors import BridgeError
+from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.core.structure import opened, unflatten
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.core.types import InputKind, OutputKind
@@ -27,7 +29,7 @@ from tvmbridge.runtime.guards.mode import Mode
 from tvmbridge.runtime.guards.state import ModuleState
 from tvmbridge.runtime.guards.watch import versions_of
 
-Mismatch = Callable[[Sequence[Any], Sequence[Any]], str | None]
+_Mismatch = Callable[[Sequence[Any], Sequence[Any]], Reason | None]
 
 
 class SecondOrder:
@@ -43,7 +45,7 @@ class SecondOrder:
             the code would not serve such a call now, or None.
     """
 
-    def __init__(self, state: ModuleState, captured: CapturedGraph, mismatch: Mismatch) -> None:
+    def __init__(self, state: ModuleState, captured: CapturedGraph, mismatch: _Mismatch) -> None:
         users = [d.position or 0 for d in captured.inputs if d.kind is InputKind.USER]
         returned = [o for o in captured.outputs if o.kind is OutputKind.USER]
         self._state = state
@@ -58,7 +60,7 @@ class SecondOrder:
 
     def call(
         self, leaves: Sequence[Any], tensors: Sequence[Any], pinned: Pinned | None = None
-    ) -> SecondOrderCall | str:
+    ) -> SecondOrderCall | Reason:
         """Record a call, so that forward can run again for its backward.
 
         Args:
@@ -75,11 +77,11 @@ class SecondOrder:
         """Return the addresses of ``tensors`` and the mode, which a fast guard keeps fixed."""
         return Pinned([t.data_ptr() for t in tensors], self.mode())
 
-    def changed(self, leaves: Sequence[Any], tensors: Sequence[Any]) -> str | None:
+    def changed(self, leaves: Sequence[Any], tensors: Sequence[Any]) -> Reason | None:
         """Return why forward would compute something else now than at the call; or None."""
         now = self._state.tensors()
         if any(a is not b for a, b in zip(now, tensors, strict=True)):
-            return "a tensor of the module was exchanged since"
+            return Reason(Kind.AGAIN_EXCHANGED)
         return refused_now() or self._mismatch(leaves, tensors)
 
     def mode(self) -> Mode:
@@ -163,16 +165,16 @@ class SecondOrderCall:
             return True
         return [*self._given, *self._pinned.pointers] != [t.data_ptr() for t in self._primals]
 
-    def refused(self, wanted: Sequence[int]) -> str | None:
+    def refused(self, wanted: Sequence[int]) -> Reason | None:
         """Return why forward cannot run again for gradients of the primals ``wanted``; or None."""
         if self._is_written():
-            return "an input or a tensor of the module was written since"
+            return Reason(Kind.AGAIN_WRITTEN)
         if self._pinned.mode != self._own.mode():
-            return "the module was put into another mode since, or PyTorch"
+            return Reason(Kind.AGAIN_MODE)
         first = len(self._primals) - len(self._tensors)
         held = [self._primals[i] for i in wanted if i >= first]
         if any(t._backward_hooks or t.retains_grad for t in held):
-            return "a tensor of the module has a hook, which would be called twice"
+            return Reason(Kind.AGAIN_HOOK)
         return self._own.changed(self._leaves, self._tensors)
 
     def gradients(
@@ -205,25 +207,25 @@ class SecondOrderCall:
         return [gradients.pop(id(primals[i]), None) for i in wanted]
 
 
-def _refused(captured: CapturedGraph) -> str | None:
+def _refused(captured: CapturedGraph) -> Reason | None:
     """Return why the own forward cannot repeat the computation of a call; None if it can."""
-    if captured.noise and captured.device.type != "cpu":
-        return "forward draws random numbers on another device than the CPU"
+    if captured.noise and not backend_of(captured.device).redraws:
+        return Reason(Kind.AGAIN_DRAWS)
     if captured.convention.changed_arguments or any(
         o.kind is not OutputKind.USER for o in captured.outputs
     ):
-        return "forward writes into buffers or arguments"
+        return Reason(Kind.AGAIN_WRITES)
     if captured.convention.left:
-        return "forward leaves values in attributes of the module"
+        return Reason(Kind.AGAIN_LEAVES)
     if captured.epilogue is not None:
-        return "a part of forward runs eagerly after the compiled code"
+        return Reason(Kind.AGAIN_EPILOGUE)
     if any(d.spec.dtype.is_complex for d in captured.inputs):
-        return "it has complex inputs"
+        return Reason(Kind.AGAIN_COMPLEX)
     return None
 
 
 def refuse(
-    gradients: Sequence[torch.Tensor | None], sources: Sequence[torch.Tensor], reason: str
+    gradients: Sequence[torch.Tensor | None], sources: Sequence[torch.Tensor], reason: Reason
 ) -> Sequence[torch.Tensor | None]:
     """Return ``gradients`` that raise an error with ``reason`` when they are differentiated.
 
@@ -241,7 +243,7 @@ class _Refused(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, count: int, reason: str, *tensors: torch.Tensor
+        ctx: Any, count: int, reason: Reason, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.reason = reason
         return tuple(t.view_as(t) for t in tensors[:count])
@@ -251,5 +253,5 @@ class _Refused(torch.autograd.Function):
         raise BridgeError(
             "tvmbridge does not support double backward here: its compiled backward has no "
             f"derivative, and the module's own forward cannot be run again, because {ctx.reason}. "
-            f"For create_graph=True, {LEAVE_TO_EAGER}"
+            f"For create_graph=True, {ctx.reason.advice}"
         )

@@ -9,20 +9,12 @@ from typing import Any
 from torch import nn
 
 from tvmbridge.compiler.packing import ModulePacks
+from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.graph_capture.observe.hooks import hooked_submodule
 from tvmbridge.graph_capture.trace.standins import anything_requires_grad
 from tvmbridge.runtime.entry import CompiledEntry
 from tvmbridge.runtime.guards.mode import Flags, Mode
 from tvmbridge.runtime.guards.signature import Matched, Signature
-
-_DROPPED = (
-    "code for this requires_grad of inputs and parameters was dropped, of more than "
-    "max_specializations not used for longest"
-)
-_FULL = (
-    "there is code for max_specializations choices of requires_grad of inputs and parameters, and "
-    "not for this one"
-)
 
 
 class Specialization:
@@ -41,7 +33,7 @@ class Specialization:
         # None: the code is compiled for the sizes of this signature alone.
         self.family: Callable[[Mode, Matched], CompiledEntry] | None = None
         self.entries: dict[Mode, tuple[CompiledEntry, ...]] = {}
-        self.failures: dict[tuple[Mode, Flags], str] = {}
+        self.failures: dict[tuple[Mode, Flags], Reason] = {}
         self.last_use = 0
         self._changing = threading.Lock()
 
@@ -78,10 +70,10 @@ class Specialization:
             return False
         return anything_requires_grad(module, ())
 
-    def hooked(self, module: nn.Module) -> str | None:
+    def hooked(self, module: nn.Module) -> Reason | None:
         """Return why the hooks on ``module`` now prevent a compilation; None if they do not."""
         if hooked_submodule(module) is not None:
-            return "a submodule has hooks"
+            return Reason(Kind.HOOKED)
         rehooked = (entry.state.rehooked() for _, entry in self.compiled())
         return next((reason for reason in rehooked if reason), None)
 
@@ -93,19 +85,19 @@ class Specialization:
                 if entry in entries:
                     self.entries[mode] = (entry, *(e for e in entries if e is not entry))
 
-    def known(self, mode: Mode, flags: Flags) -> CompiledEntry | str | None:
+    def known(self, mode: Mode, flags: Flags) -> CompiledEntry | Reason | None:
         """Return the entry for this mode and flags, or why there is none; None: never tried."""
         entries = self.entries.get(mode, ())
         found = next((v for v in entries if v.flags == flags), None)
         return found or self.failures.get((mode, flags))
 
-    def full(self, mode: Mode, most: int) -> str | None:
+    def full(self, mode: Mode, most: int) -> Reason | None:
         """Return why a call may not compile another entry in ``mode``; None if it may.
 
         ``most`` is the limit of entries and failures in a mode.
         """
         tried = sum(failed == mode for failed, _ in list(self.failures))
-        return _FULL if len(self.entries.get(mode, ())) + tried >= most else None
+        return Reason(Kind.FULL) if len(self.entries.get(mode, ())) + tried >= most else None
 
     def add(self, mode: Mode, entry: CompiledEntry, most: int) -> tuple[CompiledEntry, ...]:
         """Keep ``entry`` as the most recently used one; return the entries that were dropped.
@@ -118,7 +110,7 @@ class Specialization:
             self.entries[mode] = kept[:most]
             self.failures.pop((mode, entry.flags), None)
             for dropped in kept[most:]:
-                self.failures[mode, dropped.flags] = _DROPPED
+                self.failures[mode, dropped.flags] = Reason(Kind.DROPPED)
         return kept[most:]
 
     def remove(self, entry: CompiledEntry) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from tvmbridge.backends import backend_of
 from tvmbridge.core.profiling import profiling
 from tvmbridge.core.torch_private import pytree, queue_callback
 from tvmbridge.core.turns import another_compiles
@@ -37,9 +38,6 @@ _MOST_SAMPLES = 10
 # A call of compiled code that takes more seconds than this has no trial: the cost of a call beside
 # its kernels matters for short calls alone, and a trial would slow down a program with long ones.
 _LONG = 1e-3
-# Warm-up calls of compiled code by device type; one call of the own forward follows them.
-# Libraries prepare their kernels at first calls, and on a GPU a CUDA graph is captured.
-_CODE_FIRST = {"cpu": 2, "cuda": 4}
 
 
 def only_if_faster_now(option: bool) -> bool:
@@ -75,7 +73,7 @@ class SpeedTrial:
         self._device = device
         self._conclude = conclude
         self._samples: dict[bool, list[_Sample]] = {True: [], False: []}
-        self._warm_up = [*[True] * _CODE_FIRST.get(device.type, 2), False]
+        self._warm_up = [*[True] * backend_of(device).warm_up, False]
         self._first = math.inf  # seconds of the shortest of the first calls by compiled code
         self._running = threading.Lock()
         # Calls that the module's own forward served, during the trial and after it.
@@ -119,10 +117,10 @@ class SpeedTrial:
         if self.verdict is not None:
             return code() if self.verdict.pays else self.serve_aside(own)
         by_code = self._warm_up[0] if self._warm_up else self._code_is_next()
-        self._wait_for_device()
+        backend_of(self._device).synchronize(self._device)
         started = time.perf_counter()
         results = code() if by_code else own()
-        self._wait_for_device()
+        backend_of(self._device).synchronize(self._device)
         seconds = time.perf_counter() - started
         if not by_code:
             self.timed_calls += 1
@@ -178,10 +176,6 @@ class SpeedTrial:
             found.append(seconds)
         return SpeedVerdict(*found)
 
-    def _wait_for_device(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-
     def _time_backward(self, sample: _Sample, results: Any) -> None:
         """Register hooks that write the seconds of the backward pass into ``sample``.
 
@@ -193,13 +187,13 @@ class SpeedTrial:
         begun: list[float] = []
 
         def end() -> None:
-            self._wait_for_device()
+            backend_of(self._device).synchronize(self._device)
             if sample.backward is None:
                 sample.backward = time.perf_counter() - begun[0]
 
         def begin(_: Any) -> None:
             if not begun:
-                self._wait_for_device()
+                backend_of(self._device).synchronize(self._device)
                 begun.append(time.perf_counter())
                 queue_callback(end)
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tvmbridge.compiler.executable import Bound, LoadedModule, Residuals, tensors_of
+from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.core.torch_private import saved_tensors_hooks_in_force
 from tvmbridge.core.writes import version_of
 from tvmbridge.graph_capture.memory.layouts import Strides
@@ -85,7 +86,7 @@ class TrainingStep:
         call: Any,
         primals: Sequence[Any],
         strides: Strides,
-        again: SecondOrderCall | str,
+        again: SecondOrderCall | Reason,
         held: Held | None,
         replayed: Replayed | None = None,
     ) -> None:
@@ -193,7 +194,7 @@ class TrainingStep:
     def forget(self) -> None:
         """Free everything that backward has read, because it will not run again."""
         self.free()
-        self.again = "backward has run"
+        self.again = Reason(Kind.AGAIN_FREED)
 
 
 def _refuse_written(

@@ -96,7 +96,7 @@ def test_what_differs_is_named(
             return matched.match(args, kwargs)
 
     found = call(Asks())
-    assert (found.reason, expected in found.detail) == (reason, True)  # type: ignore[attr-defined]
+    assert (found.text, expected in found.detail) == (reason, True)  # type: ignore[union-attr]
 
 
 @pytest.fixture(scope="module")

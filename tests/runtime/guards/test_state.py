@@ -278,4 +278,4 @@ def test_who_looks_past_requires_grad_does_not_make_others_do_so() -> None:
     assert not entry.state.is_otherwise()
     tensors = entry.state.tensors()
     reason = entry.state.changed(tensors, check_grad=True)
-    assert reason == "requires_grad of a parameter changed"
+    assert str(reason) == "requires_grad of a parameter changed"

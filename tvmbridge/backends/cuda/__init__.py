@@ -5,25 +5,33 @@ PyTorch's kernels compute matrix products, convolutions and attention.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import tvm
+import tvm_ffi
 
 from tvmbridge.backends.base import Backend, kernel_passes
 from tvmbridge.backends.cuda.bits import register_bits
 from tvmbridge.backends.cuda.identity import gpu_identity
 from tvmbridge.backends.cuda.rocm import register_rocm
 from tvmbridge.backends.cuda.source import arch_of, register_compiler
+from tvmbridge.core.attention_kernels import attention_switched_off
 from tvmbridge.core.devices import gpu_index
+from tvmbridge.core.kernel_settings import precision_reader
+from tvmbridge.core.torch_private import current_raw_stream
 from tvmbridge.legalize.aten import FOR_GPUS
 from tvmbridge.legalize.fences import fence_arithmetic
 from tvmbridge.passes.relax.allocate_by_torch import AllocateByTorch
+from tvmbridge.passes.relax.cast_first import CastFirst
 from tvmbridge.passes.relax.compile_aten_calls import CompileAtenCalls
 from tvmbridge.passes.relax.dispatch_kernels import DispatchKernels
 from tvmbridge.passes.relax.few_row_products import FewRowProducts
 from tvmbridge.passes.relax.pad_products import PadProducts
 from tvmbridge.passes.relax.repeat_casts import CHEAP_ON_GPUS, RepeatCasts
 from tvmbridge.passes.relax.table_gradients import TableGradients
-from tvmbridge.pipeline import AnyPass
+from tvmbridge.pipeline import AnyPass, tidy_passes
 from tvmbridge.schedules.gpu import schedule_for_gpu
 from tvmbridge.schedules.target import host_target
 
@@ -53,6 +61,17 @@ def _device(device: torch.device) -> tvm.runtime.Device:
     return tvm.rocm(index) if torch.version.hip else tvm.cuda(index)
 
 
+def _on_stream(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    index = gpu_index(device)
+    on_device = tvm_ffi.device("rocm" if torch.version.hip else "cuda", index)
+
+    def call(*arguments: Any) -> Any:
+        with tvm_ffi.use_raw_stream(on_device, current_raw_stream(index)):
+            return function(*arguments)
+
+    return call
+
+
 CUDA = Backend(
     kinds=("cuda", "rocm"),
     default_target=_target,
@@ -63,6 +82,21 @@ CUDA = Backend(
     prepare=_prepare,
     device=_device,
     identity=gpu_identity,
+    settings=(precision_reader("cuda"), attention_switched_off),
+    name=lambda device: torch.cuda.get_device_name(device),
+    on_stream=_on_stream,
+    synchronize=lambda device: torch.cuda.synchronize(device),
+    graph_passes=lambda: [CastFirst(), *tidy_passes()],
+    residual_policy="keep_operands",
+    warm_up=4,  # a CUDA graph is captured as well
+    freezes=False,
+    packs=False,
+    replays=True,
+    runs_alone=False,
+    redraws=False,
+    norms_in_loops=True,
+    drops_in_float32=True,
+    draws_by_strides=True,
 )
 
 __all__ = ["CUDA"]

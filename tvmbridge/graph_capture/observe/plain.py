@@ -10,17 +10,13 @@ from torch import nn
 
 from tvmbridge.core.assumptions import Question
 from tvmbridge.core.contents import all_held, is_constant
+from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.core.sharding import sharded_within
 from tvmbridge.core.torch_private import is_functional_tensor
 from tvmbridge.graph_capture.trace.standins import tensors_of
 
 # Exactly these classes: a subclass may override what operators do.
 PLAIN = (torch.Tensor, nn.Parameter)
-UNSEEN = "an argument is an object whose tensors PyTorch does not see"
-OPEN_IT = (
-    "pass the tensors in it, or a dict of them, or register its class with "
-    "torch.export.register_dataclass or torch.utils._pytree.register_pytree_node"
-)
 
 
 def unusual(tensor: torch.Tensor) -> str | None:
@@ -48,7 +44,7 @@ def is_unseen(leaf: Any) -> bool:
 
 def other_answer(
     asks: Collection[Question], given: Sequence[Any], own: Iterable[torch.Tensor | None]
-) -> str | None:
+) -> Reason | None:
     """Return why a property that forward reads may differ in a trace, or None.
 
     Args:
@@ -58,40 +54,36 @@ def other_answer(
     """
     tensors = [leaf for leaf in given if isinstance(leaf, torch.Tensor)]
     if Question.CLASS in asks and any(type(t) is not torch.Tensor for t in tensors):
-        return "an argument is a parameter, and forward asks for the class of tensors"
+        return Reason(Kind.ASKS_CLASS)
     if Question.OFFSET in asks and any(
         t is not None and t.storage_offset() for t in (*tensors, *own)
     ):
-        return "a tensor starts within its memory, and forward asks for that"
+        return Reason(Kind.ASKS_OFFSET)
     if Question.IDENTITY in asks:
         different = set(map(id, tensors))
         if len(different) < len(tensors) or not different.isdisjoint(map(id, own)):
-            return "one tensor is given twice, and forward asks whether tensors are one"
+            return Reason(Kind.ASKS_IDENTITY)
     return None
 
 
-def unusual_in(module: nn.Module, leaves: Sequence[Any] = ()) -> str | None:
-    """Return a sentence about the first tensor or leaf that cannot be traced; None if all can.
+def unusual_in(module: nn.Module, leaves: Sequence[Any] = ()) -> Reason | None:
+    """Return why a tensor or leaf cannot be traced, for the first one; None if all can.
 
     The tensors of the module and the ``leaves`` of its arguments are checked. Tracing some kinds of
     tensors would end the process.
     """
     sharded = sharded_within(module)
     if sharded is not None:
-        return (
-            f"its submodule {sharded} is sharded by itself (fully_shard), and one compiled "
-            f"function cannot gather its parameters in between: dispatch {sharded} and the other "
-            "sharded submodules instead"
-        )
+        return Reason(Kind.SHARDED_WITHIN, sharded)
     arguments = {f"argument {i}": leaf for i, leaf in enumerate(leaves)}
     for name, value in {**arguments, **tensors_of(module)}.items():
         reason = unusual(value) if isinstance(value, torch.Tensor) else None
         if is_unseen(value):
-            return f"{name} is a {type(value).__name__}: {UNSEEN}; {OPEN_IT}"
+            return Reason(Kind.UNSEEN, f"{name} is a {type(value).__name__}")
         if reason is not None:
-            return f"{name} {reason}, and code is compiled for plain, dense tensors"
+            return Reason(Kind.UNUSUAL, f"{name} {reason}")
     for owner in module.modules():
         for name, held in owner._parameters.items():
             if held is not None and not isinstance(held, nn.Parameter):
-                return f"a tensor that is no parameter stands in for {name} (functional_call)"
+                return Reason(Kind.FUNCTIONAL_CALL, name)
     return None

@@ -16,6 +16,7 @@ from torch import nn
 from tvmbridge.core.assumptions import Question
 from tvmbridge.core.autocast import Autocast
 from tvmbridge.core.errors import CaptureError
+from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.graph_capture.observe.hooks import hooked_submodule
 from tvmbridge.graph_capture.observe.plain import other_answer, unusual_in
@@ -122,13 +123,9 @@ def refuse_at_sight(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[st
     reason = _unusual_class(module) or unusual_in(module, pytree.tree_leaves((args, dict(kwargs))))
     hooked = hooked_submodule(module) if reason is None else None
     if hooked is not None:
-        reason = (
-            f"its submodule {hooked} has hooks that are no plain functions on forward, which "
-            "compiled code would not call: remove them, or dispatch the submodules themselves, "
-            "whose own hooks are called"
-        )
+        reason = Reason(Kind.HOOKED_WITHIN, hooked)
     if reason is not None:
-        raise CaptureError(f"{type(module).__name__} cannot be captured: {reason}")
+        raise CaptureError(f"{type(module).__name__} cannot be captured: {reason}; {reason.advice}")
 
 
 def refuse_what_is_asked(module: nn.Module, arguments: Any, asks: Collection[Question]) -> None:
@@ -144,7 +141,7 @@ def refuse_what_is_asked(module: nn.Module, arguments: Any, asks: Collection[Que
     """
     reason = other_answer(asks, pytree.tree_leaves(arguments), tensors_of(module).values())
     if reason is not None:
-        raise CaptureError(f"{type(module).__name__} cannot be captured: {reason}")
+        raise CaptureError(f"{type(module).__name__} cannot be captured: {reason}; {reason.advice}")
 
 
 def refuse_own_call(module: nn.Module) -> None:
@@ -164,27 +161,21 @@ def refuse_own_call(module: nn.Module) -> None:
         )
 
 
-def _unusual_class(module: nn.Module) -> str | None:
+def _unusual_class(module: nn.Module) -> Reason | None:
     class_ = type(module)
     if isinstance(module, torch.jit.ScriptModule):
-        return "it is a ScriptModule; dispatch the module that it was made of"
+        return Reason(Kind.SCRIPT)
     for each in class_.__mro__:
         held = _WRAPPERS.get(f"{each.__module__}.{each.__name__}")
         if held is not None:
-            return (
-                f"it is a wrapper; dispatch what it holds, .{held}, which it then calls, or "
-                "dispatch before you wrap"
-            )
+            return Reason(Kind.WRAPPER, f".{held}")
     if any(c.__name__ == _SHARDED for m in module.modules() for c in type(m).__mro__):
-        return (
-            "its parameters are sharded by FullyShardedDataParallel, and compiled code does not "
-            "gather them; use torch.distributed.fsdp.fully_shard"
-        )
+        return Reason(Kind.SHARDED_WHOLE)
     for name, submodule in module.named_modules():
         if isinstance(submodule, torch.jit.ScriptModule):
-            return f"its submodule {name} is a ScriptModule; use the module that it was made of"
+            return Reason(Kind.SCRIPT_WITHIN, name)
     if isinstance(inspect.getattr_static(class_, "forward", None), property):
-        return "its forward is a property, which an instance cannot replace"
+        return Reason(Kind.PROPERTY)
     return None
 
 

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
+from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.core.torch_private import storage_key
 
 OldNorm = WeightNorm | SpectralNorm
@@ -78,13 +79,13 @@ class OldNorms:
         """Return the ``hooks`` that are no hooks of these norms."""
         return [hook for hook in hooks if not any(hook is n.hook for n in self._norms)]
 
-    def changed(self) -> str | None:
+    def changed(self) -> Reason | None:
         """Return why the captured graph does not fit the current norms; None if it does."""
         for norm in self._norms:
             if not any(norm.hook is hook for hook in norm.owner._forward_pre_hooks.values()):
-                return "a norm was removed"
+                return Reason(Kind.NORM_REMOVED)
             if vars(norm.hook) != norm.settings:
-                return "a setting of a norm of weights changed"
+                return Reason(Kind.CHANGED, "a setting of a norm of weights")
         return None
 
     def renew(self) -> None:

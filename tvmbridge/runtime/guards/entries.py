@@ -9,9 +9,10 @@ from typing import Any
 from torch import nn
 
 from tvmbridge.core.contents import MISSING
+from tvmbridge.core.reasons import Kind, Reason
 
-REPLACED = "a submodule was replaced"
-PATCHED = "the forward of a submodule was replaced"
+REPLACED = Reason(Kind.REPLACED)
+PATCHED = Reason(Kind.PATCHED)
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class DictEntry:
     held: str
     key: str
     expected: Any = None
-    reason: str = ""
+    reason: Reason = REPLACED
 
 
 def structure_of(module: nn.Module) -> Iterator[DictEntry]:
@@ -44,12 +45,13 @@ def structure_of(module: nn.Module) -> Iterator[DictEntry]:
         for held in ("_parameters", "_buffers"):
             for name, tensor in parent.__dict__[held].items():
                 if tensor is None:
-                    yield DictEntry(parent, held, name, None, "a parameter or buffer was added")
+                    yield DictEntry(parent, held, name, None, Reason(Kind.ADDED))
         if parent is module:
             continue
-        changed = "the training flag of a submodule changed"
+        changed = Reason(Kind.CHANGED, "the training flag of a submodule")
+        forward = parent.__dict__.get("forward", MISSING)
         yield DictEntry(parent, "", "training", parent.training, changed)
-        yield DictEntry(parent, "", "forward", parent.__dict__.get("forward", MISSING), PATCHED)
+        yield DictEntry(parent, "", "forward", forward, PATCHED)
 
 
 def entry_of(module: nn.Module, dotted: str) -> DictEntry:

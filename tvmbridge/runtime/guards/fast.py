@@ -18,12 +18,11 @@ from typing import Any, TypeAlias
 import torch
 from torch.autograd import forward_ad
 
+from tvmbridge.backends import BACKENDS
 from tvmbridge.core.assumptions import Question
-from tvmbridge.core.attention_kernels import attention_switched_off
 from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.core.contents import MISSING, same_value
 from tvmbridge.core.generated import Scope
-from tvmbridge.core.kernel_settings import precision_reader
 from tvmbridge.core.torch_private import (
     GlobalStateGuard,
     dispatch_mode_count,
@@ -207,12 +206,9 @@ class FastGuard:
     def _emit_surroundings(self, signature: Signature, records_writes: bool) -> None:
         self._refuse_if(_DISPATCHED)
         for device in sorted({device.type for *_, device in signature.tensors}):
-            read = precision_reader(device)
-            known, now = self._name("precision", read()), self._name("read", read)
-            self._refuse_if(f"{now}() != {known}")
-        if any(device.type == "cuda" for *_, device in signature.tensors):
-            self._scope.set("attention_off", attention_switched_off)
-            self._refuse_if(f"attention_off() != {self._name('off', attention_switched_off())}")
+            for read in BACKENDS[device].settings:
+                known, now = self._name("setting", read()), self._name("read", read)
+                self._refuse_if(f"{now}() != {known}")
         if records_writes:  # a checkpoint would repeat the writes, and uses saved-tensor hooks
             self._scope.set("saved_hooks", saved_tensors_hooks_in_force)
             self._refuse_if("saved_hooks(True) is not None")

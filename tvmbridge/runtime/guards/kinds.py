@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.core.torch_private import TensorGuards, has_storage
 from tvmbridge.core.types import InputDescriptor
 from tvmbridge.graph_capture.observe.plain import PLAIN
@@ -32,7 +33,7 @@ class KindGuard:
         """Return a guard with the same expectations for a copy of the module."""
         return copy.copy(self)
 
-    def changed(self, tensors: Sequence[torch.Tensor | None], check_grad: bool) -> str | None:
+    def changed(self, tensors: Sequence[torch.Tensor | None], check_grad: bool) -> Reason | None:
         """Return how ``tensors`` differ from the expected kinds; None if they do not.
 
         With ``check_grad``, ``requires_grad`` is compared as well.
@@ -44,26 +45,26 @@ class KindGuard:
             self._all_alike = _guards_of(tensors)
         return reason
 
-    def differs(self, tensors: Sequence[torch.Tensor | None], check_grad: bool) -> str | None:
+    def differs(self, tensors: Sequence[torch.Tensor | None], check_grad: bool) -> Reason | None:
         """Return the same as :meth:`changed`, by comparing the tensors one by one."""
         for tensor, (shape, dtype, device, requires_grad) in zip(
             tensors, self._expected, strict=True
         ):
             if type(tensor) not in PLAIN:
-                return _not_plain(tensor)
+                return Reason(Kind.MISSING if tensor is None else Kind.HELD_NOT_PLAIN)
             assert tensor is not None
             if tensor.dtype is not dtype:
-                return "the dtype of a parameter or buffer changed"
+                return Reason(Kind.CHANGED, "the dtype of a parameter or buffer")
             if tensor.layout is not torch.strided:
-                return "the layout of a parameter or buffer changed"
+                return Reason(Kind.CHANGED, "the layout of a parameter or buffer")
             if not has_storage(tensor):
-                return "a parameter or buffer has left a function transform"
+                return Reason(Kind.HELD_LEFT_TRANSFORM)
             if tensor.device != device:
-                return "the device of a parameter or buffer changed"
+                return Reason(Kind.CHANGED, "the device of a parameter or buffer")
             if tensor.shape != shape:
-                return "the shape of a parameter or buffer changed"
+                return Reason(Kind.CHANGED, "the shape of a parameter or buffer")
             if check_grad and tensor.requires_grad is not requires_grad:
-                return "requires_grad of a parameter changed"
+                return Reason(Kind.CHANGED, "requires_grad of a parameter")
         return None
 
     def fits_flags(self, tensors: Sequence[torch.Tensor | None]) -> bool:
@@ -81,9 +82,3 @@ def _guards_of(tensors: Sequence[torch.Tensor | None]) -> TensorGuards:
     shapes: Any = [list(t.shape) for t in plain]
     strides: Any = [[None] * t.dim() for t in plain]
     return TensorGuards(*plain, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides)
-
-
-def _not_plain(tensor: Any) -> str:
-    if tensor is None:
-        return "a parameter or buffer is missing"
-    return "a parameter or buffer is not a plain tensor"

@@ -15,6 +15,7 @@ import torch
 
 from tvmbridge.compiler.compiled import CompiledModule
 from tvmbridge.core.assumptions import Question
+from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.core.structure import unflatten
 from tvmbridge.core.turns import compiling
 from tvmbridge.core.types import InputKind, OutputKind
@@ -63,13 +64,15 @@ class LayoutGuard:
         self._wide = [i for i, d in enumerate(held) if len(d.spec.shape) > 1]
         self._sample = [(d.position or 0, d.spec.stride) for d in users]
         self._held_sample = [(i, held[i].spec.stride) for i in self._wide]
-        self._known: dict[tuple[_Kind, ...], dict[int, tuple[int, ...]] | str] = {}
+        self._known: dict[tuple[_Kind, ...], dict[int, tuple[int, ...]] | Reason] = {}
 
-    def mismatch(self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> str | None:
+    def mismatch(
+        self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor | None]
+    ) -> Reason | None:
         """Return why the code cannot serve tensors with these layouts; None if it can."""
         for tensor, order in zip(tensors, self._held_orders, strict=False):
             if tensor is not None and memory_order(tensor) != order:
-                return "a parameter is laid out otherwise, so that random numbers would differ"
+                return Reason(Kind.HELD_STRIDES)
         if self._lie_as_sample(leaves, tensors):
             return None
         looked_at = self._looked_at(leaves, tensors)
@@ -85,7 +88,7 @@ class LayoutGuard:
         if self._lie_as_sample(leaves, tensors):
             return None
         strides = self._known[tuple(map(_kind, self._looked_at(leaves, tensors)))]
-        assert not isinstance(strides, str)
+        assert not isinstance(strides, Reason)
         return strides
 
     def _lie_as_sample(self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> bool:
@@ -107,18 +110,18 @@ class LayoutGuard:
             found += [tensors[i] for i in self._wide]
         return found
 
-    def _mismatch_of_others(self, leaves: Sequence[Any]) -> str | None:
+    def _mismatch_of_others(self, leaves: Sequence[Any]) -> Reason | None:
         for position, order in self._orders:
             if memory_order(leaves[position]) != order:
-                return "an input is laid out otherwise, so that random numbers would differ"
+                return Reason(Kind.STRIDES_DRAWS)
         if self._asks:
-            return "an input is laid out otherwise, and forward asks for that"
+            return Reason(Kind.STRIDES_ASKED)
         for position, repeated in self._repeats:
             if _repeated(leaves[position].stride()) != repeated:
-                return "an input is expanded otherwise, so that equal elements would be sorted so"
+                return Reason(Kind.EXPANDED)
         return None
 
-    def _unserved(self, looked_at: Sequence[torch.Tensor], leaves: Sequence[Any]) -> str | None:
+    def _unserved(self, looked_at: Sequence[torch.Tensor], leaves: Sequence[Any]) -> Reason | None:
         """Observe the output strides for a new layout; return why it cannot be served, or None."""
         kinds = tuple(map(_kind, looked_at))
         known = self._known.get(kinds)
@@ -126,12 +129,12 @@ class LayoutGuard:
             with compiling():
                 known = self._known.get(kinds)
                 if known is None and len(self._known) >= _MAX_LAYOUTS:
-                    return f"inputs have been laid out in more than {_MAX_LAYOUTS} ways"
+                    return Reason(Kind.STRIDES_MANY, str(_MAX_LAYOUTS))
                 if known is None:
                     known = self._known[kinds] = self._learned(leaves)
-        return known if isinstance(known, str) else None
+        return known if isinstance(known, Reason) else None
 
-    def _learned(self, leaves: Sequence[Any]) -> dict[int, tuple[int, ...]] | str:
+    def _learned(self, leaves: Sequence[Any]) -> dict[int, tuple[int, ...]] | Reason:
         captured = self._compiled.captured
         arguments = unflatten(leaves, captured.convention.in_spec)
         try:
@@ -145,12 +148,12 @@ class LayoutGuard:
                     autocast=self._compiled.captured.assumptions.autocast,
                 )
         except Exception as error:
-            return f"an input is laid out otherwise: {first_paragraph(error)}"
+            return Reason(Kind.STRIDES_FAIL, first_paragraph(error))
         if stage.observation is None:
-            return f"an input is laid out otherwise: {first_paragraph(stage.failure)}"
+            return Reason(Kind.STRIDES_FAIL, first_paragraph(stage.failure))
         return self._compared(stage.observation)
 
-    def _compared(self, seen: Observation) -> dict[int, tuple[int, ...]] | str:
+    def _compared(self, seen: Observation) -> dict[int, tuple[int, ...]] | Reason:
         """Return the output strides that differ from the sample's, by output number.
 
         Return a reason instead if more than strides differs from the capture.
@@ -162,9 +165,9 @@ class LayoutGuard:
             tuple(o.alias for o in users) != aliases
             or captured.convention.bases != seen.sharing.bases
         ):
-            return "an input is laid out otherwise, so that other outputs would share memory"
+            return Reason(Kind.STRIDES_SHARED)
         if {o.target for o in captured.outputs if o.rebinds} != seen.rebound.keys():
-            return "an input is laid out otherwise, so that other buffers would be exchanged"
+            return Reason(Kind.STRIDES_EXCHANGED)
         strides = iter((*seen.strides, *(None for _ in captured.convention.bases)))
         found: dict[int, tuple[int, ...]] = {}
         number = 0

@@ -12,13 +12,12 @@ import torch
 
 from tvmbridge.core.contents import same_value
 from tvmbridge.core.generated import plain_text
+from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.core.torch_private import has_storage, pytree
-from tvmbridge.graph_capture.observe.plain import PLAIN, UNSEEN, is_unseen
+from tvmbridge.graph_capture.observe.plain import PLAIN, is_unseen
 from tvmbridge.graph_capture.trace.arguments import Arguments
 from tvmbridge.runtime.guards.spelling import (
     NOT_TAKEN,
-    STRUCTURE,
-    Mismatch,
     Parameters,
     Spelling,
     other_constant,
@@ -31,8 +30,6 @@ _MOST_SPELLINGS = 4
 _TEXT = {str}
 
 _PLACED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-
-OTHER_SHAPE = "the shape of an input differs"
 
 
 class Matched(NamedTuple):
@@ -73,7 +70,7 @@ class Signature:
         self.flat = len(leaves) == len(arguments) and all(map(operator.is_, leaves, arguments))
         self.forward = forward
         self.parameters = Parameters.of(forward)
-        self._spellings: dict[tuple[int, tuple[str, ...]], Spelling | Mismatch] = {}
+        self._spellings: dict[tuple[int, tuple[str, ...]], Spelling | Reason] = {}
         self.names = _names(args, kwargs, forward)
         places = [*range(len(args)), *kwargs] if self.flat else []
         ignored = _unread(self.parameters, len(args), self.keywords)
@@ -100,12 +97,12 @@ class Signature:
         known = self.parameters
         return known is None or known.bound(self.num_args, self.keywords) is not None
 
-    def untaken(self) -> Mismatch | None:
+    def untaken(self) -> Reason | None:
         """Return why nothing can be compiled for the sample, if it shows without a trace."""
         if not self.is_taken:
             return NOT_TAKEN
         unseen = next(((i, leaf) for i, leaf in self.constants if is_unseen(leaf)), None)
-        return None if unseen is None else self._of(unseen[0], UNSEEN, shown(unseen[1]))
+        return None if unseen is None else self._of(unseen[0], Kind.UNSEEN, shown(unseen[1]))
 
     def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | None:
         """Return the leaves of a call in the sample's call form; None if its form is another."""
@@ -122,25 +119,27 @@ class Signature:
 
     def match(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, any_size: bool = False
-    ) -> Matched | Mismatch:
+    ) -> Matched | Reason:
         """Return the leaves and arguments of a call that fits the signature, or why it does not.
 
         With ``any_size``, shapes may differ from the sample's.
         """
         if self.parameters is not None and self.parameters.changed():
-            return Mismatch("the code or a default of forward changed")
+            return Reason(Kind.FORWARD_CHANGED)
         call: Arguments = args, kwargs
         leaves = self.flatten(args, kwargs)
         spelling: Spelling | None = None
         if leaves is None:
             found = self._spelling(args, kwargs)
-            if isinstance(found, Mismatch):
+            if isinstance(found, Reason):
                 return found
             spelling = found
             args, kwargs = spelling.respelled(call)
             leaves = self.flatten(args, kwargs)
             if leaves is None:
-                return Mismatch(STRUCTURE, "a list, tuple or dict among them holds something else")
+                return Reason(
+                    Kind.STRUCTURE, "a list, tuple or dict among them holds something else"
+                )
         if self._unread:
             leaves = [self._unread.get(i, leaf) for i, leaf in enumerate(leaves)]
             args = tuple(leaves[: self.num_args])
@@ -148,13 +147,13 @@ class Signature:
         wrong = self.mismatch(leaves, any_size) or (spelling and spelling.mismatch(call))
         return wrong or Matched(leaves, (args, kwargs))
 
-    def _spelling(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Spelling | Mismatch:
+    def _spelling(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Spelling | Reason:
         key = len(args), tuple(kwargs)
         known = self._spellings.get(key)
         if known is not None:
             return known
         if self.parameters is None:
-            return Mismatch(STRUCTURE, self._other_structure(args, kwargs))
+            return Reason(Kind.STRUCTURE, self._other_structure(args, kwargs))
         made = self.parameters.spelling((self.num_args, self.keywords), key)
         if len(self._spellings) < _MOST_SPELLINGS:
             self._spellings[key] = made
@@ -176,36 +175,34 @@ class Signature:
         known = list(self._spellings.items())
         return [(*key, each) for key, each in known if isinstance(each, Spelling)]
 
-    def mismatch(self, leaves: Sequence[Any], any_size: bool = False) -> Mismatch | None:
+    def mismatch(self, leaves: Sequence[Any], any_size: bool = False) -> Reason | None:
         """Return why ``leaves`` do not fit the signature; None if they do."""
         for i, shape, dtype, device in self.tensors:
             leaf = leaves[i]
             if type(leaf) not in PLAIN:
                 expected = f"compiled for a tensor {tuple(shape)}"
-                return self._of(
-                    i, "an argument is not a plain tensor", f"{shown(leaf)}, {expected}"
-                )
+                return self._of(i, Kind.NOT_PLAIN, f"{shown(leaf)}, {expected}")
             if leaf.layout is not torch.strided or leaf.is_nested or leaf._is_zerotensor():
-                return self._of(i, "the layout of an input differs", f"layout {leaf.layout}")
+                return self._of(i, Kind.LAYOUT, f"layout {leaf.layout}")
             if not has_storage(leaf):
-                return Mismatch("an argument has left a function transform")
+                return Reason(Kind.LEFT_TRANSFORM)
             if leaf.shape != shape and not any_size:
                 text = f"shape {tuple(leaf.shape)}, compiled for {tuple(shape)}"
-                return self._of(i, OTHER_SHAPE, text)
+                return self._of(i, Kind.SHAPE, text)
             if leaf.dtype is not dtype:
                 text = f"dtype {leaf.dtype}, compiled for {dtype}"
-                return self._of(i, "the dtype of an input differs", text)
+                return self._of(i, Kind.DTYPE, text)
             if leaf.device != device:
                 text = f"device {leaf.device}, compiled for {device}"
-                return self._of(i, "the device of an input differs", text)
+                return self._of(i, Kind.DEVICE, text)
         for i, value in self.constants:
             leaf = leaves[i]
             if leaf is not value and not same_value(leaf, value):
                 return other_constant(self.names[i], leaf, value)
         return None
 
-    def _of(self, number: int, reason: str, text: str) -> Mismatch:
-        return Mismatch(reason, f"argument `{self.names[number]}`: {text}")
+    def _of(self, number: int, kind: Kind, text: str) -> Reason:
+        return Reason(kind, f"argument `{self.names[number]}`: {text}")
 
     def __str__(self) -> str:
         shapes = ", ".join(
@@ -229,9 +226,9 @@ def with_plain_names(
     return {plain_text(name): value for name, value in kwargs.items()}
 
 
-def nearest(mismatches: Sequence[Mismatch]) -> Mismatch | None:
+def nearest(mismatches: Sequence[Reason]) -> Reason | None:
     """Return the mismatch to report: preferably of a signature with the call's structure."""
-    alike = (m for m in mismatches if m.reason != STRUCTURE)
+    alike = (m for m in mismatches if m.kind is not Kind.STRUCTURE)
     return next(alike, mismatches[-1] if mismatches else None)
 
 

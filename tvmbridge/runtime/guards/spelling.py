@@ -13,34 +13,20 @@ import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
 from tvmbridge.core.contents import is_constant, same_value
+from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.graph_capture.trace.arguments import Arguments
-
-STRUCTURE = "the structure of the arguments differs"
-CONSTANT = "an argument that is not a tensor differs"
-TENSOR = "an argument is a tensor, and was none"
 
 # Functions that may read variables of their caller without naming them.
 _READERS = frozenset({"locals", "vars", "dir", "eval", "exec", "_getframe", "currentframe"})
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-class Mismatch(NamedTuple):
-    """Why a call is not served.
-
-    - ``reason``: the kind of reason, the same text for all calls of the kind.
-    - ``detail``: the argument, its value and the expected one; may be empty.
-    """
-
-    reason: str
-    detail: str = ""
-
-
-NOT_TAKEN = Mismatch(STRUCTURE, "forward does not take these arguments")
+NOT_TAKEN = Reason(Kind.STRUCTURE, "forward does not take these arguments")
 
 
 @dataclass(frozen=True)
@@ -75,7 +61,7 @@ class Spelling:
         positional = tuple(_given(source, call) for source in self.positional)
         return positional, {name: _given(source, call) for name, source in self.keywords.items()}
 
-    def mismatch(self, call: Arguments) -> Mismatch | None:
+    def mismatch(self, call: Arguments) -> Reason | None:
         """Return which extra argument differs from its default; None if none does."""
         for place, name, default in self.extras:
             given = _given(place, call)
@@ -169,7 +155,7 @@ class Parameters:
         self,
         sample: tuple[int, tuple[str, ...]],
         call: tuple[int, tuple[str, ...]],
-    ) -> Spelling | Mismatch:
+    ) -> Spelling | Reason:
         """Return how to rewrite a call in the sample's form, or why that is not possible.
 
         Args:
@@ -180,12 +166,12 @@ class Parameters:
         if expected is None or given is None:
             return NOT_TAKEN
         if _further(expected, given) != _further(given, expected):
-            return Mismatch(STRUCTURE, "the keywords are in another order")
+            return Reason(Kind.STRUCTURE, "the keywords are in another order")
         sources: dict[int | str, Source] = {}
         for parameter, place in expected.items():
             source = given.get(parameter, self.default(parameter))
             if source is None:
-                return Mismatch(STRUCTURE, f"argument `{_name(parameter)}` is not given")
+                return Reason(Kind.STRUCTURE, f"argument `{_name(parameter)}` is not given")
             sources[place] = source
         extras = []
         for parameter, place in given.items():
@@ -194,17 +180,17 @@ class Parameters:
             default = self.default(parameter)
             if default is None:
                 detail = f"argument `{_name(parameter)}` is given, and was not given by the sample"
-                return Mismatch(STRUCTURE, detail)
+                return Reason(Kind.STRUCTURE, detail)
             extras.append((place, _name(parameter), default.value))
         count, keywords = sample
         named = {name: sources[name] for name in keywords}
         return Spelling(tuple(sources[i] for i in range(count)), named, tuple(extras))
 
 
-def other_constant(name: str, given: Any, expected: Any, more: str = "") -> Mismatch:
+def other_constant(name: str, given: Any, expected: Any, more: str = "") -> Reason:
     """Return the mismatch for an argument that is a constant in the sample."""
     detail = f"argument `{name}`: {shown(given)}, compiled for {shown(expected)}{more}"
-    return Mismatch(TENSOR if isinstance(given, torch.Tensor) else CONSTANT, detail)
+    return Reason(Kind.TENSOR if isinstance(given, torch.Tensor) else Kind.CONSTANT, detail)
 
 
 def shown(value: Any) -> str:

@@ -17,6 +17,7 @@ from torch import nn
 from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.core.contents import MISSING
 from tvmbridge.core.libraries import acts
+from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.core.sharding import class_before
 from tvmbridge.core.types import InputKind
 from tvmbridge.core.writes import version_of
@@ -33,8 +34,7 @@ from tvmbridge.runtime.guards.watch import Place
 _HELD = ("_parameters", "_buffers", "_modules")
 # The keys of a module's ``__dict__`` that belong to its structure.
 _STRUCTURE = (*_HELD, *HOOKS, "training", "forward")
-_WRITTEN = "a tensor that forward has as a constant was written"
-_REHOOKED = "the hooks of a submodule changed"
+_REHOOKED = Reason(Kind.CHANGED, "the hooks of a submodule")
 
 
 class ModuleState:
@@ -241,11 +241,11 @@ class ModuleState:
     def replaced(self) -> bool:
         """Whether a submodule was replaced by another since the capture."""
         return any(
-            reason == REPLACED and place.get(key) is not expected
+            reason is REPLACED and place.get(key) is not expected
             for place, key, expected, reason in self._entries
         )
 
-    def _restructured(self) -> str | None:
+    def _restructured(self) -> Reason | None:
         for place, key, expected, reason in self._entries:
             if place.get(key, MISSING) is not expected:
                 now = place.get(key, MISSING)
@@ -253,19 +253,19 @@ class ModuleState:
                     return reason
         # Lists are compared as a whole, which is fast enough for every call.
         if list(map(len, self._dicts)) != self._lengths:
-            return "a submodule, parameter or buffer was added or removed"
+            return Reason(Kind.COUNT)
         if list(map(tuple, self._families)) != self._orders:
-            return "the order of submodules changed"
+            return Reason(Kind.CHANGED, "the order of submodules")
         if list(map(type, self._members)) != self._types:
             if list(map(class_before, self._members)) != self._types:
-                return "the class of a submodule changed"
+                return Reason(Kind.CHANGED, "the class of a submodule")
             self._types = list(map(type, self._members))
         for class_, forward in self._classes:
             if class_.forward is not forward:
                 return PATCHED
         return self.rehooked() or self.norms.changed()
 
-    def rehooked(self) -> str | None:
+    def rehooked(self) -> Reason | None:
         """Return why the captured graph does not fit the hooks on submodules; None if it does."""
         if not any(self._hooks):
             return _REHOOKED if self._is_hooked else None
@@ -274,10 +274,10 @@ class ModuleState:
             return _REHOOKED
         hooks = [h for table in self._hooks for h in self.norms.others(table.values())]
         if acts(h for h in hooks if id(h) not in traced):
-            return "a submodule has hooks"
+            return Reason(Kind.HOOKED)
         return None
 
-    def changed(self, tensors: Sequence[torch.Tensor | None], *, check_grad: bool) -> str | None:
+    def changed(self, tensors: Sequence[torch.Tensor | None], *, check_grad: bool) -> Reason | None:
         """Return why compiled code does not fit the module as it is now; None if it does.
 
         Args:
@@ -287,24 +287,26 @@ class ModuleState:
         reason = self._restructured() or self.kinds.changed(tensors, check_grad)
         return reason or self._changed_beside(check_grad)
 
-    def changed_beside_flags(self, tensors: Sequence[torch.Tensor | None]) -> str | None:
+    def changed_beside_flags(self, tensors: Sequence[torch.Tensor | None]) -> Reason | None:
         """Return the same as :meth:`changed`, but ignore ``requires_grad`` of the ``tensors``."""
         # Not kinds.changed: it remembers a comparison that includes requires_grad.
         reason = self._restructured() or self.kinds.differs(tensors, check_grad=False)
         return reason or self._changed_beside(check_grad=True)
 
-    def _changed_beside(self, check_grad: bool) -> str | None:
+    def _changed_beside(self, check_grad: bool) -> Reason | None:
         """Return a change other than of the structure or of kinds of tensors; None if none."""
         for alias, name in self._ties:
             if self.tensor(alias) is not self.tensor(name):
-                return "tied parameters were untied"
+                return Reason(Kind.UNTIED)
         for constant, signs, requires_grad in self._constants:
             if _written(constant) != signs:
-                return _WRITTEN
+                return Reason(Kind.WRITTEN)
             if check_grad and constant.requires_grad is not requires_grad:
-                return "requires_grad of a tensor that forward has as a constant changed"
+                return Reason(
+                    Kind.CHANGED, "requires_grad of a tensor that forward has as a constant"
+                )
         value = self.value_changed()
-        return f"{value} changed" if value else None
+        return Reason(Kind.CHANGED, value) if value else None
 
     def value_changed(self) -> str | None:
         """Return the name of a value that forward reads and that has changed; None if none has."""
@@ -320,7 +322,7 @@ class ModuleState:
         reason = self.changed(self.tensors(), check_grad=True)
         if reason is None:
             return None
-        return reason == _WRITTEN or self._values.is_number_changed()
+        return reason.kind is Kind.WRITTEN or self._values.is_number_changed()
 
     def is_otherwise(self) -> bool:
         """Whether a value has changed, or a tensor is of another kind than in the capture."""
