@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import importlib
 import os
 import pkgutil
@@ -52,6 +53,15 @@ def pytest_configure(config: pytest.Config) -> None:
     if compiled_half.word() == "build" and not hasattr(config, "workerinput"):
         compiled_half.build_halves()
         os.environ[compiled_half.SWITCH] = "load"
+
+
+def pytest_collection_finish() -> None:
+    """Exempt all that the imports have made from garbage collection, a seventh of the tests' time.
+
+    A full collection walks two million objects otherwise, and a compilation causes several.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_report_header() -> list[str]:

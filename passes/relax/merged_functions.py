@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import tvm_ffi
 from tvm import tirx
 from tvm.s_tir import SBlock, SBlockRealize
+
+from tvmbridge.schedules.kernel import Kernel, KernelStage
 
 
 def merged(
@@ -54,10 +57,46 @@ def merged(
     )
 
 
-def stage_count(func: tirx.PrimFunc) -> int:
-    """How many nests of loops the body of ``func`` is: that of two that are merged is the sum."""
-    body = func.body.block.body
-    return len(body.seq) if isinstance(body, tirx.SeqStmt) else 1
+def merged_kernel(
+    first: Kernel, second: Kernel, given: Sequence[int], kept: Sequence[int]
+) -> Kernel:
+    """Return what parsing the merged function would return, with the variables of the two kernels.
+
+    ``given`` and ``kept`` are those of :func:`merged`. The kernels must share no variable.
+    """
+    params, inputs = list(first.params), len(first.params) - len(first.outputs)
+    for place, param in zip(given, second.params, strict=False):
+        if place == len(params):
+            params.append(param)
+    same = {old: params[place] for place, old in zip(given, second.params, strict=False)}
+    results = [params[inputs + place] for place in kept]
+    own = second.params[len(given) :]
+    return Kernel(
+        (*params[:inputs], *params[len(first.params) :], *results, *own),
+        [*first.stages, *(_reading(stage, same) for stage in second.stages)],
+        {*results, *own},
+    )
+
+
+def share_variables(first: Kernel, second: Kernel) -> bool:
+    """Whether two kernels have a parameter, a buffer or an axis in common."""
+    return not _variables(first).isdisjoint(_variables(second))
+
+
+def renamed(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """Return ``func`` with new variables."""
+    return _renamed(func, {})
+
+
+def _variables(kernel: Kernel) -> set[Any]:
+    axes = {axis.var for stage in kernel.stages for axis in stage.axes}
+    return {*kernel.params, *axes, *(stage.buffer for stage in kernel.stages)}
+
+
+def _reading(stage: KernelStage, same: dict[Any, Any]) -> KernelStage:
+    """Return ``stage`` with other buffers to read: ``same`` has them by the present ones."""
+    loads = [replace(load, buffer=same.get(load.buffer, load.buffer)) for load in stage.loads]
+    return replace(stage, loads=tuple(loads))
 
 
 def _result_count(func: tirx.PrimFunc) -> int:

@@ -23,6 +23,7 @@ import torch._export.utils
 import torch._higher_order_ops.wrap
 import torch._ops
 import torch._prims_common
+import torch._subclasses.fake_impls
 import torch._subclasses.fake_tensor
 import torch._subclasses.meta_utils
 import torch._utils
@@ -39,6 +40,7 @@ import torch.utils._pytree
 pytree = torch.utils._pytree
 export_utils = torch._export.utils
 exported_program = torch.export.exported_program
+fake_impls = torch._subclasses.fake_impls
 functorch_utils = torch._functorch.utils
 
 # Operators and tensors

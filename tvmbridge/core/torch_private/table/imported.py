@@ -120,6 +120,11 @@ IMPORTED = (
         has("_AUTOGRAD_ALIAS_BACKEND_KEYS_TO_OVERRIDE", "_BACKEND_KEYS_TO_OVERRIDE"),
     ),
     PrivateName(
+        "torch._subclasses.fake_impls",
+        "keeping the kernels of a decomposition for the next one",
+        has("op_implementations_dict"),
+    ),
+    PrivateName(
         "torch._ops.OpOverload",
         "telling operators from other functions in a graph",
         lambda kind: isinstance(torch.ops.aten.sin.default, kind),

@@ -72,6 +72,11 @@ REPLACED = (
         "torch._export.utils._materialize_cpp_cia_ops", "preparing operators once", takes()
     ),
     PrivateName(
+        "torch.export.exported_program._override_composite_implicit_decomp",
+        "keeping the kernels of a decomposition for the next one",
+        takes({}),
+    ),
+    PrivateName(
         "torch.export._trace.register_buffer_assignment_hook",
         "following exchanged buffers ourselves",
         takes(None, None),
