@@ -22,6 +22,7 @@ from tvmbridge.core.torch_private import (
     export_utils,
     exported_program,
     fake_impls,
+    has_any_kernel,
     pytree,
 )
 from tvmbridge.graph_capture.trace.patches import patched_here
@@ -73,6 +74,7 @@ def composites_prepared_for(program: ExportedProgram) -> Iterator[None]:
     try:
         with (
             patched_here(export_utils, "_materialize_cpp_cia_ops", lambda genuine: None),
+            patched_here(export_utils, "_check_valid_to_preserve", _may_be_preserved),
             patched_here(exported_program, "_override_composite_implicit_decomp", _overridden),
         ):
             yield
@@ -132,6 +134,19 @@ class _Kernels:
                 op.py_kernels.update(kernels)
                 op._dispatch_cache.clear()
                 _FAKES.pop(op, None)
+
+
+# Whether an operator may be preserved; an operator that has a kernel keeps its answer.
+_preserved: dict[Any, bool] = {}
+
+
+def _may_be_preserved(genuine: Callable[[Any], bool], op: Any) -> bool:
+    found = _preserved.get(op)
+    if found is None:
+        found = genuine(op)
+        if has_any_kernel(op.name()):
+            _preserved[op] = found
+    return found
 
 
 # The kernels of the last decompositions: tables for inference and for training differ.

@@ -130,6 +130,11 @@ IMPORTED = (
         lambda kind: isinstance(torch.ops.aten.sin.default, kind),
     ),
     PrivateName(
+        "torch._C._dispatch_has_kernel",
+        "keeping which operators may be preserved",
+        lambda ask: ask("aten::matmul"),
+    ),
+    PrivateName(
         "torch._C._dispatch_get_registrations_for_dispatch_key",
         "when the table of decompositions must be made again",
         lambda ask: "aten::matmul" in ask("CompositeImplicitAutograd"),
