@@ -30,13 +30,13 @@ def merged(
         The function; its parameters are the inputs of ``first``, the further inputs of ``second``,
         the kept results of ``first``, and the results of ``second``.
     """
-    first, second = _renamed(first, {}), _renamed(second, {})
-    params = list(first.params)
+    first = renamed(first)
+    params, names = list(first.params), {}
     for place, param in zip(given, second.params, strict=False):
         if place == len(params):
-            params.append(param)
-    same = {old: params[place] for place, old in zip(given, second.params, strict=False)}
-    second = _renamed(second, same)
+            params.append(tirx.Var(param.name, param.ty))
+        names[param] = params[place]
+    second = _renamed(second, names)
     inputs = len(first.params) - _result_count(first)
     results = params[inputs : len(first.params)]
     dropped = [result for place, result in enumerate(results) if place not in kept]
@@ -118,8 +118,9 @@ def _renamed(func: tirx.PrimFunc, names: dict[Any, Any]) -> tirx.PrimFunc:
     """Return ``func`` with each variable replaced: by ``names``, or by a new one, added there."""
 
     def rename(var: tirx.Var, _: Any) -> tirx.Var:
-        if var not in names:
-            names[var] = tirx.Var(var.name, var.ty)
-        return names[var]
+        found = names.get(var)
+        if found is None:
+            found = names[var] = tirx.Var(var.name, var.ty)
+        return found
 
     return tvm_ffi.structural_mutate(func, (tirx.Var, rename))
