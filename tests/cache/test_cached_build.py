@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.dispatch_helpers import make_block, sample
 from tvmbridge import CompileOptions, add_tvm_dispatch, dispatch_report
-from tvmbridge.cache import CacheKey, surroundings
+from tvmbridge.cache import CacheKey, Store, surroundings
 from tvmbridge.compiler import cached_build
 from tvmbridge.compiler.cached_build import CachedBuild
 from tvmbridge.compiler.exported import can_link
@@ -112,21 +112,28 @@ def test_two_modules_of_one_file_live_apart() -> None:
     assert first(sample()).shape == eager(sample()).shape
 
 
-@pytest.mark.parametrize("entry", ENTRIES)
-def test_each_entry_alone_makes_a_miss_that_names_it(
-    entry: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dispatched(make_block().eval(), sample())
+def test_each_entry_alone_makes_a_miss_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[CacheKey] = []
     genuine = CachedBuild.key
+    change: dict[str, str] = {}
 
     def changed(*args: object) -> CacheKey:
-        key = genuine(*args)  # type: ignore[arg-type]
-        assert set(key.entries) == set(ENTRIES)
-        return CacheKey({**key.entries, entry: f"{key.entries[entry]} other"})
+        found.append(genuine(*args))  # type: ignore[arg-type]
+        return CacheKey({**found[-1].entries, **change})
 
     monkeypatch.setattr(CachedBuild, "key", changed)
-    named = "nothing is kept for this graph" if entry == "graph" else f"other {entry}"
-    assert dispatched(make_block().eval(), sample()) == f"miss: {named}"
+    dispatched(make_block().eval(), sample())
+    entries = found[-1].entries
+    assert set(entries) == set(ENTRIES)
+    store = Store.of_now()
+    assert not isinstance(store.read(found[-1]), str)
+    for entry in ENTRIES:
+        missed = store.read(CacheKey({**entries, entry: f"{entries[entry]} other"}))
+        assert missed == (
+            "nothing is kept for this graph" if entry == "graph" else f"other {entry}"
+        )
+    change["settings"] = "other"
+    assert dispatched(make_block().eval(), sample()) == "miss: other settings"
 
 
 def _entries() -> dict[str, str]:
