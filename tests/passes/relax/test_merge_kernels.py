@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +19,9 @@ from tests.schedules.graphs import random_graph
 from tests.thinned import thinned
 from tvmbridge import add_tvm_dispatch
 from tvmbridge.passes.base import PassReport
-from tvmbridge.passes.relax.merge_kernels import MergeKernels
+from tvmbridge.passes.relax.merge_kernels import MergeKernels, _Merging
 from tvmbridge.schedules import schedule_for_cpu
+from tvmbridge.schedules.kernel import Kernel, parse
 from tvmbridge.schedules.target import core_count
 
 Results = tuple[relax.Expr, ...]
@@ -124,6 +126,41 @@ def test_random_graph(seed: int) -> None:
     for result, exact in zip(_run(after, *graph.inputs), graph.outputs, strict=True):
         scale = max(1.0, exact.abs().max().item())
         torch.testing.assert_close(result.double(), exact, rtol=2e-5, atol=2e-5 * scale)
+
+
+def _described(kernel: Kernel) -> tuple[Any, ...]:
+    """Return a kernel with numbers in place of its buffers."""
+    buffers = [*kernel.params, *(stage.buffer for stage in kernel.stages)]
+    number = {buffer: place for place, buffer in reversed(list(enumerate(buffers)))}
+    stages = [
+        (
+            stage.name,
+            [(axis.extent, axis.reduce) for axis in stage.axes],
+            number[stage.buffer],
+            [(number[load.buffer], len(load.indices), load.guarded) for load in stage.loads],
+            stage.cost,
+            stage.vectorizable,
+        )
+        for stage in kernel.stages
+    ]
+    return len(kernel.params), stages, {number[buffer] for buffer in kernel.outputs}
+
+
+@pytest.mark.parametrize("seed", range(1000, 1008))
+def test_a_merged_kernel_is_what_parsing_the_merged_function_gives(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    genuine = _Merging._added
+
+    def compared(self: _Merging, kernel: Kernel, *key: Any) -> tvm.ir.GlobalVar:
+        made = genuine(self, kernel, *key)
+        parsed = parse(self.made[made])
+        assert parsed is not None
+        assert _described(kernel) == _described(parsed)
+        return made
+
+    monkeypatch.setattr(_Merging, "_added", compared)
+    _merged(fuse(random_graph(seed).mod))
 
 
 class _Slices(nn.Module):
