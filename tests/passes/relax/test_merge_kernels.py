@@ -146,21 +146,27 @@ def _described(kernel: Kernel) -> tuple[Any, ...]:
     return len(kernel.params), stages, {number[buffer] for buffer in kernel.outputs}
 
 
-@pytest.mark.parametrize("seed", range(1000, 1008))
 def test_a_merged_kernel_is_what_parsing_the_merged_function_gives(
-    seed: int, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    genuine = _Merging._added
+    """Check equal layers too, whose functions share variables."""
+    genuine, made = _Merging._added, []
 
     def compared(self: _Merging, kernel: Kernel, *key: Any) -> tvm.ir.GlobalVar:
-        made = genuine(self, kernel, *key)
-        parsed = parse(self.made[made])
+        made.append(genuine(self, kernel, *key))
+        parsed = parse(self.made[made[-1]])
         assert parsed is not None
         assert _described(kernel) == _described(parsed)
-        return made
+        return made[-1]
 
     monkeypatch.setattr(_Merging, "_added", compared)
-    _merged(fuse(random_graph(seed).mod))
+    for seed in range(1000, 1008):
+        _merged(fuse(random_graph(seed).mod))
+    assert made
+    layers = [nn.Sequential(nn.Tanh(), nn.Softmax(-1)) for _ in range(4)]
+    before, x = len(made), torch.randn(6, 24, requires_grad=True)
+    add_tvm_dispatch(nn.Sequential(*layers).train(), x)
+    assert len(made) > before
 
 
 class _Slices(nn.Module):
