@@ -44,7 +44,11 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def dispatched(module: nn.Module, *args: torch.Tensor, **options: object) -> str:
-    """Dispatch ``module``; return the cache entry of its report."""
+    """Dispatch ``module``; return the cache entry of its report.
+
+    The parameters of a module in eval mode are frozen, so that calls run the code of the sample.
+    """
+    module.requires_grad_(module.training)
     add_tvm_dispatch(module, args, options=options)
     return dispatch_report(module).specializations[-1].cache
 
