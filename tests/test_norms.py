@@ -11,6 +11,7 @@ from torch import nn
 
 from tests.joint_cases import Case
 from tests.joint_steps import assert_same, assert_served, build, dispatched, step
+from tests.thinned import thinned
 from tvmbridge import CaptureError, add_tvm_dispatch
 from tvmbridge.dispatch import _dispatcher_of
 
@@ -71,6 +72,21 @@ NORMS: dict[str, tuple[Make, tuple[int, ...]]] = {
     ),
 }
 BY_AUTOGRAD = ("layer", "rms", "group", "instance3d, tracking", "batch2d, cumulative")
+# Forms whose passes and kernels other cases have as well.
+SLOW = {
+    "layer, plain",
+    "rms over two dimensions",
+    "rms, plain",
+    "group, plain",
+    "one group, one sample",
+    "instance1d",
+    "instance1d without batch",
+    "instance2d, one sample",
+    "batch1d of rows",
+    "batch3d, plain",
+    "batch2d, momentum 1",
+    "batch2d, momentum 0",
+}
 
 
 def case(name: str) -> Case:
@@ -85,7 +101,13 @@ def case(name: str) -> Case:
     return Case(with_weights, lambda: (torch.randn(shape) * 2 + 3,), "relax")
 
 
-CASES = [("relax", n) for n in NORMS] + [("aot", n) for n in BY_AUTOGRAD]
+CASES = [
+    *(
+        pytest.param("relax", name, marks=[pytest.mark.slow] if name in SLOW else [])
+        for name in NORMS
+    ),
+    *thinned((("aot", name) for name in BY_AUTOGRAD), 3),
+]
 
 
 @pytest.mark.parametrize(("joint", "name"), CASES)
@@ -102,7 +124,7 @@ def test_two_steps_and_an_evaluation_equal_eager(joint: str, name: str) -> None:
 @pytest.mark.parametrize("name", ["batch2d", "batch2d, cumulative", "instance3d, tracking"])
 def test_statistics_move_without_gradients_too(name: str) -> None:
     module, args = build(case(name))
-    ours = copy.deepcopy(module)
+    ours = copy.deepcopy(module.requires_grad_(False))
     with torch.no_grad():
         add_tvm_dispatch(ours, args)
         for training in (True, True, False):
@@ -145,7 +167,7 @@ def test_large_offsets_and_half_precision(
     name: str, dtype: torch.dtype, offset: float, bound: float
 ) -> None:
     make, shape = NORMS[name]
-    module = make().to(dtype).train()
+    module = make().to(dtype).train().requires_grad_(False)
     x = (torch.randn(shape) + offset).to(dtype)
     exact = copy.deepcopy(module).double()(x.double())
     with torch.no_grad():
@@ -155,7 +177,7 @@ def test_large_offsets_and_half_precision(
 
 
 def test_the_default_epsilon_of_rms_norm_in_half_precision() -> None:
-    module, x = nn.RMSNorm(64).bfloat16(), (torch.randn(4, 64) * 1e-4).bfloat16()
+    module, x = nn.RMSNorm(64).bfloat16().eval(), (torch.randn(4, 64) * 1e-4).bfloat16()
     expected = copy.deepcopy(module)(x)
     with torch.no_grad():
         add_tvm_dispatch(module, x)

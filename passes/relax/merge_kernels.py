@@ -36,8 +36,14 @@ import tvm
 from tvm import relax, tirx
 
 from tvmbridge.passes.base import PassReport, RelaxPass, with_span
-from tvmbridge.passes.relax.merged_functions import merged, stage_count
-from tvmbridge.schedules import is_one_nest
+from tvmbridge.passes.relax.merged_functions import (
+    merged,
+    merged_kernel,
+    renamed,
+    share_variables,
+)
+from tvmbridge.schedules import is_one_nest, parse_one_nest
+from tvmbridge.schedules.kernel import Kernel, parse
 
 # Longer loop bodies take long to compile, and need more registers than the machine has.
 _MOST_STAGES = 48
@@ -130,7 +136,8 @@ class _Merging:
         self.builder = relax.BlockBuilder(mod)
         self.made: dict[tvm.ir.GlobalVar, tirx.PrimFunc] = {}
         self._known: dict[Any, tvm.ir.GlobalVar | None] = {}
-        self._simple: dict[tvm.ir.GlobalVar, bool] = {}
+        # The parsed functions; None for those that are not one loop nest.
+        self._parsed: dict[tvm.ir.GlobalVar, Kernel | None] = {}
 
     def rewrite(self, function: relax.Function) -> relax.Function:
         """Return ``function`` with merged kernels in its dataflow blocks."""
@@ -210,34 +217,51 @@ class _Merging:
         ``given`` and ``kept`` are those of :func:`~.merged_functions.merged`. None if the functions
         would not be one loop nest.
         """
-        if not (self._is_simple(first) and self._is_simple(second)):
-            return None
-        functions = self._function(first), self._function(second)
-        if sum(map(stage_count, functions)) > _MOST_STAGES:
-            return None
         key = first, second, given, kept
         if key not in self._known:
-            function = merged(*functions, given, kept)
-            fits = is_one_nest(function, self.target, most=_MOST_STAGES)
-            self._known[key] = self._added((first, second), function) if fits else None
+            kernel = self._merged_kernel(*key)
+            self._known[key] = None if kernel is None else self._added(kernel, *key)
         return self._known[key]
 
+    def _merged_kernel(
+        self,
+        first: tvm.ir.GlobalVar,
+        second: tvm.ir.GlobalVar,
+        given: tuple[int, ...],
+        kept: tuple[int, ...],
+    ) -> Kernel | None:
+        """Return the merged function as a kernel, before it is built; None if it is not to be."""
+        one, other = self._parse(first), self._parse(second)
+        if one is None or other is None or len(one.stages) + len(other.stages) > _MOST_STAGES:
+            return None
+        if share_variables(one, other):
+            other = parse(renamed(self._function(second)))
+            assert other is not None
+        kernel = merged_kernel(one, other, given, kept)
+        return kernel if is_one_nest(kernel, self.target) else None
+
     def _added(
-        self, parts: tuple[tvm.ir.GlobalVar, ...], function: tirx.PrimFunc
+        self,
+        kernel: Kernel,
+        first: tvm.ir.GlobalVar,
+        second: tvm.ir.GlobalVar,
+        given: tuple[int, ...],
+        kept: tuple[int, ...],
     ) -> tvm.ir.GlobalVar:
-        names = [part.name_hint.removeprefix("fused_") for part in parts]
+        function = merged(self._function(first), self._function(second), given, kept)
+        names = [part.name_hint.removeprefix("fused_") for part in (first, second)]
         var = self.builder.add_func(function, "_".join(["fused", *names])[:_LONGEST_NAME])
-        self.made[var], self._simple[var] = function, True
+        self.made[var], self._parsed[var] = function, kernel
         return var
 
     def _function(self, callee: tvm.ir.GlobalVar) -> tirx.PrimFunc:
         return self.made[callee] if callee in self.made else self.mod[callee]
 
-    def _is_simple(self, callee: tvm.ir.GlobalVar) -> bool:
-        if callee not in self._simple:
+    def _parse(self, callee: tvm.ir.GlobalVar) -> Kernel | None:
+        if callee not in self._parsed:
             function = self._function(callee)
-            self._simple[callee] = is_one_nest(function, self.target, most=_MOST_STAGES)
-        return self._simple[callee]
+            self._parsed[callee] = parse_one_nest(function, self.target, most=_MOST_STAGES)
+        return self._parsed[callee]
 
 
 def _kernel(binding: relax.Binding) -> _Kernel | None:

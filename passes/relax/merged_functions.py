@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import tvm_ffi
 from tvm import tirx
 from tvm.s_tir import SBlock, SBlockRealize
+
+from tvmbridge.schedules.kernel import Kernel, KernelStage
 
 
 def merged(
@@ -27,13 +30,13 @@ def merged(
         The function; its parameters are the inputs of ``first``, the further inputs of ``second``,
         the kept results of ``first``, and the results of ``second``.
     """
-    first, second = _renamed(first, {}), _renamed(second, {})
-    params = list(first.params)
+    first = renamed(first)
+    params, names = list(first.params), {}
     for place, param in zip(given, second.params, strict=False):
         if place == len(params):
-            params.append(param)
-    same = {old: params[place] for place, old in zip(given, second.params, strict=False)}
-    second = _renamed(second, same)
+            params.append(tirx.Var(param.name, param.ty))
+        names[param] = params[place]
+    second = _renamed(second, names)
     inputs = len(first.params) - _result_count(first)
     results = params[inputs : len(first.params)]
     dropped = [result for place, result in enumerate(results) if place not in kept]
@@ -54,10 +57,46 @@ def merged(
     )
 
 
-def stage_count(func: tirx.PrimFunc) -> int:
-    """How many nests of loops the body of ``func`` is: that of two that are merged is the sum."""
-    body = func.body.block.body
-    return len(body.seq) if isinstance(body, tirx.SeqStmt) else 1
+def merged_kernel(
+    first: Kernel, second: Kernel, given: Sequence[int], kept: Sequence[int]
+) -> Kernel:
+    """Return what parsing the merged function would return, with the variables of the two kernels.
+
+    ``given`` and ``kept`` are those of :func:`merged`. The kernels must share no variable.
+    """
+    params, inputs = list(first.params), len(first.params) - len(first.outputs)
+    for place, param in zip(given, second.params, strict=False):
+        if place == len(params):
+            params.append(param)
+    same = {old: params[place] for place, old in zip(given, second.params, strict=False)}
+    results = [params[inputs + place] for place in kept]
+    own = second.params[len(given) :]
+    return Kernel(
+        (*params[:inputs], *params[len(first.params) :], *results, *own),
+        [*first.stages, *(_reading(stage, same) for stage in second.stages)],
+        {*results, *own},
+    )
+
+
+def share_variables(first: Kernel, second: Kernel) -> bool:
+    """Whether two kernels have a parameter, a buffer or an axis in common."""
+    return not _variables(first).isdisjoint(_variables(second))
+
+
+def renamed(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """Return ``func`` with new variables."""
+    return _renamed(func, {})
+
+
+def _variables(kernel: Kernel) -> set[Any]:
+    axes = {axis.var for stage in kernel.stages for axis in stage.axes}
+    return {*kernel.params, *axes, *(stage.buffer for stage in kernel.stages)}
+
+
+def _reading(stage: KernelStage, same: dict[Any, Any]) -> KernelStage:
+    """Return ``stage`` with other buffers to read: ``same`` has them by the present ones."""
+    loads = [replace(load, buffer=same.get(load.buffer, load.buffer)) for load in stage.loads]
+    return replace(stage, loads=tuple(loads))
 
 
 def _result_count(func: tirx.PrimFunc) -> int:
@@ -79,8 +118,9 @@ def _renamed(func: tirx.PrimFunc, names: dict[Any, Any]) -> tirx.PrimFunc:
     """Return ``func`` with each variable replaced: by ``names``, or by a new one, added there."""
 
     def rename(var: tirx.Var, _: Any) -> tirx.Var:
-        if var not in names:
-            names[var] = tirx.Var(var.name, var.ty)
-        return names[var]
+        found = names.get(var)
+        if found is None:
+            found = names[var] = tirx.Var(var.name, var.ty)
+        return found
 
     return tvm_ffi.structural_mutate(func, (tirx.Var, rename))

@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.dispatch_helpers import make_block, sample
 from tvmbridge import CompileOptions, add_tvm_dispatch, dispatch_report
-from tvmbridge.cache import CacheKey, surroundings
+from tvmbridge.cache import CacheKey, Store, surroundings
 from tvmbridge.compiler import cached_build
 from tvmbridge.compiler.cached_build import CachedBuild
 from tvmbridge.compiler.exported import can_link
@@ -47,6 +47,11 @@ def dispatched(module: nn.Module, *args: torch.Tensor, **options: object) -> str
     """Dispatch ``module``; return the cache entry of its report."""
     add_tvm_dispatch(module, args, options=options)
     return dispatch_report(module).specializations[-1].cache
+
+
+def _block() -> nn.Module:
+    """Return a block whose parameters are frozen, so that calls run the code of the sample."""
+    return make_block().eval().requires_grad_(False)
 
 
 class Everything(nn.Module):
@@ -102,31 +107,38 @@ def test_a_hit_returns_what_eager_pytorch_does(
 
 
 def test_two_modules_of_one_file_live_apart() -> None:
-    first, second, third = (make_block().eval() for _ in range(3))
+    first, second, third = (_block() for _ in range(3))
     for module in (first, second, third):
         dispatched(module, sample())
-    eager = make_block().eval()
+    eager = _block()
     del second
     third.load_state_dict(eager.state_dict())
     torch.testing.assert_close(third(sample()), eager(sample()), rtol=1e-5, atol=1e-6)
     assert first(sample()).shape == eager(sample()).shape
 
 
-@pytest.mark.parametrize("entry", ENTRIES)
-def test_each_entry_alone_makes_a_miss_that_names_it(
-    entry: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dispatched(make_block().eval(), sample())
+def test_each_entry_alone_makes_a_miss_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[CacheKey] = []
     genuine = CachedBuild.key
+    change: dict[str, str] = {}
 
     def changed(*args: object) -> CacheKey:
-        key = genuine(*args)  # type: ignore[arg-type]
-        assert set(key.entries) == set(ENTRIES)
-        return CacheKey({**key.entries, entry: f"{key.entries[entry]} other"})
+        found.append(genuine(*args))  # type: ignore[arg-type]
+        return CacheKey({**found[-1].entries, **change})
 
     monkeypatch.setattr(CachedBuild, "key", changed)
-    named = "nothing is kept for this graph" if entry == "graph" else f"other {entry}"
-    assert dispatched(make_block().eval(), sample()) == f"miss: {named}"
+    dispatched(_block(), sample())
+    entries = found[-1].entries
+    assert set(entries) == set(ENTRIES)
+    store = Store.of_now()
+    assert not isinstance(store.read(found[-1]), str)
+    for entry in ENTRIES:
+        missed = store.read(CacheKey({**entries, entry: f"{entries[entry]} other"}))
+        assert missed == (
+            "nothing is kept for this graph" if entry == "graph" else f"other {entry}"
+        )
+    change["settings"] = "other"
+    assert dispatched(_block(), sample()) == "miss: other settings"
 
 
 def _entries() -> dict[str, str]:
@@ -178,16 +190,16 @@ def test_sources_are_in_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert dispatched(make_block().eval(), sample(), cache=False) == "off: the option cache is off"
+    assert dispatched(_block(), sample(), cache=False) == "off: the option cache is off"
     monkeypatch.setenv("TVMBRIDGE_CACHE", "0")
-    assert dispatched(make_block().eval(), sample()) == "off: TVMBRIDGE_CACHE is 0"
+    assert dispatched(_block(), sample()) == "off: TVMBRIDGE_CACHE is 0"
     assert not (tmp_path / "cache").exists()
     assert CompileOptions().cache
 
 
 def test_a_damaged_library_is_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check a library whose checksum is right, but which cannot be loaded."""
-    dispatched(make_block().eval(), sample())
+    dispatched(_block(), sample())
     genuine = cached_build.module_of
     calls: list[bytes] = []
 
@@ -196,7 +208,7 @@ def test_a_damaged_library_is_compiled_again(monkeypatch: pytest.MonkeyPatch) ->
         return genuine(library if len(calls) > 1 else b"no library")
 
     monkeypatch.setattr(cached_build, "module_of", fail_first)
-    module = make_block().eval()
+    module = _block()
     assert dispatched(module, sample()).startswith("miss: it cannot be loaded")
     assert module(sample()).isfinite().all()
 
@@ -206,7 +218,7 @@ def test_code_that_cannot_be_exported_runs(monkeypatch: pytest.MonkeyPatch) -> N
         raise RuntimeError("no room")
 
     monkeypatch.setattr(cached_build, "exported", fail)
-    module = make_block().eval()
+    module = _block()
     assert dispatched(module, sample()).endswith("it cannot be exported")
     assert module(sample()).isfinite().all()
 
@@ -219,7 +231,7 @@ def test_a_linker_that_fails_leaves_bitcode(
     program.write_text("#!/bin/sh\necho cannot find crti.o >&2\nexit 1\n")
     program.chmod(0o755)
     monkeypatch.setenv("CXX", str(program))
-    first, second = make_block().eval(), make_block().eval()
+    first, second = _block(), _block()
     assert dispatched(first, sample()) == "miss: nothing is kept for this graph"
     monkeypatch.delenv("CXX")
     assert dispatched(second, sample()) == "hit"
@@ -252,11 +264,8 @@ print(dispatch_report(module).specializations[0].cache)
 
 
 @pytest.mark.timeout(600)
-def test_a_second_process_hits() -> None:
-    def run() -> str:
-        done = subprocess.run([sys.executable, "-c", _SCRIPT], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.strip()
-
-    assert run() == "miss: nothing is kept for this graph"
-    assert run() == "hit"
+def test_a_second_process_hits(capsys: pytest.CaptureFixture[str]) -> None:
+    exec(_SCRIPT, {})
+    assert capsys.readouterr().out.strip() == "miss: nothing is kept for this graph"
+    done = subprocess.run([sys.executable, "-c", _SCRIPT], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, "hit"), done.stderr

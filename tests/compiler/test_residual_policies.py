@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,17 +19,18 @@ from tvmbridge.coloring import POLICIES
 
 # Cases whose backward recomputes values, of both joint sources; other tests run all cases by the
 # default policy.
-SOME = [
-    pytest.param("transformer"),
-    pytest.param("ties"),
-    pytest.param("convolutions", marks=pytest.mark.slow),
-    pytest.param("admitted kinks", marks=pytest.mark.slow),
-]
+SOME = ("transformer", "ties", "convolutions", "admitted kinks")
 OTHERS = [p for p in POLICIES if p != CompileOptions().residual_policy]
+QUICK = {("transformer", OTHERS[0]), ("transformer", OTHERS[1]), *(("ties", p) for p in OTHERS[2:])}
 
 
-@pytest.mark.parametrize("policy", OTHERS)
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [
+        pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow])
+        for case in itertools.product(SOME, OTHERS)
+    ],
+)
 def test_two_steps_equal_eager(name: str, policy: str) -> None:
     module, args = build(CASES[name])
     ours, _ = dispatched(module, args, "auto", policy)
@@ -154,7 +156,7 @@ def test_the_place_of_the_largest_is_found_again(joint: str, policy: str) -> Non
     If the recomputed sum rounded differently, no element would equal the maximum.
     """
     module = Largest().train()
-    x = torch.randn(50, 64)
+    x = torch.randn(50, 64, requires_grad=True)
     ours, _ = dispatched(module, (x,), joint, policy)
     for made in (ours, module):
         made.zero_grad()

@@ -11,6 +11,7 @@ from torch import nn
 
 from tests.joint_cases import CASES, Head
 from tests.joint_steps import assert_same, assert_served, build, dispatched, step
+from tests.thinned import thinned
 from tvmbridge import UnsupportedOperatorError, add_tvm_dispatch, dispatch_report
 from tvmbridge.compiler.compiled import compile_module
 from tvmbridge.compiler.request import CompileRequest
@@ -19,11 +20,10 @@ from tvmbridge.graph_capture.trace.decompositions import _table_with
 
 RELAX = [name for name, case in CASES.items() if case.auto == "relax"]
 # ``auto`` chooses one of the two sources. If it chooses relax, ``aot`` is tested by name as well:
-# every second case in quick tests, all cases in slow ones.
+# every fourth case in quick tests, all cases in slow ones.
 ASKED = [
     *(pytest.param("auto", name) for name in CASES),
-    *(pytest.param("aot", name) for name in RELAX[::2]),
-    *(pytest.param("aot", name, marks=pytest.mark.slow) for name in RELAX[1::2]),
+    *thinned((("aot", name) for name in RELAX), 4),
 ]
 REFUSED = {name: "joint='relax'" for name, case in CASES.items() if case.auto == "aot"} | {
     "detach": r"aten\.detach",

@@ -26,10 +26,17 @@ class Step:
     random_state: torch.Tensor
 
 
-def base_layer(attention: str, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Return a BertLayer of BERT-base with dropout 0.1, in train mode."""
+def base_layer(
+    attention: str, dtype: torch.dtype = torch.float32, *, width: int = 768
+) -> nn.Module:
+    """Return a BertLayer of BERT-base, or of less width, with dropout 0.1, in train mode."""
     torch.manual_seed(7)
-    config = BertConfig(attn_implementation=attention)
+    config = BertConfig(
+        attn_implementation=attention,
+        hidden_size=width,
+        num_attention_heads=width // 64,
+        intermediate_size=4 * width,
+    )
     layer: nn.Module = BertLayer(config)
     return layer.to(dtype).train()
 

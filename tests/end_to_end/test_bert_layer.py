@@ -33,8 +33,8 @@ class BothStages(nn.Module):
         return attended, layer.feed_forward_chunk(attended)
 
 
-def check(module: nn.Module, dtype: torch.dtype) -> None:
-    hidden = torch.randn(SHAPE, dtype=torch.float64).to(dtype)
+def check(module: nn.Module, dtype: torch.dtype, shape: tuple[int, ...] = SHAPE) -> None:
+    hidden = torch.randn(shape, dtype=torch.float64).to(dtype)
     reference = training_step(module, hidden)
     with dispatched(module, hidden):
         step = training_step(module, hidden)
@@ -48,18 +48,27 @@ def check(module: nn.Module, dtype: torch.dtype) -> None:
     assert {name: e for name, e in errors.items() if not e < bound} == {}
 
 
-@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
-@pytest.mark.parametrize("attention", ["sdpa", pytest.param("eager", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("attention", "dtype"),
+    [
+        ("sdpa", torch.float32),
+        pytest.param("sdpa", torch.float64, marks=pytest.mark.slow),
+        pytest.param("eager", torch.float32, marks=pytest.mark.slow),
+        pytest.param("eager", torch.float64, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_a_training_step_is_that_of_eager(attention: str, dtype: torch.dtype) -> None:
     check(base_layer(attention, dtype), dtype)
 
 
 def test_a_tuple_of_outputs() -> None:
-    check(BothStages(base_layer("sdpa")), torch.float32)
+    layer = base_layer("sdpa", torch.float64, width=128)
+    check(BothStages(layer), torch.float64, (2, 24, 128))
 
 
 def test_the_masks_of_another_seed_differ() -> None:
-    layer, hidden = base_layer("sdpa"), torch.randn(1, 16, 768)
+    layer, hidden = base_layer("sdpa", width=128), torch.randn(1, 16, 128)
     with dispatched(layer, hidden):
         first, again, other = (training_step(layer, hidden, seed=s).outputs[0] for s in (1, 1, 2))
     assert torch.equal(first, again)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from tvm.relax import op
 
 from tests.legalize.compiled import build_module, compile_module, run, ulps
+from tests.thinned import thinned
 
 TINY = torch.finfo(torch.float32).tiny
 SPECIAL = [0.0, -0.0, math.inf, -math.inf, math.nan, 1.0, -1.0, 3.4e38, -3.4e38]
@@ -86,8 +88,10 @@ def test_gelu_of_nan_infinite_and_large() -> None:
     assert result[[0, 3, 4]].isnan().all()
 
 
-@pytest.mark.parametrize("name", [*FUNCTIONS, "gelu", "gelu_tanh"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+HALVES = itertools.product((*FUNCTIONS, "gelu", "gelu_tanh"), (torch.float16, torch.bfloat16))
+
+
+@pytest.mark.parametrize(("name", "dtype"), thinned(HALVES, 3))
 def test_halves_are_rounded_float32(name: str, dtype: torch.dtype) -> None:
     function, reference = _pair(name)
     x = (torch.linspace(-9, 9, 1001)).to(dtype)

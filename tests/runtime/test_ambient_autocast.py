@@ -183,7 +183,7 @@ def test_norms_train(make: Any, shape: tuple[int, ...], within: bool) -> None:
     reference = copy.deepcopy(module)
     around: Context = nullcontext if within else _autocast
     with around():
-        add_tvm_dispatch(module, x)
+        add_tvm_dispatch(module, x.clone().requires_grad_())
     for _ in range(3):
         _assert_same(_step(module, x, around), _step(reference, x, around))
     for a, b in zip(module.buffers(), reference.buffers(), strict=True):

@@ -37,7 +37,7 @@ def trained() -> nn.Module:
 
 @pytest.fixture(scope="module")
 def served() -> nn.Module:
-    return add_tvm_dispatch(make_block().eval(), sample())
+    return add_tvm_dispatch(make_block().eval().requires_grad_(False), sample())
 
 
 @pytest.mark.parametrize("kind", AWKWARD)
@@ -61,7 +61,7 @@ def test_awkward_cotangents_are_right(trained: nn.Module, kind: str) -> None:
 
 
 def test_an_awkward_parameter_is_read_at_each_call(served: nn.Module) -> None:
-    module = add_tvm_dispatch(make_block().eval(), sample())
+    module = add_tvm_dispatch(make_block().eval().requires_grad_(False), sample())
     weight = module.inner.weight  # type: ignore[union-attr]
     weight.data = _misaligned(weight.data)  # type: ignore[union-attr, arg-type]
     with torch.no_grad():

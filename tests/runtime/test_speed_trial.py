@@ -68,7 +68,7 @@ def evaluated(module: nn.Module, x: torch.Tensor, calls: int) -> None:
 def test_long_calls_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     slow_code(monkeypatch, "forward")
     monkeypatch.setattr(speed_trial, "_LONG", SECONDS / 2)
-    module = add_tvm_dispatch(make_block().eval(), sample())
+    module = add_tvm_dispatch(make_block().eval().requires_grad_(False), sample())
     evaluated(module, sample(), 5)
     report = dispatch_report(module)
     assert (report.tvm_calls, report.timed_calls, report.aside_calls) == (5, 0, 0)
@@ -79,7 +79,7 @@ def test_slower_code_steps_aside(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     slow_code(monkeypatch, "forward")
-    module = add_tvm_dispatch(make_block().eval(), sample())
+    module = add_tvm_dispatch(make_block().eval().requires_grad_(False), sample())
     evaluated(module, sample(), TRIAL + 5)
     report = dispatch_report(module)
     assert (report.tvm_calls, report.timed_calls, report.aside_calls) == (7, 6, 5)

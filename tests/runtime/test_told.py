@@ -32,7 +32,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> Any:
 
 
 def test_the_first_of_each_reason_names_argument_expected_and_got(warnings: Any) -> None:
-    module = add_tvm_dispatch(make_block().eval(), sample())
+    module = add_tvm_dispatch(make_block().eval().requires_grad_(False), sample())
     for rows in (5, 4, 3):
         module(sample(rows, 24))
     module(sample().float().double())
@@ -85,7 +85,9 @@ def test_a_container_that_torch_export_refuses_is_refused_by_name(warnings: Any)
 
 
 def test_silent_only_counts(warnings: Any) -> None:
-    module = add_tvm_dispatch(make_block().eval(), sample(), on_fallback="silent")
+    module = add_tvm_dispatch(
+        make_block().eval().requires_grad_(False), sample(), on_fallback="silent"
+    )
     module(sample(5, 24))
     assert warnings() == []
     assert dispatch_report(module).fallbacks == {SHAPE: 1}
@@ -229,7 +231,7 @@ def test_a_module_that_is_gone_leaves_its_summary_alone(monkeypatch: pytest.Monk
     kept: list[str] = []
     gc.collect()
     monkeypatch.setattr(fallbacks, "_gone", kept)
-    module = add_tvm_dispatch(make_block().eval(), sample())
+    module = add_tvm_dispatch(make_block().eval().requires_grad_(False), sample())
     torch.testing.assert_close(module(sample(5, 24)), eager(module)(sample(5, 24)))
     del module
     gc.collect()

@@ -16,7 +16,7 @@ from tvmbridge import CaptureError, add_tvm_dispatch, dispatch_report, remove_tv
 
 
 def _block() -> nn.Module:
-    return make_block().eval()
+    return make_block().eval().requires_grad_(False)
 
 
 def test_torch_compile_calls_the_dispatch() -> None:

@@ -61,13 +61,20 @@ def _is_reshape(kernel: Kernel) -> bool:
     return tvm_ffi.structural_equal(read, indexer.flat(stage.buffer, here))
 
 
-def is_one_nest(func: tirx.PrimFunc, target: Target, most: int) -> bool:
-    """Whether scheduling ``func`` would give a single loop nest that reads its rows once.
+def parse_one_nest(func: tirx.PrimFunc, target: Target, most: int) -> Kernel | None:
+    """Return the parsed ``func``, if :func:`is_one_nest` holds for it.
 
-    False if ``func`` is scheduled already, or has more than ``most`` stages.
+    None if ``func`` is scheduled already, or has more than ``most`` stages.
     """
     kernel = None if is_scheduled(func) else parse(func)
-    if kernel is None or len(kernel.stages) > most or _is_reshape(kernel):
+    if kernel is None or len(kernel.stages) > most:
+        return None
+    return kernel if is_one_nest(kernel, target) else None
+
+
+def is_one_nest(kernel: Kernel, target: Target) -> bool:
+    """Whether scheduling a function would give a single loop nest that reads its rows once."""
+    if _is_reshape(kernel):
         return False
     nests = plan(kernel, Machine.of(target))
     return len(nests) == 1 and not isinstance(nests[0], TileNest)
@@ -133,6 +140,7 @@ __all__ = [
     "is_one_nest",
     "is_scheduled",
     "marked_scheduled",
+    "parse_one_nest",
     "schedule_for_cpu",
     "schedule_function",
 ]

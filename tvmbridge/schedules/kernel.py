@@ -8,7 +8,7 @@ For any other form it returns None, and the function keeps its loops.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -110,14 +110,14 @@ class KernelStage:
 class Kernel:
     """A parsed function.
 
-    - ``func``: the function.
+    - ``params``: the parameters of the function, in order.
     - ``stages``: its blocks, in order.
     - ``outputs``: the parameters that stages write.
     """
 
-    func: tirx.PrimFunc
+    params: tuple[Any, ...]
     stages: list[KernelStage]
-    outputs: set[Any] = field(default_factory=set)
+    outputs: set[Any]
 
     def producer(self, buffer: Buffer) -> KernelStage | None:
         """Return the stage that writes ``buffer``; None if it is an input."""
@@ -142,9 +142,9 @@ def _parse(func: tirx.PrimFunc) -> Kernel:
     require(all(axis.extent > 0 for stage in stages for axis in stage.axes))
     written = [stage.buffer for stage in stages]
     require(len(set(written)) == len(written))
-    params = set(func.params)
+    params = tuple(func.params)
     require(all(tirx.is_buffer_var(param) for param in params))
-    return Kernel(func, stages, {buffer for buffer in written if buffer in params})
+    return Kernel(params, stages, set(written) & set(params))
 
 
 def _parse_nest(stmt: tirx.Stmt) -> KernelStage:

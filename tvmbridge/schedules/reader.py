@@ -61,8 +61,10 @@ def mentions(expr: Expr, var: tirx.Var) -> bool:
 
 def substitute(expr: Expr, values: dict[Any, Expr]) -> Expr:
     """Replace variables by expressions."""
-    if not values:
+    if not values or isinstance(expr, tirx.IntImm):
         return expr
+    if isinstance(expr, tirx.Var):  # without a walk, which takes far longer to begin
+        return values.get(expr, expr)
     return tvm_ffi.structural_map(expr, (tirx.Var, lambda var: values.get(var, var)))
 
 
@@ -100,12 +102,16 @@ class ExpressionReader:
 
     def read(self, expr: Expr) -> Expr:
         """Return ``expr`` in terms of slots and names; extend :attr:`loads` and :attr:`binds`."""
-        half = _has_bfloat16(expr)
-        self._choices = _has_choices(expr)
-        expr = tvm_ffi.structural_map(expr, (TensorLoad, self._load))
-        if half:
+        # A rewrite that would find nothing is left out: its beginning alone takes long.
+        found = _Contents.of(expr)
+        self._choices = found.choices
+        if found.reads:
+            expr = tvm_ffi.structural_map(expr, (TensorLoad, self._load))
+        if found.bfloat16:
             expr = bfloat16.widen(expr)
-        return tvm_ffi.structural_mutate(self._finish(expr), (tirx.Let, self._lift))
+            found = _Contents.of(expr)
+        expr = self._finish(expr, found)
+        return tvm_ffi.structural_mutate(expr, (tirx.Let, self._lift)) if found.lets else expr
 
     def uses_in_binds(self, var: tirx.Var) -> bool:
         """Whether the value of any lifted name mentions ``var``."""
@@ -133,15 +139,16 @@ class ExpressionReader:
             if not isinstance(index, tirx.IntImm)
         )
 
-    def _finish(self, expr: Expr) -> Expr:
+    def _finish(self, expr: Expr, found: _Contents) -> Expr:
         """Turn choices without guarded reads into Selects; record cost and vectorizability."""
-        expr = tvm_ffi.structural_map(expr, (tirx.Cast, _select_number))
-        if not any(load.guarded for load in self.loads):
-            expr = tvm_ffi.structural_map(expr, (Call, _select))
-        else:
+        if found.casts_of_bools:
+            expr = tvm_ffi.structural_map(expr, (tirx.Cast, _select_number))
+        if any(load.guarded for load in self.loads):
             self.vectorizable = False
             expr = tvm_ffi.structural_map(expr, (Call, _below))
             self.guards = _conditions(expr)
+        elif found.choices:
+            expr = tvm_ffi.structural_map(expr, (Call, _select))
 
         def count(node: Expr) -> None:
             self.cost += 1
@@ -156,15 +163,41 @@ class ExpressionReader:
         return mutator.mutate(let.body)
 
 
-def _has_bfloat16(expr: Expr) -> bool:
-    found: list[bool] = []
+@dataclass
+class _Contents:
+    """What occurs in an expression.
 
-    def look(node: Expr) -> None:
+    - ``reads``: a read of a buffer.
+    - ``bfloat16``: a value of this dtype.
+    - ``choices``: a Select or an ``if_then_else``.
+    - ``casts_of_bools``: a cast of a bool.
+    - ``lets``: a Let.
+    """
+
+    reads: bool = False
+    bfloat16: bool = False
+    choices: bool = False
+    casts_of_bools: bool = False
+    lets: bool = False
+
+    @classmethod
+    def of(cls, expr: Expr) -> _Contents:
+        """Return what occurs in ``expr``."""
+        found = cls()
+        tvm_ffi.structural_walk(expr, (Expr, found._look))
+        return found
+
+    def _look(self, node: Expr) -> None:
+        if isinstance(node, TensorLoad):
+            self.reads = True
+        elif isinstance(node, tirx.Select) or is_if(node):
+            self.choices = True
+        elif isinstance(node, tirx.Let):
+            self.lets = True
+        elif isinstance(node, tirx.Cast) and str(node.value.ty.dtype) == "bool":
+            self.casts_of_bools = True
         if str(getattr(node.ty, "dtype", "")) == bfloat16.NAME:
-            found.append(True)
-
-    tvm_ffi.structural_walk(expr, (Expr, look))
-    return bool(found)
+            self.bfloat16 = True
 
 
 def _conditions(expr: Expr) -> tuple[Expr, ...]:
@@ -179,17 +212,6 @@ def _conditions(expr: Expr) -> tuple[Expr, ...]:
 
     tvm_ffi.structural_walk(expr, (Expr, look))
     return tuple(found)
-
-
-def _has_choices(expr: Expr) -> bool:
-    found: list[bool] = []
-
-    def look(node: Expr) -> None:
-        if isinstance(node, tirx.Select) or is_if(node):
-            found.append(True)
-
-    tvm_ffi.structural_walk(expr, (Expr, look))
-    return bool(found)
 
 
 def is_if(node: Expr) -> bool:

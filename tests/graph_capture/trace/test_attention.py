@@ -37,8 +37,16 @@ def _inputs(shape: tuple[int, ...], dtype: torch.dtype, mask: str) -> tuple[torc
 
 @pytest.mark.parametrize("mask", ["none", "added", "bool", "causal"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("grad_mode", [True, False], ids=["grad mode", "no_grad"])
+@pytest.mark.parametrize(
+    ("dtype", "grad_mode"),
+    [
+        (torch.float16, True),
+        (torch.bfloat16, False),
+        pytest.param(torch.float16, False, marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, True, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_half_precision_rounds_the_result_alone(
     dtype: torch.dtype, shape: tuple[int, ...], mask: str, grad_mode: bool
 ) -> None:

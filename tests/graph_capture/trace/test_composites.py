@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 from torch._C import DispatchKey
-from torch.export import ExportedProgram
+from torch._subclasses.fake_impls import op_implementations_dict
+from torch.export import ExportedProgram, exported_program
 
 from tvmbridge.graph_capture.trace.composites import composites_prepared_for
 from tvmbridge.graph_capture.trace.decompositions import decomposition_table
@@ -46,18 +49,51 @@ def test_the_graph_is_the_same(device: str, differentiated: bool) -> None:
     program = exported(device)
     table = decomposition_table(differentiated=differentiated)
     expected = program.run_decompositions(dict(table))
-    with composites_prepared_for(program):
-        found = program.run_decompositions(table)
-    assert str(found.graph) == str(expected.graph)
-    assert str(found.graph_signature) == str(expected.graph_signature)
+    for _ in range(2):  # the second installs the kernels that the first has created
+        with composites_prepared_for(program):
+            found = program.run_decompositions(table)
+        assert str(found.graph) == str(expected.graph)
+        assert str(found.graph_signature) == str(expected.graph_signature)
 
 
 def test_operators_are_left_as_they_were() -> None:
     program = exported()
     before = [dict(op.py_kernels) for op in COMPOSITES]
-    with composites_prepared_for(program):
-        program.run_decompositions()
-    assert [dict(op.py_kernels) for op in COMPOSITES] == before
+    fakes = dict(op_implementations_dict)
+    for _ in range(2):
+        with composites_prepared_for(program):
+            program.run_decompositions()
+        assert [dict(op.py_kernels) for op in COMPOSITES] == before
+        assert op_implementations_dict == fakes
+
+
+def test_kernels_are_created_once_for_equal_decompositions(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = exported()
+    created: list[int] = []
+    genuine = exported_program.autograd_not_implemented
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        created.append(1)
+        return genuine(*args, **kwargs)
+
+    monkeypatch.setattr(exported_program, "autograd_not_implemented", counted)
+
+    def created_for(table: dict[Any, Any]) -> bool:
+        created.clear()
+        with composites_prepared_for(program):
+            program.run_decompositions(table)
+        return bool(created)
+
+    def linear(*_: Any) -> Any:
+        return NotImplemented
+
+    assert created_for({aten.linear.default: linear})
+    assert not created_for({aten.linear.default: linear})
+    assert created_for({aten.linear.default: lambda *_: NotImplemented})
+    assert not created_for({aten.linear.default: linear})
+    with monkeypatch.context() as patch:
+        patch.setitem(aten.linear.default.py_kernels, DispatchKey.AutogradMeta, linear)
+        assert created_for({aten.linear.default: linear})
 
 
 def kernels_within(program: ExportedProgram) -> set[DispatchKey]:

@@ -96,8 +96,15 @@ def _made(exchange: Exchange, nested: bool, training: bool) -> tuple[nn.Module, 
     return module.train(training), copy.deepcopy(module).train(training)
 
 
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize(
+    ("nested", "training"),
+    [
+        (True, False),
+        (False, True),
+        pytest.param(False, False, marks=pytest.mark.slow),
+        pytest.param(True, True, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("exchange", SAME_KIND)
 def test_exchanged_buffers_are_as_in_eager(
     exchange: Exchange, nested: bool, training: bool

@@ -51,12 +51,9 @@ def _gradients(module: nn.Module, x: torch.Tensor, used: int | None) -> list[Any
     return [*outputs, *torch.autograd.grad(loss, wanted, allow_unused=True)]
 
 
-@pytest.mark.parametrize("used", [None, 0, 1, 2])
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("form", FORMS)
-def test_gradients_are_those_of_eager_bit_by_bit(
-    form: dict[str, Any], frozen: bool, used: int | None
-) -> None:
+def test_gradients_are_those_of_eager_bit_by_bit(form: dict[str, Any], frozen: bool) -> None:
     torch.manual_seed(0)
     module, x = nn.LSTM(FEATURES, SIZE, **form), torch.randn(STEPS, BATCH, FEATURES)
     if frozen:
@@ -64,8 +61,9 @@ def test_gradients_are_those_of_eager_bit_by_bit(
             parameter.requires_grad_(False)
     other = copy.deepcopy(module)
     add_tvm_dispatch(module, x.clone().requires_grad_())
-    ours, eager = (_gradients(each, x, used) for each in (module, other))
-    torch.testing.assert_close(ours, eager, rtol=0, atol=0)
+    for used in (None, 0, 1, 2):
+        ours, eager = (_gradients(each, x, used) for each in (module, other))
+        torch.testing.assert_close(ours, eager, rtol=0, atol=0)
     assert set(dispatch_report(module).aten_calls) >= NAMES
 
 

@@ -46,7 +46,9 @@ TAKEN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 REFUSED = [("attention", "rows first"), ("channels shuffled", "channels last")]
 
 
-@pytest.mark.parametrize("joint", ["auto", "aot", None])
+@pytest.mark.parametrize(
+    "joint", ["auto", pytest.param("aot", marks=pytest.mark.slow), None], ids=str
+)
 @pytest.mark.parametrize("made", MADE)
 def test_writes_reach_what_they_reach_in_eager_pytorch(made: str, joint: Any) -> None:
     def forward(x: torch.Tensor) -> list[torch.Tensor]:

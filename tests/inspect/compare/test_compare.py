@@ -27,7 +27,7 @@ def right(module: nn.Module, x: torch.Tensor, **arguments: Any) -> ComparisonRep
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("joint", ["relax", "aot"])
+@pytest.mark.parametrize("joint", ["relax", pytest.param("aot", marks=pytest.mark.slow)])
 def test_a_bert_layer_in_training(joint: str) -> None:
     x = torch.randn(2, 8, 64, requires_grad=True)
     layer = bert_layer("sdpa" if joint == "aot" else "eager")

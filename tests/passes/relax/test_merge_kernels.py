@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,10 +16,12 @@ from tvm.relax import op
 
 from tests.legalize.compiled import fuse, target
 from tests.schedules.graphs import random_graph
+from tests.thinned import thinned
 from tvmbridge import add_tvm_dispatch
 from tvmbridge.passes.base import PassReport
-from tvmbridge.passes.relax.merge_kernels import MergeKernels
+from tvmbridge.passes.relax.merge_kernels import MergeKernels, _Merging
 from tvmbridge.schedules import schedule_for_cpu
+from tvmbridge.schedules.kernel import Kernel, parse
 from tvmbridge.schedules.target import core_count
 
 Results = tuple[relax.Expr, ...]
@@ -116,13 +119,54 @@ def test_what_is_read_on_the_way_stays_apart() -> None:
     assert not report.rewrites
 
 
-@pytest.mark.parametrize("seed", range(1000, 1040))
+@pytest.mark.parametrize("seed", thinned(range(1000, 1040), 3))
 def test_random_graph(seed: int) -> None:
     graph = random_graph(seed)
     after, _ = _merged(fuse(graph.mod))
     for result, exact in zip(_run(after, *graph.inputs), graph.outputs, strict=True):
         scale = max(1.0, exact.abs().max().item())
         torch.testing.assert_close(result.double(), exact, rtol=2e-5, atol=2e-5 * scale)
+
+
+def _described(kernel: Kernel) -> tuple[Any, ...]:
+    """Return a kernel with numbers in place of its buffers."""
+    buffers = [*kernel.params, *(stage.buffer for stage in kernel.stages)]
+    number = {buffer: place for place, buffer in reversed(list(enumerate(buffers)))}
+    stages = [
+        (
+            stage.name,
+            [(axis.extent, axis.reduce) for axis in stage.axes],
+            number[stage.buffer],
+            [(number[load.buffer], len(load.indices), load.guarded) for load in stage.loads],
+            stage.cost,
+            stage.vectorizable,
+        )
+        for stage in kernel.stages
+    ]
+    return len(kernel.params), stages, {number[buffer] for buffer in kernel.outputs}
+
+
+def test_a_merged_kernel_is_what_parsing_the_merged_function_gives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Check equal layers too, whose functions share variables."""
+    genuine, made = _Merging._added, []
+
+    def compared(self: _Merging, kernel: Kernel, *key: Any) -> tvm.ir.GlobalVar:
+        made.append(genuine(self, kernel, *key))
+        parsed = parse(self.made[made[-1]])
+        assert parsed is not None
+        assert _described(kernel) == _described(parsed)
+        return made[-1]
+
+    monkeypatch.setattr(_Merging, "_added", compared)
+    for seed in range(1000, 1008):
+        _merged(fuse(random_graph(seed).mod))
+    assert made
+    layers = [nn.Sequential(nn.Tanh(), nn.Softmax(-1)) for _ in range(4)]
+    before, x = len(made), torch.randn(6, 24, requires_grad=True)
+    add_tvm_dispatch(nn.Sequential(*layers).train(), x)
+    assert len(made) > before
 
 
 class _Slices(nn.Module):

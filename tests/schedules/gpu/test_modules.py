@@ -81,8 +81,16 @@ def test_bert_layer(kernels: list[Any]) -> None:
     assert len(kernels) > 20
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("block", ["gpt2", "llama"])
+@pytest.mark.parametrize(
+    ("block", "dtype"),
+    [
+        ("gpt2", torch.bfloat16),
+        ("llama", torch.float16),
+        pytest.param("gpt2", torch.float16, marks=pytest.mark.slow),
+        pytest.param("llama", torch.bfloat16, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_half_precision(block: str, dtype: torch.dtype, kernels: list[Any]) -> None:
     """Check that the error against float64 is at most twice eager PyTorch's."""
     torch.manual_seed(0)

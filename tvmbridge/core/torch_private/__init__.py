@@ -23,6 +23,7 @@ import torch._export.utils
 import torch._higher_order_ops.wrap
 import torch._ops
 import torch._prims_common
+import torch._subclasses.fake_impls
 import torch._subclasses.fake_tensor
 import torch._subclasses.meta_utils
 import torch._utils
@@ -39,6 +40,7 @@ import torch.utils._pytree
 pytree = torch.utils._pytree
 export_utils = torch._export.utils
 exported_program = torch.export.exported_program
+fake_impls = torch._subclasses.fake_impls
 functorch_utils = torch._functorch.utils
 
 # Operators and tensors
@@ -47,6 +49,7 @@ OpOverload = torch._ops.OpOverload
 HigherOrderOperator = torch._ops.HigherOrderOperator
 registered_kernels = torch._C._dispatch_get_registrations_for_dispatch_key
 has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+has_any_kernel = torch._C._dispatch_has_kernel
 core_aten_decompositions = torch._decomp.core_aten_decompositions
 tag_activation_checkpoint = torch._higher_order_ops.wrap.tag_activation_checkpoint
 enter_autocast = torch.amp.autocast_mode._enter_autocast

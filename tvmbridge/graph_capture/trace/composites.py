@@ -2,19 +2,29 @@
 
 PyTorch registers a Python kernel for each of some 500 composite operators under each of two dozen
 dispatch keys, and queries the dispatcher once for each operator library. For a small module this
-takes longer than the rest of the capture.
+takes longer than the rest of the capture. The kernels that a decomposition has created are kept,
+and installed again by the next one.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.export import ExportedProgram
 
-from tvmbridge.core.torch_private import DispatchKey, export_utils, exported_program, pytree
+from tvmbridge.core.torch_private import (
+    DispatchKey,
+    export_utils,
+    exported_program,
+    fake_impls,
+    has_any_kernel,
+    pytree,
+)
 from tvmbridge.graph_capture.trace.patches import patched_here
 
 # The lists of dispatch keys for which PyTorch registers kernels.
@@ -50,7 +60,10 @@ _of_thread = threading.local()
 
 @contextmanager
 def composites_prepared_for(program: ExportedProgram) -> Iterator[None]:
-    """Within the context, let ``run_decompositions`` register kernels for used devices alone."""
+    """Within the context, let ``run_decompositions`` register kernels for used devices alone.
+
+    Kernels that an earlier context has registered are registered again, if nothing differs.
+    """
     for name in _LISTS:
         keys = getattr(exported_program, name)
         if not isinstance(keys, _Keys):  # Other threads iterate over all keys, as before.
@@ -59,7 +72,11 @@ def composites_prepared_for(program: ExportedProgram) -> Iterator[None]:
     before: frozenset[DispatchKey] = getattr(_of_thread, "unused", frozenset())
     _of_thread.unused = _unused_keys(_devices(program))
     try:
-        with patched_here(export_utils, "_materialize_cpp_cia_ops", lambda genuine: None):
+        with (
+            patched_here(export_utils, "_materialize_cpp_cia_ops", lambda genuine: None),
+            patched_here(export_utils, "_check_valid_to_preserve", _may_be_preserved),
+            patched_here(exported_program, "_override_composite_implicit_decomp", _overridden),
+        ):
             yield
     finally:
         _of_thread.unused = before
@@ -74,3 +91,86 @@ def _unused_keys(devices: set[str]) -> frozenset[DispatchKey]:
     named = {key for device, keys in _LEFT_OUT.items() if device not in devices for key in keys}
     known = devices <= {"cpu", "meta", *_LEFT_OUT}
     return frozenset({*named, *_ADDED} if known else ())
+
+
+@dataclass(frozen=True)
+class _Kernels:
+    """The kernels that PyTorch has created for composite operators.
+
+    - ``unused``: the dispatch keys that were left out.
+    - ``decompositions``: the decomposition of each operator.
+    - ``before``: the Python kernels of each operator before.
+    - ``kernels``: the Python kernels of each operator within the context.
+    - ``fakes``: the implementation of each operator for fake tensors that PyTorch has added.
+    """
+
+    unused: frozenset[DispatchKey]
+    decompositions: Mapping[Any, Callable[..., Any]]
+    before: Mapping[Any, Mapping[Any, Any]]
+    kernels: Mapping[Any, Mapping[Any, Any]]
+    fakes: Mapping[Any, Callable[..., Any]]
+
+    def fit(self, decompositions: Mapping[Any, Callable[..., Any]]) -> bool:
+        """Whether PyTorch would create equal kernels for ``decompositions`` now."""
+        return (
+            self.unused == _of_thread.unused
+            and self.decompositions == decompositions
+            and all(op.py_kernels == kernels for op, kernels in self.before.items())
+            and self.fakes.keys() == {op for op in decompositions if op not in _FAKES}
+        )
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Install the kernels within the context."""
+        for op, kernels in self.kernels.items():
+            op.py_kernels.update(kernels)
+            op._dispatch_cache.clear()
+        _FAKES.update(self.fakes)
+        try:
+            yield
+        finally:
+            for op, kernels in self.before.items():
+                op.py_kernels.clear()
+                op.py_kernels.update(kernels)
+                op._dispatch_cache.clear()
+                _FAKES.pop(op, None)
+
+
+# Whether an operator may be preserved; an operator that has a kernel keeps its answer.
+_preserved: dict[Any, bool] = {}
+
+
+def _may_be_preserved(genuine: Callable[[Any], bool], op: Any) -> bool:
+    found = _preserved.get(op)
+    if found is None:
+        found = genuine(op)
+        if has_any_kernel(op.name()):
+            _preserved[op] = found
+    return found
+
+
+# The kernels of the last decompositions: tables for inference and for training differ.
+_kept: list[_Kernels] = []
+_MOST_KEPT = 4
+_FAKES = fake_impls.op_implementations_dict
+
+
+@contextmanager
+def _overridden(
+    genuine: Callable[[Any], AbstractContextManager[None]],
+    decompositions: Mapping[Any, Callable[..., Any]],
+) -> Iterator[None]:
+    """Enter PyTorch's context, which creates the kernels, or install kernels that were kept."""
+    found = next((kept for kept in _kept if kept.fit(decompositions)), None)
+    if found is not None:
+        with found.installed():
+            yield
+        return
+    before = {op: dict(op.py_kernels) for op in decompositions}
+    added = [op for op in decompositions if op not in _FAKES]
+    with genuine(decompositions):
+        kernels = {op: dict(op.py_kernels) for op in decompositions}
+        fakes = {op: _FAKES[op] for op in added}
+        created = _Kernels(_of_thread.unused, dict(decompositions), before, kernels, fakes)
+        _kept[:] = [created, *_kept][:_MOST_KEPT]
+        yield

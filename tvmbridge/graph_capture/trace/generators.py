@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -30,7 +31,7 @@ class Generators:
         changed = {
             "torch": not torch.equal(torch.get_rng_state(), self._torch),
             "random": random.getstate() != self._python,
-            "numpy.random": repr(numpy.random.get_state()) != repr(self._numpy),
+            "numpy.random": pickle.dumps(numpy.random.get_state()) != pickle.dumps(self._numpy),
         }
         return [name for name, differs in changed.items() if differs]
 

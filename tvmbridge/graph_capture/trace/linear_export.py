@@ -1,14 +1,15 @@
 """Run parts of torch.export in linear time that are quadratic in the number of parameters.
 
 torch.export builds a new dictionary for every look-up of a parameter, and compares the name of
-every submodule with the path of each parameter.
+every submodule with the path of each parameter. It also makes tensors for the states of generators,
+which no trace here reads.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +30,9 @@ def export_in_linear_time() -> Iterator[None]:
             stack.enter_context(patched_here(owner, metadata, _with_metadata))
         unlift = importlib.import_module("torch.export._unlift")
         stack.enter_context(patched_here(unlift, "_assign_attr", _assigned))
+        aot = importlib.import_module("torch._functorch.aot_autograd")
+        if not aot.config.functionalize_rng_ops:
+            stack.enter_context(patched_here(aot, "PhiloxStateTracker", lambda _: nullcontext()))
         yield
 
 

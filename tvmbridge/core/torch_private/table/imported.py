@@ -120,9 +120,19 @@ IMPORTED = (
         has("_AUTOGRAD_ALIAS_BACKEND_KEYS_TO_OVERRIDE", "_BACKEND_KEYS_TO_OVERRIDE"),
     ),
     PrivateName(
+        "torch._subclasses.fake_impls",
+        "keeping the kernels of a decomposition for the next one",
+        has("op_implementations_dict"),
+    ),
+    PrivateName(
         "torch._ops.OpOverload",
         "telling operators from other functions in a graph",
         lambda kind: isinstance(torch.ops.aten.sin.default, kind),
+    ),
+    PrivateName(
+        "torch._C._dispatch_has_kernel",
+        "keeping which operators may be preserved",
+        lambda ask: ask("aten::matmul"),
     ),
     PrivateName(
         "torch._C._dispatch_get_registrations_for_dispatch_key",

@@ -72,6 +72,24 @@ REPLACED = (
         "torch._export.utils._materialize_cpp_cia_ops", "preparing operators once", takes()
     ),
     PrivateName(
+        "torch._export.utils._check_valid_to_preserve", "preparing operators once", takes(None)
+    ),
+    PrivateName(
+        "torch._functorch.aot_autograd.PhiloxStateTracker",
+        "tracing without tensors for the states of generators",
+        takes(),
+    ),
+    PrivateName(
+        "torch._functorch.aot_autograd.config.functionalize_rng_ops",
+        "tracing without tensors for the states of generators",
+        lambda flag: isinstance(flag, bool),
+    ),
+    PrivateName(
+        "torch.export.exported_program._override_composite_implicit_decomp",
+        "keeping the kernels of a decomposition for the next one",
+        takes({}),
+    ),
+    PrivateName(
         "torch.export._trace.register_buffer_assignment_hook",
         "following exchanged buffers ourselves",
         takes(None, None),

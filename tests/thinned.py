@@ -1,0 +1,23 @@
+"""Leave most cases of a long parametrisation to the slow tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def thinned(cases: Iterable[Any], step: int) -> list[Any]:
+    """Return parameters of a test: every ``step``-th of ``cases`` is quick, the others are slow.
+
+    In a product of lists, ``step`` should share no divisor with the length of the last list, so
+    that each of its elements occurs in a quick case.
+    """
+    return [
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)),
+            marks=[pytest.mark.slow] if number % step else [],
+        )
+        for number, case in enumerate(cases)
+    ]
