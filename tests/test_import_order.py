@@ -40,6 +40,7 @@ ORDER = (
     "inspect",
     "tuning",
     "exporting",
+    "relay",
     "dynamo",
     "dispatch",
     "bundles",
