@@ -172,6 +172,10 @@ _MANY_PARAMETERS = {
     "frontend/convolution.py",
     "frontend/norms.py",
     "frontend/pooling.py",
+    "relay/attention.py",
+    "relay/bags.py",
+    "relay/convolution.py",
+    "relay/norms.py",
     "dispatch.py",
     "distributed/api.py",
 }

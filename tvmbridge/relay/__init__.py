@@ -6,6 +6,7 @@ from __future__ import annotations
 from tvmbridge.relay import (
     activations,
     attention,
+    bags,
     convolution,
     elementwise,
     indexing,
@@ -14,6 +15,7 @@ from tvmbridge.relay import (
     norms,
     pooling,
     reductions,
+    resizing,
     shapes,
 )
 from tvmbridge.relay.api import RelayText, to_relay
@@ -22,6 +24,7 @@ __all__ = [
     "RelayText",
     "activations",
     "attention",
+    "bags",
     "convolution",
     "elementwise",
     "indexing",
@@ -30,6 +33,7 @@ __all__ = [
     "norms",
     "pooling",
     "reductions",
+    "resizing",
     "shapes",
     "to_relay",
 ]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import fx
 
 from tvmbridge.relay.registry import FLOATS, Refused, converts
-from tvmbridge.relay.windows import every_side, spread
+from tvmbridge.relay.windows import spread
 from tvmbridge.relay.writer import Writer, shape_of
 
 aten = torch.ops.aten
@@ -32,9 +33,7 @@ def _conv(
     dilation: Sequence[int] = (1,),
     groups: int = 1,
 ) -> str:
-    return _convolution(
-        ctx, node, x, weight, bias, stride, padding, dilation, False, (0,), groups
-    )
+    return _convolution(ctx, node, x, weight, bias, stride, padding, dilation, False, (0,), groups)
 
 
 @converts(aten.convolution.default, dtypes=FLOATS)
@@ -54,9 +53,9 @@ def _convolution(
     kernel, shape = shape_of(weight), shape_of(x)
     rank = len(kernel) - 2
     channels = kernel[1] * groups if transposed else kernel[0]
-    named = {
+    named: dict[str, Any] = {
         "strides": spread(stride, rank),
-        "padding": every_side(padding, rank),
+        "padding": spread(padding, rank) * 2,
         "dilation": spread(dilation, rank),
         "kernel_size": list(kernel[2:]),
         "data_layout": _DATA[rank],
@@ -88,7 +87,7 @@ def _depthwise(ctx: Writer, filters: str, kernel: Sequence[int], groups: int) ->
 class _Call:
     """A convolution that is called once, or once for each group."""
 
-    def __init__(self, name: str, channels: int, groups: int, named: dict[str, object]) -> None:
+    def __init__(self, name: str, channels: int, groups: int, named: dict[str, Any]) -> None:
         self.name, self.channels, self.groups, self.named = name, channels, groups, named
 
     @property

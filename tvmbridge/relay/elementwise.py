@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -109,27 +110,25 @@ def _expm1(ctx: Writer, node: fx.Node, x: fx.Node) -> str:
 
 
 @converts(aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, dtypes=NUMBERS)
-def _add_sub(
-    ctx: Writer, node: fx.Node, a: Operand, b: Operand, alpha: int | float = 1
-) -> str:
-    dtype = dtype_of(node)
-    right = ctx.operand(b, dtype)
-    if alpha != 1:
-        right = ctx.call("multiply", right, ctx.number(alpha, dtype))
+def _add_sub(ctx: Writer, node: fx.Node, a: Operand, b: Operand, alpha: float = 1) -> str:
     subtracts = node.target in (aten.sub.Tensor, aten.sub.Scalar)
-    return ctx.call("subtract" if subtracts else "add", ctx.operand(a, dtype), right)
+    return _sum(ctx, "subtract" if subtracts else "add", dtype_of(node), (a, b), alpha)
 
 
 @converts(aten.rsub.Scalar, aten.rsub.Tensor, dtypes=NUMBERS)
-def _rsub(ctx: Writer, node: fx.Node, a: Operand, b: Operand, alpha: int | float = 1) -> str:
-    return _subtracted(ctx, dtype_of(node), b, a, alpha)
+def _rsub(ctx: Writer, node: fx.Node, a: Operand, b: Operand, alpha: float = 1) -> str:
+    return _sum(ctx, "subtract", dtype_of(node), (b, a), alpha)
 
 
-def _subtracted(ctx: Writer, dtype: torch.dtype, a: Operand, b: Operand, alpha: float) -> str:
+def _sum(
+    ctx: Writer, operator: str, dtype: torch.dtype, pair: tuple[Operand, Operand], alpha: float
+) -> str:
+    """Return a + alpha * b, or a - alpha * b."""
+    a, b = pair
     right = ctx.operand(b, dtype)
     if alpha != 1:
         right = ctx.call("multiply", right, ctx.number(alpha, dtype))
-    return ctx.call("subtract", ctx.operand(a, dtype), right)
+    return ctx.call(operator, ctx.operand(a, dtype), right)
 
 
 @converts(aten.mul.Tensor, aten.mul.Scalar)
@@ -190,42 +189,53 @@ def _extremum(ctx: Writer, node: fx.Node, a: Operand, b: Operand) -> str:
 def _pow(ctx: Writer, node: fx.Node, x: fx.Node, exponent: int | float) -> str:
     dtype = dtype_of(node)
     value = ctx.operand(x, dtype)
-    if exponent == 1:
-        return value
-    if exponent == 2:
-        return ctx.call("multiply", value, value)
-    if dtype.is_floating_point:
-        name = {0.5: "sqrt", -0.5: "rsqrt"}.get(float(exponent))
-        return ctx.call(name, value) if name else _power(ctx, value, ctx.number(exponent, dtype))
-    if exponent != 3:
+    if exponent in (1, 2, 3, 4):
+        return _product(ctx, value, int(exponent))
+    if not dtype.is_floating_point:
         raise Refused(f"integers to the power of {exponent}")
-    return ctx.call("multiply", ctx.call("multiply", value, value), value)
+    name = {0.5: "sqrt", -0.5: "rsqrt"}.get(float(exponent))
+    if name is not None:
+        return ctx.call(name, value)
+    return ctx.call("power", value, ctx.number(exponent, dtype))
+
+
+def _product(ctx: Writer, value: str, times: int) -> str:
+    """Return a power as products: Relay warns of other powers of negative numbers."""
+    if times == 1:
+        return value
+    square = ctx.call("multiply", value, value)
+    if times == 2:
+        return square
+    return ctx.call("multiply", square, value if times == 3 else square)
 
 
 @converts(aten.pow.Tensor_Tensor, aten.pow.Scalar, dtypes=FLOATS)
 def _pow_of_tensors(ctx: Writer, node: fx.Node, a: Operand, b: Operand) -> str:
     dtype = dtype_of(node)
-    return _power(ctx, ctx.operand(a, dtype), ctx.operand(b, dtype))
+    return ctx.call("power", ctx.operand(a, dtype), ctx.operand(b, dtype))
 
 
-def _power(ctx: Writer, base: str, exponent: str) -> str:
-    return ctx.call("power", base, exponent)
-
-
-@converts(aten.clamp.default, aten.hardtanh.default, dtypes=NUMBERS)
+@converts(aten.clamp.default, dtypes=NUMBERS)
 def _clamp(
     ctx: Writer,
     node: fx.Node,
     x: fx.Node,
-    low: float | None = None,
-    high: float | None = None,
-    **named: Any,
+    min: float | None = None,
+    max: float | None = None,
 ) -> str:
-    if node.target is aten.hardtanh.default:
-        low, high = (-1 if low is None else low), (1 if high is None else high)
-    low, high = named.get("min", named.get("min_val", low)), named.get("max", named.get("max_val", high))
+    return _clipped(ctx, node, x, min, max)
+
+
+@converts(aten.hardtanh.default, dtypes=NUMBERS)
+def _hardtanh(
+    ctx: Writer, node: fx.Node, x: fx.Node, min_val: float = -1, max_val: float = 1
+) -> str:
+    return _clipped(ctx, node, x, min_val, max_val)
+
+
+def _clipped(ctx: Writer, node: fx.Node, x: fx.Node, low: float | None, high: float | None) -> str:
     dtype, value = dtype_of(node), ctx.operand(x, dtype_of(node))
-    if low is not None and high is not None and low <= high:
+    if low is not None and high is not None and -math.inf < low <= high < math.inf:
         return ctx.call("clip", value, a_min=float(low), a_max=float(high))
     if low is not None:
         value = ctx.call("maximum", value, ctx.number(low, dtype))

@@ -41,8 +41,7 @@ def write_graph(captured: CapturedGraph, version: str) -> Writer:
         try:
             _convert(ctx, node)
         except Refused as reason:
-            origin = origin_of_node(node)
-            refused[f"{node.target}{'' if origin is None else origin.place}: {reason}"] = None
+            refused[f"{_named(node)}: {reason}"] = None
             ctx.values[node] = _NONE
     if refused:
         listed = "\n  ".join(refused)
@@ -51,6 +50,13 @@ def write_graph(captured: CapturedGraph, version: str) -> Writer:
             "Move these out of the module, or convert the parts around them."
         )
     return ctx
+
+
+def _named(node: fx.Node) -> str:
+    """Return the operator of a node, with the submodule and the line of the model."""
+    source = node.args[0] if node.target is operator.getitem else node
+    origin = origin_of_node(node)
+    return f"{source.target}{'' if origin is None else origin.place}"  # type: ignore[union-attr]
 
 
 def _declare_inputs(ctx: Writer, captured: CapturedGraph, refused: dict[str, None]) -> None:
@@ -119,8 +125,7 @@ def _take_result(ctx: Writer, node: fx.Node) -> None:
         ctx.values[node] = _NONE
         return
     if results[index] is None:
-        name = source.target  # type: ignore[union-attr]
-        raise Refused(f"result {index} of {name}")
+        raise Refused(f"its result {index}")
     ctx.values[node] = results[index]
 
 
@@ -151,17 +156,12 @@ def _check(node: fx.Node) -> Any:
 
 
 def _tensors(node: fx.Node) -> Iterator[torch.Tensor]:
-    """Yield the tensors that a node reads, and its results that are read."""
+    """Yield the tensors that a node reads, and its first result."""
     for operand in node.all_input_nodes:
         if isinstance(operand.meta.get("val"), torch.Tensor):
             yield operand.meta["val"]
     result = node.meta["val"]
-    if isinstance(result, torch.Tensor):
-        yield result
-        return
-    for user in node.users:
-        if user.target is operator.getitem and user.users:
-            yield user.meta["val"]
+    yield result if isinstance(result, torch.Tensor) else result[0]
 
 
 def results_of(captured: CapturedGraph) -> list[fx.Node]:

@@ -65,7 +65,7 @@ def attribute_text(value: Any) -> str:
 
 
 def name_text(name: str, taken: Container[str]) -> str:
-    """Return ``name`` with letters that a Relay variable may have, unlike all names in ``taken``."""
+    """Return ``name`` as the name of a Relay variable, unlike all names in ``taken``."""
     plain = _NO_LETTER.sub("_", name)
     plain = plain if re.match("[A-Za-z_]", plain) else f"v_{plain}"
     unique, number = plain, 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -19,8 +20,6 @@ def _affine(ctx: Writer, node: fx.Node | None, fill: float, size: int, dtype: to
     if node is not None:
         return ctx.value(node)
     return ctx.constant(torch.full((size,), fill, dtype=dtype))
-
-
 
 
 @converts(aten._native_batch_norm_legit_no_training.default, dtypes=FLOATS)
@@ -140,3 +139,27 @@ def _rms_norm(
     root = ctx.call("sqrt", ctx.call("add", squares, ctx.number(small, dtype)))
     text = ctx.call("divide", text, root)
     return text if weight is None else ctx.call("multiply", text, ctx.value(weight))
+
+
+@converts(aten.linalg_vector_norm.default, dtypes=FLOATS)
+def _vector_norm(
+    ctx: Writer,
+    node: fx.Node,
+    x: fx.Node,
+    order: float = 2,
+    dim: Sequence[int] | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> str:
+    rank, text = len(shape_of(x)), ctx.operand(x, dtype_of(node))
+    named: dict[str, Any] = {"keepdims": keepdim}
+    named["axis"] = sorted(d % rank for d in dim) if dim else list(range(rank))
+    if not rank:
+        raise Refused("the norm of a 0-d tensor")
+    if order == 2:
+        return ctx.call("sqrt", ctx.call("sum", ctx.call("multiply", text, text), **named))
+    names = {1.0: "sum", math.inf: "max", -math.inf: "min"}
+    if order not in names:
+        raise Refused(f"the norm of order {order}")
+    return ctx.call(names[order], ctx.call("abs", text), **named)

@@ -89,9 +89,7 @@ def _var(
 
 
 @converts(aten.logsumexp.default, dtypes=FLOATS)
-def _logsumexp(
-    ctx: Writer, node: fx.Node, x: fx.Node, dims: Any, keepdim: bool = False
-) -> str:
+def _logsumexp(ctx: Writer, node: fx.Node, x: fx.Node, dims: Any, keepdim: bool = False) -> str:
     axes, text = _axes(dims, len(shape_of(x))), ctx.value(x)
     if not axes:
         return text

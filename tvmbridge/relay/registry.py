@@ -29,7 +29,7 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True)
-class Converter:
+class RelayConverter:
     """A converter in the table.
 
     - ``function``: the converter.
@@ -40,7 +40,7 @@ class Converter:
     dtypes: frozenset[torch.dtype]
 
 
-CONVERTERS: dict[OpOverload, Converter] = {}
+CONVERTERS: dict[OpOverload, RelayConverter] = {}
 
 
 def converts(
@@ -60,7 +60,7 @@ def converts(
         for overload in overloads:
             if overload in CONVERTERS:
                 raise ValueError(f"{overload} has two converters")
-            CONVERTERS[overload] = Converter(function, dtypes)
+            CONVERTERS[overload] = RelayConverter(function, dtypes)
         return function
 
     return enter

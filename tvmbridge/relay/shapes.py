@@ -88,9 +88,7 @@ def sliced(
     if not kept:
         return text
     begin, end, strides = zip(*kept.values(), strict=True)
-    return ctx.call(
-        "strided_slice", text, begin=begin, end=end, strides=strides, axes=list(kept)
-    )
+    return ctx.call("strided_slice", text, begin=begin, end=end, strides=strides, axes=list(kept))
 
 
 @converts(aten.select.int)
@@ -111,9 +109,7 @@ def _unbind(ctx: Writer, node: fx.Node, x: fx.Node, dim: int = 0) -> tuple[str, 
 
 
 @converts(aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default)
-def _split_node(
-    ctx: Writer, node: fx.Node, x: fx.Node, size: Any, dim: int = 0
-) -> tuple[str, ...]:
+def _split_node(ctx: Writer, node: fx.Node, x: fx.Node, size: Any, dim: int = 0) -> tuple[str, ...]:
     dim = axis_of(dim, len(shape_of(x)))
     sizes = [int(part.shape[dim]) for part in node.meta["val"]]
     return _split(ctx, ctx.value(x), sizes, dim)
@@ -184,9 +180,7 @@ def _rolled(
 
 
 @converts(aten.constant_pad_nd.default, dtypes=ALL - {torch.bool})
-def _pad(
-    ctx: Writer, node: fx.Node, x: fx.Node, pad: Sequence[int], value: float = 0
-) -> str:
+def _pad(ctx: Writer, node: fx.Node, x: fx.Node, pad: Sequence[int], value: float = 0) -> str:
     shape, dtype, text = shape_of(x), dtype_of(node), ctx.value(x)
     pairs = [(int(pad[i]), int(pad[i + 1])) for i in range(0, len(pad), 2)]
     widths = [(0, 0)] * (len(shape) - len(pairs)) + pairs[::-1]
