@@ -74,7 +74,7 @@ def _outcomes(relay: Relay, op: Any, cases: list[Case]) -> Iterator[str]:
 
 
 def _outcome(relay: Relay, op: Any, cases: list[Case]) -> str:
-    module = Calls(op, cases).eval()
+    module = Calls(getattr(op, "op", op), cases).eval()
     inputs = tuple(t for case in cases for t in case.tensors)
     try:
         with torch.no_grad():

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import fx
 
-from tvmbridge.relay.registry import ALL, Refused, converts
+from tvmbridge.relay.registry import ALL, converts
 from tvmbridge.relay.shapes import sliced
 from tvmbridge.relay.writer import Writer, dtype_of, shape_of
 
 aten = torch.ops.aten
 
-_SUM, _MEAN = 0, 1
+_SUM, _MEAN, _MAX = 0, 1, 2
 
 
 @converts(aten._embedding_bag.default, aten._embedding_bag_forward_only.default, dtypes=ALL)
@@ -29,8 +31,6 @@ def _embedding_bag(
     padding_idx: int = -1,
 ) -> tuple[str | None, ...]:
     """Write the bags as a product: a matrix of rows' shares in bags, times the rows looked up."""
-    if mode not in (_SUM, _MEAN):
-        raise Refused("bags by their greatest elements")
     dtype, count = dtype_of(weight), shape_of(indices)[0]
     places = ctx.operand(indices, torch.int64)
     rows = ctx.call("take", ctx.value(weight), places, axis=0, mode="clip")
@@ -40,6 +40,8 @@ def _embedding_bag(
     if padding_idx >= 0:
         kept = ctx.call("not_equal", places, ctx.number(padding_idx, torch.int64))
         inside = ctx.call("logical_and", inside, ctx.reshape(kept, [1, count]))
+    if mode == _MAX:
+        return _greatest(ctx, rows, inside, (bags, count, shape_of(weight)[1]), dtype), *[None] * 3
     shares = ctx.cast(inside, torch.bool, dtype)
     if mode == _MEAN:
         sizes = ctx.call("sum", shares, axis=[1], keepdims=True)
@@ -51,6 +53,19 @@ def _embedding_bag(
     columns = ctx.transpose(rows, [1, 0])
     result = ctx.call("nn.dense", shares, columns, units=shape_of(weight)[1])
     return result, None, None, None
+
+
+def _greatest(
+    ctx: Writer, rows: str, inside: str, sizes: tuple[int, int, int], dtype: torch.dtype
+) -> str:
+    """Return the greatest elements of bags, and 0 for empty bags."""
+    bags, count, width = sizes
+    chosen = ctx.reshape(inside, [bags, count, 1])
+    lowest = ctx.number(-math.inf, dtype)
+    wide = ctx.call("where", chosen, ctx.reshape(rows, [1, count, width]), lowest)
+    most = ctx.call("max", wide, axis=[1], keepdims=False)
+    some = ctx.call("any", inside, axis=[1], keepdims=True)
+    return ctx.call("where", some, most, ctx.number(0, dtype))
 
 
 def _membership(ctx: Writer, offsets: str, starts: int, bags: int, count: int) -> str:

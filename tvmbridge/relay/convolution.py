@@ -72,7 +72,7 @@ def _convolution(
     if rank == 2 and not transposed and groups > 1 and kernel[1] == 1:
         # Relay's depthwise kernels have the dimensions (channels, multiplier, height, width).
         filters = _depthwise(ctx, filters, kernel, groups)
-    call = _Call(name, channels, groups, named)
+    call = _Grouped(name, channels, groups, named)
     text = _in_groups(ctx, call, data, filters) if call.is_split else call.emit(ctx, data, filters)
     if bias is not None:
         text = ctx.call("nn.bias_add", text, ctx.value(bias), axis=1)
@@ -84,7 +84,7 @@ def _depthwise(ctx: Writer, filters: str, kernel: Sequence[int], groups: int) ->
     return filters if wanted == list(kernel) else ctx.reshape(filters, wanted)
 
 
-class _Call:
+class _Grouped:
     """A convolution that is called once, or once for each group."""
 
     def __init__(self, name: str, channels: int, groups: int, named: dict[str, Any]) -> None:
@@ -102,11 +102,11 @@ class _Call:
         )
 
 
-def _in_groups(ctx: Writer, call: _Call, data: str, filters: str) -> str:
+def _in_groups(ctx: Writer, call: _Grouped, data: str, filters: str) -> str:
     """Emit a convolution for each group, and concatenate the channels."""
     groups = call.groups
     parts = ctx.call("split", data, indices_or_sections=groups, axis=1)
     weights = ctx.call("split", filters, indices_or_sections=groups, axis=0)
-    one = _Call(call.name, call.channels // groups, 1, call.named)
+    one = _Grouped(call.name, call.channels // groups, 1, call.named)
     results = [one.emit(ctx, f"{parts}.{g}", f"{weights}.{g}") for g in range(groups)]
     return ctx.call("concatenate", ctx.pack(results), axis=1)

@@ -153,10 +153,10 @@ def _vector_norm(
     dtype: torch.dtype | None = None,
 ) -> str:
     rank, text = len(shape_of(x)), ctx.operand(x, dtype_of(node))
-    named: dict[str, Any] = {"keepdims": keepdim}
-    named["axis"] = sorted(d % rank for d in dim) if dim else list(range(rank))
     if not rank:
         raise Refused("the norm of a 0-d tensor")
+    named: dict[str, Any] = {"keepdims": keepdim}
+    named["axis"] = sorted(d % rank for d in dim) if dim else list(range(rank))
     if order == 2:
         return ctx.call("sqrt", ctx.call("sum", ctx.call("multiply", text, text), **named))
     names = {1.0: "sum", math.inf: "max", -math.inf: "min"}

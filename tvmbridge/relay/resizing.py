@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import Any
 
 import torch
 from torch import fx
@@ -25,10 +26,14 @@ def _resize(
 ) -> str:
     *aligned, factors = rest
     before, after = shape_of(x)[-2:], shape_of(node)[-2:]
-    if isinstance(factors, list | tuple):
-        for have, want, factor in zip(before, after, factors, strict=True):
-            if factor is not None and Fraction(factor) * have != want:
-                raise Refused(f"the factor {factor} between the sizes {have} and {want}")
+    exact = all(
+        want % have == 0 or have % want == 0 for have, want in zip(before, after, strict=True)
+    )
+    even = _are_ratios(before, after, factors)
+    if not aligned and not (exact and even):
+        return _taken(ctx, node, x)
+    if not even and not (aligned and aligned[0]):
+        raise Refused(f"factors that differ from the ratio of the sizes {before} and {after}")
     named = {"method": "nearest_neighbor", "coordinate_transformation_mode": "asymmetric"}
     named["rounding_method"] = "floor"
     if aligned:
@@ -36,8 +41,6 @@ def _resize(
         named = {"method": "linear" if linear else "cubic", "rounding_method": ""}
         mode = "align_corners" if aligned[0] else "half_pixel"
         named["coordinate_transformation_mode"] = mode
-    elif any(want % have and have % want for have, want in zip(before, after, strict=True)):
-        raise Refused("the nearest elements at a ratio of sizes that is no integer")
     return ctx.call(
         "image.resize2d",
         ctx.value(x),
@@ -47,3 +50,24 @@ def _resize(
         cubic_alpha=-0.75,
         **named,
     )
+
+
+def _are_ratios(before: Sequence[int], after: Sequence[int], factors: object) -> bool:
+    """Whether PyTorch's factors, if some are given, are the ratios of the sizes, as in Relay."""
+    if not isinstance(factors, list | tuple):
+        return True
+    sizes = zip(before, after, factors, strict=True)
+    return all(f is None or Fraction(f) * have == want for have, want, f in sizes)
+
+
+def _taken(ctx: Writer, node: fx.Node, x: fx.Node) -> str:
+    """Look the nearest elements up by indices, which PyTorch computes."""
+    text, shape = ctx.value(x), shape_of(x)
+    resize: Any = node.target
+    for axis in (2, 3):
+        line = torch.arange(shape[axis], dtype=torch.float32)
+        places = line.reshape([1, 1, -1, 1] if axis == 2 else [1, 1, 1, -1]).expand(shape)
+        chosen = resize(places, *node.args[1:], **node.kwargs)[0, 0].long()
+        index = chosen[:, 0] if axis == 2 else chosen[0]
+        text = ctx.call("take", text, ctx.constant(index), axis=axis, mode="clip")
+    return text

@@ -100,6 +100,48 @@ def _select(ctx: Writer, node: fx.Node, x: fx.Node, dim: int, index: int) -> str
     return ctx.call("squeeze", piece, axis=[dim])
 
 
+@converts(aten.slice_scatter.default)
+def _slice_scatter(
+    ctx: Writer,
+    node: fx.Node,
+    x: fx.Node,
+    source: fx.Node,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> str:
+    shape, text = shape_of(x), ctx.value(x)
+    dim = axis_of(dim, len(shape))
+    first, last, _ = slice(start, end).indices(shape[dim])
+    if step != 1:
+        raise Refused("a slice with a step that is written")
+    wide = ctx.operand(source, dtype_of(node))
+    size = shape[dim]
+    edges = ((0, first), (last, size))
+    ends = [sliced(ctx, text, shape, {dim: (a, b, 1)}) if a < b else None for a, b in edges]
+    parts = [part for part in (ends[0], wide, ends[1]) if part is not None]
+    return ctx.call("concatenate", ctx.pack(parts), axis=dim) if len(parts) > 1 else wide
+
+
+@converts(aten.select_scatter.default)
+def _select_scatter(
+    ctx: Writer, node: fx.Node, x: fx.Node, source: fx.Node, dim: int, index: int
+) -> str:
+    shape = shape_of(x)
+    dim = axis_of(dim, len(shape))
+    places = torch.arange(shape[dim]).reshape([-1, *[1] * (len(shape) - dim - 1)])
+    row = ctx.operand(source, dtype_of(node))
+    row = ctx.reshape(row, [*shape[:dim], 1, *shape[dim + 1 :]])
+    return ctx.call("where", ctx.constant(places == index % shape[dim]), row, ctx.value(x))
+
+
+@converts(aten.copy.default)
+def _copy(ctx: Writer, node: fx.Node, x: fx.Node, source: fx.Node, *_: Any) -> str:
+    text = ctx.operand(source, dtype_of(node))
+    return ctx.broadcast(text, shape_of(source), shape_of(node))
+
+
 @converts(aten.unbind.int)
 def _unbind(ctx: Writer, node: fx.Node, x: fx.Node, dim: int = 0) -> tuple[str, ...]:
     shape = shape_of(x)

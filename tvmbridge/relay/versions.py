@@ -8,6 +8,17 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import Final
 
+# Relay's parser does not know the attributes of these operators by itself.
+ATTRIBUTES: Final = MappingProxyType(
+    {
+        "cumprod": "ScanopAttrs",
+        "cumsum": "ScanopAttrs",
+        "scatter": "ScatterAttrs",
+        "scatter_add": "ScatterAddAttrs",
+        "scatter_elements": "ScatterElementsAttrs",
+    }
+)
+
 VERSIONS: Final = ("0.17", "0.14", "0.11")
 
 # 0.12 replaced ``scatter`` and ``scatter_add`` by ``scatter_elements``.

@@ -11,7 +11,7 @@ from torch import fx
 
 from tvmbridge.relay.literals import attribute_text, name_text, number_text, type_text
 from tvmbridge.relay.registry import Refused
-from tvmbridge.relay.versions import OPERATORS_ABSENT
+from tvmbridge.relay.versions import ATTRIBUTES, OPERATORS_ABSENT
 
 Operand = fx.Node | int | float | bool
 
@@ -66,6 +66,8 @@ class Writer:
         """
         if operator in OPERATORS_ABSENT[self.version]:
             raise Refused(f"Relay {self.version} has no operator {operator}")
+        if operator in ATTRIBUTES:
+            attributes["attrs_type_key"] = f"relay.attrs.{ATTRIBUTES[operator]}"
         named = [f"{name}={attribute_text(value)}" for name, value in attributes.items()]
         return self.line(f"{operator}({', '.join([*operands, *named])})")
 
