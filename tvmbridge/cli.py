@@ -9,7 +9,7 @@ import argparse
 import importlib
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
@@ -231,6 +231,7 @@ def _export_relay(known: argparse.Namespace, module: Any, sample_input: Any) -> 
 
     from tvmbridge.relay import to_relay
 
+    params: Mapping[str, Any]
     try:
         text, params = to_relay(module, sample_input, version=known.relay_version)
     except ValueError as error:

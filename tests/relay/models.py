@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
+from transformers import BertConfig, BertModel, GPT2Config
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 Made = tuple[nn.Module, Any]
 
@@ -26,8 +28,6 @@ def with_statistics(module: nn.Module) -> nn.Module:
 
 
 def bert() -> Made:
-    from transformers import BertConfig, BertModel
-
     config = BertConfig(
         hidden_size=64,
         num_hidden_layers=2,
@@ -41,9 +41,6 @@ def bert() -> Made:
 
 
 def gpt2_block() -> Made:
-    from transformers import GPT2Config
-    from transformers.models.gpt2.modeling_gpt2 import GPT2Block
-
     config = GPT2Config(n_embd=64, n_head=4, n_positions=32, n_layer=1)
     config._attn_implementation = "sdpa"
     return GPT2Block(config, layer_idx=0).eval(), torch.randn(2, 10, 64)

@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 def _axes(dims: Any, rank: int) -> list[int]:
     """Return the reduced dimensions; None and an empty list stand for all."""
-    if dims is None or dims == []:
+    if dims is None or dims == [] or not rank:
         return list(range(rank))
     listed = [dims] if isinstance(dims, int) else list(dims)
     return sorted(axis_of(d, rank) for d in listed)
@@ -68,17 +68,24 @@ converts(aten.any.default, aten.any.dim, aten.any.dims)(_truth("any"))
 converts(aten.all.default, aten.all.dim, aten.all.dims)(_truth("all"))
 
 
+@converts(aten.var_mean.correction, dtypes=FLOATS)
+def _var_mean(
+    ctx: Writer, node: fx.Node, x: fx.Node, dims: Any = None, **named: Any
+) -> tuple[str, str]:
+    axes = _axes(dims, len(shape_of(x)))
+    mean = _reduce(ctx, "mean", ctx.value(x), axes, bool(named.get("keepdim", False)))
+    return _variance(ctx, x, dims, **named), mean
+
+
 @converts(aten.var.correction, dtypes=FLOATS)
-def _var(
-    ctx: Writer,
-    node: fx.Node,
-    x: fx.Node,
-    dims: Any = None,
-    *,
-    correction: float | None = None,
-    keepdim: bool = False,
+def _var(ctx: Writer, node: fx.Node, x: fx.Node, dims: Any = None, **named: Any) -> str:
+    return _variance(ctx, x, dims, **named)
+
+
+def _variance(
+    ctx: Writer, x: fx.Node, dims: Any, correction: float | None = None, keepdim: bool = False
 ) -> str:
-    shape, dtype, text = shape_of(x), dtype_of(node), ctx.value(x)
+    shape, dtype, text = shape_of(x), dtype_of(x), ctx.value(x)
     axes = _axes(dims, len(shape))
     count = math.prod(shape[a] for a in axes) - (1 if correction is None else correction)
     if count <= 0 or not axes:
