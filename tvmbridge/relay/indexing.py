@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -47,6 +47,23 @@ def _gather(
     dim = axis_of(dim, len(shape))
     cuts = {d: (0, wanted[d], 1) for d in range(len(shape)) if d != dim}
     return ctx.call("gather", sliced(ctx, text, shape, cuts), ctx.value(index), axis=dim)
+
+
+@converts(aten.diagonal.default, aten.unfold.default, aten.as_strided.default)
+def _moved(ctx: Writer, node: fx.Node, x: fx.Node, *args: Any, **named: Any) -> str:
+    """Look the elements of a view up by their places, which PyTorch computes."""
+    shape, view = shape_of(x), cast("Callable[..., torch.Tensor]", node.target)
+    count, fake = math.prod(shape), x.meta["val"]
+    places = torch.empty_strided(shape, fake.stride(), dtype=torch.int64)
+    if places.untyped_storage().nbytes() != count * 8 or fake.storage_offset():
+        places = places.contiguous()
+        if node.target is aten.as_strided.default:
+            raise Refused("it reads beyond a view")
+    places = view(places.copy_(torch.arange(count).reshape(shape)), *args, **named).contiguous()
+    if places.shape == fake.shape and torch.equal(places.flatten(), torch.arange(count)):
+        return ctx.value(x)
+    flat = ctx.reshape(ctx.value(x), [count])
+    return ctx.call("take", flat, ctx.constant(places), axis=0, mode="clip")
 
 
 @converts(aten.index.Tensor, aten._unsafe_index.Tensor)
