@@ -9,7 +9,7 @@ import argparse
 import importlib
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
@@ -231,15 +231,15 @@ def _export_relay(known: argparse.Namespace, module: Any, sample_input: Any) -> 
 
     from tvmbridge.relay import to_relay
 
-    params: Mapping[str, Any]
     try:
         text, params = to_relay(module, sample_input, version=known.relay_version)
     except ValueError as error:
         raise UsageError(str(error)) from error
+    arrays: dict[str, Any] = dict(params.items())
     weights = known.relay.with_name(f"{known.relay.name}.npz")
     known.relay.write_text(text, encoding="utf-8")
     with weights.open("wb") as file:
-        np.savez(file, **params)
+        np.savez(file, **arrays)
     print(f"wrote {known.relay} and {weights}: {len(params)} parameters")
     return 0
 
