@@ -117,6 +117,8 @@ def _scatter(
     shape, wanted, dtype = shape_of(x), shape_of(index), dtype_of(node)
     if not shape or not wanted:
         raise Refused("scatter into a 0-d tensor")
+    if dtype is torch.bool and node.target is aten.scatter_add.default:
+        raise Refused("a sum of booleans, which Relay computes modulo 2")
     if isinstance(source, fx.Node):
         cuts = {d: (0, n, 1) for d, n in enumerate(wanted)}
         updates = sliced(ctx, ctx.value(source), shape_of(source), cuts)
