@@ -41,6 +41,7 @@ ORDER = (
     "inspect",
     "tuning",
     "exporting",
+    "relay",
     "dynamo",
     "dispatch",
     "bundles",
@@ -177,6 +178,10 @@ _MANY_PARAMETERS = {
     "frontend/convolution.py",
     "frontend/norms.py",
     "frontend/pooling.py",
+    "relay/attention.py",
+    "relay/bags.py",
+    "relay/convolution.py",
+    "relay/norms.py",
     "dispatch.py",
     "distributed/api.py",
 }

@@ -30,6 +30,7 @@ __all__ = [
     "FxReport",
     "NumericsError",
     "PassError",
+    "RelayText",
     "TuningReport",
     "UnsupportedOperatorError",
     "VersionError",
@@ -51,6 +52,7 @@ __all__ = [
     "remove_tvm_dispatch",
     "save_compiled",
     "to_relax",
+    "to_relay",
     "tune",
     "visualize",
     "visualize_html",
@@ -84,6 +86,7 @@ if TYPE_CHECKING:
     from tvmbridge.inspect.explain import ExplainReport, explain
     from tvmbridge.inspect.page import visualize_html
     from tvmbridge.inspect.visualize import visualize
+    from tvmbridge.relay import RelayText, to_relay
     from tvmbridge.report import DispatchReport
     from tvmbridge.tuning import TuningReport, tune
 
@@ -116,6 +119,7 @@ _HOMES = MappingProxyType(
         "inspect.explain": ("ExplainReport", "explain"),
         "inspect.page": ("visualize_html",),
         "inspect.visualize": ("visualize",),
+        "relay": ("RelayText", "to_relay"),
         "report": ("DispatchReport",),
         "tuning": ("TuningReport", "tune"),
     }

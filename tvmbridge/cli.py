@@ -193,6 +193,13 @@ def _add_export(commands: Any) -> None:
     export.add_argument(
         "--weights", choices=("inside", "beside"), default="inside", help="where the weights go"
     )
+    export.add_argument(
+        "--relay",
+        type=Path,
+        metavar="FILE",
+        help="write text of TVM's Relay instead, and its parameters to FILE.npz",
+    )
+    export.add_argument("--relay-version", default="0.17", metavar="VERSION", help="0.11 to 0.17")
     export.add_argument("--inspect", type=Path, metavar="FILE", help="describe an exported file")
     export.set_defaults(run=_export)
 
@@ -205,15 +212,35 @@ def _export(known: argparse.Namespace, _rest: list[str]) -> int:
 
         print(description(known.inspect))
         return 0
-    if known.out is None:
-        raise UsageError("--out FILE is missing")
+    if (known.out is None) == (known.relay is None):
+        raise UsageError("--out FILE is missing" if known.out is None else "--out or --relay")
     module, sample_input = resolve_factory(known.factory)
+    if known.relay is not None:
+        return _export_relay(known, module, sample_input)
     from tvmbridge.exporting import export
     from tvmbridge.exporting.describing import description
 
     path = export(module, sample_input, known.out, target=known.target, weights=known.weights)
     print(f"wrote {path}")
     print(description(path))
+    return 0
+
+
+def _export_relay(known: argparse.Namespace, module: Any, sample_input: Any) -> int:
+    import numpy as np
+
+    from tvmbridge.relay import to_relay
+
+    try:
+        text, params = to_relay(module, sample_input, version=known.relay_version)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    arrays: dict[str, Any] = dict(params.items())
+    weights = known.relay.with_name(f"{known.relay.name}.npz")
+    known.relay.write_text(text, encoding="utf-8")
+    with weights.open("wb") as file:
+        np.savez(file, **arrays)
+    print(f"wrote {known.relay} and {weights}: {len(params)} parameters")
     return 0
 
 

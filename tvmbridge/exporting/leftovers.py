@@ -21,6 +21,11 @@ def refuse_effects(captured: CapturedGraph) -> None:
     Raises:
         ExportError: the message names all such effects.
     """
+    _refuse(effects(captured))
+
+
+def effects(captured: CapturedGraph) -> list[str]:
+    """Return what a call of a module does beyond returning results that code can compute."""
     convention = captured.convention
     found = [f"random draw {n.op}" for n in captured.noise]
     if captured.prologue is not None and not captured.noise:
@@ -42,7 +47,7 @@ def refuse_effects(captured: CapturedGraph) -> None:
         for d in captured.inputs
         if d.kind is InputKind.USER and d.spec.dtype.is_complex
     ]
-    _refuse(found)
+    return found
 
 
 def _dotted(place: tuple[str, str]) -> str:
@@ -76,10 +81,7 @@ def _needs_torch(call: relax.Call) -> str | None:
 
 def _place(call: relax.Call) -> str:
     origin = origin_of(call)
-    if origin is None:
-        return ""
-    inside = f" in {origin.modules[-1][0]}" if origin.modules else ""
-    return f"{inside} ({origin.file}:{origin.line})" if origin.file else inside
+    return "" if origin is None else origin.place
 
 
 def _refuse(found: Iterable[str]) -> None:

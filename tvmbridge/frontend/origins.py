@@ -35,10 +35,22 @@ class Origin:
     line: int = 0
     function: str = ""
 
+    @property
+    def place(self) -> str:
+        """The innermost submodule and the line, as `` in layer.0 (model.py:12)``."""
+        inside = f" in {self.modules[-1][0]}" if self.modules else ""
+        return f"{inside} ({self.file}:{self.line})" if self.file else inside
+
     def span(self) -> tvm.ir.Span:
         """Encode the origin as a span of TVM."""
         text = json.dumps([self.modules, self.file, self.function])
         return tvm.ir.Span(tvm.ir.SourceName(text), self.line, self.line, 0, 0)
+
+
+def origin_of_node(node: fx.Node) -> Origin | None:
+    """Return the origin of an fx node; None if the trace does not know it."""
+    span = span_of_node(node)
+    return None if span is None else _parsed(str(span.source_name.name), int(span.line))
 
 
 def span_of_node(node: fx.Node) -> tvm.ir.Span | None:
