@@ -188,6 +188,13 @@ class Dispatcher(ModuleCode, StandsForForward):
         if self.cut.why is not None:
             return self._run_in_parts(args, kwargs)
         why = unserved.reason or nearest(misfits)
+        if isinstance(why, Mismatch) and not again:
+            added = self._take_numbers(known, args, kwargs, why)
+            if added is not None:
+                if added == COMPILING:
+                    return self._fall_back(added, args, kwargs)
+                return self._call(args, kwargs, again=True)
+            why = self.numbers.explained(why)
         may_add = self.compiles_signatures and not again
         if may_add and self.room.is_left(unserved.outgrown, why, misfits):
             refused = self._specialize(known, args, kwargs, why)

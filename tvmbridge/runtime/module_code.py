@@ -20,6 +20,7 @@ from tvmbridge.graph_capture.observe.effects import StateBefore
 from tvmbridge.graph_capture.observe.plain import unusual_in
 from tvmbridge.runtime.any_size import AnySize
 from tvmbridge.runtime.background import Background, UnderWayError
+from tvmbridge.runtime.changing_numbers import ChangingNumbers
 from tvmbridge.runtime.declared_sizes import DeclaredSizes
 from tvmbridge.runtime.entry import CompiledEntry
 from tvmbridge.runtime.entry_compiler import Compiler
@@ -82,6 +83,7 @@ class ModuleCode:
         self.specializations: tuple[Specialization, ...] = ()
         self.compiles_signatures = False
         self.room = Room(options)
+        self.numbers = ChangingNumbers()
         self._failed: _Failed | None = None
         self._retried: set[int] = set()
         self.any_size: AnySize | None = None
@@ -359,6 +361,50 @@ class ModuleCode:
                 return found
             self.add(specialization)
             return None
+
+    def _take_numbers(
+        self,
+        known: tuple[Specialization, ...],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        why: Mismatch,
+    ) -> str | None:
+        """Add code that takes the numbers of this call as inputs, if earlier calls had others.
+
+        Args:
+            known: the specialisations that the call has tried.
+            args: the positional arguments.
+            kwargs: the keyword arguments.
+            why: why the known specialisations do not serve the call.
+
+        Returns:
+            None if nothing was added; "" if code was added, by this thread or another; COMPILING.
+        """
+        if isinstance(self.any_size, DeclaredSizes):
+            return None
+        with compiling():
+            if self.specializations is not known:
+                return ""
+            while found := self.numbers.signature(known, args, kwargs, self.original):
+                signature, (given, named) = found
+                specialization = Specialization(signature)
+                mode = self._mode(specialization, signature.flatten(tuple(given), named) or [])
+                if isinstance(mode, str):
+                    return None
+                try:
+                    self.forget_fast()
+                    reason = why.detail or why.reason
+                    entry = self.compiler.entry(signature, mode, tuple(given), named, reason)
+                    self.cut.instead_of(entry.compiled.eager_functions)
+                except UnderWayError:
+                    return COMPILING
+                except Exception as error:  # the number stays a constant
+                    self.numbers.failed(signature, error)
+                    continue
+                self._keep(specialization, mode, entry)
+                self.add(specialization)
+                return ""
+        return None
 
     def forget_fast(self) -> None:
         """Drop the fast paths, so that the full guards check the next call."""

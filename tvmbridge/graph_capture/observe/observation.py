@@ -308,7 +308,7 @@ def _observe(
         before = StateBefore(module, (*fakes.held.values(), *all_tensors(module)))
         for noted_so_far in (reads, assignments, others):
             noted_so_far.clear()
-        run = _Run(module, fakes, others, traced(values=buffers), watches)
+        run = _Run(module, fakes, others, traced(values=buffers, numbers=fakes.numbers), watches)
         structure = run.run(within)
         weights = normed_weights(module)
         read = set(reads)

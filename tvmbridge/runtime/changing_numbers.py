@@ -1,0 +1,86 @@
+"""Changing numbers: Python numbers among the arguments that calls change become inputs of the code.
+
+The first call compiles for its numbers as constants. A second call that differs in numbers alone,
+or in numbers and sizes, compiles code that takes these numbers as inputs, and serves further
+values. Where forward needs a number's value (a branch, a size, an index), it stays a constant.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tvmbridge.core.errors import NumberReadError, first_line
+from tvmbridge.core.number_inputs import NumberRange
+from tvmbridge.core.torch_private import pytree
+from tvmbridge.graph_capture.trace.arguments import Arguments
+from tvmbridge.runtime.guards.signature import Signature
+from tvmbridge.runtime.guards.spelling import CONSTANT, Mismatch
+from tvmbridge.runtime.specialization import Specialization
+
+logger = logging.getLogger(__name__)
+
+# The most signatures with numbers as inputs: one for each kind (int, float) of two numbers.
+_MOST_SIGNATURES = 4
+
+
+class ChangingNumbers:
+    """Decides which numbers of a call become inputs of code that is compiled for it.
+
+    - ``why``: by the name of an argument, why its number stays a constant.
+    """
+
+    def __init__(self) -> None:
+        self.why: dict[str, str] = {}
+        self._failed: set[frozenset[str]] = set()
+
+    def signature(
+        self,
+        known: Sequence[Specialization],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        forward: Callable[..., Any],
+    ) -> tuple[Signature, Arguments] | None:
+        """Return a signature that takes changed numbers as inputs, and a call's arguments for it.
+
+        Return None if the call differs in no number from the ``known`` ones, or in more than
+        numbers and sizes, or if its numbers stay constants.
+        """
+        if sum(bool(s.signature.numbers) for s in known) >= _MOST_SIGNATURES:
+            return None
+        for specialization in reversed(known):
+            like = specialization.signature
+            found = like.changed_numbers(args, kwargs)
+            if found is None:
+                continue
+            positions, arguments = found
+            free = {i for i in positions if like.names[i] not in self.why}
+            if not free or frozenset(like.names[i] for i in free) in self._failed:
+                continue
+            leaves = pytree.tree_leaves((tuple(arguments[0]), dict(arguments[1])))
+            numbers = {i: NumberRange(type(leaves[i])) for i in sorted(free)}
+            if not all(known.holds(leaves[i]) for i, known in numbers.items()):
+                continue
+            given, named = arguments
+            return Signature(tuple(given), named, forward, numbers), arguments
+        return None
+
+    def failed(self, signature: Signature, error: Exception) -> None:
+        """Note that no code takes the numbers of ``signature`` as inputs, because of ``error``."""
+        names = {i: signature.names[i] for i in signature.numbers}
+        leaves = error.leaves if isinstance(error, NumberReadError) else frozenset()
+        for i in leaves & names.keys():
+            self.why[names[i]] = first_line(error)
+        if not leaves & names.keys():
+            self._failed.add(frozenset(names.values()))
+        logger.info("numbers %s stay constants: %s", ", ".join(names.values()), first_line(error))
+
+    def explained(self, why: Any) -> Any:
+        """Return the reason of a fallback, completed by why a number is no input of the code."""
+        if not isinstance(why, Mismatch) or why.reason != CONSTANT or not why.detail:
+            return why
+        name = next((n for n in self.why if f"`{n}`" in why.detail), None)
+        if name is None:
+            return why
+        return why._replace(detail=f"{why.detail}; it is no input, because {self.why[name]}")
