@@ -16,7 +16,7 @@ import torch
 
 # Within these limits, results of a few products and sums are exact in int64, and conversions to
 # float32 do not overflow.
-_LEAST, _MOST = -(1 << 31), (1 << 31) - 1
+_LEAST, _MOST = 1 - (1 << 31), (1 << 31) - 1
 _MOST_FLOAT = torch.finfo(torch.float32).max
 _DTYPES: dict[type, torch.dtype] = {int: torch.int64, float: torch.float64}
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from tvmbridge.core.errors import NumberReadError, first_line
 from tvmbridge.core.number_inputs import NumberRange
@@ -21,6 +21,9 @@ from tvmbridge.runtime.specialization import Specialization
 
 logger = logging.getLogger(__name__)
 
+# The name of an argument and the class of its number.
+_Key: TypeAlias = tuple[str, type]
+
 # The most signatures with numbers as inputs: one for each kind (int, float) of two numbers.
 _MOST_SIGNATURES = 4
 
@@ -28,12 +31,12 @@ _MOST_SIGNATURES = 4
 class ChangingNumbers:
     """Decides which numbers of a call become inputs of code that is compiled for it.
 
-    - ``why``: by the name of an argument, why its number stays a constant.
+    - ``why``: by the name of an argument and the class of a number, why it stays a constant.
     """
 
     def __init__(self) -> None:
-        self.why: dict[str, str] = {}
-        self._failed: set[frozenset[str]] = set()
+        self.why: dict[_Key, str] = {}
+        self._failed: set[frozenset[_Key]] = set()
 
     def signature(
         self,
@@ -55,11 +58,12 @@ class ChangingNumbers:
             if found is None:
                 continue
             positions, arguments = found
-            free = {i for i in positions if like.names[i] not in self.why}
-            if not free or frozenset(like.names[i] for i in free) in self._failed:
-                continue
             leaves = pytree.tree_leaves((tuple(arguments[0]), dict(arguments[1])))
-            numbers = {i: NumberRange(type(leaves[i])) for i in sorted(free)}
+            keys = {i: (like.names[i], type(leaves[i])) for i in sorted(positions)}
+            free = {i: key for i, key in keys.items() if key not in self.why}
+            if not free or frozenset(free.values()) in self._failed:
+                continue
+            numbers = {i: NumberRange(kind) for i, (_, kind) in free.items()}
             if not all(known.holds(leaves[i]) for i, known in numbers.items()):
                 continue
             given, named = arguments
@@ -68,19 +72,21 @@ class ChangingNumbers:
 
     def failed(self, signature: Signature, error: Exception) -> None:
         """Note that no code takes the numbers of ``signature`` as inputs, because of ``error``."""
-        names = {i: signature.names[i] for i in signature.numbers}
+        keys = {i: (signature.names[i], r.kind) for i, r in signature.numbers.items()}
         leaves = error.leaves if isinstance(error, NumberReadError) else frozenset()
-        for i in leaves & names.keys():
-            self.why[names[i]] = first_line(error)
-        if not leaves & names.keys():
-            self._failed.add(frozenset(names.values()))
-        logger.info("numbers %s stay constants: %s", ", ".join(names.values()), first_line(error))
+        for i in leaves & keys.keys():
+            self.why[keys[i]] = first_line(error)
+        if not leaves & keys.keys():
+            self._failed.add(frozenset(keys.values()))
+        names = ", ".join(name for name, _ in keys.values())
+        logger.info("numbers %s stay constants: %s", names, first_line(error))
 
     def explained(self, why: Any) -> Any:
         """Return the reason of a fallback, completed by why a number is no input of the code."""
         if not isinstance(why, Mismatch) or why.reason != CONSTANT or not why.detail:
             return why
-        name = next((n for n in self.why if f"`{n}`" in why.detail), None)
-        if name is None:
+        known = (text for (name, _), text in self.why.items() if f"`{name}`" in why.detail)
+        text = next(known, None)
+        if text is None:
             return why
-        return why._replace(detail=f"{why.detail}; it is no input, because {self.why[name]}")
+        return why._replace(detail=f"{why.detail}; it is no input, because {text}")

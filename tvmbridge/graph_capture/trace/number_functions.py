@@ -7,7 +7,7 @@ converted where the result would have another dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -189,9 +189,13 @@ def _item(func: _Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
     if not (isinstance(tensor, torch.Tensor) and type(number) is TracedNumber and whole):
         raise numbers_in((args, named))[0].refused("indexes by it and by something else")
     known = number.of.ranges[min(number.leaves)]
-    if number.kind is not int or number.shift is None or len(before) >= tensor.dim():
+    if number.kind is not int:
+        raise number.refused("indexes by it")
+    if number.shift is None or len(before) >= tensor.dim():
         raise number.refused("indexes by a number that is computed from it")
     size = tensor.shape[len(before)]
+    if not isinstance(size, int):
+        raise number.refused("indexes a symbolic dimension by it")
     known.narrow(NumberRange(int, -size - number.shift, size - 1 - number.shift))
     place = torch.remainder(number.tensor, size).reshape(1)
     result = torch.index_select(tensor, len(before), place).squeeze(len(before))
@@ -270,8 +274,6 @@ def numbers_traced(
             if of.refusal is None:
                 raise
             raise of.refusal from None
-    if of.refusal is not None:  # forward has caught it
-        raise of.refusal
 
 
 def _refuse_kept(of: NumbersOfCall, module: nn.Module, results: Any) -> None:
@@ -281,6 +283,8 @@ def _refuse_kept(of: NumbersOfCall, module: nn.Module, results: Any) -> None:
         NumberReadError: a number is returned or kept, or a selected part is returned, kept or
             written, or its tensor is written.
     """
+    if of.refusal is not None:  # forward has caught it
+        raise of.refusal
     for number in (known() for known in of.made):
         if number is not None:
             raise number.refused("returns it, or keeps it beyond the call")
@@ -292,8 +296,3 @@ def _refuse_kept(of: NumbersOfCall, module: nn.Module, results: Any) -> None:
     tensors = (v for v in pytree.tree_leaves((results, kept)) if isinstance(v, torch.Tensor))
     if storages and any(t.untyped_storage()._cdata in storages for t in tensors):
         raise NumberReadError("forward returns or keeps a part that it indexes by it", everywhere)
-
-
-def ranges_of(tensors: Mapping[int, NumberRange]) -> dict[int, NumberRange]:
-    """Return copies of the ranges, which a trace narrows."""
-    return {i: NumberRange(r.kind, r.least, r.most, r.nonzero) for i, r in tensors.items()}

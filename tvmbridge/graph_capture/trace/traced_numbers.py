@@ -109,9 +109,7 @@ class TracedNumber:
         return self.of.ranges[min(self.leaves)] if self.shift == 0 else None
 
     def in_float64(self) -> torch.Tensor:
-        """Return the value in float64, exactly as Python converts it."""
-        if self.kind is int and self.most > _EXACT_FLOATS:
-            raise self.refused("computes a float from it, which may be too large")
+        """Return the value in float64, rounded as Python rounds it."""
         return self.tensor.to(torch.float64)
 
 
@@ -188,6 +186,10 @@ def _divisor(left: Any, right: Any) -> Any:
 
 def _quotient(left: Any, right: Any) -> Any:
     right = _divisor(left, right)
+    # Python divides large integers before it rounds.
+    if _kind(left) is _kind(right) is int and max(_bound(left), _bound(right)) > _EXACT_FLOATS:
+        number = left if type(left) is TracedNumber else right
+        raise number.refused("divides integers that may be too large")
     a, b = _of(left, torch.float64), _of(right, torch.float64)
     if not isinstance(a, torch.Tensor):
         a = torch.full((), a, dtype=torch.float64)
