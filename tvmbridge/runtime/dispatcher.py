@@ -203,6 +203,8 @@ class Dispatcher(ModuleCode, StandsForForward):
             why = refused
         if any(m.reason == OTHER_SHAPE for m in misfits) and self._cut_for_any_size(OTHER_SHAPE):
             return self._run_in_parts(args, kwargs)
+        if may_add and self._turn_to_any_size(misfits):
+            return self._call(args, kwargs, again=True)
         return self._fall_back(
             why or self._without_code(), args, kwargs, settling=unserved.settling
         )

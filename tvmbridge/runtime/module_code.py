@@ -27,7 +27,7 @@ from tvmbridge.runtime.entry_compiler import Compiler
 from tvmbridge.runtime.fallbacks import COMPILING
 from tvmbridge.runtime.guards.forwards import StandsForForward, forward_of_class
 from tvmbridge.runtime.guards.mode import Flags, Mode, flags_of
-from tvmbridge.runtime.guards.signature import Matched, Signature
+from tvmbridge.runtime.guards.signature import OTHER_SHAPE, Matched, Signature
 from tvmbridge.runtime.guards.spelling import Mismatch
 from tvmbridge.runtime.parts import Cut
 from tvmbridge.runtime.room import Room
@@ -317,6 +317,22 @@ class ModuleCode:
         of_module = self.compiler, self._retire
         given = None if spec is None else DeclaredSizes(*of_module, spec, self.original)
         self.any_size = given or AnySize(*of_module)
+
+    def _turn_to_any_size(self, misfits: Sequence[Mismatch]) -> bool:
+        """Serve other sizes by symbolic code from now on; return whether this is a change.
+
+        It is for a call that differs in sizes from all signatures, of which no more may have code
+        of their own.
+
+        Args:
+            misfits: why each signature does not fit the call.
+        """
+        if self.any_size is not None or self.options.freeze:
+            return False
+        if not any(m.reason == OTHER_SHAPE for m in misfits):
+            return False
+        self.serve_any_size()
+        return True
 
     def serve_sizes_like(self, other: ModuleCode) -> None:
         """Serve calls of other sizes by the rules of ``other``, but without its compiled code."""
