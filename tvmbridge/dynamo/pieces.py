@@ -46,9 +46,7 @@ class _Piece:
     last: list[fx.Node] = field(default_factory=list)
 
 
-def in_pieces(
-    graph_module: fx.GraphModule, serve: Callable[[fx.GraphModule], _Run]
-) -> _Run | None:
+def in_pieces(graph_module: fx.GraphModule, serve: Callable[[fx.GraphModule], _Run]) -> _Run | None:
     """Return a function that runs the graph in pieces; None if nothing cuts the graph.
 
     Args:
@@ -136,9 +134,7 @@ def runs_by_itself(
     if not _writes(node):
         return False
     written = node.args[0]
-    is_from_before = (
-        current is None or current.is_eager or piece_of.get(written) is not current
-    )
+    is_from_before = current is None or current.is_eager or piece_of.get(written) is not current
     return _chooses_by_mask(node) or (is_from_before and _carries_a_gradient(written))
 
 

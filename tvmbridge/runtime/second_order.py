@@ -105,9 +105,7 @@ class SecondOrder:
         """
         own, convention = own_forward(self._state.module), self._captured.convention
         forward = WithBases(lambda *a, **k: opened(own(*a, **k)), convention.bases)
-        args, kwargs = unflatten(
-            marked(leaves, convention.numbers), convention.in_spec
-        )
+        args, kwargs = unflatten(marked(leaves, convention.numbers), convention.in_spec)
         with ExitStack() as stack:
             stack.enter_context(without_autocast())
             stack.enter_context(under_autocast(self._captured.assumptions.autocast))

@@ -117,7 +117,9 @@ def _clamp(func: _Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any
     tensor, least, most = _placed(args, named, ("input", "min", "max"), func)
     if least is None or most is None or {type(least), type(most)} == {TracedNumber}:
         return _operands(func, args, named)
-    return _operands(torch.clamp, (_operands(torch.clamp, (tensor,), {"min": least}),), {"max": most})
+    return _operands(
+        torch.clamp, (_operands(torch.clamp, (tensor,), {"min": least}),), {"max": most}
+    )
 
 
 def _lerp(func: _Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
