@@ -105,15 +105,14 @@ def test_a_number_computes_as_in_eager_pytorch(name: str) -> None:
 @pytest.mark.parametrize("name", OF_INTEGERS)
 def test_an_integer_divides_and_selects(name: str) -> None:
     served = _check(OF_INTEGERS[name], IntInput, INTEGERS)
-    assert served.holds(7) and not served.holds(True) and not served.holds(7.0)
-    assert not served.holds(1 << 40)
+    assert [served.holds(v) for v in (7, True, 7.0, 1 << 40)] == [True, False, False, False]
 
 
 @pytest.mark.parametrize("name", NARROWED)
 def test_values_for_which_python_raises_are_left_out(name: str) -> None:
     function, left_out = NARROWED[name]
     served = _check(function, IntInput, (1, 2))
-    assert served.holds(1) and not any(map(served.holds, left_out))
+    assert [v for v in (1, *left_out) if served.holds(v)] == [1]
 
 
 def _caught(model: Any, x: Any, t: Any) -> Any:
@@ -143,7 +142,7 @@ READ: dict[str, tuple[Function, str]] = {
     "math": (lambda m, x, t: x * math.sin(t), "converts it to a float"),
     "text": (lambda m, x, t: (x, f"{t}")[0], "writes it as text"),
     "key": (lambda m, x, t: x * {3: 2.0}.get(t, 1.0), "uses it as a key"),
-    "class": (lambda m, x, t: x if type(t) is int else -x, "asks? for its class|ask for its class"),
+    "class": (lambda m, x, t: x if type(t) is int else -x, "ask for its class"),
     "alpha": (lambda m, x, t: torch.add(x, x, alpha=t), "passes it to add"),
     "returned": (lambda m, x, t: (x, t), "returns it"),
     "kept": (_kept, "keeps it"),

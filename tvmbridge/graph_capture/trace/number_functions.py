@@ -206,20 +206,79 @@ def _item(func: _Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
     return result
 
 
-_EXACT_FOR_INTEGERS = frozenset(
-    "add sub rsub mul multiply subtract div truediv true_divide divide where clamp clip clamp_min "
-    "clamp_max eq ne lt le gt ge".split()
+_COMPARISONS = frozenset(
+    ["eq", "ne", "lt", "le", "gt", "ge", "less", "less_equal", "greater", "greater_equal"]
 )
-_COMPARISONS = frozenset("eq ne lt le gt ge less less_equal greater greater_equal".split())
+_EXACT_FOR_INTEGERS = _COMPARISONS.union(
+    [
+        "add",
+        "sub",
+        "rsub",
+        "mul",
+        "multiply",
+        "subtract",
+        "div",
+        "truediv",
+        "true_divide",
+        "divide",
+        "clamp",
+        "clip",
+    ],
+    ("clamp_min", "clamp_max"),
+)
 _OPERATIONS = (
-    "add sub subtract rsub mul multiply div divide true_divide floor_divide remainder fmod pow "
-    "float_power atan2 xlogy eq ne lt le gt ge less less_equal greater greater_equal not_equal "
-    "clamp_min clamp_max"
-).split()
+    *[
+        "add",
+        "sub",
+        "subtract",
+        "rsub",
+        "mul",
+        "multiply",
+        "div",
+        "divide",
+        "true_divide",
+        "floor_divide",
+        "remainder",
+    ],
+    *["fmod", "pow", "float_power", "atan2", "xlogy", "not_equal", "clamp_min", "clamp_max"],
+    *sorted(_COMPARISONS),
+)
 _DUNDERS = (
-    "add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv div rdiv idiv floordiv "
-    "rfloordiv ifloordiv mod rmod imod pow rpow ipow eq ne lt le gt ge"
-).split()
+    *[
+        "add",
+        "radd",
+        "iadd",
+        "sub",
+        "rsub",
+        "isub",
+        "mul",
+        "rmul",
+        "imul",
+        "truediv",
+        "rtruediv",
+        "itruediv",
+        "div",
+        "rdiv",
+        "idiv",
+    ],
+    *[
+        "floordiv",
+        "rfloordiv",
+        "ifloordiv",
+        "mod",
+        "rmod",
+        "imod",
+        "pow",
+        "rpow",
+        "ipow",
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+    ],
+)
 
 
 def _functions(names: Sequence[str]) -> Iterator[Any]:
@@ -230,17 +289,17 @@ def _functions(names: Sequence[str]) -> Iterator[Any]:
                 yield function
 
 
-_HANDLERS: dict[Any, _Handler] = {f: _operands for f in _functions(_OPERATIONS)}
+_HANDLERS: dict[Any, _Handler] = dict.fromkeys(_functions(_OPERATIONS), _operands)
 _HANDLERS |= {
     f: _operands for n in _DUNDERS if (f := getattr(torch.Tensor, f"__{n}__", None)) is not None
 }
-_HANDLERS |= {f: _clamp for f in _functions(["clamp", "clip"])}
-_HANDLERS |= {f: _lerp for f in _functions(["lerp"])}
-_HANDLERS |= {f: _where for f in (torch.where,)}
-_HANDLERS |= {f: _masked_fill for f in _functions(["masked_fill"])}
-_HANDLERS |= {f: _full for f in (torch.full, torch.full_like, torch.Tensor.new_full)}
-_HANDLERS |= {f: _fill for f in (torch.fill, torch.fill_, torch.Tensor.fill_)}
-_HANDLERS |= {f: _tensor for f in (torch.tensor, torch.as_tensor, torch.scalar_tensor)}
+_HANDLERS |= dict.fromkeys(_functions(["clamp", "clip"]), _clamp)
+_HANDLERS |= dict.fromkeys(_functions(["lerp"]), _lerp)
+_HANDLERS |= dict.fromkeys((torch.where,), _where)
+_HANDLERS |= dict.fromkeys(_functions(["masked_fill"]), _masked_fill)
+_HANDLERS |= dict.fromkeys((torch.full, torch.full_like, torch.Tensor.new_full), _full)
+_HANDLERS |= dict.fromkeys((torch.fill, torch.fill_, torch.Tensor.fill_), _fill)
+_HANDLERS |= dict.fromkeys((torch.tensor, torch.as_tensor, torch.scalar_tensor), _tensor)
 _HANDLERS[torch.Tensor.__getitem__] = _item
 
 
