@@ -109,9 +109,9 @@ def test_numbers_and_sizes_change_together() -> None:
 
 
 @pytest.mark.parametrize("sampled", [False, True])
-def test_a_sample_is_like_a_first_call(sampled: bool) -> None:
+def test_a_sample_with_changing_sizes_is_like_a_first_call(sampled: bool) -> None:
     model, x = Timed().eval(), torch.randn(3, 4)
-    sample = {"sample_input": (x, 1)} if sampled else {}
+    sample = {"sample_input": (x, 1), "dynamic_shapes": "auto"} if sampled else {}
     served, dispatcher = _dispatched(model, **sample)
     with torch.no_grad():
         for value in (1, 2, 3, 4):

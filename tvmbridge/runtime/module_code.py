@@ -396,7 +396,8 @@ class ModuleCode:
         Returns:
             None if nothing was added; "" if code was added, by this thread or another; COMPILING.
         """
-        if isinstance(self.any_size, DeclaredSizes):
+        compiles = self.compiles_signatures or self.any_size is not None
+        if not compiles or isinstance(self.any_size, DeclaredSizes):
             return None
         with compiling():
             if self.specializations is not known:
