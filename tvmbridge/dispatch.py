@@ -50,8 +50,8 @@ def add_tvm_dispatch(
     other inputs and other sets of parameters that require a gradient is compiled at the first call
     that needs it. A further call of this function with another sample adds a specialization.
     Without a sample, code is compiled at calls: for the first signature, and for further ones, four
-    in all, and then for any size. A Python number that calls change becomes an input. Calls that no code serves run the module's own forward, and :func:`dispatch_report`
-    counts them.
+    in all, and then for any size. A Python number that calls change becomes an input. Calls that no
+    code serves run the module's own forward, and :func:`dispatch_report` counts them.
 
     Args:
         module: the module, changed in place: only its ``forward`` is replaced.

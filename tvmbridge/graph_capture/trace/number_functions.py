@@ -206,103 +206,18 @@ def _item(func: _Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
     return result
 
 
-_COMPARISONS = frozenset(
-    [
-        "eq",
-        "ne",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "less",
-        "less_equal",
-        "greater",
-        "greater_equal",
-        "not_equal",
-    ]
-)
+_COMPARING = "eq ne lt le gt ge less less_equal greater greater_equal not_equal"
+_COMPARISONS = frozenset(_COMPARING.split())
+_EXACT = "add sub rsub subtract mul multiply div divide truediv true_divide"
+_CLAMPS = "clamp clip clamp_min clamp_max"
 # Functions of integers whose results, or errors, do not differ for a tensor of the number.
-_EXACT_FOR_INTEGERS = _COMPARISONS.union(
-    [
-        "add",
-        "sub",
-        "rsub",
-        "subtract",
-        "mul",
-        "multiply",
-        "div",
-        "divide",
-        "truediv",
-        "true_divide",
-        "clamp",
-        "clip",
-        "clamp_min",
-        "clamp_max",
-    ]
-)
-_OPERATIONS = [
-    "add",
-    "sub",
-    "subtract",
-    "rsub",
-    "mul",
-    "multiply",
-    "div",
-    "divide",
-    "true_divide",
-    "floor_divide",
-    "remainder",
-    "fmod",
-    "pow",
-    "float_power",
-    "atan2",
-    "xlogy",
-    "eq",
-    "ne",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-    "less",
-    "less_equal",
-    "greater",
-    "greater_equal",
-    "not_equal",
-    "clamp_min",
-    "clamp_max",
-]
-_DUNDERS = [
-    "add",
-    "radd",
-    "iadd",
-    "sub",
-    "rsub",
-    "isub",
-    "mul",
-    "rmul",
-    "imul",
-    "truediv",
-    "rtruediv",
-    "itruediv",
-    "div",
-    "rdiv",
-    "idiv",
-    "floordiv",
-    "rfloordiv",
-    "ifloordiv",
-    "mod",
-    "rmod",
-    "imod",
-    "pow",
-    "rpow",
-    "ipow",
-    "eq",
-    "ne",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-]
+_EXACT_FOR_INTEGERS = _COMPARISONS.union(_EXACT.split(), _CLAMPS.split())
+_OTHERS = "floor_divide remainder fmod pow float_power atan2 xlogy clamp_min clamp_max"
+_OPERATIONS = (*_EXACT.split(), *_OTHERS.split(), *_COMPARING.split())
+_DUNDERS = """
+add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv div rdiv idiv floordiv
+rfloordiv ifloordiv mod rmod imod pow rpow ipow eq ne lt le gt ge
+"""
 
 
 def _functions(names: Sequence[str]) -> Iterator[Any]:
@@ -315,7 +230,9 @@ def _functions(names: Sequence[str]) -> Iterator[Any]:
 
 _HANDLERS: dict[Any, _Handler] = dict.fromkeys(_functions(_OPERATIONS), _operands)
 _HANDLERS |= {
-    f: _operands for n in _DUNDERS if (f := getattr(torch.Tensor, f"__{n}__", None)) is not None
+    f: _operands
+    for n in _DUNDERS.split()
+    if (f := getattr(torch.Tensor, f"__{n}__", None)) is not None
 }
 _HANDLERS |= dict.fromkeys(_functions(["clamp", "clip"]), _clamp)
 _HANDLERS |= dict.fromkeys(_functions(["lerp"]), _lerp)
