@@ -53,7 +53,9 @@ class NumberRange:
 
     def holds(self, value: Any) -> bool:
         """Whether the code serves ``value``."""
-        if type(value) is not self.kind or (self.nonzero and not value):
+        if not isinstance(value, int | float) or type(value) is not self.kind:
+            return False
+        if self.nonzero and not value:
             return False
         if self.least <= value <= self.most:
             return True

@@ -241,7 +241,8 @@ class _Input:
             and not argument.is_tensor
             and all((u.op, u.target) == ("call_method", "item") for u in node.users)
         )
-        self.has_symbols = is_tensor and not all(type(n) is int for n in self.example.shape)
+        shape = self.example.shape if isinstance(self.example, torch.Tensor) else ()
+        self.has_symbols = not all(type(n) is int for n in shape)
         self.symbol = str(self.example) if isinstance(self.example, torch.SymInt) else None
 
 

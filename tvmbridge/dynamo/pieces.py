@@ -133,7 +133,7 @@ def runs_by_itself(
         return True
     if not _writes(node):
         return False
-    written = node.args[0]
+    written: Any = node.args[0]
     is_from_before = current is None or current.is_eager or piece_of.get(written) is not current
     return _chooses_by_mask(node) or (is_from_before and _carries_a_gradient(written))
 

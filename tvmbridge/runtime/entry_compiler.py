@@ -135,7 +135,8 @@ class Compiler:
         flags = flags_of(self.module, leaves)
         with tracing_here(), undisturbed():
             args, kwargs = without_inference_tensors((args, dict(kwargs)))
-            compiled = self._compiled(mode, *signature.marked((args, kwargs)))
+            given, named = signature.marked((args, kwargs))
+            compiled = self._compiled(mode, tuple(given), named)
             for i, served in compiled.captured.convention.numbers.items():
                 signature.numbers[i].narrow(served)
             state = ModuleState(self.module, compiled.captured)

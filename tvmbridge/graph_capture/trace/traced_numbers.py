@@ -99,6 +99,15 @@ class TracedNumber:
             raise self.refused(f"reads its attribute {name}")
         raise AttributeError(f"'{self.kind.__name__}' object has no attribute '{name}'")
 
+    def __neg__(self) -> TracedNumber:
+        return _result((self,), self.kind, torch.neg(self.tensor), self.most)
+
+    def __abs__(self) -> TracedNumber:
+        return _result((self,), self.kind, torch.abs(self.tensor), self.most)
+
+    def __pos__(self) -> TracedNumber:
+        return self
+
     def refused(self, use: str) -> NumberReadError:
         """Return the error for a use that cannot be traced."""
         return self.of.refused(self, use)
@@ -140,7 +149,9 @@ def _kind(value: Any) -> type:
     return int if isinstance(value, int) else float
 
 
-def _result(numbers: tuple[Any, ...], kind: type, tensor: torch.Tensor, most: float) -> Any:
+def _result(
+    numbers: tuple[Any, ...], kind: type, tensor: torch.Tensor, most: float
+) -> TracedNumber:
     traced = [number for number in numbers if type(number) is TracedNumber]
     if kind is int and most >= _INT64:
         raise traced[0].refused("computes an integer from it that may exceed 64 bits")
@@ -292,16 +303,3 @@ for _name in _COMPARED:
 for _use, _names in _READ.items():
     for _name in _names.split():
         setattr(TracedNumber, f"__{_name}__", _reading(_use))
-
-
-def _negated(self: TracedNumber) -> Any:
-    return _result((self,), self.kind, torch.neg(self.tensor), self.most)
-
-
-def _absolute(self: TracedNumber) -> Any:
-    return _result((self,), self.kind, torch.abs(self.tensor), self.most)
-
-
-TracedNumber.__neg__ = _negated  # type: ignore[attr-defined]
-TracedNumber.__abs__ = _absolute  # type: ignore[attr-defined]
-TracedNumber.__pos__ = lambda self: self  # type: ignore[attr-defined]
