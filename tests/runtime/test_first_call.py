@@ -69,7 +69,7 @@ def test_further_signatures_are_compiled_up_to_a_number(compilations: list[str])
     # A sample adds another specialization beyond the limit.
     add_tvm_dispatch(module, sample(9, 24))
     module(sample(9, 24))
-    assert dispatch_report(module).tvm_calls == 9
+    assert dispatch_report(module).tvm_calls == 13
 
 
 def test_fewer_where_the_options_say_so(compilations: list[str]) -> None:
@@ -92,14 +92,15 @@ def test_a_number_that_changes_is_not_compiled_for_again_and_again(compilations:
     for items in range(1, 6):
         torch.testing.assert_close(module(sample(), items), sample().sum() / items)
     report = dispatch_report(module)
-    assert (len(compilations), report.tvm_calls, report.fallbacks) == (2, 2, {CONSTANT: 3})
+    # The second value is tried as an input first, which forward refuses.
+    assert (len(compilations), report.tvm_calls, report.fallbacks) == (3, 2, {CONSTANT: 3})
     example = "argument `items`: 3, compiled for 1; it is no input, because forward uses it as an"
     assert report.examples[CONSTANT].startswith(example)
     assert "0-dimensional tensor" in str(report.advice)
     # A tensor argument is an input, so one specialization serves all values.
     for items in range(1, 6):
         torch.testing.assert_close(module(sample(), torch.tensor(items)), sample().sum() / items)
-    assert len(compilations) == 3
+    assert len(compilations) == 4
     assert dispatch_report(module).tvm_calls == 7
 
 

@@ -131,9 +131,9 @@ def runs_by_itself(
     """
     if _symbols([node]) - _symbols(node.all_input_nodes):
         return True
-    if not _writes(node):
+    written: Any = node.args[0] if node.args else None
+    if not (_writes(node) and isinstance(written, fx.Node)):
         return False
-    written: Any = node.args[0]
     is_from_before = current is None or current.is_eager or piece_of.get(written) is not current
     return _chooses_by_mask(node) or (is_from_before and _carries_a_gradient(written))
 
