@@ -1,4 +1,4 @@
-"""Functions that cut a TorchDynamo graph: the pieces do the same as the graph, in the same order."""
+"""Functions that cut a TorchDynamo graph: the pieces do the same in the same order."""
 
 from __future__ import annotations
 

@@ -84,7 +84,9 @@ class Repeats(nn.Module):
     def forward(self, x: torch.Tensor, items: Any = None, **more: Any) -> torch.Tensor:
         for key in more:
             x = x + len(key)
-        return x if items is None else x.sum() / len(range(items))
+        if items is None:
+            return x
+        return x.sum() / (items if isinstance(items, torch.Tensor) else len(range(items)))
 
 
 def test_a_number_that_changes_is_not_compiled_for_again_and_again(compilations: list[str]) -> None:
