@@ -50,8 +50,8 @@ def add_tvm_dispatch(
     other inputs and other sets of parameters that require a gradient is compiled at the first call
     that needs it. A further call of this function with another sample adds a specialization.
     Without a sample, code is compiled at calls: for the first signature, and for further ones, four
-    in all. Calls that no code serves run the module's own forward, and :func:`dispatch_report`
-    counts them.
+    in all, and then for any size. A Python number that calls change becomes an input. Calls that no
+    code serves run the module's own forward, and :func:`dispatch_report` counts them.
 
     Args:
         module: the module, changed in place: only its ``forward`` is replaced.
@@ -65,7 +65,8 @@ def add_tvm_dispatch(
             warning at the first call of each reason, and a summary when the process ends.
             ``"silent"`` only counts the calls. ``"raise"`` raises FallbackError instead of running
             the module's own forward. None keeps the setting of an earlier dispatch of the module.
-        dynamic_shapes: the sizes that code serves. None, the default: the sizes of the samples.
+        dynamic_shapes: the sizes that code serves. None, the default: the sizes of the samples;
+            without a sample the sizes of four signatures, and then any size by symbolic code.
             ``"auto"``: one symbolic code also serves calls that differ from a sample in sizes
             alone. It is compiled at the first such call, and the dimensions that changed, and those
             of the batch, become symbols. Sizes of 0 and 1, and sizes that take another branch in

@@ -56,6 +56,25 @@ class Graphs(nn.Module):
         return self.second(self.first(x, edges).relu(), edges)
 
 
+class Experts(nn.Module):
+    """Each token goes to two of three experts, in a loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(8, 3)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(3)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, chosen = self.gate(x).softmax(-1).topk(2, -1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            token, slot = (chosen == number).nonzero(as_tuple=True)
+            out.index_add_(0, token, expert(x[token]) * weight[token, slot, None])
+        return out
+
+
 class Tiny(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + 1 if x.sum().item() > 0 else x
@@ -144,6 +163,15 @@ def test_graphs_that_change(grad: bool) -> None:
     with torch.set_grad_enabled(grad):
         calls = [graph(number, 20 + 7 * number % 11) for number in range(12)]
         assert_like_eager(module, reference, calls)
+    assert dispatch_report(module).share == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_loop_over_experts(grad: bool) -> None:
+    module, reference = pair(Experts)
+    with torch.set_grad_enabled(grad):
+        assert_like_eager(module, reference, [rows(count=16 + number) for number in range(6)])
     assert dispatch_report(module).share == 1
 
 

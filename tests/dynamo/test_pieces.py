@@ -1,4 +1,4 @@
-"""Writes that cut a TorchDynamo graph: the pieces do the same as the graph, in the same order."""
+"""Functions that cut a TorchDynamo graph: the pieces do the same in the same order."""
 
 from __future__ import annotations
 
@@ -31,6 +31,19 @@ def _with_a_gradient(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return x.sin() + v + y.sum()
 
 
+def _of_experts(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros_like(x)
+    for expert in range(2):
+        (token,) = ((x > 0) == bool(expert)).nonzero(as_tuple=True)
+        out.index_add_(0, token, torch.tanh(x[token] * (y.sum() + expert)))
+    return out.sin()
+
+
+def _of_different_values(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    values, places = torch.unique(x.detach(), return_inverse=True)
+    return (values * y.sum()).cos()[places] * x
+
+
 def pieces_of(
     function: Callable[..., torch.Tensor], x: torch.Tensor, y: torch.Tensor
 ) -> tuple[torch.Tensor, int, bool]:
@@ -49,11 +62,19 @@ def pieces_of(
         return run or graph.forward
 
     torch.compiler.reset()
-    return torch.compile(function, backend=backend)(x, y), len(served), cut
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        return torch.compile(function, backend=backend)(x, y), len(served), cut
 
 
 @pytest.mark.parametrize(
-    ("function", "pieces"), [(_by_a_mask, 2), (_by_a_number, 0), (_with_a_gradient, 2)]
+    ("function", "pieces"),
+    [
+        (_by_a_mask, 2),
+        (_by_a_number, 0),
+        (_with_a_gradient, 2),
+        (_of_experts, 5),
+        (_of_different_values, 2),
+    ],
 )
 def test_pieces(function: Callable[..., torch.Tensor], pieces: int) -> None:
     x = torch.cat([torch.ones(8), -torch.ones(8)]).requires_grad_()

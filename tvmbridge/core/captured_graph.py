@@ -11,6 +11,7 @@ from torch.export import ExportedProgram
 
 from tvmbridge.core.assumptions import Answer, Check, OutsideValue, Question
 from tvmbridge.core.autocast import Autocast
+from tvmbridge.core.number_inputs import NumberRange
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.core.types import (
     EagerPrologue,
@@ -39,6 +40,8 @@ class CallingConvention:
     - ``bases``: tensors that forward does not return, but that some of its results are views of;
       the graph returns them as additional user outputs.
     - ``checks``: the checks of data; the last user outputs say whether each of them passed.
+    - ``numbers``: by the position of a leaf of the arguments, the values of a Python number for
+      which the graph holds; the graph reads it as a tensor.
     """
 
     in_spec: pytree.TreeSpec
@@ -48,6 +51,7 @@ class CallingConvention:
     left: Mapping[tuple[str, str], Left] = field(default_factory=dict)
     bases: tuple[IntermediateBase, ...] = ()
     checks: tuple[Check, ...] = ()
+    numbers: Mapping[int, NumberRange] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

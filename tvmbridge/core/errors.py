@@ -26,6 +26,17 @@ class NotApartError(CaptureError):
     """The module cannot be traced on a copy, only on the module itself."""
 
 
+class NumberReadError(CaptureError):
+    """Forward needs the value of a Python number that was to be an input of compiled code.
+
+    - ``leaves``: the arguments that the number is or is computed from, as leaf positions.
+    """
+
+    def __init__(self, message: str, leaves: frozenset[int] = frozenset()) -> None:
+        super().__init__(message)
+        self.leaves = leaves
+
+
 class UnsupportedOperatorError(BridgeError):
     """The graph contains operators that cannot be compiled or differentiated.
 

@@ -84,6 +84,7 @@ class Kind(enum.Enum):
         "an argument that is not a tensor differs",
         f"if it is a number that changes, pass a 0-dimensional tensor; otherwise {_ADD}",
     )
+    NUMBER = "a number is none that the code takes as an input", _SAME
     UNSEEN = (
         "an argument is an object whose tensors PyTorch does not see",
         "pass the tensors in it, or a dict of them, or register its class with "

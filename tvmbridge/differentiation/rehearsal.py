@@ -18,6 +18,7 @@ from tvmbridge.core.autocast import without_autocast
 from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.core.errors import BridgeError, UnsupportedOperatorError
 from tvmbridge.core.kernel_settings import cudnn_switched_off
+from tvmbridge.core.number_inputs import number_inputs, with_tensors
 from tvmbridge.core.structure import unflatten
 from tvmbridge.core.torch_private import FakeTensorMode, pytree
 from tvmbridge.core.types import InputDescriptor, InputKind, OutputKind, TensorSpec
@@ -61,7 +62,8 @@ class Rehearsal:
         self.captured = captured
         self.inputs = [d for d in captured.inputs if d.kind is not InputKind.CONSTANT]
         self.outputs = [o for o in captured.outputs if o.is_computed]
-        self.leaves, self.structure = pytree.tree_flatten((args, dict(kwargs)))
+        leaves, self.structure = pytree.tree_flatten((args, dict(kwargs)))
+        self.leaves, self.numbers = with_tensors(leaves), number_inputs(leaves)
         self.originals = [self._original(d) for d in self.inputs]
         self.written = {o.target for o in captured.outputs if o.kind is OutputKind.INPUT_MUTATION}
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -127,6 +129,7 @@ class Rehearsal:
                 bases=self.captured.convention.bases,
                 autocast=self.captured.assumptions.autocast,
                 left=tuple(self.captured.convention.left),
+                numbers=self.numbers,
             )
             results = pytree.tree_leaves(_called(forward, args, kwargs))
             return self._ordered(results, leaves)

@@ -180,7 +180,7 @@ def read_graph(dynamo: fx.GraphModule) -> DynamoGraph:
         given=tuple(i.place for i in given),
         numbers=tuple(i.place for i in given if i.is_number),
         lengths=tuple(i.place for i in lengths),
-        symbolic=any(i.symbol is not None for i in inputs),
+        symbolic=any(i.symbol is not None or i.has_symbols for i in inputs),
         operators=_count(dynamo),
     )
 
@@ -224,6 +224,7 @@ class _Input:
     - ``node``, ``example``: the placeholder, and its example value.
     - ``is_held``: whether it is a parameter or buffer of the model.
     - ``is_number``: whether it is a Python number that Dynamo wraps in a tensor.
+    - ``has_symbols``: whether it is a tensor with symbolic sizes.
     - ``symbol``: the symbol, if it is an integer of symbolic value; otherwise None.
     """
 
@@ -240,6 +241,8 @@ class _Input:
             and not argument.is_tensor
             and all((u.op, u.target) == ("call_method", "item") for u in node.users)
         )
+        shape = self.example.shape if isinstance(self.example, torch.Tensor) else ()
+        self.has_symbols = not all(type(n) is int for n in shape)
         self.symbol = str(self.example) if isinstance(self.example, torch.SymInt) else None
 
 

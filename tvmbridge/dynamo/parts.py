@@ -39,7 +39,7 @@ _SETTINGS: Mapping[str, Any] = {
     # If it traced numpy, TorchDynamo would take numpy's random numbers from PyTorch's generator.
     "trace_numpy": False,
     "capture_scalar_outputs": False,
-    "capture_dynamic_output_shape_ops": False,
+    "capture_dynamic_output_shape_ops": True,
     # All layers of a class share the code object of forward, and TorchDynamo counts by code object.
     "recompile_limit": 64,
 }

@@ -1,4 +1,4 @@
-"""Cut a graph of TorchDynamo before and after in-place writes that PyTorch must run.
+"""Cut a graph of TorchDynamo before and after functions that PyTorch must run.
 
 Before::
 
@@ -6,63 +6,144 @@ Before::
 
 After::
 
-    piece_0(v): v.log()    write(x, mask, y): x[mask] = y    piece_2(x): x.sin()
+    piece 0 (v): v.log()    piece 1 (x, mask, y): x[mask] = y    piece 2 (x): x.sin()
 
-There are two kinds of such writes. The number of elements that a mask selects is known only during
-a call. A write into a tensor with a gradient history must be recorded by PyTorch's autograd.
+There are three kinds of such functions. The number of elements that a mask selects, or that
+``nonzero`` returns, is known only during a call. A write into a tensor with a gradient history must
+be recorded by PyTorch's autograd.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx, nn
-from torch.fx.passes.split_module import split_module
+from torch import fx
+
+from tvmbridge.core.torch_private import symbolic_shapes
+
+_Run = Callable[..., Any]
 
 
-class _Piece(nn.Module):
-    """A module that runs a function in place of a piece of a graph."""
+@dataclass
+class _Piece:
+    """Consecutive nodes of a graph.
 
-    def __init__(self, run: Callable[..., Any]) -> None:
-        super().__init__()
-        self.forward = run
+    - ``nodes``: the nodes.
+    - ``is_eager``: whether PyTorch runs them.
+    - ``inputs``: the nodes before them that they use.
+    - ``outputs``: those of the nodes that later nodes use.
+    - ``last``: the values that no later piece uses, and that the graph does not return.
+    """
+
+    nodes: list[fx.Node]
+    is_eager: bool
+    inputs: list[fx.Node] = field(default_factory=list)
+    outputs: list[fx.Node] = field(default_factory=list)
+    last: list[fx.Node] = field(default_factory=list)
 
 
-def in_pieces(
-    graph_module: fx.GraphModule, serve: Callable[[fx.GraphModule], Callable[..., Any]]
-) -> Callable[..., Any] | None:
-    """Return a function that runs the graph in pieces; None if no write cuts the graph.
+def in_pieces(graph_module: fx.GraphModule, serve: Callable[[fx.GraphModule], _Run]) -> _Run | None:
+    """Return a function that runs the graph in pieces; None if nothing cuts the graph.
 
     Args:
         graph_module: the graph.
-        serve: returns the function that runs a piece. The writes between pieces run in eager
+        serve: returns the function that runs a piece. The functions between pieces run in eager
             PyTorch.
     """
-    numbers: dict[fx.Node, int] = {}
-    number = 0
-    for node in graph_module.graph.nodes:
-        if node.op not in ("placeholder", "get_attr", "output"):
-            number += (number % 2 == 1) != is_write_by_itself(node)
-            numbers[node] = number
-    if not number:
+    pieces = _cut(graph_module.graph)
+    if not any(piece.is_eager for piece in pieces):
         return None
-    split = split_module(
-        graph_module, graph_module, lambda node: numbers.get(node, 0), keep_original_order=True
-    )
-    for number in sorted(set(numbers.values())):
-        piece = getattr(split, f"submod_{number}")
-        if number % 2 == 0:
-            setattr(split, f"submod_{number}", _Piece(serve(piece)))
-    run: Callable[..., Any] = split.forward
+    steps = []
+    for piece in pieces:
+        part = _module_of(graph_module, piece)
+        steps.append((part.forward if piece.is_eager else serve(part), piece))
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    (output,) = graph_module.graph.find_nodes(op="output")
+    constants = {n: n for n in output.all_input_nodes if n.op == "get_attr"}
+
+    def run(*args: Any) -> Any:
+        values: dict[fx.Node, Any] = dict(zip(placeholders, args, strict=True))
+        values.update((n, getattr(graph_module, str(n.target))) for n in constants)
+        for call, piece in steps:
+            results = call(*[values[node] for node in piece.inputs])
+            values.update(zip(piece.outputs, results, strict=True))
+            del results
+            for node in piece.last:
+                del values[node]
+        return fx.node.map_arg(output.args[0], lambda node: values[node])
+
     return run
 
 
-def is_write_by_itself(node: fx.Node) -> bool:
-    """Whether ``node`` is a write that PyTorch must run."""
-    return _writes(node) and (_chooses_by_mask(node) or _carries_a_gradient(node.args[0]))
+def _cut(graph: fx.Graph) -> list[_Piece]:
+    """Return the pieces of a graph in order, with their inputs and outputs."""
+    pieces: list[_Piece] = []
+    piece_of: dict[fx.Node, _Piece] = {}
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr", "output"):
+            continue
+        current = pieces[-1] if pieces else None
+        eager = runs_by_itself(node, piece_of, current)
+        if current is None or current.is_eager or eager:
+            current = _Piece([], eager)
+            pieces.append(current)
+        current.nodes.append(node)
+        piece_of[node] = current
+    for piece in pieces:
+        used = {n: None for node in piece.nodes for n in node.all_input_nodes}
+        piece.inputs = [n for n in used if piece_of.get(n) is not piece and n.op != "get_attr"]
+        piece.outputs = [
+            n for n in piece.nodes if any(piece_of.get(user) is not piece for user in n.users)
+        ]
+    kept = {n for node in graph.find_nodes(op="output") for n in node.all_input_nodes}
+    for piece in reversed(pieces):
+        piece.last = [n for n in (*piece.inputs, *piece.outputs) if n not in kept]
+        kept.update(piece.last)
+    return pieces
+
+
+def _module_of(graph_module: fx.GraphModule, piece: _Piece) -> fx.GraphModule:
+    """Return the graph of a piece, which returns a tuple of its outputs."""
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in piece.inputs:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+    held = {n: None for node in piece.nodes for n in node.all_input_nodes if n.op == "get_attr"}
+    for node in (*held, *piece.nodes):
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in piece.outputs))
+    return fx.GraphModule(graph_module, graph, type(graph_module).__name__)
+
+
+def runs_by_itself(
+    node: fx.Node, piece_of: Mapping[fx.Node, _Piece], current: _Piece | None
+) -> bool:
+    """Whether PyTorch must run ``node``: a write, or a function whose data decides a size.
+
+    Args:
+        node: the node.
+        piece_of: the pieces of the nodes before it.
+        current: the piece before it.
+    """
+    if _symbols([node]) - _symbols(node.all_input_nodes):
+        return True
+    written: Any = node.args[0] if node.args else None
+    if not (_writes(node) and isinstance(written, fx.Node)):
+        return False
+    is_from_before = current is None or current.is_eager or piece_of.get(written) is not current
+    return _chooses_by_mask(node) or (is_from_before and _carries_a_gradient(written))
+
+
+def _symbols(nodes: Sequence[fx.Node]) -> set[Any]:
+    """Return the symbols of sizes that depend on data, in the shapes of these values."""
+    examples = [node.meta.get("example_value") for node in nodes]
+    leaves = [leaf for e in examples for leaf in (e if isinstance(e, tuple | list) else [e])]
+    known = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor | torch.SymInt)]
+    return {s for leaf in known for s in symbolic_shapes().free_unbacked_symbols(leaf)}
 
 
 def _writes(node: fx.Node) -> bool:
@@ -103,8 +184,8 @@ def _is_one(value: Any) -> bool:
 
 
 def _carries_a_gradient(written: Any) -> bool:
-    """Whether ``written``, the target of a write, is a graph input with a gradient history."""
-    if not isinstance(written, fx.Node) or written.op != "placeholder":
+    """Whether ``written``, the target of a write, has a gradient history."""
+    if not isinstance(written, fx.Node):
         return False
     example = written.meta.get("example_value")
     return isinstance(example, torch.Tensor) and example.requires_grad and not example.is_leaf

@@ -23,6 +23,7 @@ from tvmbridge.core.errors import (
 )
 from tvmbridge.core.generated import plain_text
 from tvmbridge.core.libraries import register_containers
+from tvmbridge.core.number_inputs import number_inputs, with_tensors
 from tvmbridge.core.structure import children
 from tvmbridge.core.torch_private import inductor_config, pytree
 from tvmbridge.core.types import IntermediateBase, PassRecord
@@ -154,6 +155,7 @@ def capture_staged(
             f"{first_paragraph(stage.failure)}"
         ) from stage.failure
     leaves, in_spec = pytree.tree_flatten((args, dict(kwargs)))
+    numbers = forward.numbers
     inputs, constant_tensors = describe_inputs(module, program, leaves, needs_grad)
     device = inputs[0].spec.device if inputs else None
     noise = find_noise(program.graph)
@@ -165,10 +167,15 @@ def capture_staged(
         left=forward.ways,
         bases=bases,
         checks=forward.checks,
+        numbers=numbers,
     )
     assumptions = Assumptions(
         training=module.training,
-        constants={i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)},
+        constants={
+            i: leaf
+            for i, leaf in enumerate(leaves)
+            if not (isinstance(leaf, torch.Tensor) or i in numbers)
+        },
         aliases=find_aliases(module),
         values=seen.values,
         outside=seen.outside,
@@ -275,6 +282,10 @@ def _exported(
                 left=() if stage.observation is None else tuple(stage.observation.left),
             )
             given, named = without_repetitions((args, dict(kwargs)))
+            leaves, form = pytree.tree_flatten((given, named))
+            forward.numbers = number_inputs(leaves)
+            if forward.numbers:
+                given, named = pytree.tree_unflatten(with_tensors(leaves), form)
             structure = None
             if has_odd_names((given, named)):
                 leaves, structure = pytree.tree_flatten((given, named))

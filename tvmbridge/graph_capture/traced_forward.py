@@ -13,6 +13,7 @@ from torch import nn
 
 from tvmbridge.core.assumptions import Answer, Check
 from tvmbridge.core.autocast import Autocast, under_autocast
+from tvmbridge.core.number_inputs import NumberRange
 from tvmbridge.core.structure import unflatten
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.core.types import Epilogue, IntermediateBase, Left
@@ -27,6 +28,7 @@ from tvmbridge.graph_capture.trace.left import (
     LeftWatch,
     data_dependent_assigned,
 )
+from tvmbridge.graph_capture.trace.number_functions import numbers_traced
 from tvmbridge.graph_capture.trace.old_norms import norms_put_back
 from tvmbridge.graph_capture.trace.standins import as_captured, transforms_ended
 
@@ -47,6 +49,8 @@ class TracedForward:
     - ``autocast``: the autocast state that forward runs under
     - ``left``: the attributes in which forward leaves values behind, which become additional
       results; None: they are found during the call
+    - ``numbers``: by the position of a leaf of the arguments, the values of a number that is an
+      input; the call is given a tensor there, and narrows the values
 
     Set by a call:
 
@@ -70,6 +74,7 @@ class TracedForward:
     left: Sequence[tuple[str, str]] | None = ()
     ways: Mapping[tuple[str, str], Left] = field(default_factory=dict)
     epilogue: Epilogue | None = None
+    numbers: dict[int, NumberRange] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         # The current forward, which may be a patched one.
@@ -110,7 +115,10 @@ class TracedForward:
             stack.enter_context(as_captured(self.is_compiling))
             stack.enter_context(under_autocast(self.autocast))
             adopted = stack.enter_context(adopted_are_read(self.module))
-            return adopted.in_results(self._forward(*args, **kwargs))
+            if not self.numbers:
+                return adopted.in_results(self._forward(*args, **kwargs))
+            called = stack.enter_context(numbers_traced(self.module, self.numbers))
+            return adopted.in_results(called(self._forward, args, kwargs))
 
     @contextmanager
     def in_place(self, structure: pytree.TreeSpec | None = None) -> Iterator[None]:

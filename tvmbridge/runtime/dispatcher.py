@@ -187,6 +187,13 @@ class Dispatcher(ModuleCode, StandsForForward):
         if self.cut.why is not None:
             return self._run_in_parts(args, kwargs)
         why = unserved.reason or nearest(misfits)
+        if why is not None and unserved.reason is None and not again:
+            added = self._take_numbers(known, args, kwargs, why)
+            if isinstance(added, Reason):
+                return self._fall_back(added, args, kwargs)
+            if added:
+                return self._call(args, kwargs, again=True)
+            why = self.numbers.explained(why)
         may_add = self.compiles_signatures and not again
         if may_add and self.room.is_left(unserved.outgrown, unserved.reason, misfits):
             refused = self._specialize(known, args, kwargs, why)
@@ -196,6 +203,8 @@ class Dispatcher(ModuleCode, StandsForForward):
         other = next((m for m in misfits if m.kind is Kind.SHAPE), None)
         if other is not None and self._cut_for_any_size(other.text):
             return self._run_in_parts(args, kwargs)
+        if may_add and self._turn_to_any_size(misfits):
+            return self._call(args, kwargs, again=True)
         without = Kind.FROZEN_COPY if self.options.freeze else Kind.NOT_COMPILED
         return self._fall_back(why or Reason(without), args, kwargs)
 

@@ -131,15 +131,19 @@ class Compiler:
         tell: Callable[[str], None],
     ) -> CompiledEntry:
         """Compile the code and run it once on the arguments, before it may serve calls."""
-        flags = flags_of(self.module, signature.flatten(args, kwargs) or [])
+        leaves = signature.flatten(args, kwargs) or []
+        flags = flags_of(self.module, leaves)
         with tracing_here(), undisturbed():
             args, kwargs = without_inference_tensors((args, dict(kwargs)))
-            compiled = self._compiled(mode, args, kwargs)
+            given, named = signature.marked((args, kwargs))
+            compiled = self._compiled(mode, tuple(given), named)
+            for i, served in compiled.captured.convention.numbers.items():
+                signature.numbers[i].narrow(served)
             state = ModuleState(self.module, compiled.captured)
             entry = CompiledEntry(state, compiled, self.packing, flags)
             tell("first run")
             try:
-                try_out(entry, signature.flatten(args, kwargs) or [])
+                try_out(entry, signature.flatten(args, kwargs) or leaves)
             except Exception as error:
                 raise_if_forward_refuses(self.module, args, kwargs, mode.autocast)
                 raise BuildError(f"the compiled code cannot run on the sample: {error}") from error

@@ -110,7 +110,8 @@ class Family:
         found = self.instances.get(point)
         if found is None:
             args, kwargs = matched.arguments
-            found = Specialization(Signature(tuple(args), kwargs, self.signature.forward))
+            like = self.signature
+            found = Specialization(Signature(tuple(args), kwargs, like.forward, like.numbers))
             found.family = self._maker(point, found.signature, matched)
             self.instances[point] = found
             if len(self.instances) > _MOST_INSTANCES:
@@ -252,6 +253,7 @@ class Family:
         start = time.perf_counter()
         with progress(what, self.why), tracing_here(), undisturbed():
             args, kwargs = without_inference_tensors(matched.arguments)
+            args, kwargs = self.signature.marked((args, kwargs))
             code = self._compiled(mode, args, kwargs, bounds)
         logger.info(
             "compiled %s for %s, any size from %s to %s: %.1f s",
@@ -303,6 +305,8 @@ class Family:
     ) -> CompiledEntry:
         compiler = self.compiler
         compiled = code.at(point)
+        for i, served in compiled.captured.convention.numbers.items():
+            self.signature.numbers[i].narrow(served)
         entry = CompiledEntry(
             ModuleState(compiler.module, compiled.captured), compiled, compiler.packing, flags
         )

@@ -21,6 +21,7 @@ from tvmbridge.graph_capture.observe.effects import StateBefore
 from tvmbridge.graph_capture.observe.plain import unusual_in
 from tvmbridge.runtime.any_size import AnySize
 from tvmbridge.runtime.background import COMPILING, Background, UnderWayError
+from tvmbridge.runtime.changing_numbers import ChangingNumbers
 from tvmbridge.runtime.declared_sizes import DeclaredSizes
 from tvmbridge.runtime.entry import CompiledEntry
 from tvmbridge.runtime.entry_compiler import Compiler
@@ -77,6 +78,7 @@ class ModuleCode:
         self.specializations: tuple[Specialization, ...] = ()
         self.compiles_signatures = False
         self.room = Room(options)
+        self.numbers = ChangingNumbers()
         self._failed: _Failed | None = None
         self._retried: set[int] = set()
         self.any_size: AnySize | None = None
@@ -312,6 +314,22 @@ class ModuleCode:
         given = None if spec is None else DeclaredSizes(*of_module, spec, self.original)
         self.any_size = given or AnySize(*of_module)
 
+    def _turn_to_any_size(self, misfits: Sequence[Reason]) -> bool:
+        """Serve other sizes by symbolic code from now on; return whether this is a change.
+
+        It is for a call that differs in sizes from all signatures, of which no more may have code
+        of their own.
+
+        Args:
+            misfits: why each signature does not fit the call.
+        """
+        if self.any_size is not None or self.options.freeze:
+            return False
+        if not any(m.kind is Kind.SHAPE for m in misfits):
+            return False
+        self.serve_any_size()
+        return True
+
     def serve_sizes_like(self, other: ModuleCode) -> None:
         """Serve calls of other sizes by the rules of ``other``, but without its compiled code."""
         sizes = other.any_size
@@ -354,6 +372,51 @@ class ModuleCode:
                 return found
             self.add(specialization)
             return None
+
+    def _take_numbers(
+        self,
+        known: tuple[Specialization, ...],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        why: Reason,
+    ) -> Reason | bool:
+        """Add code that takes the numbers of this call as inputs, if earlier calls had others.
+
+        Args:
+            known: the specialisations that the call has tried.
+            args: the positional arguments.
+            kwargs: the keyword arguments.
+            why: why the known specialisations do not serve the call.
+
+        Returns:
+            Whether code was added, by this thread or another; COMPILING if it is being compiled.
+        """
+        compiles = self.compiles_signatures or self.any_size is not None
+        if not compiles or isinstance(self.any_size, DeclaredSizes):
+            return False
+        with compiling():
+            if self.specializations is not known:
+                return True
+            while found := self.numbers.signature(known, args, kwargs, self.original):
+                signature, (given, named) = found
+                specialization = Specialization(signature)
+                mode = self._mode(specialization, signature.flatten(tuple(given), named) or [])
+                if isinstance(mode, Reason):
+                    return False
+                try:
+                    self.forget_fast()
+                    reason = why.detail or why.text
+                    entry = self.compiler.entry(signature, mode, tuple(given), named, reason)
+                    self.cut.instead_of(entry.compiled.eager_functions)
+                except UnderWayError:
+                    return COMPILING
+                except Exception as error:  # the number stays a constant
+                    self.numbers.failed(signature, error)
+                    continue
+                self._keep(specialization, mode, entry)
+                self.add(specialization)
+                return True
+        return False
 
     def forget_fast(self) -> None:
         """Drop the fast paths, so that the full guards check the next call."""

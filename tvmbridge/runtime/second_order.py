@@ -18,6 +18,7 @@ from tvmbridge.backends import backend_of
 from tvmbridge.core.autocast import under_autocast, without_autocast
 from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.core.errors import BridgeError
+from tvmbridge.core.number_inputs import marked
 from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.core.structure import opened, unflatten
 from tvmbridge.core.torch_private import pytree
@@ -104,9 +105,9 @@ class SecondOrder:
             generator: the state of PyTorch's random generator to start from; None: forward draws
                 no random numbers.
         """
-        own = own_forward(self._state.module)
-        forward = WithBases(lambda *a, **k: opened(own(*a, **k)), self._captured.convention.bases)
-        args, kwargs = unflatten(leaves, self._captured.convention.in_spec)
+        own, convention = own_forward(self._state.module), self._captured.convention
+        forward = WithBases(lambda *a, **k: opened(own(*a, **k)), convention.bases)
+        args, kwargs = unflatten(marked(leaves, convention.numbers), convention.in_spec)
         with ExitStack() as stack:
             stack.enter_context(without_autocast())
             stack.enter_context(under_autocast(self._captured.assumptions.autocast))

@@ -19,6 +19,7 @@ from tvmbridge.core.errors import (
     NotApartError,
     UnsupportedOperatorError,
 )
+from tvmbridge.core.number_inputs import with_tensors
 from tvmbridge.core.torch_private import make_contiguous_strides_for
 from tvmbridge.core.types import (
     InputDescriptor,
@@ -67,7 +68,7 @@ def describe_inputs(
             stand-in, the copy that is traced.
         CaptureError: the inputs are on several devices.
     """
-    values = _fake_values(program)
+    values, leaves = _fake_values(program), with_tensors(leaves)
     described: list[InputDescriptor] = []
     constants: dict[str, torch.Tensor] = {}
     position = -1

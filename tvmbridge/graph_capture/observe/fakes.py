@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tvmbridge.core.contents import contents
+from tvmbridge.core.number_inputs import NumberRange, number_inputs, with_tensors
 from tvmbridge.core.torch_private import (
     FakeTensor,
     FakeTensorMode,
@@ -33,6 +34,7 @@ class Fakes:
       the ids of their fakes. Such tensors have no name in the module.
     - ``entwined``: the fakes of arguments that share elements with another argument or with a
       tensor of the module.
+    - ``numbers``: by the position of a leaf, the values of a number that is an input.
     """
 
     mode: FakeTensorMode
@@ -41,6 +43,7 @@ class Fakes:
     held: dict[int, torch.Tensor]
     beside: dict[int, torch.Tensor]
     entwined: list[torch.Tensor]
+    numbers: dict[int, NumberRange]
 
     @classmethod
     def of(cls, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Fakes:
@@ -48,13 +51,13 @@ class Fakes:
         leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
         # Each argument becomes its own graph input, even if one tensor is passed twice or is also
         # a parameter.
-        given = [_fake(mode, leaf) for leaf in leaves]
+        given = [_fake(mode, leaf) for leaf in with_tensors(leaves)]
         own = all_tensors(module)
         held = {id(t): _fake(mode, t) for t in own}
         named = {id(t) for t in tensors_of(module).values()}
         beside = {id(held[id(t)]): t for t in own if id(t) not in named}
-        numbers = _entwined(leaves, own)
-        return cls(mode, given, structure, held, beside, [given[n] for n in numbers])
+        entwined = [given[n] for n in _entwined(leaves, own)]
+        return cls(mode, given, structure, held, beside, entwined, number_inputs(leaves))
 
 
 def laid_out(tensor: torch.Tensor) -> Any:

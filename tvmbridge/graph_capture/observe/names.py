@@ -73,6 +73,19 @@ def names_of(code: CodeType) -> Names:
     )
 
 
+@functools.lru_cache(maxsize=4096)
+def asks_type(code: CodeType) -> bool:
+    """Whether ``code`` uses ``type`` otherwise than as ``type(self)``."""
+    steps = [s for s in dis.get_instructions(code) if s.opname.startswith("LOAD_")]
+    after = zip(steps, [*steps[1:], None], strict=True)
+    return any(
+        s.argval == "type"
+        and s.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF")
+        and (n is None or n.argval != "self")
+        for s, n in after
+    )
+
+
 def _loaded(steps: Sequence[dis.Instruction]) -> Sequence[dis.Instruction]:
     """Return the loading instructions at the end of ``steps``."""
     others = (p for p in reversed(range(len(steps))) if steps[p].opname not in _LOADING)

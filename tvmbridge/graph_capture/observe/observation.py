@@ -20,6 +20,7 @@ from torch import nn
 from tvmbridge.core.assumptions import OutsideValue, Question
 from tvmbridge.core.autocast import Autocast, without_autocast
 from tvmbridge.core.contents import PartOf
+from tvmbridge.core.errors import NumberReadError
 from tvmbridge.core.structure import unflatten
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.core.types import Left
@@ -308,8 +309,11 @@ def _observe(
         before = StateBefore(module, (*fakes.held.values(), *all_tensors(module)))
         for noted_so_far in (reads, assignments, others):
             noted_so_far.clear()
-        run = _Run(module, fakes, others, traced(values=buffers), watches)
+        run = _Run(module, fakes, others, traced(values=buffers, numbers=fakes.numbers), watches)
         structure = run.run(within)
+        if fakes.numbers and run.outside.types:
+            asks = f"forward may ask for its class by `type`, in {run.outside.types[0]}"
+            raise NumberReadError(asks, frozenset(fakes.numbers))
         weights = normed_weights(module)
         read = set(reads)
         held = tensors_of(module, remove_duplicate=True)

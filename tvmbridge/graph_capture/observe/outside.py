@@ -31,7 +31,7 @@ from tvmbridge.graph_capture.observe.data import holds_iterator
 from tvmbridge.graph_capture.observe.executed import Executed, executed_functions, is_library
 from tvmbridge.graph_capture.observe.hooks import traced_hooks
 from tvmbridge.graph_capture.observe.leaks import holds_fakes, remove_fakes
-from tvmbridge.graph_capture.observe.names import Names
+from tvmbridge.graph_capture.observe.names import Names, asks_type
 from tvmbridge.graph_capture.observe.objects import ObjectReads
 from tvmbridge.graph_capture.observe.sources import (
     Source,
@@ -65,6 +65,7 @@ class OutsideReads:
 
     - ``asks``: the properties of tensors that the functions may read.
     - ``complaints``: descriptions of reads that compiled code cannot repeat.
+    - ``types``: functions that may ask for the type of a value by ``type``.
     - ``own``: this thread's calls of random generators and of setters of settings that all threads
       share.
     """
@@ -72,6 +73,7 @@ class OutsideReads:
     def __init__(self, module: nn.Module, objects: ObjectReads) -> None:
         self.asks: set[Question] = set()
         self.complaints: list[str] = []
+        self.types: list[str] = []
         self.own = OwnCalls()
         self._objects = objects
         self._sources: dict[tuple[int, str], Source] = {}
@@ -109,6 +111,8 @@ class OutsideReads:
 
     def _note(self, executed: Executed) -> None:
         names = executed.names
+        if asks_type(executed.code):
+            self.types.append(executed.code.co_name)
         if names.looked_up & _PAST_CLASSES and executed.code.co_name not in _PAST_CLASSES:
             self._objects.blind = True
         if names.asks_identity:

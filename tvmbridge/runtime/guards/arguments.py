@@ -33,7 +33,7 @@ class ArgumentsGuard(FastGuard):
         self._scope = Scope(
             {
                 "attributes": module.__dict__,
-                "flatten": signature.flatten,
+                "flatten": signature.leaves_of,
                 "same_state": GlobalStateGuard().check,
                 "saved_hooks": saved_tensors_hooks_in_force,
             }
@@ -41,6 +41,7 @@ class ArgumentsGuard(FastGuard):
         self._refuse_if(f"attributes['training'] is not {module.training}")
         self._emit_arguments(signature)
         self._emit_constants(signature.constants)
+        self._emit_numbers(signature)
         self._emit_tensors(signature, leaves)
         self._refuse_if("not same_state()")
         if records:

@@ -98,7 +98,7 @@ class FastGuard:
         self._lines: list[str] = []
         self._scope = Scope(
             {
-                "flatten": signature.flatten,
+                "flatten": signature.leaves_of,
                 "forward_ad": forward_ad,
                 "is_compiling": torch.compiler.is_compiling,
                 "is_tracing": tracing_state,
@@ -111,6 +111,7 @@ class FastGuard:
         constants = state.constants
         self._emit_arguments(signature)
         self._emit_constants(signature.constants)
+        self._emit_numbers(signature)
         self._emit_tensors(signature, leaves)
         modes = [f"if {condition}: return None" for condition in _MODES]
         self._lines += modes
@@ -182,6 +183,12 @@ class FastGuard:
     def _emit_constants(self, constants: Sequence[tuple[int, Any]]) -> None:
         for i, value in constants:
             self._refuse_if(self._differs(f"leaves[{i}]", value))
+
+    def _emit_numbers(self, signature: Signature) -> None:
+        """Generate code that replaces Python numbers by the tensors that the code reads."""
+        if signature.numbers:
+            self._emit(f"leaves = {self._name('inputs', signature.with_numbers)}(leaves)")
+            self._refuse_if("leaves is None")
 
     def _differs(self, leaf: str, value: Any) -> str:
         """Return the condition that ``leaf`` is another constant than ``value``."""

@@ -15,6 +15,7 @@ import torch
 
 from tvmbridge.compiler.compiled import CompiledModule
 from tvmbridge.core.assumptions import Question
+from tvmbridge.core.number_inputs import marked
 from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.core.structure import unflatten
 from tvmbridge.core.turns import compiling
@@ -136,7 +137,8 @@ class LayoutGuard:
 
     def _learned(self, leaves: Sequence[Any]) -> dict[int, tuple[int, ...]] | Reason:
         captured = self._compiled.captured
-        arguments = unflatten(leaves, captured.convention.in_spec)
+        convention = captured.convention
+        arguments = unflatten(marked(leaves, convention.numbers), convention.in_spec)
         try:
             with tracing_here(), undisturbed():
                 args, kwargs = without_inference_tensors(arguments)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -12,7 +12,9 @@ import torch
 
 from tvmbridge.core.contents import same_value
 from tvmbridge.core.generated import plain_text
+from tvmbridge.core.number_inputs import NumberRange, as_tensor, is_number, marked
 from tvmbridge.core.reasons import Kind, Reason
+from tvmbridge.core.structure import unflatten
 from tvmbridge.core.torch_private import has_storage, pytree
 from tvmbridge.graph_capture.observe.plain import PLAIN, is_unseen
 from tvmbridge.graph_capture.trace.arguments import Arguments
@@ -50,6 +52,8 @@ class Signature:
         kwargs: the keyword arguments of the sample.
         forward: the function that is called; None: not known. If it takes keywords by
             ``**kwargs``, their order matters, since forward can see it.
+        numbers: by the position of a leaf, the values of a Python number that is an input of the
+            code; the leaves of a call have a tensor in its place. None: there are none.
     """
 
     def __init__(
@@ -57,7 +61,9 @@ class Signature:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         forward: Callable[..., Any] | None = None,
+        numbers: dict[int, NumberRange] | None = None,
     ) -> None:
+        self.numbers = numbers or {}
         leaves, self.spec = pytree.tree_flatten((args, dict(kwargs)))
         self.keywords = tuple(kwargs)
         unnamed = _unnamed(forward, kwargs) if forward is not None else ()
@@ -88,7 +94,7 @@ class Signature:
         self.constants = [
             (i, leaf)
             for i, leaf in enumerate(leaves)
-            if not isinstance(leaf, torch.Tensor) and i not in self._unread
+            if not (isinstance(leaf, torch.Tensor) or i in self._unread or i in self.numbers)
         ]
 
     @property
@@ -105,6 +111,31 @@ class Signature:
         return None if unseen is None else self._of(unseen[0], Kind.UNSEEN, shown(unseen[1]))
 
     def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | None:
+        """Return the leaves of a call in the sample's call form, as the code reads them.
+
+        None: the call's form is another, or a number is none that the code serves.
+        """
+        leaves = self.leaves_of(args, kwargs)
+        return leaves if leaves is None or not self.numbers else self.with_numbers(leaves)
+
+    def with_numbers(self, leaves: Sequence[Any]) -> list[Any] | None:
+        """Return ``leaves`` with tensors for numbers; None if the code does not serve a number."""
+        found = list(leaves)
+        for i, known in self.numbers.items():
+            if not known.holds(found[i]):
+                return None
+            found[i] = as_tensor(found[i])
+        return found
+
+    def marked(self, arguments: Arguments) -> Arguments:
+        """Return arguments in the sample's call form, with the numbers marked as inputs."""
+        if not self.numbers:
+            return arguments
+        leaves, spec = pytree.tree_flatten((tuple(arguments[0]), dict(arguments[1])))
+        found: Arguments = unflatten(marked(leaves, self.numbers), spec)
+        return found
+
+    def leaves_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | None:
         """Return the leaves of a call in the sample's call form; None if its form is another."""
         if len(args) != self.num_args or kwargs.keys() != set(self.keywords):
             return None
@@ -124,10 +155,48 @@ class Signature:
 
         With ``any_size``, shapes may differ from the sample's.
         """
+        found = self._in_form(args, kwargs)
+        if isinstance(found, Reason):
+            return found
+        leaves, arguments, spelling = found
+        wrong = self.mismatch(leaves, any_size) or (spelling and spelling.mismatch((args, kwargs)))
+        if wrong:
+            return wrong
+        return Matched(self.with_numbers(leaves) or [] if self.numbers else leaves, arguments)
+
+    def changed_numbers(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[frozenset[int], Arguments] | None:
+        """Return the numbers in which a call differs from the sample, and the call's arguments.
+
+        The numbers are positions of leaves, in the sample's call form, of which the signature has
+        one value or none that fits. Return None if the call differs in more than numbers and sizes,
+        or in no number.
+        """
+        found = self._in_form(args, kwargs)
+        if isinstance(found, Reason):
+            return None
+        leaves, arguments, spelling = found
+        changed = {
+            i
+            for i, value in self.constants
+            if is_number(leaves[i]) and is_number(value) and not same_value(leaves[i], value)
+        }
+        changed |= {i for i, served in self.numbers.items() if type(leaves[i]) is not served.kind}
+        if not changed or not all(is_number(leaves[i]) for i in changed):
+            return None
+        if self.mismatch(leaves, True, changed) or (spelling and spelling.mismatch((args, kwargs))):
+            return None
+        return frozenset(changed | self.numbers.keys()), arguments
+
+    def _in_form(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[list[Any], Arguments, Spelling | None] | Reason:
+        """Return the leaves and the arguments of a call in the sample's call form."""
         if self.parameters is not None and self.parameters.changed():
             return Reason(Kind.FORWARD_CHANGED)
         call: Arguments = args, kwargs
-        leaves = self.flatten(args, kwargs)
+        leaves = self.leaves_of(args, kwargs)
         spelling: Spelling | None = None
         if leaves is None:
             found = self._spelling(args, kwargs)
@@ -135,7 +204,7 @@ class Signature:
                 return found
             spelling = found
             args, kwargs = spelling.respelled(call)
-            leaves = self.flatten(args, kwargs)
+            leaves = self.leaves_of(args, kwargs)
             if leaves is None:
                 return Reason(
                     Kind.STRUCTURE, "a list, tuple or dict among them holds something else"
@@ -144,8 +213,7 @@ class Signature:
             leaves = [self._unread.get(i, leaf) for i, leaf in enumerate(leaves)]
             args = tuple(leaves[: self.num_args])
             kwargs = dict(zip(self.keywords, leaves[self.num_args :], strict=True))
-        wrong = self.mismatch(leaves, any_size) or (spelling and spelling.mismatch(call))
-        return wrong or Matched(leaves, (args, kwargs))
+        return leaves, (args, kwargs), spelling
 
     def _spelling(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Spelling | Reason:
         key = len(args), tuple(kwargs)
@@ -175,8 +243,13 @@ class Signature:
         known = list(self._spellings.items())
         return [(*key, each) for key, each in known if isinstance(each, Spelling)]
 
-    def mismatch(self, leaves: Sequence[Any], any_size: bool = False) -> Reason | None:
-        """Return why ``leaves`` do not fit the signature; None if they do."""
+    def mismatch(
+        self, leaves: Sequence[Any], any_size: bool = False, numbers: Container[int] = ()
+    ) -> Reason | None:
+        """Return why ``leaves`` do not fit the signature; None if they do.
+
+        With ``any_size``, shapes may differ, and the leaves at ``numbers`` may be any values.
+        """
         for i, shape, dtype, device in self.tensors:
             leaf = leaves[i]
             if type(leaf) not in PLAIN:
@@ -197,8 +270,12 @@ class Signature:
                 return self._of(i, Kind.DEVICE, text)
         for i, value in self.constants:
             leaf = leaves[i]
-            if leaf is not value and not same_value(leaf, value):
+            if leaf is not value and i not in numbers and not same_value(leaf, value):
                 return other_constant(self.names[i], leaf, value)
+        for i, known in self.numbers.items():
+            if i not in numbers and not known.holds(leaves[i]):
+                text = f"{shown(leaves[i])}, compiled for any {known}"
+                return self._of(i, Kind.NUMBER, text)
         return None
 
     def _of(self, number: int, kind: Kind, text: str) -> Reason:

@@ -1,0 +1,119 @@
+"""Tests of numbers that change between calls and become inputs of compiled code."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from tvmbridge import add_tvm_dispatch, dispatch_report
+from tvmbridge.runtime.dispatcher import Dispatcher
+
+
+class Timed(nn.Module):
+    """Takes a time as a Python number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, t: Any, scale: float = 1.0) -> torch.Tensor:
+        return torch.tanh(self.linear(x) * t - scale)
+
+
+class Branching(nn.Module):
+    """Branches on a number."""
+
+    def forward(self, x: torch.Tensor, t: int) -> torch.Tensor:
+        return torch.tanh(x * 2) if t > 3 else torch.tanh(x * 3)
+
+
+def _dispatched(model: nn.Module, **options: Any) -> tuple[nn.Module, Dispatcher]:
+    served = add_tvm_dispatch(
+        copy.deepcopy(model), on_fallback="silent", options={"only_if_faster": False}, **options
+    )
+    dispatcher = served.__dict__["forward"]
+    assert isinstance(dispatcher, Dispatcher)
+    return served, dispatcher
+
+
+def _gradients(model: nn.Module, *given: Any) -> list[torch.Tensor]:
+    model.zero_grad()
+    results = model(*given)
+    results.nan_to_num().sum().backward()
+    return [results.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def test_further_values_are_served_by_one_code_in_training_and_inference() -> None:
+    model = Timed()
+    served, dispatcher = _dispatched(model)
+    values = [1000, 980, 0, -1, 1, 1 << 30, *range(960, 860, -10)]
+    for value in values:
+        x = torch.randn(3, 4)
+        expected, found = _gradients(model, x, value), _gradients(served, x, value)
+        torch.testing.assert_close(found, expected)
+    assert dispatcher.served() == len(values)
+    assert len(dispatcher.specializations) == 2
+    with torch.no_grad():
+        for value in (3, 5, 8):
+            torch.testing.assert_close(served.eval()(x, value), model.eval()(x, value))
+    assert dispatcher.served() == len(values) + 3
+
+
+def test_other_classes_of_numbers_are_never_taken_for_the_known_one() -> None:
+    model = Timed().eval()
+    served, dispatcher = _dispatched(model)
+    x = torch.randn(3, 4)
+    values = [2.0, 3.5, math.nan, math.inf, 0.0, -0.0, 2, True, numpy.float64(2.5), 1e300, 4, 7]
+    with torch.no_grad():
+        for value in values:
+            torch.testing.assert_close(served(x, value), model(x, value), equal_nan=True)
+            torch.testing.assert_close(
+                served(x, t=value, scale=2.5), model(x, value, 2.5), equal_nan=True
+            )
+    kinds = {k for s in dispatcher.specializations for k in map(_kinds, [s]) if k}
+    assert {of_t for of_t, *_ in kinds} == {int, float}
+
+
+def _kinds(specialization: Any) -> tuple[type, ...]:
+    return tuple(known.kind for known in specialization.signature.numbers.values())
+
+
+def test_a_number_that_decides_a_branch_stays_a_constant_and_the_report_says_why() -> None:
+    model = Branching()
+    served, dispatcher = _dispatched(model)
+    x = torch.randn(8)
+    for value in (1, 5, 2, 7, 3, 4):
+        torch.testing.assert_close(served(x, value), model(x, value))
+    assert dispatcher.served() == 2
+    assert not any(map(_kinds, dispatcher.specializations))
+    text = str(dispatch_report(served))
+    assert "`t`" in text
+    assert "forward compares it with a number" in " ".join(dispatcher.tally.examples.values())
+
+
+def test_numbers_and_sizes_change_together() -> None:
+    model = Timed().eval()
+    served, dispatcher = _dispatched(model, dynamic_shapes="auto")
+    calls = [(3, 2), (5, 4), (6, 8), (7, 9), (3, 11)]
+    with torch.no_grad():
+        for rows, value in calls:
+            x = torch.randn(rows, 4)
+            torch.testing.assert_close(served(x, value), model(x, value))
+    assert dispatcher.served() == len(calls)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_sample_with_changing_sizes_is_like_a_first_call(sampled: bool) -> None:
+    model, x = Timed().eval(), torch.randn(3, 4)
+    sample = {"sample_input": (x, 1), "dynamic_shapes": "auto"} if sampled else {}
+    served, dispatcher = _dispatched(model, **sample)
+    with torch.no_grad():
+        for value in (1, 2, 3, 4):
+            torch.testing.assert_close(served(x, value), model(x, value))
+    assert dispatcher.served() == 4
