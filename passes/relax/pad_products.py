@@ -63,13 +63,12 @@ class _PadMutator(PyExprMutator):
         if getattr(call.op, "name", "") != "relax.matmul" or dtype_of(call) not in _HALVES:
             return call
         left, right = call.args
-        shapes = shape_of(left), shape_of(right)
-        if any(
-            dtype_of(e) != dtype_of(call) or s is None or len(s) != 2
-            for e, s in zip(call.args, shapes, strict=True)
-        ):
+        shape, other = shape_of(left), shape_of(right)
+        if shape is None or other is None or not len(shape) == len(other) == 2:
             return call
-        (rows, depth), (_, columns) = shapes
+        if not dtype_of(left) == dtype_of(right) == dtype_of(call):
+            return call
+        (rows, depth), columns = shape, other[1]
         more = _padding(rows, depth, columns, self._transposed(left), self._transposed(right))
         if more is None:
             return call
@@ -89,10 +88,9 @@ class _PadMutator(PyExprMutator):
     def _transposed(self, operand: relax.Expr) -> relax.Expr | None:
         """Return the matrix that ``operand`` is the transpose of, or None."""
         value = self.lookup_binding(operand) if isinstance(operand, relax.Var) else None
-        is_transpose = isinstance(value, relax.Call) and (
-            getattr(value.op, "name", "") == "relax.permute_dims"
-        )
-        return value.args[0] if is_transpose else None
+        if not isinstance(value, relax.Call):
+            return None
+        return value.args[0] if getattr(value.op, "name", "") == "relax.permute_dims" else None
 
     def _padded(self, operand: relax.Expr, more_rows: int, more_columns: int) -> relax.Expr:
         """Return a matrix with further rows and columns of zeros."""
