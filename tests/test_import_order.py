@@ -34,6 +34,7 @@ ORDER = (
     "coloring",
     "compiler",
     "symbolic",
+    "recall",
     "runtime",
     "fx",
     "report",

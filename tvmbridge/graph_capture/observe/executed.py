@@ -94,6 +94,9 @@ def is_library(name: Any) -> bool:
     top = str(name).partition(".")[0]
     if top in _LIBRARIES or top in sys.stdlib_module_names:
         return True
+    # The constructor of a named tuple, which collections.namedtuple generates.
+    if top.startswith("namedtuple_"):
+        return True
     return str(name).startswith(KEEPS_BOOKS)
 
 

@@ -65,6 +65,7 @@ class OutsideReads:
 
     - ``asks``: the properties of tensors that the functions may read.
     - ``complaints``: descriptions of reads that compiled code cannot repeat.
+    - ``executed``: the code of the user's functions that ran, by id.
     - ``own``: this thread's calls of random generators and of setters of settings that all threads
       share.
     """
@@ -72,6 +73,7 @@ class OutsideReads:
     def __init__(self, module: nn.Module, objects: ObjectReads) -> None:
         self.asks: set[Question] = set()
         self.complaints: list[str] = []
+        self.executed: dict[int, types.CodeType] = {}
         self.own = OwnCalls()
         self._objects = objects
         self._sources: dict[tuple[int, str], Source] = {}
@@ -105,9 +107,11 @@ class OutsideReads:
 
     def _note_function(self, executed: Executed) -> None:
         with self._objects.paused():
-            self._note(executed)
+            self.note(executed)
 
-    def _note(self, executed: Executed) -> None:
+    def note(self, executed: Executed) -> None:
+        """Record what the code of a user's function may read outside of the module."""
+        self.executed[id(executed.code)] = executed.code
         names = executed.names
         if names.looked_up & _PAST_CLASSES and executed.code.co_name not in _PAST_CLASSES:
             self._objects.blind = True
@@ -207,7 +211,7 @@ class OutsideReads:
         if isinstance(function, types.FunctionType) and not is_library(function.__module__):
             cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
             free = {name: cell.cell_contents for name, cell in cells}
-            self._note(Executed(function.__code__, function.__globals__, free))
+            self.note(Executed(function.__code__, function.__globals__, free))
 
     def _keep(self, found: Iterable[OutsideValue]) -> None:
         for value in found:
