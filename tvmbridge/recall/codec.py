@@ -69,6 +69,8 @@ def encode(value: Any) -> Any:
     kind = type(value)
     if value is None or kind in (bool, int, str):
         return value
+    if isinstance(value, str) and kind.__module__.startswith("tvm_ffi"):
+        return str(value)
     if kind is float:
         return ["float", value.hex()]
     if kind in (tuple, list):

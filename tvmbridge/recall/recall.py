@@ -149,8 +149,9 @@ def keep(caller: Caller, key: CacheKey | None, compiled: CompiledModule) -> str 
     try:
         plan, graph = plan_of(compiled)
         describer = Describer(caller.module)
-        if caller.key(describer) != key:
-            raise UndescribableError("something that changed during the compilation")
+        changed = key.differing(caller.key(describer).entries)
+        if changed:
+            raise UndescribableError(f"{', '.join(changed)}, which changed during the compilation")
         facts = observed(caller.module, compiled.captured.assumptions, describer)
         description = {"plan": plan.content(), "facts": facts.content()}
         _refuse_unreadable(description, plan)

@@ -38,7 +38,7 @@ class NotFoundError(UndescribableError):
 class Walk:
     """What a walk has met.
 
-    - ``functions``: the functions that forward ran, in the order of the walk.
+    - ``functions``: the functions that forward ran, in the order of ``codes``.
     - ``named``: for each name that their code uses, its place and the digest of its value.
     """
 
@@ -57,7 +57,7 @@ def walk(module: nn.Module, describer: Describer, codes: Sequence[str]) -> Walk:
     Args:
         module: the module.
         describer: describes values of this module.
-        codes: digests of the code that forward ran.
+        codes: digests of the code that forward ran, in the order of the first runs.
 
     Raises:
         UndescribableError: a function was not found, or a value that it names cannot be described.
@@ -89,6 +89,8 @@ def walk(module: nn.Module, describer: Describer, codes: Sequence[str]) -> Walk:
             raise UndescribableError(describer.opaque[digest])
     if wanted - found:
         raise NotFoundError(sorted(wanted - found)[0])
+    order = {digest: number for number, digest in enumerate(codes)}
+    ran.sort(key=lambda each: order[describer.code(each.code)])
     return Walk(tuple(ran), named)
 
 

@@ -17,7 +17,7 @@ from tvmbridge.graph_capture.trace.own_calls import OwnCalls
 # Functions of these packages need no guards: the settings that they read are watched elsewhere,
 # and their other globals do not change results.
 _LIBRARIES = frozenset({"functorch", "mpmath", "numpy", "sympy", "torch", "torchgen", "triton"})
-_LIBRARIES |= {"tvm", "tvmbridge"}
+_LIBRARIES |= {"tvm", "tvmbridge", "typing_extensions"}
 _IMPORTING = "<frozen importlib._bootstrap>"
 
 

@@ -144,7 +144,7 @@ class OutsideReads:
             if looked_up & _SEARCHING:
                 looked_up |= space.keys()
             absent = {n for n in names.strings - space.keys() if not n.startswith("__")}
-            found = [Source(value, space, n, f"{label}.{n}", MISSING) for n in absent]
+            found = [Source(value, space, n, f"{label}.{n}", MISSING) for n in sorted(absent)]
         else:
             found = []
         found += below(source, looked_up)
