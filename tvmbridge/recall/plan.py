@@ -38,6 +38,7 @@ from tvmbridge.core.types import (
     NoiseDescriptor,
     OutputDescriptor,
     PassRecord,
+    TensorSpec,
     ValueDescriptor,
 )
 from tvmbridge.graph_capture.observe.descriptors import find_aliases
@@ -232,6 +233,7 @@ def captured_of(
         values: the expected attributes of the module.
         outside: the expected values outside of the module.
     """
+    _refuse_misfit(plan, module, leaves)
     autocast: Autocast = plan.autocast
     assumptions = Assumptions(
         training=plan.training,
@@ -252,6 +254,35 @@ def captured_of(
         convention=plan.convention,
         assumptions=assumptions,
     )
+
+
+def _refuse_misfit(plan: Plan, module: nn.Module, leaves: Sequence[Any]) -> None:
+    """Raise ValueError unless each input that the code takes is there, with its shape and dtype.
+
+    Code reads memory without checks, so a plan that was changed by hand must not be bound.
+    """
+    held: dict[str | None, torch.Tensor] = {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
+    for each in plan.inputs:
+        if each.kind is InputKind.CONSTANT:
+            continue
+        found = held.get(each.target)
+        if each.kind is InputKind.USER:
+            position = each.position
+            found = None
+            if position is not None and 0 <= position < len(leaves):
+                found = leaves[position]
+        if not isinstance(found, torch.Tensor) or TensorSpec.of(found) != each.spec:
+            raise ValueError(f"the input {each.name} is not there as it was")
+    computed = [each for each in plan.outputs if each.is_computed]
+    numbers = {*plan.copied_outputs, *plan.siblings, *plan.cotangent_of, *plan.layouts.outputs}
+    numbers |= {number for number, _ in plan.kept_outputs}
+    if plan.num_outputs != len(computed) or not numbers <= set(range(plan.num_outputs)):
+        raise ValueError("the numbers of outputs disagree")
+    if plan.primals is not None and not {*plan.reads, *plan.wanted} <= set(plan.primals):
+        raise ValueError("the names of primals disagree")
 
 
 def compiled_of(
