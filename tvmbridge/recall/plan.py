@@ -283,6 +283,12 @@ def _refuse_misfit(plan: Plan, module: nn.Module, leaves: Sequence[Any]) -> None
         raise ValueError("the numbers of outputs disagree")
     if plan.primals is not None and not {*plan.reads, *plan.wanted} <= set(plan.primals):
         raise ValueError("the names of primals disagree")
+    places = {place for whole in plan.wholes or () for place in whole.places}
+    cut = {whole.number for whole in plan.wholes or ()}
+    if not places <= set(range(len(plan.wanted))) or not cut <= set(range(plan.num_results)):
+        raise ValueError("the numbers of gradients disagree")
+    if plan.wholes is None and plan.num_results:
+        raise ValueError("the numbers of gradients disagree")
 
 
 def compiled_of(
