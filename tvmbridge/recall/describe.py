@@ -48,6 +48,8 @@ _UNREAD = frozenset(
     | {"__slotnames__", "__parameters__", "__firstlineno__", "__static_attributes__", "__annotate__"}
     | {"__annotations_cache__", "__annotate_func__", "__match_args__", "__type_params__"}
 )
+_NUMBERS: tuple[type[Any], ...] = (int, float, complex, str, bytes)
+_HEAP_TYPE = 1 << 9  # set for the classes that are not written in C
 _DEEPEST = 40
 _LARGEST_ARRAY = 2**20
 
@@ -136,12 +138,14 @@ class Describer:
             return ["typing", repr(value)]
         if isinstance(value, torch.Tensor):
             raise UndescribableError("a tensor outside of the module")
-        held = attributes_of(value)
-        if not is_of_users(kind) and kind not in (types.SimpleNamespace,):
+        written_in_c = [c for c in kind.__mro__ if not c.__flags__ & _HEAP_TYPE and c is not object]
+        base = next((c for c in _NUMBERS if issubclass(kind, c)), None)
+        # Objects of a class that is written in C may have state that is no attribute.
+        plain = is_of_users(kind) and all(c is base for c in written_in_c)
+        if not plain and kind is not types.SimpleNamespace:
             raise UndescribableError(f"a {kind.__module__}.{kind.__qualname__}")
-        if not held and not hasattr(value, "__dict__") and kind.__slots__ != ():
-            raise UndescribableError(f"a {kind.__module__}.{kind.__qualname__}")
-        return ["object", self.of(kind), *self._pairs(held)]
+        own = [] if base is None else [base.__repr__(value)]
+        return ["object", self.of(kind), *own, *self._pairs(attributes_of(value))]
 
     def _pairs(self, held: Mapping[Any, Any]) -> list[str]:
         return [self.of(each) for pair in held.items() for each in pair]
@@ -166,7 +170,8 @@ class Describer:
     def _function(self, function: types.FunctionType) -> list[str]:
         code = self.code(code_of(function))
         self.functions.setdefault(code, []).append(function)
-        parts = ["function", str(function.__module__), function.__qualname__, code]
+        module = str(function.__module__)
+        parts = ["function", module, _version(module), function.__qualname__, code]
         cells = function.__closure__ or ()
         try:
             parts += [self.of(function.__defaults__), self.of(function.__kwdefaults__)]
@@ -179,9 +184,9 @@ class Describer:
         return parts
 
     def _class(self, kind: type) -> list[str]:
-        parts = ["class", kind.__module__, kind.__qualname__]
+        parts = ["class", kind.__module__, kind.__qualname__, _version(kind.__module__)]
         if not (is_of_users(kind) or issubclass(kind, nn.Module)):
-            return [*parts, _version(kind.__module__)]
+            return parts
         parts += [self.of(base) for base in kind.__bases__]
         if type(kind) is not type:
             parts.append(self.of(type(kind)))
@@ -215,6 +220,9 @@ class Describer:
     def _enum(self, value: enum.Enum) -> list[str]:
         kind = type(value)
         return ["enum", kind.__module__, kind.__qualname__, value.name, self.of(value.value)]
+
+    def _scalar(self, value: Any) -> list[str]:
+        return ["scalar", value.dtype.str, value.tobytes().hex()]
 
     def _array(self, value: Any) -> list[str]:
         if value.dtype.hasobject or value.nbytes > _LARGEST_ARRAY:
@@ -274,6 +282,7 @@ _KINDS: tuple[tuple[Any, Callable[[Describer, Any], list[str]]], ...] = (
     (re.Pattern, _pattern),
     (contextvars.ContextVar, Describer._context),
     (numpy.ndarray, Describer._array),
+    (numpy.generic, Describer._scalar),
     (Mapping | tuple | list | set | frozenset | collections.deque, Describer._container),
 )
 

@@ -106,6 +106,11 @@ def observed(module: nn.Module, assumed: Assumptions, describer: Describer) -> F
         walked = walk(module, describer, tuple(labels))
     except NotFoundError as error:
         raise UndescribableError(f"{labels[error.code]}, which no name leads to") from None
+    # Two functions may have the same code, and only one of them may have run.
+    met = {id(each.code) for each in walked.functions}
+    for code in assumed.executed:
+        if id(code) not in met:
+            raise UndescribableError(f"{code.co_name}, which no name leads to")
     read = {value.key: value for value in assumed.outside if not isinstance(value.holder, Codes)}
     found = _searched(module, walked)
     missed = [value.label for key, value in read.items() if key not in {v.key for v in found}]

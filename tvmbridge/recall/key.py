@@ -48,8 +48,10 @@ def module_entry(module: nn.Module, describer: Describer) -> str:
     Raises:
         UndescribableError: something about the module cannot be described as data.
     """
-    if isinstance(module, MethodOf | fx.GraphModule):
-        raise UndescribableError(f"a {type(module).__name__}")
+    for each in module.modules():
+        # Their forward is no code of their class.
+        if isinstance(each, MethodOf | fx.GraphModule | torch.jit.ScriptModule):
+            raise UndescribableError(f"a {type(each).__name__}")
     if any(GLOBAL_HOOKS):
         raise UndescribableError("hooks of all modules")
     memory = _Memory()

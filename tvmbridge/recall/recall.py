@@ -102,6 +102,7 @@ def recalled(caller: Caller) -> tuple[CompiledModule | None, str, CacheKey | Non
         The compiled module, or None. Why there is none; empty if the option is off. The key under
         which a plan may be kept, or None. Never raises.
     """
+    key: CacheKey | None = None
     try:
         reason = caller.unused()
         if reason is not None:
@@ -115,11 +116,11 @@ def recalled(caller: Caller) -> tuple[CompiledModule | None, str, CacheKey | Non
         return _bound(caller, found, describer), "", key
     except UndescribableError as error:
         logger.info("%s: no plan is used: %s", type(caller.module).__name__, error)
-        return None, str(error), None
+        return None, str(error), key
     except Exception as error:  # a plan that cannot be used must not stop the compilation
         logger.warning("a plan of compiled code is not used: %s", first_line(error))
         logger.debug("the plan", exc_info=True)
-        return None, f"the plan cannot be used: {first_line(error)}", None
+        return None, f"the plan cannot be used: {first_line(error)}", key
 
 
 def _bound(caller: Caller, kept: Kept, describer: Describer) -> CompiledModule:

@@ -23,6 +23,12 @@ from tvmbridge.graph_capture.observe.names import Names
 from tvmbridge.graph_capture.trace.patches import code_of
 from tvmbridge.recall.describe import Describer, UndescribableError
 
+# What these Python modules and functions return may be another at the next call.
+_VARYING = frozenset(
+    {"os", "io", "time", "datetime", "random", "secrets", "uuid", "socket", "subprocess"}
+    | {"pathlib", "tempfile", "shutil", "urllib", "http", "pickle", "numpy.random"}
+)
+_READ_FILES = frozenset({"open", "load", "loadtxt", "genfromtxt", "fromfile", "memmap", "from_file"})
 _SEARCHING = frozenset({"getattr", "vars", "__dict__", "globals", "locals", "eval", "exec"})
 
 
@@ -129,6 +135,8 @@ def _named(executed: Executed, describer: Describer) -> dict[str, str]:
     searching = names.looked_up & _SEARCHING
     if searching & {"globals", "locals", "eval", "exec"}:
         raise UndescribableError(f"a function that calls {', '.join(sorted(searching))}")
+    if "open" in names.globals:
+        raise UndescribableError("a function that opens a file")
     found: dict[str, str] = {}
     values: list[tuple[str, Any]] = []
     for name in sorted(names.globals):
@@ -143,8 +151,18 @@ def _named(executed: Executed, describer: Describer) -> dict[str, str]:
             found[place] = _described(place, value, describer)
         if isinstance(value, types.ModuleType) and id(value) not in known:
             known.add(id(value))
+            _refuse_varying(place, value, names)
             values += _attributes(place, value, names, bool(searching))
     return found
+
+
+def _refuse_varying(place: str, module: types.ModuleType, names: Names) -> None:
+    """Raise UndescribableError if code may read files, the clock or the like from ``module``."""
+    top = module.__name__.partition(".")[0]
+    if module.__name__ in _VARYING or top in _VARYING:
+        raise UndescribableError(f"{place}, whose functions may return something else each time")
+    if top in ("numpy", "torch") and names.looked_up & _READ_FILES:
+        raise UndescribableError(f"{place}, from which a file may be read")
 
 
 def _described(place: str, value: Any, describer: Describer) -> str:

@@ -192,10 +192,10 @@ class Compiler:
             state = ModuleState(self.module, compiled.captured)
             entry = CompiledEntry(state, compiled, self.packing, flags)
             if state.is_otherwise():
-                return None, "the module is not as it was", None
+                return None, "the module is not as it was", key
         except Exception as error:
             logger.warning("a plan of compiled code is not used: %s", first_line(error))
-            return None, f"the plan cannot be used: {first_line(error)}", None
+            return None, f"the plan cannot be used: {first_line(error)}", key
         for names in compiled.packs:
             self.packing.claim(names)
         entry.recalled = RECALLED
