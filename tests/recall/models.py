@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-SOURCE = '''
+SOURCE = """
 import functools
 
 import torch
@@ -76,7 +76,7 @@ class Model(nn.Module):
 class Sub(Model):
     def forward(self, x, y=None, flag=False):
         return super().forward(x * 1.0, y, flag)
-'''
+"""
 
 
 def load(folder: Path, source: str = SOURCE, name: str = "recalled_models") -> ModuleType:

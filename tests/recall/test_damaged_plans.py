@@ -129,8 +129,12 @@ _CHANGES: dict[str, Callable[[Any], object]] = {
     "digests": lambda d: d["facts"].update(digests=["", ""]),
     "another name of an input": _inputs(lambda each: each.__setitem__(5, "tail.weight")),
     "no name of an input": _inputs(lambda each: each.__setitem__(5, "nothing.weight")),
-    "another kind of input": _inputs(lambda each: each.__setitem__(3, ["enum", "InputKind", "USER"])),
-    "another graph": lambda d: d["plan"].update(source=["dict", "graph", "00", "residuals", "None"]),
+    "another kind of input": _inputs(
+        lambda each: each.__setitem__(3, ["enum", "InputKind", "USER"])
+    ),
+    "another graph": lambda d: d["plan"].update(
+        source=["dict", "graph", "00", "residuals", "None"]
+    ),
     "one output more": lambda d: d["plan"].update(num_outputs=9),
     "a view of nothing": lambda d: d["plan"].update(copied_outputs=["frozenset", 9]),
     "a pack of nothing": lambda d: d["plan"].update(packs=["tuple", ["tuple", "a", "b"]]),

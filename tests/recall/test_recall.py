@@ -79,9 +79,7 @@ def _look(
     return compiled, why
 
 
-def test_an_unchanged_module_is_not_captured(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unchanged_module_is_not_captured(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = _model(load(folder))
     eager = copy.deepcopy(module)
 

@@ -51,7 +51,11 @@ def _step(module: nn.Module, both: bool) -> list[torch.Tensor]:
 
 def test_training_without_capture(folder: Path) -> None:
     first = add_tvm_dispatch(_model(folder), (_x(),), options=_OPTIONS)
-    assert dispatch_report(first).specializations[0].recalled.endswith("nothing is kept for this graph")
+    assert (
+        dispatch_report(first)
+        .specializations[0]
+        .recalled.endswith("nothing is kept for this graph")
+    )
     module = _model(folder)
     eager = copy.deepcopy(module)
     add_tvm_dispatch(module, (_x(),), options=_OPTIONS)

@@ -45,7 +45,13 @@ _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _UNREAD = frozenset(
     {"__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "_abc_impl"}
     | {"__abstractmethods__", "__dataclass_fields__", "__dataclass_params__", "__orig_bases__"}
-    | {"__slotnames__", "__parameters__", "__firstlineno__", "__static_attributes__", "__annotate__"}
+    | {
+        "__slotnames__",
+        "__parameters__",
+        "__firstlineno__",
+        "__static_attributes__",
+        "__annotate__",
+    }
     | {"__annotations_cache__", "__annotate_func__", "__match_args__", "__type_params__"}
 )
 _NUMBERS: tuple[type[Any], ...] = (int, float, complex, str, bytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import types
@@ -118,7 +119,7 @@ class _Memory:
     def refuse_overlaps(self) -> None:
         """Raise UndescribableError if two storages share a part of their memory."""
         ranges = sorted(self._ranges)
-        for (_, end), (start, _) in zip(ranges, ranges[1:], strict=False):
+        for (_, end), (start, _) in itertools.pairwise(ranges):
             if start < end:
                 raise UndescribableError("tensors whose storages overlap")
 

@@ -194,8 +194,7 @@ def _refuse(compiled: CompiledModule) -> None:
         "containers among the arguments that forward changes": bool(convention.changed_arguments),
         "checks of data": bool(convention.checks),
         "tensors in plain attributes": any(d.kind is InputKind.ATTRIBUTE for d in captured.inputs),
-        "custom autograd functions": compiled.split is not None
-        and bool(compiled.split.functions),
+        "custom autograd functions": compiled.split is not None and bool(compiled.split.functions),
         "dimensions that are symbols": not _is_static(captured),
     }
     for feature, present in features.items():

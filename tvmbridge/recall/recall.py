@@ -176,5 +176,3 @@ def _refuse_unreadable(description: Mapping[str, Any], plan: Plan) -> None:
         raise UndescribableError(f"a plan that cannot be read back: {error}") from None
     if same != plan:
         raise UndescribableError("a plan that is read back as another")
-
-

@@ -28,7 +28,9 @@ _VARYING = frozenset(
     {"os", "io", "time", "datetime", "random", "secrets", "uuid", "socket", "subprocess"}
     | {"pathlib", "tempfile", "shutil", "urllib", "http", "pickle", "numpy.random"}
 )
-_READ_FILES = frozenset({"open", "load", "loadtxt", "genfromtxt", "fromfile", "memmap", "from_file"})
+_READ_FILES = frozenset(
+    {"open", "load", "loadtxt", "genfromtxt", "fromfile", "memmap", "from_file"}
+)
 _SEARCHING = frozenset({"getattr", "vars", "__dict__", "globals", "locals", "eval", "exec"})
 
 

@@ -86,6 +86,8 @@ class OutsideReads:
         # Code of functions defined in functions that ran: each run creates their free variables.
         self._inner: set[int] = set()
         for name, value in [i for m in module.modules() for i in (("", m), *vars(m).items())]:
+            if type(value).__module__.startswith("tvmbridge.") and not isinstance(value, nn.Module):
+                continue  # the dispatcher of the module, which a copy that is traced does not have
             self._keep(defaults(value))
             named = isinstance(value, types.FunctionType | types.ModuleType)
             label = value.__name__ if isinstance(value, types.FunctionType) else name
