@@ -173,7 +173,7 @@ def fits(value: Any, hint: Any) -> bool:
 
 
 @functools.cache
-def _hints(kind: type) -> Mapping[str, Any]:
+def _hints(kind: Any) -> Mapping[str, Any]:
     return typing.get_type_hints(kind)
 
 
@@ -182,7 +182,8 @@ def _record(content: Sequence[Any]) -> Any:
     fields = () if kind is None else dataclasses.fields(kind)
     if kind is None or len(fields) != len(content) - 1:
         raise ValueError("it is no record")
-    hints = _hints(kind)
+    known: Any = kind
+    hints = _hints(known)
     pairs = zip(fields, content[1:], strict=True)
     return kind(**{field.name: decode_as(hints[field.name], each) for field, each in pairs})
 

@@ -145,7 +145,7 @@ class Describer:
         if isinstance(value, torch.Tensor):
             raise UndescribableError("a tensor outside of the module")
         written_in_c = [c for c in kind.__mro__ if not c.__flags__ & _HEAP_TYPE and c is not object]
-        base = next((c for c in _NUMBERS if issubclass(kind, c)), None)
+        base: Any = next((c for c in _NUMBERS if issubclass(kind, c)), None)
         # Objects of a class that is written in C may have state that is no attribute.
         plain = is_of_users(kind) and all(c is base for c in written_in_c)
         if not plain and kind is not types.SimpleNamespace:
@@ -212,7 +212,7 @@ class Describer:
     def _wrapper(self, value: Any) -> list[str]:
         name = type(value).__name__
         if isinstance(value, property):
-            held = [value.fget, value.fset, value.fdel]
+            held: list[Any] = [value.fget, value.fset, value.fdel]
         elif isinstance(value, functools.partial):
             held = [value.func, value.args, value.keywords]
         elif isinstance(value, functools.cached_property):

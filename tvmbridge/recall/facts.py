@@ -72,9 +72,9 @@ class Facts:
         """
         if not isinstance(content, dict):
             raise ValueError("it has no facts")
-        codes, named = content.get("codes"), content.get("named")
-        values, outside = content.get("values"), content.get("outside")
-        digests = content.get("digests")
+        entries: Mapping[str, Any] = content
+        codes, named, digests = (entries.get(n, 0) for n in ("codes", "named", "digests"))
+        values, outside = entries.get("values"), entries.get("outside")
         texts = [codes, digests, [named]]
         if not all(isinstance(t, list) and all(type(e) is str for e in t) for t in texts):
             raise ValueError("its facts have another form")

@@ -22,10 +22,11 @@ from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.plain_json import parse_json
 from tvmbridge.core.profiling import region
 from tvmbridge.core.torch_private import function_mode_count, pytree
+from tvmbridge.recall.binding import captured_of, compiled_of
 from tvmbridge.recall.describe import Describer, UndescribableError
 from tvmbridge.recall.facts import Facts, observed, verified
 from tvmbridge.recall.key import call_entry, module_entry, surroundings_entries
-from tvmbridge.recall.plan import Plan, captured_of, compiled_of, plan_of
+from tvmbridge.recall.plan import Plan, plan_of
 
 logger = logging.getLogger(__name__)
 
