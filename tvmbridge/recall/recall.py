@@ -22,6 +22,7 @@ from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.plain_json import parse_json
 from tvmbridge.core.profiling import region
 from tvmbridge.core.torch_private import function_mode_count, pytree
+from tvmbridge.graph_capture.observe.leaks import collections_put_off
 from tvmbridge.recall.binding import captured_of, compiled_of
 from tvmbridge.recall.describe import Describer, UndescribableError
 from tvmbridge.recall.facts import Facts, observed, verified
@@ -108,13 +109,15 @@ def recalled(caller: Caller) -> tuple[CompiledModule | None, str, CacheKey | Non
         reason = caller.unused()
         if reason is not None:
             return None, reason, None
-        describer = Describer(caller.module)
-        key = caller.key(describer)
-        with region("compile: read the plan"):
-            found = Store.of_now().read(key)
-        if not isinstance(found, Kept):
-            return None, found, key
-        return _bound(caller, found, describer), "", key
+        # A collection after the imports of a model takes as long as all of this.
+        with collections_put_off():
+            describer = Describer(caller.module)
+            key = caller.key(describer)
+            with region("compile: read the plan"):
+                found = Store.of_now().read(key)
+            if not isinstance(found, Kept):
+                return None, found, key
+            return _bound(caller, found, describer), "", key
     except UndescribableError as error:
         logger.info("%s: no plan is used: %s", type(caller.module).__name__, error)
         return None, str(error), key
