@@ -15,7 +15,7 @@ import torch
 from tests.recall.models import load
 from tests.recall.test_recall import _NAME, _OPTIONS, _look, _model, _plan, _x
 from tvmbridge import add_tvm_dispatch
-from tvmbridge.recall.plan import Plan
+from tvmbridge.recall.plan import CodePlan
 
 _MAGIC = b"tvmbridge compiled code 1\n"
 # Fields that only reports, and choices of a later compilation, read.
@@ -93,7 +93,7 @@ def test_damaged_files_are_misses(folder: Path, found: Callable[[bytes], bool]) 
 
 def test_a_wrong_value_in_a_plan_is_a_miss(folder: Path, found: Callable[[bytes], bool]) -> None:
     genuine = _plan(folder).read_bytes()
-    for number, name in enumerate(Plan.__dataclass_fields__):
+    for number, name in enumerate(CodePlan.__dataclass_fields__):
         wrong = _WRONG[number % len(_WRONG)]
         content = _forged(genuine, lambda d, n=name, w=wrong: d["plan"].__setitem__(n, w))
         assert not found(content) or name in _REPORTED, name

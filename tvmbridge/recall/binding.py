@@ -24,7 +24,7 @@ from tvmbridge.core.assumptions import OutsideValue
 from tvmbridge.core.captured_graph import Assumptions, CapturedGraph
 from tvmbridge.core.types import InputKind, PassRecord, TensorSpec
 from tvmbridge.graph_capture.observe.descriptors import find_aliases
-from tvmbridge.recall.plan import MOST_GRAPH_BYTES, Plan
+from tvmbridge.recall.plan import MOST_GRAPH_BYTES, CodePlan
 
 
 class _NoProgram:
@@ -35,7 +35,7 @@ class _NoProgram:
 
 
 def captured_of(
-    plan: Plan,
+    plan: CodePlan,
     module: nn.Module,
     leaves: Sequence[Any],
     values: Mapping[tuple[str, str], Any],
@@ -72,7 +72,7 @@ def captured_of(
     )
 
 
-def _refuse_misfit(plan: Plan, module: nn.Module, leaves: Sequence[Any]) -> None:
+def _refuse_misfit(plan: CodePlan, module: nn.Module, leaves: Sequence[Any]) -> None:
     """Raise ValueError unless each input that the code takes is there, with its shape and dtype.
 
     Code reads memory without checks, so a plan that was changed by hand must not be bound.
@@ -108,7 +108,7 @@ def _refuse_misfit(plan: Plan, module: nn.Module, leaves: Sequence[Any]) -> None
 
 
 def compiled_of(
-    plan: Plan,
+    plan: CodePlan,
     captured: CapturedGraph,
     built: Built,
     build: CachedBuild,
@@ -161,7 +161,7 @@ def compiled_of(
     )
 
 
-def _parts(plan: Plan) -> SplitModule | None:
+def _parts(plan: CodePlan) -> SplitModule | None:
     if plan.primals is None:
         return None
     return SplitModule(

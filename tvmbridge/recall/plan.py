@@ -38,7 +38,7 @@ MOST_GRAPH_BYTES = 2**28
 
 
 @dataclass(frozen=True)
-class Plan:
+class CodePlan:
     """The description of a compiled module; the fields are those of the classes named below.
 
     - ``inputs`` to ``autocast``: of CapturedGraph and Assumptions.
@@ -91,7 +91,7 @@ class Plan:
         return {f.name: encode(getattr(self, f.name)) for f in dataclasses.fields(self)}
 
     @classmethod
-    def parse(cls, content: Any) -> Plan:
+    def parse(cls, content: Any) -> CodePlan:
         """Return the plan that :meth:`content` has described; check the type of each value.
 
         Raises:
@@ -105,10 +105,10 @@ class Plan:
 
 @functools.cache
 def _hints() -> Mapping[str, Any]:
-    return typing.get_type_hints(Plan)
+    return typing.get_type_hints(CodePlan)
 
 
-def plan_of(compiled: CompiledModule) -> tuple[Plan, bytes]:
+def plan_of(compiled: CompiledModule) -> tuple[CodePlan, bytes]:
     """Return the plan of a module that was compiled just now, and its compressed backward graph.
 
     Raises:
@@ -121,7 +121,7 @@ def plan_of(compiled: CompiledModule) -> tuple[Plan, bytes]:
         raise UndescribableError(f"a backward graph of {len(graph)} bytes")
     pieces = compiled.pieces
     assumed = captured.assumptions
-    plan = Plan(
+    plan = CodePlan(
         inputs=captured.inputs,
         outputs=captured.outputs,
         noise=captured.noise,

@@ -27,7 +27,7 @@ from tvmbridge.recall.binding import captured_of, compiled_of
 from tvmbridge.recall.describe import Describer, UndescribableError
 from tvmbridge.recall.facts import Facts, observed, verified
 from tvmbridge.recall.key import call_entry, module_entry, surroundings_entries
-from tvmbridge.recall.plan import Plan, plan_of
+from tvmbridge.recall.plan import CodePlan, plan_of
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ def recalled(caller: Caller) -> tuple[CompiledModule | None, str, CacheKey | Non
 def _bound(caller: Caller, kept: Kept, describer: Describer) -> CompiledModule:
     """Compare the facts of a plan with the module, and load the code for it."""
     content = kept.description
-    plan, facts = Plan.parse(content.get("plan")), Facts.parse(content.get("facts"))
+    plan, facts = CodePlan.parse(content.get("plan")), Facts.parse(content.get("facts"))
     values, outside = verified(caller.module, facts, describer)
     for names in plan.packs:
         refusals = [caller.packing.weight_refusal(name) for name in names]
@@ -170,12 +170,12 @@ def keep(caller: Caller, key: CacheKey | None, compiled: CompiledModule) -> str 
         return f"no plan can be made: {first_line(error)}"
 
 
-def _refuse_unreadable(description: Mapping[str, Any], plan: Plan) -> None:
+def _refuse_unreadable(description: Mapping[str, Any], plan: CodePlan) -> None:
     """Raise UndescribableError unless the text of a plan leads to an equal plan."""
     try:
         read = parse_json(json.dumps({"description": description}).encode(), _MOST_VALUES)
         Facts.parse(read["description"]["facts"])
-        same = Plan.parse(read["description"]["plan"])
+        same = CodePlan.parse(read["description"]["plan"])
     except (ValueError, BridgeError) as error:
         raise UndescribableError(f"a plan that cannot be read back: {error}") from None
     if same != plan:
