@@ -35,6 +35,7 @@ ORDER = (
     "coloring",
     "compiler",
     "symbolic",
+    "recall",
     "runtime",
     "fx",
     "report",

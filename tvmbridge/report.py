@@ -56,6 +56,8 @@ class SpecializationReport:
       count neither as replays nor as skips.
     - ``cache``: ``hit`` if the code came from the cache on disk. Otherwise ``miss`` with the
       entries of its key that no cached code has, or ``off`` with the reason.
+    - ``recalled``: ``from disk, without capture`` if an earlier process has captured the module.
+      Otherwise why this process did; empty if the option ``recall`` is off.
     - ``reuse``: by function, the bytes of its intermediate values with and without sharing.
       Functions for any size, and functions on a GPU, where PyTorch allocates memory, are left out.
     - ``verdict``: the seconds of a call by the code and by the module's own forward; None before
@@ -86,6 +88,7 @@ class SpecializationReport:
     graph_replays: int = 0
     graph_skips: Mapping[str, int] = field(default_factory=dict)
     cache: str = ""
+    recalled: str = ""
     reuse: Mapping[str, Reuse] = field(default_factory=dict)
     verdict: SpeedVerdict | None = None
     timed_calls: int = 0
@@ -224,6 +227,9 @@ class DispatchReport:
             for function, reuse in s.reuse.items():
                 line = f"buffers, {s.mode} {s.signature}, {function}: {reuse}"
                 console.print(line, highlight=False)
+            if s.recalled:
+                line = f"capture, {s.mode} {s.signature}: {s.recalled}"
+                console.print(line, highlight=False, markup=False)
             if s.cache:
                 console.print(f"cache, {s.mode} {s.signature}: {s.cache}", highlight=False)
         for line in _untuned_lines(self.specializations):
@@ -283,6 +289,7 @@ def report_of(dispatcher: Dispatcher) -> DispatchReport:
             graph_replays=entry.graph_replays.total(),
             graph_skips=dict(entry.graph_skips),
             cache=entry.compiled.cache,
+            recalled=entry.recalled,
             reuse=entry.compiled.reuse,
             verdict=None if (t := entry.trial) is None else t.verdict,
             timed_calls=0 if t is None else t.timed_calls,

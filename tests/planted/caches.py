@@ -21,4 +21,20 @@ CACHES = (
         "if False:",
         ("tests/cache/test_bundle.py", "-k", "does_not_fit"),
     ),
+    Plant(
+        "a plan for other code of a helper function",
+        "guard",
+        "tvmbridge.recall.facts",
+        "if _named(walked) != facts.named:",
+        "if False:",
+        ("tests/recall/test_recall.py", "-k", "globals_are_read or torch.relu or a_global"),
+    ),
+    Plant(
+        "a plan for other values of attributes",
+        "guard",
+        "tvmbridge.recall.facts",
+        "if of_values != facts.digests[0]:",
+        "if False:",
+        ("tests/recall/test_recall.py", "-k", "another_state"),
+    ),
 )

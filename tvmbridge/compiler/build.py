@@ -105,6 +105,7 @@ class Built:
     - ``machine``: TVM's virtual machine with the loaded code.
     - ``cache``: ``hit`` if the code came from the cache; otherwise why it was compiled.
     - ``key``: the name of the code in the cache; empty if it is not there.
+    - ``source``: the entries of that key that identify the graphs.
     """
 
     machine: relax.VirtualMachine
@@ -115,6 +116,7 @@ class Built:
     cache: str = ""
     reuse: Mapping[str, Reuse] = field(default_factory=dict)
     key: str = ""
+    source: Mapping[str, str] = field(default_factory=dict)
 
 
 def _may_be_unaligned(function: relax.Function) -> tuple[bool, ...]:

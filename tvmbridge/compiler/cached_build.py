@@ -107,7 +107,7 @@ class CachedBuild:
             if isinstance(built, Built):
                 count_code(from_disk=True)
                 logger.info("compiled code: %s; %s", built.cache, disk_text())
-                return replace(built, key=key.digest)
+                return replace(built, key=key.digest, source=compiled_of)
             found = built
         mine: list[PassRecord] = []
         code = compile_(mine)
@@ -116,7 +116,24 @@ class CachedBuild:
         logger.info("compiled code: miss: %s; %s", found, disk_text())
         # A change of the key during the compilation may have affected the code.
         unchanged = self.key(compiled_of) == key
-        return self._keep(store, key if unchanged else None, code, mine, f"miss: {found}")
+        built = self._keep(store, key if unchanged else None, code, mine, f"miss: {found}")
+        return replace(built, source=compiled_of)
+
+    def recalled(self, compiled_of: Mapping[str, str], records: list[PassRecord]) -> Built | str:
+        """Load code that is kept for a graph that this process does not have; or say why not.
+
+        Args:
+            compiled_of: the entries of the cache key that identify the graph.
+            records: receives the records of passes that ran when the code was compiled.
+        """
+        make_ready(self.target)
+        key = self.key(compiled_of)
+        found = Store.of_now().read(key)
+        built = self._loaded(found, records) if isinstance(found, Kept) else found
+        if isinstance(built, str):
+            return built
+        count_code(from_disk=True)
+        return replace(built, key=key.digest, source=compiled_of)
 
     def unused(self) -> str | None:
         """Return why the cache is not used; None if it is used."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -22,6 +22,7 @@ from tvmbridge.compiler.lowering import LoweredModule, lower_module
 from tvmbridge.compiler.partial_backwards import NoPartialBackwards, PartialBackwards
 from tvmbridge.compiler.pieces import Pieces
 from tvmbridge.compiler.request import CompileRequest
+from tvmbridge.compiler.siblings import siblings_of
 from tvmbridge.compiler.split import SplitModule
 from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.core.options import CompileOptions
@@ -66,6 +67,9 @@ class CompiledModule:
     - ``key``: the name of the code in the cache; empty if it is not there.
     - ``reuse``: how much memory the buffers of each function share, if its sizes are numbers.
     - ``freezing``: the arguments of ``forward`` if weights are frozen; otherwise None.
+    - ``source``: the entries of the key in the cache that identify the graphs.
+    - ``siblings``: for each output that other outputs are computed from, their numbers.
+    - ``pieces``: how results of backward are cut into gradients; None: they are not.
     """
 
     captured: CapturedGraph
@@ -92,6 +96,9 @@ class CompiledModule:
     key: str = ""
     reuse: Mapping[str, Reuse] = field(default_factory=dict)
     freezing: Freezing | None = None
+    source: Mapping[str, str] = field(default_factory=dict)
+    siblings: Mapping[int, Collection[int]] = field(default_factory=dict)
+    pieces: Pieces | None = None
 
     def forward(
         self, primals: Sequence[Any], strides: Strides = None, bound: Bound | None = None
@@ -221,7 +228,7 @@ def assembled(
     copied_outputs, copied_gradients = copied_results(lowered, parts, built.shared)
     gradients = None
     if parts is not None and wholes_of(mod["backward"]):
-        gradients = Pieces(mod["backward"])
+        gradients = Pieces.of_function(mod["backward"])
         copied_gradients = gradients.places(copied_gradients)
     return CompiledModule(
         captured=lowered.captured,
@@ -242,6 +249,9 @@ def assembled(
         coverage=built.coverage,
         cache=built.cache,
         key=built.key,
+        source=built.source,
+        siblings={} if parts is None else siblings_of(lowered.captured, parts.cotangent_of),
+        pieces=gradients,
         reuse=built.reuse,
         records=tuple(records),
         seconds=stages.seconds,

@@ -125,6 +125,7 @@ class PartialBackwards:
         build: a :class:`~tvmbridge.compiler.cached_build.CachedBuild` for its target and options.
         layouts: the layouts of gradients that are not contiguous, by number.
         device: the device of the module's tensors.
+        backward: returns the backward function; None: ``parts`` has it.
     """
 
     def __init__(
@@ -133,6 +134,7 @@ class PartialBackwards:
         build: Callable[..., Built],
         layouts: Mapping[int, Layout],
         device: torch.device,
+        backward: Callable[[], tvm.relax.Function] | None = None,
     ) -> None:
         self.compiled = 0
         # The names of the partial backwards' code in the cache.
@@ -143,6 +145,7 @@ class PartialBackwards:
         self._build = build
         self._layouts = layouts
         self._device = device
+        self._backward = backward or (lambda: parts.mod["backward"])
         self._patterns: dict[frozenset[int], PartialBackward] = {}
         self._asked: Counter[frozenset[int]] = Counter()
 
@@ -201,7 +204,7 @@ class PartialBackwards:
 
     def _compile(self, absent: frozenset[int]) -> PartialBackward:
         parts = self._parts
-        function = parts.mod["backward"]
+        function = self._backward()
         count = len(parts.cotangent_of)
         gradients = tuple(i for i, reads in enumerate(parts.gradient_reads) if reads - absent)
         bindings = [b for block in function.body.blocks for b in block.bindings]

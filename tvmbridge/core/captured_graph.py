@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any
 
 import torch
@@ -71,6 +72,7 @@ class Assumptions:
     - ``answers``: the values that forward computed from small buffers.
     - ``is_compiling``: the result of ``torch.compiler.is_compiling()`` in the trace.
     - ``autocast``: the autocast state that forward was called under.
+    - ``executed``: the code of the user's functions that forward ran.
     """
 
     training: bool
@@ -84,6 +86,7 @@ class Assumptions:
     answers: tuple[Answer, ...] = ()
     is_compiling: bool = True
     autocast: Autocast = ()
+    executed: tuple[CodeType, ...] = ()
 
 
 @dataclass(frozen=True)

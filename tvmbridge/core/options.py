@@ -27,6 +27,7 @@ _SWITCHES = (
     "cache",
     "freeze",
     "only_if_faster",
+    "recall",
 )
 
 
@@ -83,6 +84,8 @@ class CompileOptions:
             let the faster one serve all later calls (docs/when_it_pays.md). False: compiled code
             serves every call that it can. ``TVMBRIDGE_ONLY_IF_FASTER``, if set when a module is
             dispatched, overrides the option.
+        recall: serve a module that an earlier process has captured from disk, without capture
+            (docs/caching.md). ``TVMBRIDGE_RECALL``, if set, overrides the option.
         check: which calls of each specialisation and mode are compared with the module's own
             forward, in outputs, state and gradients: ``"never"``; ``"first"``; ``"growing"``, calls
             1, 2, 4, 8 and so on; ``"every:N"``, each N-th call; ``"always"``. A difference that
@@ -111,6 +114,7 @@ class CompileOptions:
     freeze: bool = False
     background: bool | float = False
     only_if_faster: bool = True
+    recall: bool = False
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():

@@ -185,6 +185,7 @@ def capture_staged(
         answers=forward.answers,
         is_compiling=stage.is_compiling,
         autocast=stage.autocast,
+        executed=seen.executed,
     )
     return CapturedGraph(
         program=program,

@@ -26,7 +26,7 @@ from tvmbridge.runtime.output_hooks import let_hooks_wait
 from tvmbridge.runtime.primals import overwritten_by, packed_into, picker, refuse_hooks
 from tvmbridge.runtime.saved_versions import SavedVersions
 from tvmbridge.runtime.second_order import SecondOrderCall, refuse
-from tvmbridge.runtime.siblings import Watched, readers_of
+from tvmbridge.runtime.siblings import Watched
 from tvmbridge.runtime.step import Held, TrainingStep
 
 # The number of arguments of the autograd function before its tensors.
@@ -75,7 +75,7 @@ class TrainingCall:
         self.constant_outputs = [
             i for i in range(parts.num_outputs) if i not in set(parts.cotangent_of)
         ]
-        self.readers = readers_of(compiled.captured, parts.cotangent_of)
+        self.readers = compiled.siblings
         self.versions = SavedVersions(compiled, self.reads, self.overwritten)
         self.cotangent_specs = [computed[i].spec for i in parts.cotangent_of]
 

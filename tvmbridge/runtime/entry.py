@@ -61,6 +61,8 @@ class CompiledEntry:
         # True if the code fits the module only after forward's first call, which fills a cache,
         # say: the module's own forward serves that call.
         self.fills_first = False
+        # Whether the code came from disk without capture, or why not; empty: the option is off.
+        self.recalled = ""
         self._declined = 0
         self.given = GivenPrimals(captured)
         users = [d for d in captured.inputs if d.kind is InputKind.USER]
@@ -116,6 +118,7 @@ class CompiledEntry:
         """
         copied = CompiledEntry(self.state.rebound(memo), self.compiled, packing, self.flags)
         copied.fills_first = self.awaits_first()
+        copied.recalled = self.recalled
         return copied
 
     def is_to_be_renewed(self) -> bool:

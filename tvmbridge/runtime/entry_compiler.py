@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from tvmbridge.cache import CacheKey
 from tvmbridge.compiler.cached_build import HIT
 from tvmbridge.compiler.compiled import CompiledModule, compile_module
 from tvmbridge.compiler.durations import stages_told_to
@@ -23,11 +24,13 @@ from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.profiling import region
 from tvmbridge.graph_capture.observe.refusal import raise_if_forward_refuses
 from tvmbridge.graph_capture.surroundings import tracing_here, undisturbed
+from tvmbridge.graph_capture.trace.arguments import Arguments
 from tvmbridge.graph_capture.trace.standins import without_inference_tensors
+from tvmbridge.recall import RECALLED, Caller, keep, recalled
 from tvmbridge.runtime.background import Background
 from tvmbridge.runtime.entry import CompiledEntry
 from tvmbridge.runtime.guards.forwards import standing_behind, with_own_forward
-from tvmbridge.runtime.guards.mode import Mode, flags_of
+from tvmbridge.runtime.guards.mode import Flags, Mode, flags_of
 from tvmbridge.runtime.guards.signature import Signature
 from tvmbridge.runtime.guards.state import ModuleState
 from tvmbridge.runtime.progress import progress
@@ -135,6 +138,10 @@ class Compiler:
         flags = flags_of(self.module, leaves)
         with tracing_here(), undisturbed():
             args, kwargs = without_inference_tensors((args, dict(kwargs)))
+            caller = self._caller(signature, mode, flags, (args, kwargs))
+            entry, why, key = self._recalled(caller, flags)
+            if entry is not None:
+                return entry
             given, named = signature.marked((args, kwargs))
             compiled = self._compiled(mode, tuple(given), named)
             for i, served in compiled.captured.convention.numbers.items():
@@ -147,10 +154,60 @@ class Compiler:
             except Exception as error:
                 raise_if_forward_refuses(self.module, args, kwargs, mode.autocast)
                 raise BuildError(f"the compiled code cannot run on the sample: {error}") from error
+            entry.fills_first = state.is_otherwise()
+            if why:
+                first = "state that the first call fills" if entry.fills_first else None
+                refused = first or keep(caller, key, compiled)
+                entry.recalled = f"captured: {why}" + (f"; not kept: {refused}" if refused else "")
         for names in compiled.packs:
             self.packing.claim(names)
-        entry.fills_first = state.is_otherwise()
         return entry
+
+    def _caller(
+        self, signature: Signature, mode: Mode, flags: Flags, arguments: Arguments
+    ) -> Caller:
+        installed = self.module.__dict__.get("forward")
+        refusal = "the module has a forward of its own" if self.own is not None else None
+        if standing_behind(installed) not in (None, installed):
+            refusal = "a library has wrapped forward"
+        if self.instead is not None:
+            refusal = "the graph comes from torch.compile"
+        if signature.numbers:
+            refusal = "numbers among the inputs of the code"
+        args, kwargs = arguments
+        return Caller(
+            self.module,
+            args,
+            kwargs,
+            (*mode, flags),
+            self.options,
+            self.target,
+            self.packing,
+            refusal,
+        )
+
+    def _recalled(
+        self, caller: Caller, flags: Flags
+    ) -> tuple[CompiledEntry | None, str, CacheKey | None]:
+        """Return an entry with the code that an earlier process has captured and tried.
+
+        Return None, why there is none, and the key to keep a plan under, if it may be kept.
+        """
+        compiled, why, key = recalled(caller)
+        if compiled is None:
+            return None, why, key
+        try:
+            state = ModuleState(self.module, compiled.captured)
+            entry = CompiledEntry(state, compiled, self.packing, flags)
+            if state.is_otherwise():
+                return None, "the module is not as it was", key
+        except Exception as error:
+            logger.warning("a plan of compiled code is not used: %s", first_line(error))
+            return None, f"the plan cannot be used: {first_line(error)}", key
+        for names in compiled.packs:
+            self.packing.claim(names)
+        entry.recalled = RECALLED
+        return entry, "", None
 
     def _compiled(
         self, mode: Mode, args: tuple[Any, ...], kwargs: Mapping[str, Any]

@@ -63,7 +63,7 @@ def test_the_whole_is_returned() -> None:
 
 def test_callers_find_what_was_returned_before() -> None:
     after, _ = apply_pass(ReturnWhole(), Before)
-    pieces = Pieces(after["backward"])
+    pieces = Pieces.of_function(after["backward"])
     whole, other = torch.randn(1, 9), torch.randn(2)
     b, found, a, c = pieces.of([whole, other])
     assert found is other

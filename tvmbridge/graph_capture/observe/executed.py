@@ -17,7 +17,7 @@ from tvmbridge.graph_capture.trace.own_calls import OwnCalls
 # Functions of these packages need no guards: the settings that they read are watched elsewhere,
 # and their other globals do not change results.
 _LIBRARIES = frozenset({"functorch", "mpmath", "numpy", "sympy", "torch", "torchgen", "triton"})
-_LIBRARIES |= {"tvm", "tvmbridge"}
+_LIBRARIES |= {"tvm", "tvmbridge", "typing_extensions"}
 _IMPORTING = "<frozen importlib._bootstrap>"
 
 
@@ -93,6 +93,9 @@ def is_library(name: Any) -> bool:
     """Whether ``name`` is a Python module of a library, whose functions need no guards."""
     top = str(name).partition(".")[0]
     if top in _LIBRARIES or top in sys.stdlib_module_names:
+        return True
+    # The constructor of a named tuple, which collections.namedtuple generates.
+    if top.startswith("namedtuple_"):
         return True
     return str(name).startswith(KEEPS_BOOKS)
 

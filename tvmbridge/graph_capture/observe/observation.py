@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -84,6 +85,7 @@ class Observation:
     - ``objects``: the record of reads of plain objects.
     - ``left``: the attributes in which forward leaves a value at each call, and how; these values
       become further results.
+    - ``executed``: the code of the user's functions that ran.
     """
 
     values: Mapping[tuple[str, str], Any]
@@ -104,6 +106,7 @@ class Observation:
     normed: tuple[str, ...] = ()
     objects: ObjectReads = NO_READS
     left: Mapping[tuple[str, str], Left] = field(default_factory=dict)
+    executed: tuple[CodeType, ...] = ()
 
 
 def observe(
@@ -358,4 +361,5 @@ def _observe(
         normed=normed,
         objects=watches.objects,
         left=left,
+        executed=tuple(run.outside.executed.values()),
     )

@@ -66,6 +66,7 @@ class OutsideReads:
     - ``asks``: the properties of tensors that the functions may read.
     - ``complaints``: descriptions of reads that compiled code cannot repeat.
     - ``types``: functions that may ask for the type of a value by ``type``.
+    - ``executed``: the code of the user's functions that ran, by id.
     - ``own``: this thread's calls of random generators and of setters of settings that all threads
       share.
     """
@@ -74,6 +75,7 @@ class OutsideReads:
         self.asks: set[Question] = set()
         self.complaints: list[str] = []
         self.types: list[str] = []
+        self.executed: dict[int, types.CodeType] = {}
         self.own = OwnCalls()
         self._objects = objects
         self._sources: dict[tuple[int, str], Source] = {}
@@ -86,6 +88,8 @@ class OutsideReads:
         # Code of functions defined in functions that ran: each run creates their free variables.
         self._inner: set[int] = set()
         for name, value in [i for m in module.modules() for i in (("", m), *vars(m).items())]:
+            if type(value).__module__.startswith("tvmbridge.") and not isinstance(value, nn.Module):
+                continue  # the dispatcher of the module, which a copy that is traced does not have
             self._keep(defaults(value))
             named = isinstance(value, types.FunctionType | types.ModuleType)
             label = value.__name__ if isinstance(value, types.FunctionType) else name
@@ -107,9 +111,11 @@ class OutsideReads:
 
     def _note_function(self, executed: Executed) -> None:
         with self._objects.paused():
-            self._note(executed)
+            self.note(executed)
 
-    def _note(self, executed: Executed) -> None:
+    def note(self, executed: Executed) -> None:
+        """Record what the code of a user's function may read outside of the module."""
+        self.executed[id(executed.code)] = executed.code
         names = executed.names
         if asks_type(executed.code):
             self.types.append(executed.code.co_name)
@@ -144,7 +150,7 @@ class OutsideReads:
             if looked_up & _SEARCHING:
                 looked_up |= space.keys()
             absent = {n for n in names.strings - space.keys() if not n.startswith("__")}
-            found = [Source(value, space, n, f"{label}.{n}", MISSING) for n in absent]
+            found = [Source(value, space, n, f"{label}.{n}", MISSING) for n in sorted(absent)]
         else:
             found = []
         found += below(source, looked_up)
@@ -211,7 +217,7 @@ class OutsideReads:
         if isinstance(function, types.FunctionType) and not is_library(function.__module__):
             cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
             free = {name: cell.cell_contents for name, cell in cells}
-            self._note(Executed(function.__code__, function.__globals__, free))
+            self.note(Executed(function.__code__, function.__globals__, free))
 
     def _keep(self, found: Iterable[OutsideValue]) -> None:
         for value in found:

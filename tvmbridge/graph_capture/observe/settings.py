@@ -162,6 +162,11 @@ _SETTINGS = (
 )
 
 
+def settings_now() -> dict[str, str]:
+    """Return PyTorch's settings in this thread as texts, by name."""
+    return {setting.name: repr(setting.get()) for setting in _SETTINGS}
+
+
 class Settings:
     """PyTorch's settings in this thread at the time of construction.
 

@@ -86,7 +86,7 @@ def roots(executed: Executed) -> Iterator[Source]:
     The value of a global that does not exist is MISSING.
     """
     names, space = executed.names, executed.globals
-    for name in names.globals:
+    for name in sorted(names.globals):
         holder = space if name in space or name not in vars(builtins) else vars(builtins)
         yield Source(holder, holder, name, name, holder.get(name, MISSING))
     package = space.get("__package__")
@@ -95,7 +95,7 @@ def roots(executed: Executed) -> Iterator[Source]:
     }
     # A string may be an argument of importlib.import_module.
     modules |= {s for s in names.strings if not is_library(s)}
-    for name in modules & sys.modules.keys():
+    for name in sorted(modules & sys.modules.keys()):
         yield Source(sys.modules, sys.modules, name, name, sys.modules[name])
 
 
@@ -122,7 +122,7 @@ def below(source: Source, names: Collection[str]) -> Iterator[Source]:
     """Yield the attributes of the value at ``source`` that have one of the ``names``."""
     value = source.value
     held = attributes_below(value)
-    for name in names if isinstance(held, Attributes) else (held or {}).keys() & names:
+    for name in sorted(names if isinstance(held, Attributes) else (held or {}).keys() & names):
         inner = unpatched(held.get(name, MISSING), MISSING)
         if inner is not MISSING and name != "__name__" and _leads_on(value, inner):
             yield Source(value, held, name, f"{source.label}.{name}", inner)
@@ -137,9 +137,9 @@ def namespaces(source: Source) -> Iterator[Source]:
     """
     value = source.value
     whole = is_data(value) or is_object(value)
-    classes = {type(held) for held in all_held(value)} if whole else {type(value)}
+    classes = [type(held) for held in all_held(value)] if whole else [type(value)]
     if isinstance(value, type):
-        classes = {value}
+        classes = [value]
     elif attributes_below(value) is not None:
         named = "__name__" if isinstance(value, types.ModuleType) else "__module__"
         if isinstance(value, threading.local) or not is_library(getattr(value, named, None)):

@@ -224,7 +224,8 @@ def _settled(first: Observation, again: Observation) -> Observation:
         k: v for k, v in again.assigned.items() if k in earlier and same_value(earlier[k], v)
     }
     values = {key: value for key, value in again.values.items() if key not in assigned}
-    return replace(again, values=values, assigned=assigned)
+    executed = tuple(dict.fromkeys((*first.executed, *again.executed)))
+    return replace(again, values=values, assigned=assigned, executed=executed)
 
 
 def _watched_again(

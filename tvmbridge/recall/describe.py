@@ -1,0 +1,323 @@
+"""Describe values, functions and classes by digests that are equal in two processes.
+
+Two values have the same digest only if forward cannot tell them apart: constants by type and value,
+containers and plain objects by their contents, functions by their code, defaults and closures,
+classes by their functions and data. What has no such description raises UndescribableError.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextvars
+import enum
+import functools
+import hashlib
+import logging
+import re
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+
+from tvmbridge.core.contents import ANY_TENSOR, MISSING, PartOf, attributes_of
+from tvmbridge.core.errors import BridgeError
+from tvmbridge.graph_capture.observe.data import is_of_users
+from tvmbridge.graph_capture.trace.patches import code_of
+
+_CONSTANTS = (bool, int, float, complex, str, bytes, range, type(None), type(...))
+_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
+_CODE_LESS = (
+    types.BuiltinFunctionType,
+    types.MethodDescriptorType,
+    types.WrapperDescriptorType,
+    types.MethodWrapperType,
+    types.ClassMethodDescriptorType,
+    types.GetSetDescriptorType,
+    types.MemberDescriptorType,
+)
+_OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+# Entries of a class that hold no behavior of instances, or that repeat another entry.
+_UNREAD = frozenset(
+    {"__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "_abc_impl"}
+    | {"__abstractmethods__", "__dataclass_fields__", "__dataclass_params__", "__orig_bases__"}
+    | {
+        "__slotnames__",
+        "__parameters__",
+        "__firstlineno__",
+        "__static_attributes__",
+        "__annotate__",
+    }
+    | {"__annotations_cache__", "__annotate_func__", "__match_args__", "__type_params__"}
+)
+_NUMBERS: tuple[type[Any], ...] = (int, float, complex, str, bytes)
+_HEAP_TYPE = 1 << 9  # set for the classes that are not written in C
+_DEEPEST = 40
+_LARGEST_ARRAY = 2**20
+
+
+class UndescribableError(BridgeError):
+    """A value cannot be described as data; the message names it."""
+
+
+class Describer:
+    """Returns digests of values; each object is described once.
+
+    - ``functions``: the Python functions described so far, by the digest of their code.
+    - ``opaque``: for code whose defaults or closure cannot be described, the reason, by digest.
+
+    Args:
+        module: the module; it, its submodules and its tensors are described by their names.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.functions: dict[str, list[types.FunctionType]] = {}
+        self.opaque: dict[str, str] = {}
+        self._names: dict[int, str] = {}
+        for name, each in module.named_modules():
+            self._names[id(each)] = f"module {name}"
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            self._names[id(tensor)] = f"tensor {name}"
+        # By id: an object, which keeps its id in use, and its digest; None while it is described.
+        self._known: dict[int, tuple[Any, str | None]] = {}
+        self._codes: dict[int, tuple[types.CodeType, str]] = {}
+        self._depth = 0
+
+    def of(self, value: Any) -> str:
+        """Return the digest of ``value``.
+
+        Raises:
+            UndescribableError: ``value``, or something that it holds, cannot be described.
+        """
+        kind = type(value)
+        if kind in _CONSTANTS or kind in _OF_TORCH:
+            return f"{kind.__name__} {value!r}"
+        named = self._names.get(id(value))
+        if named is not None:
+            return named
+        known = self._known.get(id(value))
+        if known is not None:
+            return known[1] or f"within {kind.__qualname__}"
+        if self._depth > _DEEPEST:
+            raise UndescribableError(f"a {kind.__qualname__} is nested too deep")
+        self._known[id(value)] = value, None
+        self._depth += 1
+        try:
+            digest = _digest(self._described(value))
+        except BaseException:
+            del self._known[id(value)]
+            raise
+        finally:
+            self._depth -= 1
+        self._known[id(value)] = value, digest
+        return digest
+
+    def code(self, code: types.CodeType) -> str:
+        """Return the digest of a code object, with the code objects in it, without its lines."""
+        known = self._codes.get(id(code))
+        if known is None:
+            known = self._codes[id(code)] = code, _digest(self._parts_of_code(code))
+        return known[1]
+
+    def _parts_of_code(self, code: types.CodeType) -> list[str]:
+        constants = [
+            self.code(each) if isinstance(each, types.CodeType) else _constant(each)
+            for each in code.co_consts
+        ]
+        names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
+        counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
+        caught = getattr(code, "co_exceptiontable", b"")
+        return [code.co_name, code.co_code.hex(), caught.hex(), repr((names, counts)), *constants]
+
+    def _described(self, value: Any) -> list[str]:
+        kind = type(value)
+        if value is MISSING or value is ANY_TENSOR:
+            return ["mark", value.name]
+        for classes, describe in _KINDS:
+            if isinstance(value, classes):
+                return describe(self, value)
+        if kind.__module__ in ("typing", "types"):
+            return ["typing", repr(value)]
+        if isinstance(value, torch.Tensor):
+            raise UndescribableError("a tensor outside of the module")
+        written_in_c = [c for c in kind.__mro__ if not c.__flags__ & _HEAP_TYPE and c is not object]
+        base: Any = next((c for c in _NUMBERS if issubclass(kind, c)), None)
+        # Objects of a class that is written in C may have state that is no attribute.
+        plain = is_of_users(kind) and all(c is base for c in written_in_c)
+        if not plain and kind is not types.SimpleNamespace:
+            raise UndescribableError(f"a {kind.__module__}.{kind.__qualname__}")
+        own = [] if base is None else [base.__repr__(value)]
+        return ["object", self.of(kind), *own, *self._pairs(attributes_of(value))]
+
+    def _pairs(self, held: Mapping[Any, Any]) -> list[str]:
+        return [self.of(each) for pair in held.items() for each in pair]
+
+    def _container(self, value: Any) -> list[str]:
+        kind = type(value)
+        plain = kind in (tuple, list, dict, set, frozenset)
+        head = [kind.__name__ if plain else self.of(kind)]
+        if isinstance(value, set | frozenset):
+            head += sorted(self.of(each) for each in value)
+        elif isinstance(value, Mapping):
+            head += self._pairs(dict(value.items()))
+        else:
+            # A subclass may iterate in its own way.
+            base: Any = next(c for c in (tuple, list, collections.deque) if isinstance(value, c))
+            head += [self.of(each) for each in base.__iter__(value)]
+        return head if plain else [*head, "attributes", *self._pairs(attributes_of(value))]
+
+    def _part(self, part: PartOf) -> list[str]:
+        return ["part", self.of(part.kind), str(part.asks), *self._pairs(part.attributes)]
+
+    def _function(self, function: types.FunctionType) -> list[str]:
+        code = self.code(code_of(function))
+        self.functions.setdefault(code, []).append(function)
+        module = str(function.__module__)
+        parts = ["function", module, _version(module), function.__qualname__, code]
+        cells = function.__closure__ or ()
+        try:
+            parts += [self.of(function.__defaults__), self.of(function.__kwdefaults__)]
+            parts += [self.of(_content(cell)) for cell in cells]
+            if "__wrapped__" in vars(function):
+                parts.append(self.of(vars(function)["__wrapped__"]))
+        except UndescribableError as error:
+            self.opaque[code] = f"{function.__qualname__} holds {error}"
+            parts.append("opaque")
+        return parts
+
+    def _class(self, kind: type) -> list[str]:
+        parts = ["class", kind.__module__, kind.__qualname__, _version(kind.__module__)]
+        if not (is_of_users(kind) or issubclass(kind, nn.Module)):
+            return parts
+        parts += [self.of(base) for base in kind.__bases__]
+        if type(kind) is not type:
+            parts.append(self.of(type(kind)))
+        for name, value in vars(kind).items():
+            if name in _UNREAD:
+                continue
+            try:
+                parts += [name, self.of(value)]
+            except UndescribableError:
+                # Class attributes that forward reads are described apart, by their places.
+                parts.append(f"opaque {type(value).__qualname__}")
+        return parts
+
+    def _method(self, method: types.MethodType) -> list[str]:
+        return ["method", self.of(method.__func__), self.of(method.__self__)]
+
+    def _wrapper(self, value: Any) -> list[str]:
+        name = type(value).__name__
+        if isinstance(value, property):
+            held: list[Any] = [value.fget, value.fset, value.fdel]
+        elif isinstance(value, functools.partial):
+            held = [value.func, value.args, value.keywords]
+        elif isinstance(value, functools.cached_property):
+            held = [value.func]
+        elif isinstance(value, functools._lru_cache_wrapper):
+            held = [value.__wrapped__]
+        else:
+            held = [value.__func__]
+        return [name, *map(self.of, held)]
+
+    def _enum(self, value: enum.Enum) -> list[str]:
+        kind = type(value)
+        return ["enum", kind.__module__, kind.__qualname__, value.name, self.of(value.value)]
+
+    def _scalar(self, value: Any) -> list[str]:
+        return ["scalar", value.dtype.str, value.tobytes().hex()]
+
+    def _array(self, value: Any) -> list[str]:
+        if value.dtype.hasobject or value.nbytes > _LARGEST_ARRAY:
+            raise UndescribableError("a large array of numpy, or one of objects")
+        return ["array", value.dtype.str, repr(value.shape), value.tobytes().hex()]
+
+    def _context(self, value: contextvars.ContextVar[Any]) -> list[str]:
+        return ["variable", value.name, self.of(value.get(MISSING))]
+
+
+def _builtin(_: Describer, value: Any) -> list[str]:
+    module = getattr(value, "__module__", None) or ""
+    name = getattr(value, "__qualname__", None) or value.__name__
+    return ["builtin", module, str(name), _version(module)]
+
+
+def _operator(_: Describer, value: Any) -> list[str]:
+    return ["operator", str(value)]
+
+
+def _logger(_: Describer, value: Any) -> list[str]:
+    return ["logger", value.name]
+
+
+def _pattern(_: Describer, value: re.Pattern[Any]) -> list[str]:
+    return ["pattern", repr(value.pattern), str(value.flags)]
+
+
+def _module(_: Describer, value: types.ModuleType) -> list[str]:
+    return ["python module", value.__name__, _version(value.__name__)]
+
+
+def _typing(_: Describer, value: Any) -> list[str]:
+    return ["typing", repr(value)]
+
+
+_KINDS: tuple[tuple[Any, Callable[[Describer, Any], list[str]]], ...] = (
+    (types.FunctionType, Describer._function),
+    (PartOf, Describer._part),
+    (types.GenericAlias | types.UnionType | typing.TypeVar, _typing),
+    (type, Describer._class),
+    (types.ModuleType, _module),
+    (types.MethodType, Describer._method),
+    (
+        property
+        | staticmethod
+        | classmethod
+        | functools.partial
+        | functools.cached_property
+        | functools._lru_cache_wrapper,
+        Describer._wrapper,
+    ),
+    (_CODE_LESS, _builtin),
+    (_OPERATORS, _operator),
+    (enum.Enum, Describer._enum),
+    (logging.Logger, _logger),
+    (re.Pattern, _pattern),
+    (contextvars.ContextVar, Describer._context),
+    (numpy.ndarray, Describer._array),
+    (numpy.generic, Describer._scalar),
+    (Mapping | tuple | list | set | frozenset | collections.deque, Describer._container),
+)
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # the cell is empty
+        return MISSING
+
+
+def _constant(value: Any) -> str:
+    """Return a text of a constant of a code object; sets have no order of their own."""
+    if isinstance(value, frozenset):
+        return f"frozenset {sorted(map(_constant, value))}"
+    if isinstance(value, tuple):
+        return f"tuple {list(map(_constant, value))}"
+    return f"{type(value).__name__} {value!r}"
+
+
+def _digest(parts: Iterable[str]) -> str:
+    # Lengths keep two lists of texts from having one joined text.
+    text = "".join(f"{len(part)}:{part}" for part in parts)
+    return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()
+
+
+@functools.lru_cache(maxsize=1024)
+def _version(module: str) -> str:
+    """Return the version of the package that ``module`` belongs to; empty if it has none."""
+    package = sys.modules.get(module.partition(".")[0])
+    found = vars(package).get("__version__") if package is not None else None
+    return str(found or "")

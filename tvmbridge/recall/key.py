@@ -1,0 +1,187 @@
+"""The key of a plan: what a module and a call must be for the plan to be looked at at all."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from tvmbridge.cache.key import digest_of
+from tvmbridge.core.methods import MethodOf
+from tvmbridge.core.torch_private import has_storage
+from tvmbridge.graph_capture.observe.hooks import GLOBAL_HOOKS
+from tvmbridge.graph_capture.observe.settings import settings_now
+from tvmbridge.graph_capture.trace.patches import code_of
+from tvmbridge.recall.codec import encode
+from tvmbridge.recall.describe import Describer, UndescribableError
+
+_TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
+_OWN_CALLS = ("_call_impl", "_wrapped_call_impl", "_compiled_call_impl", "__call__")
+# The Python modules and classes of PyTorch whose functions models call by name.
+_SPACES: tuple[Any, ...] = (
+    torch,
+    torch.functional,
+    torch.nn.functional,
+    torch.special,
+    torch.linalg,
+    torch.fft,
+    torch.overrides,
+    torch._jit_internal,
+    torch._C._nn,
+    torch._C.TensorBase,
+    torch.Tensor,
+    torch.nn.Module,
+    torch.nn.init,
+    torch.autograd.Function,
+    *(v for v in vars(torch.nn.modules).values() if isinstance(v, types.ModuleType)),
+)
+
+
+def module_entry(module: nn.Module, describer: Describer) -> str:
+    """Return a digest of the module's structure, classes, flags and tensors without their values.
+
+    Raises:
+        UndescribableError: something about the module cannot be described as data.
+    """
+    for each in module.modules():
+        # Their forward is no code of their class.
+        if isinstance(each, MethodOf | fx.GraphModule | torch.jit.ScriptModule):
+            raise UndescribableError(f"a {type(each).__name__}")
+    if any(GLOBAL_HOOKS):
+        raise UndescribableError("hooks of all modules")
+    memory = _Memory()
+    first: dict[int, int] = {}
+    lines: list[Any] = []
+    for name, each in module.named_modules(remove_duplicate=False):
+        number = first.setdefault(id(each), len(first))
+        lines.append([name, number, describer.of(type(each)), each.training])
+        _refuse_own_calls(each, name, each is module)
+        for held in ("_parameters", "_buffers"):
+            for key, tensor in vars(each)[held].items():
+                described = None if tensor is None else memory.of(tensor, describer)
+                lines.append([held, key, described])
+    return digest_of(json.dumps(lines))
+
+
+def _refuse_own_calls(module: nn.Module, name: str, is_root: bool) -> None:
+    for key, value in vars(module).items():
+        if "hooks" in key and isinstance(value, dict | set) and value:
+            raise UndescribableError(f"hooks of {name or 'the module'}")
+        if key in _OWN_CALLS or (key == "forward" and not is_root):
+            raise UndescribableError(f"an own {key} of {name or 'the module'}")
+
+
+def call_entry(
+    module: nn.Module,
+    leaves: Sequence[Any],
+    structure: Any,
+    mode: Sequence[Any],
+    describer: Describer,
+) -> str:
+    """Return a digest of a call: structure, constants, and tensors without their values.
+
+    Args:
+        module: the module, whose tensors may share memory with arguments.
+        leaves: the leaves of the arguments.
+        structure: the structure of the arguments.
+        mode: the mode of the call.
+        describer: describes values of this module.
+
+    Raises:
+        UndescribableError: an argument cannot be described as data.
+    """
+    memory = _Memory()
+    for tensor in (*module.parameters(), *module.buffers()):
+        memory.of(tensor, describer)
+    described = [
+        memory.of(leaf, describer) if isinstance(leaf, torch.Tensor) else describer.of(leaf)
+        for leaf in leaves
+    ]
+    memory.refuse_overlaps()
+    parts = [encode(structure), described, list(map(describer.of, mode))]
+    return digest_of(json.dumps(parts))
+
+
+class _Memory:
+    """Describes tensors, by numbers for the tensors and storages that several of them share."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[int, int] = {}
+        self._storages: dict[int, int] = {}
+        self._ranges: set[tuple[int, int]] = set()
+
+    def refuse_overlaps(self) -> None:
+        """Raise UndescribableError if two storages share a part of their memory."""
+        ranges = sorted(self._ranges)
+        for (_, end), (start, _) in itertools.pairwise(ranges):
+            if start < end:
+                raise UndescribableError("tensors whose storages overlap")
+
+    def of(self, tensor: torch.Tensor, describer: Describer) -> list[Any]:
+        reason = _unusual(tensor)
+        if reason is not None:
+            raise UndescribableError(f"a tensor that is {reason}")
+        held = tensor.untyped_storage()
+        storage = held.data_ptr() if tensor.numel() else -1 - id(tensor)
+        if tensor.numel():
+            self._ranges.add((storage, storage + held.nbytes()))
+        return [
+            type(tensor).__name__,
+            self._tensors.setdefault(id(tensor), len(self._tensors)),
+            self._storages.setdefault(storage, len(self._storages)),
+            str(tensor.dtype),
+            list(tensor.shape),
+            list(tensor.stride()),
+            tensor.storage_offset(),
+            tensor.requires_grad,
+            tensor.is_leaf,
+            describer.of(vars(tensor)),
+        ]
+
+
+def _unusual(tensor: torch.Tensor) -> str | None:
+    if type(tensor) not in _TENSORS:
+        return f"a {type(tensor).__qualname__}"
+    if tensor.device.type != "cpu":
+        return f"on {tensor.device.type}"
+    if tensor.layout is not torch.strided or not has_storage(tensor):
+        return "not strided"
+    if tensor.is_conj() or tensor.is_neg() or tensor.is_inference() or tensor.is_quantized:
+        return "a view of another kind, or of inference mode"
+    return "hooked" if tensor._backward_hooks else None
+
+
+def surroundings_entries(describer: Describer) -> dict[str, str]:
+    """Return the entries for PyTorch's settings, and for its functions, which may be replaced."""
+    return {
+        "settings of PyTorch": json.dumps([settings_now(), str(sys.flags)]),
+        "functions of PyTorch": digest_of("\n".join(_functions(describer))),
+    }
+
+
+def _functions(describer: Describer) -> Iterator[str]:
+    for space in _SPACES:
+        held: Mapping[str, Any] = vars(space)
+        yield f"{space.__name__}"
+        for name in sorted(held):
+            value = held[name]
+            if isinstance(value, staticmethod | classmethod):
+                value = value.__func__
+            if isinstance(value, property):
+                value = value.fget
+            if isinstance(value, types.FunctionType):
+                yield f"{name} {value.__module__} {value.__qualname__} {_code(value, describer)}"
+            elif isinstance(value, type):
+                yield f"{name} class {value.__module__} {value.__qualname__}"
+            elif callable(value) and not isinstance(value, types.ModuleType):
+                yield f"{name} {type(value).__name__} {getattr(value, '__qualname__', '')}"
+
+
+def _code(function: types.FunctionType, describer: Describer) -> str:
+    return describer.code(code_of(function))

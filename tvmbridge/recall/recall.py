@@ -1,0 +1,182 @@
+"""Keep the plan of compiled code beside it, and serve later processes by plan and code."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tvmbridge.backends import resolve_target
+from tvmbridge.cache import CacheKey, Kept, Store
+from tvmbridge.compiler.cached_build import CachedBuild
+from tvmbridge.compiler.compiled import CompiledModule
+from tvmbridge.compiler.packing import ModulePacks
+from tvmbridge.core.errors import BridgeError, first_line
+from tvmbridge.core.options import CompileOptions
+from tvmbridge.core.plain_json import parse_json
+from tvmbridge.core.profiling import region
+from tvmbridge.core.torch_private import function_mode_count, pytree
+from tvmbridge.graph_capture.observe.leaks import collections_put_off
+from tvmbridge.recall.binding import captured_of, compiled_of
+from tvmbridge.recall.describe import Describer, UndescribableError
+from tvmbridge.recall.facts import Facts, observed, verified
+from tvmbridge.recall.key import call_entry, module_entry, surroundings_entries
+from tvmbridge.recall.plan import CodePlan, plan_of
+
+logger = logging.getLogger(__name__)
+
+RECALLED = "from disk, without capture"
+SWITCH = "TVMBRIDGE_RECALL"
+_FORMAT = "1"
+_MOST_VALUES = 2**21
+
+
+@dataclass(frozen=True, eq=False)
+class Caller:
+    """A module and a call of it, for which code is looked for or kept.
+
+    - ``mode``: the mode of the call, and ``requires_grad`` of each tensor.
+    - ``refusal``: why plans are not used for this module; None if they are.
+    - ``target``, ``options``, ``packing``: as in :class:`CompileRequest`.
+    """
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    mode: tuple[Any, ...]
+    options: CompileOptions
+    target: Any
+    packing: ModulePacks
+    refusal: str | None = None
+
+    def build(self) -> CachedBuild:
+        """Return what loads the code: for the CPU, since tensors elsewhere have no plan."""
+        device = torch.device("cpu")
+        return CachedBuild(resolve_target(self.target, device), self.options, device)
+
+    def unused(self) -> str | None:
+        """Return why no plan is used; None if one may be, and "" if the option is off."""
+        if not is_on(self.options):
+            return ""
+        build = self.build()
+        reason = self.refusal or build.unused()
+        if reason is not None:
+            return reason
+        if self.options.extra_passes or self.options.fx_passes is not None:
+            return "passes of the user"
+        if self.options.freeze:
+            return "frozen weights"
+        return "a function mode is active" if function_mode_count() else None
+
+    def key(self, describer: Describer) -> CacheKey:
+        """Return the key of the plan.
+
+        Raises:
+            UndescribableError: something about the module or the call is no data.
+        """
+        leaves, structure = pytree.tree_flatten((self.args, dict(self.kwargs)))
+        entries = {
+            "plan": _FORMAT,
+            "module": module_entry(self.module, describer),
+            "call": call_entry(self.module, leaves, structure, self.mode, describer),
+            "all options": repr(self.options),
+            **surroundings_entries(describer),
+        }
+        return CacheKey({**entries, **self.build().key({}).entries})
+
+
+def is_on(options: CompileOptions) -> bool:
+    """Whether plans are kept and used, by the environment or else by the option ``recall``."""
+    named = os.environ.get(SWITCH, "")
+    return named not in ("0", "off", "false", "no") if named else options.recall
+
+
+def recalled(caller: Caller) -> tuple[CompiledModule | None, str, CacheKey | None]:
+    """Return code that an earlier process compiled for such a call, without capture.
+
+    Returns:
+        The compiled module, or None. Why there is none; empty if the option is off. The key under
+        which a plan may be kept, or None. Never raises.
+    """
+    key: CacheKey | None = None
+    try:
+        reason = caller.unused()
+        if reason is not None:
+            return None, reason, None
+        # A collection after the imports of a model takes as long as all of this.
+        with collections_put_off():
+            describer = Describer(caller.module)
+            key = caller.key(describer)
+            with region("compile: read the plan"):
+                found = Store.of_now().read(key)
+            if not isinstance(found, Kept):
+                return None, found, key
+            return _bound(caller, found, describer), "", key
+    except UndescribableError as error:
+        logger.info("%s: no plan is used: %s", type(caller.module).__name__, error)
+        return None, str(error), key
+    except Exception as error:  # a plan that cannot be used must not stop the compilation
+        logger.warning("a plan of compiled code is not used: %s", first_line(error))
+        logger.debug("the plan", exc_info=True)
+        return None, f"the plan cannot be used: {first_line(error)}", key
+
+
+def _bound(caller: Caller, kept: Kept, describer: Describer) -> CompiledModule:
+    """Compare the facts of a plan with the module, and load the code for it."""
+    content = kept.description
+    plan, facts = CodePlan.parse(content.get("plan")), Facts.parse(content.get("facts"))
+    values, outside = verified(caller.module, facts, describer)
+    for names in plan.packs:
+        refusals = [caller.packing.weight_refusal(name) for name in names]
+        refusal = next(filter(None, refusals), None) or caller.packing.group_refusal(names)
+        if refusal is not None:
+            raise UndescribableError(refusal)
+    leaves = pytree.tree_leaves((caller.args, dict(caller.kwargs)))
+    captured = captured_of(plan, caller.module, leaves, values, outside)
+    records: list[Any] = []
+    build = caller.build()
+    built = build.recalled(plan.source, records)
+    if isinstance(built, str):
+        raise UndescribableError(f"code that is not kept: {built}")
+    return compiled_of(plan, captured, built, build, records, kept.library)
+
+
+def keep(caller: Caller, key: CacheKey | None, compiled: CompiledModule) -> str | None:
+    """Keep the plan of code that was compiled just now; return None, or why not. Never raise."""
+    if key is None:
+        return None
+    try:
+        plan, graph = plan_of(compiled)
+        describer = Describer(caller.module)
+        changed = key.differing(caller.key(describer).entries)
+        if changed:
+            raise UndescribableError(f"{', '.join(changed)}, which changed during the compilation")
+        facts = observed(caller.module, compiled.captured.assumptions, describer)
+        description = {"plan": plan.content(), "facts": facts.content()}
+        _refuse_unreadable(description, plan)
+        return Store.of_now().write(key, Kept(description, graph))
+    except UndescribableError as error:
+        logger.info("%s: no plan is kept: %s", compiled.origin, error)
+        return str(error)
+    except Exception as error:
+        logger.warning("no plan is kept: %s", first_line(error))
+        logger.debug("the plan", exc_info=True)
+        return f"no plan can be made: {first_line(error)}"
+
+
+def _refuse_unreadable(description: Mapping[str, Any], plan: CodePlan) -> None:
+    """Raise UndescribableError unless the text of a plan leads to an equal plan."""
+    try:
+        read = parse_json(json.dumps({"description": description}).encode(), _MOST_VALUES)
+        Facts.parse(read["description"]["facts"])
+        same = CodePlan.parse(read["description"]["plan"])
+    except (ValueError, BridgeError) as error:
+        raise UndescribableError(f"a plan that cannot be read back: {error}") from None
+    if same != plan:
+        raise UndescribableError("a plan that is read back as another")
