@@ -113,8 +113,9 @@ def tally(
     torch.manual_seed(0)
     samples = choose(cases_of_samples(op.sample_inputs("cpu", dtype)), limit)
     shaped = [case for sample in samples for case in (sample, *_with_more_dimensions(sample))]
+    cases = [laid for case in shaped for laid in _laid_out(op.name, case)]
     equal, refused, differences = 0, 0, []
-    for case in (laid for case in shaped for laid in _laid_out(op.name, case)):
+    for case in cases:
         real = _placements(op, case.leaves, case.spec, gradients)
         if real is None:
             continue
