@@ -7,13 +7,21 @@ import pytest
 from tests.conformance.strides import operators, tally
 
 # Operators whose unpatched fake kernels give other strides, or whose kernels depend on the layout.
-QUICK = ["roll", "xlogy", "copysign"]
+QUICK = [
+    "roll",
+    "xlogy",
+    "copysign",
+    "_native_batch_norm_legit",  # writes into an operand
+    "nn.functional.gaussian_nll_loss",  # an operator of tvmbridge in a trace
+    "nn.functional.max_pool1d",  # another kernel for fake tensors
+    "nn.functional.rrelu",
+]
 NAMES = list(operators())
 
 
 @pytest.mark.parametrize("name", QUICK)
 def test_strides_of_operators(name: str) -> None:
-    found = tally(operators()[name], 1)
+    found = tally(operators()[name], 3)
     assert found.equal
     assert found.differences == []
 

@@ -16,6 +16,7 @@ from torch import fx
 
 from tvmbridge.core.torch_private import FakeTensor, pytree, traced_code
 from tvmbridge.graph_capture.trace.kernel_strides import strides_of_kernels
+from tvmbridge.graph_capture.trace.pools import POOLS, laid_as_in_eager
 
 _ASKING = frozenset({"dim_order", "is_contiguous", "stride", "suggest_memory_format"})
 
@@ -65,7 +66,10 @@ class _Strides(fx.Interpreter):
 
     def run_node(self, node: fx.Node) -> object:
         result = super().run_node(node)
-        recorded = _strides(pytree.tree_leaves(node.meta.get("example_value")))
+        value = node.meta.get("example_value")
+        if node.target in POOLS:
+            result = laid_as_in_eager(result, getattr(value, "requires_grad", False))
+        recorded = _strides(pytree.tree_leaves(value))
         if self.found is None and recorded and recorded != _strides(pytree.tree_leaves(result)):
             self.found = node.name
         return result

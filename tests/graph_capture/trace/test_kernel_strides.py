@@ -140,6 +140,30 @@ def test_forward_branches_on_strides_as_in_eager(
         assert not dispatch_report(ours).fallbacks
 
 
+class Pooled(nn.Module):
+    """Branches on the strides of a pooled transpose; eager PyTorch has a kernel for inference."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = functional.max_pool1d(x.mT * 2, 2)
+        return y * 3 if y.is_contiguous() else y - 1
+
+
+@pytest.mark.parametrize("records", [True, False])
+@pytest.mark.parametrize("door", ["add", "compile"])
+def test_strides_of_a_kernel_that_fake_tensors_do_not_reach(records: bool, door: str) -> None:
+    x, reference = torch.randn(2, 8, 3).requires_grad_(records), Pooled()
+    ours: Any = Pooled()
+    if door == "add":
+        add_tvm_dispatch(ours, x)
+    else:
+        torch._dynamo.reset()
+        ours = torch.compile(ours, backend="tvmbridge")
+    with torch.set_grad_enabled(records):
+        torch.testing.assert_close(ours(x), reference(x), rtol=0, atol=0)
+    if door == "add":
+        assert not dispatch_report(ours).fallbacks
+
+
 @pytest.mark.parametrize("asks", [True, False])
 def test_strides_in_training(asks: bool) -> None:
     reference = Rolled(asks)

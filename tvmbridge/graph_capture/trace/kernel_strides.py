@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from tvmbridge.core.custom_operator import is_function
 from tvmbridge.core.torch_private import (
     DisablePythonDispatcher,
     DisableTorchFunction,
@@ -115,12 +116,18 @@ def _dispatched(
 
 
 def _may_be_asked(func: Any) -> bool:
-    if not isinstance(func, OpOverload) or func.namespace != "aten":
+    if not isinstance(func, OpOverload) or not (func.namespace == "aten" or is_function(func)):
         return False
     # A draw without a generator argument would advance PyTorch's global generator.
     if torch.Tag.nondeterministic_seeded in func.tags and not _takes_generator(func):
         return False
-    return not func._schema.is_mutable and func._schema.name not in _NEVER_ASKED
+    return func._schema.name not in _NEVER_ASKED and not _returns_written(func)
+
+
+def _returns_written(func: OpOverload) -> bool:
+    """Whether a result is an operand that is written, whose strides the operator keeps."""
+    found = [returned.alias_info for returned in func._schema.returns]
+    return any(alias is not None and alias.is_write for alias in found)
 
 
 def _takes_generator(func: OpOverload) -> bool:
