@@ -88,6 +88,8 @@ def _dispatched(
     args: Any = (),
     kwargs: Any = None,
 ) -> Any:
+    if _takes_out(func):
+        return _written(genuine, mode, func, types, args, kwargs or {})
     results = genuine(mode, func, types, args, kwargs or {})
     if not _may_be_asked(func):
         return results
@@ -102,9 +104,7 @@ def _dispatched(
     fits = sum(t.numel() for t in (*operands, *tensors)) <= _MOST_ELEMENTS
     strides = _strides_of(func, given, structure, made) if fits else None
     if strides is None:
-        noted = _unanswered.get()
-        if noted is not None:
-            noted[str(func)] = None
+        _note(func)
         return results
     owned = {storage_key(operand) for operand in operands}
     with mode:
@@ -113,6 +113,34 @@ def _dispatched(
             for leaf, stride in zip(made, strides, strict=True)
         ]
     return pytree.tree_unflatten(laid, structure_of_results)
+
+
+def _takes_out(func: Any) -> bool:
+    if not isinstance(func, OpOverload) or func.namespace != "aten":
+        return False
+    return any(argument.is_out for argument in func._schema.arguments)
+
+
+def _written(
+    genuine: Callable[..., Any], mode: FakeTensorMode, func: Any, types: Any, args: Any, kwargs: Any
+) -> Any:
+    """Run an operator that writes ``out=``, and note it if its kernel chooses the strides.
+
+    A kernel chooses the strides of a tensor that it resizes, by those of its operands.
+    """
+    operands = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    shapes = [t.shape for t in operands]
+    differ = _may_differ(operands, ())
+    results = genuine(mode, func, types, args, kwargs)
+    if differ and shapes != [t.shape for t in operands]:
+        _note(func)
+    return results
+
+
+def _note(func: Any) -> None:
+    noted = _unanswered.get()
+    if noted is not None:
+        noted[str(func)] = None
 
 
 def _may_be_asked(func: Any) -> bool:
