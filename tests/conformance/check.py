@@ -13,6 +13,7 @@ from tests.conformance.case import Case
 from tests.conformance.compare import compare, is_as_near
 from tests.conformance.evaluate import Operator, Run, Values, eager, run_group
 from tvmbridge.core.errors import BridgeError, BuildError, PassError
+from tvmbridge.runtime.parts import NO_PART
 
 Uses = dict[str, dict[str, list[str]]]
 
@@ -92,8 +93,11 @@ class Check:
         if run.report.fallbacks or run.report.tvm_calls != 1:
             if not alone:
                 raise GroupFailed
+            # PyTorch runs a module of which no part is compiled, and the report has the reason.
+            refused = all(reason.endswith(NO_PART) for reason in run.report.fallbacks)
+            result = "refused" if refused and not run.report.tvm_calls else "error"
             reason = f"fell back: {run.report.fallbacks}"
-            return [Outcome(cases[0].label, "error", reason, cases[0].ordinary)]
+            return [Outcome(cases[0].label, result, reason, cases[0].ordinary)]
         outcomes = [self._outcome(run, index, case) for index, case in enumerate(cases)]
         if not alone and any(o.result == "wrong" for o in outcomes):
             raise GroupFailed

@@ -31,7 +31,9 @@ _ORDINARY_ONLY = frozenset({"nn.functional.scaled_dot_product_attention"})
 _BACKWARD_CRASHES_OF_NOTHING = frozenset({"nn.functional.pdist"})
 
 # PyTorch's kernel returns uninitialized memory if a tensor is empty.
-_UNDEFINED_OF_NOTHING = frozenset({"nn.functional.multi_margin_loss"})
+_UNDEFINED_OF_NOTHING = frozenset(
+    {"nn.functional.multi_margin_loss", "nn.functional.multilabel_margin_loss"}
+)
 
 # PyTorch's kernels access memory out of bounds for dimensions of stride 0.
 _NOT_EXPANDED = frozenset({"masked.median", "median", "nanmedian"})

@@ -1,7 +1,8 @@
 """The command ``python -m tests.conformance.strides``: compare strides of fake and real results.
 
 Every operator of OpInfo runs on its samples, and on variants with more dimensions, in five memory
-layouts. A trace sees the strides of fake tensors, so fake and real strides must be equal.
+layouts. A trace sees strides and storage offsets of fake tensors: they must be the real ones.
+With ``--gradients`` the inputs require a gradient, since some operators choose kernels by that.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -24,6 +25,7 @@ from tests.conformance.coverage import full_name
 from tests.conformance.samples import cases_of_samples, choose
 from tvmbridge.core.torch_private import FakeTensorMode, symbolic_shapes
 from tvmbridge.graph_capture.trace.functions import functions_replaced
+from tvmbridge.graph_capture.trace.kernel_strides import unanswered
 
 # PyTorch's kernels access memory out of bounds for dimensions of stride 0.
 _NOT_EXPANDED = frozenset({"masked.median", "median", "nanmedian"})
@@ -55,20 +57,39 @@ LAYOUTS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+# The strides and the storage offset of a result.
+Placement: TypeAlias = tuple[tuple[int, ...], int]
+
+
 @dataclass(frozen=True)
 class Difference:
     """A call whose fake results have other strides than the real results.
 
     - ``case``: the label of the case.
     - ``operands``: shape and strides of each tensor of the call.
-    - ``real``: the strides of the real results.
-    - ``fake``: the strides of the fake results.
+    - ``real``: strides and storage offset of each real result.
+    - ``fake``: strides and storage offset of each fake result.
     """
 
     case: str
     operands: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
-    real: tuple[tuple[int, ...], ...]
-    fake: tuple[tuple[int, ...], ...]
+    real: tuple[Placement, ...]
+    fake: tuple[Placement, ...]
+
+
+@dataclass(frozen=True)
+class Tally:
+    """The calls of an operator that ran in eager PyTorch.
+
+    - ``equal``: the number of calls whose fake results have the strides of the real results.
+    - ``refused``: the number of calls without fake results, or whose strides are not known: forward
+      is refused by name if it asks for them.
+    - ``differences``: the other calls.
+    """
+
+    equal: int
+    refused: int
+    differences: list[Difference]
 
 
 def operators() -> dict[str, Any]:
@@ -76,17 +97,37 @@ def operators() -> dict[str, Any]:
     return {full_name(op): op for op in common_methods_invocations.op_db}
 
 
-def differences(op: Any, limit: int) -> list[Difference]:
-    """Return the calls of ``op`` that differ, of at most ``limit`` samples in all layouts."""
+def tally(
+    op: Any, limit: int, dtype: torch.dtype = torch.float32, gradients: bool = False
+) -> Tally:
+    """Compare the calls of ``op``, of at most ``limit`` samples in all layouts.
+
+    An operator that does not support float32 runs in another dtype that it supports. With
+    ``gradients`` the floating-point inputs require a gradient.
+    """
     dtypes = op.supported_dtypes("cpu")
-    if not dtypes:
-        return []
-    dtype = torch.float32 if torch.float32 in dtypes else min(dtypes, key=str)
+    if dtype is torch.float32 and dtypes and dtype not in dtypes:
+        dtype = min(dtypes, key=str)
+    if dtype not in dtypes or (gradients and not op.supports_autograd):
+        return Tally(0, 0, [])
     torch.manual_seed(0)
     samples = choose(cases_of_samples(op.sample_inputs("cpu", dtype)), limit)
-    cases = [case for sample in samples for case in (sample, *_with_more_dimensions(sample))]
-    found = [_difference(op, laid) for case in cases for laid in _laid_out(op.name, case)]
-    return [difference for difference in found if difference is not None]
+    shaped = [case for sample in samples for case in (sample, *_with_more_dimensions(sample))]
+    cases = [laid for case in shaped for laid in _laid_out(op.name, case)]
+    equal, refused, differences = 0, 0, []
+    for case in cases:
+        real = _placements(op, case.leaves, case.spec, gradients)
+        if real is None:
+            continue
+        fake = _fake_placements(op, case, gradients)
+        if fake is None:
+            refused += 1
+        elif fake == real:
+            equal += 1
+        else:
+            operands = tuple((tuple(t.shape), t.stride()) for t in case.tensors)
+            differences.append(Difference(case.label, operands, real, fake))
+    return Tally(equal, refused, differences)
 
 
 def _with_more_dimensions(case: Case) -> Iterator[Case]:
@@ -128,36 +169,38 @@ def _laid_out(name: str, case: Case) -> Iterator[Case]:
             yield replace(case, label=label, leaves=tuple(leaves))
 
 
-def _difference(op: Any, case: Case) -> Difference | None:
-    real = _strides(op, case.leaves, case.spec)
-    if real is None:
-        return None
-    symbols = symbolic_shapes().ShapeEnv()
-    with FakeTensorMode(allow_non_fake_inputs=True, shape_env=symbols) as mode:
+def _fake_placements(op: Any, case: Case, gradients: bool) -> tuple[Placement, ...] | None:
+    symbols = symbolic_shapes().ShapeEnv()  # Of results whose shapes depend on values.
+    with FakeTensorMode(allow_non_fake_inputs=True, shape_env=symbols, static_shapes=True) as mode:
         fakes = pytree.tree_map(
             lambda v: mode.from_tensor(v) if isinstance(v, torch.Tensor) else v, list(case.leaves)
         )
         with functions_replaced(nn.Module(), on_fakes=True):
-            fake = _strides(op, fakes, case.spec)
-    if fake is None or fake == real:  # It is refused, or right.
-        return None
-    operands = tuple((tuple(t.shape), t.stride()) for t in case.tensors)
-    return Difference(case.label, operands, real, fake)
+            fake = _placements(op, fakes, case.spec, gradients)
+            return None if unanswered() else fake
 
 
-def _strides(op: Any, leaves: Any, spec: Any) -> tuple[tuple[int, ...], ...] | None:
-    """Return the strides of the results; None if the operator raises, or a size is unknown."""
-    args, kwargs = pytree.tree_unflatten(list(leaves), spec)
+def _placements(op: Any, leaves: Any, spec: Any, gradients: bool) -> tuple[Placement, ...] | None:
+    """Return the placements of the results; None if the operator raises, or a size is unknown."""
+    args, kwargs = pytree.tree_unflatten(
+        [_requiring(v, gradients) if isinstance(v, torch.Tensor) else v for v in leaves], spec
+    )
     torch.manual_seed(0)
     try:
-        with torch.no_grad():
+        with torch.set_grad_enabled(gradients):
             results = pytree.tree_leaves(op.op(*args, **kwargs))
     except Exception:
         return None
     strided = [r for r in results if isinstance(r, torch.Tensor) and r.layout is torch.strided]
     if any(isinstance(n, torch.SymInt) for r in strided for n in (*r.shape, *r.stride())):
         return None
-    return tuple(r.stride() for r in strided)
+    return tuple((r.stride(), int(r.storage_offset())) for r in strided)
+
+
+def _requiring(tensor: torch.Tensor, gradients: bool) -> torch.Tensor:
+    if not gradients or not (tensor.is_floating_point() or tensor.is_complex()):
+        return tensor
+    return tensor.detach().requires_grad_()
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -165,19 +208,24 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.conformance.strides")
     parser.add_argument("names", nargs="*", help="operators; by default all of OpInfo")
     parser.add_argument("--samples", type=int, default=6, help="of each operator")
+    parser.add_argument("--dtype", default="float32", help="of the samples")
+    parser.add_argument("--gradients", action="store_true", help="inputs require a gradient")
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     logging.disable(logging.ERROR)  # PyTorch logs each operator that has no fake kernel.
     known = operators()
     chosen = {n: op for n, op in known.items() if not options.names or n in options.names}
-    count = 0
-    for name, op in chosen.items():
-        found = differences(op, options.samples)
-        count += bool(found)
-        for difference in found[:3]:
-            print(f"{name}: {difference}", flush=True)
-    print(f"{len(chosen)} operators, {count} with other strides")
-    return 1 if count else 0
+    dtype = getattr(torch, options.dtype)
+    found = {n: tally(op, options.samples, dtype, options.gradients) for n, op in chosen.items()}
+    different = {name: t.differences for name, t in found.items() if t.differences}
+    for name, differences in different.items():
+        for difference in differences[:3]:
+            print(f"{name}: {difference}")
+    equal, refused = sum(t.equal for t in found.values()), sum(t.refused for t in found.values())
+    print(
+        f"{equal} calls with eager's strides, {refused} refused, {len(different)} operators differ"
+    )
+    return 1 if different else 0
 
 
 if __name__ == "__main__":

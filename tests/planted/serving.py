@@ -133,6 +133,14 @@ SERVING = (
         ("tests/graph_capture/trace/test_kernel_strides.py", "-k", "in_training"),
     ),
     Plant(
+        "strides of symbolic sizes not compared",
+        "runtime",
+        "tvmbridge.dynamo.strides",
+        "sizes = [_number(n) for n in",
+        "sizes = [n if type(n) is int else None for n in",
+        ("tests/graph_capture/trace/test_kernel_strides.py", "-k", "any_size"),
+    ),
+    Plant(
         "the generator advanced twice",
         "runtime",
         "tvmbridge.graph_capture.draw_noise",

@@ -17,6 +17,14 @@ NAMESPACE = "tvmbridge"
 # The fake kernels in these namespaces are tested against the real kernels.
 _KNOWN_NAMESPACES = frozenset({"aten", "prims", "prim", NAMESPACE})
 
+# The operators that :func:`register` made. Each runs one function of PyTorch, and draws nothing.
+_registered: set[OpOverload] = set()
+
+
+def is_function(operator: OpOverload) -> bool:
+    """Whether the operator is a function of PyTorch that :func:`register` made an operator."""
+    return operator in _registered
+
 
 def is_foreign(operator: OpOverload) -> bool:
     """Whether the operator was registered by neither PyTorch nor tvmbridge."""
@@ -59,8 +67,9 @@ def register(library: torch.library.Library, operator: CustomOperator) -> None:
     """Define ``operator`` and the operator of its backward in ``library``."""
     name, _, overload = operator.name.partition(".")
     library.define(f"{operator.name}({operator.parameters}) -> Tensor")
-    schema = getattr(getattr(torch.ops.tvmbridge, name), overload or "default")._schema
-    names = [argument.name for argument in schema.arguments]
+    defined = getattr(getattr(torch.ops.tvmbridge, name), overload or "default")
+    _registered.add(defined)
+    names = [argument.name for argument in defined._schema.arguments]
 
     def run(*args: Any) -> torch.Tensor:
         return without_gradients(operator.function, **dict(zip(names, args, strict=False)))

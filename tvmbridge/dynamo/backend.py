@@ -133,7 +133,7 @@ def _check_strides(graph_module: fx.GraphModule) -> None:
         node = node_with_other_strides(graph_module)
     except Exception:
         logger.debug("strides of a graph cannot be compared", exc_info=True)
-        return
+        node = "operators that could not run on fake tensors"
     if node is not None:
         reason = (
             f"forward asks for strides, and TorchDynamo takes those of {node} for others than "

@@ -8,14 +8,21 @@ PyTorch may take another branch. The graph alone does not show this.
 from __future__ import annotations
 
 import dis
-from collections.abc import Iterable
 from types import CodeType
+from typing import Any
 
 import torch
 from torch import fx
 
-from tvmbridge.core.torch_private import FakeTensor, pytree, traced_code
-from tvmbridge.graph_capture.trace.kernel_strides import strides_of_kernels
+from tvmbridge.core.torch_private import (
+    FakeTensor,
+    FakeTensorMode,
+    pytree,
+    symbolic_shapes,
+    traced_code,
+)
+from tvmbridge.graph_capture.trace.kernel_strides import strides_of_kernels, unanswered
+from tvmbridge.graph_capture.trace.pools import POOLS, laid_as_in_eager
 
 _ASKING = frozenset({"dim_order", "is_contiguous", "stride", "suggest_memory_format"})
 
@@ -44,15 +51,19 @@ def _asks(code: CodeType) -> bool:
 
 
 def _with_other_strides(graph_module: fx.GraphModule) -> str | None:
-    """Return the name of the first node to which PyTorch's kernels give other strides, or None."""
+    """Return the name of the first node to which PyTorch's kernels give other strides, or None.
+
+    The graph runs at the sizes of the call that Dynamo captured, also if its sizes are symbols.
+    """
     walk = _Strides(graph_module, garbage_collect_values=False)
-    fakes = [n.meta.get("example_value") for n in graph_module.graph.find_nodes(op="placeholder")]
-    modes = [f.fake_mode for f in pytree.tree_leaves(fakes) if isinstance(f, FakeTensor)]
-    if not modes:
+    given = [n.meta.get("example_value") for n in graph_module.graph.find_nodes(op="placeholder")]
+    if not any(isinstance(value, FakeTensor) for value in pytree.tree_leaves(given)):
         return None
-    with modes[0], strides_of_kernels(), torch.no_grad():
-        walk.run(*map(_anew, fakes))
-    return walk.found
+    symbols = symbolic_shapes().ShapeEnv()  # of results whose shapes depend on values
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=symbols, static_shapes=True)
+    with mode, strides_of_kernels(), torch.no_grad():
+        walk.run(*(pytree.tree_map(_at_sizes, value) for value in given))
+        return walk.found or next(iter(unanswered()), None)
 
 
 class _Strides(fx.Interpreter):
@@ -65,24 +76,36 @@ class _Strides(fx.Interpreter):
 
     def run_node(self, node: fx.Node) -> object:
         result = super().run_node(node)
-        recorded = _strides(pytree.tree_leaves(node.meta.get("example_value")))
-        if self.found is None and recorded and recorded != _strides(pytree.tree_leaves(result)):
+        value = node.meta.get("example_value")
+        if value is None:
+            return result
+        if node.target in POOLS:
+            result = laid_as_in_eager(result, getattr(value, "requires_grad", False))
+        recorded = [_strides(leaf) for leaf in pytree.tree_leaves(value)]
+        found = [_strides(leaf) for leaf in pytree.tree_leaves(result)]
+        if self.found is None and None not in (*recorded, *found) and recorded != found:
             self.found = node.name
         return result
 
 
-def _strides(leaves: Iterable[object]) -> list[tuple[int, ...]]:
-    return [
-        t.stride()
-        for t in leaves
-        if isinstance(t, torch.Tensor)
-        and t.layout is torch.strided
-        and all(type(n) is int for n in t.shape)
-    ]
+def _strides(leaf: object) -> object:
+    """Return the strides of a tensor as numbers; None if one is unknown; () for other values."""
+    if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
+        return ()
+    sizes = [_number(n) for n in (*leaf.shape, *leaf.stride())]
+    return None if None in sizes else tuple(sizes[leaf.dim() :])
 
 
-def _anew(value: object) -> object:
+def _number(size: Any) -> Any:
+    """Return a number for a symbol: its value in the call that Dynamo captured, or None."""
+    symbolic = isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool)
+    return size.node.hint if symbolic else size
+
+
+def _at_sizes(value: Any) -> Any:
     """Return a new fake tensor like ``value``, so that the graph may write into it."""
     if not isinstance(value, FakeTensor) or value.layout is not torch.strided:
-        return value
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+        return _number(value)
+    shape, strides = map(_number, value.shape), map(_number, value.stride())
+    device, dtype = value.device, value.dtype
+    return torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype, device=device)

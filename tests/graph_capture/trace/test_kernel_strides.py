@@ -141,6 +141,42 @@ def test_forward_branches_on_strides_as_in_eager(
 
 
 @pytest.mark.parametrize("asks", [True, False])
+def test_strides_in_code_of_torch_compile_for_any_size(asks: bool) -> None:
+    torch._dynamo.reset()
+    reference = Rolled(asks).eval()
+    ours = torch.compile(copy.deepcopy(reference), backend="tvmbridge", dynamic=True)
+    for rows in (2, 3):
+        x = torch.randn(rows, 5, 2, 5, dtype=torch.float64)
+        x = x.to(memory_format=torch.channels_last)
+        with torch.no_grad():
+            torch.testing.assert_close(ours(x), reference(x))
+
+
+class Pooled(nn.Module):
+    """Branches on the strides of a pooled transpose; eager PyTorch has a kernel for inference."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = functional.max_pool1d(x.mT * 2, 2)
+        return y * 3 if y.is_contiguous() else y - 1
+
+
+@pytest.mark.parametrize("records", [True, False])
+@pytest.mark.parametrize("door", ["add", "compile"])
+def test_strides_of_a_kernel_that_fake_tensors_do_not_reach(records: bool, door: str) -> None:
+    x, reference = torch.randn(2, 8, 3).requires_grad_(records), Pooled()
+    ours: Any = Pooled()
+    if door == "add":
+        add_tvm_dispatch(ours, x)
+    else:
+        torch._dynamo.reset()
+        ours = torch.compile(ours, backend="tvmbridge")
+    with torch.set_grad_enabled(records):
+        torch.testing.assert_close(ours(x), reference(x), rtol=0, atol=0)
+    if door == "add":
+        assert not dispatch_report(ours).fallbacks
+
+
+@pytest.mark.parametrize("asks", [True, False])
 def test_strides_in_training(asks: bool) -> None:
     reference = Rolled(asks)
     x = torch.randn(2, 5, 2, 5, dtype=torch.float64).to(memory_format=torch.channels_last)
@@ -173,6 +209,15 @@ def test_strides_that_no_kernel_tells_are_refused(monkeypatch: pytest.MonkeyPatc
     x = torch.randn(2, 5, 2, 5).to(memory_format=torch.channels_last)
     with pytest.raises(BridgeError, match=r"strides behind aten\.roll\.default"):
         add_tvm_dispatch(Called(lambda x: x * torch.roll(x, 1, 0).stride(1)), x)
+
+
+def test_strides_of_an_argument_out_that_is_resized_are_refused() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x * torch.add(x, x, out=torch.empty(0)).stride(1)
+
+    x = torch.randn(2, 5, 2, 5).to(memory_format=torch.channels_last)
+    with pytest.raises(BridgeError, match=r"strides behind aten\.add\.out"):
+        add_tvm_dispatch(Called(forward), x)
 
 
 def test_no_kernel_that_is_asked_draws_numbers() -> None:

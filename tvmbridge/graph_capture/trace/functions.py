@@ -16,6 +16,7 @@ from tvmbridge.graph_capture.trace import (  # noqa: F401
     fills,
     linear_algebra,
     opaque_ops,
+    pools,
     promotion,
     recurrent,
     regions,

@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from tvmbridge.core.custom_operator import is_function
 from tvmbridge.core.torch_private import (
     DisablePythonDispatcher,
     DisableTorchFunction,
@@ -87,6 +88,8 @@ def _dispatched(
     args: Any = (),
     kwargs: Any = None,
 ) -> Any:
+    if _takes_out(func):
+        return _written(genuine, mode, func, types, args, kwargs or {})
     results = genuine(mode, func, types, args, kwargs or {})
     if not _may_be_asked(func):
         return results
@@ -101,9 +104,7 @@ def _dispatched(
     fits = sum(t.numel() for t in (*operands, *tensors)) <= _MOST_ELEMENTS
     strides = _strides_of(func, given, structure, made) if fits else None
     if strides is None:
-        noted = _unanswered.get()
-        if noted is not None:
-            noted[str(func)] = None
+        _note(func)
         return results
     owned = {storage_key(operand) for operand in operands}
     with mode:
@@ -114,13 +115,47 @@ def _dispatched(
     return pytree.tree_unflatten(laid, structure_of_results)
 
 
-def _may_be_asked(func: Any) -> bool:
+def _takes_out(func: Any) -> bool:
     if not isinstance(func, OpOverload) or func.namespace != "aten":
+        return False
+    return any(argument.is_out for argument in func._schema.arguments)
+
+
+def _written(
+    genuine: Callable[..., Any], mode: FakeTensorMode, func: Any, types: Any, args: Any, kwargs: Any
+) -> Any:
+    """Run an operator that writes ``out=``, and note it if its kernel chooses the strides.
+
+    A kernel chooses the strides of a tensor that it resizes, by those of its operands.
+    """
+    operands = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    shapes = [t.shape for t in operands]
+    differ = _may_differ(operands, ())
+    results = genuine(mode, func, types, args, kwargs)
+    if differ and shapes != [t.shape for t in operands]:
+        _note(func)
+    return results
+
+
+def _note(func: Any) -> None:
+    noted = _unanswered.get()
+    if noted is not None:
+        noted[str(func)] = None
+
+
+def _may_be_asked(func: Any) -> bool:
+    if not isinstance(func, OpOverload) or not (func.namespace == "aten" or is_function(func)):
         return False
     # A draw without a generator argument would advance PyTorch's global generator.
     if torch.Tag.nondeterministic_seeded in func.tags and not _takes_generator(func):
         return False
-    return not func._schema.is_mutable and func._schema.name not in _NEVER_ASKED
+    return func._schema.name not in _NEVER_ASKED and not _returns_written(func)
+
+
+def _returns_written(func: OpOverload) -> bool:
+    """Whether a result is an operand that is written, whose strides the operator keeps."""
+    found = [returned.alias_info for returned in func._schema.returns]
+    return any(alias is not None and alias.is_write for alias in found)
 
 
 def _takes_generator(func: OpOverload) -> bool:
