@@ -177,7 +177,7 @@ class Compiler:
         args, kwargs = arguments
         return Caller(
             self.module,
-            args,
+            tuple(args),
             kwargs,
             (*mode, flags),
             self.options,
