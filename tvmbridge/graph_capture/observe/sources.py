@@ -166,6 +166,29 @@ def attributes_below(value: Any) -> Any:
     return None if is_constant(value) or is_data(value) or is_object(value) else held
 
 
+def names_added(source: Source, before: frozenset[str]) -> Iterator[str]:
+    """Yield the names that were added to the namespace at ``source``, except for imports.
+
+    ``before`` are the names that the namespace had.
+    """
+    for name, value in list(vars(source.value).items()):
+        if name not in before and not (name.startswith("__") or _is_imported(source, value)):
+            yield name
+
+
+def _is_imported(source: Source, value: Any) -> bool:
+    """Whether an import may have added ``value`` to the namespace at ``source``.
+
+    A package may import a function or class from one of its modules at the first access.
+    """
+    if isinstance(value, types.ModuleType):
+        return True
+    defined = isinstance(value, type | types.FunctionType)
+    package = f"{getattr(source.value, '__name__', '')}."
+    in_package = isinstance(source.value, types.ModuleType) and defined
+    return in_package and str(value.__module__).startswith(package)
+
+
 def _leads_on(owner: Any, value: Any) -> bool:
     """Whether the search goes on from ``owner`` to its attribute ``value``.
 

@@ -36,6 +36,7 @@ from tvmbridge.graph_capture.observe.refusal import (
     refuse_what_is_asked,
     user_line,
 )
+from tvmbridge.graph_capture.observe.undo import undone_if_refused
 from tvmbridge.graph_capture.trace.adopted import adopt
 from tvmbridge.graph_capture.trace.copies import copied_values, modules_held
 from tvmbridge.graph_capture.trace.standins import (
@@ -106,14 +107,18 @@ def staged(
     stage: StagedModule | None = None
     watched = partial(_staged, module, args, kwargs, needs_grad, apart, is_compiling, autocast)
     try:
-        stage = watched(adoption)
+        with undone_if_refused() as undo:
+            if not apart:
+                undo.note_module(module)
+            stage = watched(adoption)
     except NotApartError:
         raise
     except CaptureError as error:
         refusal = error
     adopted = adoption.adoptable(module, pytree.tree_leaves((args, dict(kwargs)))) if apart else ()
     if adopted:
-        return watched(Adoption(adopted))
+        with undone_if_refused():
+            return watched(Adoption(adopted))
     if refusal is not None:
         raise refusal
     assert stage is not None
