@@ -54,14 +54,19 @@ class Source:
 
     def restore(self) -> None:
         """Assign the recorded value to the name again, or delete the name if it had no value."""
-        if isinstance(self.holder, dict):
-            self.holder[self.name] = self.value
-            if self.value is MISSING:
-                del self.holder[self.name]
-        elif self.value is MISSING:
-            delattr(self.owner, self.name)
+        if self.value is not MISSING:
+            self.assign(self.value)
+        elif isinstance(self.holder, dict):
+            del self.holder[self.name]
         else:
-            setattr(self.owner, self.name, self.value)
+            delattr(self.owner, self.name)
+
+    def assign(self, value: Any) -> None:
+        """Assign ``value`` to the name."""
+        if isinstance(self.holder, dict):
+            self.holder[self.name] = value
+        else:
+            setattr(self.owner, self.name, value)
 
 
 class Attributes:

@@ -11,12 +11,13 @@ import contextvars
 import os
 import queue
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import numpy
+import torch
 from torch import nn
 
 from tvmbridge.core.contents import CONTAINERS, MISSING, all_held, slots_of
@@ -34,6 +35,7 @@ class Undo:
         self._namespaces: dict[int, tuple[Source, frozenset[str]]] = {}
         # By id: the object, which the entry keeps alive, and the function that restores it.
         self._contents: dict[int, tuple[Any, Callable[[], None]]] = {}
+        self._tensors: dict[int, torch.Tensor] = {}
 
     def note_place(self, source: Source) -> None:
         """Record which object is at ``source``, and the contents of this object."""
@@ -48,6 +50,8 @@ class Undo:
         """Record the contents of the containers and plain objects in ``value``."""
         looked_into = isinstance(value, CONTAINERS) or is_data(value) or is_object(value)
         for held in all_held(value) if looked_into else [value]:
+            if isinstance(held, torch.Tensor):
+                self._tensors[id(held)] = held
             restore = None if id(held) in self._contents else _restoring(held)
             if restore is not None:
                 self._contents[id(held)] = held, restore
@@ -59,11 +63,46 @@ class Undo:
                 if name not in _OWN_NAMES:
                     self.note_contents(value)
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the recorded tensors."""
+        return list(self._tensors.values())
+
+    def values(self) -> Iterator[Any]:
+        """Yield the current values of recorded places, added names and recorded containers."""
+        yield from (source.now() for source in self._places.values())
+        for source, before in self._namespaces.values():
+            yield from (vars(source.value)[name] for name in names_added(source, before))
+        yield from (value for value, _ in self._contents.values())
+
+    def exchange(self, copies: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Replace copies of tensors, which forward has kept, by the tensors themselves.
+
+        Args:
+            copies: pairs of a copy and its original, by the id of the copy.
+        """
+        for source in self._places.values():
+            if id(source.now()) in copies:
+                source.assign(copies[id(source.now())][1])
+        for source, before in self._namespaces.values():
+            for name in names_added(source, before):
+                if id(vars(source.value)[name]) in copies:
+                    setattr(source.value, name, copies[id(vars(source.value)[name])][1])
+        for held in [held for value in self.values() for held in all_held(value)]:
+            entries = _entries(held)
+            for key, value in list(entries.items()):
+                if id(value) in copies:
+                    entries[key] = copies[id(value)][1]
+            if isinstance(held, list | deque):
+                for index, value in enumerate(held):
+                    if id(value) in copies:
+                        held[index] = copies[id(value)][1]
+
     def merge(self, later: Undo) -> None:
         """Add the records of ``later``; earlier records of the same places stay."""
         self._places = {**later._places, **self._places}
         self._namespaces = {**later._namespaces, **self._namespaces}
         self._contents = {**later._contents, **self._contents}
+        self._tensors = {**later._tensors, **self._tensors}
 
     def restore(self) -> None:
         """Restore the recorded places, namespaces and contents."""
@@ -126,6 +165,14 @@ def _restoring(value: Any) -> Callable[[], None] | None:
     if isinstance(value, queue.Queue) or (is_object(value) and is_plain_class(type(value))):
         return partial(_restore_object, value, _attributes(value))
     return None
+
+
+def _entries(value: Any) -> dict[Any, Any]:
+    """Return the dict of entries or attributes that can be assigned in ``value``."""
+    if isinstance(value, dict):
+        return value
+    plain = is_object(value) and is_plain_class(type(value))
+    return getattr(value, "__dict__", {}) if plain else {}
 
 
 def _restore_variables(before: dict[str, str]) -> None:
