@@ -122,6 +122,8 @@ class OutsideReads:
         names = executed.names
         if names.looked_up & _PAST_CLASSES and executed.code.co_name not in _PAST_CLASSES:
             self._objects.blind = True
+        if "globals" in names.globals:
+            self._undo.note_names(executed.globals)
         if names.asks_identity:
             self.asks.add(Question.IDENTITY)
         same_anyway = str(executed.globals.get("__name__")).startswith(SAME_WHEN_COMPILED)

@@ -56,6 +56,10 @@ class Undo:
             if restore is not None:
                 self._contents[id(held)] = held, restore
 
+    def note_names(self, space: dict[str, Any]) -> None:
+        """Record the names and values of a Python module, without the contents of the values."""
+        self._contents.setdefault(id(space), (space, partial(_restore_dict, space, list(space.items()))))
+
     def note_module(self, module: nn.Module) -> None:
         """Record the contents of the attributes of ``module`` and its submodules."""
         for owner in module.modules():
@@ -162,6 +166,8 @@ def _restoring(value: Any) -> Callable[[], None] | None:
         return partial(type(value).__setitem__, value, slice(None), value[:])
     if isinstance(value, numpy.ndarray):
         return partial(_restore_array, value, value.copy()) if value.flags.writeable else None
+    if isinstance(value, queue.SimpleQueue):
+        return partial(_shorten, value, value.qsize())
     if isinstance(value, queue.Queue) or (is_object(value) and is_plain_class(type(value))):
         return partial(_restore_object, value, _attributes(value))
     return None
@@ -187,14 +193,16 @@ def _restore_variable(variable: contextvars.ContextVar[Any], before: Any) -> Non
 
 
 def _restore_dict(value: dict[Any, Any], before: list[tuple[Any, Any]]) -> None:
-    now = list(dict.items(value))
-    if len(now) == len(before) and all(
-        a is c and b is d for (a, b), (c, d) in zip(now, before, strict=True)
-    ):
-        return
-    kind: type[dict[Any, Any]] = OrderedDict if isinstance(value, OrderedDict) else dict
-    kind.clear(value)
-    kind.update(value, before)
+    held = dict(before)
+    for key in [key for key in value if key not in held]:
+        dict.__delitem__(value, key)
+    for key, entry in before:
+        if dict.get(value, key, MISSING) is not entry:
+            dict.__setitem__(value, key, entry)
+    if list(dict.keys(value)) != list(held):  # a removed entry has come back at the end
+        kind: type[dict[Any, Any]] = OrderedDict if isinstance(value, OrderedDict) else dict
+        kind.clear(value)
+        kind.update(value, before)
 
 
 def _restore_items(value: set[Any] | deque[Any], before: list[Any]) -> None:
@@ -207,6 +215,13 @@ def _restore_items(value: set[Any] | deque[Any], before: list[Any]) -> None:
 def _restore_array(value: numpy.ndarray[Any, Any], before: numpy.ndarray[Any, Any]) -> None:
     if value.shape == before.shape and value.tobytes() != before.tobytes():
         value[...] = before
+
+
+def _shorten(value: queue.SimpleQueue[Any], size: int) -> None:
+    """Remove the items that were added to a queue; items that were taken stay away."""
+    items = [value.get_nowait() for _ in range(value.qsize())] if value.qsize() > size else []
+    for item in items[:size]:
+        value.put(item)
 
 
 def _attributes(value: Any) -> tuple[dict[str, Any], dict[str, Any]]:
