@@ -129,7 +129,15 @@ def _state() -> list[Any]:
     numbers = [_counting.calls, SPACE.calls, LOCAL.calls, METERS[0].calls]  # type: ignore[attr-defined]
     queues = [QUEUE.qsize(), QUEUE.unfinished_tasks, SIMPLE.qsize(), list(DEQUE)]
     names = sorted(globals())
-    return [numbers, queues, list(ARRAY), bytes(BYTES), repr(NUMBERS), names, repr(_in_default.__defaults__)]
+    return [
+        numbers,
+        queues,
+        list(ARRAY),
+        bytes(BYTES),
+        repr(NUMBERS),
+        names,
+        repr(_in_default.__defaults__),
+    ]
 
 
 def _toggling(module: Any, x: torch.Tensor) -> None:

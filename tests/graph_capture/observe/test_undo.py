@@ -22,7 +22,7 @@ NUMBERS = (number for number in itertools.count())
 
 class Settings:
     calls = 0
-    seen: list[int] = []  # noqa: RUF012
+    seen: list[int] = []
 
 
 class Slotted:

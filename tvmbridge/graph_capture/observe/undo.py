@@ -10,18 +10,21 @@ import array
 import contextvars
 import os
 import queue
+import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import numpy
 import torch
 from torch import nn
 
-from tvmbridge.core.contents import CONTAINERS, MISSING, all_held, slots_of
+from tvmbridge.core.contents import CONTAINERS, MISSING, all_held, is_constant, same_value, slots_of
 from tvmbridge.graph_capture.observe.data import is_data, is_object, is_plain_class
+from tvmbridge.graph_capture.observe.executed import is_library
 from tvmbridge.graph_capture.observe.sources import Source, names_added
 
 _OWN_NAMES = ("_parameters", "_buffers", "_modules")
@@ -58,7 +61,8 @@ class Undo:
 
     def note_names(self, space: dict[str, Any]) -> None:
         """Record the names and values of a Python module, without the contents of the values."""
-        self._contents.setdefault(id(space), (space, partial(_restore_dict, space, list(space.items()))))
+        restore = partial(_restore_dict, space, list(space.items()))
+        self._contents.setdefault(id(space), (space, restore))
 
     def note_module(self, module: nn.Module) -> None:
         """Record the contents of the attributes of ``module`` and its submodules."""
@@ -111,7 +115,7 @@ class Undo:
     def restore(self) -> None:
         """Restore the recorded places, namespaces and contents."""
         for source in self._places.values():
-            if source.now() is not source.value:
+            if _is_assigned(source):
                 source.restore()
         # Last: a later run records the names that an earlier run has added as places.
         for source, before in self._namespaces.values():
@@ -144,6 +148,15 @@ def undone_if_refused() -> Iterator[Undo]:
             outer.merge(undo)
     finally:
         _current.reset(token)
+
+
+def _is_assigned(source: Source) -> bool:
+    """Whether something else is at ``source`` now; settings of libraries are restored elsewhere."""
+    owner, value, now = source.owner, source.value, source.now()
+    if now is value or (is_constant(value) and same_value(now, value)):
+        return False
+    named = "__name__" if isinstance(owner, ModuleType) else "__module__"
+    return isinstance(owner, threading.local) or not is_library(getattr(owner, named, None))
 
 
 def _restoring(value: Any) -> Callable[[], None] | None:
