@@ -45,7 +45,7 @@ class WritesUndone(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def __exit__(self, *raised: Any) -> None:
-        super().__exit__(*raised)
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
         for tensor, before in self._before:
             with torch.inference_mode(tensor.is_inference()), torch.no_grad():
                 tensor.copy_(before)

@@ -219,10 +219,12 @@ def _restore_dict(value: dict[Any, Any], before: list[tuple[Any, Any]]) -> None:
 
 
 def _restore_items(value: set[Any] | deque[Any], before: list[Any]) -> None:
-    kind: Any = set if isinstance(value, set) else deque
-    add = kind.update if kind is set else kind.extend
-    kind.clear(value)
-    add(value, before)
+    if isinstance(value, set):
+        set.clear(value)
+        set.update(value, before)
+    else:
+        deque.clear(value)
+        deque.extend(value, before)
 
 
 def _restore_array(value: numpy.ndarray[Any, Any], before: numpy.ndarray[Any, Any]) -> None:
@@ -239,7 +241,7 @@ def _shorten(value: queue.SimpleQueue[Any], size: int) -> None:
 
 def _attributes(value: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the attributes of an object in its ``__dict__``, and the ones in its slots."""
-    slots = {name: getattr(value, name, MISSING) for name in slots_of(type(value))}
+    slots = {name: getattr(value, name, MISSING) for name in slots_of(type(value))}  # type: ignore[arg-type]
     return dict(getattr(value, "__dict__", {})), slots
 
 
