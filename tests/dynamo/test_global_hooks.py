@@ -16,13 +16,17 @@ from torch.nn.modules import module as hooks
 ROOT = Path(__file__).parents[2]
 
 
+def _doubled(module: nn.Module, args: tuple[torch.Tensor]) -> Any:
+    return (args[0] * 2,)
+
+
 def _scaled(grads: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
     return tuple(grad if grad is None else grad * 2 for grad in grads)
 
 
 KINDS: dict[str, Callable[[], Any]] = {
     "forward": lambda: hooks.register_module_forward_hook(lambda m, given, result: result + 1),
-    "before forward": lambda: hooks.register_module_forward_pre_hook(lambda m, a: (a[0] * 2,)),
+    "before forward": lambda: hooks.register_module_forward_pre_hook(_doubled),
     "backward": lambda: hooks.register_module_full_backward_hook(lambda m, ins, out: _scaled(ins)),
     "before backward": lambda: hooks.register_module_full_backward_pre_hook(
         lambda m, out: _scaled(out)
