@@ -336,4 +336,12 @@ SERVING = (
         "issubclass(type(held), FakeTensor)",
         ("tests/graph_capture/observe/test_leaks.py", "-k", "no_proxy"),
     ),
+    Plant(
+        "effects of a refused capture stay",
+        "runtime",
+        "tvmbridge.graph_capture.observe.undo",
+        "        undo.restore()\n        raise",
+        "        raise",
+        ("tests/graph_capture/observe/test_undo.py", "-k", "refusal and _of_classes"),
+    ),
 )
