@@ -352,4 +352,12 @@ SERVING = (
         "refused: dict[str, None] = {}",
         ("tests/relay/test_relay.py", "-k", "effects"),
     ),
+    Plant(
+        "effects of a refused capture stay",
+        "runtime",
+        "tvmbridge.graph_capture.observe.undo",
+        "        undo.restore()\n        raise",
+        "        raise",
+        ("tests/graph_capture/observe/test_undo.py", "-k", "refusal and _of_classes"),
+    ),
 )

@@ -14,12 +14,13 @@ from torch import fx
 
 from tvmbridge.core.errors import first_line
 from tvmbridge.core.options import CompileOptions
-from tvmbridge.core.torch_private import skipped_frame
+from tvmbridge.core.torch_private import guard_global_hooks, skipped_frame
 from tvmbridge.dynamo.calls import CompiledGraph, EagerGraph
 from tvmbridge.dynamo.graphs import DynamoGraph, read_graph
 from tvmbridge.dynamo.report import forget, keep
 from tvmbridge.dynamo.stops import captured_graph, differentiated_graph
 from tvmbridge.dynamo.strides import node_with_other_strides
+from tvmbridge.graph_capture.observe.hooks import GLOBAL_HOOK_DICTS
 
 logger = logging.getLogger(__name__)
 
@@ -111,16 +112,28 @@ def graph_on_code(
         SkipFrame: Dynamo assumed other strides than eager PyTorch has.
     """
     _check_strides(graph_module)
+    _watch_global_hooks()
     try:
         graph = read_graph(graph_module)
     except Exception as error:
         # PyTorch can run the graph, whatever the error is.
         logger.warning("a graph of torch.compile runs in eager PyTorch", exc_info=True)
-        return EagerGraph("graph", 0, graph_module.forward, first_line(error))
+        return EagerGraph("graph", 0, _forward_of(graph_module), first_line(error))
     if graph.operators < chosen.smallest_graph:
         reason = f"it has fewer than {chosen.smallest_graph} operators"
-        return EagerGraph(graph.name, graph.operators, graph_module.forward, reason, small=True)
+        forward = _forward_of(graph_module)
+        return EagerGraph(graph.name, graph.operators, forward, reason, small=True)
     return compiled(graph, chosen.compile)
+
+
+def _forward_of(graph_module: fx.GraphModule) -> Called:
+    """Return the forward of a graph, which runs none of the hooks of all modules.
+
+    PyTorch generates a graph's code at first use. Until then ``forward`` calls the graph as a
+    module, with these hooks.
+    """
+    assert graph_module.code
+    return graph_module.forward
 
 
 def _check_strides(graph_module: fx.GraphModule) -> None:
@@ -141,6 +154,14 @@ def _check_strides(graph_module: fx.GraphModule) -> None:
         )
         logger.warning("%s", reason)
         raise skipped_frame(reason)
+
+
+def _watch_global_hooks() -> None:
+    """Have Dynamo compile again once hooks of all modules are added: the graph has no calls."""
+    try:
+        guard_global_hooks(GLOBAL_HOOK_DICTS)
+    except Exception:
+        logger.debug("hooks of all modules are not watched", exc_info=True)
 
 
 def tvmbridge_eager(

@@ -16,6 +16,7 @@ from torch import fx, nn
 from tvmbridge.core.errors import PassError
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.fx.entry import Binding
+from tvmbridge.graph_capture.observe.outside_tensors import WritesUndone
 from tvmbridge.graph_capture.trace.generators import Generators
 
 # A pass is undone if the sample takes more than this ratio of its former time. Timings vary by 5%.
@@ -49,6 +50,7 @@ class Trial:
     ) -> None:
         self.binding = binding
         self._module = module
+        self._held = {n for n, _ in (*module.named_parameters(), *module.named_buffers())}
         self._graph_module = graph_module
         self._tensors = list(tensors)
         self._leaves = list(leaves)
@@ -120,7 +122,8 @@ class Trial:
             generators.restore()
             copies = _copied(apart)
             own, passed = copies[: len(tensors)], copies[len(tensors) :]
-            expected = self._results(lambda: self._own(own, passed, spec), copies)
+            with WritesUndone(self._outside()):
+                expected = self._results(lambda: self._own(own, passed, spec), copies)
         finally:
             generators.restore()
         pairs = {"results": (made[0], expected[0])}
@@ -138,10 +141,14 @@ class Trial:
     def _own(self, tensors: Sequence[Any], leaves: Sequence[Any], spec: pytree.TreeSpec) -> Any:
         """Call the module's forward with copies in place of its tensors."""
         positional, named = pytree.tree_unflatten(list(leaves), spec)
-        module = self._module
-        held = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
-        replaced = {n: t for n, t in zip(self.binding.names, tensors, strict=True) if n in held}
-        return torch.func.functional_call(module, replaced, positional, named)
+        names = zip(self.binding.names, tensors, strict=True)
+        replaced = {name: t for name, t in names if name in self._held}
+        return torch.func.functional_call(self._module, replaced, positional, named)
+
+    def _outside(self) -> list[torch.Tensor]:
+        """Return the tensors outside the module, which its own forward reads without a copy."""
+        names = zip(self.binding.names, self._tensors, strict=True)
+        return [t for name, t in names if name not in self._held and isinstance(t, torch.Tensor)]
 
 
 def _copied(values: Sequence[Any]) -> list[Any]:

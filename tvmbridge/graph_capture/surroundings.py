@@ -29,6 +29,7 @@ from tvmbridge.core.torch_private import (
 from tvmbridge.core.turns import compiling
 from tvmbridge.graph_capture.observe.leaks import tensors_forgotten
 from tvmbridge.graph_capture.observe.settings import outside_of_autocast_regions, settings_kept
+from tvmbridge.graph_capture.observe.undo import undone_if_refused
 from tvmbridge.graph_capture.trace.dynamo import dynamo_left_out
 from tvmbridge.graph_capture.trace.generators import torch_generator_kept
 from tvmbridge.graph_capture.trace.own_calls import all_own_calls
@@ -44,9 +45,15 @@ def tracing_here() -> Iterator[None]:
     """Let this thread trace, and no other thread, within the context; it may be nested.
 
     In other threads ``torch.compiler.is_compiling()`` stays False, although all threads share its
-    flag.
+    flag. If an exception leaves the context, the runs of forward inside it leave no changes.
     """
-    with compiling(), dynamo_left_out(), tensors_forgotten(), _failures_not_logged():
+    with (
+        compiling(),
+        dynamo_left_out(),
+        tensors_forgotten(),
+        _failures_not_logged(),
+        undone_if_refused(),
+    ):
         yield
 
 

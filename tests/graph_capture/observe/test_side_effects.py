@@ -118,8 +118,26 @@ EFFECTS: dict[str, tuple[Callable[..., Any], str]] = {
 @pytest.mark.parametrize("effect", EFFECTS)
 def test_an_effect_is_refused(effect: str) -> None:
     act, message = EFFECTS[effect]
+    before = _state()
     with pytest.raises(CaptureError, match=message):
         add_tvm_dispatch(Model(act).eval(), torch.randn(3))
+    assert _state() == before
+
+
+def _state() -> list[Any]:
+    """Return all that the effects change outside the module."""
+    numbers = [_counting.calls, SPACE.calls, LOCAL.calls, METERS[0].calls]  # type: ignore[attr-defined]
+    queues = [QUEUE.qsize(), QUEUE.unfinished_tasks, SIMPLE.qsize(), list(DEQUE)]
+    names = sorted(globals())
+    return [
+        numbers,
+        queues,
+        list(ARRAY),
+        bytes(BYTES),
+        repr(NUMBERS),
+        names,
+        repr(_in_default.__defaults__),
+    ]
 
 
 def _toggling(module: Any, x: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ import importlib
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -249,6 +249,25 @@ def captured_in() -> str:
 def traced_code() -> list[Any]:
     """Return the code of all functions that TorchDynamo has traced in its current capture."""
     return list(importlib.import_module("torch._guards").TracingContext.get_traced_code() or ())
+
+
+def guard_global_hooks(names: Iterable[str]) -> None:
+    """Make TorchDynamo compile again when hooks of all modules are added or removed.
+
+    Dynamo reads these hooks during a capture, but by default has no guards for them.
+
+    Args:
+        names: the names of the dicts of hooks in ``torch.nn.modules.module``.
+    """
+    guards = importlib.import_module("torch._dynamo.guards")
+    sources = importlib.import_module("torch._dynamo.source")
+    module = sources.ImportSource("torch")
+    for part in ("nn", "modules", "module"):
+        module = sources.AttrSource(module, part)
+    for name in names:
+        held = getattr(torch.nn.modules.module, name)
+        kind = guards.GuardBuilder.DICT_KEYS_MATCH if held else guards.GuardBuilder.SEQUENCE_LENGTH
+        guards.install_guard(sources.AttrSource(module, name).make_guard(kind))
 
 
 def skipped_frame(reason: str) -> Exception:

@@ -70,7 +70,7 @@ def recorded_reads(
 
 @contextmanager
 def recorded_assignments(
-    module: nn.Module, reads: set[tuple[str, str]]
+    module: nn.Module, reads: set[tuple[str, str]], foreign: ForeignModules
 ) -> Iterator[set[tuple[str, str]]]:
     """Yield a set that collects the attributes that are assigned before they are read.
 
@@ -79,12 +79,15 @@ def recorded_assignments(
     Args:
         module: as for :func:`recorded_reads`.
         reads: the set that :func:`recorded_reads` fills at the same time.
+        foreign: records assignments to attributes of modules outside ``module``.
     """
     names = {id(m): name for name, m in module.named_modules(remove_duplicate=False)}
     assigned: set[tuple[str, str]] = set()
 
     def write(genuine: Callable[..., None], owner: nn.Module, attribute: str, value: Any) -> None:
         key = names.get(id(owner), ""), attribute
+        if id(owner) not in names:
+            foreign.note_value(owner, attribute)
         if id(owner) in names and attribute not in _OF_EVERY_MODULE and key not in reads:
             assigned.add(key)
         assign(genuine, owner, attribute, value)

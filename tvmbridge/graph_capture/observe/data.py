@@ -54,7 +54,7 @@ def is_object(value: Any, depth: int = DEPTH) -> bool:
         return False
     if isinstance(value, (type, torch.Tensor, nn.Module, types.ModuleType)):
         return False
-    if not is_of_users(type(value)) and type(value) not in _PLAIN:
+    if not is_plain_class(type(value)):
         return False
     of_classes = (v for c in type(value).__mro__ if is_of_users(c) for v in _own(c).values())
     held = attributes_of(value)
@@ -71,6 +71,11 @@ def holds_iterator(value: Any) -> bool:
     looked_into = isinstance(value, CONTAINERS) or is_object(value)
     held = all_held(value) if looked_into else [value]
     return any(isinstance(h, Iterator) and not isinstance(h, io.IOBase) for h in held)
+
+
+def is_plain_class(cls: type) -> bool:
+    """Whether objects of ``cls`` are plain objects: of a user's class, or simple namespaces."""
+    return is_of_users(cls) or cls in _PLAIN
 
 
 def is_of_users(cls: type) -> bool:

@@ -15,13 +15,18 @@ import torch
 from torch import nn
 
 from tvmbridge.core.assumptions import OutsideValue
-from tvmbridge.core.contents import MISSING, is_constant
+from tvmbridge.core.contents import MISSING, same_value
 from tvmbridge.core.errors import CaptureError
 from tvmbridge.core.structure import map_tensors
 from tvmbridge.core.torch_private import FakeTensor, FakeTensorMode, TorchDispatchMode, pytree
+from tvmbridge.graph_capture.observe.data import is_data, is_object
+from tvmbridge.graph_capture.observe.sources import Source
+from tvmbridge.graph_capture.observe.undo import current_undo
+from tvmbridge.graph_capture.trace.copies import copied_values
 from tvmbridge.graph_capture.trace.patches import patched_here
 
 aten = torch.ops.aten
+_OF_EVERY_MODULE = frozenset(nn.Module().__dict__) - {"training"}
 # The argument of these operators is a tensor that forward has just created from a number.
 _FRESH = frozenset({aten.lift.default, aten.lift_fresh.default, aten.lift_fresh_copy.default})
 
@@ -91,7 +96,12 @@ class ForeignTensors(TorchDispatchMode):
 
 
 class ForeignConstant(NamedTuple):
-    """A constant attribute that forward reads of an unregistered module."""
+    """An attribute that forward reads or assigns of an unregistered module.
+
+    - ``module``: the unregistered module.
+    - ``name``: the name of the attribute.
+    - ``value``: its value before, a copy if it is data; MISSING if there was none.
+    """
 
     module: nn.Module
     name: str
@@ -105,9 +115,17 @@ class ForeignConstant(NamedTuple):
                 module.
         """
         owner = originals.get(id(self.module), self.module)
-        label = f"{self.name} of a {type(owner).__name__}"
         key = (id(owner), self.name)
-        return OutsideValue(owner.__dict__, self.name, label, self.value, key, owner=owner)
+        return OutsideValue(owner.__dict__, self.name, self.label, self.value, key, owner=owner)
+
+    @property
+    def label(self) -> str:
+        """The attribute's name for messages."""
+        return f"{self.name} of a {type(self.module).__name__}"
+
+    def has_changed(self) -> bool:
+        """Whether the attribute has another value now."""
+        return not same_value(self.module.__dict__.get(self.name, MISSING), self.value)
 
 
 class ForeignModules:
@@ -120,20 +138,37 @@ class ForeignModules:
         self._run: dict[int, nn.Module] = {}
         self._minding: set[int] = set()
         self._made: dict[int, nn.Module] = {}
-        self._read: dict[tuple[int, str], nn.Module] = {}
+        self._met: dict[tuple[int, str], ForeignConstant] = {}
+        self._read: set[tuple[int, str]] = set()
+        self._undo = current_undo()
 
     def note(self, module: nn.Module, attribute: str) -> None:
         """Record that ``attribute`` of the unregistered ``module`` is read."""
-        if id(module) not in self._made:
-            self._read[id(module), attribute] = module
+        self.note_value(module, attribute)
+        self._read.add((id(module), attribute))
         if attribute in ("forward", "training") and id(module) not in self._made:
             self._run[id(module)] = module
             if attribute == "training":
                 self._minding.add(id(module))
 
+    def note_value(self, module: nn.Module, attribute: str) -> None:
+        """Record the value of ``attribute`` before forward may change it."""
+        key = id(module), attribute
+        if key in self._met or id(module) in self._made or attribute in _OF_EVERY_MODULE:
+            return
+        # A plain look-up would count as a read.
+        held = object.__getattribute__(module, "__dict__")
+        value = held.get(attribute, MISSING)
+        self._undo.note_place(Source(module, held, attribute, attribute, value))
+        if is_data(value) or is_object(value):
+            copied = copied_values({0: value})[0]
+            value = copied if same_value(copied, value) else value
+        self._met[key] = ForeignConstant(module, attribute, value)
+
     def clear(self) -> None:
         """Drop the records of modules that were run or read."""
         self._run.clear()
+        self._met.clear()
         self._read.clear()
 
     def stateful(self) -> list[nn.Module]:
@@ -141,9 +176,16 @@ class ForeignModules:
         return [m for key, m in self._run.items() if key in self._minding or _holds_tensors(m)]
 
     def constants_read(self) -> list[ForeignConstant]:
-        """Return the constants, such as numbers and strings, that were read of these modules."""
-        held = ((m, name, m.__dict__.get(name, MISSING)) for (_, name), m in self._read.items())
-        return [ForeignConstant(m, name, v) for m, name, v in held if is_constant(v)]
+        """Return the numbers, strings and other data that were read of these modules."""
+        read = (each for key, each in self._known() if key in self._read)
+        return [each for each in read if is_data(each.value) or is_object(each.value)]
+
+    def changed(self) -> tuple[str, ...]:
+        """Return the labels of the attributes of these modules that forward has changed."""
+        return tuple(each.label for _, each in self._known() if each.has_changed())
+
+    def _known(self) -> list[tuple[tuple[int, str], ForeignConstant]]:
+        return [(key, each) for key, each in self._met.items() if key[0] not in self._made]
 
     @contextmanager
     def noticing_new_ones(self) -> Iterator[None]:

@@ -21,7 +21,8 @@ _TRACED = ("_forward_hooks", "_forward_pre_hooks")
 HOOKS = (*_TRACED, "_backward_hooks", "_backward_pre_hooks")
 # Hooks of all modules in the process. A call of the dispatched module still runs them, but compiled
 # code calls no submodules.
-GLOBAL_HOOKS = tuple(getattr(nn_module, f"_global{name}") for name in HOOKS)
+GLOBAL_HOOK_DICTS = tuple(f"_global{name}" for name in HOOKS)
+GLOBAL_HOOKS = tuple(getattr(nn_module, name) for name in GLOBAL_HOOK_DICTS)
 # trace/old_norms.py traces and guards these hooks.
 _OLD_NORMS = (WeightNorm, SpectralNorm)
 # A hook's function, and a text of its kind and of whether it gets keyword arguments.

@@ -302,7 +302,7 @@ def _observe(
     with ExitStack() as stack:
         impure = stack.enter_context(impurities(watches.outside.own))
         reads = stack.enter_context(recorded_reads(module, others))
-        assignments = stack.enter_context(recorded_assignments(module, reads))
+        assignments = stack.enter_context(recorded_assignments(module, reads, others))
         for context in (fakes.mode, torch.set_grad_enabled(needs_grad), without_autocast()):
             stack.enter_context(context)
         stack.enter_context(functions_replaced(module, on_fakes=True))
@@ -355,7 +355,7 @@ def _observe(
         foreign_modules=tuple(others.stateful()),
         foreign_constants=tuple(others.constants_read()),
         outside=run.outside.values(),
-        changes=run.outside.changed(),
+        changes=(*run.outside.changed(), *others.changed()),
         asks=frozenset(run.questions.asks | run.outside.asks),
         strides=strides,
         normed=normed,

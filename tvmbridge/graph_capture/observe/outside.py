@@ -24,6 +24,7 @@ from torch import nn
 
 from tvmbridge.core.assumptions import OutsideValue, Question
 from tvmbridge.core.contents import MISSING, same_value
+from tvmbridge.core.errors import CaptureError
 from tvmbridge.core.libraries import SAME_WHEN_COMPILED
 from tvmbridge.core.methods import MethodOf
 from tvmbridge.core.torch_private import FakeTensor, is_compiling
@@ -37,9 +38,11 @@ from tvmbridge.graph_capture.observe.sources import (
     Source,
     below,
     free_variables,
+    names_added,
     namespaces,
     roots,
 )
+from tvmbridge.graph_capture.observe.undo import current_undo
 from tvmbridge.graph_capture.observe.watching import Codes, defaults, exactly, watched
 from tvmbridge.graph_capture.trace.own_calls import OwnCalls
 
@@ -78,6 +81,9 @@ class OutsideReads:
         self.executed: dict[int, types.CodeType] = {}
         self.own = OwnCalls()
         self._objects = objects
+        self._undo = current_undo()
+        self._of = type(module).__name__
+        self._iterators: list[str] = []
         self._sources: dict[tuple[int, str], Source] = {}
         self._values: dict[tuple[int, str], OutsideValue] = {}
         self._names = _UNNAMED | ({module.method} if isinstance(module, MethodOf) else set())
@@ -112,6 +118,11 @@ class OutsideReads:
     def _note_function(self, executed: Executed) -> None:
         with self._objects.paused():
             self.note(executed)
+        if self._iterators:  # No later step could put back what the function takes from it.
+            raise CaptureError(
+                f"forward of {self._of} {self._iterators[0]}, which compiled code would not do at "
+                "each call"
+            )
 
     def note(self, executed: Executed) -> None:
         """Record what the code of a user's function may read outside of the module."""
@@ -121,6 +132,8 @@ class OutsideReads:
             self.types.append(executed.code.co_name)
         if names.looked_up & _PAST_CLASSES and executed.code.co_name not in _PAST_CLASSES:
             self._objects.blind = True
+        if "globals" in names.globals:
+            self._undo.note_names(executed.globals)
         if names.asks_identity:
             self.asks.add(Question.IDENTITY)
         same_anyway = str(executed.globals.get("__name__")).startswith(SAME_WHEN_COMPILED)
@@ -163,6 +176,8 @@ class OutsideReads:
     def _new_namespaces(self, source: Source) -> list[Source]:
         new = [s for s in namespaces(source) if id(s.value) not in self._namespaces]
         self._namespaces.update({id(s.value): (s, frozenset(vars(s.value))) for s in new})
+        for each in new:
+            self._undo.note_namespace(each)
         return new
 
     def _look_at(self, source: Source) -> bool:
@@ -171,9 +186,10 @@ class OutsideReads:
         if source.key in self._sources or isinstance(value, FakeTensor):
             return False
         self._sources[source.key] = source
+        self._undo.note_place(source)
         self.own.note_value(value)
         if holds_iterator(value):
-            self.complaints.append(f"reads the iterator {source.label}")
+            self._iterators.append(f"reads the iterator {source.label}")
         found = list(watched(source))
         self._keep(found)
         if found and any(source.owner is backend for backend in _EXCHANGED):
@@ -221,7 +237,8 @@ class OutsideReads:
 
     def _keep(self, found: Iterable[OutsideValue]) -> None:
         for value in found:
-            self._values.setdefault(value.key, value)
+            if self._values.setdefault(value.key, value) is value and not value.itself:
+                self._undo.note_contents(value.holder.get(value.name, MISSING))
 
     def values(self) -> tuple[OutsideValue, ...]:
         """Return the collected values as they were when they were recorded, before any change."""
@@ -243,11 +260,9 @@ class OutsideReads:
         return tuple(dict.fromkeys(changed))
 
     def _added(self) -> Iterator[tuple[Source, str]]:
-        """Yield the names that were added to namespaces, except for imports."""
         for source, names in self._namespaces.values():
-            for name, value in list(vars(source.value).items()):
-                if name not in names and not (name.startswith("__") or _is_imported(source, value)):
-                    yield source, name
+            for name in names_added(source, names):
+                yield source, name
 
     def remove_fakes(self) -> None:
         """Remove fake tensors from the caches, containers and names that forward has filled."""
@@ -270,19 +285,6 @@ def _codes_within(code: types.CodeType) -> Iterator[types.CodeType]:
         if isinstance(constant, types.CodeType):
             yield constant
             yield from _codes_within(constant)
-
-
-def _is_imported(source: Source, value: Any) -> bool:
-    """Whether an import may have added ``value`` to the namespace at ``source``.
-
-    A package may import a function or class from one of its modules at the first access.
-    """
-    if isinstance(value, types.ModuleType):
-        return True
-    defined = isinstance(value, type | types.FunctionType)
-    package = f"{getattr(source.value, '__name__', '')}."
-    in_package = isinstance(source.value, types.ModuleType) and defined
-    return in_package and str(value.__module__).startswith(package)
 
 
 def _has_changed(found: OutsideValue) -> bool:

@@ -19,10 +19,10 @@ from tvmbridge.core.errors import CaptureError
 from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.graph_capture.observe.hooks import hooked_submodule
+from tvmbridge.graph_capture.observe.outside_tensors import run_unseen
 from tvmbridge.graph_capture.observe.plain import other_answer, unusual_in
 from tvmbridge.graph_capture.trace.standins import (
     has_own_call,
-    run_apart,
     stand_in,
     tensors_of,
     tensors_replaced,
@@ -79,7 +79,7 @@ def raise_if_forward_refuses(
     actor = stand_in(module) or module
     try:
         with tensors_replaced(actor, {}):
-            run_apart(actor, args, kwargs, autocast)
+            run_unseen(actor, args, kwargs, autocast)
     except Exception as error:
         if "torch.func." in str(error) and "saved tensor hooks" in str(error):
             raise CaptureError(

@@ -54,14 +54,19 @@ class Source:
 
     def restore(self) -> None:
         """Assign the recorded value to the name again, or delete the name if it had no value."""
-        if isinstance(self.holder, dict):
-            self.holder[self.name] = self.value
-            if self.value is MISSING:
-                del self.holder[self.name]
-        elif self.value is MISSING:
-            delattr(self.owner, self.name)
+        if self.value is not MISSING:
+            self.assign(self.value)
+        elif isinstance(self.holder, dict):
+            del self.holder[self.name]
         else:
-            setattr(self.owner, self.name, self.value)
+            delattr(self.owner, self.name)
+
+    def assign(self, value: Any) -> None:
+        """Assign ``value`` to the name."""
+        if isinstance(self.holder, dict):
+            self.holder[self.name] = value
+        else:
+            setattr(self.owner, self.name, value)
 
 
 class Attributes:
@@ -164,6 +169,29 @@ def attributes_below(value: Any) -> Any:
     if not isinstance(held, dict) or isinstance(value, (torch.Tensor, nn.Module)):
         return None
     return None if is_constant(value) or is_data(value) or is_object(value) else held
+
+
+def names_added(source: Source, before: frozenset[str]) -> Iterator[str]:
+    """Yield the names that were added to the namespace at ``source``, except for imports.
+
+    ``before`` are the names that the namespace had.
+    """
+    for name, value in list(vars(source.value).items()):
+        if name not in before and not (name.startswith("__") or _is_imported(source, value)):
+            yield name
+
+
+def _is_imported(source: Source, value: Any) -> bool:
+    """Whether an import may have added ``value`` to the namespace at ``source``.
+
+    A package may import a function or class from one of its modules at the first access.
+    """
+    if isinstance(value, types.ModuleType):
+        return True
+    defined = isinstance(value, type | types.FunctionType)
+    package = f"{getattr(source.value, '__name__', '')}."
+    in_package = isinstance(source.value, types.ModuleType) and defined
+    return in_package and str(value.__module__).startswith(package)
 
 
 def _leads_on(owner: Any, value: Any) -> bool:

@@ -28,6 +28,7 @@ from tvmbridge.graph_capture.observe.foreign import refuse_foreign
 from tvmbridge.graph_capture.observe.hooks import traced_hooks
 from tvmbridge.graph_capture.observe.observation import Observation, observe
 from tvmbridge.graph_capture.observe.outside import restore_generators
+from tvmbridge.graph_capture.observe.outside_tensors import run_unseen
 from tvmbridge.graph_capture.observe.refusal import (
     advice_on_experts,
     raise_if_forward_refuses,
@@ -36,10 +37,10 @@ from tvmbridge.graph_capture.observe.refusal import (
     refuse_what_is_asked,
     user_line,
 )
+from tvmbridge.graph_capture.observe.undo import undone_if_refused
 from tvmbridge.graph_capture.trace.adopted import adopt
 from tvmbridge.graph_capture.trace.copies import copied_values, modules_held
 from tvmbridge.graph_capture.trace.standins import (
-    run_apart,
     stand_in,
     tensors_of,
     without_inference_state,
@@ -106,14 +107,18 @@ def staged(
     stage: StagedModule | None = None
     watched = partial(_staged, module, args, kwargs, needs_grad, apart, is_compiling, autocast)
     try:
-        stage = watched(adoption)
+        with undone_if_refused() as undo:
+            if not apart:
+                undo.note_module(module)
+            stage = watched(adoption)
     except NotApartError:
         raise
     except CaptureError as error:
         refusal = error
     adopted = adoption.adoptable(module, pytree.tree_leaves((args, dict(kwargs)))) if apart else ()
     if adopted:
-        return watched(Adoption(adopted))
+        with undone_if_refused():
+            return watched(Adoption(adopted))
     if refusal is not None:
         raise refusal
     assert stage is not None
@@ -153,7 +158,7 @@ def _staged(
         if leaves_traces and apart and not seen.impure and not collects:
             actor = _actor(module, originals)
             adopt(actor, adoption.adopted)
-            run_apart(actor, args, kwargs, autocast)
+            run_unseen(actor, args, kwargs, autocast)
             restore_generators(seen.outside)
             again = watch(actor, is_compiling=is_compiling)
             counted = _attributes_among(actor, again.writes)

@@ -171,11 +171,14 @@ def anything_requires_grad(module: nn.Module, values: Any) -> bool:
 
 def run_apart(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], autocast: Autocast = ()
-) -> None:
+) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
     """Run forward once on copies of all real tensors; attributes that forward sets stay set.
 
     Afterwards the module has its own tensors again, and the global generators have their old
     states, even if forward raises.
+
+    Returns:
+        Pairs of a copy and the module's tensor, by the id of the copy.
     """
     own = {id(t): t for t in tensors_of(module).values()}
     copies = {key: _copied(t) for key, t in own.items()}
@@ -193,6 +196,7 @@ def run_apart(
     finally:
         generators.restore()
         _exchange(module, {id(copy): own[key] for key, copy in copies.items()})
+    return {id(copy): (copy, own[key]) for key, copy in copies.items()}
 
 
 @contextmanager

@@ -59,6 +59,21 @@ DYNAMO = (
         has("get_traced_code"),
     ),
     PrivateName(
+        "torch._dynamo.guards",
+        "compiling again when hooks of all modules are added",
+        has("GuardBuilder", "install_guard"),
+    ),
+    PrivateName(
+        "torch._dynamo.guards.GuardBuilder",
+        "compiling again when hooks of all modules are added",
+        has("DICT_KEYS_MATCH", "SEQUENCE_LENGTH"),
+    ),
+    PrivateName(
+        "torch._dynamo.source",
+        "compiling again when hooks of all modules are added",
+        has("AttrSource", "ImportSource"),
+    ),
+    PrivateName(
         "torch._dynamo.exc.SkipFrame",
         "leaving a function to Python that Dynamo captures with other strides",
         lambda error: issubclass(error, Exception),

@@ -1,0 +1,83 @@
+"""Hooks of all modules, added after torch.compile, act as if they had been there before."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules import module as hooks
+
+ROOT = Path(__file__).parents[2]
+
+
+def _doubled(module: nn.Module, args: tuple[torch.Tensor]) -> Any:
+    return (args[0] * 2,)
+
+
+def _scaled(grads: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
+    return tuple(grad if grad is None else grad * 2 for grad in grads)
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "forward": lambda: hooks.register_module_forward_hook(lambda m, given, result: result + 1),
+    "before forward": lambda: hooks.register_module_forward_pre_hook(_doubled),
+    "backward": lambda: hooks.register_module_full_backward_hook(lambda m, ins, out: _scaled(ins)),
+    "before backward": lambda: hooks.register_module_full_backward_pre_hook(
+        lambda m, out: _scaled(out)
+    ),
+}
+
+
+def _steps(backend: str | None, kind: str) -> list[torch.Tensor]:
+    """Return results and gradients of a call without the hook, two with it, and one without it."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return model(x) * 1.0
+
+    called = call if backend is None else torch.compile(call, backend=backend)
+    x = torch.randn(2, 4, requires_grad=True)
+    found: list[torch.Tensor] = []
+
+    def step() -> None:
+        result = called(x)
+        found.extend((result.detach(), *torch.autograd.grad(result.sum(), [x])))
+
+    step()
+    handle = KINDS[kind]()
+    try:
+        step()
+        step()
+    finally:
+        handle.remove()
+    step()
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hooks_added_and_removed(kind: str) -> None:
+    torch.testing.assert_close(_steps("tvmbridge", kind), _steps(None, kind))
+
+
+def test_a_hook_is_not_called_for_the_modules_of_the_backend() -> None:
+    code = """
+import torch
+from torch import nn
+seen = set()
+nn.modules.module.register_module_forward_pre_hook(lambda m, args: seen.add(type(m).__name__))
+model = nn.Sequential(nn.Linear(4, 4))
+plain = torch.nn.functional.linear(torch.ones(2, 4), model[0].weight, model[0].bias)
+model.compile(backend="tvmbridge")
+torch.testing.assert_close(model(torch.ones(2, 4)), plain)
+assert seen == {"Sequential", "Linear"}, seen
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
