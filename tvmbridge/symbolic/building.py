@@ -30,6 +30,7 @@ from tvmbridge.core.errors import BuildError, UnsupportedOperatorError
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.types import PassRecord
 from tvmbridge.passes.relax.bundle_residuals import BundleResiduals
+from tvmbridge.symbolic.callees import with_common_callees
 from tvmbridge.symbolic.generalize import generalize
 from tvmbridge.symbolic.sizes import DifferentCodeError, Sizes
 
@@ -121,7 +122,8 @@ def _prepared(
     for other in fused[1:]:
         if (other.unaligned, other.shared) != (first.unaligned, first.shared):
             raise DifferentCodeError("at other sizes, results share memory otherwise")
-    return fused
+    called = with_common_callees([each.mod for each in fused])
+    return [replace(each, mod=mod) for each, mod in zip(fused, called, strict=True)]
 
 
 def _scheduled(
