@@ -52,9 +52,7 @@ def emit_columns(nest: ReductionNest, machine: Machine, memory: Memory) -> list[
         return store(partial, value, offset)
 
     def task(t: Expr) -> list[tirx.Stmt]:
-        row = e.indexer.simplify(t // integer(blocks * parts))
-        part = e.indexer.simplify(t % integer(parts))
-        number = e.indexer.simplify(t // integer(parts) % integer(blocks))
+        bound, (row, number, part) = _places(e, t, (rows, blocks, parts))
         first = e.index(columns - block + 1, "first")
         start, end = (integer(depth) * p // integer(parts) for p in (part, part + integer(1)))
         accumulator, allocation = allocate([block], stage.dtype, f"{stage.name}_sums")
@@ -71,6 +69,7 @@ def emit_columns(nest: ReductionNest, machine: Machine, memory: Memory) -> list[
             return [vector_loop(lanes, one)]
 
         return [
+            *bound,
             allocation,
             tirx.Bind(first, tirx.Min(number * integer(block), less(columns, block))),
             over_vectors(block, lanes, clear),
@@ -79,10 +78,41 @@ def emit_columns(nest: ReductionNest, machine: Machine, memory: Memory) -> list[
         ]
 
     tasks = rows * blocks * parts
-    bound = loop_of_tasks(e, tasks, task)
+    all_tasks = loop_of_tasks(e, tasks, task)
     if parts == 1:
-        return [bound]
-    return [room, bound, *combine_parts(stage, partial, parts, across, memory, e.evaluator)]
+        return [all_tasks]
+    return [room, all_tasks, *combine_parts(stage, partial, parts, across, memory, e.evaluator)]
+
+
+def _places(
+    e: ReductionEmitter, task: Expr, counts: tuple[int, int, int]
+) -> tuple[list[tirx.Stmt], list[Expr]]:
+    """Return the row, the block and the part of a task, and the statements that bind them.
+
+    Code for any size binds them to variables, which are not simplified further: with one block, the
+    number of a task is its row, and the code would differ from that for several blocks.
+
+    Args:
+        e: the emitter of the reduction.
+        task: the number of the task.
+        counts: the number of rows, of blocks of a row, and of parts of a block.
+    """
+    _, blocks, parts = counts
+    if not sizes_vary():
+        values = (
+            task // integer(blocks * parts),
+            task // integer(parts) % integer(blocks),
+            task % integer(parts),
+        )
+        return [], [e.indexer.simplify(value) for value in values]
+    beside = tirx.FloorDiv(task, integer(parts))
+    values = (
+        tirx.FloorDiv(task, integer(blocks * parts)),
+        tirx.FloorMod(beside, integer(blocks)),
+        tirx.FloorMod(task, integer(parts)),
+    )
+    found = [e.index(n, x) for n, x in zip(counts, ("row", "block", "part"), strict=True)]
+    return [tirx.Bind(v, value) for v, value in zip(found, values, strict=True)], list(found)
 
 
 @dataclass(frozen=True)

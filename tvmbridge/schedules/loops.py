@@ -14,6 +14,7 @@ from tvmbridge.schedules.reader import Buffer
 from tvmbridge.schedules.values import Evaluator, Lane
 
 Body = Callable[[Expr], list[tirx.Stmt]]
+_VECTORIZED = tirx.ForKind.VECTORIZED
 
 
 def sequence(statements: Sequence[tirx.Stmt]) -> tirx.Stmt:
@@ -26,11 +27,19 @@ def sequence(statements: Sequence[tirx.Stmt]) -> tirx.Stmt:
 def loop(
     extent: Expr | int, body: Body, kind: tirx.ForKind = tirx.ForKind.SERIAL, start: Expr | int = 0
 ) -> tirx.Stmt:
-    """Return a loop over [start, start + extent); a loop of extent 1 becomes its body."""
+    """Return a loop over [start, start + extent); a loop of extent 1 becomes its body.
+
+    In code for any size, the extent must be 1 at all sizes for that.
+    """
     first = integer(start) if isinstance(start, int) else start
+    # An expression is decided about too: it may be a number at another sample size.
+    if decided(Rule.ALWAYS, lambda: isinstance(extent, int) and extent == 1):
+        return sequence(body(first))
+    return _loop(extent, body, kind, first)
+
+
+def _loop(extent: Expr | int, body: Body, kind: tirx.ForKind, first: Expr) -> tirx.Stmt:
     if isinstance(extent, int):
-        if extent == 1:
-            return sequence(body(first))
         extent = integer(extent)
     var = index_var("i")
     return tirx.For(var, first, extent, kind, sequence(body(var)))
@@ -67,7 +76,8 @@ def rounded_down(extent: int, divisor: int) -> Expr:
 
 def vector_loop(lanes: int, body: Body) -> tirx.Stmt:
     """Return a vectorized loop of ``lanes`` iterations."""
-    return loop(lanes, body, tirx.ForKind.VECTORIZED)
+    first = integer(0)
+    return sequence(body(first)) if lanes == 1 else _loop(lanes, body, _VECTORIZED, first)
 
 
 def element_loop(

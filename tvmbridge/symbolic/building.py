@@ -140,9 +140,11 @@ def _scheduled(
         with recorded_decisions(followed(decided)) as decisions:
             run(each, bundle)
         decided.append(decisions)
-    for_all, found, quotients = agreed(decided, sizes.content), [], []
+    with refused_as_different():
+        for_all = agreed(decided, sizes.content)
+    found, quotients = [], []
     for each, bundle in both:
-        with repeated_decisions(for_all) as here:
+        with refused_as_different(), repeated_decisions(for_all) as here:
             found.append(run(each, bundle))
         quotients.append(here)
     for at_points in zip(*quotients, strict=True):
