@@ -12,7 +12,7 @@ import enum
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from tvmbridge.core.errors import BuildError
 
@@ -51,10 +51,28 @@ class _Multiple:
         return self.extent % self.divisor == 0
 
 
+    def __eq__(self, other: object) -> bool:
+        return bool(self) == bool(other)
+
+
+class Remembered(NamedTuple):
+    """A result, with the decisions that it came from and the quotients that its code has."""
+
+    decisions: list[tuple[Rule, Any]]
+    quotients: list[tuple[int, int]]
+    result: Any
+
+
+# Results of one recording, by the key given to :func:`remembered`.
+Results: TypeAlias = dict[str, Remembered]
+
+
 class _Recorded:
-    def __init__(self, like: Sequence[tuple[Rule, Any]] = ()) -> None:
+    def __init__(self, like: Sequence[tuple[Rule, Any]], results: Results) -> None:
         self.decisions: list[tuple[Rule, Any]] = []
+        self.quotients: list[tuple[int, int]] = []
         self.like = like
+        self.results = results
 
     def follow(self, rule: Rule, decide: Callable[[], Any]) -> Any:
         """Record and return the decision for all sizes, if it is known, or else ``decide()``."""
@@ -67,11 +85,20 @@ class _Recorded:
         self.decisions.append((rule, decision))
         return decision
 
+    def remember(self, key: str, make: Callable[[], Any]) -> Any:
+        """Return ``make()``, and keep it with the decisions that it makes."""
+        decisions, quotients = len(self.decisions), len(self.quotients)
+        result = make()
+        made = self.decisions[decisions:], self.quotients[quotients:]
+        self.results[key] = Remembered(*made, result)
+        return result
+
 
 class _Repeated:
-    def __init__(self, decisions: Sequence[tuple[Rule, Any]]) -> None:
+    def __init__(self, decisions: Sequence[tuple[Rule, Any]], results: Results) -> None:
         self.left = list(reversed(decisions))
         self.quotients: list[tuple[int, int]] = []
+        self.results = results
 
     def follow(self, rule: Rule, _: Callable[[], Any]) -> Any:
         """Return the next of the recorded decisions."""
@@ -79,6 +106,18 @@ class _Repeated:
         if known is not rule:
             raise BuildError("compiled for other sizes, other things are decided by them")
         return repeated
+
+    def remember(self, key: str, make: Callable[[], Any]) -> Any:
+        """Return the result kept for ``key`` if its decisions come next, otherwise ``make()``."""
+        kept = self.results.get(key)
+        if kept is None:
+            return make()
+        rest = len(self.left) - len(kept.decisions)
+        if rest < 0 or self.left[rest:] != kept.decisions[::-1]:
+            return make()
+        del self.left[rest:]
+        self.quotients += kept.quotients
+        return kept.result
 
 
 _now: ContextVar[_Recorded | _Repeated | None] = ContextVar("decisions", default=None)
@@ -117,9 +156,23 @@ def blocks_of(extent: int, block: int) -> int:
     extent they come from.
     """
     now = _now.get()
-    if isinstance(now, _Repeated):
+    if now is not None:
         now.quotients.append((extent, block))
     return -(-extent // block)
+
+
+def remembered(key: str, make: Callable[[], _T]) -> _T:
+    """Return ``make()``, or its result in the recording if the decisions to repeat are the same.
+
+    Args:
+        key: what is made; each key is used once in a recording.
+        make: makes it by its arguments and decisions alone.
+    """
+    now = _now.get()
+    if now is None:
+        return make()
+    result: _T = now.remember(key, make)
+    return result
 
 
 def sizes_vary() -> bool:
@@ -129,14 +182,15 @@ def sizes_vary() -> bool:
 
 @contextmanager
 def recorded_decisions(
-    like: Sequence[tuple[Rule, Any]] = (),
+    like: Sequence[tuple[Rule, Any]] = (), results: Results | None = None
 ) -> Iterator[list[tuple[Rule, Any]]]:
     """Record the decisions made within this context, and yield the list of them.
 
     Args:
         like: decisions from :func:`followed`, which replace new ones if they are known already.
+        results: receives what :func:`remembered` makes.
     """
-    recorded = _Recorded(like)
+    recorded = _Recorded(like, {} if results is None else results)
     token = _now.set(recorded)
     try:
         yield recorded.decisions
@@ -146,9 +200,13 @@ def recorded_decisions(
 
 @contextmanager
 def repeated_decisions(
-    decisions: Sequence[tuple[Rule, Any]],
+    decisions: Sequence[tuple[Rule, Any]], results: Results | None = None
 ) -> Iterator[list[tuple[int, int]]]:
     """Repeat ``decisions``, in their order, within this context.
+
+    Args:
+        decisions: the decisions.
+        results: the results of a recording of the same code, for :func:`remembered`.
 
     Yields:
         the list of ``(extent, block)`` of all calls of :func:`blocks_of`, in their order.
@@ -156,7 +214,7 @@ def repeated_decisions(
     Raises:
         BuildError: the code within the context makes more, fewer or other decisions.
     """
-    repeated = _Repeated(decisions)
+    repeated = _Repeated(decisions, {} if results is None else results)
     token = _now.set(repeated)
     try:
         yield repeated.quotients

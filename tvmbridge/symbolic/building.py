@@ -25,7 +25,14 @@ from tvmbridge.compiler.build import (
     schedule,
 )
 from tvmbridge.compiler.cached_build import CachedBuild
-from tvmbridge.core.decisions import Rule, agreed, followed, recorded_decisions, repeated_decisions
+from tvmbridge.core.decisions import (
+    Results,
+    Rule,
+    agreed,
+    followed,
+    recorded_decisions,
+    repeated_decisions,
+)
 from tvmbridge.core.errors import BuildError, UnsupportedOperatorError
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.types import PassRecord
@@ -136,15 +143,16 @@ def _scheduled(
 
     both = list(zip(fused, bundles, strict=True))
     decided: list[list[tuple[Rule, Any]]] = []
-    for each, bundle in both:
-        with recorded_decisions(followed(decided)) as decisions:
+    results: list[Results] = [{} for _ in both]
+    for (each, bundle), made in zip(both, results, strict=True):
+        with recorded_decisions(followed(decided), made) as decisions:
             run(each, bundle)
         decided.append(decisions)
     with refused_as_different():
         for_all = agreed(decided, sizes.content)
     found, quotients = [], []
-    for each, bundle in both:
-        with refused_as_different(), repeated_decisions(for_all) as here:
+    for (each, bundle), made in zip(both, results, strict=True):
+        with refused_as_different(), repeated_decisions(for_all, made) as here:
             found.append(run(each, bundle))
         quotients.append(here)
     for at_points in zip(*quotients, strict=True):
