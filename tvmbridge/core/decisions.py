@@ -56,10 +56,9 @@ class _Multiple:
 
 
 class Remembered(NamedTuple):
-    """A result, with the decisions that it came from and the quotients that its code has."""
+    """A result, with the decisions that it came from."""
 
     decisions: list[tuple[Rule, Any]]
-    quotients: list[tuple[int, int]]
     result: Any
 
 
@@ -70,7 +69,6 @@ Results: TypeAlias = dict[str, Remembered]
 class _Recorded:
     def __init__(self, like: Sequence[tuple[Rule, Any]], results: Results) -> None:
         self.decisions: list[tuple[Rule, Any]] = []
-        self.quotients: list[tuple[int, int]] = []
         self.like = like
         self.results = results
 
@@ -87,17 +85,15 @@ class _Recorded:
 
     def remember(self, key: str, make: Callable[[], Any]) -> Any:
         """Return ``make()``, and keep it with the decisions that it makes."""
-        decisions, quotients = len(self.decisions), len(self.quotients)
+        first = len(self.decisions)
         result = make()
-        made = self.decisions[decisions:], self.quotients[quotients:]
-        self.results[key] = Remembered(*made, result)
+        self.results[key] = Remembered(self.decisions[first:], result)
         return result
 
 
 class _Repeated:
     def __init__(self, decisions: Sequence[tuple[Rule, Any]], results: Results) -> None:
         self.left = list(reversed(decisions))
-        self.quotients: list[tuple[int, int]] = []
         self.results = results
 
     def follow(self, rule: Rule, _: Callable[[], Any]) -> Any:
@@ -116,7 +112,6 @@ class _Repeated:
         if rest < 0 or self.left[rest:] != kept.decisions[::-1]:
             return make()
         del self.left[rest:]
-        self.quotients += kept.quotients
         return kept.result
 
 
@@ -147,18 +142,6 @@ def decided(rule: Rule, decide: Callable[[], _T]) -> _T:
 def divides(divisor: int, extent: int) -> bool:
     """Whether ``extent`` is a multiple of ``divisor`` at all sizes that the code must serve."""
     return bool(decided(Rule.DIVIDES, lambda: _Multiple(extent, divisor)))
-
-
-def blocks_of(extent: int, block: int) -> int:
-    """Return the number of blocks of ``block`` elements in ``extent``, rounded up.
-
-    For symbolic code, record the quotient too: the block counts at a few samples do not show which
-    extent they come from.
-    """
-    now = _now.get()
-    if now is not None:
-        now.quotients.append((extent, block))
-    return -(-extent // block)
 
 
 def remembered(key: str, make: Callable[[], _T]) -> _T:
@@ -201,15 +184,12 @@ def recorded_decisions(
 @contextmanager
 def repeated_decisions(
     decisions: Sequence[tuple[Rule, Any]], results: Results | None = None
-) -> Iterator[list[tuple[int, int]]]:
+) -> Iterator[None]:
     """Repeat ``decisions``, in their order, within this context.
 
     Args:
         decisions: the decisions.
         results: the results of a recording of the same code, for :func:`remembered`.
-
-    Yields:
-        the list of ``(extent, block)`` of all calls of :func:`blocks_of`, in their order.
 
     Raises:
         BuildError: the code within the context makes more, fewer or other decisions.
@@ -217,7 +197,7 @@ def repeated_decisions(
     repeated = _Repeated(decisions, {} if results is None else results)
     token = _now.set(repeated)
     try:
-        yield repeated.quotients
+        yield
     finally:
         _now.reset(token)
     if repeated.left:

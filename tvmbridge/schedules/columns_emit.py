@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from tvm import tirx
 from tvm.ir import Expr
 
-from tvmbridge.core.decisions import Rule, blocks_of, decided, sizes_vary
-from tvmbridge.schedules.indexing import integer
+from tvmbridge.core.decisions import Rule, decided, sizes_vary
+from tvmbridge.schedules.indexing import index_var, integer
 from tvmbridge.schedules.kernel import KernelStage
 from tvmbridge.schedules.loops import (
     allocate,
@@ -19,6 +19,7 @@ from tvmbridge.schedules.loops import (
     loop,
     over_vectors,
     power_of_two_below,
+    rounded_up,
     store,
     vector_loop,
 )
@@ -39,7 +40,8 @@ def emit_columns(nest: ReductionNest, machine: Machine, memory: Memory) -> list[
     e = ReductionEmitter(nest, machine, memory)
     stage, rows, columns, depth = nest.stage, nest.rows, nest.columns, nest.stage.depth
     block = decided(Rule.LEAST, lambda: min(columns, _BLOCK))
-    blocks = blocks_of(columns, block)
+    blocks, several = -(-columns // block), rounded_up(columns, block)
+    count = integer(several) if isinstance(several, int) else several
     parts = e.parts(rows * blocks, depth)
     lanes = power_of_two_below(min(machine.lanes, block)) if e.vectorizable else 1
     # Decided even if there is one part, because there may be several at other sizes.
@@ -52,7 +54,7 @@ def emit_columns(nest: ReductionNest, machine: Machine, memory: Memory) -> list[
         return store(partial, value, offset)
 
     def task(t: Expr) -> list[tirx.Stmt]:
-        bound, (row, number, part) = _places(e, t, (rows, blocks, parts))
+        bound, (row, number, part) = _places(e, t, count, parts)
         first = e.index(columns - block + 1, "first")
         start, end = (integer(depth) * p // integer(parts) for p in (part, part + integer(1)))
         accumulator, allocation = allocate([block], stage.dtype, f"{stage.name}_sums")
@@ -77,15 +79,15 @@ def emit_columns(nest: ReductionNest, machine: Machine, memory: Memory) -> list[
             over_vectors(block, lanes, write),
         ]
 
-    tasks = rows * blocks * parts
-    all_tasks = loop_of_tasks(e, tasks, task)
+    extent = tirx.Mul(integer(rows * parts), count) if sizes_vary() else None
+    all_tasks = loop_of_tasks(e, rows * blocks * parts, task, extent)
     if parts == 1:
         return [all_tasks]
     return [room, all_tasks, *combine_parts(stage, partial, parts, across, memory, e.evaluator)]
 
 
 def _places(
-    e: ReductionEmitter, task: Expr, counts: tuple[int, int, int]
+    e: ReductionEmitter, task: Expr, blocks: Expr, parts: int
 ) -> tuple[list[tirx.Stmt], list[Expr]]:
     """Return the row, the block and the part of a task, and the statements that bind them.
 
@@ -95,24 +97,20 @@ def _places(
     Args:
         e: the emitter of the reduction.
         task: the number of the task.
-        counts: the number of rows, of blocks of a row, and of parts of a block.
+        blocks: the number of blocks of a row.
+        parts: the number of parts of a block.
     """
-    _, blocks, parts = counts
+    each = integer(parts)
     if not sizes_vary():
-        values = (
-            task // integer(blocks * parts),
-            task // integer(parts) % integer(blocks),
-            task % integer(parts),
-        )
+        values = task // (blocks * each), task // each % blocks, task % each
         return [], [e.indexer.simplify(value) for value in values]
-    beside = tirx.FloorDiv(task, integer(parts))
-    values = (
-        tirx.FloorDiv(task, integer(blocks * parts)),
-        tirx.FloorMod(beside, integer(blocks)),
-        tirx.FloorMod(task, integer(parts)),
-    )
-    found = [e.index(n, x) for n, x in zip(counts, ("row", "block", "part"), strict=True)]
-    return [tirx.Bind(v, value) for v, value in zip(found, values, strict=True)], list(found)
+    beside = tirx.FloorDiv(task, each)
+    row, block = e.index(e.nest.rows, "row"), index_var("block")
+    bound = [
+        tirx.Bind(row, tirx.FloorDiv(beside, blocks)),
+        tirx.Bind(block, tirx.FloorMod(beside, blocks)),
+    ]
+    return bound, [row, block, e.indexer.simplify(task % each)]
 
 
 @dataclass(frozen=True)

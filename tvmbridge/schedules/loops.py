@@ -14,7 +14,6 @@ from tvmbridge.schedules.reader import Buffer
 from tvmbridge.schedules.values import Evaluator, Lane
 
 Body = Callable[[Expr], list[tirx.Stmt]]
-_VECTORIZED = tirx.ForKind.VECTORIZED
 
 
 def sequence(statements: Sequence[tirx.Stmt]) -> tirx.Stmt:
@@ -27,15 +26,20 @@ def sequence(statements: Sequence[tirx.Stmt]) -> tirx.Stmt:
 def loop(
     extent: Expr | int, body: Body, kind: tirx.ForKind = tirx.ForKind.SERIAL, start: Expr | int = 0
 ) -> tirx.Stmt:
-    """Return a loop over [start, start + extent); a loop of extent 1 becomes its body.
-
-    In code for any size, the extent must be 1 at all sizes for that.
-    """
+    """Return a loop over [start, start + extent); a loop of extent 1 becomes its body."""
     first = integer(start) if isinstance(start, int) else start
-    # An expression is decided about too: it may be a number at another sample size.
-    if decided(Rule.ALWAYS, lambda: isinstance(extent, int) and extent == 1):
-        return sequence(body(first))
-    return _loop(extent, body, kind, first)
+    once = isinstance(extent, int) and extent == 1
+    return sequence(body(first)) if once else _loop(extent, body, kind, first)
+
+
+def loop_over(extent: int, body: Body, kind: tirx.ForKind = tirx.ForKind.SERIAL) -> tirx.Stmt:
+    """Return a loop over [0, extent), where the extent is computed from sizes.
+
+    In code for any size, it becomes its body only if the extent is 1 at all sizes.
+    """
+    first = integer(0)
+    once = decided(Rule.ALWAYS, lambda: extent == 1)
+    return sequence(body(first)) if once else _loop(extent, body, kind, first)
 
 
 def _loop(extent: Expr | int, body: Body, kind: tirx.ForKind, first: Expr) -> tirx.Stmt:
@@ -76,8 +80,7 @@ def rounded_down(extent: int, divisor: int) -> Expr:
 
 def vector_loop(lanes: int, body: Body) -> tirx.Stmt:
     """Return a vectorized loop of ``lanes`` iterations."""
-    first = integer(0)
-    return sequence(body(first)) if lanes == 1 else _loop(lanes, body, _VECTORIZED, first)
+    return loop(lanes, body, tirx.ForKind.VECTORIZED)
 
 
 def element_loop(

@@ -150,13 +150,8 @@ def _scheduled(
         decided.append(decisions)
     with refused_as_different():
         for_all = agreed(decided, sizes.content)
-    found, quotients = [], []
+    found = []
     for (each, bundle), made in zip(both, results, strict=True):
-        with refused_as_different(), repeated_decisions(for_all, made) as here:
+        with refused_as_different(), repeated_decisions(for_all, made):
             found.append(run(each, bundle))
-        quotients.append(here)
-    for at_points in zip(*quotients, strict=True):
-        extents, (divisor, *others) = zip(*at_points, strict=True)
-        if all(other == divisor for other in others):
-            sizes.note_quotient(extents, divisor)
     return found
