@@ -19,18 +19,24 @@ _SIZES = ((2, 2), (2, 3), (3, 2), (7, 13), (2, 31), (17, 2))
 class Heads(nn.Module):
     """Two heads, whose transpositions are equal kernels for two positions alone.
 
-    The gradient of the places is a sum over columns: one block of them for two positions.
+    The gradient of the places is a sum over columns: one block of them for two positions. The sum
+    for the scores' gradient has rows of columns, with several blocks in each.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.places = nn.Parameter(torch.randn(40, 8))
+        self.scores = nn.Parameter(torch.randn(2, 40, 40))
         self.inner, self.out = nn.Linear(4, 4), nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         b, n, _ = x.shape
         split = (x + self.places[:n]).view(b, n, 2, 4).transpose(1, 2)
-        y: torch.Tensor = self.out(self.inner(split).sigmoid().transpose(1, 2).reshape(b, n, 8))
+        at = torch.arange(n)
+        scores = split.sum(-1, keepdim=True) * self.scores[:, :n, :n]
+        seen = torch.where(at <= at[:, None], scores, torch.zeros(())).softmax(-1)
+        mixed = self.inner(seen @ split)
+        y: torch.Tensor = self.out(mixed.transpose(1, 2).reshape(b, n, 8))
         return y
 
 

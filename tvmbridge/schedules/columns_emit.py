@@ -19,7 +19,6 @@ from tvmbridge.schedules.loops import (
     loop,
     over_vectors,
     power_of_two_below,
-    rounded_up,
     store,
     vector_loop,
 )
@@ -40,8 +39,12 @@ def emit_columns(nest: ReductionNest, machine: Machine, memory: Memory) -> list[
     e = ReductionEmitter(nest, machine, memory)
     stage, rows, columns, depth = nest.stage, nest.rows, nest.columns, nest.stage.depth
     block = decided(Rule.LEAST, lambda: min(columns, _BLOCK))
-    blocks, several = -(-columns // block), rounded_up(columns, block)
-    count = integer(several) if isinstance(several, int) else several
+    blocks = -(-columns // block)
+    count = integer(blocks)
+    if sizes_vary():
+        # Not `rounded_up`, which asks at each sample size alone, where the block is all columns.
+        whole = tirx.Add(integer(columns), integer(block - 1))
+        count = tirx.FloorDiv(whole, integer(block))
     parts = e.parts(rows * blocks, depth)
     lanes = power_of_two_below(min(machine.lanes, block)) if e.vectorizable else 1
     # Decided even if there is one part, because there may be several at other sizes.
@@ -110,7 +113,10 @@ def _places(
         tirx.Bind(row, tirx.FloorDiv(beside, blocks)),
         tirx.Bind(block, tirx.FloorMod(beside, blocks)),
     ]
-    return bound, [row, block, e.indexer.simplify(task % each)]
+    if parts == 1:
+        return bound, [row, block, integer(0)]
+    part = e.index(parts, "part")
+    return [*bound, tirx.Bind(part, tirx.FloorMod(task, each))], [row, block, part]
 
 
 @dataclass(frozen=True)

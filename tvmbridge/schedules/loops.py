@@ -58,7 +58,9 @@ def rounded_up(extent: int | Expr, divisor: int) -> int | Expr:
     if isinstance(extent, int):
         if not sizes_vary():
             return -(-extent // divisor)
-        if decided(Rule.ALWAYS, lambda: extent <= divisor):
+        once = decided(Rule.ALWAYS, lambda: extent <= divisor)
+        # The divisor may be smaller in the end: where all sizes are small, each one is its own.
+        if divides(divisor, extent) and once:
             return 1
     whole = integer(extent) if isinstance(extent, int) else extent
     return tirx.FloorDiv(tirx.Add(whole, integer(divisor - 1)), integer(divisor))
