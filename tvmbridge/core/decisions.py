@@ -50,7 +50,6 @@ class _Multiple:
     def __bool__(self) -> bool:
         return self.extent % self.divisor == 0
 
-
     def __eq__(self, other: object) -> bool:
         return bool(self) == bool(other)
 

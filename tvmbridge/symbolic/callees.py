@@ -77,7 +77,9 @@ def _with_callees(mod: tvm.IRModule, names: Sequence[str]) -> tvm.IRModule:
             # A GlobalVar carries the type of its function.
             made[name] = relax.BlockBuilder(tvm.IRModule({})).add_func(function, name)
             functions[made[name]] = function
-        return relax.Call(call.op, [made[name], *call.args[1:]], call.attrs, call.ty_args, call.span)
+        return relax.Call(
+            call.op, [made[name], *call.args[1:]], call.attrs, call.ty_args, call.span
+        )
 
     for name, function in _relax_functions(mod):
         functions[name] = map_calls(tvm.IRModule({name: function}), renamed)[name]
