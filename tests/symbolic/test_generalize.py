@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy
 import pytest
@@ -12,11 +13,13 @@ import tvm_ffi
 from tvm import relax, te, tirx
 
 from tvmbridge.core.decisions import (
+    Results,
     Rule,
     agreed,
     decided,
     divides,
     recorded_decisions,
+    remembered,
     repeated_decisions,
 )
 from tvmbridge.core.errors import BuildError
@@ -122,6 +125,32 @@ def test_decisions_of_several_sizes_are_brought_together() -> None:
         decided(Rule.LEAST, lambda: 1)
     with pytest.raises(BuildError, match="other things"), repeated_decisions(agreed(recorded)):
         decided(Rule.MOST, lambda: 1)
+
+
+def test_results_are_made_again_only_where_the_decisions_for_all_sizes_differ() -> None:
+    made: list[str] = []
+
+    def make(name: str, size: int) -> object:
+        made.append(name)
+        lanes = decided(Rule.LEAST, lambda: min(1 << size.bit_length() - 1, 16))
+        return name, bool(divides(4, size)), lanes
+
+    def both(size: int) -> list[object]:
+        return [remembered(n, partial(make, n, s)) for n, s in (("size", size), ("fixed", 8))]
+
+    recorded, results = [], []
+    for size in (32, 448, 7):
+        kept: Results = {}
+        with recorded_decisions(results=kept) as decisions:
+            both(size)
+        recorded.append(decisions)
+        results.append(kept)
+    again = ["size"], ["size"], []
+    for size, kept, expected in zip((32, 448, 7), results, again, strict=True):
+        made.clear()
+        with repeated_decisions(agreed(recorded), kept):
+            assert both(size) == [("size", False, 4), ("fixed", True, 8)]
+        assert made == expected
 
 
 def test_what_divides_a_size_at_the_points_alone_does_not_divide_it() -> None:

@@ -39,3 +39,9 @@ def test_code_is_for_as_small_sizes_whatever_is_avoided() -> None:
     others = points_for((8,), (40,), [1000], avoided={3}, refused={3})
     assert others is not None
     assert others.least == (7,)
+
+
+def test_a_bound_that_is_no_prime_leaves_points_below_it() -> None:
+    points = points_for((4,), (512,), [512])
+    assert points is not None
+    assert 256 < points.most[0] < 512

@@ -12,7 +12,7 @@ import enum
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from tvmbridge.core.errors import BuildError
 
@@ -50,11 +50,26 @@ class _Multiple:
     def __bool__(self) -> bool:
         return self.extent % self.divisor == 0
 
+    def __eq__(self, other: object) -> bool:
+        return bool(self) == bool(other)
+
+
+class Remembered(NamedTuple):
+    """A result, with the decisions that it came from."""
+
+    decisions: list[tuple[Rule, Any]]
+    result: Any
+
+
+# Results of one recording, by the key given to :func:`remembered`.
+Results: TypeAlias = dict[str, Remembered]
+
 
 class _Recorded:
-    def __init__(self, like: Sequence[tuple[Rule, Any]] = ()) -> None:
+    def __init__(self, like: Sequence[tuple[Rule, Any]], results: Results) -> None:
         self.decisions: list[tuple[Rule, Any]] = []
         self.like = like
+        self.results = results
 
     def follow(self, rule: Rule, decide: Callable[[], Any]) -> Any:
         """Record and return the decision for all sizes, if it is known, or else ``decide()``."""
@@ -67,11 +82,18 @@ class _Recorded:
         self.decisions.append((rule, decision))
         return decision
 
+    def remember(self, key: str, make: Callable[[], Any]) -> Any:
+        """Return ``make()``, and keep it with the decisions that it makes."""
+        first = len(self.decisions)
+        result = make()
+        self.results[key] = Remembered(self.decisions[first:], result)
+        return result
+
 
 class _Repeated:
-    def __init__(self, decisions: Sequence[tuple[Rule, Any]]) -> None:
+    def __init__(self, decisions: Sequence[tuple[Rule, Any]], results: Results) -> None:
         self.left = list(reversed(decisions))
-        self.quotients: list[tuple[int, int]] = []
+        self.results = results
 
     def follow(self, rule: Rule, _: Callable[[], Any]) -> Any:
         """Return the next of the recorded decisions."""
@@ -79,6 +101,17 @@ class _Repeated:
         if known is not rule:
             raise BuildError("compiled for other sizes, other things are decided by them")
         return repeated
+
+    def remember(self, key: str, make: Callable[[], Any]) -> Any:
+        """Return the result kept for ``key`` if its decisions come next, otherwise ``make()``."""
+        kept = self.results.get(key)
+        if kept is None:
+            return make()
+        rest = len(self.left) - len(kept.decisions)
+        if rest < 0 or self.left[rest:] != kept.decisions[::-1]:
+            return make()
+        del self.left[rest:]
+        return kept.result
 
 
 _now: ContextVar[_Recorded | _Repeated | None] = ContextVar("decisions", default=None)
@@ -110,16 +143,18 @@ def divides(divisor: int, extent: int) -> bool:
     return bool(decided(Rule.DIVIDES, lambda: _Multiple(extent, divisor)))
 
 
-def blocks_of(extent: int, block: int) -> int:
-    """Return the number of blocks of ``block`` elements in ``extent``, rounded up.
+def remembered(key: str, make: Callable[[], _T]) -> _T:
+    """Return ``make()``, or its result in the recording if the decisions to repeat are the same.
 
-    For symbolic code, record the quotient too: the block counts at a few samples do not show which
-    extent they come from.
+    Args:
+        key: what is made; each key is used once in a recording.
+        make: makes it by its arguments and decisions alone.
     """
     now = _now.get()
-    if isinstance(now, _Repeated):
-        now.quotients.append((extent, block))
-    return -(-extent // block)
+    if now is None:
+        return make()
+    result: _T = now.remember(key, make)
+    return result
 
 
 def sizes_vary() -> bool:
@@ -129,14 +164,15 @@ def sizes_vary() -> bool:
 
 @contextmanager
 def recorded_decisions(
-    like: Sequence[tuple[Rule, Any]] = (),
+    like: Sequence[tuple[Rule, Any]] = (), results: Results | None = None
 ) -> Iterator[list[tuple[Rule, Any]]]:
     """Record the decisions made within this context, and yield the list of them.
 
     Args:
         like: decisions from :func:`followed`, which replace new ones if they are known already.
+        results: receives what :func:`remembered` makes.
     """
-    recorded = _Recorded(like)
+    recorded = _Recorded(like, {} if results is None else results)
     token = _now.set(recorded)
     try:
         yield recorded.decisions
@@ -146,20 +182,21 @@ def recorded_decisions(
 
 @contextmanager
 def repeated_decisions(
-    decisions: Sequence[tuple[Rule, Any]],
-) -> Iterator[list[tuple[int, int]]]:
+    decisions: Sequence[tuple[Rule, Any]], results: Results | None = None
+) -> Iterator[None]:
     """Repeat ``decisions``, in their order, within this context.
 
-    Yields:
-        the list of ``(extent, block)`` of all calls of :func:`blocks_of`, in their order.
+    Args:
+        decisions: the decisions.
+        results: the results of a recording of the same code, for :func:`remembered`.
 
     Raises:
         BuildError: the code within the context makes more, fewer or other decisions.
     """
-    repeated = _Repeated(decisions)
+    repeated = _Repeated(decisions, {} if results is None else results)
     token = _now.set(repeated)
     try:
-        yield repeated.quotients
+        yield
     finally:
         _now.reset(token)
     if repeated.left:

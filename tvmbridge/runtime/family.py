@@ -240,6 +240,9 @@ class Family:
         del self._bounds[key]
         if isinstance(code, str) or not all(map(code.points.hold, bounds[1:])):
             self._limited.add(key)
+            if least == (LEAST_SIZE,) * len(least):
+                # Code for small sizes would be tried at the same points.
+                self._limited.add((mode, key[1], True))
         if isinstance(code, SymbolicCode) or key not in self.codes:
             self.codes[key] = code
             for instance in self.instances.values():

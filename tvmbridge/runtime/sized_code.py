@@ -7,17 +7,20 @@ from collections.abc import Sequence
 from functools import partial
 
 from tvmbridge.compiler.request import CompileRequest
-from tvmbridge.core.errors import BridgeError, CaptureError
+from tvmbridge.core.errors import BridgeError
 from tvmbridge.graph_capture.any_size import SymbolicTrace
 from tvmbridge.graph_capture.trace.arguments import Arguments
 from tvmbridge.runtime.entry_compiler import Compiler
 from tvmbridge.runtime.guards.mode import Mode
-from tvmbridge.symbolic.code import Points, SymbolicCode, compile_symbolic
+from tvmbridge.symbolic.code import SymbolicCode, compile_symbolic
 from tvmbridge.symbolic.probes import points_within
 from tvmbridge.symbolic.sizes import DifferentCodeError, Point
 from tvmbridge.symbolic.symbols import LEAST_SIZE, Symbols
 
 logger = logging.getLogger(__name__)
+
+# Sizes that code is tried for where there is none for sizes of 2; it then serves sizes from 3 on.
+_NEARBY = 6
 
 
 def compiled_for(
@@ -31,8 +34,8 @@ def compiled_for(
 ) -> SymbolicCode:
     """Compile code for all sizes within ``bounds``.
 
-    Compile once more, at other points, where the code differs between the points: a size there
-    may be another number of the graph. The least sizes of 2 are then not among those served.
+    Compile again at other points, where the code differs between the points: a size there may be
+    another number of the graph. The least sizes of 2 are then not among those served.
 
     Args:
         compiler: the compiler of the module.
@@ -64,31 +67,27 @@ def compiled_for(
     try:
         return compiled(points)
     except DifferentCodeError as error:
-        others = _other_points(points, trace, symbols, sample, bounds, names)
-        if others is None:
-            raise
-        logger.debug("code differs between %s: %s", points.all, error)
+        first, used = error, set[int]()
+    for raised in _raised(*bounds[-2:]):
+        logger.debug("code differs between %s", points.all)
+        used |= {size for point in points.all for size in point}
         try:
-            return compiled(others)
-        except BridgeError as again:
-            logger.debug("and between %s: %s", others.all, again)
-            raise error from None
+            points = points_within(trace, symbols, sample, [raised], bounds[-1], names, used)
+            return compiled(points)
+        except BridgeError as error:
+            logger.debug("no code from %s on: %s", raised, error)
+    raise first
 
 
-def _other_points(
-    points: Points,
-    trace: SymbolicTrace,
-    symbols: Symbols,
-    sample: Arguments,
-    bounds: tuple[Point, ...],
-    names: Sequence[str],
-) -> Points | None:
-    """Return points without the sizes of ``points``, where code differs; None if there are none."""
-    *_, least, most = bounds
-    pairs = zip(least, most, strict=True)
-    raised = tuple(high if low == LEAST_SIZE else low for low, high in pairs)
-    used = {size for point in points.all for size in point}
-    try:
-        return points_within(trace, symbols, sample, [raised], most, names, used)
-    except CaptureError:
-        return None
+def _raised(least: Point, most: Point) -> list[Point]:
+    """Return points to begin at where code from ``least`` on differs between the sample sizes.
+
+    Symbols that are 2 in ``least`` are a little larger, and then as large as calls had them.
+    """
+    pairs = list(zip(least, most, strict=True))
+    return list(
+        dict.fromkeys(
+            tuple(min(high, bound) if low == LEAST_SIZE else low for low, high in pairs)
+            for bound in (_NEARBY, max(most))
+        )
+    )

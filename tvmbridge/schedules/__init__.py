@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import tvm
 import tvm_ffi
 from tvm import tirx
@@ -9,6 +11,7 @@ from tvm.ir import IRModule
 from tvm.s_tir import SBlock, SBlockRealize
 from tvm.target import Target
 
+from tvmbridge.core.decisions import remembered
 from tvmbridge.schedules.bool_buffers import kept_as_bytes
 from tvmbridge.schedules.columns_emit import emit_columns
 from tvmbridge.schedules.indexing import Indexer, integer
@@ -119,7 +122,7 @@ def schedule_for_cpu(mod: IRModule, target: Target) -> IRModule:
     for name, func in mod.functions_items():
         if not isinstance(func, tirx.PrimFunc) or is_scheduled(func):
             continue
-        scheduled = schedule_function(func, target)
+        scheduled = remembered(name.name_hint, partial(schedule_function, func, target))
         if scheduled is not None:
             updates[name] = scheduled
     return IRModule({**dict(mod.functions_items()), **updates}, attrs=mod.attrs)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from tvm import tirx
 from tvm.ir import Expr
 
-from tvmbridge.core.decisions import Rule, blocks_of, decided, sizes_vary
-from tvmbridge.schedules.indexing import integer
+from tvmbridge.core.decisions import Rule, decided, sizes_vary
+from tvmbridge.schedules.indexing import index_var, integer
 from tvmbridge.schedules.kernel import KernelStage
 from tvmbridge.schedules.loops import (
     allocate,
@@ -39,7 +39,12 @@ def emit_columns(nest: ReductionNest, machine: Machine, memory: Memory) -> list[
     e = ReductionEmitter(nest, machine, memory)
     stage, rows, columns, depth = nest.stage, nest.rows, nest.columns, nest.stage.depth
     block = decided(Rule.LEAST, lambda: min(columns, _BLOCK))
-    blocks = blocks_of(columns, block)
+    blocks = -(-columns // block)
+    count = integer(blocks)
+    if sizes_vary():
+        # Not `rounded_up`, which asks at each sample size alone, where the block is all columns.
+        whole = tirx.Add(integer(columns), integer(block - 1))
+        count = tirx.FloorDiv(whole, integer(block))
     parts = e.parts(rows * blocks, depth)
     lanes = power_of_two_below(min(machine.lanes, block)) if e.vectorizable else 1
     # Decided even if there is one part, because there may be several at other sizes.
@@ -52,9 +57,7 @@ def emit_columns(nest: ReductionNest, machine: Machine, memory: Memory) -> list[
         return store(partial, value, offset)
 
     def task(t: Expr) -> list[tirx.Stmt]:
-        row = e.indexer.simplify(t // integer(blocks * parts))
-        part = e.indexer.simplify(t % integer(parts))
-        number = e.indexer.simplify(t // integer(parts) % integer(blocks))
+        bound, (row, number, part) = _places(e, t, count, parts)
         first = e.index(columns - block + 1, "first")
         start, end = (integer(depth) * p // integer(parts) for p in (part, part + integer(1)))
         accumulator, allocation = allocate([block], stage.dtype, f"{stage.name}_sums")
@@ -71,6 +74,7 @@ def emit_columns(nest: ReductionNest, machine: Machine, memory: Memory) -> list[
             return [vector_loop(lanes, one)]
 
         return [
+            *bound,
             allocation,
             tirx.Bind(first, tirx.Min(number * integer(block), less(columns, block))),
             over_vectors(block, lanes, clear),
@@ -78,11 +82,41 @@ def emit_columns(nest: ReductionNest, machine: Machine, memory: Memory) -> list[
             over_vectors(block, lanes, write),
         ]
 
-    tasks = rows * blocks * parts
-    bound = loop_of_tasks(e, tasks, task)
+    extent = tirx.Mul(integer(rows * parts), count) if sizes_vary() else None
+    all_tasks = loop_of_tasks(e, rows * blocks * parts, task, extent)
     if parts == 1:
-        return [bound]
-    return [room, bound, *combine_parts(stage, partial, parts, across, memory, e.evaluator)]
+        return [all_tasks]
+    return [room, all_tasks, *combine_parts(stage, partial, parts, across, memory, e.evaluator)]
+
+
+def _places(
+    e: ReductionEmitter, task: Expr, blocks: Expr, parts: int
+) -> tuple[list[tirx.Stmt], list[Expr]]:
+    """Return the row, the block and the part of a task, and the statements that bind them.
+
+    Code for any size binds them to variables, which are not simplified further: with one block, the
+    number of a task is its row, and the code would differ from that for several blocks.
+
+    Args:
+        e: the emitter of the reduction.
+        task: the number of the task.
+        blocks: the number of blocks of a row.
+        parts: the number of parts of a block.
+    """
+    each = integer(parts)
+    if not sizes_vary():
+        values = task // (blocks * each), task // each % blocks, task % each
+        return [], [e.indexer.simplify(value) for value in values]
+    beside = tirx.FloorDiv(task, each)
+    row, block = e.index(e.nest.rows, "row"), index_var("block")
+    bound = [
+        tirx.Bind(row, tirx.FloorDiv(beside, blocks)),
+        tirx.Bind(block, tirx.FloorMod(beside, blocks)),
+    ]
+    if parts == 1:
+        return bound, [row, block, integer(0)]
+    part = e.index(parts, "part")
+    return [*bound, tirx.Bind(part, tirx.FloorMod(task, each))], [row, block, part]
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from tvmbridge.schedules.loops import (
     element_loop,
     load,
     loop,
+    loop_over,
     power_of_two_below,
     rounded_down,
     store,
@@ -63,7 +64,7 @@ def emit_long_rows(nest: ReductionNest, machine: Machine, memory: Memory) -> lis
             store(partial, load(accumulator, integer(0)), part * integer(rows) + row),
         ]
 
-    last = loop(rows, lambda row: _finish_row(e, partial, parts, row, lanes))
+    last = loop_over(rows, lambda row: _finish_row(e, partial, parts, row, lanes))
     return [room, loop_of_tasks(e, rows * parts, task), last]
 
 

@@ -28,9 +28,22 @@ def loop(
 ) -> tirx.Stmt:
     """Return a loop over [start, start + extent); a loop of extent 1 becomes its body."""
     first = integer(start) if isinstance(start, int) else start
+    once = isinstance(extent, int) and extent == 1
+    return sequence(body(first)) if once else _loop(extent, body, kind, first)
+
+
+def loop_over(extent: int, body: Body, kind: tirx.ForKind = tirx.ForKind.SERIAL) -> tirx.Stmt:
+    """Return a loop over [0, extent), where the extent is computed from sizes.
+
+    In code for any size, it becomes its body only if the extent is 1 at all sizes.
+    """
+    first = integer(0)
+    once = decided(Rule.ALWAYS, lambda: extent == 1)
+    return sequence(body(first)) if once else _loop(extent, body, kind, first)
+
+
+def _loop(extent: Expr | int, body: Body, kind: tirx.ForKind, first: Expr) -> tirx.Stmt:
     if isinstance(extent, int):
-        if extent == 1:
-            return sequence(body(first))
         extent = integer(extent)
     var = index_var("i")
     return tirx.For(var, first, extent, kind, sequence(body(var)))
@@ -45,7 +58,9 @@ def rounded_up(extent: int | Expr, divisor: int) -> int | Expr:
     if isinstance(extent, int):
         if not sizes_vary():
             return -(-extent // divisor)
-        if decided(Rule.ALWAYS, lambda: extent <= divisor):
+        once = decided(Rule.ALWAYS, lambda: extent <= divisor)
+        # The divisor may be smaller in the end: where all sizes are small, each one is its own.
+        if divides(divisor, extent) and once:
             return 1
     whole = integer(extent) if isinstance(extent, int) else extent
     return tirx.FloorDiv(tirx.Add(whole, integer(divisor - 1)), integer(divisor))

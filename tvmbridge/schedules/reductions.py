@@ -19,7 +19,7 @@ from tvm.ir import Expr
 from tvmbridge.core.decisions import Rule, decided
 from tvmbridge.schedules.indexing import Indexer, index_var, unravel
 from tvmbridge.schedules.kernel import Kernel, KernelStage, Reduction, virtual_stages
-from tvmbridge.schedules.loops import loop
+from tvmbridge.schedules.loops import loop, loop_over
 from tvmbridge.schedules.machine import Machine
 from tvmbridge.schedules.reader import mentions
 from tvmbridge.schedules.rows import Member, extent_of
@@ -149,15 +149,25 @@ def _split_by_columns(stage: KernelStage, columns: int) -> tuple[Any, Any]:
     raise ValueError(f"{stage.name} has no {columns} trailing columns")
 
 
-def loop_of_tasks(e: ReductionEmitter, tasks: int, task: Any) -> tirx.Stmt:
-    """Return a loop over tasks, parallel if there is enough work."""
+def loop_of_tasks(
+    e: ReductionEmitter, tasks: int, task: Any, extent: Expr | None = None
+) -> tirx.Stmt:
+    """Return a loop over tasks, parallel if there is enough work.
+
+    Args:
+        e: the emitter of the reduction.
+        tasks: the number of tasks.
+        task: returns the statements of the task with a number.
+        extent: the number of tasks as an expression of sizes; None: it is no quotient.
+    """
     nest = e.nest
     work = nest.rows * nest.columns * e.stage.depth * (e.cost + 8)
     parallel = e.machine.chunks(work, tasks) > 1
+    kind = tirx.ForKind.PARALLEL if parallel else tirx.ForKind.SERIAL
 
     def body(t: Expr) -> list[tirx.Stmt]:
         if isinstance(t, tirx.Var):
             e.indexer.bind(t, tasks)
         return task(t)
 
-    return loop(tasks, body, tirx.ForKind.PARALLEL if parallel else tirx.ForKind.SERIAL)
+    return loop_over(tasks, body, kind) if extent is None else loop(extent, body, kind)

@@ -20,6 +20,7 @@ from tvmbridge.schedules.loops import (
     less,
     load,
     loop,
+    loop_over,
     over_vectors,
     power_of_two_below,
     rounded_up,
@@ -67,7 +68,7 @@ class RowEmitter:
             self.part = p
             begun = [*self._allocations(), *(each.begin(p) for each in self.sums.values())]
             if chunks == 1:
-                return [*begun, loop(rows, lambda row: self._row(row))]
+                return [*begun, loop_over(rows, lambda row: self._row(row))]
             first, last = (integer(rows) * q // integer(chunks) for q in (p, p + integer(1)))
             return [*begun, loop(last - first, lambda row: self._row(row), start=first)]
 

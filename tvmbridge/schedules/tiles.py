@@ -23,6 +23,7 @@ from tvmbridge.schedules.loops import (
     less,
     load,
     loop,
+    loop_over,
     over_vectors,
     power_of_two_below,
     rounded_up,
@@ -138,7 +139,7 @@ class TileEmitter:
 
             return [loop(rounded_up(self.rows, self.tile[0]), across, kinds[1])]
 
-        return loop(outer, group, kinds[0])
+        return loop_over(outer, group, kinds[0])
 
     def _tile(self, outer: dict[Any, Expr], starts: Sequence[Expr]) -> list[tirx.Stmt]:
         firsts, binds = [], []

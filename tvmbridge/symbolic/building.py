@@ -25,11 +25,19 @@ from tvmbridge.compiler.build import (
     schedule,
 )
 from tvmbridge.compiler.cached_build import CachedBuild
-from tvmbridge.core.decisions import Rule, agreed, followed, recorded_decisions, repeated_decisions
+from tvmbridge.core.decisions import (
+    Results,
+    Rule,
+    agreed,
+    followed,
+    recorded_decisions,
+    repeated_decisions,
+)
 from tvmbridge.core.errors import BuildError, UnsupportedOperatorError
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.types import PassRecord
 from tvmbridge.passes.relax.bundle_residuals import BundleResiduals
+from tvmbridge.symbolic.callees import with_common_callees
 from tvmbridge.symbolic.generalize import generalize
 from tvmbridge.symbolic.sizes import DifferentCodeError, Sizes
 
@@ -121,7 +129,8 @@ def _prepared(
     for other in fused[1:]:
         if (other.unaligned, other.shared) != (first.unaligned, first.shared):
             raise DifferentCodeError("at other sizes, results share memory otherwise")
-    return fused
+    called = with_common_callees([each.mod for each in fused])
+    return [replace(each, mod=mod) for each, mod in zip(fused, called, strict=True)]
 
 
 def _scheduled(
@@ -134,17 +143,15 @@ def _scheduled(
 
     both = list(zip(fused, bundles, strict=True))
     decided: list[list[tuple[Rule, Any]]] = []
-    for each, bundle in both:
-        with recorded_decisions(followed(decided)) as decisions:
+    results: list[Results] = [{} for _ in both]
+    for (each, bundle), made in zip(both, results, strict=True):
+        with recorded_decisions(followed(decided), made) as decisions:
             run(each, bundle)
         decided.append(decisions)
-    for_all, found, quotients = agreed(decided, sizes.content), [], []
-    for each, bundle in both:
-        with repeated_decisions(for_all) as here:
+    with refused_as_different():
+        for_all = agreed(decided, sizes.content)
+    found = []
+    for (each, bundle), made in zip(both, results, strict=True):
+        with refused_as_different(), repeated_decisions(for_all, made):
             found.append(run(each, bundle))
-        quotients.append(here)
-    for at_points in zip(*quotients, strict=True):
-        extents, (divisor, *others) = zip(*at_points, strict=True)
-        if all(other == divisor for other in others):
-            sizes.note_quotient(extents, divisor)
     return found

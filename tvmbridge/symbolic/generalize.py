@@ -144,8 +144,12 @@ class _Merger:
             if any(d.keys() != first.keys() for d in data):
                 raise DifferentCodeError(f"a {kind} has other fields")
             plain = plain_fields(kind)
+            named = ["name"] if kind in _VARIABLES else []
             merged: Any = {
-                key: self._field(f"{kind}.{key}", [d[key] for d in data], key in plain)
+                # A function that several calls share has the names of the first of them.
+                key: self._add(self._graphs[0][first[key]])
+                if key in named
+                else self._field(f"{kind}.{key}", [d[key] for d in data], key in plain)
                 for key in first
             }
         elif isinstance(first, list):

@@ -155,7 +155,9 @@ def points_for(
             return None
         taken.add(bottom)
         least.append(bottom)
-        top = _largest(min(_FAR * max(high, _LANES), bound), taken, high, bottom)
+        limit = min(_FAR * max(high, _LANES), bound)
+        # Forward may bound a size by that of a call, such as 512 places: others are served then.
+        top = _largest(limit, taken, high, bottom) or _largest(limit, taken, 2 * bottom, bottom)
         common = min(max(high, 2 * _LEAST[-1]), bound)
         between = _prime_below(common, taken, least[-1], 4, 3)
         between = between or _prime_below(common, taken, least[-1])

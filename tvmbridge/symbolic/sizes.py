@@ -97,8 +97,6 @@ class Sizes:
         self._atoms: tuple[Size, ...] = ()
         # Values for which nothing was found, with the number of atoms known at that time.
         self._missed: set[tuple[tuple[int, ...], int]] = set()
-        # Values that are known to be quotients, however small they are.
-        self._quotients: set[tuple[int, ...]] = set()
         powers = itertools.product(range(_MOST_POWER + 1), repeat=self.symbols)
         self._monomials = sorted(powers, key=sum)
         self._values = {
@@ -122,8 +120,7 @@ class Sizes:
     def find_divided(self, values: tuple[int, ...]) -> Size | None:
         """Like :meth:`find`, but try quotients and remainders of the known polynomials too."""
         known = self.find(values)
-        accidental = max(values) < _LEAST_QUOTIENT and values not in self._quotients
-        if known is not None or accidental:
+        if known is not None or max(values) < _LEAST_QUOTIENT:
             return known
         whole = self.known
         whole -= {s for s in whole if _begins_last_vector(s, whole)}
@@ -133,14 +130,6 @@ class Sizes:
             if _is_extent(size):
                 self._atoms += (size,)
         return size
-
-    def note_quotient(self, extents: tuple[int, ...], divisor: int) -> None:
-        """Record that the code contains the number of blocks of ``divisor`` elements in an extent.
-
-        ``extents`` are the values of the extent at the points.
-        """
-        if self.find(extents) is not None:
-            self._quotients.add(tuple(-(-extent // divisor) for extent in extents))
 
     def content(self, values: Sequence[int]) -> int:
         """Return an integer that divides a number of the code at every size.

@@ -1,0 +1,68 @@
+"""Code for any size serves sizes of 2, at which kernels are equal that differ at other sizes."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+
+from tvmbridge import add_tvm_dispatch, dispatch_report
+from tvmbridge.runtime.family import Family
+
+# Odd sizes, primes, and the least size of a symbol.
+_SIZES = ((2, 2), (2, 3), (3, 2), (7, 13), (2, 31), (17, 2))
+
+
+class Heads(nn.Module):
+    """Two heads, whose transpositions are equal kernels for two positions alone.
+
+    The gradient of the places is a sum over columns: one block of them for two positions. The sum
+    for the scores' gradient has rows of columns, with several blocks in each.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.Parameter(torch.randn(40, 8))
+        self.scores = nn.Parameter(torch.randn(2, 40, 40))
+        self.inner, self.out = nn.Linear(4, 4), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, n, _ = x.shape
+        split = (x + self.places[:n]).view(b, n, 2, 4).transpose(1, 2)
+        at = torch.arange(n)
+        scores = split.sum(-1, keepdim=True) * self.scores[:, :n, :n]
+        seen = torch.where(at <= at[:, None], scores, torch.zeros(())).softmax(-1)
+        mixed = self.inner(seen @ split)
+        y: torch.Tensor = self.out(mixed.transpose(1, 2).reshape(b, n, 8))
+        return y
+
+
+def test_one_code_serves_sizes_from_two_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[object] = []
+    genuine = Family._compile
+
+    def counted(self: Family, *given: object) -> object:
+        compiled.append(given)
+        return genuine(self, *given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Family, "_compile", counted)
+    torch.manual_seed(0)
+    module = Heads()
+    exact = copy.deepcopy(module).double()
+    spec = ({0: Dim("batch", max=32), 1: Dim("length", max=40)},)
+    add_tvm_dispatch(module, dynamic_shapes=spec, on_fallback="silent")
+    for size in _SIZES:
+        x = torch.randn(*size, 8)
+        found = module(x), exact(x.double())
+        for result in found:
+            result.square().sum().backward()
+        torch.testing.assert_close(found[0].double(), found[1], rtol=1e-4, atol=1e-5)
+        for mine, other in zip(module.parameters(), exact.parameters(), strict=True):
+            assert mine.grad is not None
+            torch.testing.assert_close(mine.grad.double(), other.grad, rtol=1e-4, atol=1e-4)
+    report = dispatch_report(module)
+    assert report.tvm_calls == len(_SIZES), report.fallbacks
+    assert len(compiled) == 1
