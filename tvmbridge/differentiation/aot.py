@@ -17,7 +17,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tvmbridge.core.errors import BridgeError, UnsupportedOperatorError, first_line
+from tvmbridge.core.errors import BridgeError, CaptureError, UnsupportedOperatorError, first_line
 from tvmbridge.core.torch_private import storage_key
 from tvmbridge.core.types import NoiseDescriptor, PassRecord, TensorSpec
 from tvmbridge.differentiation.custom_functions import AppliedFunction, FunctionWatch
@@ -30,6 +30,7 @@ from tvmbridge.graph_capture.host_constants import move_in_module
 from tvmbridge.graph_capture.open_masks import drop_open_masks
 from tvmbridge.graph_capture.trace.conversions import checks_of_numbers
 from tvmbridge.graph_capture.trace.decompositions import joint_decomposition_table, sort_as_eager
+from tvmbridge.graph_capture.trace.reshapes import give_memory
 from tvmbridge.passes.base import free_prefix
 from tvmbridge.passes.relax.append_cotangents import COTANGENT_PREFIX
 from tvmbridge.pipeline import recorded_passes, run_passes, zapp_passes
@@ -65,7 +66,7 @@ def trace_joint(
     """
     traced, functions = _record(rehearsal, facts)
     drop_open_masks(traced.graph)
-    _check_strided_views(traced)
+    _give_memory(traced)
     given_names = [d.name for d in rehearsal.inputs]
     noise = hoist_draws(
         traced.graph,
@@ -249,13 +250,9 @@ class _SameDtypes(fx.Interpreter):
         return result
 
 
-def _check_strided_views(traced: fx.GraphModule) -> None:
-    """Refuse ``as_strided`` of a tensor whose strides differ in compiled code."""
-    for node in traced.graph.nodes:
-        if str(node.target).startswith("aten.as_strided"):
-            base = node.args[0].meta["val"]
-            whole = base.untyped_storage().nbytes() == base.numel() * base.element_size()
-            if not (base.is_contiguous() and whole):
-                raise UnsupportedOperatorError(
-                    f"{node.target} of a tensor that is not contiguous depends on its strides"
-                )
+def _give_memory(traced: fx.GraphModule) -> None:
+    """Let ``as_strided`` read memory in the order that it has in eager PyTorch."""
+    try:
+        give_memory([traced.graph])
+    except CaptureError as error:
+        raise UnsupportedOperatorError(str(error)) from None

@@ -101,3 +101,40 @@ def test_a_write_that_would_be_lost_is_refused() -> None:
 def _rows_first() -> torch.Tensor:
     """Return queries of two heads with the strides that a projection gives them."""
     return torch.randn(2, 6, 16, requires_grad=True).view(2, 6, 2, 8).transpose(1, 2)
+
+
+class Windows(nn.Module):
+    """Reads overlapping windows of a transposed result that was written before, or is after."""
+
+    def __init__(self, *, writes_after: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.writes_after = writes_after
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        y /= 2
+        rows = y.transpose(0, 1)
+        windows = rows.as_strided((rows.shape[0], 4, 2), (rows.stride(0), rows.stride(1), 4))
+        if self.writes_after:
+            y *= 2
+        return windows.tanh()
+
+
+def test_windows_of_memory_that_was_written() -> None:
+    module = Windows(writes_after=False).double()
+    reference = copy.deepcopy(module)
+    x = torch.randn(5, 4, dtype=torch.float64)
+    add_tvm_dispatch(module, x)
+    results = [m(x) for m in (module, reference)]
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
+    for result in results:
+        result.square().sum().backward()
+    for ours, theirs in zip(module.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-12)
+    assert dispatch_report(module).tvm_calls == 1
+
+
+def test_windows_of_memory_that_is_written_later_are_refused() -> None:
+    with pytest.raises(CaptureError, match="depends on the strides of its input"):
+        add_tvm_dispatch(Windows(writes_after=True), torch.randn(5, 4), on_break="forward")

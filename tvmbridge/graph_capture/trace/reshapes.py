@@ -9,12 +9,14 @@ For memory that is mutated, it matters whether a ``reshape`` is a view or a copy
 becomes a ``view`` or a ``clone``, as it was in the recording.
 
 ``as_strided`` reads the memory of its operand. It gets a contiguous copy of that memory in the
-recorded order, so that the strides from decompositions do not matter.
+recorded order, so that the strides from decompositions do not matter. Writes before it are in the
+copy; a write after it, to its result or to the operand, would not reach the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import dropwhile
 from typing import Any
 
 import torch
@@ -64,9 +66,27 @@ def reshape_instead_of_view(program: ExportedProgram) -> None:
             for node in graph.find_nodes(op="call_function", target=target):
                 if not written.isdisjoint((*_storages(node), *_storages(node.args[0]))):
                     _decide(graph, node)
+    give_memory(graphs)
+
+
+def give_memory(graphs: Sequence[fx.Graph]) -> None:
+    """Let each ``as_strided`` of a program's graphs read memory in the recorded order.
+
+    Raises:
+        CaptureError: an operand's memory cannot be given to it.
+    """
+    for graph in graphs:
         for target in _BY_STRIDES:
             for node in graph.find_nodes(op="call_function", target=target):
-                _give_memory(graph, node, written.isdisjoint(_storages(node.args[0])))
+                kept = _written_from(graphs, node).isdisjoint(_storages(node.args[0]))
+                _give_memory(graph, node, may_copy=kept)
+
+
+def _written_from(graphs: Sequence[fx.Graph], node: fx.Node) -> set[int]:
+    """Return the storages that are written after ``node``, or in another graph at any time."""
+    others = [each for graph in graphs if graph is not node.graph for each in graph.nodes]
+    later = dropwhile(lambda each: each is not node, node.graph.nodes)
+    return {storage for each in (*others, *later) for storage in _written_by(each)}
 
 
 def _decide(graph: fx.Graph, node: fx.Node) -> None:
@@ -86,12 +106,12 @@ def _decide(graph: fx.Graph, node: fx.Node) -> None:
     graph.erase_node(node)
 
 
-def _give_memory(graph: fx.Graph, node: fx.Node, may_copy: bool) -> None:
+def _give_memory(graph: fx.Graph, node: fx.Node, *, may_copy: bool) -> None:
     """Let ``node`` read a contiguous tensor whose elements have the recorded order of memory.
 
     Raises:
         CaptureError: the operand does not fill its memory, or it is not contiguous and is written
-            or scattered into.
+            from then on, or scattered into.
     """
     operand = node.args[0]
     assert isinstance(operand, fx.Node)
