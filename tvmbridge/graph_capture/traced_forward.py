@@ -19,7 +19,6 @@ from tvmbridge.core.torch_private import pytree
 from tvmbridge.core.types import Epilogue, IntermediateBase, Left
 from tvmbridge.graph_capture.epilogue import EpilogueRecorder
 from tvmbridge.graph_capture.memory.bases import WithBases
-from tvmbridge.graph_capture.observe.undo import current_undo
 from tvmbridge.graph_capture.trace.adopted import adopted_are_read
 from tvmbridge.graph_capture.trace.answers import Answers, buffers_of
 from tvmbridge.graph_capture.trace.arguments import ArgumentWatch
@@ -108,7 +107,6 @@ class TracedForward:
 
     def _own(self, *args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:
-            stack.enter_context(current_undo().run())
             stack.enter_context(transforms_ended())
             if self.exported:
                 stack.enter_context(data_dependent_assigned())

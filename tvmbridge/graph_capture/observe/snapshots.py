@@ -24,7 +24,7 @@ from tvmbridge.graph_capture.observe.data import is_object, is_plain_class
 def snapshot(value: Any) -> Any:
     """Return the contents of ``value``; None if it has no contents that can be assigned."""
     if value is os.environ:
-        return dict(os.environ._data)  # type: ignore[attr-defined]
+        return dict(os.environ._data)
     if isinstance(value, contextvars.ContextVar):
         set_to = value.get(MISSING)
         return None if set_to is MISSING else [set_to]
