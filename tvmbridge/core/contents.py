@@ -38,6 +38,7 @@ _THEMSELVES = (
 CONTAINERS = (Mapping, list, tuple, set, frozenset, deque)
 # Items are read by the base class's __iter__: a subclass may report a wrong length.
 _SEQUENCES: tuple[Any, ...] = (list, tuple, deque)
+_WORDS = frozenset({"u1", "u2", "u4", "u8"})  # numpy's names of unsigned integers
 _PLAIN_VALUES = frozenset({bool, int, float, complex, str, bytes, range, type(None), type(...)})
 _OF_TENSORS = frozenset({torch.Size, torch.dtype, torch.device, torch.layout})
 
@@ -106,12 +107,24 @@ def same_value(a: Any, b: Any, depth: int = DEPTH) -> bool:
         return False
     if depth == 0:
         return True
+    if isinstance(a, numpy.ndarray):
+        return same_array(a, b)
     ours, theirs = state_of(a), state_of(b)
     if ours is None or theirs is None:
         return False
     return len(ours) == len(theirs) and all(
         same_value(x, y, depth - 1) for x, y in zip(ours, theirs, strict=True)
     )
+
+
+def same_array(a: numpy.ndarray[Any, Any], b: numpy.ndarray[Any, Any]) -> bool:
+    """Whether two arrays have the same shape, dtype and bytes."""
+    if a.shape != b.shape or a.dtype.str != b.dtype.str:
+        return False
+    words, plain = f"u{a.itemsize}", not a.dtype.hasobject
+    if plain and a.ndim and a.flags.c_contiguous and b.flags.c_contiguous and words in _WORDS:
+        return bool((numpy.asarray(a).view(words) == numpy.asarray(b).view(words)).all())
+    return a.tobytes() == b.tobytes()
 
 
 def is_constant(value: Any) -> bool:
@@ -139,7 +152,7 @@ def contents(value: Any) -> list[Any]:
 
 def all_held(value: Any, depth: int = DEPTH) -> list[Any]:
     """Return ``value`` and, depth first, everything that it holds, down to ``depth`` levels."""
-    held = (state_of(value) or []) if depth else []
+    held = () if depth == 0 or type(value) in _PLAIN_VALUES else state_of(value) or ()
     return [value, *(inner for item in held for inner in all_held(item, depth - 1))]
 
 
@@ -204,6 +217,8 @@ def state_of(value: Any) -> list[Any] | None:
     The state is the contents of the value, or what pickling would save. None means that the state
     is unknown: such a value equals only itself.
     """
+    if type(value) in _PLAIN_VALUES:
+        return []
     # The proxy of a data-dependent value refuses isinstance.
     if issubclass(type(value), fx.Proxy):
         return None
@@ -226,7 +241,7 @@ def state_of(value: Any) -> list[Any] | None:
     if isinstance(value, (*CONTAINERS, *_THEMSELVES)):
         return contents(value)
     held = contents(value)
-    if held or hasattr(value, "__dict__") or type(value) in _PLAIN_VALUES:
+    if held or hasattr(value, "__dict__"):
         return held
     try:
         reduced = value.__reduce_ex__(4)

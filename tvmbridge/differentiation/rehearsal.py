@@ -24,6 +24,7 @@ from tvmbridge.core.torch_private import FakeTensorMode, pytree
 from tvmbridge.core.types import InputDescriptor, InputKind, OutputKind, TensorSpec
 from tvmbridge.graph_capture.memory.views import laid_out, shares_elements
 from tvmbridge.graph_capture.observe.refusal import first_paragraph
+from tvmbridge.graph_capture.observe.undo import current_undo
 from tvmbridge.graph_capture.trace.answers import small_buffers
 from tvmbridge.graph_capture.trace.functions import functions_replaced
 from tvmbridge.graph_capture.trace.left import data_dependent_assigned
@@ -121,6 +122,7 @@ class Rehearsal:
             stack.enter_context(functions_replaced(self.module, on_fakes=True))
             stack.enter_context(tensors_replaced(self.module, held))
             stack.enter_context(data_dependent_assigned())
+            stack.enter_context(current_undo().run())
             forward = TracedForward(
                 module=self.module,
                 is_compiling=self.captured.assumptions.is_compiling,

@@ -30,6 +30,7 @@ from tvmbridge.graph_capture.observe.refusal import (
     user_line,
 )
 from tvmbridge.graph_capture.observe.staging import StagedModule, staged
+from tvmbridge.graph_capture.observe.undo import current_undo
 from tvmbridge.graph_capture.relations import Relations, relations_in
 from tvmbridge.graph_capture.surroundings import refused_now, tracing_here
 from tvmbridge.graph_capture.symbols import dynamic_shapes, spelled_out
@@ -191,7 +192,7 @@ def _export(
         )
         given, named = without_repetitions((args, dict(kwargs)))
         try:
-            with forward.in_place():
+            with forward.in_place(), current_undo().run():
                 sizes = _any_size(module, given, named) if any_size else None
                 program = torch.export.export(
                     module, given, named, dynamic_shapes=sizes, strict=False

@@ -43,6 +43,7 @@ from tvmbridge.graph_capture.observe.refusal import (
     user_line,
 )
 from tvmbridge.graph_capture.observe.staging import StagedModule, staged
+from tvmbridge.graph_capture.observe.undo import current_undo
 from tvmbridge.graph_capture.open_masks import drop_open_masks
 from tvmbridge.graph_capture.prologue import cut_prologue
 from tvmbridge.graph_capture.surroundings import tracing_here
@@ -291,7 +292,7 @@ def _exported(
             if has_odd_names((given, named)):
                 leaves, structure = pytree.tree_flatten((given, named))
                 given, named = tuple(leaves), {}
-            with forward.in_place(structure):
+            with forward.in_place(structure), current_undo().run():
                 dynamic = None
                 if symbolic is not None or structure is not None:
                     module.forward.__dict__["__signature__"] = spelled_out(given, named)

@@ -21,6 +21,7 @@ from tvmbridge.core.contents import (
     DEPTH,
     all_held,
     attributes_of,
+    holds_all_in_dict,
     is_constant,
     may_grow,
 )
@@ -67,10 +68,19 @@ def _has_data(value: Any, depth: int) -> bool:
 
 
 def holds_iterator(value: Any) -> bool:
-    """Whether ``value`` is an iterator, or a container or a user's object that holds one."""
-    looked_into = isinstance(value, CONTAINERS) or is_object(value)
+    """Whether ``value`` is an iterator, or a container or a user's object that holds one.
+
+    An object whose whole state is in its attributes is no iterator, though its class may have a
+    ``__next__``: its attributes are compared and restored.
+    """
+    looked_into = isinstance(value, CONTAINERS) or is_plain_class(type(value))
     held = all_held(value) if looked_into else [value]
-    return any(isinstance(h, Iterator) and not isinstance(h, io.IOBase) for h in held)
+    return any(
+        isinstance(h, Iterator)
+        and not isinstance(h, io.IOBase)
+        and not (is_of_users(type(h)) and holds_all_in_dict(type(h)))
+        for h in held
+    )
 
 
 def is_plain_class(cls: type) -> bool:

@@ -50,6 +50,7 @@ from tvmbridge.graph_capture.observe.foreign import ForeignConstant, ForeignModu
 from tvmbridge.graph_capture.observe.objects import NO_READS, ObjectReads
 from tvmbridge.graph_capture.observe.outside import OutsideReads
 from tvmbridge.graph_capture.observe.settings import settings_kept
+from tvmbridge.graph_capture.observe.undo import current_undo
 from tvmbridge.graph_capture.trace.answers import small_buffers
 from tvmbridge.graph_capture.trace.arguments import Arguments
 from tvmbridge.graph_capture.trace.functions import functions_replaced
@@ -136,7 +137,7 @@ def observe(
     adoption = Adoption() if adoption is None else adoption
     made, handled, objects = leaks.Made(), sys.exc_info()[1], ObjectReads()
     outside = OutsideReads(module, objects)
-    with leaks.collections_put_off():
+    with current_undo().run(), leaks.collections_put_off():
         try:
             with leaks.saved_without_circles():
                 # No local variable may hold the fakes, since each tensor that is alive after the

@@ -28,9 +28,9 @@ from tvmbridge.core.errors import CaptureError
 from tvmbridge.core.libraries import SAME_WHEN_COMPILED
 from tvmbridge.core.methods import MethodOf
 from tvmbridge.core.torch_private import FakeTensor, is_compiling
-from tvmbridge.graph_capture.observe.data import holds_iterator
 from tvmbridge.graph_capture.observe.executed import Executed, executed_functions, is_library
 from tvmbridge.graph_capture.observe.hooks import traced_hooks
+from tvmbridge.graph_capture.observe.iterators import Iterators
 from tvmbridge.graph_capture.observe.leaks import holds_fakes, remove_fakes
 from tvmbridge.graph_capture.observe.names import Names, asks_type
 from tvmbridge.graph_capture.observe.objects import ObjectReads
@@ -83,7 +83,9 @@ class OutsideReads:
         self._objects = objects
         self._undo = current_undo()
         self._of = type(module).__name__
-        self._iterators: list[str] = []
+        self._iterators = Iterators()
+        # Values of attributes of the module and of its classes.
+        self._attributes: list[Any] = []
         self._sources: dict[tuple[int, str], Source] = {}
         self._values: dict[tuple[int, str], OutsideValue] = {}
         self._names = _UNNAMED | ({module.method} if isinstance(module, MethodOf) else set())
@@ -96,11 +98,13 @@ class OutsideReads:
         for name, value in [i for m in module.modules() for i in (("", m), *vars(m).items())]:
             if type(value).__module__.startswith("tvmbridge.") and not isinstance(value, nn.Module):
                 continue  # the dispatcher of the module, which a copy that is traced does not have
+            self._attributes.append(value)
             self._keep(defaults(value))
             named = isinstance(value, types.FunctionType | types.ModuleType)
             label = value.__name__ if isinstance(value, types.FunctionType) else name
             met = Source(None, {}, "", label, value if named else type(value))
             for source in self._new_namespaces(met):
+                self._attributes += vars(source.value).values()
                 for held in vars(source.value).values():
                     self._keep(defaults(held))
                 for each in below(source, self._names):
@@ -118,10 +122,12 @@ class OutsideReads:
     def _note_function(self, executed: Executed) -> None:
         with self._objects.paused():
             self.note(executed)
-        if self._iterators:  # No later step could put back what the function takes from it.
+        iterator = self._iterators.used(self._names, bool(self._names & _SEARCHING))
+        if iterator is not None:  # No later step could put back what the function takes from it.
+            what = f"reads the iterator {iterator}"
+            self.complaints.append(what)  # A forward may catch the error.
             raise CaptureError(
-                f"forward of {self._of} {self._iterators[0]}, which compiled code would not do at "
-                "each call"
+                f"forward of {self._of} {what}, which compiled code would not do at each call"
             )
 
     def note(self, executed: Executed) -> None:
@@ -139,7 +145,9 @@ class OutsideReads:
         same_anyway = str(executed.globals.get("__name__")).startswith(SAME_WHEN_COMPILED)
         waiting = list(roots(executed))
         if id(executed.code) not in self._inner:
-            waiting += free_variables(executed)
+            met = (source.value for source in self._sources.values())
+            known = (*executed.globals.values(), *self._attributes, *met)
+            waiting += free_variables(executed, known)
         self._inner.update(map(id, _codes_within(executed.code)))
         # A function may look up attributes of an object that another function has found.
         new = names.looked_up - self._names
@@ -188,10 +196,9 @@ class OutsideReads:
         self._sources[source.key] = source
         self._undo.note_place(source)
         self.own.note_value(value)
-        if holds_iterator(value):
-            self._iterators.append(f"reads the iterator {source.label}")
+        self._iterators.note(source)
         found = list(watched(source))
-        self._keep(found)
+        self._keep(found, noted=True)
         if found and any(source.owner is backend for backend in _EXCHANGED):
             self.complaints.append(f"reads {source.label} (which a trace exchanges)")
         self._keep(defaults(value))
@@ -235,9 +242,10 @@ class OutsideReads:
             free = {name: cell.cell_contents for name, cell in cells}
             self.note(Executed(function.__code__, function.__globals__, free))
 
-    def _keep(self, found: Iterable[OutsideValue]) -> None:
+    def _keep(self, found: Iterable[OutsideValue], noted: bool = False) -> None:
         for value in found:
-            if self._values.setdefault(value.key, value) is value and not value.itself:
+            new = self._values.setdefault(value.key, value) is value
+            if new and not value.itself and not noted:
                 self._undo.note_contents(value.holder.get(value.name, MISSING))
 
     def values(self) -> tuple[OutsideValue, ...]:

@@ -60,12 +60,13 @@ def run_unseen(
         CaptureError: forward has kept a view of a copy of a parameter or buffer outside.
     """
     undo = current_undo()
-    if undo.tensors():
-        with WritesUndone(undo.tensors()):
+    with undo.run():
+        if undo.tensors():
+            with WritesUndone(undo.tensors()):
+                copies = run_apart(module, args, kwargs, autocast)
+        else:
             copies = run_apart(module, args, kwargs, autocast)
-    else:
-        copies = run_apart(module, args, kwargs, autocast)
-    undo.exchange(copies)
+        undo.exchange(copies)
     memory = {storage_key(copied) for copied, _ in copies.values() if has_storage(copied)}
     for held in (held for value in undo.values() for held in all_held(value)):
         if isinstance(held, torch.Tensor) and has_storage(held) and storage_key(held) in memory:

@@ -7,12 +7,13 @@ have one of the names. Plain objects and containers are compared as a whole.
 from __future__ import annotations
 
 import builtins
+import functools
 import gc
 import importlib.util
 import sys
 import threading
 import types
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,18 @@ from tvmbridge.core.contents import MISSING, all_held, is_constant
 from tvmbridge.graph_capture.observe.data import is_data, is_object, is_of_users
 from tvmbridge.graph_capture.observe.executed import Executed, is_library
 from tvmbridge.graph_capture.trace.patches import unpatched
+
+# Values that may hold a function which is called by their names.
+_WRAPPERS = (
+    types.FunctionType,
+    types.MethodType,
+    types.CellType,
+    functools.partial,
+    property,
+    staticmethod,
+    classmethod,
+    tuple,
+)
 
 
 @dataclass(frozen=True)
@@ -104,23 +117,55 @@ def roots(executed: Executed) -> Iterator[Source]:
         yield Source(sys.modules, sys.modules, name, name, sys.modules[name])
 
 
-def free_variables(executed: Executed) -> Iterator[Source]:
+def free_variables(executed: Executed, known: Iterable[Any] = ()) -> Iterator[Source]:
     """Yield the free variables of a function that ran, as contents of its closure cells.
 
     A frame does not refer to its function. The function is found among the referrers of its code,
-    by the values of the free variables.
+    by the values of the free variables. ``gc.freeze()`` hides referrers, so the function is also
+    searched in ``known``, the values that forward can reach. If it is not there either, the
+    objects are unfrozen.
     """
     functions = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
     free = {n: v for n, v in executed.free.items() if not isinstance(v, functions)}
-    for function in gc.get_referrers(executed.code) if free else ():
-        if not isinstance(function, types.FunctionType) or function.__code__ is not executed.code:
+    if not free:
+        return
+    found = _cells(gc.get_referrers(executed.code), executed.code, free)
+    if found is None and gc.get_freeze_count():
+        found = _cells(_functions_in(known), executed.code, free)
+        if found is None:
+            gc.unfreeze()
+            found = _cells(gc.get_referrers(executed.code), executed.code, free)
+    for n, (cell, held) in (found or {}).items():
+        yield Source(cell, held, "cell_contents", n, free[n])
+
+
+def _cells(
+    among: Iterable[Any], code: types.CodeType, free: Mapping[str, Any]
+) -> dict[str, tuple[types.CellType, Attributes]] | None:
+    """Return the cells of the function with this code and these free variables, by name.
+
+    Return None if the function is not ``among`` the objects.
+    """
+    for function in among:
+        if not isinstance(function, types.FunctionType) or function.__code__ is not code:
             continue
-        cells = dict(zip(executed.code.co_freevars, function.__closure__ or (), strict=True))
-        held = {n: Attributes(cells[n]) for n in free}
-        if all(held[n].get("cell_contents", MISSING) is v for n, v in free.items()):
-            for n, v in free.items():
-                yield Source(cells[n], held[n], "cell_contents", n, v)
-            return
+        cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
+        held = {n: (cells[n], Attributes(cells[n])) for n in free}
+        if all(held[n][1].get("cell_contents", MISSING) is v for n, v in free.items()):
+            return held
+    return None
+
+
+def _functions_in(values: Iterable[Any]) -> Iterator[types.FunctionType]:
+    """Yield the functions among ``values``, and the ones that they wrap."""
+    waiting, passed = list(values), set()
+    while waiting:
+        value = waiting.pop()
+        if id(value) not in passed and isinstance(value, _WRAPPERS):
+            passed.add(id(value))
+            waiting += gc.get_referents(value)
+            if isinstance(value, types.FunctionType):
+                yield value
 
 
 def below(source: Source, names: Collection[str]) -> Iterator[Source]:

@@ -2,18 +2,20 @@
 
 A capture runs forward several times. In eager PyTorch these runs would not exist, so a counter in
 a global, an entry of a list or an attribute of a class must have its old value after a refusal.
+Changes of other threads, and changes between the runs, stay.
 """
 
 from __future__ import annotations
 
-import array
 import contextvars
+import logging
 import os
-import queue
+import sys
 import threading
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -22,12 +24,65 @@ import numpy
 import torch
 from torch import nn
 
-from tvmbridge.core.contents import CONTAINERS, MISSING, all_held, is_constant, same_value, slots_of
-from tvmbridge.graph_capture.observe.data import is_data, is_object, is_plain_class
+from tvmbridge.core.contents import CONTAINERS, MISSING, all_held, is_constant, same_value
+from tvmbridge.graph_capture.observe.data import is_data, is_object
 from tvmbridge.graph_capture.observe.executed import is_library
+from tvmbridge.graph_capture.observe.snapshots import (
+    has_attributes,
+    same_snapshot,
+    snapshot,
+    without_own,
+    write,
+    write_names,
+)
 from tvmbridge.graph_capture.observe.sources import Source, names_added
 
+logger = logging.getLogger(__name__)
+
 _OWN_NAMES = ("_parameters", "_buffers", "_modules")
+
+
+@dataclass
+class _Record:
+    """What the runs of forward have changed in one object or at one place.
+
+    - ``holder``: the object, which the record keeps alive.
+    - ``read``: returns a snapshot of the contents.
+    - ``write``: gets the snapshot of now, and the contents to write.
+    - ``before``: the contents without the changes of the runs.
+    - ``after``: the contents at the end of the last run.
+    """
+
+    holder: Any
+    read: Callable[[], Any]
+    write: Callable[[Any, Any], None]
+    before: Any
+    after: Any
+
+    def begin(self) -> None:
+        """Note the contents at the beginning of a run: other code may have changed them."""
+        if isinstance(self.after, numpy.ndarray):  # Comparing a large array takes long.
+            return
+        now = self.read()
+        if not same_snapshot(now, self.after):
+            self.before, self.after = without_own(self.before, self.after, now), now
+
+    def end(self) -> None:
+        """Note the contents at the end of a run."""
+        if isinstance(self.after, numpy.ndarray) and same_snapshot(self.after, self.holder):
+            return  # without a copy
+        now = self.read()
+        if not same_snapshot(now, self.after):
+            self.after = now
+
+    def restore(self) -> None:
+        """Take the changes of the runs back."""
+        if same_snapshot(self.before, self.after):
+            return
+        now = self.read()
+        contents = without_own(self.before, self.after, now)
+        if not same_snapshot(now, contents):
+            self.write(now, contents)
 
 
 class Undo:
@@ -36,33 +91,72 @@ class Undo:
     def __init__(self) -> None:
         self._places: dict[tuple[int, str], Source] = {}
         self._namespaces: dict[int, tuple[Source, frozenset[str]]] = {}
-        # By id: the object, which the entry keeps alive, and the function that restores it.
-        self._contents: dict[int, tuple[Any, Callable[[], None]]] = {}
+        self._contents: dict[int, Any] = {}
         self._tensors: dict[int, torch.Tensor] = {}
+        # By the kind of the record, and by the key of the place or the id of the object.
+        self._records: dict[tuple[str, Any], _Record] = {}
+        self._running = 0
+
+    def _record(
+        self, key: tuple[str, Any], holder: Any, read: Callable[[], Any], write: Callable[..., None]
+    ) -> None:
+        if key in self._records:
+            return
+        try:
+            before = read()
+        except Exception:  # A class of the user's may raise any error.
+            logger.debug("the contents of a %s cannot be read", type(holder), exc_info=True)
+            return
+        if before is not None:
+            self._records[key] = _Record(holder, read, write, before, before)
 
     def note_place(self, source: Source) -> None:
-        """Record which object is at ``source``, and the contents of this object."""
-        if self._places.setdefault(source.key, source) is source:
+        """Record which object is at ``source``, and the contents of this object.
+
+        Settings of libraries are restored elsewhere.
+        """
+        if self._places.setdefault(source.key, source) is not source:
+            return
+        if not _is_of_library(source.owner):
+            change = partial(_write_place, source)
+            self._record(("place", source.key), source, partial(_at_place, source), change)
             self.note_contents(source.value)
+        elif source.value is os.environ or source.value is os.getenv:
+            self.note_contents(os.environ)
+        if isinstance(source.value, contextvars.ContextVar):
+            self.note_contents(source.value)
+            self.note_contents(source.value.get(None))
 
     def note_namespace(self, source: Source) -> None:
         """Record the names that the namespace at ``source`` has."""
-        self._namespaces.setdefault(id(source.value), (source, frozenset(vars(source.value))))
+        key = id(source.value)
+        if key in self._namespaces:
+            return
+        self._namespaces[key] = source, frozenset(vars(source.value))
+        read, change = partial(_names_added, *self._namespaces[key]), partial(_write_added, source)
+        self._record(("namespace", key), source, read, change)
 
     def note_contents(self, value: Any) -> None:
         """Record the contents of the containers and plain objects in ``value``."""
+        if value is sys.modules:  # Imports stay.
+            return
+        whole = isinstance(value, (torch.Tensor, numpy.ndarray)) or value is os.environ
         looked_into = isinstance(value, CONTAINERS) or is_data(value) or is_object(value)
-        for held in all_held(value) if looked_into else [value]:
+        for held in all_held(value) if looked_into and not whole else [value]:
             if isinstance(held, torch.Tensor):
                 self._tensors[id(held)] = held
-            restore = None if id(held) in self._contents else _restoring(held)
-            if restore is not None:
-                self._contents[id(held)] = held, restore
+            if type(held) is not tuple and is_constant(held):
+                continue
+            key = ("contents", id(held))
+            self._record(key, held, partial(snapshot, held), partial(write, held))
+            if key in self._records:
+                self._contents[id(held)] = held
 
     def note_names(self, space: dict[str, Any]) -> None:
         """Record the names and values of a Python module, without the contents of the values."""
-        restore = partial(_restore_dict, space, list(space.items()))
-        self._contents.setdefault(id(space), (space, restore))
+        change = partial(write_names, dict, space)
+        self._record(("contents", id(space)), space, partial(dict, space), change)
+        self._contents[id(space)] = space
 
     def note_module(self, module: nn.Module) -> None:
         """Record the contents of the attributes of ``module`` and its submodules."""
@@ -70,6 +164,29 @@ class Undo:
             for name, value in owner.__dict__.items():
                 if name not in _OWN_NAMES:
                     self.note_contents(value)
+
+    @contextmanager
+    def run(self) -> Iterator[None]:
+        """Attribute the changes inside this context to a run of forward; it may be nested."""
+        if not self._running:
+            self._each(_Record.begin)
+        self._running += 1
+        try:
+            yield
+        finally:
+            self._running -= 1
+            if not self._running:
+                self._each(_Record.end)
+
+    def _each(self, do: Callable[[_Record], None]) -> None:
+        """Call ``do`` with all records, and drop a record whose contents cannot be read."""
+        for key, record in list(self._records.items()):
+            try:
+                do(record)
+            except Exception:
+                kind = type(record.holder).__name__
+                logger.warning("changes of a %s by a capture stay", kind, exc_info=True)
+                del self._records[key]
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the recorded tensors."""
@@ -80,7 +197,7 @@ class Undo:
         yield from (source.now() for source in self._places.values())
         for source, before in self._namespaces.values():
             yield from (vars(source.value)[name] for name in names_added(source, before))
-        yield from (value for value, _ in self._contents.values())
+        yield from self._contents.values()
 
     def exchange(self, copies: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Replace copies of tensors, which forward has kept, by the tensors themselves.
@@ -106,23 +223,22 @@ class Undo:
                         held[index] = copies[id(value)][1]
 
     def merge(self, later: Undo) -> None:
-        """Add the records of ``later``; earlier records of the same places stay."""
+        """Add the records of ``later``; earlier contents of the same places stay."""
         self._places = {**later._places, **self._places}
         self._namespaces = {**later._namespaces, **self._namespaces}
         self._contents = {**later._contents, **self._contents}
         self._tensors = {**later._tensors, **self._tensors}
+        for key, record in later._records.items():
+            own = self._records.setdefault(key, record)
+            own.before = without_own(own.before, own.after, record.before)
+            own.after = record.after
 
     def restore(self) -> None:
-        """Restore the recorded places, namespaces and contents."""
-        for source in self._places.values():
-            if _is_assigned(source):
-                source.restore()
-        # Last: a later run records the names that an earlier run has added as places.
-        for source, before in self._namespaces.values():
-            for name in list(names_added(source, before)):
-                delattr(source.value, name)
-        for _, restore in self._contents.values():
-            restore()
+        """Take back what the runs changed in the recorded places, namespaces and contents."""
+        # First: a later run records the names that an earlier run has added as places.
+        order = ("namespace", "place", "contents")
+        self._records = dict(sorted(self._records.items(), key=lambda r: order.index(r[0][0])))
+        self._each(_Record.restore)
 
 
 _current: contextvars.ContextVar[Undo | None] = contextvars.ContextVar("undo", default=None)
@@ -150,110 +266,38 @@ def undone_if_refused() -> Iterator[Undo]:
         _current.reset(token)
 
 
-def _is_assigned(source: Source) -> bool:
-    """Whether something else is at ``source`` now; settings of libraries are restored elsewhere."""
-    owner, value, now = source.owner, source.value, source.now()
-    if now is value or (is_constant(value) and same_value(now, value)):
+def _is_of_library(owner: Any) -> bool:
+    if isinstance(owner, threading.local | nn.Module):
         return False
     named = "__name__" if isinstance(owner, ModuleType) else "__module__"
-    return isinstance(owner, threading.local) or not is_library(getattr(owner, named, None))
+    return owner is sys.modules or is_library(getattr(owner, named, None))
 
 
-def _restoring(value: Any) -> Callable[[], None] | None:
-    """Return a function that gives ``value`` its current contents again.
+def _at_place(source: Source) -> dict[str, Any]:
+    now, value = source.now(), source.value
+    if now is MISSING:
+        return {}
+    return {"": value if is_constant(value) and same_value(now, value) else now}
 
-    Return None if it has no contents that can be assigned.
-    """
-    if value is os.environ:
-        return partial(_restore_variables, dict(os.environ))
-    if isinstance(value, contextvars.ContextVar):
-        set_to = value.get(MISSING)
-        return None if set_to is MISSING else partial(_restore_variable, value, set_to)
-    if isinstance(value, dict):
-        return partial(_restore_dict, value, list(dict.items(value)))
-    if isinstance(value, list):
-        return partial(list.__setitem__, value, slice(None), list(list.__iter__(value)))
-    if isinstance(value, set | deque):
-        return partial(_restore_items, value, list(value))
-    if isinstance(value, bytearray | array.array):
-        return partial(type(value).__setitem__, value, slice(None), value[:])
-    if isinstance(value, numpy.ndarray):
-        return partial(_restore_array, value, value.copy()) if value.flags.writeable else None
-    if isinstance(value, queue.SimpleQueue):
-        return partial(_shorten, value, value.qsize())
-    if isinstance(value, queue.Queue) or (is_object(value) and is_plain_class(type(value))):
-        return partial(_restore_object, value, _attributes(value))
-    return None
+
+def _write_place(source: Source, now: dict[str, Any], contents: dict[str, Any]) -> None:
+    replace(source, value=contents.get("", MISSING)).restore()
+
+
+def _names_added(source: Source, before: frozenset[str]) -> dict[str, Any]:
+    return {name: vars(source.value)[name] for name in names_added(source, before)}
+
+
+def _write_added(source: Source, now: dict[str, Any], contents: dict[str, Any]) -> None:
+    for name in now.keys() - contents.keys():
+        delattr(source.value, name)
+    for name, value in contents.items():
+        if now.get(name, MISSING) is not value:
+            setattr(source.value, name, value)
 
 
 def _entries(value: Any) -> dict[Any, Any]:
     """Return the dict of entries or attributes that can be assigned in ``value``."""
     if isinstance(value, dict):
         return value
-    plain = is_object(value) and is_plain_class(type(value))
-    return getattr(value, "__dict__", {}) if plain else {}
-
-
-def _restore_variables(before: dict[str, str]) -> None:
-    for name in os.environ.keys() - before.keys():
-        del os.environ[name]
-    os.environ.update({n: v for n, v in before.items() if os.environ.get(n) != v})
-
-
-def _restore_variable(variable: contextvars.ContextVar[Any], before: Any) -> None:
-    if variable.get(MISSING) is not before:
-        variable.set(before)
-
-
-def _restore_dict(value: dict[Any, Any], before: list[tuple[Any, Any]]) -> None:
-    held = dict(before)
-    for key in [key for key in value if key not in held]:
-        dict.__delitem__(value, key)
-    for key, entry in before:
-        if dict.get(value, key, MISSING) is not entry:
-            dict.__setitem__(value, key, entry)
-    if list(dict.keys(value)) != list(held):  # a removed entry has come back at the end
-        kind: type[dict[Any, Any]] = OrderedDict if isinstance(value, OrderedDict) else dict
-        kind.clear(value)
-        kind.update(value, before)
-
-
-def _restore_items(value: set[Any] | deque[Any], before: list[Any]) -> None:
-    if isinstance(value, set):
-        set.clear(value)
-        set.update(value, before)
-    else:
-        deque.clear(value)
-        deque.extend(value, before)
-
-
-def _restore_array(value: numpy.ndarray[Any, Any], before: numpy.ndarray[Any, Any]) -> None:
-    if value.shape == before.shape and value.tobytes() != before.tobytes():
-        value[...] = before
-
-
-def _shorten(value: queue.SimpleQueue[Any], size: int) -> None:
-    """Remove the items that were added to a queue; items that were taken stay away."""
-    items = [value.get_nowait() for _ in range(value.qsize())] if value.qsize() > size else []
-    for item in items[:size]:
-        value.put(item)
-
-
-def _attributes(value: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the attributes of an object in its ``__dict__``, and the ones in its slots."""
-    slots = {name: getattr(value, name, MISSING) for name in slots_of(type(value))}  # type: ignore[arg-type]
-    return dict(getattr(value, "__dict__", {})), slots
-
-
-def _restore_object(value: Any, before: tuple[dict[str, Any], dict[str, Any]]) -> None:
-    held, slots = before
-    now = getattr(value, "__dict__", {})
-    if now.keys() != held.keys() or any(now[name] is not held[name] for name in held):
-        now.clear()
-        now.update(held)
-    for name, attribute in slots.items():
-        if attribute is MISSING:
-            if hasattr(value, name):
-                object.__delattr__(value, name)
-        elif getattr(value, name, MISSING) is not attribute:
-            object.__setattr__(value, name, attribute)
+    return getattr(value, "__dict__", {}) if has_attributes(value) else {}
