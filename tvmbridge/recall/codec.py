@@ -23,7 +23,7 @@ from tvmbridge.compiler.readers import Readers
 from tvmbridge.core.assumptions import Question
 from tvmbridge.core.captured_graph import CallingConvention
 from tvmbridge.core.structure import children
-from tvmbridge.core.torch_private import pytree
+from tvmbridge.core.torch_private import OpOverload, pytree
 from tvmbridge.core.types import (
     InputDescriptor,
     InputKind,
@@ -87,7 +87,7 @@ def encode(value: Any) -> Any:
         return ["device", str(value)]
     if kind in _ENUMS:
         return ["enum", kind.__name__, value.name]
-    if isinstance(value, torch._ops.OpOverload) and str(value).startswith(_ATEN):
+    if isinstance(value, OpOverload) and str(value).startswith(_ATEN):
         return ["operator", str(value)]
     if kind in _RECORDS:
         names = [field.name for field in dataclasses.fields(kind)]
@@ -216,7 +216,7 @@ def _operator(content: Sequence[Any]) -> Any:
     if len(parts) != 3 or not all(part.isidentifier() for part in parts) or parts[0] != "aten":
         raise ValueError("it is no operator of ATen")
     found = getattr(getattr(torch.ops.aten, parts[1], None), parts[2], None)
-    if not isinstance(found, torch._ops.OpOverload):
+    if not isinstance(found, OpOverload):
         raise ValueError(f"PyTorch has no operator {name}")
     return found
 

@@ -26,6 +26,7 @@ from torch import nn
 
 from tvmbridge.core.contents import ANY_TENSOR, MISSING, PartOf, attributes_of
 from tvmbridge.core.errors import BridgeError
+from tvmbridge.core.torch_private import OpOverload, OpOverloadPacket
 from tvmbridge.graph_capture.observe.data import is_of_users
 from tvmbridge.graph_capture.trace.patches import code_of
 
@@ -40,7 +41,7 @@ _CODE_LESS = (
     types.GetSetDescriptorType,
     types.MemberDescriptorType,
 )
-_OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+_OPERATORS = (OpOverload, OpOverloadPacket)
 # Entries of a class that hold no behavior of instances, or that repeat another entry.
 _UNREAD = frozenset(
     {"__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "_abc_impl"}

@@ -14,7 +14,7 @@ from torch import fx, nn
 
 from tvmbridge.cache.key import digest_of
 from tvmbridge.core.methods import MethodOf
-from tvmbridge.core.torch_private import has_storage
+from tvmbridge.core.torch_private import TensorBase, has_storage, jit_internal, nn_functions
 from tvmbridge.graph_capture.observe.hooks import GLOBAL_HOOKS
 from tvmbridge.graph_capture.observe.settings import settings_now
 from tvmbridge.graph_capture.trace.patches import code_of
@@ -32,9 +32,9 @@ _SPACES: tuple[Any, ...] = (
     torch.linalg,
     torch.fft,
     torch.overrides,
-    torch._jit_internal,
-    torch._C._nn,
-    torch._C.TensorBase,
+    jit_internal,
+    nn_functions,
+    TensorBase,
     torch.Tensor,
     torch.nn.Module,
     torch.nn.init,

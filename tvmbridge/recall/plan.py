@@ -23,6 +23,7 @@ from tvmbridge.compiler.laying_out import Layouts
 from tvmbridge.compiler.readers import Readers
 from tvmbridge.core.assumptions import Question
 from tvmbridge.core.captured_graph import CallingConvention, CapturedGraph
+from tvmbridge.core.torch_private import OpOverload
 from tvmbridge.core.types import (
     InputDescriptor,
     InputKind,
@@ -193,6 +194,6 @@ def _is_static(captured: CapturedGraph) -> bool:
 
 
 def _is_aten(target: Any) -> bool:
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return target.namespace == "aten"
     return getattr(target, "__module__", "") == "_operator"

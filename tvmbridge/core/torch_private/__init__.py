@@ -46,6 +46,10 @@ functorch_utils = torch._functorch.utils
 # Operators and tensors
 DispatchKey = torch._C.DispatchKey
 OpOverload = torch._ops.OpOverload
+OpOverloadPacket = torch._ops.OpOverloadPacket
+TensorBase = torch._C.TensorBase
+jit_internal = torch._jit_internal
+nn_functions = torch._C._nn
 HigherOrderOperator = torch._ops.HigherOrderOperator
 registered_kernels = torch._C._dispatch_get_registrations_for_dispatch_key
 has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import MutableMapping
 from typing import Any
 
@@ -128,6 +129,26 @@ IMPORTED = (
         "torch._ops.OpOverload",
         "telling operators from other functions in a graph",
         lambda kind: isinstance(torch.ops.aten.sin.default, kind),
+    ),
+    PrivateName(
+        "torch._ops.OpOverloadPacket",
+        "telling operators from other functions that forward names",
+        lambda kind: isinstance(torch.ops.aten.sin, kind),
+    ),
+    PrivateName(
+        "torch._jit_internal",
+        "noticing PyTorch's functions that were replaced",
+        lambda space: isinstance(space, types.ModuleType),
+    ),
+    PrivateName(
+        "torch._C._nn",
+        "noticing PyTorch's functions that were replaced",
+        lambda space: isinstance(space, types.ModuleType),
+    ),
+    PrivateName(
+        "torch._C.TensorBase",
+        "noticing methods of tensors that were replaced",
+        lambda kind: isinstance(kind, type),
     ),
     PrivateName(
         "torch._C._dispatch_has_kernel",
