@@ -160,7 +160,7 @@ def assumed_by(node: fx.Node) -> str | None:
         return None
     places = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", range(example.dim()))
     dims = [places] if isinstance(places, int) else list(places)  # type: ignore[arg-type]
-    unbacked = any(symbolic_shapes().free_unbacked_symbols(example.shape[d]) for d in dims)  # type: ignore[index]
+    unbacked = any(symbolic_shapes().free_unbacked_symbols(example.shape[d]) for d in dims)
     return "a squeezed dimension that is not of size 1" if unbacked else None
 
 

@@ -211,10 +211,10 @@ def _quotient(left: Any, right: Any) -> Any:
 
 
 def _quotient_of_tensors(left: Any, right: Any) -> Any:
-    if type(left) is not TracedNumber:
+    if isinstance(left, torch.Tensor):
         return torch.true_divide(left, right)
     # As PyTorch divides a number by a tensor. The reciprocal may overflow in half precision.
-    return torch.mul(torch.reciprocal(right), left)
+    return torch.reciprocal(right) * left
 
 
 def _whole(left: Any, right: Any, function: Callable[..., torch.Tensor]) -> Any:
