@@ -85,3 +85,31 @@ def test_pieces(function: Callable[..., torch.Tensor], pieces: int) -> None:
     assert (served, cut) == (pieces, pieces > 0)
     gradients = [torch.autograd.grad(result.sum(), x)[0] for result in (found, expected)]
     assert torch.equal(*gradients)
+
+
+def _squeezed(x: torch.Tensor) -> torch.Tensor:
+    chosen = (x * 2)[x[:, 0] > 0].squeeze(0)
+    return chosen[None] + 100 if chosen.dim() == 1 else chosen.sin()
+
+
+def _broadcast(x: torch.Tensor) -> torch.Tensor:
+    return ((x * 2)[x[:, 0] > 0] + torch.arange(6.0).reshape(3, 2)).sin()
+
+
+def _of_two_sizes(x: torch.Tensor) -> torch.Tensor:
+    return ((x * 2)[x[:, 0] > 0] + x[x[:, 1] > 0]).sin()
+
+
+@pytest.mark.parametrize("function", [_squeezed, _broadcast, _of_two_sizes])
+def test_a_single_row_broadcasts_as_in_eager_pytorch(
+    function: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(
+            function, backend=lambda g, _: in_pieces(g, lambda p: p.forward) or g.forward
+        )
+        for rows in (3, 1):
+            x = torch.ones(4, 2)
+            x[rows:, 0] = x[3:, 1] = -1
+            assert torch.equal(compiled(x), function(x))

@@ -102,7 +102,8 @@ def test_a_number_that_decides_a_branch_stays_a_constant_and_the_report_says_why
 def test_numbers_and_sizes_change_together() -> None:
     model = Timed().eval()
     served, dispatcher = _dispatched(model, dynamic_shapes="auto")
-    calls = [(3, 2), (5, 4), (6, 8), (7, 9), (3, 11)]
+    # More sizes than get code of their own where code for any size fails.
+    calls = [(3, 2), (5, 4), *((rows, rows + 1) for rows in range(6, 16)), (3, 11)]
     with torch.no_grad():
         for rows, value in calls:
             x = torch.randn(rows, 4)
@@ -119,3 +120,37 @@ def test_a_sample_with_changing_sizes_is_like_a_first_call(sampled: bool) -> Non
         for value in (1, 2, 3, 4):
             torch.testing.assert_close(served(x, value), model(x, value))
     assert dispatcher.served() == 4
+
+
+class Appending(nn.Module):
+    """Appends to a list beside a number."""
+
+    def forward(self, x: torch.Tensor, t: float, kept: list[torch.Tensor]) -> torch.Tensor:
+        kept.append(x * t)
+        return x.half() * t
+
+
+def test_a_list_beside_a_number_grows_and_half_precision_is_not_rounded_first() -> None:
+    served, dispatcher = _dispatched(Appending())
+    x = torch.tensor([0.0, 0.5, -1e-3])
+    for value in (0.1, 0.3, 1e5, 7e4):
+        lists: tuple[list[torch.Tensor], ...] = ([], [])
+        expected, found = Appending()(x, value, lists[0]), served(x, value, lists[1])
+        assert torch.equal(found, expected)
+        torch.testing.assert_close(*lists)
+    assert dispatcher.served() == 4
+
+
+class Power(nn.Module):
+    """Computes a power with a number as the exponent."""
+
+    def forward(self, x: torch.Tensor, t: float) -> torch.Tensor:
+        return torch.exp(x) ** t
+
+
+def test_values_that_the_code_does_not_serve_compile_no_more_such_code() -> None:
+    served, dispatcher = _dispatched(Power())
+    x = torch.randn(3)
+    for value in (1.5, 2.5, math.inf, 1e9, 1e10, 3.5):
+        torch.testing.assert_close(served(x, value), Power()(x, value))
+    assert [bool(s.signature.numbers) for s in dispatcher.specializations] == [False, True, False]

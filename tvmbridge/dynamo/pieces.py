@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tvmbridge.core.torch_private import symbolic_shapes
+from tvmbridge.core.torch_private import skipped_frame, symbolic_shapes
 
 _Run = Callable[..., Any]
 
@@ -53,7 +53,13 @@ def in_pieces(graph_module: fx.GraphModule, serve: Callable[[fx.GraphModule], _R
         graph_module: the graph.
         serve: returns the function that runs a piece. The functions between pieces run in eager
             PyTorch.
+
+    Raises:
+        SkipFrame: the graph holds for some sizes only, so Python must run the function.
     """
+    assumption = next(filter(None, map(assumed_by, graph_module.graph.nodes)), None)
+    if assumption is not None:
+        raise skipped_frame(f"sizes depend on data, and the graph holds for {assumption} only")
     pieces = _cut(graph_module.graph)
     if not any(piece.is_eager for piece in pieces):
         return None
@@ -136,6 +142,36 @@ def runs_by_itself(
         return False
     is_from_before = current is None or current.is_eager or piece_of.get(written) is not current
     return _chooses_by_mask(node) or (is_from_before and _carries_a_gradient(written))
+
+
+def assumed_by(node: fx.Node) -> str | None:
+    """Return what TorchDynamo has assumed of a size that depends on data; None if nothing.
+
+    For a size of 1, a dimension broadcasts or is squeezed, and forward may branch by the result's
+    shape. TorchDynamo assumes that such a size is not 1.
+    """
+    if node.target is torch.ops.aten._assert_scalar.default:
+        condition = node.args[0]
+        return str(node.args[1]) if _is_of_equality(condition) else None
+    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    squeezed = node.args[0] if str(name) in ("squeeze", "squeeze_") and node.args else None
+    example = squeezed.meta.get("example_value") if isinstance(squeezed, fx.Node) else None
+    if not isinstance(example, torch.Tensor):
+        return None
+    places = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", range(example.dim()))
+    dims = [places] if isinstance(places, int) else list(places)  # type: ignore[arg-type]
+    unbacked = any(symbolic_shapes().free_unbacked_symbols(example.shape[d]) for d in dims)
+    return "a squeezed dimension that is not of size 1" if unbacked else None
+
+
+def _is_of_equality(condition: Any) -> bool:
+    """Whether ``condition`` compares sizes, and does not check that one divides another."""
+    if not isinstance(condition, fx.Node) or condition.target not in (operator.eq, operator.ne):
+        return False
+    computed = [condition, *condition.all_input_nodes]
+    computed += [n for node in condition.all_input_nodes for n in node.all_input_nodes]
+    names = {getattr(node.target, "__name__", "") for node in computed}
+    return not any("mod" in name.lower() or "floordiv" in name for name in names)
 
 
 def _symbols(nodes: Sequence[fx.Node]) -> set[Any]:

@@ -24,8 +24,8 @@ _UNBOUNDED = 1 << 40
 class Relations:
     """The decisions on sizes in a trace, and the symbols of the argument's dimensions.
 
-    - ``shapes``: the shapes of the tensors among the arguments, by the number of the leaf; each
-      size is an integer or a sympy expression
+    - ``shapes``: the shapes of the tensors with dimensions among the arguments, by the number of
+      the leaf; each size is an integer or a sympy expression
     - ``bounds``: the least and the greatest value of each symbol
     - ``guards``: sympy conditions that must be true
     - ``replaced``: symbols that the trace found equal to expressions of other symbols, with these
@@ -118,7 +118,8 @@ def relations_in(program: Any) -> Relations:
     for leaf, name in enumerate(names):
         value: Any = nodes[name].meta.get("val") if name in nodes else None
         if isinstance(value, torch.Tensor):
-            shapes[leaf] = tuple(_expression(size) for size in value.shape)
+            if value.dim():  # without dimensions, it may stand for a Python number
+                shapes[leaf] = tuple(_expression(size) for size in value.shape)
             environment = environment or value.fake_mode.shape_env  # type: ignore[attr-defined]
     if environment is None:
         raise CaptureError("no argument is a tensor")

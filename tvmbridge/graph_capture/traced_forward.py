@@ -28,7 +28,7 @@ from tvmbridge.graph_capture.trace.left import (
     LeftWatch,
     data_dependent_assigned,
 )
-from tvmbridge.graph_capture.trace.number_functions import numbers_traced
+from tvmbridge.graph_capture.trace.number_calls import numbers_traced
 from tvmbridge.graph_capture.trace.old_norms import norms_put_back
 from tvmbridge.graph_capture.trace.standins import as_captured, transforms_ended
 

@@ -49,9 +49,12 @@ class ChangingNumbers:
         """Return a signature that takes changed numbers as inputs, and a call's arguments for it.
 
         Return None if the call differs in no number from the ``known`` ones, or in more than
-        numbers and sizes, or if its numbers stay constants.
+        numbers and sizes, or if its numbers stay constants. Return None as well if code takes the
+        numbers as inputs, and does not serve their values: more such code would not either.
         """
         if sum(bool(s.signature.numbers) for s in known) >= _MOST_SIGNATURES:
+            return None
+        if any(s.signature.lacks_value(args, kwargs) for s in known):
             return None
         for specialization in reversed(known):
             like = specialization.signature

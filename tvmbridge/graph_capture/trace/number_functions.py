@@ -7,18 +7,17 @@ converted where the result would have another dtype.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from tvmbridge.core.errors import NumberReadError
 from tvmbridge.core.number_inputs import NumberRange
 from tvmbridge.core.torch_private import pytree
-from tvmbridge.graph_capture.trace.traced_numbers import NumbersOfCall, TracedNumber
+from tvmbridge.graph_capture.trace.number_limits import fit, is_unrounded, like, limit
+from tvmbridge.graph_capture.trace.traced_numbers import TracedNumber
 
 _Function = Callable[..., Any]
 _Handler = Callable[[_Function, tuple[Any, ...], dict[str, Any]], Any]
@@ -55,32 +54,41 @@ def _operands(func: _Function, args: tuple[Any, ...], named: dict[str, Any]) -> 
     given, by_name = list(args), dict(named)
     if any(type(v) is TracedNumber for k, v in named.items() if k in ("alpha", "out")):
         raise numbers_in(named)[0].refused(f"passes it to {func.__name__} as alpha")
-    tensors = [v for v in (*args, *named.values()) if isinstance(v, torch.Tensor)]
     for number in numbers_in((args, named)):
-        if _is_unsafe(func, number, tensors):
-            dtypes = ", ".join(str(t.dtype) for t in tensors)
-            raise number.refused(f"passes it to {func.__name__} with {dtypes}")
+        limit(func, number, args, named)
+    tensors = [v for v in (*args, *named.values()) if isinstance(v, torch.Tensor)]
     given = [_promoted(v, tensors) for v in given]
     by_name = {k: _promoted(v, tensors) for k, v in named.items()}
-    return func(*given, **by_name)
+    if not is_unrounded(func, args, tensors):
+        return func(*given, **by_name)
+    (half,) = tensors
+    result = func(*[v.float() if v is half else v for v in given], **by_name)
+    return half.copy_(result) if _is_in_place(func) else result.to(half.dtype)
 
 
-def _is_unsafe(func: _Function, number: TracedNumber, tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether ``func`` treats a number and a tensor of its value differently for some value."""
-    of_integers = not any(t.is_floating_point() or t.is_complex() for t in tensors)
-    name = func.__name__.strip("_").removeprefix("r")
-    if of_integers and number.kind is int and name not in _EXACT_FOR_INTEGERS:
-        return True
-    narrow = (torch.int8, torch.int16, torch.uint8, torch.int32, torch.bool, torch.float16)
-    return name in _COMPARISONS and any(t.dtype in narrow for t in tensors)
+def _pow(func: _Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """Call ``pow``. PyTorch takes the square root for 0.5: negative infinity has none."""
+    base, exponent = _placed(args, named, ("input", "exponent"), func)
+    if type(exponent) is not TracedNumber or exponent.kind is int or type(base) in (int, float):
+        return _operands(func, (base, exponent), {})
+    if base.dtype is torch.float16:  # the root of negative infinity depends on the device
+        raise exponent.refused(f"passes it to {func.__name__} with {base.dtype}")
+    without_root = (exponent.tensor == 0.5) & (base == -math.inf)
+    result = _operands(func, (base, exponent), {})
+    fill = result.masked_fill_ if _is_in_place(func) else result.masked_fill
+    return fill(without_root, math.nan)
+
+
+def _is_in_place(func: _Function) -> bool:
+    name = func.__name__
+    return name.startswith("__i") if name.endswith("__") else name.endswith("_")
 
 
 def _promoted(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
     if type(value) is not TracedNumber:
         return value
-    like = 1 if value.kind is int else 1.5
     for tensor in tensors[:1]:
-        wanted = torch.result_type(tensor, like)
+        wanted = torch.result_type(tensor, like(value))
         if torch.result_type(tensor, value.tensor) == wanted:
             return value.tensor
         return value.tensor.to(wanted)
@@ -99,6 +107,8 @@ def _where(func: _Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any
         dtype = torch.get_default_dtype() if float in kinds else torch.int64
         left, right = (v.tensor.to(dtype) if type(v) is TracedNumber else v for v in (left, right))
         return torch.where(condition, left, right)
+    for number in numbers_in((left, right)):
+        fit(number, tensors, func)
     return torch.where(condition, _promoted(left, tensors), _promoted(right, tensors))
 
 
@@ -114,18 +124,24 @@ def _placed(
 
 
 def _clamp(func: _Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    tensor, least, most = _placed(args, named, ("input", "min", "max"), func)
+    tensor, *limits = _placed(args, named, ("input", "min", "max"), func)
+    least, most = limits
     if least is None or most is None or {type(least), type(most)} == {TracedNumber}:
         return _operands(func, args, named)
-    return _operands(
-        torch.clamp, (_operands(torch.clamp, (tensor,), {"min": least}),), {"max": most}
-    )
+    if not _is_in_place(func):
+        func = torch.clamp
+        for each in limits:
+            wanted = like(each) if type(each) is TracedNumber else each
+            tensor = tensor.to(torch.result_type(tensor, wanted))
+    return _operands(func, (_operands(func, (tensor,), {"min": least}),), {"max": most})
 
 
 def _lerp(func: _Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
     start, end, weight = _placed(args, named, ("input", "end", "weight"), func)
     if type(weight) is not TracedNumber or numbers_in((start, end)):
         raise numbers_in((args, named))[0].refused("passes it to lerp as a tensor")
+    if start.dtype in (torch.float16, torch.bfloat16):
+        raise weight.refused(f"passes it to lerp with {start.dtype}")
     return func(start, end, weight.tensor.to(start.dtype))
 
 
@@ -144,11 +160,10 @@ def _full(func: _Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
     place = args[-1] if "fill_value" not in named else named["fill_value"]
     if len(numbers) > 1 or type(place) is not TracedNumber or named.get("requires_grad"):
         raise numbers[0].refused(f"passes it to {func.__name__} as a size")
-    like = 1 if place.kind is int else 1.5
     if "fill_value" in named:
-        made = func(*args, **{**named, "fill_value": like})
+        made = func(*args, **{**named, "fill_value": like(place)})
     else:
-        made = func(*args[:-1], like, **named)
+        made = func(*args[:-1], like(place), **named)
     return made.fill_(_fillable(place, made.dtype, func))
 
 
@@ -171,9 +186,9 @@ def _tensor(func: _Function, args: tuple[Any, ...], named: dict[str, Any]) -> An
     plain = all(type(v) in (int, float, TracedNumber) for v in leaves)
     if named.get("requires_grad") or not plain or len(numbers) != len(numbers_in(data)):
         raise numbers[0].refused(f"passes it to {func.__name__} with other values")
-    like = [(1 if v.kind is int else 1.5) if type(v) is TracedNumber else v for v in leaves]
+    numberless = [like(v) if type(v) is TracedNumber else v for v in leaves]
     rest = {k: v for k, v in named.items() if k not in ("data", "s")}
-    made = func(pytree.tree_unflatten(like, structure), *args[1:], **rest)
+    made = func(pytree.tree_unflatten(numberless, structure), *args[1:], **rest)
     each = [
         _fillable(v, made.dtype, func).clone()
         if type(v) is TracedNumber
@@ -207,11 +222,7 @@ def _item(func: _Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
 
 
 _COMPARING = "eq ne lt le gt ge less less_equal greater greater_equal not_equal"
-_COMPARISONS = frozenset(_COMPARING.split())
 _EXACT = "add sub rsub subtract mul multiply div divide truediv true_divide"
-_CLAMPS = "clamp clip clamp_min clamp_max"
-# Functions of integers whose results, or errors, do not differ for a tensor of the number.
-_EXACT_FOR_INTEGERS = _COMPARISONS.union(_EXACT.split(), _CLAMPS.split())
 _OTHERS = "floor_divide remainder fmod pow float_power atan2 xlogy clamp_min clamp_max"
 _OPERATIONS = (*_EXACT.split(), *_OTHERS.split(), *_COMPARING.split())
 _DUNDERS = """
@@ -236,65 +247,10 @@ _HANDLERS |= {
 }
 _HANDLERS |= dict.fromkeys(_functions(["clamp", "clip"]), _clamp)
 _HANDLERS |= dict.fromkeys(_functions(["lerp"]), _lerp)
+_HANDLERS |= dict.fromkeys((*_functions(["pow", "float_power"]), torch.Tensor.__pow__), _pow)
 _HANDLERS |= dict.fromkeys((torch.where,), _where)
 _HANDLERS |= dict.fromkeys(_functions(["masked_fill"]), _masked_fill)
 _HANDLERS |= dict.fromkeys((torch.full, torch.full_like, torch.Tensor.new_full), _full)
 _HANDLERS |= dict.fromkeys((torch.fill, torch.fill_, torch.Tensor.fill_), _fill)
 _HANDLERS |= dict.fromkeys((torch.tensor, torch.as_tensor, torch.scalar_tensor), _tensor)
 _HANDLERS[torch.Tensor.__getitem__] = _item
-
-
-@contextmanager
-def numbers_traced(
-    module: nn.Module, ranges: dict[int, NumberRange]
-) -> Iterator[Callable[[_Function, Any, Any], Any]]:
-    """Yield a function that calls forward with traced numbers among its arguments.
-
-    Args:
-        module: the module whose forward is called.
-        ranges: by the position of a leaf, the values of the number; the call narrows them.
-    """
-    of = NumbersOfCall(ranges)
-
-    def call(forward: _Function, args: Any, kwargs: Any) -> Any:
-        leaves, structure = pytree.tree_flatten((args, kwargs))
-        for i in ranges:
-            leaves[i] = of.traced(i, leaves[i])
-        given, named = pytree.tree_unflatten(leaves, structure)
-        del leaves
-        results = forward(*given, **named)
-        del given, named
-        _refuse_kept(of, module, results)
-        return results
-
-    with NumberFunctions():
-        try:
-            yield call
-        except NumberReadError:
-            raise
-        except Exception:
-            if of.refusal is None:
-                raise
-            raise of.refusal from None
-
-
-def _refuse_kept(of: NumbersOfCall, module: nn.Module, results: Any) -> None:
-    """Refuse numbers that outlive the call, and parts of tensors that must be views.
-
-    Raises:
-        NumberReadError: a number is returned or kept, or a selected part is returned, kept or
-            written, or its tensor is written.
-    """
-    if of.refusal is not None:  # forward has caught it
-        raise of.refusal
-    for number in (known() for known in of.made):
-        if number is not None:
-            raise number.refused("returns it, or keeps it beyond the call")
-    everywhere = frozenset(of.ranges)
-    if any(tensor._version != version for tensor, version in of.selected):
-        raise NumberReadError("forward writes into a tensor that it indexes by it", everywhere)
-    storages = {t.untyped_storage()._cdata for t, _ in of.selected[1::2]}
-    kept = [v for m in module.modules() for v in (*m.__dict__.values(), *m._buffers.values())]
-    tensors = (v for v in pytree.tree_leaves((results, kept)) if isinstance(v, torch.Tensor))
-    if storages and any(t.untyped_storage()._cdata in storages for t in tensors):
-        raise NumberReadError("forward returns or keeps a part that it indexes by it", everywhere)

@@ -7,6 +7,7 @@ the trace is refused with the line.
 
 from __future__ import annotations
 
+import math
 import sys
 import weakref
 from collections.abc import Callable
@@ -169,9 +170,9 @@ def _sum(left: Any, right: Any, sign: int) -> Any:
     else:
         tensor = function(a, b)
     result = _result((left, right), kind, tensor, _bound(left) + _bound(right))
-    if type(left) is TracedNumber and left.shift is not None and type(right) is int:
+    if kind is int and type(right) is int and left.shift is not None:
         result.shift = left.shift + sign * right
-    if sign > 0 and type(left) is int and right.shift is not None:
+    if kind is int and type(left) is int and right.shift is not None and sign > 0:
         result.shift = right.shift + left
     return result
 
@@ -204,7 +205,16 @@ def _quotient(left: Any, right: Any) -> Any:
     a, b = _of(left, torch.float64), _of(right, torch.float64)
     if not isinstance(a, torch.Tensor):
         a = torch.full((), a, dtype=torch.float64)
-    return _result((left, right), float, torch.div(a, b), float("inf"))
+    least = abs(right) if type(right) is not TracedNumber else 1 if right.kind is int else 0
+    most = _bound(left) / least if least else math.inf
+    return _result((left, right), float, torch.div(a, b), most)
+
+
+def _quotient_of_tensors(left: Any, right: Any) -> Any:
+    if isinstance(left, torch.Tensor):
+        return torch.true_divide(left, right)
+    # As PyTorch divides a number by a tensor. The reciprocal may overflow in half precision.
+    return torch.reciprocal(right) * left
 
 
 def _whole(left: Any, right: Any, function: Callable[..., torch.Tensor]) -> Any:
@@ -242,7 +252,7 @@ _COMPUTED: dict[str, tuple[Callable[[Any, Any], Any], Callable[..., Any]]] = {
     "add": (lambda a, b: _sum(a, b, 1), torch.add),
     "sub": (lambda a, b: _sum(a, b, -1), torch.sub),
     "mul": (_product, torch.mul),
-    "truediv": (_quotient, torch.true_divide),
+    "truediv": (_quotient, _quotient_of_tensors),
     "floordiv": (lambda a, b: _whole(a, b, _floor), torch.floor_divide),
     "mod": (lambda a, b: _whole(a, b, torch.remainder), torch.remainder),
     "pow": (_power, torch.pow),

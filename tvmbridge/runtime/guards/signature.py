@@ -189,6 +189,23 @@ class Signature:
             return None
         return frozenset(changed | self.numbers.keys()), arguments
 
+    def lacks_value(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a call differs, but for sizes, in the value of a number alone.
+
+        The code takes this number as an input, and does not serve the value.
+        """
+        found = self._in_form(args, kwargs) if self.numbers else Reason(Kind.NUMBER)
+        if isinstance(found, Reason):
+            return False
+        leaves, _, spelling = found
+        served = self.numbers.items()
+        if not all(type(leaves[i]) is known.kind for i, known in served):
+            return False
+        if all(known.holds(leaves[i]) for i, known in served):
+            return False
+        other = self.mismatch(leaves, True, self.numbers)
+        return not (other or (spelling and spelling.mismatch((args, kwargs))))
+
     def _in_form(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[list[Any], Arguments, Spelling | None] | Reason:

@@ -1,0 +1,101 @@
+"""Calls of forward with traced numbers in place of the numbers among its arguments."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from tvmbridge.core.errors import NumberReadError
+from tvmbridge.core.number_inputs import NumberRange
+from tvmbridge.core.structure import unflatten
+from tvmbridge.core.torch_private import pytree
+from tvmbridge.graph_capture.trace.number_functions import NumberFunctions
+from tvmbridge.graph_capture.trace.traced_numbers import NumbersOfCall
+
+_Function = Callable[..., Any]
+# A container, its leaves and its structure.
+_Flat = tuple[Any, list[Any], pytree.TreeSpec]
+
+
+@contextmanager
+def numbers_traced(
+    module: nn.Module, ranges: dict[int, NumberRange]
+) -> Iterator[Callable[[_Function, Any, Any], Any]]:
+    """Yield a function that calls forward with traced numbers among its arguments.
+
+    Args:
+        module: the module whose forward is called.
+        ranges: by the position of a leaf, the values of the number; the call narrows them.
+    """
+    of = NumbersOfCall(ranges)
+
+    def call(forward: _Function, args: Any, kwargs: Any) -> Any:
+        given, checked = _with_numbers(of, [*args, *kwargs.values()])
+        named = dict(zip(kwargs, given[len(args) :], strict=True))
+        results = forward(*given[: len(args)], **named)
+        if not all(map(_is_as_before, checked)):
+            raise NumberReadError("forward changes an argument that holds it", frozenset(of.ranges))
+        del given, named, checked
+        _refuse_kept(of, module, results)
+        return results
+
+    with NumberFunctions():
+        try:
+            yield call
+        except NumberReadError:
+            raise
+        except Exception:
+            if of.refusal is None:
+                raise
+            raise of.refusal from None
+
+
+def _with_numbers(of: NumbersOfCall, values: Sequence[Any]) -> tuple[list[Any], list[_Flat]]:
+    """Return the arguments with traced numbers in them, and the containers that hold these.
+
+    Other arguments stay the same objects, whose mutation the caller notices.
+    """
+    given, containers, place = [], [], 0
+    for value in values:
+        leaves, structure = pytree.tree_flatten(value)
+        numbers = of.ranges.keys() & range(place, place + len(leaves))
+        for i in numbers:
+            leaves[i - place] = of.traced(i, leaves[i - place])
+        place += len(leaves)
+        given.append(unflatten(leaves, structure) if numbers else value)
+        if numbers:
+            containers.append((given[-1], leaves, structure))
+    return given, containers
+
+
+def _is_as_before(container: _Flat) -> bool:
+    value, leaves, structure = container
+    found, now = pytree.tree_flatten(value)
+    return now == structure and all(map(operator.is_, found, leaves))
+
+
+def _refuse_kept(of: NumbersOfCall, module: nn.Module, results: Any) -> None:
+    """Refuse numbers that outlive the call, and parts of tensors that must be views.
+
+    Raises:
+        NumberReadError: a number is returned or kept, or a selected part is returned, kept or
+            written, or its tensor is written.
+    """
+    if of.refusal is not None:  # forward has caught it
+        raise of.refusal
+    for number in (known() for known in of.made):
+        if number is not None:
+            raise number.refused("returns it, or keeps it beyond the call")
+    everywhere = frozenset(of.ranges)
+    if any(tensor._version != version for tensor, version in of.selected):
+        raise NumberReadError("forward writes into a tensor that it indexes by it", everywhere)
+    storages = {t.untyped_storage()._cdata for t, _ in of.selected[1::2]}
+    kept = [v for m in module.modules() for v in (*m.__dict__.values(), *m._buffers.values())]
+    tensors = (v for v in pytree.tree_leaves((results, kept)) if isinstance(v, torch.Tensor))
+    if storages and any(t.untyped_storage()._cdata in storages for t in tensors):
+        raise NumberReadError("forward returns or keeps a part that it indexes by it", everywhere)
