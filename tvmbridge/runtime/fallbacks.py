@@ -33,7 +33,7 @@ def worst(counts: Mapping[str, int], reasons: Mapping[str, Reason]) -> str | Non
         counts: the number of calls by the text of the reason.
         reasons: the reasons by their texts.
     """
-    open_ones = [text for text in counts if reasons[text].advice]
+    open_ones = [text for text in counts if text in reasons and reasons[text].advice]
     return max(open_ones, key=lambda text: counts[text], default=None)
 
 

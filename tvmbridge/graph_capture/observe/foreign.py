@@ -26,7 +26,7 @@ from tvmbridge.graph_capture.trace.copies import copied_values
 from tvmbridge.graph_capture.trace.patches import patched_here
 
 aten = torch.ops.aten
-_OF_EVERY_MODULE = frozenset(nn.Module().__dict__) - {"training"}
+_OF_EVERY_MODULE = frozenset((*nn.Module().__dict__, "__dict__")) - {"training"}
 # The argument of these operators is a tensor that forward has just created from a number.
 _FRESH = frozenset({aten.lift.default, aten.lift_fresh.default, aten.lift_fresh_copy.default})
 
