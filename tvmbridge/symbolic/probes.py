@@ -171,10 +171,14 @@ def points_for(
 
 
 def _corners(least: Sequence[int], most: Sequence[int]) -> tuple[Point, ...]:
-    """Return, for several symbols, points at which one symbol is large and all others small."""
+    """Return, for several symbols, points at which one symbol is large and all others small.
+
+    Each symbol is once far larger and once far smaller than each other symbol. Code that depends on
+    which of two sizes is smaller, such as the length of a diagonal, therefore differs.
+    """
     if len(least) == 1:
         return ()
-    return tuple((*least[:i], most[i], *least[i + 1 :]) for i in range(len(least) - 1))
+    return tuple((*least[:i], most[i], *least[i + 1 :]) for i in range(len(least)))
 
 
 def _smallest(size: int, taken: set[int], used: set[int], tight: bool) -> int | None:
