@@ -81,12 +81,18 @@ def points_within(
         min(_bound(relations, symbols, d, size) for d in group)
         for group, size in zip(symbols.dimensions, largest, strict=True)
     ]
+    floors = [
+        max(_floor(relations, symbols, d) for d in group) for group in symbols.dimensions
+    ]
+    smallest = [tuple(map(max, least, floors)) for least in smallest]
     broken: str | None = None
     avoided = dict.fromkeys((static_numbers(trace), frozenset[int]()))
     ways = itertools.product(dict.fromkeys(smallest), avoided, _LIMITS, (False, True))
     for least, avoid, limit, tight in ways:
         within = [min(bound, limit) for bound in bounds]
-        points = points_for(least, largest, within, tight=tight, avoided=avoid, refused=refused)
+        points = points_for(
+            least, largest, within, tight=tight, avoided=avoid, refused=refused, floors=floors
+        )
         if points is None:
             continue
         probes = (symbols.probe(*sample, point) for point in points.all)
@@ -102,6 +108,12 @@ def _bound(relations: Relations, symbols: Symbols, dimension: Dimension, largest
     scale, offset = symbols.form(dimension)
     most = (relations.most(*dimension) - offset) // scale
     return most if scale == 1 else min(most, _FAR * max(largest, -(-_LANES // scale)))
+
+
+def _floor(relations: Relations, symbols: Symbols, dimension: Dimension) -> int:
+    """Return the least value that forward permits for a dimension's symbol, at least 2."""
+    scale, offset = symbols.form(dimension)
+    return max(LEAST_SIZE, -(-(relations.least(*dimension) - offset) // scale))
 
 
 def static_numbers(trace: SymbolicTrace) -> frozenset[int]:
@@ -131,6 +143,7 @@ def points_for(
     tight: bool = False,
     avoided: Collection[int] = (),
     refused: Collection[int] = (),
+    floors: Sequence[int] | None = None,
 ) -> Points | None:
     """Return sample points whose range contains the given sizes and many others.
 
@@ -141,6 +154,7 @@ def points_for(
         tight: whether to stay close to the smallest sizes.
         avoided: numbers that no size may be, except a smallest size if calls have no larger one.
         refused: numbers that no size may be, except a smallest size of 2.
+        floors: the least value of each symbol, which several symbols may have; None: 2.
 
     Returns:
         The points, or None if there are none.
@@ -148,9 +162,10 @@ def points_for(
     taken = {*avoided, *refused}
     used = set(refused)
     most, middle, least = [], [], []
-    for low, high, bound in zip(smallest, largest, bounds, strict=True):
-        # Several symbols may have the size 2 at the smallest point; they differ at the others.
-        bottom = low if low == LEAST_SIZE else _smallest(low, taken, used, tight)
+    floors = floors or [LEAST_SIZE] * len(smallest)
+    for low, high, bound, floor in zip(smallest, largest, bounds, floors, strict=True):
+        # Several symbols may have their least size at the smallest point; they differ at others.
+        bottom = low if low == floor else _smallest(low, taken, used, tight)
         if bottom is None:
             return None
         taken.add(bottom)
