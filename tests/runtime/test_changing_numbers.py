@@ -94,7 +94,9 @@ def test_a_number_that_decides_a_branch_stays_a_constant_and_the_report_says_why
     assert not any(map(_kinds, dispatcher.specializations))
     text = str(dispatch_report(served))
     assert "`t`" in text
-    assert "forward compares it with a number" in " ".join(dispatch_report(served).examples.values())
+    assert "forward compares it with a number" in " ".join(
+        dispatch_report(served).examples.values()
+    )
 
 
 def test_numbers_and_sizes_change_together() -> None:

@@ -85,11 +85,6 @@ class Relations:
         expression = self.shapes[leaf][dimension]
         return self.bounds.get(expression, (0, _UNBOUNDED))[1]
 
-    def least(self, leaf: int, dimension: int) -> int:
-        """Return the least size that a dimension of an argument may have."""
-        expression = self.shapes[leaf][dimension]
-        return self.bounds.get(expression, (0, _UNBOUNDED))[0]
-
     def is_symbolic(self, leaf: int, dimension: int) -> bool:
         """Whether the size of a dimension depends on symbols; if not, forward demands the size."""
         expression = self.shapes[leaf][dimension]

@@ -81,10 +81,8 @@ def points_within(
         min(_bound(relations, symbols, d, size) for d in group)
         for group, size in zip(symbols.dimensions, largest, strict=True)
     ]
-    floors = [
-        max(_floor(relations, symbols, d) for d in group) for group in symbols.dimensions
-    ]
-    smallest = [tuple(map(max, least, floors)) for least in smallest]
+    floors = _floors(relations, symbols, sample)
+    smallest = [*smallest, *(tuple(map(max, least, floors)) for least in smallest)]
     broken: str | None = None
     avoided = dict.fromkeys((static_numbers(trace), frozenset[int]()))
     ways = itertools.product(dict.fromkeys(smallest), avoided, _LIMITS, (False, True))
@@ -110,10 +108,19 @@ def _bound(relations: Relations, symbols: Symbols, dimension: Dimension, largest
     return most if scale == 1 else min(most, _FAR * max(largest, -(-_LANES // scale)))
 
 
-def _floor(relations: Relations, symbols: Symbols, dimension: Dimension) -> int:
-    """Return the least value that forward permits for a dimension's symbol, at least 2."""
-    scale, offset = symbols.form(dimension)
-    return max(LEAST_SIZE, -(-(relations.least(*dimension) - offset) // scale))
+def _floors(relations: Relations, symbols: Symbols, sample: Arguments) -> Point:
+    """Return the least value of each symbol that forward permits, beside the sample's sizes.
+
+    Of two positions one is left where forward leaves out the first, and a size of 1 is no symbol.
+    """
+    around = symbols.apart(shapes_of(sample))
+
+    def holds(place: int, size: int) -> bool:
+        point = (*around[:place], size, *around[place + 1 :])
+        return relations.broken(shapes_of(symbols.probe(*sample, point))) is None
+
+    sizes = range(LEAST_SIZE, _LEAST[-1])
+    return tuple(next((n for n in sizes if holds(i, n)), LEAST_SIZE) for i in range(len(around)))
 
 
 def static_numbers(trace: SymbolicTrace) -> frozenset[int]:
@@ -165,7 +172,7 @@ def points_for(
     floors = floors or [LEAST_SIZE] * len(smallest)
     for low, high, bound, floor in zip(smallest, largest, bounds, floors, strict=True):
         # Several symbols may have their least size at the smallest point; they differ at others.
-        bottom = low if low == floor else _smallest(low, taken, used, tight)
+        bottom = low if low in (LEAST_SIZE, floor) else _smallest(low, taken, used, tight)
         if bottom is None:
             return None
         taken.add(bottom)
