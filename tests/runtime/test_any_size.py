@@ -324,3 +324,18 @@ def test_without_the_option_other_sizes_run_in_eager() -> None:
 def test_other_words_are_refused() -> None:
     with pytest.raises(ValueError, match="dynamic_shapes"):
         add_tvm_dispatch(nn.Linear(4, 2), torch.randn(3, 4), dynamic_shapes="always")  # type: ignore[arg-type]
+
+
+class Diagonal(nn.Module):
+    """A diagonal, as long as the smaller of two sizes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.diagonal().tanh()
+
+
+def test_no_code_takes_the_smaller_of_two_sizes_to_be_always_the_same_one() -> None:
+    module = Diagonal().eval()
+    add_tvm_dispatch(module, dynamic_shapes="auto", on_fallback="silent")
+    for size in [(31, 9), (24, 24), (40, 16), (50, 17), (17, 129), (9, 31)]:
+        x = torch.randn(*size)
+        torch.testing.assert_close(module(x), Diagonal()(x))

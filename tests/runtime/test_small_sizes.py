@@ -66,3 +66,21 @@ def test_one_code_serves_sizes_from_two_on(monkeypatch: pytest.MonkeyPatch) -> N
     report = dispatch_report(module)
     assert report.tvm_calls == len(_SIZES), report.fallbacks
     assert len(compiled) == 1
+
+
+class Shifted(nn.Module):
+    """Differences of neighbouring rows: of two rows one is left, which is no symbolic size."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x[:, 1:] - x[:, :-1]).softmax(1)
+
+
+def test_a_size_that_forward_cannot_have_as_a_symbol_leaves_the_others_served() -> None:
+    module = Shifted().eval()
+    add_tvm_dispatch(module, dynamic_shapes="auto", on_fallback="silent")
+    # The first call with another size, for which code is compiled, has the special one.
+    sizes = [(4, 20), (4, 2), (4, 9), (4, 3), (5, 21), (3, 2), (7, 4), (2, 70), (9, 3)]
+    for size in sizes:
+        x = torch.randn(*size, 6)
+        torch.testing.assert_close(module(x), Shifted()(x))
+    assert dispatch_report(module).tvm_calls == len(sizes)

@@ -45,3 +45,19 @@ def test_a_bound_that_is_no_prime_leaves_points_below_it() -> None:
     points = points_for((4,), (512,), [512])
     assert points is not None
     assert 256 < points.most[0] < 512
+
+
+@pytest.mark.parametrize("smallest", [(2, 2), (4, 9), (16, 16), (2, 9, 30)])
+def test_each_symbol_is_far_larger_and_far_smaller_than_each_other(
+    smallest: tuple[int, ...],
+) -> None:
+    points = points_for(smallest, tuple(n + 3 for n in smallest), [1 << 20] * len(smallest))
+    assert points is not None
+    for i, j in itertools.permutations(range(len(smallest)), 2):
+        assert any(point[i] > 8 * point[j] for point in points.all)
+
+
+def test_a_least_size_that_forward_permits_is_the_smallest_point() -> None:
+    points = points_for((3, 3), (40, 40), [1000, 1000], floors=[3, 3])
+    assert points is not None
+    assert points.least == (3, 3)

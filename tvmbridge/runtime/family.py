@@ -26,6 +26,7 @@ from tvmbridge.runtime.sized_code import compiled_for
 from tvmbridge.runtime.specialization import Specialization
 from tvmbridge.runtime.trial import try_out
 from tvmbridge.symbolic.code import SymbolicCode, traced_for
+from tvmbridge.symbolic.probes import DemandedSizeError
 from tvmbridge.symbolic.related import divided, related
 from tvmbridge.symbolic.sizes import DifferentCodeError, Point
 from tvmbridge.symbolic.symbols import LEAST_SIZE, Dimension, Shapes, Symbols
@@ -271,7 +272,27 @@ class Family:
     def _compiled(
         self, mode: Mode, args: Any, kwargs: Any, bounds: tuple[Point, ...]
     ) -> SymbolicCode:
-        symbols, sample = self._related, (args, kwargs)
+        """Compile code, traced at the sizes of a call or else at the largest sizes of all calls.
+
+        Forward may demand the sizes of a call that other calls do not have: where it leaves out the
+        first of two positions, one is left, and a size of 1 is no symbol.
+        """
+        sample, before = (args, kwargs), (self._related, self._least, self._most)
+        try:
+            return self._compiled_from(mode, sample, bounds)
+        except DemandedSizeError as error:
+            symbols, self._least, self._most = before
+            largest = symbols.probe(*sample, bounds[-1])
+            here, there = shapes_of(sample), shapes_of(largest)
+            if all(here[leaf][n] == there[leaf][n] for leaf, n in error.dimensions):
+                raise
+            self._related = symbols
+            return self._compiled_from(mode, largest, bounds)
+
+    def _compiled_from(
+        self, mode: Mode, sample: Arguments, bounds: tuple[Point, ...]
+    ) -> SymbolicCode:
+        symbols = self._related
         trace = traced_for(
             self.compiler.module,
             symbols,

@@ -81,12 +81,16 @@ def points_within(
         min(_bound(relations, symbols, d, size) for d in group)
         for group, size in zip(symbols.dimensions, largest, strict=True)
     ]
+    floors = _floors(relations, symbols, sample)
+    smallest = [*smallest, *(tuple(map(max, least, floors)) for least in smallest)]
     broken: str | None = None
     avoided = dict.fromkeys((static_numbers(trace), frozenset[int]()))
     ways = itertools.product(dict.fromkeys(smallest), avoided, _LIMITS, (False, True))
     for least, avoid, limit, tight in ways:
         within = [min(bound, limit) for bound in bounds]
-        points = points_for(least, largest, within, tight=tight, avoided=avoid, refused=refused)
+        points = points_for(
+            least, largest, within, tight=tight, avoided=avoid, refused=refused, floors=floors
+        )
         if points is None:
             continue
         probes = (symbols.probe(*sample, point) for point in points.all)
@@ -102,6 +106,21 @@ def _bound(relations: Relations, symbols: Symbols, dimension: Dimension, largest
     scale, offset = symbols.form(dimension)
     most = (relations.most(*dimension) - offset) // scale
     return most if scale == 1 else min(most, _FAR * max(largest, -(-_LANES // scale)))
+
+
+def _floors(relations: Relations, symbols: Symbols, sample: Arguments) -> Point:
+    """Return the least value of each symbol that forward permits, beside the sample's sizes.
+
+    Of two positions one is left where forward leaves out the first, and a size of 1 is no symbol.
+    """
+    around = symbols.apart(shapes_of(sample))
+
+    def holds(place: int, size: int) -> bool:
+        point = (*around[:place], size, *around[place + 1 :])
+        return relations.broken(shapes_of(symbols.probe(*sample, point))) is None
+
+    sizes = range(LEAST_SIZE, _LEAST[-1])
+    return tuple(next((n for n in sizes if holds(i, n)), LEAST_SIZE) for i in range(len(around)))
 
 
 def static_numbers(trace: SymbolicTrace) -> frozenset[int]:
@@ -131,6 +150,7 @@ def points_for(
     tight: bool = False,
     avoided: Collection[int] = (),
     refused: Collection[int] = (),
+    floors: Sequence[int] | None = None,
 ) -> Points | None:
     """Return sample points whose range contains the given sizes and many others.
 
@@ -141,6 +161,7 @@ def points_for(
         tight: whether to stay close to the smallest sizes.
         avoided: numbers that no size may be, except a smallest size if calls have no larger one.
         refused: numbers that no size may be, except a smallest size of 2.
+        floors: the least value of each symbol, which several symbols may have; None: 2.
 
     Returns:
         The points, or None if there are none.
@@ -148,9 +169,10 @@ def points_for(
     taken = {*avoided, *refused}
     used = set(refused)
     most, middle, least = [], [], []
-    for low, high, bound in zip(smallest, largest, bounds, strict=True):
-        # Several symbols may have the size 2 at the smallest point; they differ at the others.
-        bottom = low if low == LEAST_SIZE else _smallest(low, taken, used, tight)
+    floors = floors or [LEAST_SIZE] * len(smallest)
+    for low, high, bound, floor in zip(smallest, largest, bounds, floors, strict=True):
+        # Several symbols may have their least size at the smallest point; they differ at others.
+        bottom = low if low in (LEAST_SIZE, floor) else _smallest(low, taken, used, tight)
         if bottom is None:
             return None
         taken.add(bottom)
@@ -171,10 +193,14 @@ def points_for(
 
 
 def _corners(least: Sequence[int], most: Sequence[int]) -> tuple[Point, ...]:
-    """Return, for several symbols, points at which one symbol is large and all others small."""
+    """Return, for several symbols, points at which one symbol is large and all others small.
+
+    Each symbol is once far larger and once far smaller than each other symbol. Code that depends on
+    which of two sizes is smaller, such as the length of a diagonal, therefore differs.
+    """
     if len(least) == 1:
         return ()
-    return tuple((*least[:i], most[i], *least[i + 1 :]) for i in range(len(least) - 1))
+    return tuple((*least[:i], most[i], *least[i + 1 :]) for i in range(len(least)))
 
 
 def _smallest(size: int, taken: set[int], used: set[int], tight: bool) -> int | None:

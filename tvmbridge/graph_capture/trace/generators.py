@@ -24,14 +24,15 @@ class Generators:
     def __init__(self) -> None:
         self._torch = torch.get_rng_state()
         self._python = random.getstate()
-        self._numpy = numpy.random.get_state()
+        # Without legacy, numpy has a state for each bit generator that a user may have set.
+        self._numpy = numpy.random.get_state(legacy=False)
 
     def used(self) -> list[str]:
         """Return the names of the modules whose generator has another state now."""
         changed = {
             "torch": not torch.equal(torch.get_rng_state(), self._torch),
             "random": random.getstate() != self._python,
-            "numpy.random": pickle.dumps(numpy.random.get_state()) != pickle.dumps(self._numpy),
+            "numpy.random": _numpy_bytes() != pickle.dumps(self._numpy),
         }
         return [name for name, differs in changed.items() if differs]
 
@@ -49,6 +50,10 @@ class Generators:
         for name in self.used():
             if may_draw_from(name):
                 restoring[name]()
+
+
+def _numpy_bytes() -> bytes:
+    return pickle.dumps(numpy.random.get_state(legacy=False))
 
 
 @contextmanager
