@@ -248,7 +248,7 @@ class DispatchReport:
         if self.fallbacks:
             table = Table("calls to the module's own forward, because", "calls")
             for reason, count in self.fallbacks.items():
-                told = "\n".join(filter(None, (reason, self.reasons[reason].example)))
+                told = "\n".join(filter(None, (reason, self.examples.get(reason))))
                 table.add_row(escape(told), str(count))
             console.print(table)
             if self.advice:
