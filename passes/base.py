@@ -122,6 +122,22 @@ def shape_of(expr: relax.Expr) -> tuple[int, ...] | None:
     return tuple([e.value for e in extents])
 
 
+def transposed_of(
+    operand: relax.Expr, lookup: Callable[[relax.Var], relax.Expr | None]
+) -> relax.Expr | None:
+    """Return the matrix of static shape that ``operand`` is the transpose of, or None.
+
+    Args:
+        operand: an operand of a call.
+        lookup: returns the value of a variable, such as ``lookup_binding`` of a mutator.
+    """
+    value = lookup(operand) if isinstance(operand, relax.Var) else None
+    if not isinstance(value, relax.Call) or getattr(value.op, "name", "") != "relax.permute_dims":
+        return None
+    shape = shape_of(value.args[0])
+    return value.args[0] if shape is not None and len(shape) == 2 else None
+
+
 def dtype_of(expr: relax.Expr) -> str:
     """Return the dtype of a tensor expression, by name."""
     dtype = expr.ty.dtype

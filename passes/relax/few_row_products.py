@@ -25,7 +25,14 @@ from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from tvmbridge.core.kernel_settings import reduced_precisions
-from tvmbridge.passes.base import PassReport, RelaxPass, dtype_of, shape_of, with_functions
+from tvmbridge.passes.base import (
+    PassReport,
+    RelaxPass,
+    dtype_of,
+    shape_of,
+    transposed_of,
+    with_functions,
+)
 from tvmbridge.schedules.gpu.few_rows import few_row_product, fits
 
 
@@ -54,7 +61,7 @@ class _ProductMutator(PyExprMutator):
         if getattr(call.op, "name", "") != "relax.matmul" or dtype_of(call) != "float32":
             return call
         x, transposed = call.args
-        w = self._transposed(transposed)
+        w = transposed_of(transposed, self.lookup_binding)
         shape = shape_of(x)
         if w is None or dtype_of(x) != "float32" or shape is None or len(shape) != 2:
             return call
@@ -65,13 +72,3 @@ class _ProductMutator(PyExprMutator):
         self.report.rewrote()
         product = self.builder_.add_func(few_row_product(rows, columns, depth), "few_row_product")
         return relax.call_tir(product, [x, w], relax.TensorType([rows, columns], "float32"))
-
-    def _transposed(self, operand: relax.Expr) -> relax.Expr | None:
-        """Return the matrix of static shape that ``operand`` is the transpose of, or None."""
-        value = self.lookup_binding(operand) if isinstance(operand, relax.Var) else None
-        if not isinstance(value, relax.Call) or getattr(value.op, "name", "") != (
-            "relax.permute_dims"
-        ):
-            return None
-        shape = shape_of(value.args[0])
-        return value.args[0] if shape is not None and len(shape) == 2 else None

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+
+import pytest
+
+NAME = "recalled_models"
 
 SOURCE = """
 import functools
@@ -79,7 +85,18 @@ class Sub(Model):
 """
 
 
-def load(folder: Path, source: str = SOURCE, name: str = "recalled_models") -> ModuleType:
+@contextmanager
+def plans_in(folder: Path) -> Iterator[None]:
+    """A context in which plans are kept below ``folder``; afterwards the loaded module is gone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TVMBRIDGE_CACHE", "1")
+        patch.setenv("TVMBRIDGE_CACHE_DIR", str(folder / "cache"))
+        patch.delitem(sys.modules, NAME, raising=False)
+        yield
+    sys.modules.pop(NAME, None)
+
+
+def load(folder: Path, source: str = SOURCE, name: str = NAME) -> ModuleType:
     """Load ``source`` as the Python module ``name``, as a new process would."""
     path = folder / f"{name}.py"
     path.write_text(source)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.recall.models import load
-from tests.recall.test_recall import _NAME, _OPTIONS, _look, _model, _plan, _x
+from tests.recall.models import load, plans_in
+from tests.recall.test_recall import _OPTIONS, _look, _model, _plan, _x
 from tvmbridge import add_tvm_dispatch
 from tvmbridge.recall.plan import CodePlan
 
@@ -40,14 +39,10 @@ _FORMS: tuple[Any, ...] = (
 @pytest.fixture(scope="module", autouse=True)
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("damaged")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TVMBRIDGE_CACHE", "1")
-        patch.setenv("TVMBRIDGE_CACHE_DIR", str(folder / "cache"))
-        patch.delitem(sys.modules, _NAME, raising=False)
+    with plans_in(folder):
         with torch.no_grad():
             add_tvm_dispatch(_model(load(folder)), (_x(),), options=_OPTIONS)
         yield folder
-    sys.modules.pop(_NAME, None)
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.recall.models import SOURCE, load
+from tests.recall.models import SOURCE, load, plans_in
 from tvmbridge import add_tvm_dispatch, dispatch_report
 from tvmbridge.cache import surroundings
 from tvmbridge.compiler.compiled import CompiledModule
@@ -27,7 +26,6 @@ from tvmbridge.recall import RECALLED, Caller, recalled
 from tvmbridge.runtime.guards.mode import Mode, flags_of
 
 _OPTIONS = CompileOptions(recall=True, measure_kernels=False)
-_NAME = "recalled_models"
 
 
 def _x(*shape: int) -> torch.Tensor:
@@ -38,16 +36,12 @@ def _x(*shape: int) -> torch.Tensor:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Keep the plan of the module in eval mode, without gradients."""
     folder = tmp_path_factory.mktemp("recall")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TVMBRIDGE_CACHE", "1")
-        patch.setenv("TVMBRIDGE_CACHE_DIR", str(folder / "cache"))
-        patch.delitem(sys.modules, _NAME, raising=False)
+    with plans_in(folder):
         module = _model(load(folder))
         with torch.no_grad():
             add_tvm_dispatch(module, (_x(),), options=_OPTIONS)
         assert _told(module) == "captured: nothing is kept for this graph"
         yield folder
-    sys.modules.pop(_NAME, None)
 
 
 def _model(space: ModuleType, kind: str = "Model") -> nn.Module:

@@ -8,9 +8,9 @@ returns a Relax expression, or a tuple of them if the operator has several resul
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,6 +23,7 @@ COMPUTED = NUMBERS | {torch.bool}
 MOVED = COMPUTED | HALVES | {torch.int8, torch.uint8, torch.int16}
 
 ConverterFn = Callable[..., Any]
+Entry = TypeVar("Entry")
 
 
 class Declined(Exception):
@@ -47,6 +48,20 @@ class Converter:
 CONVERTERS: dict[OpOverload, Converter] = {}
 
 
+def enter(
+    table: dict[OpOverload, Entry], overloads: Sequence[OpOverload], converter: Entry
+) -> None:
+    """Enter the converter of ``overloads`` into a table.
+
+    Raises:
+        ValueError: an overload has one already.
+    """
+    for overload in overloads:
+        if overload in table:
+            raise ValueError(f"{overload} has two converters")
+        table[overload] = converter
+
+
 def converts(
     *overloads: OpOverload, dtypes: frozenset[torch.dtype] = COMPUTED, widens: bool = True
 ) -> Callable[[ConverterFn], ConverterFn]:
@@ -64,11 +79,8 @@ def converts(
     widened = widens and torch.float32 in dtypes and not HALVES & dtypes
     claimed = dtypes | HALVES if widened else dtypes
 
-    def enter(function: ConverterFn) -> ConverterFn:
-        for overload in overloads:
-            if overload in CONVERTERS:
-                raise ValueError(f"{overload} has two converters")
-            CONVERTERS[overload] = Converter(function, claimed, widened)
+    def decorate(function: ConverterFn) -> ConverterFn:
+        enter(CONVERTERS, overloads, Converter(function, claimed, widened))
         return function
 
-    return enter
+    return decorate

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -38,6 +39,20 @@ def _pool(ctx: Writer, node: fx.Node, x: fx.Node, kind: str, **named: object) ->
     return ctx.reshape(text, _results(node)) if unbatched else text
 
 
+def _windows(node: fx.Node, x: fx.Node, numbers: tuple[Any, ...], ceil_mode: bool) -> Windows:
+    """Return the windows of a pool; ``numbers``: kernel, stride, padding and dilation."""
+    rank = _rank(node)
+    return Windows.of(shape_of(x)[-rank:], _results(node)[-rank:], numbers, ceil_mode=ceil_mode)
+
+
+def _named(windows: Windows) -> dict[str, object]:
+    return {
+        "pool_size": windows.sizes,
+        "strides": windows.strides,
+        "padding": windows.padding,
+    }
+
+
 @converts(aten.max_pool2d_with_indices.default, aten.max_pool3d_with_indices.default, dtypes=FLOATS)
 def _max_pool(
     ctx: Writer,
@@ -49,20 +64,9 @@ def _max_pool(
     dilation: Numbers = (1,),
     ceil_mode: bool = False,
 ) -> tuple[str, None]:
-    rank = _rank(node)
-    numbers = (kernel, stride, padding, dilation)
-    windows = Windows.of(shape_of(x)[-rank:], _results(node)[-rank:], numbers, ceil_mode=ceil_mode)
-    text = _pool(
-        ctx,
-        node,
-        x,
-        "max",
-        pool_size=windows.sizes,
-        strides=windows.strides,
-        dilation=windows.dilation,
-        padding=windows.padding,
-    )
-    return text, None
+    windows = _windows(node, x, (kernel, stride, padding, dilation), ceil_mode)
+    named = _named(windows)
+    return _pool(ctx, node, x, "max", **named, dilation=windows.dilation), None
 
 
 @converts(aten.avg_pool1d.default, aten.avg_pool2d.default, aten.avg_pool3d.default, dtypes=FLOATS)
@@ -77,19 +81,8 @@ def _avg_pool(
     *_: object,
     **named: object,
 ) -> str:
-    rank = _rank(node)
-    numbers = (kernel, stride, padding, 1)
-    windows = Windows.of(shape_of(x)[-rank:], _results(node)[-rank:], numbers, ceil_mode=ceil_mode)
-    text = _pool(
-        ctx,
-        node,
-        x,
-        "avg",
-        pool_size=windows.sizes,
-        strides=windows.strides,
-        padding=windows.padding,
-        count_include_pad=True,
-    )
+    windows = _windows(node, x, (kernel, stride, padding, 1), ceil_mode)
+    text = _pool(ctx, node, x, "avg", **_named(windows), count_include_pad=True)
     factors = _factors(node, x, windows)
     if bool(torch.isclose(factors, torch.ones(())).all()):
         return text

@@ -10,18 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from tvmbridge.core.torch_private import OpOverload
+from tvmbridge.frontend.registry import FLOATS as FLOATS
+from tvmbridge.frontend.registry import ConverterFn as ConverterFn
+from tvmbridge.frontend.registry import enter
 
-FLOATS = frozenset({torch.float32, torch.float64})
 INTEGERS = frozenset({torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64})
 NUMBERS = FLOATS | INTEGERS
 ALL = NUMBERS | {torch.bool}
-
-ConverterFn = Callable[..., Any]
 
 
 class Refused(Exception):
@@ -56,11 +55,8 @@ def converts(
         The decorator, which returns the converter unchanged.
     """
 
-    def enter(function: ConverterFn) -> ConverterFn:
-        for overload in overloads:
-            if overload in CONVERTERS:
-                raise ValueError(f"{overload} has two converters")
-            CONVERTERS[overload] = RelayConverter(function, dtypes)
+    def decorate(function: ConverterFn) -> ConverterFn:
+        enter(CONVERTERS, overloads, RelayConverter(function, dtypes))
         return function
 
-    return enter
+    return decorate

@@ -29,7 +29,7 @@ from tvmbridge.graph_capture.trace.standins import without_inference_tensors
 from tvmbridge.recall import RECALLED, Caller, keep, recalled
 from tvmbridge.runtime.background import Background
 from tvmbridge.runtime.entry import CompiledEntry
-from tvmbridge.runtime.guards.forwards import standing_behind, with_own_forward
+from tvmbridge.runtime.guards.forwards import is_wrapped, with_own_forward
 from tvmbridge.runtime.guards.mode import Flags, Mode, flags_of
 from tvmbridge.runtime.guards.signature import Signature
 from tvmbridge.runtime.guards.state import ModuleState
@@ -112,6 +112,8 @@ class Compiler:
             context = contextvars.copy_context()
             entry = context.run(self._tried, signature, mode, args, kwargs, tell)
         compiled = entry.compiled
+        for names in compiled.packs:
+            self.packing.claim(names)
         logger.info(
             "compiled %s %s for %s: %d operators, %.1f s (%s); code %s%s",
             name,
@@ -159,16 +161,13 @@ class Compiler:
                 first = "state that the first call fills" if entry.fills_first else None
                 refused = first or keep(caller, key, compiled)
                 entry.recalled = f"captured: {why}" + (f"; not kept: {refused}" if refused else "")
-        for names in compiled.packs:
-            self.packing.claim(names)
         return entry
 
     def _caller(
         self, signature: Signature, mode: Mode, flags: Flags, arguments: Arguments
     ) -> Caller:
-        installed = self.module.__dict__.get("forward")
         refusal = "the module has a forward of its own" if self.own is not None else None
-        if standing_behind(installed) not in (None, installed):
+        if is_wrapped(self.module):
             refusal = "a library has wrapped forward"
         if self.instead is not None:
             refusal = "the graph comes from torch.compile"
@@ -204,8 +203,6 @@ class Compiler:
         except Exception as error:
             logger.warning("a plan of compiled code is not used: %s", first_line(error))
             return None, f"the plan cannot be used: {first_line(error)}", key
-        for names in compiled.packs:
-            self.packing.claim(names)
         entry.recalled = RECALLED
         return entry, "", None
 
@@ -254,9 +251,7 @@ def apart_or_itself(
         compile_: compiles or lowers a request.
     """
     module, itself = request.module, replace(request, apart=False)
-    installed = module.__dict__.get("forward")
-    # If a library has wrapped the dispatcher, a copy would call the wrapper.
-    if standing_behind(installed) in (None, installed):
+    if not is_wrapped(module):  # A copy would call the wrapper.
         with suppress(NotApartError):
             return compile_(request)
     with with_own_forward(module, own):

@@ -394,6 +394,9 @@ class ModuleCode:
         compiles = self.compiles_signatures or self.any_size is not None
         if not compiles or isinstance(self.any_size, DeclaredSizes):
             return False
+        # Most calls that fall back differ in no number, and need not wait for a compilation.
+        if self.numbers.signature(known, args, kwargs, self.original) is None:
+            return False
         with compiling():
             if self.specializations is not known:
                 return True

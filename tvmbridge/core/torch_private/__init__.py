@@ -72,7 +72,6 @@ assert_async = torch._assert_async
 grouped_mm = torch._grouped_mm
 foreach_copy = torch._foreach_copy_
 foreach_mul = torch._foreach_mul
-assert_async = torch._assert_async
 linalg_check_errors = torch._linalg_check_errors
 native_multi_head_attention = torch._native_multi_head_attention
 transformer_encoder_layer_fwd = torch._transformer_encoder_layer_fwd

@@ -13,6 +13,8 @@ import os
 import queue
 import weakref
 from collections import OrderedDict, deque
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy
@@ -139,7 +141,7 @@ def _write_entries(value: Any, now: dict[Any, Any], contents: dict[Any, Any]) ->
     # OrderedDict has an order of its own, which methods of dict do not change.
     kind: type[dict[Any, Any]] = OrderedDict if isinstance(value, OrderedDict) else dict
     contents = {k: v for k, v in contents.items() if not (_is_dead(k) or _is_dead(v))}
-    write_names(kind, value, now, contents)
+    write_changes(now, contents, partial(kind.__setitem__, value), partial(kind.__delitem__, value))
     left = [key for key in now if key in contents]
     left += [key for key in contents if key not in now]
     if left != list(contents):  # A removed entry has come back at the end.
@@ -147,15 +149,18 @@ def _write_entries(value: Any, now: dict[Any, Any], contents: dict[Any, Any]) ->
         kind.update(value, contents)
 
 
-def write_names(
-    kind: type[dict[Any, Any]], value: Any, now: dict[Any, Any], contents: dict[Any, Any]
+def write_changes(
+    now: dict[Any, Any],
+    contents: dict[Any, Any],
+    assign: Callable[[Any, Any], object],
+    remove: Callable[[Any], object],
 ) -> None:
-    """Set and remove the entries that differ, by the methods of ``kind``; keep the order."""
+    """Assign and remove the entries in which ``now`` differs from ``contents``."""
     for key in now.keys() - contents.keys():
-        kind.__delitem__(value, key)
+        remove(key)
     for key, entry in contents.items():
         if now.get(key, MISSING) is not entry:
-            kind.__setitem__(value, key, entry)
+            assign(key, entry)
 
 
 def _is_dead(value: Any) -> bool:
@@ -180,12 +185,14 @@ def _shorten(value: queue.SimpleQueue[Any], size: int) -> None:
 def _write_attributes(value: Any, now: dict[str, Any], contents: dict[str, Any]) -> None:
     """Set and remove attributes that differ, past a ``__setattr__`` of the class."""
     slots, held = slots_of(type(value)), getattr(value, "__dict__", {})  # type: ignore[arg-type]
-    for name in now.keys() - contents.keys():
-        object.__delattr__(value, name) if name in slots else held.pop(name)
-    for name, attribute in contents.items():
-        if now.get(name, MISSING) is attribute:
-            continue
+
+    def assign(name: str, attribute: Any) -> None:
         if name in slots:
             object.__setattr__(value, name, attribute)
         else:
             held[name] = attribute
+
+    def remove(name: str) -> None:
+        object.__delattr__(value, name) if name in slots else held.pop(name)
+
+    write_changes(now, contents, assign, remove)

@@ -33,7 +33,7 @@ from tvmbridge.graph_capture.observe.snapshots import (
     snapshot,
     without_own,
     write,
-    write_names,
+    write_changes,
 )
 from tvmbridge.graph_capture.observe.sources import Source, names_added
 
@@ -133,7 +133,9 @@ class Undo:
         if key in self._namespaces:
             return
         self._namespaces[key] = source, frozenset(vars(source.value))
-        read, change = partial(_names_added, *self._namespaces[key]), partial(_write_added, source)
+        put, remove = partial(setattr, source.value), partial(delattr, source.value)
+        read = partial(_names_added, *self._namespaces[key])
+        change = partial(write_changes, assign=put, remove=remove)
         self._record(("namespace", key), source, read, change)
 
     def note_contents(self, value: Any) -> None:
@@ -154,7 +156,8 @@ class Undo:
 
     def note_names(self, space: dict[str, Any]) -> None:
         """Record the names and values of a Python module, without the contents of the values."""
-        change = partial(write_names, dict, space)
+        put, remove = partial(dict.__setitem__, space), partial(dict.__delitem__, space)
+        change = partial(write_changes, assign=put, remove=remove)
         self._record(("contents", id(space)), space, partial(dict, space), change)
         self._contents[id(space)] = space
 
@@ -286,14 +289,6 @@ def _write_place(source: Source, now: dict[str, Any], contents: dict[str, Any]) 
 
 def _names_added(source: Source, before: frozenset[str]) -> dict[str, Any]:
     return {name: vars(source.value)[name] for name in names_added(source, before)}
-
-
-def _write_added(source: Source, now: dict[str, Any], contents: dict[str, Any]) -> None:
-    for name in now.keys() - contents.keys():
-        delattr(source.value, name)
-    for name, value in contents.items():
-        if now.get(name, MISSING) is not value:
-            setattr(source.value, name, value)
 
 
 def _entries(value: Any) -> dict[Any, Any]:

@@ -16,7 +16,6 @@ copy; a write after it, to its result or to the operand, would not reach the oth
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import dropwhile
 from typing import Any
 
 import torch
@@ -76,17 +75,13 @@ def give_memory(graphs: Sequence[fx.Graph]) -> None:
         CaptureError: an operand's memory cannot be given to it.
     """
     for graph in graphs:
-        for target in _BY_STRIDES:
-            for node in graph.find_nodes(op="call_function", target=target):
-                kept = _written_from(graphs, node).isdisjoint(_storages(node.args[0]))
-                _give_memory(graph, node, may_copy=kept)
-
-
-def _written_from(graphs: Sequence[fx.Graph], node: fx.Node) -> set[int]:
-    """Return the storages that are written after ``node``, or in another graph at any time."""
-    others = [each for graph in graphs if graph is not node.graph for each in graph.nodes]
-    later = dropwhile(lambda each: each is not node, node.graph.nodes)
-    return {storage for each in (*others, *later) for storage in _written_by(each)}
+        others = [node for other in graphs if other is not graph for node in other.nodes]
+        # What is written after a node, or in another graph at any time.
+        written = {storage for node in others for storage in _written_by(node)}
+        for node in reversed(list(graph.nodes)):
+            written.update(_written_by(node))
+            if node.target in _BY_STRIDES:
+                _give_memory(graph, node, may_copy=written.isdisjoint(_storages(node.args[0])))
 
 
 def _decide(graph: fx.Graph, node: fx.Node) -> None:

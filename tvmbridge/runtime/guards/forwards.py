@@ -77,6 +77,12 @@ def standing_behind(forward: Any) -> StandsForForward | None:
     return forward
 
 
+def is_wrapped(module: nn.Module) -> bool:
+    """Whether a library has wrapped the dispatcher of ``module``."""
+    installed = module.__dict__.get("forward")
+    return standing_behind(installed) not in (None, installed)
+
+
 def own_forward(module: nn.Module) -> Callable[..., Any]:
     """Return the forward that ``module`` would have without its dispatcher."""
     installed = module.__dict__.get("forward")
