@@ -35,15 +35,20 @@ class Outcome:
     ended: bool = False
 
 
-def run_ranks(function: Callable[..., Any], ranks: int, *args: Any) -> list[Outcome]:
+def run_ranks(
+    function: Callable[..., Any], ranks: int, *args: Any, on_gpus: bool = False
+) -> list[Outcome]:
     """Run ``function(rank, *args)`` in each of ``ranks`` processes; return their outcomes.
 
+    With ``on_gpus`` the processes are spawned: a process forked from one that has looked for
+    GPUs cannot use CUDA.
     The environment has torchrun's variables; the function itself initializes the process group.
     """
-    results = _CONTEXT.Queue()
+    context = multiprocessing.get_context("spawn") if on_gpus else _CONTEXT
+    results = context.Queue()
     port = _free_port()
     processes = [
-        _CONTEXT.Process(target=_run, args=(function, rank, ranks, port, results, args))
+        context.Process(target=_run, args=(function, rank, ranks, port, results, args))
         for rank in range(ranks)
     ]
     for process in processes:

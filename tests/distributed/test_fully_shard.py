@@ -32,7 +32,8 @@ ALL = {
 
 def check(settings: dict[str, Setting], ranks: int, device_type: str = "cpu") -> None:
     """Compare the training of the settings with eager PyTorch, on ``ranks`` processes."""
-    for found in values(run_ranks(compared, ranks, settings, device_type)):
+    outcomes = run_ranks(compared, ranks, settings, device_type, on_gpus=device_type != "cpu")
+    for found in values(outcomes):
         for name, (served, losses, weights) in found.items():
             assert served == 1.0, name
             # bfloat16 products may differ by one unit in the last place, and steps accumulate it.
