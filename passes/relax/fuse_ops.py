@@ -27,7 +27,7 @@ After::
 
 Requires: operators are legalized, and their functions have the attribute ``op_pattern``.
 Guarantees: the same groups as FuseOps, except that no group reads fields of several tuples or has
-more than 64 operators: a chain of 1,000 equal layers becomes calls of few functions.
+more than ``most`` operators: a chain of 1,000 equal layers becomes calls of few functions.
 Runs after: AnnotateTIROpPattern. Runs before: FuseTIR.
 """
 
@@ -47,7 +47,8 @@ from tvmbridge.passes.base import PassReport, RelaxPass, map_functions
 # The time to schedule and to compile a function grows by more than the square of its operators:
 # 250 layer norms in one function take 42 s. A training step of ResNet-18 has the groups that it has
 # without a bound; with 32 it has two more.
-_MOST_OPERATORS = 64
+MOST_ON_GPUS = 128
+"""The largest group on GPUs, where norms are no loops: backward of GELU in bfloat16 has 70."""
 _MAX_DEPTH = "relax.FuseOps.max_depth"
 
 
@@ -56,11 +57,13 @@ class FuseOps(RelaxPass):
     """Fuse operators, and keep the fields of tuples that FuseOps would mix up out of all groups.
 
     The first attempt does so only for tuples of operators that FuseOps does not fuse anyway, the
-    second one for all tuples.
+    second one for all tuples. ``most`` is the largest number of operators of a group.
     """
 
+    most: int = 64
+
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
-        fused = _fused(mod)
+        fused = _fused(mod, self.most)
         choices: tuple[Callable[[relax.Expr], bool], ...] = (
             lambda value: _is_opaque(value, mod),
             lambda value: True,
@@ -70,12 +73,12 @@ class FuseOps(RelaxPass):
             if not mixed:
                 break
             report.rewrote(mixed)
-            fused = _fused(_with_fields_outside(mod, chosen))
+            fused = _fused(_with_fields_outside(mod, chosen), self.most)
         return fused
 
 
-def _fused(mod: tvm.IRModule) -> tvm.IRModule:
-    config = {**tvm.transform.PassContext.current().config, _MAX_DEPTH: _MOST_OPERATORS}
+def _fused(mod: tvm.IRModule, most: int) -> tvm.IRModule:
+    config = {**tvm.transform.PassContext.current().config, _MAX_DEPTH: most}
     with tvm.transform.PassContext(config=config):
         return relax.transform.FuseOps()(mod)
 

@@ -43,7 +43,7 @@ class Backend:
     - ``on_stream``: returns a compiled function that runs on PyTorch's current stream.
     - ``synchronize``: waits for the work that a device was given.
     - ``graph_passes``: returns the passes that the device's libraries need before a joint function
-      is split.
+      is split, or in inference before the build. The argument says whether there is a backward.
     - ``residual_policy``: the policy that ``"auto"`` stands for.
     - ``warm_up``: the number of calls in which code and libraries prepare themselves.
     - ``freezes``: whether weights may be frozen.
@@ -70,7 +70,7 @@ class Backend:
     name: Callable[[torch.device], str]
     on_stream: Callable[[Callable[..., Any], torch.device], Callable[..., Any]]
     synchronize: Callable[[torch.device], None]
-    graph_passes: Callable[[], list[AnyPass]]
+    graph_passes: Callable[[bool], list[AnyPass]]
     residual_policy: str
     warm_up: int
     freezes: bool
@@ -87,6 +87,7 @@ def kernel_passes(
     products: DispatchKernels,
     *before_legalizing: AnyPass,
     casts: RepeatCasts = RepeatCasts(),  # noqa: B008
+    fuse: FuseOps = FuseOps(),  # noqa: B008
 ) -> list[AnyPass]:
     """Return the passes from Relax operators to kernel calls and unscheduled fused functions.
 
@@ -94,6 +95,7 @@ def kernel_passes(
         products: the pass that replaces matrix products by kernel calls.
         before_legalizing: passes of the backend that run before operators become loops.
         casts: the pass that repeats casts and light functions for each of their readers.
+        fuse: the pass that fuses operators.
     """
     return [
         products,
@@ -109,7 +111,7 @@ def kernel_passes(
         # A folded constant has one size, so nothing is folded if sizes vary.
         *([] if sizes_vary() else [relax.transform.FoldConstant()]),
         DeadCodeElimination(),
-        FuseOps(),
+        fuse,
         relax.transform.FuseTIR(),
         # This pass recognises reshapes by their loops, which scheduling would change.
         RewriteDataflowReshape(),

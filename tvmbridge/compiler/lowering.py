@@ -163,7 +163,7 @@ def _forward_and_backward(
 ) -> tuple[SplitModule, Packs]:
     joint, packs = combining.joint(derivation.joint)
     device = derivation.captured.device
-    mod = run_passes(joint.mod, backend_of(device).graph_passes(), combining.records)
+    mod = run_passes(joint.mod, backend_of(device).graph_passes(True), combining.records)
     joint = replace(joint, mod=run_extra_passes(mod, passes, combining.records))
     policy = policy_for(options.residual_policy, device)
     return split(*colored(joint, policy, options.recompute)), packs
@@ -174,6 +174,6 @@ def _forward(
 ) -> tuple[tvm.IRModule, Packs]:
     mod = run_passes(imported.mod, inference_passes(), combining.records)
     mod, packs = combining.inference(mod)
-    mod = run_passes(mod, backend_of(device).graph_passes(), combining.records)
+    mod = run_passes(mod, backend_of(device).graph_passes(False), combining.records)
     mod = run_extra_passes(mod, passes, combining.records)
     return tvm.IRModule({"forward": mod["main"].with_attr("global_symbol", "forward")}), packs

@@ -5,12 +5,14 @@ JSON with these fields:
 
 - ``op``: the name of the overload.
 - ``args``, ``kwargs``: the arguments. ``{"tensor": i}`` is the i-th tensor; ``{"complex": i}`` is
-  the complex tensor that the i-th tensor holds as pairs of real numbers. Dtypes, layouts, memory
+  the complex tensor that the i-th tensor holds as pairs of real numbers. ``{"channels_last": i}``
+  is a view, with channels second, of the i-th tensor, which has them last. Dtypes, layouts, memory
   formats and devices are tagged strings.
 - ``results``: the positions of the operator's results that the graph uses; null if the operator
   returns a single tensor.
 - ``declared``: the shapes and dtypes of the results, which the pass ``DeclareResults`` adds.
 - ``promises``: for custom operators, the strides that the fake kernel gives the results.
+- ``channels_last``: true if the graph's results are the operator's with channels last.
 - ``compiled``: true if loops of :mod:`tvmbridge.legalize.aten` replace the call before the module
   is compiled.
 """
@@ -135,13 +137,15 @@ def call_overload(
     args: Sequence[Any],
     tensors: Sequence[relax.Expr],
     type_: relax.Type,
-    *,
-    compiled: bool = False,
+    **flags: bool,
 ) -> relax.Call:
-    """Return an ATen call with one result; ``{"tensor": i}`` in ``args`` is ``tensors[i]``."""
+    """Return an ATen call with one result; ``{"tensor": i}`` in ``args`` is ``tensors[i]``.
+
+    ``flags`` are fields of the spec, such as ``compiled``; a false one is left out.
+    """
     content: dict[str, Any] = {"op": overload, "args": list(args), "kwargs": {}, "results": None}
-    spec = json.dumps({**content, "compiled": True} if compiled else content)
-    return packed_call(ATEN_CALL, spec, tensors, type_)
+    content |= {name: True for name, is_set in flags.items() if is_set}
+    return packed_call(ATEN_CALL, json.dumps(content), tensors, type_)
 
 
 def zeros_call(shape: Sequence[int], dtype: str, device: str) -> relax.Call:
@@ -189,6 +193,8 @@ def _decode(value: Any) -> Callable[[tuple[torch.Tensor, ...]], Any]:
         return lambda tensors: tensors[content]
     if tag == "complex":
         return lambda tensors: torch.view_as_complex(tensors[content])
+    if tag == "channels_last":
+        return lambda tensors: tensors[content].permute(0, 3, 1, 2)
     if tag == "device":
         fixed: Any = torch.device(content)
     elif tag == "float":
@@ -242,12 +248,19 @@ def _program(key: str) -> Callable[[tuple[torch.Tensor, ...]], Any]:
     args = [_decode(a) for a in content["args"]]
     kwargs = {k: _decode(v) for k, v in content["kwargs"].items()}
     take = taker_of(content)
+    channels_last = content.get("channels_last", False)
 
     def run(tensors: tuple[torch.Tensor, ...]) -> Any:
         out = op(*[a(tensors) for a in args], **{k: v(tensors) for k, v in kwargs.items()})
-        return take(out, tensors)
+        return take(_with_channels_last(out) if channels_last else out, tensors)
 
     return run
+
+
+def _with_channels_last(out: Any) -> Any:
+    if isinstance(out, torch.Tensor):
+        return out.permute(0, 2, 3, 1)
+    return tuple(tensor.permute(0, 2, 3, 1) for tensor in out)
 
 
 def run_aten_call(key: str, *tensors: Any) -> Any:

@@ -33,6 +33,10 @@ CONVOLUTIONS: dict[str, bool] = {
 """Relax's convolutions by name, and whether each is transposed."""
 
 
+# The layouts of data, kernel and result of a convolution with channels last.
+_CHANNELS_LAST = ("NHWC", "OIHW", "NHWC")
+
+
 @dataclass(frozen=True)
 class Convolution:
     """The parameters of a convolution, named as in ``aten.convolution``.
@@ -41,6 +45,8 @@ class Convolution:
     *extents). The weight has the result's channels first; if transposed, the data's channels first.
 
     - ``padding``: the padding at each end of a dimension.
+    - ``channels_last``: whether data and result of two dimensions have the shape (batch, height,
+      width, channels) instead.
     """
 
     stride: tuple[int, ...]
@@ -49,13 +55,14 @@ class Convolution:
     transposed: bool
     output_padding: tuple[int, ...]
     groups: int
+    channels_last: bool = False
 
     @classmethod
     def of(cls, call: relax.Call) -> Convolution | None:
         """Return the parameters of ``call``, one of :data:`CONVOLUTIONS`.
 
-        None if PyTorch has no such convolution: the dimensions are in another order, the padding
-        differs between two ends, or the result has another dtype than the data.
+        None if PyTorch has no such convolution: the dimensions are in an order that it has not,
+        the padding differs between two ends, or the result has another dtype than the data.
         """
         attrs = call.attrs
         rank = call.args[0].ty.ndim - 2
@@ -67,7 +74,10 @@ class Convolution:
         layouts = (attrs.data_layout, attrs.kernel_layout, attrs.out_layout)
         dtype = str(call.args[0].ty.dtype)
         out_dtype = "" if attrs.out_dtype is None else str(attrs.out_dtype)
-        if layouts != (*plain, plain[0]) or edges[:rank] != edges[rank:]:
+        channels_last = not transposed and layouts == _CHANNELS_LAST
+        if not channels_last and layouts != (*plain, plain[0]):
+            return None
+        if edges[:rank] != edges[rank:]:
             return None
         if out_dtype not in ("", "void", dtype) or str(call.args[1].ty.dtype) != dtype:
             return None
@@ -79,6 +89,7 @@ class Convolution:
             transposed=transposed,
             output_padding=tuple(output_padding),
             groups=int(attrs.groups),
+            channels_last=channels_last,
         )
 
     def of_operands(self, data: relax.Expr, weight: relax.Expr) -> relax.Call:
@@ -91,6 +102,10 @@ class Convolution:
         }
         if self.transposed:
             options["output_padding"] = self.output_padding
+        if self.channels_last:
+            options |= zip(
+                ("data_layout", "kernel_layout", "out_layout"), _CHANNELS_LAST, strict=True
+            )
         return _OPERATORS[len(self.stride), self.transposed](data, weight, **options)
 
     def _arguments(self) -> list[Any]:
@@ -108,8 +123,11 @@ class Convolution:
         """Return the call of PyTorch's kernel; ``tensors`` are data, weight and perhaps a bias."""
         operands: list[Any] = [{"tensor": i} for i in range(len(tensors))]
         operands += [None] * (3 - len(operands))
+        if self.channels_last:
+            operands[0] = {"channels_last": 0}
+        arguments = [*operands, *self._arguments()]
         name = "aten.convolution.default"
-        return call_overload(name, [*operands, *self._arguments()], tensors, type_)
+        return call_overload(name, arguments, tensors, type_, channels_last=self.channels_last)
 
     def gradient_call(
         self, cotangent: relax.Expr, data: relax.Expr, weight: relax.Expr, position: int

@@ -32,21 +32,22 @@ def power(legalizations: Mapping[str, LegalizeFunc], others: LegalizeFunc) -> Le
     def legalize(bb: relax.BlockBuilder, call: Call) -> Expr:
         x, exponent = call.args[0], exponent_of(call)
 
-        def emit(name: str, *operands: Expr) -> Expr:
+        def call_of(name: str, *operands: Expr) -> Expr:
             plain = bb.normalize(getattr(relax.op, name)(*operands))
-            return bb.emit(legalizations[f"relax.{name}"](bb, plain))
+            return legalizations[f"relax.{name}"](bb, plain)
 
         one = relax.const(1, str(call.ty.dtype.dtype))
+        # Only inner calls are bound: FuseOps does not fuse through a variable bound to a variable.
         if exponent == 2:
-            return emit("multiply", x, x)
+            return call_of("multiply", x, x)
         if exponent == 3:
-            return emit("multiply", emit("multiply", x, x), x)
+            return call_of("multiply", bb.emit(call_of("multiply", x, x)), x)
         if exponent == -1:
-            return emit("divide", one, x)
+            return call_of("divide", one, x)
         if exponent == -2:
-            return emit("divide", one, emit("multiply", x, x))
+            return call_of("divide", one, bb.emit(call_of("multiply", x, x)))
         if exponent == -0.5:
-            return emit("rsqrt", x)
+            return call_of("rsqrt", x)
         return others(bb, call)
 
     return legalize

@@ -25,9 +25,13 @@ from tvmbridge.legalize.aten import FOR_GPUS
 from tvmbridge.legalize.fences import fence_arithmetic
 from tvmbridge.passes.relax.allocate_by_torch import AllocateByTorch
 from tvmbridge.passes.relax.cast_first import CastFirst
+from tvmbridge.passes.relax.channels_last import ChannelsLast
+from tvmbridge.passes.relax.collapse_views import CollapseViews
 from tvmbridge.passes.relax.compile_aten_calls import CompileAtenCalls
 from tvmbridge.passes.relax.dispatch_kernels import DispatchKernels
 from tvmbridge.passes.relax.few_row_products import FewRowProducts
+from tvmbridge.passes.relax.fuse_cross_entropy import FuseCrossEntropy
+from tvmbridge.passes.relax.fuse_ops import MOST_ON_GPUS, FuseOps
 from tvmbridge.passes.relax.pad_products import PadProducts
 from tvmbridge.passes.relax.repeat_casts import CHEAP_ON_GPUS, RepeatCasts
 from tvmbridge.passes.relax.table_gradients import TableGradients
@@ -45,8 +49,18 @@ def _target(device: torch.device) -> tvm.target.Target:
 
 def _kernel_passes(measure: bool) -> list[AnyPass]:
     ours = FewRowProducts(), PadProducts(), TableGradients()
-    casts = RepeatCasts(CHEAP_ON_GPUS)
-    return [*ours, *kernel_passes(DispatchKernels(), CompileAtenCalls(FOR_GPUS), casts=casts)]
+    loops, casts, fuse = (
+        CompileAtenCalls(FOR_GPUS),
+        RepeatCasts(CHEAP_ON_GPUS),
+        FuseOps(MOST_ON_GPUS),
+    )
+    return [*ours, *kernel_passes(DispatchKernels(), loops, casts=casts, fuse=fuse)]
+
+
+def _graph_passes(has_backward: bool) -> list[AnyPass]:
+    passes: list[AnyPass] = [CastFirst(), *tidy_passes()]
+    ours = FuseCrossEntropy() if has_backward else ChannelsLast()
+    return [*passes, ours, CollapseViews(), *tidy_passes()]
 
 
 def _prepare() -> None:
@@ -86,7 +100,7 @@ CUDA = Backend(
     name=lambda device: torch.cuda.get_device_name(device),
     on_stream=_on_stream,
     synchronize=lambda device: torch.cuda.synchronize(device),
-    graph_passes=lambda: [CastFirst(), *tidy_passes()],
+    graph_passes=_graph_passes,
     residual_policy="keep_operands",
     warm_up=4,  # a CUDA graph is captured as well
     freezes=False,
