@@ -6,8 +6,9 @@ JSON with these fields:
 - ``op``: the name of the overload.
 - ``args``, ``kwargs``: the arguments. ``{"tensor": i}`` is the i-th tensor; ``{"complex": i}`` is
   the complex tensor that the i-th tensor holds as pairs of real numbers. ``{"channels_last": i}``
-  is a view, with channels second, of the i-th tensor, which has them last. Dtypes, layouts, memory
-  formats and devices are tagged strings.
+  is a view, with channels second, of the i-th tensor, which has them last. ``{"view": [i, shape,
+  strides, offset]}`` is a view of the i-th tensor. Dtypes, layouts, memory formats and devices are
+  tagged strings.
 - ``results``: the positions of the operator's results that the graph uses; null if the operator
   returns a single tensor.
 - ``declared``: the shapes and dtypes of the results, which the pass ``DeclareResults`` adds.
@@ -193,6 +194,9 @@ def _decode(value: Any) -> Callable[[tuple[torch.Tensor, ...]], Any]:
         return lambda tensors: tensors[content]
     if tag == "complex":
         return lambda tensors: torch.view_as_complex(tensors[content])
+    if tag == "view":
+        number, *place = content
+        return lambda tensors: tensors[number].as_strided(*place)
     if tag == "channels_last":
         return lambda tensors: tensors[content].permute(0, 3, 1, 2)
     if tag == "device":

@@ -33,6 +33,7 @@ from tvmbridge.passes.relax.few_row_products import FewRowProducts
 from tvmbridge.passes.relax.fuse_cross_entropy import FuseCrossEntropy
 from tvmbridge.passes.relax.fuse_ops import MOST_ON_GPUS, FuseOps
 from tvmbridge.passes.relax.pad_products import PadProducts
+from tvmbridge.passes.relax.read_views import ReadViews
 from tvmbridge.passes.relax.repeat_casts import CHEAP_ON_GPUS, RepeatCasts
 from tvmbridge.passes.relax.table_gradients import TableGradients
 from tvmbridge.pipeline import AnyPass, tidy_passes
@@ -60,7 +61,7 @@ def _kernel_passes(measure: bool) -> list[AnyPass]:
 def _graph_passes(has_backward: bool) -> list[AnyPass]:
     passes: list[AnyPass] = [CastFirst(), *tidy_passes()]
     ours = FuseCrossEntropy() if has_backward else ChannelsLast()
-    return [*passes, ours, CollapseViews(), *tidy_passes()]
+    return [*passes, ReadViews(), ours, CollapseViews(), *tidy_passes()]
 
 
 def _prepare() -> None:
