@@ -15,6 +15,7 @@ import importlib
 import inspect
 import os
 import pkgutil
+import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -92,6 +93,18 @@ def pytest_configure(config: pytest.Config) -> None:
     if compiled_half.word() == "build" and not hasattr(config, "workerinput"):
         compiled_half.build_halves()
         os.environ[compiled_half.SWITCH] = "load"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems() -> None:
+    """Let hypothesis draw the same examples whichever modules a process has imported.
+
+    It would read the constants of all modules of the repository, which takes two seconds, and draw
+    some of them: a change anywhere, or another order of files, would change the examples.
+    """
+    drawing = sys.modules.get("hypothesis.internal.conjecture.providers")
+    if drawing is not None and hasattr(drawing, "is_local_module_file"):
+        drawing.is_local_module_file = lambda path: False
 
 
 def pytest_collection_finish() -> None:
