@@ -161,7 +161,6 @@ class _KeepsItsInput(nn.Module):
 
 
 def test_a_buffer_that_is_memory_of_an_input_or_a_weight_shows_what_is_written_there() -> None:
-    torch.manual_seed(0)
     ours = Around(_KeepsItsInput()).train()
     theirs = copy.deepcopy(ours)
     add_tvm_dispatch(ours, sample())
@@ -193,7 +192,6 @@ class _Twice(nn.Module):
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("kind", ["written", "exchanged"])
 def test_buffers_of_a_submodule_in_two_places_are_written_twice(kind: str, training: bool) -> None:
-    torch.manual_seed(0)
     norm = nn.BatchNorm1d(24, dtype=torch.float64)
     ours = _Twice(norm if kind == "written" else Keeps(_average)).train(training)
     theirs = copy.deepcopy(ours)

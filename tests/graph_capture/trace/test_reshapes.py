@@ -74,7 +74,6 @@ RUNS = [
 
 @pytest.mark.parametrize(("name", "training"), RUNS)
 def test_results_of_attention_are_viewed(name: str, training: bool) -> None:
-    torch.manual_seed(0)
     module = copy.deepcopy(MODULES[name]).double().train(training)
     ours = copy.deepcopy(module)
     sample = [torch.randn(2, 6, 16, dtype=torch.float64, requires_grad=True)]
