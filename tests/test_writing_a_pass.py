@@ -17,7 +17,7 @@ import tvm
 from torch import nn
 from tvm import relax
 
-from tests.relax_helpers import apply_pass, build_main, compile_and_run
+from tests.relax_helpers import apply_pass, build_main, compile_and_run, fingerprint
 from tvmbridge import add_tvm_dispatch, dispatch_report
 from tvmbridge.core.errors import PassError
 from tvmbridge.core.options import CompileOptions
@@ -62,7 +62,10 @@ def test_the_guide_is_short() -> None:
 
 
 def test_scales_merge(guide: ModuleType) -> None:
-    after, report = apply_pass(guide.MergeScales(), build_main((X,), scaled(2.0, -4.0, 0.3)))
+    mod = build_main((X,), scaled(2.0, -4.0, 0.3))
+    before = fingerprint(mod)
+    after, report = apply_pass(guide.MergeScales(), mod)
+    assert fingerprint(mod) == before
     tvm.ir.assert_structural_equal(cleaned(after), build_main((X,), scaled(-8.0 * 0.3)))
     assert (report.rewrites, report.declined) == (2, [])
 
