@@ -36,7 +36,8 @@ demo-recommender: $(READY_DEMO) ## A DLRM learns on two processes, with the fx p
 test: $(READY_DEV) ## Run the tests, without those marked slow or bench
 	@# Not reordered: files of few tests, among them the slowest, would come last, and one worker wait for the other.
 	@# Passive: the threads of one worker would spin on the cores of the others.
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder \
+	@# With bytecode on the disk, each of some thirty processes that tests start compiles no sources.
+	OMP_WAIT_POLICY=passive PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder \
 		-m "not slow and not bench" $(PYTEST_ARGS)
 
 test-slow: $(READY_DEV) ## Run the long sweeps, which `make test` leaves out

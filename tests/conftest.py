@@ -1,7 +1,9 @@
 """Fixtures for all tests: seeds, checks of global state, and a check around every Relax pass.
 
 Each pass must get a well-formed module, return a well-formed module, and not change the module
-that it got. The runner in ``tvmbridge.pipeline`` checks TVM's own passes.
+that it got. The runner in ``tvmbridge.pipeline`` checks TVM's own passes. Well-formedness is
+checked in tests of passes, of whole models and of random programs; everywhere else the check would
+take a thirtieth of each compilation.
 """
 
 from __future__ import annotations
@@ -10,9 +12,13 @@ import atexit
 import functools
 import gc
 import importlib
+import inspect
 import os
 import pkgutil
+import sys
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import numpy
 import pytest
@@ -20,21 +26,56 @@ import torch
 import tvm
 from torch import nn
 from tvm import relax
+from tvm.relax.script.parser import entry as relax_parser
+from tvm.script.parser.ir import entry as module_parser
 
 import tvmbridge.passes.relax
 from tests import process_state
 from tests.dispatch_helpers import make_block, sample
-from tests.relax_helpers import compile_and_run
+from tests.relax_helpers import compile_and_run, fingerprint
 from tvmbridge import add_tvm_dispatch
 from tvmbridge.compiler.compiled import CompiledModule
 from tvmbridge.compiler.request import CompileRequest
 from tvmbridge.core import compiled_half
+from tvmbridge.kernels import choice
 from tvmbridge.passes.base import PassReport, RelaxPass
 from tvmbridge.runtime import entry_compiler as compiler
 from tvmbridge.runtime.fallbacks import log_summaries
 
 Apply = Callable[[RelaxPass, tvm.IRModule, PassReport], tvm.IRModule]
 
+
+# The folders and files in whose tests each pass must get and return a well-formed module.
+_WELL_FORMED_IN = (
+    "tests/architectures",
+    "tests/compiler",
+    "tests/differentiation",
+    "tests/end_to_end",
+    "tests/frontend",
+    "tests/gradients",
+    "tests/passes",
+    "tests/random_graphs",
+    "tests/test_",
+)
+# Where the contents of the module that a pass gets are compared too, which takes longer.
+_LOOKED_INTO = ("tests/passes", "tests/schedules")
+
+
+def _stack() -> list[Any]:
+    """Return the frames of the caller; only the first three have a line of source.
+
+    TVM's decorators read one of these lines. ``inspect.stack`` searches the source of all frames,
+    some hundred under pytest, which took a sixth of the time of collection.
+    """
+    frames: list[Any] = inspect.stack(0)[1:]
+    for number, info in enumerate(frames[:3]):
+        line = inspect.getframeinfo(info.frame).code_context
+        frames[number] = SimpleNamespace(frame=info.frame, lineno=info.lineno, code_context=line)
+    return frames
+
+
+for _parser in (relax_parser, module_parser):
+    _parser.inspect = SimpleNamespace(**{**vars(inspect), "stack": _stack})
 
 # At exit, it would list the fallbacks of the hundreds of modules that tests dispatch.
 atexit.unregister(log_summaries)
@@ -46,6 +87,8 @@ os.environ.setdefault(compiled_half.FOLDER, str(compiled_half.halves_folder()))
 os.environ["TVMBRIDGE_CACHE"] = "0"
 # Tests count the calls that compiled code serves, which must not depend on measured times.
 os.environ["TVMBRIDGE_ONLY_IF_FASTER"] = "0"
+# No test depends on measured times, so each candidate kernel runs the fewest times.
+choice._ENOUGH_SECONDS = 0.0
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -53,6 +96,18 @@ def pytest_configure(config: pytest.Config) -> None:
     if compiled_half.word() == "build" and not hasattr(config, "workerinput"):
         compiled_half.build_halves()
         os.environ[compiled_half.SWITCH] = "load"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems() -> None:
+    """Let hypothesis draw the same examples whichever modules a process has imported.
+
+    It would read the constants of all modules of the repository, which takes two seconds, and draw
+    some of them: a change anywhere, or another order of files, would change the examples.
+    """
+    drawing = sys.modules.get("hypothesis.internal.conjecture.providers")
+    if drawing is not None and hasattr(drawing, "is_local_module_file"):
+        drawing.is_local_module_file = lambda path: False
 
 
 def pytest_collection_finish() -> None:
@@ -106,23 +161,28 @@ def _checked(apply: Apply) -> Apply:
     @functools.wraps(apply)
     def checked(self: RelaxPass, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
         name = type(self).__name__
-        if not mod.same_as(_well_formed[-1]):
+        where = os.environ.get("PYTEST_CURRENT_TEST", "")
+        checks = where.startswith(_WELL_FORMED_IN)
+        if checks and not mod.same_as(_well_formed[-1]):
             relax.analysis.well_formed(mod)
-        # Each pass's own test compares the contents of the functions too, which takes longer.
+        deep = where.startswith(_LOOKED_INTO)
+        content = fingerprint(mod) if deep else ()
         before = tuple(mod.functions_items()), mod.attrs
         after = apply(self, mod, report)
-        if not after.same_as(mod):
+        if checks and not after.same_as(mod):
             relax.analysis.well_formed(after)
-        assert (tuple(mod.functions_items()), mod.attrs) == before, (
-            f"{name} changed the module it was given"
-        )
-        _well_formed[:] = [after]
+        same = (tuple(mod.functions_items()), mod.attrs) == before
+        if deep:
+            same = same and fingerprint(mod) == content
+        assert same, f"{name} changed the module it was given"
+        if checks:
+            _well_formed[:] = [after]
         return after
 
     return checked
 
 
-# The module that the last pass returned.
+# The last module that a pass returned and that was checked.
 _well_formed: list[tvm.IRModule | None] = [None]
 
 

@@ -75,11 +75,21 @@ def assert_changes_nothing(pass_: RelaxPass, mod: tvm.IRModule) -> PassReport:
     return report
 
 
-def assert_leaves_its_input(pass_: RelaxPass, mod: tvm.IRModule) -> None:
-    """Assert that the pass does not change the module that it is given."""
-    before = fingerprint(mod)
-    pass_(mod)
-    assert fingerprint(mod) == before
+def assert_becomes(
+    pass_: RelaxPass,
+    before: tvm.IRModule,
+    expected: tvm.IRModule,
+    rewrites: int,
+    declined: Sequence[str] = (),
+) -> None:
+    """Assert that the pass makes ``expected`` of ``before``, and changes nothing of the result.
+
+    ``rewrites`` and ``declined`` are those of the first application's report.
+    """
+    after, report = apply_pass(pass_, before)
+    tvm.ir.assert_structural_equal(after, expected)
+    assert (report.rewrites, report.declined) == (rewrites, list(declined))
+    assert_changes_nothing(pass_, after)
 
 
 def operators(mod: tvm.IRModule) -> list[str]:

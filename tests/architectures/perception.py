@@ -19,6 +19,15 @@ _VIT: dict[str, Any] = {
     "hidden_dropout_prob": 0.1,
     "attention_probs_dropout_prob": 0.1,
 }
+_SWIN: dict[str, Any] = {
+    "image_size": 32,
+    "patch_size": 2,
+    "embed_dim": 16,
+    "depths": [2, 2],
+    "num_heads": [2, 4],
+    "window_size": 4,
+    "hidden_dropout_prob": 0.1,
+}
 _WAVE: dict[str, Any] = {
     "vocab_size": 32,
     "hidden_size": 32,
@@ -65,30 +74,12 @@ TABLE = {
     "swin": _vision(
         "SwinModel",
         "SwinConfig",
-        {
-            "image_size": 32,
-            "patch_size": 2,
-            "embed_dim": 16,
-            "depths": [2, 2],
-            "num_heads": [2, 4],
-            "window_size": 4,
-            "hidden_dropout_prob": 0.1,
-            "drop_path_rate": 0.1,
-        },
+        {**_SWIN, "drop_path_rate": 0.1},
     ),
     "swinv2": _vision(
         "Swinv2Model",
         "Swinv2Config",
-        {
-            "image_size": 32,
-            "patch_size": 2,
-            "embed_dim": 16,
-            "depths": [2, 2],
-            "num_heads": [2, 4],
-            "window_size": 4,
-            "hidden_dropout_prob": 0.1,
-            "drop_path_rate": 0.0,
-        },
+        {**_SWIN, "drop_path_rate": 0.0},
     ),
     "convnext": _vision(
         "ConvNextForImageClassification",

@@ -24,7 +24,6 @@ class Chains(nn.Module):
 
 @pytest.mark.parametrize(("count", "fused"), [(10, True), (7, False)])
 def test_many_chains_are_one(count: int, fused: bool) -> None:
-    torch.manual_seed(0)
     module, x = Chains(count).double().train(), torch.randn(5, 6 * count, dtype=torch.float64)
     with torch.no_grad():
         for parameter in module.parameters():

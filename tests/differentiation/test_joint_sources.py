@@ -21,8 +21,10 @@ from tvmbridge.graph_capture.trace.decompositions import _table_with
 RELAX = [name for name, case in CASES.items() if case.auto == "relax"]
 # ``auto`` chooses one of the two sources. If it chooses relax, ``aot`` is tested by name as well:
 # every fourth case in quick tests, all cases in slow ones.
+# Quick tests in tests/gradients/test_traps.py compile such functions by each source.
+TRAPS = {"accumulated", "admitted kinks", "indexed", "kinks", "ties"}
 ASKED = [
-    *(pytest.param("auto", name) for name in CASES),
+    *(pytest.param("auto", n, marks=[pytest.mark.slow] if n in TRAPS else []) for n in CASES),
     *thinned((("aot", name) for name in RELAX), 4),
 ]
 REFUSED = {name: "joint='relax'" for name, case in CASES.items() if case.auto == "aot"} | {

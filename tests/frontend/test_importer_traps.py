@@ -251,7 +251,6 @@ def test_like_eager(kind: str, name: str) -> None:
 
 @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_layers_take_and_return_states(layer: type[nn.Module]) -> None:
-    torch.manual_seed(0)
     module = layer(3, 4, num_layers=2, bidirectional=True).eval()
     states = [numbers(4, 2, 4) for _ in range(2 if layer is nn.LSTM else 1)]
     given = (numbers(5, 2, 3), tuple(states) if layer is nn.LSTM else states[0])

@@ -271,13 +271,20 @@ SIZES: Cases = {
 }
 
 
+def _is_view(function: Callable[..., Any], tensors: tuple[torch.Tensor, ...]) -> bool:
+    """Whether a result of the function shares memory with an argument."""
+    mine = {t.untyped_storage().data_ptr() for t in tensors}
+    results = [r for r in pytree.tree_leaves(function(*tensors)) if isinstance(r, torch.Tensor)]
+    return any(r.untyped_storage().data_ptr() in mine for r in results)
+
+
 def computed(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function with copied results: views of an input would need no compiled code."""
     return lambda *tensors: pytree.tree_map(torch.clone, function(*tensors))
 
 
 TABLES: dict[str, Cases] = {
-    "indexing": INDEXING,
+    "indexing": {name: case for name, case in INDEXING.items() if _is_view(*case)},
     "computed": {name: (computed(f), inputs) for name, (f, inputs) in INDEXING.items()},
     "promotion": PROMOTION,
     "nan": NOT_A_NUMBER,

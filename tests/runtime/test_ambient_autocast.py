@@ -157,17 +157,26 @@ def test_second_derivatives_are_those_under_it() -> None:
     assert dispatch_report(module).tvm_calls == 1
 
 
-@pytest.mark.parametrize("within", [False, True], ids=["around the call", "in forward"])
+NORMS: dict[str, tuple[Callable[[], tuple[nn.Module, ...]], tuple[int, ...]]] = {
+    "layer norm": (lambda: (nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4)), (6, 8)),
+    "batch norm": (lambda: (nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()), (2, 3, 8, 8)),
+    "group norm": (lambda: (nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.ReLU()), (2, 3, 8, 8)),
+}
+
+
+# Quick tests keep batch norm in both places, and each other norm in one.
 @pytest.mark.parametrize(
-    ("make", "shape"),
+    ("within", "name"),
     [
-        (lambda: (nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4)), (6, 8)),
-        (lambda: (nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()), (2, 3, 8, 8)),
-        (lambda: (nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.ReLU()), (2, 3, 8, 8)),
+        (False, "batch norm"),
+        (True, "batch norm"),
+        (False, "layer norm"),
+        (True, "group norm"),
+        pytest.param(True, "layer norm", marks=pytest.mark.slow),
+        pytest.param(False, "group norm", marks=pytest.mark.slow),
     ],
-    ids=["LayerNorm", "BatchNorm2d", "GroupNorm"],
 )
-def test_norms_train(make: Any, shape: tuple[int, ...], within: bool) -> None:
+def test_norms_train(within: bool, name: str) -> None:
     class Under(nn.Module):
         def __init__(self, inner: nn.Module) -> None:
             super().__init__()
@@ -178,6 +187,7 @@ def test_norms_train(make: Any, shape: tuple[int, ...], within: bool) -> None:
                 return self.inner(x)  # type: ignore[no-any-return]
 
     torch.manual_seed(1)
+    make, shape = NORMS[name]
     module: nn.Module = nn.Sequential(*make()).train()
     module, x = Under(module) if within else module, torch.randn(*shape)
     reference = copy.deepcopy(module)

@@ -12,29 +12,13 @@ from torch import nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
+from tests.random_sizes.models import MODELS
 from tvmbridge import add_tvm_dispatch, dispatch_report
 from tvmbridge.compiler.partial_backwards import PartialBackwards
 from tvmbridge.runtime import family
 from tvmbridge.runtime.entry_compiler import Compiler
 
 Sizes = Sequence[tuple[int, ...]]
-
-
-class Language(nn.Module):
-    """A small language model: embeddings, causal attention, next-token loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.places = nn.Embedding(50, 16), nn.Embedding(80, 16)
-        self.project, self.norm = nn.Linear(16, 48), nn.LayerNorm(16)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.tokens(ids) + self.places(torch.arange(ids.shape[1]))
-        q, k, v = self.project(x).view(*ids.shape, 3, 2, 8).permute(2, 0, 3, 1, 4).unbind(0)
-        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = self.norm(x + attended.transpose(1, 2).reshape(x.shape))
-        logits = (x @ self.tokens.weight.t())[:, :-1]
-        return functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
 
 
 class Convolutions(nn.Module):
@@ -89,7 +73,12 @@ def _images(count: int) -> torch.Tensor:
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[..., torch.Tensor], Sizes, bool]] = {
-    "language model": (Language, _ids, [(4, 12), (5, 20), (4, 33), (3, 16), (9, 64)], True),
+    "language model": (
+        MODELS["language"].build,
+        _ids,
+        [(4, 12), (5, 20), (4, 33), (3, 16), (9, 64)],
+        True,
+    ),
     "batch norm": (Convolutions, _images, [(8,), (3,), (16,), (5,)], True),
     "rows of one more": (
         Longer,

@@ -102,7 +102,6 @@ def test_what_depends_on_weights_alone_is_computed_once() -> None:
 
 
 def test_batch_norm_goes_into_convolutions() -> None:
-    torch.manual_seed(0)
     module = add_tvm_dispatch(Pictures().double().eval(), sample(2, 3, 6, 6), freeze=True)
     (record,) = [p for p in _entry(module).compiled.records if p.name == "FoldBatchNorm"]
     assert (record.rewrites, record.declined) == (2, ())

@@ -18,7 +18,6 @@ Pair = namedtuple("Pair", "first second")
 
 
 def test_batch_norm_writes_its_statistics_as_eager_does() -> None:
-    torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 2))
     module = add_tvm_dispatch(network.double().train(), sample(8, 6).requires_grad_())
     reference = eager(module)
@@ -162,7 +161,6 @@ class Unusual(nn.Module):
 
 
 def test_an_unusual_operator_is_an_aten_call_in_one_function() -> None:
-    torch.manual_seed(0)
     module = add_tvm_dispatch(Unusual().double().eval(), sample())
     with torch.no_grad():
         torch.testing.assert_close(module(sample()), eager(module)(sample()))
@@ -173,7 +171,6 @@ def test_an_unusual_operator_is_an_aten_call_in_one_function() -> None:
 
 
 def test_an_unusual_operator_trains() -> None:
-    torch.manual_seed(0)
     module = add_tvm_dispatch(Unusual().double().train(), sample().requires_grad_())
     assert_same_step(module, eager(module), sample())
     assert dispatch_report(module).tvm_calls == 1
@@ -210,7 +207,6 @@ def test_detached_parts_get_no_gradient() -> None:
 
 
 def test_a_module_of_dispatched_modules() -> None:
-    torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(24, 24), nn.GELU(), nn.Linear(24, 24)).double().train()
     add_tvm_dispatch(network[0], sample().requires_grad_())
     add_tvm_dispatch(network[2], sample().requires_grad_())

@@ -67,7 +67,6 @@ def test_a_child_s_own_forward_is_told_from_another() -> None:
 
 
 def test_twenty_modules_in_one_model() -> None:
-    torch.manual_seed(0)
     layers = [nn.Linear(24, 24), nn.ReLU(), nn.Tanh()]
     for layer in layers:
         add_tvm_dispatch(layer.double().eval(), sample())

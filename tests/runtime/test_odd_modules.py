@@ -88,7 +88,6 @@ def test_what_cannot_be_traced_is_refused_by_name(kind: str) -> None:
 @pytest.mark.parametrize("training", [False, True])
 def test_a_call_of_its_own_runs_once_around_the_compiled_code(training: bool) -> None:
     """A class may override ``__call__``, as the layers of transformers 4 do for checkpoints."""
-    torch.manual_seed(0)
     plain, x = Around(24, 24).double().train(training), sample()
     module = copy.deepcopy(plain)
     add_tvm_dispatch(module, x)

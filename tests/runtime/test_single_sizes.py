@@ -37,7 +37,11 @@ def served(rows: Sequence[int], train: bool = False) -> tuple[int, int]:
     return report.tvm_calls, len(report.specializations)
 
 
-@pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
+# The other tests here are of evaluation, so that quick tests need it only for train mode.
+@pytest.mark.parametrize(
+    "train",
+    [pytest.param(False, id="eval", marks=pytest.mark.slow), pytest.param(True, id="train")],
+)
 def test_four_sizes_are_served_where_there_is_no_symbolic_code(train: bool) -> None:
     assert served([4, 5, 6, 7] * 3, train) == (12, 4)
 

@@ -89,7 +89,6 @@ def _prepare(module: nn.Module) -> None:
 
 @pytest.mark.parametrize("first", ["dispatched", "wrapped"])
 def test_a_wrapped_forward_calls_the_dispatch(first: str) -> None:
-    torch.manual_seed(0)
     module, x = (
         nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8)).train(),
         torch.randn(3, 8),

@@ -53,7 +53,6 @@ def test_a_norm_in_evaluation(extents: tuple[int, int], scheduled: list[str]) ->
 
 @pytest.mark.parametrize(("extents", "batch"), thinned(itertools.product(PLANES, (1, 3, 4)), 2))
 def test_a_norm_in_training(extents: tuple[int, int], batch: int) -> None:
-    torch.manual_seed(0)
     eager = nn.Sequential(nn.BatchNorm2d(5), nn.Tanh()).double().train()
     mine = torch.randn(batch, 5, *extents, dtype=torch.float64, requires_grad=True)
     theirs = mine.detach().clone().requires_grad_()

@@ -13,7 +13,6 @@ from tvmbridge import add_tvm_dispatch, dispatch_report
 
 @pytest.mark.parametrize("extents", [(28, 28), (12, 20)])
 def test_the_gradient_of_batch_norm(extents: tuple[int, int]) -> None:
-    torch.manual_seed(0)
     eager = nn.BatchNorm2d(6).double().train()
     inputs = [torch.randn(3, 6, *extents, dtype=torch.float64, requires_grad=True)]
     inputs.append(inputs[0].detach().clone().requires_grad_())

@@ -88,7 +88,6 @@ def _step(module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 
 
 def test_what_is_put_in_their_place_is_noticed() -> None:
-    torch.manual_seed(0)
     plain, x = Model().double(), torch.randn(3, 4, dtype=torch.float64)
     module = add_tvm_dispatch(Model().double(), x)
     module.load_state_dict(plain.state_dict())

@@ -82,7 +82,6 @@ def test_what_a_hook_reads_is_watched() -> None:
 
 def test_a_frozen_embedding_whose_output_requires_a_gradient_trains() -> None:
     """A hook may make a frozen embedding's output require a gradient, as for adapter training."""
-    torch.manual_seed(0)
     module = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 8), nn.LayerNorm(8)).double().train()
     module[0].requires_grad_(False)
     module[0].register_forward_hook(_requires_grad)

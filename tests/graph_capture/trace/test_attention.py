@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 import tvmbridge
+from tests.thinned import thinned
 
 SHAPES = {"heads": (2, 4, 16, 32), "no heads": (4, 16, 32)}
 
@@ -35,23 +38,21 @@ def _inputs(shape: tuple[int, ...], dtype: torch.dtype, mask: str) -> tuple[torc
     return (*tensors, torch.rand(shape[-2], shape[-2]) > 0.3) if mask == "bool" else tensors
 
 
-@pytest.mark.parametrize("mask", ["none", "added", "bool", "causal"])
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize(
-    ("dtype", "grad_mode"),
-    [
-        (torch.float16, True),
-        (torch.bfloat16, False),
-        pytest.param(torch.float16, False, marks=pytest.mark.slow),
-        pytest.param(torch.bfloat16, True, marks=pytest.mark.slow),
-    ],
-    ids=str,
+# Of 32 runs, quick tests keep seven, in which each value of each choice occurs.
+HALVES = itertools.product(
+    (torch.float16, torch.bfloat16),
+    SHAPES,
+    (True, False),
+    ("none", "added", "bool", "causal"),
 )
+
+
+@pytest.mark.parametrize(("dtype", "shape", "grad_mode", "mask"), thinned(HALVES, 5))
 def test_half_precision_rounds_the_result_alone(
-    dtype: torch.dtype, shape: tuple[int, ...], mask: str, grad_mode: bool
+    dtype: torch.dtype, shape: str, grad_mode: bool, mask: str
 ) -> None:
     module = Attention(is_causal=mask == "causal")
-    inputs = _inputs(shape, dtype, mask)
+    inputs = _inputs(SHAPES[shape], dtype, mask)
     exact = module(*(t.double() if t.is_floating_point() else t for t in inputs))
     eager = module(*inputs)
     with torch.set_grad_enabled(grad_mode):
@@ -95,7 +96,6 @@ def _closed_by(lowest: float, kind: str) -> torch.Tensor:
     ],
 )
 def test_gradients_of_closed_rows_are_those_of_eager(lowest: float, kind: str, joint: str) -> None:
-    torch.manual_seed(0)
     inputs = [torch.randn(2, 4, 16, 32, dtype=torch.float64, requires_grad=True) for _ in "qkv"]
     sample = (*inputs, _closed_by(lowest, kind))
     module = Attention()

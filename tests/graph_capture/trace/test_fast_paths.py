@@ -113,7 +113,6 @@ class _Masked(nn.Module):
 
 
 def test_masks_are_causal_or_not() -> None:
-    torch.manual_seed(0)
     plain = _Masked().eval()
     module, x = copy.deepcopy(plain), _sample()
     causal = torch.ones(4, 4).triu(1).bool()

@@ -125,7 +125,6 @@ class Rolled(nn.Module):
 def test_forward_branches_on_strides_as_in_eager(
     asks: bool, door: str, layout: torch.memory_format
 ) -> None:
-    torch.manual_seed(0)
     reference = Rolled(asks).eval()
     x = torch.randn(2, 5, 2, 5, dtype=torch.float64).to(memory_format=layout)
     ours: Any = copy.deepcopy(reference)

@@ -36,7 +36,6 @@ def _everything(m: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def test_data_is_read_and_written_and_integers_are_drawn_as_in_eager_pytorch() -> None:
-    torch.manual_seed(0)
     module = add_tvm_dispatch(
         Calls(_everything).train(), torch.randn(3, 4, dtype=torch.float64).requires_grad_()
     )

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-import tvm
 from torch import nn
 from tvm import relax
 
@@ -60,23 +59,6 @@ def test_a_converter(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "first departing operator: mistake in output[0]: stage imported" in message
     assert "operator aten.gelu.default" in message
     assert "nn.functional.gelu(self.first(x))" in message
-
-
-@pytest.fixture
-def lost_scale() -> Iterator[None]:
-    """Plant a wrong gradient rule of tanh: 1 - y^2/2 instead of 1 - y^2."""
-
-    def wrong(var: Any, call: Any, cotangent: Any, builder: Any) -> list[relax.Expr]:
-        one, half = (relax.const(number, str(call.ty.dtype)) for number in (1.0, 0.5))
-        square = relax.op.multiply(relax.op.multiply(var, var), half)
-        return [relax.op.multiply(cotangent, relax.op.subtract(one, square))]
-
-    operator = tvm.ir.Op.get("relax.tanh")
-    right = operator.get_attr("FPrimalGradient")
-    relax.op.register_gradient("relax.tanh", wrong, level=30)
-    yield
-    operator.reset_attr("FPrimalGradient")
-    relax.op.register_gradient("relax.tanh", right, level=10)
 
 
 @pytest.mark.usefixtures("lost_scale")

@@ -9,7 +9,6 @@ from tvm.relax import op
 from tests.relax_helpers import (
     apply_pass,
     assert_changes_nothing,
-    assert_leaves_its_input,
     build_main,
     compile_and_run,
     operators,
@@ -25,7 +24,6 @@ def test_the_cast_is_first() -> None:
     x = torch.randn(2, 3, 4)
     mod = build_main([x], lambda v: _cast(v, "float16"))
     after, report = apply_pass(CastFirst(), mod)
-    assert_leaves_its_input(CastFirst(), mod)
     assert report.rewrites == 1
     assert operators(after)[-2:] == ["relax.astype", "relax.permute_dims"]
     (found,) = compile_and_run(after, x)

@@ -11,7 +11,6 @@ from tests.convolution_helpers import by_definition
 from tests.relax_helpers import (
     apply_pass,
     assert_changes_nothing,
-    assert_leaves_its_input,
     build_main,
     compile_and_run,
 )
@@ -88,8 +87,3 @@ def test_what_is_not_faster_is_declined(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(convolutions_in_loops, "faster_in_loops", lambda form, make: False)
     report = assert_changes_nothing(MEASURED, _module(ConvolutionResult.WEIGHT)[0])
     assert "loops are not known to be faster" in str(report.declined)
-
-
-@pytest.mark.usefixtures("faster")
-def test_leaves_its_input() -> None:
-    assert_leaves_its_input(MEASURED, _module(ConvolutionResult.WEIGHT)[0])

@@ -13,7 +13,6 @@ from tests.dispatch_helpers import eager
 from tests.relax_helpers import (
     apply_pass,
     assert_changes_nothing,
-    assert_leaves_its_input,
     build_main,
     compile_and_run,
     operators,
@@ -34,7 +33,6 @@ def test_many_are_joined_by_pytorch(axis: int, dtype: torch.dtype) -> None:
     mod = build_main(tensors, lambda *xs: op.concat(list(xs), axis))
     after, report = apply_pass(CopyPieces(), mod)
     assert (operators(after), report.rewrites) == (["relax.call_pure_packed"], 1)
-    assert_leaves_its_input(CopyPieces(), mod)
     (result,) = compile_and_run(mod, *tensors)
     assert torch.equal(result, torch.cat(tensors, axis))
 

@@ -13,7 +13,6 @@ from tvm.script import relax as R
 from tests.relax_helpers import (
     apply_pass,
     assert_changes_nothing,
-    assert_leaves_its_input,
     compile_and_run,
 )
 from tvmbridge.passes.relax.fold_batch_norm import FoldBatchNorm
@@ -122,10 +121,6 @@ class ReadTwice:
 
 def test_a_result_that_is_read_bare_stays() -> None:
     assert_changes_nothing(FoldBatchNorm(FROZEN), ReadTwice)
-
-
-def test_its_input_is_untouched() -> None:
-    assert_leaves_its_input(FoldBatchNorm(FROZEN), Before)
 
 
 def test_twice_is_once() -> None:

@@ -12,7 +12,6 @@ from tvm.script import relax as R
 from tests.relax_helpers import (
     apply_pass,
     assert_changes_nothing,
-    assert_leaves_its_input,
     compile_and_run,
     operators,
 )
@@ -89,10 +88,6 @@ def test_declines_with_the_reason() -> None:
         "nn.dropout: the rate is 1",
         "nn.dropout: the rate is 0",
     ]
-
-
-def test_leaves_its_input_untouched() -> None:
-    assert_leaves_its_input(LowerDropout(), Before)
 
 
 def test_agrees_with_the_definition_in_float64() -> None:

@@ -9,7 +9,6 @@ from tvm import relax
 from tests.relax_helpers import (
     apply_pass,
     assert_changes_nothing,
-    assert_leaves_its_input,
     build_main,
     compile_and_run,
 )
@@ -40,7 +39,6 @@ def test_specs_become_keys() -> None:
     after, report = apply_pass(NameSpecs(), before)
     tvm.ir.assert_structural_equal(after, _calls(key_of(LOG1P), key_of(PRODUCT)))
     assert report.rewrites == 2
-    assert_leaves_its_input(NameSpecs(), before)
     assert_changes_nothing(NameSpecs(), after)
 
 

@@ -12,7 +12,6 @@ from tvm.relax import op
 from tests.relax_helpers import (
     apply_pass,
     assert_changes_nothing,
-    assert_leaves_its_input,
     build_main,
     compile_and_run,
     operators,
@@ -61,7 +60,6 @@ def test_the_values_are_the_same(name: str) -> None:
     x, w = (torch.randint(-3, 4, shape).half() for shape in (left, right))
     mod = build_main([x, w], product)
     after, report = apply_pass(PadProducts(), mod)
-    assert_leaves_its_input(PadProducts(), mod)
     assert report.rewrites == 1
     assert "relax.nn.pad" in operators(after)
     (found,), (kept,) = compile_and_run(after, x, w), compile_and_run(mod, x, w)

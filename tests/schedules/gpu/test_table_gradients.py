@@ -41,7 +41,6 @@ def _of_index(values: torch.Tensor, index: torch.Tensor, rows: int, first: float
 def test_rows_are_added_up(
     rows: int, row: tuple[int, ...], places: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    torch.manual_seed(0)
     index = torch.randint(-rows, rows, places)
     values = torch.randn(*places, *row).to(dtype)
     mod, report = apply_pass(TableGradients(), _of_index(values, index, rows, 0.0))
