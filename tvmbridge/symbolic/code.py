@@ -32,7 +32,7 @@ from tvmbridge.graph_capture.relations import Relations
 from tvmbridge.graph_capture.trace.arguments import Arguments
 from tvmbridge.symbolic.building import build_for_all, refused_as_different
 from tvmbridge.symbolic.descriptions import at, merged
-from tvmbridge.symbolic.eager_parts import refuse_other_eager_parts
+from tvmbridge.symbolic.eager_parts import EagerParts, described_parts, with_parts
 from tvmbridge.symbolic.sizes import DifferentCodeError, Point, Sizes
 from tvmbridge.symbolic.symbols import Symbols
 
@@ -70,6 +70,7 @@ class _Described:
     """The description of a compiled module, which may differ between points only in numbers."""
 
     captured: CapturedGraph
+    eager: EagerParts
     split: SplitModule | None
     layouts: Layouts
     num_outputs: int
@@ -103,13 +104,8 @@ class SymbolicCode:
         """Return the code for one point; it shares the executable."""
         described = at(self._described, point)
         whole = self.compiled.captured
-        captured = replace(
-            described.captured,
-            program=whole.program,
-            assumptions=whole.assumptions,
-            prologue=whole.prologue,
-            epilogue=whole.epilogue,
-        )
+        captured = replace(described.captured, program=whole.program, assumptions=whole.assumptions)
+        captured = with_parts(captured, whole, described.eager)
         return replace(
             self.compiled,
             captured=captured,
@@ -239,6 +235,7 @@ def _laid_out(lowered: LoweredModule, records: list[PassRecord]) -> _Lowered:
         raise DifferentCodeError("it has a backward of its own, which is compiled for one size")
     described = _Described(
         captured=lowered.captured,
+        eager=described_parts(lowered.captured),
         split=parts,
         layouts=lowered.layouts,
         num_outputs=lowered.num_outputs,
@@ -250,7 +247,6 @@ def _laid_out(lowered: LoweredModule, records: list[PassRecord]) -> _Lowered:
 
 def _merged(lowered: Sequence[_Lowered], sizes: Sizes) -> _Described:
     """Return the description of the module for any size."""
-    refuse_other_eager_parts([each.lowered.captured for each in lowered])
     same: list[_Described] = []
     for described in (each.described for each in lowered):
         # The graphs are generalized when they are built, so the description needs none.

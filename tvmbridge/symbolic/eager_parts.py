@@ -1,53 +1,115 @@
 """The parts of forward that PyTorch runs, its prologue and its epilogue, in code for any size.
 
-Both are FX graphs that run in eager PyTorch at each call, on tensors of any size. One graph serves
-all sizes if no number in it depends on a size.
+Both are FX graphs that run in eager PyTorch at each call. Their descriptions at several sizes are
+combined as the other descriptions of a module are (:mod:`.descriptions`): they may differ in
+numbers alone. The graphs are made again from the description at a call's sizes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
-from torch import fx
-from torch.fx.node import map_arg
+from torch import fx, nn
 
 from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.symbolic.sizes import DifferentCodeError
 
 
-def refuse_other_eager_parts(captured: Sequence[CapturedGraph]) -> None:
-    """Raise DifferentCodeError if the eager parts of a module, captured at several sizes, differ.
+class _Result(NamedTuple):
+    """The result of an earlier node of a graph, by a text with its number."""
 
-    Args:
-        captured: the graphs of the module at all sample shapes.
+    of: str
+
+
+class _Slice(NamedTuple):
+    """The fields of a slice."""
+
+    start: Any
+    stop: Any
+    step: Any
+
+
+class _Node(NamedTuple):
+    """A node of a graph: its kind, what it calls, and the arguments."""
+
+    op: str
+    target: Any
+    args: Any
+    kwargs: Any
+
+
+@dataclass(frozen=True)
+class EagerParts:
+    """A description of the prologue and of the epilogue of a captured graph.
+
+    - ``reads``: the names of the inputs that the prologue reads.
+    - ``prologue``, ``epilogue``: the nodes of the graphs; empty without such a part.
     """
-    described = [(_prologue(each), _epilogue(each)) for each in captured]
-    if any(other != described[0] for other in described[1:]):
-        raise DifferentCodeError("a part of it that PyTorch runs depends on the size")
+
+    reads: tuple[str, ...]
+    prologue: tuple[_Node, ...]
+    epilogue: tuple[_Node, ...]
 
 
-def _prologue(captured: CapturedGraph) -> Any:
-    prologue = captured.prologue
-    if prologue is None:
-        return None
-    if prologue.module.graph.find_nodes(op="get_attr"):
-        raise DifferentCodeError("its random draws read tensors that forward makes for one size")
-    return prologue.reads, _described(prologue.module.graph)
+def described_parts(captured: CapturedGraph) -> EagerParts:
+    """Return the description of the eager parts of ``captured``.
+
+    Raises:
+        DifferentCodeError: the prologue reads a tensor that forward makes for one size.
+    """
+    prologue, epilogue = captured.prologue, captured.epilogue
+    if prologue is not None and prologue.module.graph.find_nodes(op="get_attr"):
+        raise DifferentCodeError("its random draws read a tensor that forward makes for one size")
+    return EagerParts(
+        () if prologue is None else prologue.reads,
+        () if prologue is None else _nodes(prologue.module.graph),
+        () if epilogue is None else _nodes(epilogue.graph),
+    )
 
 
-def _epilogue(captured: CapturedGraph) -> Any:
-    epilogue = captured.epilogue
-    return None if epilogue is None else (epilogue.num_read, _described(epilogue.graph))
+def with_parts(captured: CapturedGraph, whole: CapturedGraph, parts: EagerParts) -> CapturedGraph:
+    """Return ``captured`` with the eager parts of ``whole``, whose numbers are those of ``parts``."""
+    prologue, epilogue, known = whole.prologue, whole.epilogue, described_parts(whole)
+    if prologue is not None and parts.prologue != known.prologue:
+        prologue = replace(prologue, module=fx.GraphModule(nn.Module(), _graph(parts.prologue)))
+    if epilogue is not None and parts.epilogue != known.epilogue:
+        epilogue = replace(epilogue, graph=_graph(parts.epilogue))
+    return replace(captured, prologue=prologue, epilogue=epilogue)
 
 
-def _described(graph: fx.Graph) -> list[tuple[Any, ...]]:
-    """Return the calls of a graph, with a text for the result of each earlier call."""
-    numbers: dict[fx.Node, str] = {}
-    found: list[tuple[Any, ...]] = []
+def _nodes(graph: fx.Graph) -> tuple[_Node, ...]:
+    results: dict[fx.Node, _Result] = {}
+
+    def described(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return results[value]
+        if isinstance(value, slice):
+            return _Slice(*map(described, (value.start, value.stop, value.step)))
+        if isinstance(value, tuple | list):
+            return type(value)(map(described, value))
+        return {k: described(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+    found = []
     for node in graph.nodes:
-        given = map_arg((node.args, node.kwargs), numbers.__getitem__)
-        numbers[node] = f"%{len(numbers)}"
-        target = "" if node.op == "placeholder" else node.target
-        found.append((node.op, target, repr(given)))
-    return found
+        found.append(_Node(node.op, node.target, described(node.args), described(node.kwargs)))
+        results[node] = _Result(str(len(results)))
+    return tuple(found)
+
+
+def _graph(nodes: tuple[_Node, ...]) -> fx.Graph:
+    graph, results = fx.Graph(), list[fx.Node]()
+
+    def made(value: Any) -> Any:
+        if isinstance(value, _Result):
+            return results[int(value.of)]
+        if isinstance(value, _Slice):
+            return slice(*map(made, value))
+        if isinstance(value, tuple | list):
+            return type(value)(map(made, value))
+        return {k: made(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+    for node in nodes:
+        made_node = graph.create_node(node.op, node.target, made(node.args), made(node.kwargs))
+        results.append(made_node)
+    return graph
