@@ -113,7 +113,9 @@ def _sizes(model: Model, name: str, calls: int) -> list[tuple[int, ...]]:
     middle = [tuple((a + b) // 2 + i for a, b in model.ranges) for i in range(_FIRST)]
     few = [tuple(min(max(n, a), b) for a, b in model.ranges) for n in (1, 2, 3)]
     ranges = model.ranges
-    others = [tuple(draw.randint(a, b) for a, b in ranges) for _ in range(calls - len(few) - _FIRST)]
+    others = [
+        tuple(draw.randint(a, b) for a, b in ranges) for _ in range(calls - len(few) - _FIRST)
+    ]
     mixed = [*few, *others]
     draw.shuffle(mixed)
     return [*middle, *mixed]

@@ -80,6 +80,4 @@ def test_parts_that_pytorch_runs_serve_all_sizes(kind: type[nn.Module]) -> None:
 
 def test_a_part_whose_numbers_are_no_sizes_is_refused() -> None:
     with pytest.raises(BuildError, match=r"module.eager.*is \("):
-        add_tvm_dispatch(
-            Irregular().eval(), torch.randn(20, 4), dynamic_shapes=({0: Dim("rows")},)
-        )
+        add_tvm_dispatch(Irregular().eval(), torch.randn(20, 4), dynamic_shapes=({0: Dim("rows")},))

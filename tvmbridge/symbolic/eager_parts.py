@@ -69,7 +69,7 @@ def described_parts(captured: CapturedGraph) -> EagerParts:
 
 
 def with_parts(captured: CapturedGraph, whole: CapturedGraph, parts: EagerParts) -> CapturedGraph:
-    """Return ``captured`` with the eager parts of ``whole``, whose numbers are those of ``parts``."""
+    """Return ``captured`` with the eager parts of ``whole``, and the numbers of ``parts``."""
     prologue, epilogue, known = whole.prologue, whole.epilogue, described_parts(whole)
     if prologue is not None and parts.prologue != known.prologue:
         prologue = replace(prologue, module=fx.GraphModule(nn.Module(), _graph(parts.prologue)))

@@ -176,7 +176,7 @@ def points_for(
         # Within narrow bounds a smaller bottom may have a generic size at the top.
         for bottom in _bottoms(low, floor, taken, used, tight):
             mine = {*taken, bottom}
-            # Forward may bound a size by that of a call, such as 512 places: others are served then.
+            # Forward may bound a size by that of a call, such as 512: others are served then.
             top = _largest(limit, mine, high, bottom) or _largest(limit, mine, 2 * bottom, bottom)
             between = _prime_below(common, mine, bottom, 4, 3)
             between = between or _prime_below(common, mine, bottom)
@@ -204,9 +204,7 @@ def _corners(least: Sequence[int], most: Sequence[int]) -> tuple[Point, ...]:
     return tuple((*least[:i], most[i], *least[i + 1 :]) for i in range(len(least)))
 
 
-def _bottoms(
-    low: int, floor: int, taken: set[int], used: set[int], tight: bool
-) -> Iterable[int]:
+def _bottoms(low: int, floor: int, taken: set[int], used: set[int], tight: bool) -> Iterable[int]:
     """Yield candidates for the smallest sample size of a symbol, the preferred one first.
 
     Several symbols may have their least size at the smallest point; they differ at others.

@@ -87,7 +87,9 @@ def _merge(
             store(heads, place + index(1), which[0])
 
 
-def _sorted(count: int, dtype: str, fill: Callable[[Sequence[Buffer]], None], before: Before) -> Pair:
+def _sorted(
+    count: int, dtype: str, fill: Callable[[Sequence[Buffer]], None], before: Before
+) -> Pair:
     """Emit the merges that sort ``count`` elements; ``fill`` writes values and indices.
 
     Return the buffers of the sorted values and of their indices, and where these begin there.
