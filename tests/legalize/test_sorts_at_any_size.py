@@ -18,7 +18,7 @@ class Sorted(nn.Module):
         self.descending = descending
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        values, indices = torch.sort(x, 1, self.descending, stable=True)
+        values, indices = torch.sort(x, dim=1, descending=self.descending, stable=True)
         return values, indices
 
 

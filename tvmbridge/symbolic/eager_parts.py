@@ -16,13 +16,13 @@ from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.symbolic.sizes import DifferentCodeError
 
 
-class _Result(NamedTuple):
+class _Earlier(NamedTuple):
     """The result of an earlier node of a graph, by a text with its number."""
 
     of: str
 
 
-class _Slice(NamedTuple):
+class _SliceFields(NamedTuple):
     """The fields of a slice."""
 
     start: Any
@@ -79,13 +79,13 @@ def with_parts(captured: CapturedGraph, whole: CapturedGraph, parts: EagerParts)
 
 
 def _nodes(graph: fx.Graph) -> tuple[_Node, ...]:
-    results: dict[fx.Node, _Result] = {}
+    results: dict[fx.Node, _Earlier] = {}
 
     def described(value: Any) -> Any:
         if isinstance(value, fx.Node):
             return results[value]
         if isinstance(value, slice):
-            return _Slice(*map(described, (value.start, value.stop, value.step)))
+            return _SliceFields(*map(described, (value.start, value.stop, value.step)))
         if isinstance(value, tuple | list):
             return type(value)(map(described, value))
         return {k: described(v) for k, v in value.items()} if isinstance(value, dict) else value
@@ -93,7 +93,7 @@ def _nodes(graph: fx.Graph) -> tuple[_Node, ...]:
     found = []
     for node in graph.nodes:
         found.append(_Node(node.op, node.target, described(node.args), described(node.kwargs)))
-        results[node] = _Result(str(len(results)))
+        results[node] = _Earlier(str(len(results)))
     return tuple(found)
 
 
@@ -101,9 +101,9 @@ def _graph(nodes: tuple[_Node, ...]) -> fx.Graph:
     graph, results = fx.Graph(), list[fx.Node]()
 
     def made(value: Any) -> Any:
-        if isinstance(value, _Result):
+        if isinstance(value, _Earlier):
             return results[int(value.of)]
-        if isinstance(value, _Slice):
+        if isinstance(value, _SliceFields):
             return slice(*map(made, value))
         if isinstance(value, tuple | list):
             return type(value)(map(made, value))
