@@ -99,7 +99,7 @@ class Line:
     def __str__(self) -> str:
         told = (
             f"{'ok  ' if self.holds else 'MISS'} {self.name:24} {self.share:5.0%} of {self.calls}, "
-            f"{self.compilations} compilations, {len(self.failed)} failed, {self.seconds:.0f} s"
+            f"{self.compilations} compilations, {len(self.failed)} failed, {self.seconds:.0f} CPU s"
         )
         more = [f"wrong: {self.wrong}"] if self.wrong else []
         more += [f"{count} x {reason}" for reason, count in self.reasons.most_common(4)]
@@ -107,13 +107,15 @@ class Line:
         return "\n".join([told, *(f"       {each[:230]}" for each in more)])
 
 
-def _sizes(model: Model, name: str) -> list[tuple[int, ...]]:
-    """Return twenty tuples of sizes: three common ones, three of the smallest, and random ones."""
+def _sizes(model: Model, name: str, calls: int) -> list[tuple[int, ...]]:
+    """Return the sizes of calls: three common ones, three of the smallest, and random ones."""
     draw = random.Random(name)
     middle = [tuple((a + b) // 2 + i for a, b in model.ranges) for i in range(_FIRST)]
     few = [tuple(min(max(n, a), b) for a, b in model.ranges) for n in (1, 2, 3)]
     ranges = model.ranges
-    others = [tuple(draw.randint(a, b) for a, b in ranges) for _ in range(_CALLS - len(few) - 3)]
+    others = [
+        tuple(draw.randint(a, b) for a, b in ranges) for _ in range(calls - len(few) - _FIRST)
+    ]
     mixed = [*few, *others]
     draw.shuffle(mixed)
     return [*middle, *mixed]
@@ -143,8 +145,8 @@ def _calls_so_far(module: nn.Module) -> tuple[int, Counter[str]]:
     return report.tvm_calls, reasons
 
 
-def shares(name: str, mode: str, way: str) -> Line:
-    """Call a model with 20 sizes and return its line."""
+def shares(name: str, mode: str, way: str, calls: int = _CALLS) -> Line:
+    """Call a model with ``calls`` sizes and return its line."""
     model, line = MODELS[name], Line(f"{name}:{mode}:{way}")
     training = mode == "train"
     torch.manual_seed(0)
@@ -154,7 +156,7 @@ def shares(name: str, mode: str, way: str) -> Line:
         ours, dynamic_shapes="auto" if way == "auto" else _spec(model, name), on_fallback="silent"
     )
     before, earlier = 0, Counter[str]()
-    for number, sizes in enumerate(_sizes(model, name)):
+    for number, sizes in enumerate(_sizes(model, name, calls)):
         if number == _FIRST:
             before, earlier = _calls_so_far(ours)
         torch.manual_seed(number)
@@ -200,16 +202,19 @@ def names() -> list[str]:
 MODES = ("eval", "train")
 
 
-def _line(name: str, tokens: int) -> Line:
-    start = time.monotonic()
+def _line(name: str, tokens: int, calls: int) -> Line:
+    start = time.process_time()
     with _counted() as counted:
         model, *rest = name.split(":")
         try:
-            line = generation(model, tokens) if rest == ["generate"] else shares(model, *rest)
+            if rest == ["generate"]:
+                line = generation(model, tokens)
+            else:
+                line = shares(model, *rest, calls)
         except Exception as error:
             line = Line(name, wrong=f"{type(error).__name__}: {error}")
     line.compilations, line.failed = counted.done, counted.failed
-    line.seconds = time.monotonic() - start
+    line.seconds = time.process_time() - start
     return line
 
 
@@ -220,12 +225,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--rows", nargs="+", default=names(), help="prefixes of rows")
     parser.add_argument("--tokens", type=int, default=200, help="that generate adds")
+    parser.add_argument("--calls", type=int, default=_CALLS, help="of a model, at least six")
     options = parser.parse_args(arguments)
     warnings.filterwarnings("ignore")
     lines = []
     for name in names():
         if any(name.startswith(prefix) for prefix in options.rows):
-            lines.append(_line(name, options.tokens))
+            lines.append(_line(name, options.tokens, options.calls))
             print(lines[-1], flush=True)
     rows: Counter[str] = Counter()
     for line in lines:

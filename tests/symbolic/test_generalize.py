@@ -170,3 +170,25 @@ def test_what_divides_a_size_at_the_points_alone_does_not_divide_it() -> None:
             assert decide(20, 3) == [False, False, expected, True]
     assert divides(16, 32)
     assert not divides(16, 33)
+
+
+def strided(size: int) -> tvm.IRModule:
+    """Return a loop over a padded extent, over the extent that a stride leaves, and the size."""
+    extent = (size + 1) // 2
+    padded = te.placeholder((extent + 2,), "float32", "padded")
+    whole = te.placeholder((size,), "float32", "whole")
+    left = te.compute((extent,), lambda i: padded[i + 2] + whole[i], "left")
+    function = te.create_prim_func([padded, whole, left]).with_attr("global_symbol", "strided")
+    return tvm.IRModule({"strided": function})
+
+
+def test_a_padded_extent_may_stand_before_the_extent() -> None:
+    points = ((37,), (466,), (17,))
+    found = generalize([strided(n) for (n,) in points], Sizes(points))
+    (function,) = found.functions.values()
+    symbol = function.params[-1]
+    two = tirx.IntImm("int64", 2)
+    expected = tirx.FloorDiv(symbol + tirx.IntImm("int64", 1), two) + two
+    tvm.ir.assert_structural_equal(
+        function.params[0].shape[0], tirx.Cast("int32", expected), map_free_vars=True
+    )

@@ -61,3 +61,12 @@ def test_a_least_size_that_forward_permits_is_the_smallest_point() -> None:
     points = points_for((3, 3), (40, 40), [1000, 1000], floors=[3, 3])
     assert points is not None
     assert points.least == (3, 3)
+
+
+def test_a_narrow_bound_leaves_points_with_a_smaller_bottom() -> None:
+    """No size from 8 to 16 has a generic difference from 5."""
+    points = points_for((2, 5), (4, 8), [1000, 16], avoided={16})
+    assert points is not None
+    assert points.least[1] < 5
+    assert 8 <= points.most[1] <= 16
+    assert len(set(points.all)) == len(points.all)

@@ -87,8 +87,11 @@ def _finish_row(
     done = rounded_down(depth, lanes) * integer(lanes)
 
     def rest(i: Expr) -> list[tirx.Stmt]:
+        # The loop begins at `done`: TVM would simplify a sum with it by the number of one size.
+        if isinstance(i, tirx.Var):
+            e.indexer.bind(i, depth)
         evaluator = e.evaluator(Lane(integer(0), 1))
-        element = e.element(evaluator, row, i + done, integer(0))
+        element = e.element(evaluator, row, i, integer(0))
         value = e.reduction.combine(memory.load(out, row), element)
         return [*evaluator.take(), memory.store(out, row, value)]
 
@@ -96,5 +99,6 @@ def _finish_row(
     if parts > 1:
         statements.append(loop(parts - 1, merge))
     if not divides(lanes, depth):
-        statements.append(loop(integer(depth) - done if sizes_vary() else depth % lanes, rest))
+        left = integer(depth) - done if sizes_vary() else depth % lanes
+        statements.append(loop(left, rest, start=done))
     return statements

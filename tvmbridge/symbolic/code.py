@@ -32,6 +32,7 @@ from tvmbridge.graph_capture.relations import Relations
 from tvmbridge.graph_capture.trace.arguments import Arguments
 from tvmbridge.symbolic.building import build_for_all, refused_as_different
 from tvmbridge.symbolic.descriptions import at, merged
+from tvmbridge.symbolic.eager_parts import EagerParts, described_parts, with_parts
 from tvmbridge.symbolic.sizes import DifferentCodeError, Point, Sizes
 from tvmbridge.symbolic.symbols import Symbols
 
@@ -69,6 +70,7 @@ class _Described:
     """The description of a compiled module, which may differ between points only in numbers."""
 
     captured: CapturedGraph
+    eager: EagerParts
     split: SplitModule | None
     layouts: Layouts
     num_outputs: int
@@ -103,6 +105,7 @@ class SymbolicCode:
         described = at(self._described, point)
         whole = self.compiled.captured
         captured = replace(described.captured, program=whole.program, assumptions=whole.assumptions)
+        captured = with_parts(captured, whole, described.eager)
         return replace(
             self.compiled,
             captured=captured,
@@ -227,14 +230,12 @@ def _known(trace: SymbolicTrace, first: LoweredModule, there: Arguments, here: A
 
 
 def _laid_out(lowered: LoweredModule, records: list[PassRecord]) -> _Lowered:
-    captured = lowered.captured
-    if captured.prologue is not None or captured.epilogue is not None:
-        raise DifferentCodeError("a part of it runs eagerly, which is compiled for one size")
     mod, parts = lay_out_functions(lowered.mod, lowered.split, lowered.layouts, records)
     if parts is not None and parts.functions:
         raise DifferentCodeError("it has a backward of its own, which is compiled for one size")
     described = _Described(
-        captured=captured,
+        captured=lowered.captured,
+        eager=described_parts(lowered.captured),
         split=parts,
         layouts=lowered.layouts,
         num_outputs=lowered.num_outputs,
@@ -249,7 +250,13 @@ def _merged(lowered: Sequence[_Lowered], sizes: Sizes) -> _Described:
     same: list[_Described] = []
     for described in (each.described for each in lowered):
         # The graphs are generalized when they are built, so the description needs none.
-        captured = replace(described.captured, program=_NO_GRAPH, assumptions=_NO_ASSUMPTIONS)
+        captured = replace(
+            described.captured,
+            program=_NO_GRAPH,
+            assumptions=_NO_ASSUMPTIONS,
+            prologue=None,
+            epilogue=None,
+        )
         parts = described.split
         if parts is not None:
             parts = replace(parts, mod=_NO_GRAPH)

@@ -80,7 +80,14 @@ def _sequence(values: Sequence[Any], sizes: Sizes, where: str) -> Any:
     found = [merged(items, sizes, where) for items in zip(*values, strict=True)]
     if all(a is b for a, b in zip(found, first, strict=True)):
         return first
-    return found if isinstance(first, list) else tuple(found)
+    return _like(first, found)
+
+
+def _like(first: Any, items: list[Any]) -> Any:
+    """Return ``items`` as a sequence of the kind of ``first``, which may be a named tuple."""
+    if isinstance(first, list):
+        return items
+    return type(first)(*items) if hasattr(first, "_fields") else tuple(items)
 
 
 def _is_description(value: Any) -> bool:
@@ -121,5 +128,5 @@ def _at(given: Any, point: Sequence[int]) -> Any:
         items = [at(v, point) for v in given]
         if all(a is b for a, b in zip(items, given, strict=True)):
             return given
-        return items if isinstance(given, list) else tuple(items)
+        return _like(given, items)
     return given

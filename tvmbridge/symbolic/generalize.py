@@ -30,7 +30,7 @@ from tvm import tirx
 
 from tvmbridge.symbolic.attach import attach_sizes
 from tvmbridge.symbolic.floats import float_of_sizes
-from tvmbridge.symbolic.sizes import DifferentCodeError, Sizes
+from tvmbridge.symbolic.sizes import DifferentCodeError, Size, Sizes
 from tvmbridge.symbolic.specs import generalize_spec
 
 SYMBOL = "tvmbridge_size_"
@@ -82,6 +82,7 @@ class _Merger:
         self._symbols: dict[str, int] = {}
         self._prefix = SYMBOL
         self._partners: dict[int, tuple[int, ...]] = {}
+        self._extents_found = False
 
     def run(self, roots: list[int]) -> int:
         """Merge the modules, and return the number of the root among :attr:`nodes`."""
@@ -90,15 +91,34 @@ class _Merger:
 
     def _find_polynomials(self) -> None:
         """Find all polynomials first, since quotients are quotients of known polynomials."""
-        # It suffices to compare nodes with the same number, before the graphs are walked.
-        differing = dict.fromkeys(
+        for values in self._differing:
+            self._sizes.find(values)
+
+    @functools.cached_property
+    def _differing(self) -> list[tuple[int, ...]]:
+        """Return the values of integers that differ between the graphs.
+
+        It suffices to compare nodes with the same number, before the graphs are walked.
+        """
+        found = dict.fromkeys(
             tuple(n["data"] for n in nodes)
             for nodes in zip(*self._graphs, strict=False)
             if all(n["type"] == "int" for n in nodes)
         )
-        for values in differing:
-            if len(set(values)) > 1:
-                self._sizes.find(values)
+        return [values for values in found if len(set(values)) > 1]
+
+    def _size(self, values: tuple[int, ...]) -> Size | None:
+        """Return the size that a number is; look for further extents if none is found.
+
+        An extent that a stride leaves, plus the rows of padding, may stand before the extent.
+        """
+        size = self._sizes.find_divided(values)
+        if size is None and not self._extents_found:
+            self._extents_found = True
+            for each in self._differing:
+                self._sizes.find_divided(each)
+            size = self._sizes.find_divided(values)
+        return size
 
     def _merge(self, at: tuple[int, ...]) -> int:
         known = self._here.get(at)
@@ -191,7 +211,7 @@ class _Merger:
         values = self._literals(nodes)
         if len(set(values)) == 1:
             return None
-        size = self._sizes.find_divided(values)
+        size = self._size(values)
         if size is None:
             raise DifferentCodeError(f"a number is {values} at {self._sizes.points}")
         dtype = self._dtype(nodes)

@@ -171,20 +171,21 @@ def points_for(
     most, middle, least = [], [], []
     floors = floors or [LEAST_SIZE] * len(smallest)
     for low, high, bound, floor in zip(smallest, largest, bounds, floors, strict=True):
-        # Several symbols may have their least size at the smallest point; they differ at others.
-        bottom = low if low in (LEAST_SIZE, floor) else _smallest(low, taken, used, tight)
-        if bottom is None:
-            return None
-        taken.add(bottom)
-        least.append(bottom)
         limit = min(_FAR * max(high, _LANES), bound)
-        # Forward may bound a size by that of a call, such as 512 places: others are served then.
-        top = _largest(limit, taken, high, bottom) or _largest(limit, taken, 2 * bottom, bottom)
         common = min(max(high, 2 * _LEAST[-1]), bound)
-        between = _prime_below(common, taken, least[-1], 4, 3)
-        between = between or _prime_below(common, taken, least[-1])
-        if top is None or between is None:
+        # Within narrow bounds a smaller bottom may have a generic size at the top.
+        for bottom in _bottoms(low, floor, taken, used, tight):
+            mine = {*taken, bottom}
+            # Forward may bound a size by that of a call, such as 512: others are served then.
+            top = _largest(limit, mine, high, bottom) or _largest(limit, mine, 2 * bottom, bottom)
+            between = _prime_below(common, mine, bottom, 4, 3)
+            between = between or _prime_below(common, mine, bottom)
+            if top is not None and between is not None:
+                break
+        else:
             return None
+        taken.update(mine)
+        least.append(bottom)
         most.append(top)
         middle.append(between)
         used.update((bottom, top, between))
@@ -201,6 +202,17 @@ def _corners(least: Sequence[int], most: Sequence[int]) -> tuple[Point, ...]:
     if len(least) == 1:
         return ()
     return tuple((*least[:i], most[i], *least[i + 1 :]) for i in range(len(least)))
+
+
+def _bottoms(low: int, floor: int, taken: set[int], used: set[int], tight: bool) -> Iterable[int]:
+    """Yield candidates for the smallest sample size of a symbol, the preferred one first.
+
+    Several symbols may have their least size at the smallest point; they differ at others.
+    """
+    first = low if low in (LEAST_SIZE, floor) else _smallest(low, taken, used, tight)
+    if first is not None:
+        yield first
+        yield from (n for n in reversed(_LEAST) if floor <= n < first and n not in taken)
 
 
 def _smallest(size: int, taken: set[int], used: set[int], tight: bool) -> int | None:

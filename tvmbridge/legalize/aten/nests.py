@@ -77,7 +77,7 @@ def dtype_of(tensor: Expr) -> str:
 
 
 @contextmanager
-def loops(*extents: int, parallel_work: int = 0) -> Iterator[list[Expr]]:
+def loops(*extents: int | Expr, parallel_work: int = 0) -> Iterator[list[Expr]]:
     """Open nested loops around the statements in the context, and return their indices.
 
     Args:
@@ -88,8 +88,11 @@ def loops(*extents: int, parallel_work: int = 0) -> Iterator[list[Expr]]:
     with ExitStack() as stack:
         indices = []
         for depth, extent in enumerate(extents):
-            divided = not depth and _pays(parallel_work, extent)
-            frame = (tir.parallel if divided else tir.serial)(index(0), index(extent))
+            if isinstance(extent, int):
+                divided = not depth and _pays(parallel_work, extent)
+                frame = (tir.parallel if divided else tir.serial)(index(0), index(extent))
+            else:
+                frame = tir.serial(index(0), extent)
             indices.append(stack.enter_context(frame))
         yield indices
 

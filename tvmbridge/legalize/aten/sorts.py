@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 from tvm import relax, tirx
 from tvm.ir import Call, Expr
 
+from tvmbridge.core.decisions import sizes_vary
 from tvmbridge.legalize.aten.arguments import Arguments, Compile
 from tvmbridge.legalize.aten.nests import (
     Buffer,
@@ -22,6 +24,12 @@ from tvmbridge.legalize.broadcast import shape_of
 from tvmbridge.legalize.functions import HALF, is_nan
 
 Before = Callable[[Expr, Expr], Expr]
+# The buffers of values and of their indices, and the place where the elements begin there.
+Pair: TypeAlias = tuple[Sequence[Buffer], Expr]
+
+_ZERO = index(0)
+# Each merge doubles the width of sorted runs, and no tensor has more elements.
+_MOST_MERGES = 48
 
 
 def _before(descending: bool) -> Before:
@@ -37,33 +45,85 @@ def _before(descending: bool) -> Before:
     return compare
 
 
-def _merge(source: Sequence[Buffer], target: Sequence[Buffer], width: int, before: Before) -> None:
-    """Emit loops that merge adjacent sorted runs of ``width`` elements, in pairs.
+def _merge(
+    source: Sequence[Buffer],
+    target: Sequence[Buffer],
+    count: int,
+    widths: tuple[Expr, Expr],
+    before: Before,
+    starts: tuple[Expr, Expr] = (_ZERO, _ZERO),
+) -> None:
+    """Emit loops that merge adjacent sorted runs in pairs.
 
-    ``source`` and ``target`` are each a buffer of values and a buffer of their indices.
+    Args:
+        source: a buffer of values and a buffer of their indices.
+        target: the buffers of the merged runs.
+        count: the number of elements.
+        widths: the number of elements of a run, and of a pair.
+        before: whether one element comes before another.
+        starts: where the elements begin in the buffers of ``source`` and ``target``.
     """
-    count = int(source[0].shape[0])
-    with loops(-(-count // (2 * width))) as (k,):
-        begin = k * index(2 * width)
-        middle = tirx.Min(begin + index(width), index(count))
-        end = tirx.Min(begin + index(2 * width), index(count))
+    (width, both), (read, written) = widths, starts
+    with loops(index(count - 1) // both + index(1)) as (k,):
+        begin = k * both
+        middle = tirx.Min(begin + width, index(count))
+        end = tirx.Min(begin + both, index(count))
         heads = local(2, "int64")
         store(heads, begin, index(0))
         store(heads, middle, index(1))
-        with loops(2 * width) as (t,), when(begin + t < end):
+        with loops(both) as (t,), when(begin + t < end):
             left, right = heads[index(0)], heads[index(1)]
             # The indices are limited, so that nothing after the last element is read.
             ahead = before(
-                source[0][tirx.Min(right, index(count - 1))],
-                source[0][tirx.Min(left, index(count - 1))],
+                source[0][read + tirx.Min(right, index(count - 1))],
+                source[0][read + tirx.Min(left, index(count - 1))],
             )
             chosen = tirx.Or(left >= middle, tirx.And(right < end, ahead))
             which = local(1, "int64")
             store(which, tirx.Cast("int64", chosen))
             place = heads[which[0]]
             for a, b in zip(source, target, strict=True):
-                store(b, a[place], begin + t)
+                store(b, a[read + place], written + begin + t)
             store(heads, place + index(1), which[0])
+
+
+def _sorted(
+    count: int, dtype: str, fill: Callable[[Sequence[Buffer]], None], before: Before
+) -> Pair:
+    """Emit the merges that sort ``count`` elements; ``fill`` writes values and indices.
+
+    Return the buffers of the sorted values and of their indices, and where these begin there.
+    """
+    pairs = [[local(count, dtype), local(count, "int64")] for _ in range(2)]
+    fill(pairs[0])
+    width = 1
+    while width < count:
+        _merge(pairs[0], pairs[1], count, (index(width), index(2 * width)), before)
+        pairs.reverse()
+        width *= 2
+    return pairs[0], _ZERO
+
+
+def _sorted_at_any_size(
+    count: int, dtype: str, fill: Callable[[Sequence[Buffer]], None], before: Before
+) -> Pair:
+    """Like :func:`_sorted`, for any ``count``: the number of merges follows at run time.
+
+    The two halves of one pair of buffers are source and target in turn.
+    """
+    pair = [local(2 * count, dtype), local(2 * count, "int64")]
+    fill(pair)
+    # TVM divides by a value that it reads; twice another value it would cancel at some sizes.
+    state = local(3, "int64")
+    width, both, start = (state[index(n)] for n in range(3))
+    for place, value in enumerate((1, 2, 0)):
+        store(state, index(value), index(place))
+    with loops(_MOST_MERGES), when(width < index(count)):
+        _merge(pair, pair, count, (width, both), before, (start, index(count) - start))
+        store(state, both, _ZERO)
+        store(state, both + both, index(1))
+        store(state, index(count) - start, index(2))
+    return pair, start
 
 
 def _sort(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
@@ -71,23 +131,22 @@ def _sort(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
     dtype, axis = str(x.ty.dtype.dtype), arguments["dim"] % len(shape)
     rows, count, columns = around(shape, axis)
     before = _before(bool(arguments["descending"]))
+    merged = _sorted_at_any_size if sizes_vary() else _sorted
 
     def write(inputs: Sequence[Buffer], outputs: Sequence[Buffer]) -> None:
         work = rows * columns * count * count.bit_length() * 4
         with loops(rows * columns, parallel_work=work) as (position,):
             row, column = position // columns, position % columns
-            pairs = [[local(count, dtype), local(count, "int64")] for _ in range(2)]
+
+            def fill(pair: Sequence[Buffer]) -> None:
+                with loops(count) as (i,):
+                    store(pair[0], inputs[0][row, i, column], i)
+                    store(pair[1], i, i)
+
+            buffers, start = merged(count, dtype, fill, before)
             with loops(count) as (i,):
-                store(pairs[0][0], inputs[0][row, i, column], i)
-                store(pairs[0][1], i, i)
-            width = 1
-            while width < count:
-                _merge(pairs[0], pairs[1], width, before)
-                pairs.reverse()
-                width *= 2
-            with loops(count) as (i,):
-                for buffer, result in zip(pairs[0], outputs, strict=True):
-                    store(result, buffer[i], row, i, column)
+                for buffer, result in zip(buffers, outputs, strict=True):
+                    store(result, buffer[start + i], row, i, column)
 
     return _emit(bb, arguments, axis, "sort", count, write)
 
