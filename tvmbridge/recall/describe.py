@@ -24,10 +24,17 @@ import numpy
 import torch
 from torch import nn
 
-from tvmbridge.core.contents import ANY_TENSOR, MISSING, PartOf, attributes_of
+from tvmbridge.core.contents import (
+    ANY_TENSOR,
+    MISSING,
+    PartOf,
+    attributes_of,
+    holds_all_in_dict,
+)
 from tvmbridge.core.errors import BridgeError
 from tvmbridge.core.torch_private import OpOverload, OpOverloadPacket
 from tvmbridge.graph_capture.observe.data import is_of_users
+from tvmbridge.graph_capture.observe.executed import is_library
 from tvmbridge.graph_capture.trace.patches import code_of
 
 _CONSTANTS = (bool, int, float, complex, str, bytes, range, type(None), type(...))
@@ -148,7 +155,7 @@ class Describer:
         written_in_c = [c for c in kind.__mro__ if not c.__flags__ & _HEAP_TYPE and c is not object]
         base: Any = next((c for c in _NUMBERS if issubclass(kind, c)), None)
         # Objects of a class that is written in C may have state that is no attribute.
-        plain = is_of_users(kind) and all(c is base for c in written_in_c)
+        plain = _is_known(kind) and all(c is base for c in written_in_c)
         if not plain and kind is not types.SimpleNamespace:
             raise UndescribableError(f"a {kind.__module__}.{kind.__qualname__}")
         own = [] if base is None else [base.__repr__(value)]
@@ -179,15 +186,20 @@ class Describer:
         self.functions.setdefault(code, []).append(function)
         module = str(function.__module__)
         parts = ["function", module, _version(module), function.__qualname__, code]
-        cells = function.__closure__ or ()
-        try:
-            parts += [self.of(function.__defaults__), self.of(function.__kwdefaults__)]
-            parts += [self.of(_content(cell)) for cell in cells]
-            if "__wrapped__" in vars(function):
-                parts.append(self.of(vars(function)["__wrapped__"]))
-        except UndescribableError as error:
-            self.opaque[code] = f"{function.__qualname__} holds {error}"
-            parts.append("opaque")
+        cells = [_content(cell) for cell in function.__closure__ or ()]
+        before = set(self.functions)
+        for each in (function.__defaults__, function.__kwdefaults__, vars(function), *cells):
+            try:
+                parts.append(self.of(each))
+            except UndescribableError as error:
+                self.opaque[code] = f"{function.__qualname__} holds {error}"
+                parts.append("opaque")
+        if code in self.opaque and is_library(function.__globals__.get("__name__")):
+            # A walk does not meet the code of a library's wrapper, but the code that it wraps.
+            wrapped = [getattr(cell, "__func__", cell) for cell in cells]
+            inner = {self.code(code_of(w)) for w in wrapped if isinstance(w, types.FunctionType)}
+            for each in inner | (self.functions.keys() - before):
+                self.opaque.setdefault(each, self.opaque[code])
         return parts
 
     def _class(self, kind: type) -> list[str]:
@@ -240,10 +252,22 @@ class Describer:
         return ["variable", value.name, self.of(value.get(MISSING))]
 
 
-def _builtin(_: Describer, value: Any) -> list[str]:
-    module = getattr(value, "__module__", None) or ""
+def _is_known(kind: type) -> bool:
+    """Whether objects of ``kind`` keep their state where attributes show it."""
+    return is_of_users(kind) or (holds_all_in_dict(kind) and kind.__name__ != "_Environ")
+
+
+def _builtin(describer: Describer, value: Any) -> list[str]:
+    owner = getattr(value, "__self__", None)
+    module = getattr(value, "__module__", None) or getattr(value, "__objclass__", owner)
+    module = module if isinstance(module, str) else str(getattr(module, "__module__", "") or "")
     name = getattr(value, "__qualname__", None) or value.__name__
-    return ["builtin", module, str(name), _version(module)]
+    version = _version(module)
+    top = module.partition(".")[0]
+    if not version and top and top not in sys.stdlib_module_names:
+        raise UndescribableError(f"{module}.{name}, which is written in C and has no version")
+    bound = owner is not None and not isinstance(owner, type | types.ModuleType)
+    return ["builtin", module, str(name), version, *([describer.of(owner)] if bound else [])]
 
 
 def _operator(_: Describer, value: Any) -> list[str]:
@@ -292,6 +316,11 @@ _KINDS: tuple[tuple[Any, Callable[[Describer, Any], list[str]]], ...] = (
     (numpy.generic, Describer._scalar),
     (Mapping | tuple | list | set | frozenset | collections.deque, Describer._container),
 )
+
+
+def is_filled(cell: types.CellType) -> bool:
+    """Whether a cell has contents."""
+    return _content(cell) is not MISSING
 
 
 def _content(cell: types.CellType) -> Any:

@@ -147,7 +147,8 @@ def verified(
 
 
 def _named(walked: Walk) -> str:
-    return digest_of("\n".join(f"{place} {digest}" for place, digest in walked.named.items()))
+    lines = (f"{place} {sorted(digests)}" for place, digests in walked.named.items())
+    return digest_of("\n".join(lines))
 
 
 def _searched(module: nn.Module, walked: Walk) -> list[OutsideValue]:

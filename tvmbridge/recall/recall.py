@@ -6,7 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 
 from tvmbridge.backends import resolve_target
 from tvmbridge.cache import CacheKey, Kept, Store
+from tvmbridge.compiler.bound import bound_entry
 from tvmbridge.compiler.cached_build import CachedBuild
 from tvmbridge.compiler.compiled import CompiledModule
 from tvmbridge.compiler.packing import ModulePacks
@@ -21,7 +22,7 @@ from tvmbridge.core.errors import BridgeError, first_line
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.plain_json import parse_json
 from tvmbridge.core.profiling import region
-from tvmbridge.core.torch_private import function_mode_count, pytree
+from tvmbridge.core.torch_private import dispatch_mode_count, function_mode_count, pytree
 from tvmbridge.graph_capture.observe.leaks import collections_put_off
 from tvmbridge.recall.binding import captured_of, compiled_of
 from tvmbridge.recall.describe import Describer, UndescribableError
@@ -72,6 +73,8 @@ class Caller:
             return "passes of the user"
         if self.options.freeze:
             return "frozen weights"
+        if dispatch_mode_count():
+            return "a dispatch mode is active"
         return "a function mode is active" if function_mode_count() else None
 
     def key(self, describer: Describer) -> CacheKey:
@@ -140,7 +143,9 @@ def _bound(caller: Caller, kept: Kept, describer: Describer) -> CompiledModule:
     leaves = pytree.tree_leaves((caller.args, dict(caller.kwargs)))
     captured = captured_of(plan, caller.module, leaves, values, outside)
     records: list[Any] = []
-    build = caller.build()
+    structure = plan.convention.out_spec
+    bound = bound_entry(plan.inputs, plan.outputs, structure, plan)
+    build = replace(caller.build(), bound=bound)
     built = build.recalled(plan.source, records)
     if isinstance(built, str):
         raise UndescribableError(f"code that is not kept: {built}")
