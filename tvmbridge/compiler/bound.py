@@ -42,13 +42,15 @@ def bound_entry(
         convention: the pytree structure of forward's results.
         split: the split functions; None in inference.
     """
-    lines = [repr((d.name, d.kind.name, d.target, d.position, d.requires_grad)) for d in inputs]
-    lines += [repr((d.kind.name, d.name, d.target, d.rebinds)) for d in outputs]
-    structure = repr(convention)
-    # A structure may hold objects without a text that two processes have in common.
-    lines.append("" if " at 0x" in structure else structure)
+    lines = [_text(each) for each in (*inputs, *outputs, convention)]
     if split is not None and split.primals is not None:
         lines.append(repr(tuple(map(str, split.primals))))
         lines.append(repr((tuple(map(str, split.reads)), split.kept_outputs)))
         lines.append(repr((split.cotangent_of, tuple(map(str, split.wanted)))))
     return digest_of("\n".join(lines))
+
+
+def _text(value: object) -> str:
+    """Return the text of a value; empty for one that two processes do not have in common."""
+    text = repr(value)
+    return "" if " at 0x" in text else text

@@ -150,6 +150,8 @@ class Describer:
                 return describe(self, value)
         if kind.__module__ in ("typing", "types"):
             return ["typing", repr(value)]
+        if kind.__module__ == "numpy" and vars(numpy).get(getattr(value, "__name__", "")) is value:
+            return ["of numpy", value.__name__, _version("numpy")]
         if isinstance(value, torch.Tensor):
             raise UndescribableError("a tensor outside of the module")
         written_in_c = [c for c in kind.__mro__ if not c.__flags__ & _HEAP_TYPE and c is not object]
@@ -238,7 +240,7 @@ class Describer:
 
     def _enum(self, value: enum.Enum) -> list[str]:
         kind = type(value)
-        return ["enum", kind.__module__, kind.__qualname__, value.name, self.of(value.value)]
+        return ["enum", self.of(kind), value.name, self.of(value.value)]
 
     def _scalar(self, value: Any) -> list[str]:
         return ["scalar", value.dtype.str, value.tobytes().hex()]

@@ -169,6 +169,10 @@ def _values(
     copies = copied_values(raw)
     values = {(p, n): _narrowed(template, copies[p, n]) for p, n, template in wanted}
     lines = [f"{p} {n} {_of(describer, f'{p}.{n}', v)}" for (p, n), v in values.items()]
+    for path, name in values:
+        if name == "__dict__":
+            owner = module.get_submodule(path)
+            lines.append(f"{path} {[n for n in vars(owner) if n in own_names(owner)]}")
     return values, digest_of("\n".join(lines))
 
 

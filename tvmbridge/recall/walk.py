@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import importlib.util
+import os
 import sys
 import types
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from typing import Any
 from torch import nn
 
 from tvmbridge.core.contents import MISSING
+from tvmbridge.core.torch_private import pytree
 from tvmbridge.graph_capture.observe.executed import Executed, is_library
 from tvmbridge.graph_capture.observe.names import Names
 from tvmbridge.graph_capture.trace.patches import code_of
@@ -78,8 +80,8 @@ def walk(module: nn.Module, describer: Describer, codes: Sequence[str]) -> Walk:
     Raises:
         UndescribableError: a function was not found, or a value that it names cannot be described.
     """
-    for kind in classes_of(module):
-        describer.of(kind)
+    for root in (*classes_of(module), *_flattening()):
+        describer.of(root)
     wanted, done = set(codes), set[int]()
     ran: list[Executed] = []
     named: dict[str, set[str]] = {}
@@ -110,6 +112,14 @@ def walk(module: nn.Module, describer: Describer, codes: Sequence[str]) -> Walk:
     order = {digest: number for number, digest in enumerate(codes)}
     ran.sort(key=lambda each: order[describer.code(each.code)])
     return Walk(tuple(ran), named)
+
+
+def _flattening() -> Iterator[types.FunctionType]:
+    """Yield the functions by which libraries have PyTorch flatten objects of their classes."""
+    for node in list(pytree.SUPPORTED_NODES.values()):
+        for each in (node.flatten_fn, node.unflatten_fn):
+            if isinstance(each, types.FunctionType) and not is_library(each.__module__):
+                yield each
 
 
 def _executed(
@@ -168,6 +178,8 @@ def _refuse_varying(place: str, value: Any, names: Names) -> None:
     defined = value.__name__ if is_module else getattr(value, "__module__", None)
     module = str(defined or getattr(getattr(value, "__self__", None), "__name__", ""))
     top = module.partition(".")[0]
+    if module == "os" and _reads_variables_alone(value, names):
+        return
     if module in _VARYING or top in _VARYING:
         raise UndescribableError(f"{place}, whose functions may return something else each time")
     if top not in ("numpy", "torch"):
@@ -177,6 +189,13 @@ def _refuse_varying(place: str, value: Any, names: Names) -> None:
         raise UndescribableError(f"{place}, from which a file may be read")
     if top == "torch" and asked & _OF_MACHINE:
         raise UndescribableError(f"{place}, which may be asked about the machine or the generator")
+
+
+def _reads_variables_alone(value: Any, names: Names) -> bool:
+    """Whether code reads nothing of ``os`` but the environment, which guards compare as a whole."""
+    if not isinstance(value, types.ModuleType):
+        return value is os.getenv
+    return not names.looked_up & vars(os).keys() - {"environ", "getenv", "get"}
 
 
 def _described(place: str, value: Any, describer: Describer) -> str:
