@@ -45,6 +45,7 @@ from tvmbridge.records.library import EMPTY, named_log_dir
 logger = logging.getLogger(__name__)
 
 HIT = "hit"
+BOUND = "inputs and results"
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class CachedBuild:
             # Unlike TVM's structural hash, this has the names of variables and the values of
             # constants, and two graphs cannot have the same.
             digest = digest_of(tvm.ir.save_json(mod))
-            return {"graph": digest, "residuals": repr(bundle), "bound": self.bound}
+            return {"graph": digest, "residuals": repr(bundle), BOUND: self.bound}
 
         return self.found_or_compiled(graph, partial(self._compiled, mod, bundle), records)
 
@@ -132,7 +133,7 @@ class CachedBuild:
             records: receives the records of passes that ran when the code was compiled.
         """
         make_ready(self.target)
-        compiled_of = {**compiled_of, "bound": self.bound}
+        compiled_of = {**compiled_of, BOUND: self.bound}
         key = self.key(compiled_of)
         found = Store.of_now().read(key)
         built = self._loaded(found, records) if isinstance(found, Kept) else found

@@ -190,7 +190,9 @@ class Describer:
         parts = ["function", module, _version(module), function.__qualname__, code]
         cells = [_content(cell) for cell in function.__closure__ or ()]
         before = set(self.functions)
-        for each in (function.__defaults__, function.__kwdefaults__, vars(function), *cells):
+        # torch.compile leaves marks with addresses.
+        own = {n: v for n, v in vars(function).items() if not n.startswith("_torchdynamo")}
+        for each in (function.__defaults__, function.__kwdefaults__, own, *cells):
             try:
                 parts.append(self.of(each))
             except UndescribableError as error:

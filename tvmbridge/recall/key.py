@@ -39,6 +39,11 @@ _SPACES: tuple[Any, ...] = (
     torch.nn.Module,
     torch.nn.init,
     torch.autograd.Function,
+    torch._tensor,
+    torch.nn.parameter,
+    torch.nn.utils.parametrize,
+    torch.nn.utils.rnn,
+    torch.utils.checkpoint,
     *(v for v in vars(torch.nn.modules).values() if isinstance(v, types.ModuleType)),
 )
 

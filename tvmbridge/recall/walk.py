@@ -30,17 +30,24 @@ _VARYING = frozenset(
     {"os", "io", "time", "datetime", "random", "secrets", "uuid", "socket", "subprocess"}
     | {"pathlib", "tempfile", "shutil", "urllib", "http", "pickle", "numpy.random", "posix"}
     | {"posixpath", "ntpath", "genericpath", "glob", "linecache", "platform", "locale"}
-    | {"getpass", "gc", "weakref", "inspect", "shelve", "sqlite3", "resource", "signal"}
+    | {"getpass", "gc", "weakref", "shelve", "sqlite3", "resource", "signal"}
     | {"torch.random", "torch.cuda.random"}
 )
 _READ_FILES = frozenset(
     {"open", "load", "loadtxt", "genfromtxt", "fromfile", "memmap", "from_file"}
+)
+_OF_FRAMES = frozenset(
+    {"stack", "trace", "currentframe", "getouterframes", "getinnerframes", "getframeinfo"}
+    | {"getsource", "getsourcelines", "findsource", "getfile", "getsourcefile", "getmodule"}
+    | {"getcomments", "getdoc"}
 )
 # What these functions of PyTorch return depends on the machine and on random generators.
 _OF_MACHINE = frozenset(
     {"is_available", "device_count", "current_device", "initial_seed", "seed", "get_rng_state"}
     | {"set_rng_state", "manual_seed", "get_device_name", "get_device_properties"}
 )
+# Builtin functions whose results two processes do not have in common.
+_OF_PROCESS = {"open": "opens a file", "hash": "calls hash", "input": "calls input"}
 _SEARCHING = frozenset({"getattr", "vars", "__dict__", "globals", "locals", "eval", "exec"})
 
 
@@ -80,8 +87,11 @@ def walk(module: nn.Module, describer: Describer, codes: Sequence[str]) -> Walk:
     Raises:
         UndescribableError: a function was not found, or a value that it names cannot be described.
     """
-    for root in (*classes_of(module), *_flattening()):
-        describer.of(root)
+    for kind in classes_of(module):
+        describer.of(kind)
+    for node in list(pytree.SUPPORTED_NODES.values()):
+        for function in flattening(node):
+            describer.of(function)
     wanted, done = set(codes), set[int]()
     ran: list[Executed] = []
     named: dict[str, set[str]] = {}
@@ -114,12 +124,11 @@ def walk(module: nn.Module, describer: Describer, codes: Sequence[str]) -> Walk:
     return Walk(tuple(ran), named)
 
 
-def _flattening() -> Iterator[types.FunctionType]:
-    """Yield the functions by which libraries have PyTorch flatten objects of their classes."""
-    for node in list(pytree.SUPPORTED_NODES.values()):
-        for each in (node.flatten_fn, node.unflatten_fn):
-            if isinstance(each, types.FunctionType) and not is_library(each.__module__):
-                yield each
+def flattening(node: Any) -> list[types.FunctionType]:
+    """Return the functions of users by which PyTorch flattens and rebuilds objects of a class."""
+    functions = (node.flatten_fn, node.unflatten_fn)
+    found = [each for each in functions if isinstance(each, types.FunctionType)]
+    return [each for each in found if not is_library(each.__module__)]
 
 
 def _executed(
@@ -149,8 +158,9 @@ def _named(executed: Executed, describer: Describer) -> dict[str, str]:
     searching = names.looked_up & _SEARCHING
     if searching & {"globals", "locals", "eval", "exec"}:
         raise UndescribableError(f"a function that calls {', '.join(sorted(searching))}")
-    if "open" in names.globals:
-        raise UndescribableError("a function that opens a file")
+    for name, what in _OF_PROCESS.items():
+        if name in names.globals:
+            raise UndescribableError(f"a function that {what}")
     found: dict[str, str] = {}
     values: list[tuple[str, Any]] = []
     for name in sorted(names.globals):
@@ -182,9 +192,11 @@ def _refuse_varying(place: str, value: Any, names: Names) -> None:
         return
     if module in _VARYING or top in _VARYING:
         raise UndescribableError(f"{place}, whose functions may return something else each time")
+    asked = names.looked_up if is_module else {getattr(value, "__name__", "")}
+    if top == "inspect" and asked & _OF_FRAMES:
+        raise UndescribableError(f"{place}, which reads frames or files")
     if top not in ("numpy", "torch"):
         return
-    asked = names.looked_up if is_module else {getattr(value, "__name__", "")}
     if asked & _READ_FILES:
         raise UndescribableError(f"{place}, from which a file may be read")
     if top == "torch" and asked & _OF_MACHINE:
