@@ -148,7 +148,8 @@ def verified(
 
 def _named(walked: Walk) -> str:
     lines = (f"{place} {sorted(digests)}" for place, digests in walked.named.items())
-    return digest_of("\n".join(lines))
+    # The order of the walk depends on what was imported before.
+    return digest_of("\n".join(sorted(lines)))
 
 
 def _searched(module: nn.Module, walked: Walk) -> list[OutsideValue]:
