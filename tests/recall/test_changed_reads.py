@@ -56,7 +56,10 @@ _EDITS: dict[str, tuple[str, str]] = {
     "a static method": ("return x * 1.1", "return x * 1.2"),
     "a class method": ("return x * cls.level", "return x + cls.level"),
     "a class attribute of a base": ("level = 3", "level = 4"),
-    "a class attribute that hides it": ("class Mid(Base):\n    pass", "class Mid(Base):\n    level = 9"),
+    "a class attribute that hides it": (
+        "class Mid(Base):\n    pass",
+        "class Mid(Base):\n    level = 9",
+    ),
     "an overridden method": (
         "class Mid(Base):\n    pass",
         "class Mid(Base):\n    def helper(self, x):\n        return x",
@@ -66,7 +69,10 @@ _EDITS: dict[str, tuple[str, str]] = {
     "a descriptor's value": ("described = Descriptor(0.6)", "described = Descriptor(0.7)"),
     "a descriptor's code": ("return self.value\n\n\nclass Meta", "return 1.0\n\n\nclass Meta"),
     "a metaclass": ("made.by_meta = 1.0625", "made.by_meta = 1.125"),
-    "a look-up of attributes": ('if name == "found":\n            return 0.75', "if name:\n            return 0.5"),
+    "a look-up of attributes": (
+        'if name == "found":\n            return 0.75',
+        "if name:\n            return 0.5",
+    ),
     "a dataclass's default": ("scale: float = 1.25", "scale: float = 1.5"),
     "a dataclass's property": ("return self.scale * 2.0", "return self.scale * 3.0"),
     "a dataclass's method": ("return x * self.doubled", "return x + self.doubled"),
@@ -97,7 +103,10 @@ _EDITS: dict[str, tuple[str, str]] = {
     "a layer in a list": ("nn.Tanh()]", "nn.Sigmoid()]"),
     "one layer more": ("nn.Tanh()]", "nn.Tanh(), nn.Tanh()]"),
     "two submodules swapped": ("- self.b(x)", "* 0 + self.b(x)"),
-    "an imported function": ("from recalled_helpers import imported", "from recalled_helpers import named as imported"),
+    "an imported function": (
+        "from recalled_helpers import imported",
+        "from recalled_helpers import named as imported",
+    ),
     "a function of PyTorch by name": ("torch.clamp(x, -100.0", "torch.clamp(x, -1.0"),
     "the arguments swapped": ("def forward(self, x, y)", "def forward(self, y, x)"),
 }
@@ -157,9 +166,7 @@ _CHANGES: dict[str, Callable[[Any], object]] = {
     "an attribute that is new": lambda m: setattr(m, "extra", 1),
     "a value of an option": lambda m: setattr(m.options, "scale", 9.0),
     "a method of an object": lambda m: setattr(m.options, "applied", lambda x: x),
-    "a bound method of another object": lambda m: setattr(
-        m, "bound", type(m.options)(2.0).applied
-    ),
+    "a bound method of another object": lambda m: setattr(m, "bound", type(m.options)(2.0).applied),
     "an entry of a nested mapping": lambda m: m.table["k"].__setitem__(1, (9.0, 3.0)),
     "a subclass of a mapping": lambda m: setattr(
         m, "table", collections.defaultdict(list, m.table)

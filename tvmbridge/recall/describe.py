@@ -150,8 +150,9 @@ class Describer:
                 return describe(self, value)
         if kind.__module__ in ("typing", "types"):
             return ["typing", repr(value)]
-        if kind.__module__ == "numpy" and vars(numpy).get(getattr(value, "__name__", "")) is value:
-            return ["of numpy", value.__name__, _version("numpy")]
+        name = str(getattr(value, "__name__", ""))
+        if kind.__module__ == "numpy" and vars(numpy).get(name) is value:
+            return ["of numpy", name, _version("numpy")]
         if isinstance(value, torch.Tensor):
             raise UndescribableError("a tensor outside of the module")
         written_in_c = [c for c in kind.__mro__ if not c.__flags__ & _HEAP_TYPE and c is not object]
