@@ -267,7 +267,7 @@ def test_other_calls_are_misses(folder: Path) -> None:
 
 def test_the_option_and_the_variable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = _model(load(folder))
-    off = CompileOptions(measure_kernels=False)
+    off = CompileOptions(recall=False, measure_kernels=False)
     assert _look(module, options=off) == (None, "")
     monkeypatch.setenv("TVMBRIDGE_RECALL", "0")
     assert _look(module) == (None, "")

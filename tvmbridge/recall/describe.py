@@ -11,13 +11,12 @@ import collections
 import contextvars
 import enum
 import functools
-import hashlib
 import logging
 import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy
@@ -36,6 +35,7 @@ from tvmbridge.core.torch_private import OpOverload, OpOverloadPacket
 from tvmbridge.graph_capture.observe.data import is_of_users
 from tvmbridge.graph_capture.observe.executed import is_library
 from tvmbridge.graph_capture.trace.patches import code_of
+from tvmbridge.recall.digests import constant_text, content_of, digest_of_parts, version_of
 
 _CONSTANTS = (bool, int, float, complex, str, bytes, range, type(None), type(...))
 _OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
@@ -115,7 +115,7 @@ class Describer:
         self._known[id(value)] = value, None
         self._depth += 1
         try:
-            digest = _digest(self._described(value))
+            digest = digest_of_parts(self._described(value))
         except BaseException:
             del self._known[id(value)]
             raise
@@ -128,12 +128,12 @@ class Describer:
         """Return the digest of a code object, with the code objects in it, without its lines."""
         known = self._codes.get(id(code))
         if known is None:
-            known = self._codes[id(code)] = code, _digest(self._parts_of_code(code))
+            known = self._codes[id(code)] = code, digest_of_parts(self._parts_of_code(code))
         return known[1]
 
     def _parts_of_code(self, code: types.CodeType) -> list[str]:
         constants = [
-            self.code(each) if isinstance(each, types.CodeType) else _constant(each)
+            self.code(each) if isinstance(each, types.CodeType) else constant_text(each)
             for each in code.co_consts
         ]
         names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
@@ -152,7 +152,7 @@ class Describer:
             return ["typing", repr(value)]
         name = str(getattr(value, "__name__", ""))
         if kind.__module__ == "numpy" and vars(numpy).get(name) is value:
-            return ["of numpy", name, _version("numpy")]
+            return ["of numpy", name, version_of("numpy")]
         if isinstance(value, torch.Tensor):
             raise UndescribableError("a tensor outside of the module")
         written_in_c = [c for c in kind.__mro__ if not c.__flags__ & _HEAP_TYPE and c is not object]
@@ -188,8 +188,8 @@ class Describer:
         code = self.code(code_of(function))
         self.functions.setdefault(code, []).append(function)
         module = str(function.__module__)
-        parts = ["function", module, _version(module), function.__qualname__, code]
-        cells = [_content(cell) for cell in function.__closure__ or ()]
+        parts = ["function", module, version_of(module), function.__qualname__, code]
+        cells = [content_of(cell) for cell in function.__closure__ or ()]
         before = set(self.functions)
         # torch.compile leaves marks with addresses.
         own = {n: v for n, v in vars(function).items() if not n.startswith("_torchdynamo")}
@@ -208,7 +208,7 @@ class Describer:
         return parts
 
     def _class(self, kind: type) -> list[str]:
-        parts = ["class", kind.__module__, kind.__qualname__, _version(kind.__module__)]
+        parts = ["class", kind.__module__, kind.__qualname__, version_of(kind.__module__)]
         if not (is_of_users(kind) or issubclass(kind, nn.Module)):
             return parts
         parts += [self.of(base) for base in kind.__bases__]
@@ -267,7 +267,7 @@ def _builtin(describer: Describer, value: Any) -> list[str]:
     module = getattr(value, "__module__", None) or getattr(value, "__objclass__", owner)
     module = module if isinstance(module, str) else str(getattr(module, "__module__", "") or "")
     name = getattr(value, "__qualname__", None) or value.__name__
-    version = _version(module)
+    version = version_of(module)
     top = module.partition(".")[0]
     if not version and top and top not in sys.stdlib_module_names:
         raise UndescribableError(f"{module}.{name}, which is written in C and has no version")
@@ -288,7 +288,7 @@ def _pattern(_: Describer, value: re.Pattern[Any]) -> list[str]:
 
 
 def _module(_: Describer, value: types.ModuleType) -> list[str]:
-    return ["python module", value.__name__, _version(value.__name__)]
+    return ["python module", value.__name__, version_of(value.__name__)]
 
 
 def _typing(_: Describer, value: Any) -> list[str]:
@@ -321,38 +321,3 @@ _KINDS: tuple[tuple[Any, Callable[[Describer, Any], list[str]]], ...] = (
     (numpy.generic, Describer._scalar),
     (Mapping | tuple | list | set | frozenset | collections.deque, Describer._container),
 )
-
-
-def is_filled(cell: types.CellType) -> bool:
-    """Whether a cell has contents."""
-    return _content(cell) is not MISSING
-
-
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # the cell is empty
-        return MISSING
-
-
-def _constant(value: Any) -> str:
-    """Return a text of a constant of a code object; sets have no order of their own."""
-    if isinstance(value, frozenset):
-        return f"frozenset {sorted(map(_constant, value))}"
-    if isinstance(value, tuple):
-        return f"tuple {list(map(_constant, value))}"
-    return f"{type(value).__name__} {value!r}"
-
-
-def _digest(parts: Iterable[str]) -> str:
-    # Lengths keep two lists of texts from having one joined text.
-    text = "".join(f"{len(part)}:{part}" for part in parts)
-    return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()
-
-
-@functools.lru_cache(maxsize=1024)
-def _version(module: str) -> str:
-    """Return the version of the package that ``module`` belongs to; empty if it has none."""
-    package = sys.modules.get(module.partition(".")[0])
-    found = vars(package).get("__version__") if package is not None else None
-    return str(found or "")

@@ -19,7 +19,8 @@ from tvmbridge.graph_capture.observe.hooks import GLOBAL_HOOKS
 from tvmbridge.graph_capture.observe.settings import settings_now
 from tvmbridge.graph_capture.trace.patches import code_of
 from tvmbridge.recall.codec import encode
-from tvmbridge.recall.describe import Describer, UndescribableError, is_filled
+from tvmbridge.recall.describe import Describer, UndescribableError
+from tvmbridge.recall.digests import is_filled
 
 _TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
 _OWN_CALLS = ("_call_impl", "_wrapped_call_impl", "_compiled_call_impl", "__call__")

@@ -23,7 +23,8 @@ from tvmbridge.core.torch_private import pytree
 from tvmbridge.graph_capture.observe.executed import Executed, is_library
 from tvmbridge.graph_capture.observe.names import Names
 from tvmbridge.graph_capture.trace.patches import code_of
-from tvmbridge.recall.describe import Describer, UndescribableError, is_filled
+from tvmbridge.recall.describe import Describer, UndescribableError
+from tvmbridge.recall.digests import is_filled
 
 # What these Python modules and functions return may be another at the next call.
 _VARYING = frozenset(
