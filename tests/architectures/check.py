@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -52,6 +52,7 @@ class Outcome:
     - ``native``: counts of the operators that TVM compiled.
     - ``aten``: counts of the operators that compiled code calls PyTorch's kernels for.
     - ``seconds``: the time that compilation took.
+    - ``recalled``: for each specialization, whether it came from disk without capture, or why not.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Outcome:
     native: Mapping[str, int] = field(default_factory=dict)
     aten: Mapping[str, int] = field(default_factory=dict)
     seconds: float = 0.0
+    recalled: Sequence[str] = ()
 
 
 Step = Callable[[nn.Module], Any]
@@ -128,6 +130,7 @@ def _report(model: nn.Module, outcome: Outcome) -> None:
     last = report.specializations[-1]
     outcome.native, outcome.aten = last.native_operators, last.aten_operators
     outcome.seconds = sum(sum(s.seconds.values()) for s in report.specializations)
+    outcome.recalled = [s.recalled for s in report.specializations]
     outcome.joint = f"{last.joint}: {last.joint_reason}" if last.joint else ""
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from tests.dispatch_helpers import assert_same_step, eager, make_block, sample, train_step
 from tvmbridge import BundleError, add_tvm_dispatch, dispatch_report, load_compiled, save_compiled
 from tvmbridge.cli import main
+from tvmbridge.recall import RECALLED
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +45,25 @@ def test_another_cache_has_forward_and_backward(
     second.eval()
     with torch.no_grad():
         torch.testing.assert_close(second(sample()), eager(second)(sample()))
-    assert [s.cache for s in dispatch_report(second).specializations] == ["hit", "hit"]
+    specializations = dispatch_report(second).specializations
+    assert [s.cache for s in specializations] == ["hit", "hit"]
+    assert [s.recalled for s in specializations] == [RECALLED, RECALLED]
+
+
+def test_a_changed_module_takes_no_plan_of_a_bundle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, path = nn.Sequential(nn.Linear(3, 4), nn.ELU(1.0)).eval(), tmp_path / "bundle"
+    second = nn.Sequential(nn.Linear(3, 4), nn.ELU(0.5)).eval()
+    with torch.no_grad():
+        add_tvm_dispatch(first, torch.ones(2, 3))
+        assert save_compiled(first, path).counts["plans"] == 1
+        _use_cache(tmp_path, "second", monkeypatch)
+        assert load_compiled(second, path).counts["plans"] == 1
+        x, expected = -torch.ones(2, 3), copy.deepcopy(second)
+        add_tvm_dispatch(second, x)
+        torch.testing.assert_close(second(x), expected(x))
+    assert dispatch_report(second).specializations[0].recalled.startswith("captured: ")
 
 
 def test_a_bundle_of_another_module_is_refused(

@@ -23,6 +23,7 @@ from tvmbridge.schedules.target import host_target
 ENTRIES = (
     "graph",
     "residuals",
+    "inputs and results",
     "options",
     "tuning records",
     "device",
@@ -44,8 +45,8 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def dispatched(module: nn.Module, *args: torch.Tensor, **options: object) -> str:
-    """Dispatch ``module``; return the cache entry of its report."""
-    add_tvm_dispatch(module, args, options=options)
+    """Dispatch ``module``, captured each time; return the cache entry of its report."""
+    add_tvm_dispatch(module, args, options={"recall": False, **options})
     return dispatch_report(module).specializations[-1].cache
 
 

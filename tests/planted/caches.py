@@ -22,6 +22,15 @@ CACHES = (
         ("tests/cache/test_bundle.py", "-k", "does_not_fit"),
     ),
     Plant(
+        "a plan binds whatever it says",
+        "guard",
+        "tvmbridge.compiler.cached_build",
+        "        compiled_of = {**compiled_of, BOUND: self.bound}\n",
+        "",
+        ("tests/recall/test_damaged_plans.py", "-k", "forged"),
+        quick=True,
+    ),
+    Plant(
         "a plan for other code of a helper function",
         "guard",
         "tvmbridge.recall.facts",

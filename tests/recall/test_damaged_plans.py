@@ -105,7 +105,29 @@ def _inputs(change: Callable[[list[Any]], object]) -> Callable[[Any], object]:
     return lambda d: change(d["plan"]["inputs"][-1])
 
 
+def _swapped(field: str, part: int | None) -> Callable[[Any], object]:
+    """Swap the descriptions of the two weights of shape (8, 8), or one part of them."""
+
+    def swap(described: Any) -> None:
+        one, other = [d for d in described["plan"][field][1:] if "['tuple', 8, 8]" in str(d)]
+        if part is None:
+            one[:], other[:] = list(other), list(one)
+        else:
+            one[part], other[part] = other[part], one[part]
+
+    return swap
+
+
 _CHANGES: dict[str, Callable[[Any], object]] = {
+    "two weights swapped": _swapped("inputs", None),
+    "the names of two weights swapped": _swapped("inputs", 2),
+    "the targets of two weights swapped": _swapped("inputs", 5),
+    "the results swapped": lambda d: d["plan"].update(
+        outputs=[d["plan"]["outputs"][0], *d["plan"]["outputs"][:0:-1]]
+    ),
+    "the keys of the results": lambda d: d["plan"].update(
+        convention=json.loads(json.dumps(d["plan"]["convention"]).replace('"sum"', '"other"'))
+    ),
     "no plan": lambda d: d.pop("plan"),
     "no facts": lambda d: d.pop("facts"),
     "facts of a list": lambda d: d.update(facts=[]),

@@ -15,12 +15,14 @@ from tvmbridge.cache.exchange import BundleReport, export_bundle, import_bundle
 from tvmbridge.compiler.compiled import CompiledModule
 from tvmbridge.compiler.partial_backwards import PartialBackwards
 from tvmbridge.dispatch import dispatchers_of
+from tvmbridge.runtime.entry import CompiledEntry
 
 
 def save_compiled(module: nn.Module, path: str | Path) -> BundleReport:
     """Write the compiled code of ``module`` into one file.
 
-    The file has native code, choices of kernels and tuning records. It has no weights and no
+    The file has native code, what capture has observed (docs/caching.md), choices of kernels and
+    tuning records. It has no weights and no
     pickled objects. Loading a bundle runs its code, so share it as you would share a program.
 
     Args:
@@ -40,11 +42,13 @@ def save_compiled(module: nn.Module, path: str | Path) -> BundleReport:
         >>> add_tvm_dispatch(model, sample)  # doctest: +SKIP
         >>> print(save_compiled(model, "model.tvmbridge-bundle"))  # doctest: +SKIP
     """
-    codes = list(_compiled(module))
+    entries = list(_entries(module))
+    codes = [entry.compiled for entry in entries]
     digests = {key for code in codes for key in _keys(code)}
     if not digests:
         reasons = sorted({code.cache for code in codes if not code.key}) or ["nothing is compiled"]
         raise BundleError(f"no code of this {type(module).__name__} is kept: {'; '.join(reasons)}")
+    digests |= {entry.plan for entry in entries if entry.plan}
     report = export_bundle(Path(path), digests, _description(module))
     for code in codes:
         if not code.key:
@@ -78,11 +82,11 @@ def load_compiled(module: nn.Module, path: str | Path) -> BundleReport:
     return import_bundle(Path(path), _description(module))
 
 
-def _compiled(module: nn.Module) -> Iterator[CompiledModule]:
+def _entries(module: nn.Module) -> Iterator[CompiledEntry]:
     for dispatcher in dispatchers_of(module).values():
         for specialization in dispatcher.all_specializations():
             for _, entry in specialization.compiled():
-                yield entry.compiled
+                yield entry
 
 
 def _keys(code: CompiledModule) -> Iterator[str]:

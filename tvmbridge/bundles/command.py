@@ -47,5 +47,6 @@ def _list(store: Store) -> None:
     entries = dict(store.keys())
     for path, status in store.files():
         key = entries.get(path)
-        about = "damaged" if key is None else f"{key.get('target')} {key.get('graph', '')[:12]}"
+        what = "" if key is None else "plan" if "plan" in key else key.get("graph", "")[:12]
+        about = "damaged" if key is None else f"{key.get('target')} {what}"
         print(f"{path.name} {status.st_size} {about}")

@@ -109,7 +109,7 @@ def import_bundle(path: Path, module: Mapping[str, Any] | None = None) -> Bundle
             if module is not None and described != module:
                 raise BundleError(f"{path} is of another module: {_difference(described, module)}")
         elif part.kind == "code":
-            report.note("code", _keep_code(store, part))
+            _keep_code(store, part, report)
         elif part.kind == "choices":
             report.note("choices", adopt_choices(store.folder / part.name, part.content))
         elif part.kind == "halves":
@@ -132,7 +132,7 @@ def _code(store: Store, digests: Collection[str] | None, report: BundleReport) -
         except (OSError, ValueError, RecursionError) as error:
             report.note("code", first_line(error))
             continue
-        report.note("code", None)
+        report.note(_kind(key), None)
         yield Part("code", key.digest, content)
 
 
@@ -160,15 +160,22 @@ def _file(digest: str) -> str:
     return f"{digest}{SUFFIX}"
 
 
-def _keep_code(store: Store, part: Part) -> str | None:
-    """Store code that fits this machine; return None, or the reason why it is left out."""
+def _kind(key: CacheKey) -> str:
+    """Return what a file of the cache has: code, or the plan of code (docs/caching.md)."""
+    return "plans" if "plan" in key.entries else "code"
+
+
+def _keep_code(store: Store, part: Part, report: BundleReport) -> None:
+    """Store code or a plan that fits this machine; note in the report why it is left out."""
     try:
         key, kept = parse_file(part.content)
     except (ValueError, RecursionError) as error:
-        return first_line(error)
+        report.note("code", first_line(error))
+        return
     if key.digest != part.name:
-        return "it is of another key"
-    return _misfit(key) or store.write(key, kept)
+        report.note("code", "it is of another key")
+        return
+    report.note(_kind(key), _misfit(key) or store.write(key, kept))
 
 
 def _misfit(key: CacheKey) -> str | None:

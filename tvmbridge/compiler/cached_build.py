@@ -45,15 +45,20 @@ from tvmbridge.records.library import EMPTY, named_log_dir
 logger = logging.getLogger(__name__)
 
 HIT = "hit"
+BOUND = "inputs and results"
 
 
 @dataclass(frozen=True)
 class CachedBuild:
-    """Builds graphs for one target, with these options, for tensors on this device."""
+    """Builds graphs for one target, with these options, for tensors on this device.
+
+    - ``bound``: how the code is bound to the module, by :func:`bound_entry`; empty if it is not.
+    """
 
     target: tvm.target.Target
     options: CompileOptions
     device: torch.device
+    bound: str = ""
 
     def __call__(
         self, mod: tvm.IRModule, records: list[PassRecord], bundle: BundleResiduals | None = None
@@ -72,7 +77,8 @@ class CachedBuild:
         def graph() -> dict[str, str]:
             # Unlike TVM's structural hash, this has the names of variables and the values of
             # constants, and two graphs cannot have the same.
-            return {"graph": digest_of(tvm.ir.save_json(mod)), "residuals": repr(bundle)}
+            digest = digest_of(tvm.ir.save_json(mod))
+            return {"graph": digest, "residuals": repr(bundle), BOUND: self.bound}
 
         return self.found_or_compiled(graph, partial(self._compiled, mod, bundle), records)
 
@@ -127,6 +133,7 @@ class CachedBuild:
             records: receives the records of passes that ran when the code was compiled.
         """
         make_ready(self.target)
+        compiled_of = {**compiled_of, BOUND: self.bound}
         key = self.key(compiled_of)
         found = Store.of_now().read(key)
         built = self._loaded(found, records) if isinstance(found, Kept) else found

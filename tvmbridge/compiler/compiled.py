@@ -10,6 +10,7 @@ import torch
 import tvm
 
 from tvmbridge.backends import backend_of
+from tvmbridge.compiler.bound import bound_entry
 from tvmbridge.compiler.buffers import Reuse
 from tvmbridge.compiler.build import Built
 from tvmbridge.compiler.cached_build import CachedBuild
@@ -193,6 +194,11 @@ def build_lowered(
     device = lowered.captured.device
     with stages.measure("build"):
         build = building(lowered.target, options, device)
+        if isinstance(build, CachedBuild):
+            captured = lowered.captured
+            structure = captured.convention.out_spec
+            bound = bound_entry(captured.inputs, captured.outputs, structure, parts)
+            build = replace(build, bound=bound)
         built = build(mod, records, None if parts is None else parts.bundle)
         if options.tuning_records:
             note_missing(built.missing, options.tuning_logs, lowered.target, lowered.origin)

@@ -85,7 +85,8 @@ class CompileOptions:
             serves every call that it can. ``TVMBRIDGE_ONLY_IF_FASTER``, if set when a module is
             dispatched, overrides the option.
         recall: serve a module that an earlier process has captured from disk, without capture
-            (docs/caching.md). ``TVMBRIDGE_RECALL``, if set, overrides the option.
+            (docs/caching.md). False: each process captures. ``TVMBRIDGE_RECALL``, if set, overrides
+            the option.
         check: which calls of each specialisation and mode are compared with the module's own
             forward, in outputs, state and gradients: ``"never"``; ``"first"``; ``"growing"``, calls
             1, 2, 4, 8 and so on; ``"every:N"``, each N-th call; ``"always"``. A difference that
@@ -114,7 +115,7 @@ class CompileOptions:
     freeze: bool = False
     background: bool | float = False
     only_if_faster: bool = True
-    recall: bool = False
+    recall: bool = True
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():

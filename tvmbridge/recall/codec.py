@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.fx.immutable_collections import immutable_list
 
 from tvmbridge.compiler.laying_out import Layouts
 from tvmbridge.compiler.readers import Readers
@@ -73,8 +74,8 @@ def encode(value: Any) -> Any:
         return str(value)
     if kind is float:
         return ["float", value.hex()]
-    if kind in (tuple, list):
-        return [kind.__name__, *map(encode, value)]
+    if kind in (tuple, list, immutable_list):
+        return ["tuple" if kind is tuple else "list", *map(encode, value)]
     if kind is frozenset:
         return ["frozenset", *sorted(map(encode, value), key=repr)]
     if kind is torch.Size:

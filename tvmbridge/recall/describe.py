@@ -11,24 +11,31 @@ import collections
 import contextvars
 import enum
 import functools
-import hashlib
 import logging
 import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy
 import torch
 from torch import nn
 
-from tvmbridge.core.contents import ANY_TENSOR, MISSING, PartOf, attributes_of
+from tvmbridge.core.contents import (
+    ANY_TENSOR,
+    MISSING,
+    PartOf,
+    attributes_of,
+    holds_all_in_dict,
+)
 from tvmbridge.core.errors import BridgeError
 from tvmbridge.core.torch_private import OpOverload, OpOverloadPacket
 from tvmbridge.graph_capture.observe.data import is_of_users
+from tvmbridge.graph_capture.observe.executed import is_library
 from tvmbridge.graph_capture.trace.patches import code_of
+from tvmbridge.recall.digests import constant_text, content_of, digest_of_parts, version_of
 
 _CONSTANTS = (bool, int, float, complex, str, bytes, range, type(None), type(...))
 _OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
@@ -108,7 +115,7 @@ class Describer:
         self._known[id(value)] = value, None
         self._depth += 1
         try:
-            digest = _digest(self._described(value))
+            digest = digest_of_parts(self._described(value))
         except BaseException:
             del self._known[id(value)]
             raise
@@ -121,12 +128,12 @@ class Describer:
         """Return the digest of a code object, with the code objects in it, without its lines."""
         known = self._codes.get(id(code))
         if known is None:
-            known = self._codes[id(code)] = code, _digest(self._parts_of_code(code))
+            known = self._codes[id(code)] = code, digest_of_parts(self._parts_of_code(code))
         return known[1]
 
     def _parts_of_code(self, code: types.CodeType) -> list[str]:
         constants = [
-            self.code(each) if isinstance(each, types.CodeType) else _constant(each)
+            self.code(each) if isinstance(each, types.CodeType) else constant_text(each)
             for each in code.co_consts
         ]
         names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
@@ -143,12 +150,15 @@ class Describer:
                 return describe(self, value)
         if kind.__module__ in ("typing", "types"):
             return ["typing", repr(value)]
+        name = str(getattr(value, "__name__", ""))
+        if kind.__module__ == "numpy" and vars(numpy).get(name) is value:
+            return ["of numpy", name, version_of("numpy")]
         if isinstance(value, torch.Tensor):
             raise UndescribableError("a tensor outside of the module")
         written_in_c = [c for c in kind.__mro__ if not c.__flags__ & _HEAP_TYPE and c is not object]
         base: Any = next((c for c in _NUMBERS if issubclass(kind, c)), None)
         # Objects of a class that is written in C may have state that is no attribute.
-        plain = is_of_users(kind) and all(c is base for c in written_in_c)
+        plain = _is_known(kind) and all(c is base for c in written_in_c)
         if not plain and kind is not types.SimpleNamespace:
             raise UndescribableError(f"a {kind.__module__}.{kind.__qualname__}")
         own = [] if base is None else [base.__repr__(value)]
@@ -178,20 +188,27 @@ class Describer:
         code = self.code(code_of(function))
         self.functions.setdefault(code, []).append(function)
         module = str(function.__module__)
-        parts = ["function", module, _version(module), function.__qualname__, code]
-        cells = function.__closure__ or ()
-        try:
-            parts += [self.of(function.__defaults__), self.of(function.__kwdefaults__)]
-            parts += [self.of(_content(cell)) for cell in cells]
-            if "__wrapped__" in vars(function):
-                parts.append(self.of(vars(function)["__wrapped__"]))
-        except UndescribableError as error:
-            self.opaque[code] = f"{function.__qualname__} holds {error}"
-            parts.append("opaque")
+        parts = ["function", module, version_of(module), function.__qualname__, code]
+        cells = [content_of(cell) for cell in function.__closure__ or ()]
+        before = set(self.functions)
+        # torch.compile leaves marks with addresses.
+        own = {n: v for n, v in vars(function).items() if not n.startswith("_torchdynamo")}
+        for each in (function.__defaults__, function.__kwdefaults__, own, *cells):
+            try:
+                parts.append(self.of(each))
+            except UndescribableError as error:
+                self.opaque[code] = f"{function.__qualname__} holds {error}"
+                parts.append("opaque")
+        if code in self.opaque and is_library(function.__globals__.get("__name__")):
+            # A walk does not meet the code of a library's wrapper, but the code that it wraps.
+            wrapped = [getattr(cell, "__func__", cell) for cell in cells]
+            inner = {self.code(code_of(w)) for w in wrapped if isinstance(w, types.FunctionType)}
+            for each in inner | (self.functions.keys() - before):
+                self.opaque.setdefault(each, self.opaque[code])
         return parts
 
     def _class(self, kind: type) -> list[str]:
-        parts = ["class", kind.__module__, kind.__qualname__, _version(kind.__module__)]
+        parts = ["class", kind.__module__, kind.__qualname__, version_of(kind.__module__)]
         if not (is_of_users(kind) or issubclass(kind, nn.Module)):
             return parts
         parts += [self.of(base) for base in kind.__bases__]
@@ -226,7 +243,7 @@ class Describer:
 
     def _enum(self, value: enum.Enum) -> list[str]:
         kind = type(value)
-        return ["enum", kind.__module__, kind.__qualname__, value.name, self.of(value.value)]
+        return ["enum", self.of(kind), value.name, self.of(value.value)]
 
     def _scalar(self, value: Any) -> list[str]:
         return ["scalar", value.dtype.str, value.tobytes().hex()]
@@ -240,10 +257,22 @@ class Describer:
         return ["variable", value.name, self.of(value.get(MISSING))]
 
 
-def _builtin(_: Describer, value: Any) -> list[str]:
-    module = getattr(value, "__module__", None) or ""
+def _is_known(kind: type) -> bool:
+    """Whether objects of ``kind`` keep their state where attributes show it."""
+    return is_of_users(kind) or (holds_all_in_dict(kind) and kind.__name__ != "_Environ")
+
+
+def _builtin(describer: Describer, value: Any) -> list[str]:
+    owner = getattr(value, "__self__", None)
+    module = getattr(value, "__module__", None) or getattr(value, "__objclass__", owner)
+    module = module if isinstance(module, str) else str(getattr(module, "__module__", "") or "")
     name = getattr(value, "__qualname__", None) or value.__name__
-    return ["builtin", module, str(name), _version(module)]
+    version = version_of(module)
+    top = module.partition(".")[0]
+    if not version and top and top not in sys.stdlib_module_names:
+        raise UndescribableError(f"{module}.{name}, which is written in C and has no version")
+    bound = owner is not None and not isinstance(owner, type | types.ModuleType)
+    return ["builtin", module, str(name), version, *([describer.of(owner)] if bound else [])]
 
 
 def _operator(_: Describer, value: Any) -> list[str]:
@@ -259,7 +288,7 @@ def _pattern(_: Describer, value: re.Pattern[Any]) -> list[str]:
 
 
 def _module(_: Describer, value: types.ModuleType) -> list[str]:
-    return ["python module", value.__name__, _version(value.__name__)]
+    return ["python module", value.__name__, version_of(value.__name__)]
 
 
 def _typing(_: Describer, value: Any) -> list[str]:
@@ -292,33 +321,3 @@ _KINDS: tuple[tuple[Any, Callable[[Describer, Any], list[str]]], ...] = (
     (numpy.generic, Describer._scalar),
     (Mapping | tuple | list | set | frozenset | collections.deque, Describer._container),
 )
-
-
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # the cell is empty
-        return MISSING
-
-
-def _constant(value: Any) -> str:
-    """Return a text of a constant of a code object; sets have no order of their own."""
-    if isinstance(value, frozenset):
-        return f"frozenset {sorted(map(_constant, value))}"
-    if isinstance(value, tuple):
-        return f"tuple {list(map(_constant, value))}"
-    return f"{type(value).__name__} {value!r}"
-
-
-def _digest(parts: Iterable[str]) -> str:
-    # Lengths keep two lists of texts from having one joined text.
-    text = "".join(f"{len(part)}:{part}" for part in parts)
-    return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()
-
-
-@functools.lru_cache(maxsize=1024)
-def _version(module: str) -> str:
-    """Return the version of the package that ``module`` belongs to; empty if it has none."""
-    package = sys.modules.get(module.partition(".")[0])
-    found = vars(package).get("__version__") if package is not None else None
-    return str(found or "")

@@ -147,7 +147,9 @@ def verified(
 
 
 def _named(walked: Walk) -> str:
-    return digest_of("\n".join(f"{place} {digest}" for place, digest in walked.named.items()))
+    lines = (f"{place} {sorted(digests)}" for place, digests in walked.named.items())
+    # The order of the walk depends on what was imported before.
+    return digest_of("\n".join(sorted(lines)))
 
 
 def _searched(module: nn.Module, walked: Walk) -> list[OutsideValue]:
@@ -168,6 +170,10 @@ def _values(
     copies = copied_values(raw)
     values = {(p, n): _narrowed(template, copies[p, n]) for p, n, template in wanted}
     lines = [f"{p} {n} {_of(describer, f'{p}.{n}', v)}" for (p, n), v in values.items()]
+    for path, name in values:
+        if name == "__dict__":
+            owner = module.get_submodule(path)
+            lines.append(f"{path} {[n for n in vars(owner) if n in own_names(owner)]}")
     return values, digest_of("\n".join(lines))
 
 

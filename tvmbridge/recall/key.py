@@ -20,6 +20,7 @@ from tvmbridge.graph_capture.observe.settings import settings_now
 from tvmbridge.graph_capture.trace.patches import code_of
 from tvmbridge.recall.codec import encode
 from tvmbridge.recall.describe import Describer, UndescribableError
+from tvmbridge.recall.digests import is_filled
 
 _TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
 _OWN_CALLS = ("_call_impl", "_wrapped_call_impl", "_compiled_call_impl", "__call__")
@@ -39,6 +40,11 @@ _SPACES: tuple[Any, ...] = (
     torch.nn.Module,
     torch.nn.init,
     torch.autograd.Function,
+    torch._tensor,
+    torch.nn.parameter,
+    torch.nn.utils.parametrize,
+    torch.nn.utils.rnn,
+    torch.utils.checkpoint,
     *(v for v in vars(torch.nn.modules).values() if isinstance(v, types.ModuleType)),
 )
 
@@ -176,12 +182,24 @@ def _functions(describer: Describer) -> Iterator[str]:
             if isinstance(value, property):
                 value = value.fget
             if isinstance(value, types.FunctionType):
-                yield f"{name} {value.__module__} {value.__qualname__} {_code(value, describer)}"
+                yield f"{name} {_function(value, describer)}"
             elif isinstance(value, type):
                 yield f"{name} class {value.__module__} {value.__qualname__}"
-            elif callable(value) and not isinstance(value, types.ModuleType):
+            elif isinstance(value, types.ModuleType):
+                # The submodules that are imported so far are no state.
+                if not value.__name__.startswith(f"{space.__name__}."):
+                    yield f"{name} module {value.__name__}"
+            elif type(value) in (bool, int, float, str):
+                yield f"{name} {value!r}"
+            elif callable(value):
                 yield f"{name} {type(value).__name__} {getattr(value, '__qualname__', '')}"
 
 
-def _code(function: types.FunctionType, describer: Describer) -> str:
-    return describer.code(code_of(function))
+def _function(function: types.FunctionType, describer: Describer) -> str:
+    """Return the name and code of a function, its defaults, and the functions that it wraps."""
+    given = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    texts = [repr(each) for each in given if type(each) in (bool, int, float, str)]
+    cells = [cell.cell_contents for cell in function.__closure__ or () if is_filled(cell)]
+    inner = [each for each in cells if isinstance(each, types.FunctionType)]
+    parts = [function.__module__, function.__qualname__, describer.code(code_of(function)), *texts]
+    return " ".join([*parts, *(describer.code(code_of(each)) for each in inner)])

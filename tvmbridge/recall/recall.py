@@ -6,7 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from torch import nn
 
 from tvmbridge.backends import resolve_target
 from tvmbridge.cache import CacheKey, Kept, Store
+from tvmbridge.cache.key import digest_of
+from tvmbridge.compiler.bound import bound_entry
 from tvmbridge.compiler.cached_build import CachedBuild
 from tvmbridge.compiler.compiled import CompiledModule
 from tvmbridge.compiler.packing import ModulePacks
@@ -21,13 +23,15 @@ from tvmbridge.core.errors import BridgeError, first_line
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.plain_json import parse_json
 from tvmbridge.core.profiling import region
-from tvmbridge.core.torch_private import function_mode_count, pytree
+from tvmbridge.core.structure import children
+from tvmbridge.core.torch_private import dispatch_mode_count, function_mode_count, pytree
 from tvmbridge.graph_capture.observe.leaks import collections_put_off
 from tvmbridge.recall.binding import captured_of, compiled_of
 from tvmbridge.recall.describe import Describer, UndescribableError
 from tvmbridge.recall.facts import Facts, observed, verified
 from tvmbridge.recall.key import call_entry, module_entry, surroundings_entries
 from tvmbridge.recall.plan import CodePlan, plan_of
+from tvmbridge.recall.walk import flattening
 
 logger = logging.getLogger(__name__)
 
@@ -65,13 +69,16 @@ class Caller:
         if not is_on(self.options):
             return ""
         build = self.build()
-        reason = self.refusal or build.unused()
-        if reason is not None:
-            return reason
+        if build.unused() is not None:
+            return ""  # The report says why the cache is off.
+        if self.refusal is not None:
+            return self.refusal
         if self.options.extra_passes or self.options.fx_passes is not None:
             return "passes of the user"
         if self.options.freeze:
             return "frozen weights"
+        if dispatch_mode_count():
+            return "a dispatch mode is active"
         return "a function mode is active" if function_mode_count() else None
 
     def key(self, describer: Describer) -> CacheKey:
@@ -131,6 +138,8 @@ def _bound(caller: Caller, kept: Kept, describer: Describer) -> CompiledModule:
     """Compare the facts of a plan with the module, and load the code for it."""
     content = kept.description
     plan, facts = CodePlan.parse(content.get("plan")), Facts.parse(content.get("facts"))
+    if content.get("structures") != _structures(plan, describer):
+        raise UndescribableError("the functions that flatten arguments or results are others")
     values, outside = verified(caller.module, facts, describer)
     for names in plan.packs:
         refusals = [caller.packing.weight_refusal(name) for name in names]
@@ -140,7 +149,9 @@ def _bound(caller: Caller, kept: Kept, describer: Describer) -> CompiledModule:
     leaves = pytree.tree_leaves((caller.args, dict(caller.kwargs)))
     captured = captured_of(plan, caller.module, leaves, values, outside)
     records: list[Any] = []
-    build = caller.build()
+    structure = plan.convention.out_spec
+    bound = bound_entry(plan.inputs, plan.outputs, structure, plan)
+    build = replace(caller.build(), bound=bound)
     built = build.recalled(plan.source, records)
     if isinstance(built, str):
         raise UndescribableError(f"code that is not kept: {built}")
@@ -158,7 +169,8 @@ def keep(caller: Caller, key: CacheKey | None, compiled: CompiledModule) -> str 
         if changed:
             raise UndescribableError(f"{', '.join(changed)}, which changed during the compilation")
         facts = observed(caller.module, compiled.captured.assumptions, describer)
-        description = {"plan": plan.content(), "facts": facts.content()}
+        structures = _structures(plan, describer)
+        description = {"plan": plan.content(), "facts": facts.content(), "structures": structures}
         _refuse_unreadable(description, plan)
         return Store.of_now().write(key, Kept(description, graph))
     except UndescribableError as error:
@@ -168,6 +180,19 @@ def keep(caller: Caller, key: CacheKey | None, compiled: CompiledModule) -> str 
         logger.warning("no plan is kept: %s", first_line(error))
         logger.debug("the plan", exc_info=True)
         return f"no plan can be made: {first_line(error)}"
+
+
+def _structures(plan: CodePlan, describer: Describer) -> str:
+    """Return a digest of the users' functions that flatten and rebuild arguments and results."""
+    convention = plan.convention
+    waiting, lines = [convention.in_spec, convention.out_spec], set()
+    while waiting:
+        spec = waiting.pop()
+        waiting += [] if spec.is_leaf() else children(spec)
+        node = pytree.SUPPORTED_NODES.get(spec.type)
+        if node is not None:
+            lines |= {describer.of(each) for each in flattening(node)}
+    return digest_of("\n".join(sorted(lines)))
 
 
 def _refuse_unreadable(description: Mapping[str, Any], plan: CodePlan) -> None:

@@ -9,28 +9,46 @@ from __future__ import annotations
 
 import builtins
 import importlib.util
+import os
 import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from tvmbridge.core.contents import MISSING
+from tvmbridge.core.torch_private import pytree
 from tvmbridge.graph_capture.observe.executed import Executed, is_library
 from tvmbridge.graph_capture.observe.names import Names
 from tvmbridge.graph_capture.trace.patches import code_of
 from tvmbridge.recall.describe import Describer, UndescribableError
+from tvmbridge.recall.digests import is_filled
 
 # What these Python modules and functions return may be another at the next call.
 _VARYING = frozenset(
     {"os", "io", "time", "datetime", "random", "secrets", "uuid", "socket", "subprocess"}
-    | {"pathlib", "tempfile", "shutil", "urllib", "http", "pickle", "numpy.random"}
+    | {"pathlib", "tempfile", "shutil", "urllib", "http", "pickle", "numpy.random", "posix"}
+    | {"posixpath", "ntpath", "genericpath", "glob", "linecache", "platform", "locale"}
+    | {"getpass", "gc", "weakref", "shelve", "sqlite3", "resource", "signal"}
+    | {"torch.random", "torch.cuda.random"}
 )
 _READ_FILES = frozenset(
     {"open", "load", "loadtxt", "genfromtxt", "fromfile", "memmap", "from_file"}
 )
+_OF_FRAMES = frozenset(
+    {"stack", "trace", "currentframe", "getouterframes", "getinnerframes", "getframeinfo"}
+    | {"getsource", "getsourcelines", "findsource", "getfile", "getsourcefile", "getmodule"}
+    | {"getcomments", "getdoc"}
+)
+# What these functions of PyTorch return depends on the machine and on random generators.
+_OF_MACHINE = frozenset(
+    {"is_available", "device_count", "current_device", "initial_seed", "seed", "get_rng_state"}
+    | {"set_rng_state", "manual_seed", "get_device_name", "get_device_properties"}
+)
+# Builtin functions whose results two processes do not have in common.
+_OF_PROCESS = {"open": "opens a file", "hash": "calls hash", "input": "calls input"}
 _SEARCHING = frozenset({"getattr", "vars", "__dict__", "globals", "locals", "eval", "exec"})
 
 
@@ -47,11 +65,11 @@ class Walk:
     """What a walk has met.
 
     - ``functions``: the functions that forward ran, in the order of ``codes``.
-    - ``named``: for each name that their code uses, its place and the digest of its value.
+    - ``named``: for each name that their code uses, its place and the digests of its values.
     """
 
     functions: tuple[Executed, ...]
-    named: Mapping[str, str]
+    named: Mapping[str, Collection[str]]
 
 
 def classes_of(module: nn.Module) -> list[type]:
@@ -72,9 +90,12 @@ def walk(module: nn.Module, describer: Describer, codes: Sequence[str]) -> Walk:
     """
     for kind in classes_of(module):
         describer.of(kind)
+    for node in list(pytree.SUPPORTED_NODES.values()):
+        for function in flattening(node):
+            describer.of(function)
     wanted, done = set(codes), set[int]()
     ran: list[Executed] = []
-    named: dict[str, str] = {}
+    named: dict[str, set[str]] = {}
     found: set[str] = set()
     while True:
         new = [
@@ -91,7 +112,9 @@ def walk(module: nn.Module, describer: Describer, codes: Sequence[str]) -> Walk:
             for each in _executed(function, describer, wanted):
                 ran.append(each)
                 found.add(describer.code(each.code))
-                named.update(_named(each, describer))
+                for place, digest in _named(each, describer).items():
+                    # Two Python modules may have the same name.
+                    named.setdefault(place, set()).add(digest)
     for digest in found:
         if digest in describer.opaque:
             raise UndescribableError(describer.opaque[digest])
@@ -102,25 +125,24 @@ def walk(module: nn.Module, describer: Describer, codes: Sequence[str]) -> Walk:
     return Walk(tuple(ran), named)
 
 
+def flattening(node: Any) -> list[types.FunctionType]:
+    """Return the functions of users by which PyTorch flattens and rebuilds objects of a class."""
+    functions = (node.flatten_fn, node.unflatten_fn)
+    found = [each for each in functions if isinstance(each, types.FunctionType)]
+    return [each for each in found if not is_library(each.__module__)]
+
+
 def _executed(
     function: types.FunctionType, describer: Describer, wanted: set[str]
 ) -> Iterator[Executed]:
     """Yield the function, and the wanted code objects of functions that are defined in it."""
     code = code_of(function)
     cells = zip(code.co_freevars, function.__closure__ or (), strict=False)
-    free = {n: c.cell_contents for n, c in cells if _is_filled(c)}
+    free = {n: c.cell_contents for n, c in cells if is_filled(c)}
     yield Executed(code, function.__globals__, free)
     for inner in _within(code):
         if describer.code(inner) in wanted:
             yield Executed(inner, function.__globals__, {})
-
-
-def _is_filled(cell: types.CellType) -> bool:
-    try:
-        _ = cell.cell_contents
-    except ValueError:
-        return False
-    return True
 
 
 def _within(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -137,8 +159,9 @@ def _named(executed: Executed, describer: Describer) -> dict[str, str]:
     searching = names.looked_up & _SEARCHING
     if searching & {"globals", "locals", "eval", "exec"}:
         raise UndescribableError(f"a function that calls {', '.join(sorted(searching))}")
-    if "open" in names.globals:
-        raise UndescribableError("a function that opens a file")
+    for name, what in _OF_PROCESS.items():
+        if name in names.globals:
+            raise UndescribableError(f"a function that {what}")
     found: dict[str, str] = {}
     values: list[tuple[str, Any]] = []
     for name in sorted(names.globals):
@@ -149,22 +172,43 @@ def _named(executed: Executed, describer: Describer) -> dict[str, str]:
     known = set[int]()
     while values:
         place, value = values.pop()
+        _refuse_varying(place, value, names)
         if value is not MISSING or not place.startswith("import "):
             found[place] = _described(place, value, describer)
         if isinstance(value, types.ModuleType) and id(value) not in known:
             known.add(id(value))
-            _refuse_varying(place, value, names)
             values += _attributes(place, value, names, bool(searching))
     return found
 
 
-def _refuse_varying(place: str, module: types.ModuleType, names: Names) -> None:
-    """Raise UndescribableError if code may read files, the clock or the like from ``module``."""
-    top = module.__name__.partition(".")[0]
-    if module.__name__ in _VARYING or top in _VARYING:
+def _refuse_varying(place: str, value: Any, names: Names) -> None:
+    """Raise UndescribableError if code may read files, the clock or the like by ``value``."""
+    is_module = isinstance(value, types.ModuleType)
+    if not is_module and not callable(value):
+        return
+    defined = value.__name__ if is_module else getattr(value, "__module__", None)
+    module = str(defined or getattr(getattr(value, "__self__", None), "__name__", ""))
+    top = module.partition(".")[0]
+    if module == "os" and _reads_variables_alone(value, names):
+        return
+    if module in _VARYING or top in _VARYING:
         raise UndescribableError(f"{place}, whose functions may return something else each time")
-    if top in ("numpy", "torch") and names.looked_up & _READ_FILES:
+    asked = names.looked_up if is_module else {getattr(value, "__name__", "")}
+    if top == "inspect" and asked & _OF_FRAMES:
+        raise UndescribableError(f"{place}, which reads frames or files")
+    if top not in ("numpy", "torch"):
+        return
+    if asked & _READ_FILES:
         raise UndescribableError(f"{place}, from which a file may be read")
+    if top == "torch" and asked & _OF_MACHINE:
+        raise UndescribableError(f"{place}, which may be asked about the machine or the generator")
+
+
+def _reads_variables_alone(value: Any, names: Names) -> bool:
+    """Whether code reads nothing of ``os`` but the environment, which guards compare as a whole."""
+    if not isinstance(value, types.ModuleType):
+        return value is os.getenv
+    return not names.looked_up & vars(os).keys() - {"environ", "getenv", "get"}
 
 
 def _described(place: str, value: Any, describer: Describer) -> str:

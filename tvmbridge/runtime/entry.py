@@ -63,6 +63,8 @@ class CompiledEntry:
         self.fills_first = False
         # Whether the code came from disk without capture, or why not; empty: the option is off.
         self.recalled = ""
+        # The digest of the key of the plan on disk; empty if there is none.
+        self.plan = ""
         self._declined = 0
         self.given = GivenPrimals(captured)
         users = [d for d in captured.inputs if d.kind is InputKind.USER]
@@ -118,7 +120,7 @@ class CompiledEntry:
         """
         copied = CompiledEntry(self.state.rebound(memo), self.compiled, packing, self.flags)
         copied.fills_first = self.awaits_first()
-        copied.recalled = self.recalled
+        copied.recalled, copied.plan = self.recalled, self.plan
         return copied
 
     def is_to_be_renewed(self) -> bool:

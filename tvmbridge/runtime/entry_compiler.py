@@ -160,6 +160,7 @@ class Compiler:
             if why:
                 first = "state that the first call fills" if entry.fills_first else None
                 refused = first or keep(caller, key, compiled)
+                entry.plan = key.digest if key is not None and refused is None else ""
                 entry.recalled = f"captured: {why}" + (f"; not kept: {refused}" if refused else "")
         return entry
 
@@ -203,7 +204,7 @@ class Compiler:
         except Exception as error:
             logger.warning("a plan of compiled code is not used: %s", first_line(error))
             return None, f"the plan cannot be used: {first_line(error)}", key
-        entry.recalled = RECALLED
+        entry.recalled, entry.plan = RECALLED, "" if key is None else key.digest
         return entry, "", None
 
     def _compiled(
