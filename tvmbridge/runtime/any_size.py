@@ -38,6 +38,8 @@ class AnySize:
         retire: called with the entries that are no longer kept.
     """
 
+    is_declared = False
+
     def __init__(self, compiler: Compiler, retire: Retire) -> None:
         self.compiler = compiler
         self.retire = retire

@@ -165,6 +165,8 @@ class DeclaredSizes(AnySize):
         forward: the function whose parameters the spec names.
     """
 
+    is_declared = True
+
     def __init__(
         self, compiler: Compiler, retire: Retire, spec: Spec, forward: Callable[..., Any]
     ) -> None:

@@ -29,7 +29,7 @@ from tvmbridge.graph_capture.trace.standins import without_inference_tensors
 from tvmbridge.recall import RECALLED, Caller, keep, recalled
 from tvmbridge.runtime.background import Background
 from tvmbridge.runtime.entry import CompiledEntry
-from tvmbridge.runtime.guards.forwards import is_wrapped, with_own_forward
+from tvmbridge.runtime.guards.forwards import is_wrapped, original_forward, with_own_forward
 from tvmbridge.runtime.guards.mode import Flags, Mode, flags_of
 from tvmbridge.runtime.guards.signature import Signature
 from tvmbridge.runtime.guards.state import ModuleState
@@ -62,6 +62,11 @@ class Compiler:
     packing: ModulePacks
     instead: Callable[[CompileRequest], CompiledModule] | None = None
     background: Background | None = None
+
+    @property
+    def original(self) -> Callable[..., Any]:
+        """Return the module's own forward: the instance's, or the one its class has now."""
+        return original_forward(self.module, self.own)
 
     def entry(
         self,

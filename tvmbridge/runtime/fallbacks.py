@@ -6,7 +6,7 @@ import atexit
 import logging
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from tvmbridge.core.errors import FallbackError
@@ -50,11 +50,16 @@ class Tally:
             ``"raise"`` raises an error instead of running the module's own forward.
     """
 
+    # What serves the other calls, in short and in full, and the function that reports the counts.
+    by, code, report = "TVM", "code compiled by TVM", "dispatch_report"
+
     def __init__(self, name: str, on_fallback: str = "warn") -> None:
         self.counts: Counter[str] = Counter()
         self.reasons: dict[str, Reason] = {}
         self.on_fallback = on_fallback
         self._name = name
+        # Called with each reason that is counted.
+        self.noted: Callable[[str], None] | None = None
         self._told: set[str] = set()
         self._counting = threading.Lock()
 
@@ -66,6 +71,7 @@ class Tally:
         Raises:
             FallbackError: ``on_fallback`` is ``"raise"``.
         """
+        given = why.text
         with self._counting:
             if why.text not in self.counts and len(self.counts) >= _MOST_REASONS:
                 why = Reason(Kind.FURTHER, why.text)
@@ -79,6 +85,8 @@ class Tally:
             told = why.settles or text in self._told
             if not why.settles and (not why.advice or self.on_fallback == "warn"):
                 self._told.add(text)
+        if self.noted is not None:
+            self.noted(given)
         if not why.advice:
             if not told:
                 logger.info("%s runs its own forward: %s", self._name, why)
@@ -86,11 +94,12 @@ class Tally:
             raise FallbackError(f"{self._name} is not served by TVM: {why}; {why.advice}")
         elif self.on_fallback == "warn" and not told:
             logger.warning(
-                "%s runs its own forward, not code compiled by TVM: %s; %s (told once; "
-                "dispatch_report counts such calls)",
+                "%s runs its own forward, not %s: %s; %s (told once; %s counts such calls)",
                 self._name,
+                self.code,
                 why,
                 why.advice,
+                self.report,
             )
 
     def note_verdict(self, what: str, verdict: SpeedVerdict) -> None:
@@ -113,7 +122,7 @@ class Tally:
             return None
         fallen, reason = sum(self.counts.values()), self.reasons[text]
         return (
-            f"{self._name}: TVM served {served} of {served + fallen} calls "
+            f"{self._name}: {self.by} served {served} of {served + fallen} calls "
             f"({share(served, fallen):.0%}); {self.counts[text]} ran the module's own forward "
             f"because {reason}; {reason.advice}"
         )

@@ -10,11 +10,19 @@ from typing import Protocol
 from tvmbridge.runtime.fallbacks import forget_summaries
 
 
+class ForgottenPaths(Protocol):
+    """Fast paths, which are dropped at a fork."""
+
+    def forget(self) -> None:
+        """Drop the fast paths, so that the full guards check the next call."""
+
+
 class Registered(Protocol):
     """The part of a dispatcher that this registry calls."""
 
-    def forget_fast(self) -> None:
-        """Drop the fast paths, so that the full guards check the next call."""
+    @property
+    def paths(self) -> ForgottenPaths:
+        """The fast paths of the dispatcher."""
 
     def sum_up(self) -> None:
         """Keep a summary of the calls, which is logged at the end of the process."""
@@ -31,7 +39,7 @@ def register(dispatcher: Registered) -> None:
 def _forget_after_fork() -> None:
     # The threads that compiled code runs on do not exist in the new process.
     for dispatcher in list(_registered):
-        dispatcher.forget_fast()
+        dispatcher.paths.forget()
     forget_summaries()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,6 +17,9 @@ from tvmbridge.runtime.entry import CompiledEntry
 from tvmbridge.runtime.guards.mode import Flags, Mode
 from tvmbridge.runtime.guards.signature import Matched, Signature
 
+# Numbers the uses of all specialisations.
+USES = itertools.count(1)
+
 
 class Specialization:
     """One signature, with an entry for each mode and each set of ``requires_grad`` flags.
@@ -25,7 +29,7 @@ class Specialization:
       dropped. Calls do not try these again.
     - ``family``: compiles an entry from the symbolic code of a shape class; None: the code is
       for the sizes of this signature.
-    - ``last_use``: a counter value that grows with each use.
+    - ``last_use``: the number of the last use.
     """
 
     def __init__(self, signature: Signature) -> None:

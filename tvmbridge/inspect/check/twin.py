@@ -181,7 +181,7 @@ def _closure_over(module: nn.Module) -> str | None:
     for path, part in module.named_modules():
         for name, value in vars(part).items():
             if isinstance(value, Dispatcher):
-                value = value.original
+                value = value.code.original
             if isinstance(value, types.FunctionType) and _reads(value, own):
                 return f"{path}.{name}".lstrip(".")
     return None
