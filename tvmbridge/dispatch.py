@@ -21,7 +21,7 @@ from tvmbridge.graph_capture.observe.refusal import refuse_at_sight
 from tvmbridge.graph_capture.surroundings import refused_now
 from tvmbridge.inspect.check import Checker
 from tvmbridge.report import DispatchReport, report_of_all
-from tvmbridge.runtime.declared_sizes import DeclaredSizes, sizes_to_serve
+from tvmbridge.runtime.any_size import sizes_to_serve
 from tvmbridge.runtime.dispatcher import Dispatcher, code_of
 from tvmbridge.runtime.fallbacks import ON_FALLBACK
 from tvmbridge.runtime.guards.forwards import standing_behind
@@ -198,7 +198,7 @@ def add_tvm_dispatch(
         except DataDependentError as error:
             if not code.policy.cut.at(str(error)):
                 raise
-    elif not isinstance(code.policy.sizes, DeclaredSizes):
+    elif code.policy.sizes is None or code.policy.sizes.spec is None:
         code.policy.compiles_signatures = True
     if on_fallback is not None:
         code.tally.on_fallback = on_fallback

@@ -190,6 +190,7 @@ class Kind(enum.Enum):
     # There is no code.
     FAILED = "{}", _EXPLAIN
     NOT_COMPILED = "nothing is compiled", _EXPLAIN
+    NO_SYMBOLIC = "no code for any size: {}", _EXPLAIN
     COMPILING = "its code is being compiled in the background", ""
     DROPPED = (
         "code for this requires_grad of inputs and parameters was dropped, of more than "

@@ -19,7 +19,6 @@ from tvmbridge.graph_capture.observe.plain import unusual_in
 from tvmbridge.runtime.any_size import AnySize
 from tvmbridge.runtime.background import COMPILING, UnderWayError
 from tvmbridge.runtime.changing_numbers import ChangingNumbers
-from tvmbridge.runtime.declared_sizes import DeclaredSizes
 from tvmbridge.runtime.entry import CompiledEntry
 from tvmbridge.runtime.entry_compiler import Compiler
 from tvmbridge.runtime.guards.forwards import StandsForForward
@@ -319,9 +318,7 @@ class Policy:
             spec: the symbolic dimensions, as torch.export's ``dynamic_shapes``; None: the
                 dimensions whose sizes calls change.
         """
-        of_module = self.compiler, self.kept.retire
-        given = None if spec is None else DeclaredSizes(*of_module, spec, self.compiler.original)
-        self.sizes = given or AnySize(*of_module)
+        self.sizes = AnySize(self.compiler, self.kept.retire, spec)
 
     def turn_to_any_size(self) -> bool:
         """Serve other sizes by symbolic code from now on; return whether this is a change.
@@ -345,7 +342,7 @@ class Policy:
         """Whether a call may compile code that takes its numbers as inputs."""
         if self.sizes is None:
             return self.compiles_signatures
-        return not self.sizes.is_declared
+        return self.sizes.spec is None
 
     def has_room(
         self,

@@ -8,8 +8,8 @@ from typing import Any
 
 from tvmbridge.core.errors import BridgeError
 from tvmbridge.core.reasons import Reason
+from tvmbridge.runtime.any_size import AnySize
 from tvmbridge.runtime.background import UnderWayError
-from tvmbridge.runtime.declared_sizes import DeclaredSizes
 from tvmbridge.runtime.guards.mode import Mode
 from tvmbridge.runtime.guards.signature import Matched, Signature
 from tvmbridge.runtime.policy import Policy, Wanted
@@ -26,7 +26,7 @@ def compile_sample(policy: Policy, args: tuple[Any, ...], kwargs: Mapping[str, A
     """
     if policy.options.freeze:
         policy.kept.drop_outdated()
-    if isinstance(policy.sizes, DeclaredSizes):
+    if policy.sizes is not None and policy.sizes.spec is not None:
         _compile_declared(policy, policy.sizes, args, kwargs)
         return
     wanted, is_compiled = _find_or_add(policy, args, kwargs)
@@ -38,7 +38,7 @@ def compile_sample(policy: Policy, args: tuple[Any, ...], kwargs: Mapping[str, A
 
 
 def _compile_declared(
-    policy: Policy, sizes: DeclaredSizes, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    policy: Policy, sizes: AnySize, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> None:
     """Compile code for a sample with the symbolic dimensions that the user has declared."""
     wanted = _wanted(policy, sizes.of_sample(args, kwargs), args, kwargs)
