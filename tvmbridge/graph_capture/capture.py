@@ -12,6 +12,7 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
+from tvmbridge.backends import is_on_host
 from tvmbridge.core.autocast import autocast_now, without_autocast
 from tvmbridge.core.captured_graph import Assumptions, CallingConvention, CapturedGraph
 from tvmbridge.core.errors import (
@@ -319,7 +320,7 @@ def _taken_apart(program: ExportedProgram, table: dict[Any, Callable[..., Any]])
         program = program.run_decompositions(table)
     tidy_draws(program)
     device = device_of(program)
-    if device.type != "cpu":
+    if not is_on_host(device):
         move_in_program(program, device)
     # The example inputs would keep the arguments and their autograd graph alive.
     program.example_inputs = None

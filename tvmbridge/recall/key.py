@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from tvmbridge.backends import is_on_host
 from tvmbridge.cache.key import digest_of
 from tvmbridge.core.methods import MethodOf
 from tvmbridge.core.torch_private import TensorBase, has_storage, jit_internal, nn_functions
@@ -148,7 +149,7 @@ class _Memory:
 def _unusual(tensor: torch.Tensor) -> str | None:
     if type(tensor) not in _TENSORS:
         return f"a {type(tensor).__qualname__}"
-    if tensor.device.type != "cpu":
+    if not is_on_host(tensor.device):
         return f"on {tensor.device.type}"
     if tensor.layout is not torch.strided or not has_storage(tensor):
         return "not strided"

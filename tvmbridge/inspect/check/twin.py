@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tvmbridge.backends import backend_of
 from tvmbridge.core.autocast import autocast_now, under_autocast, without_autocast
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.core.types import IntermediateBase
@@ -26,10 +27,7 @@ GeneratorStates = list[tuple[torch.Generator, torch.Tensor]]
 
 def generator_states(device: torch.device) -> GeneratorStates:
     """Return the default generators that a call may draw from, each with its present state."""
-    generators = [torch.default_generator]
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        generators.append(torch.cuda.default_generators[index])
+    generators = [torch.default_generator, *backend_of(device).generators(device)]
     return [(g, g.get_state()) for g in generators]
 
 
