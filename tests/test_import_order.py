@@ -29,6 +29,7 @@ ORDER = (
     "backends",
     "cache",
     "gradients",
+    "calls",
     "graph_capture",
     "frontend",
     "differentiation",

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from torch import nn
 
 from tvmbridge.backends import known_target
+from tvmbridge.calls.surroundings import refused_now
 from tvmbridge.core.checks import CheckPolicy
 from tvmbridge.core.contents import MISSING
 from tvmbridge.core.errors import CaptureError, DataDependentError
@@ -18,7 +19,6 @@ from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.sharding import gathered
 from tvmbridge.graph_capture.capture import normalize_sample
 from tvmbridge.graph_capture.observe.refusal import refuse_at_sight
-from tvmbridge.graph_capture.surroundings import refused_now
 from tvmbridge.inspect.check import Checker
 from tvmbridge.report import DispatchReport, report_of_all
 from tvmbridge.runtime.any_size import sizes_to_serve

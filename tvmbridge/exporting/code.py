@@ -13,6 +13,7 @@ import tvm
 from torch import nn
 
 from tvmbridge.backends import backend_of
+from tvmbridge.calls.standins import without_inference_tensors
 from tvmbridge.compiler.build import Code, build
 from tvmbridge.compiler.durations import StageDurations
 from tvmbridge.compiler.executable import LoadedModule
@@ -36,7 +37,6 @@ from tvmbridge.exporting.convention import (
 from tvmbridge.exporting.leftovers import refuse_effects
 from tvmbridge.exporting.views import with_views
 from tvmbridge.graph_capture.surroundings import tracing_here, undisturbed
-from tvmbridge.graph_capture.trace.standins import without_inference_tensors
 from tvmbridge.passes.relax.lift_frozen import TRANSFORM
 from tvmbridge.runtime.entry_compiler import apart_or_itself
 from tvmbridge.runtime.frozen import FrozenWeights

@@ -10,11 +10,11 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from sympy.printing.str import StrPrinter  # type: ignore[import-untyped]
 
+from tvmbridge.calls.plain import PLAIN
 from tvmbridge.core.contents import same_value
 from tvmbridge.core.errors import CaptureError
 from tvmbridge.core.generated import Scope
 from tvmbridge.core.reasons import Kind, Reason
-from tvmbridge.graph_capture.observe.plain import PLAIN
 from tvmbridge.graph_capture.relations import Relations
 
 _FUNCTIONS: dict[str, Any] = {

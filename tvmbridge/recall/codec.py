@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from tvmbridge.calls.layouts import Layout
 from tvmbridge.compiler.laying_out import Layouts
 from tvmbridge.compiler.readers import Readers
 from tvmbridge.core.assumptions import Question
@@ -36,7 +37,6 @@ from tvmbridge.core.types import (
     ValueDescriptor,
     ViewStep,
 )
-from tvmbridge.graph_capture.memory.layouts import Layout
 from tvmbridge.passes.relax.return_whole import Whole
 from tvmbridge.recall.describe import UndescribableError
 

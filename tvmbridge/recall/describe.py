@@ -24,11 +24,11 @@ import numpy
 import torch
 from torch import nn
 
+from tvmbridge.calls.patches import code_of
 from tvmbridge.core.contents import ANY_TENSOR, MISSING, PartOf, attributes_of
 from tvmbridge.core.errors import BridgeError
 from tvmbridge.core.torch_private import OpOverload, OpOverloadPacket
 from tvmbridge.graph_capture.observe.data import is_of_users
-from tvmbridge.graph_capture.trace.patches import code_of
 
 _CONSTANTS = (bool, int, float, complex, str, bytes, range, type(None), type(...))
 _OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)

@@ -14,11 +14,11 @@ from torch import fx, nn
 
 from tvmbridge.backends import is_on_host
 from tvmbridge.cache.key import digest_of
+from tvmbridge.calls.patches import code_of
 from tvmbridge.core.methods import MethodOf
 from tvmbridge.core.torch_private import TensorBase, has_storage, jit_internal, nn_functions
 from tvmbridge.graph_capture.observe.hooks import GLOBAL_HOOKS
 from tvmbridge.graph_capture.observe.settings import settings_now
-from tvmbridge.graph_capture.trace.patches import code_of
 from tvmbridge.recall.codec import encode
 from tvmbridge.recall.describe import Describer, UndescribableError
 

@@ -17,10 +17,10 @@ from typing import Any
 
 from torch import nn
 
+from tvmbridge.calls.patches import code_of
 from tvmbridge.core.contents import MISSING
 from tvmbridge.graph_capture.observe.executed import Executed, is_library
 from tvmbridge.graph_capture.observe.names import Names
-from tvmbridge.graph_capture.trace.patches import code_of
 from tvmbridge.recall.describe import Describer, UndescribableError
 
 # What these Python modules and functions return may be another at the next call.

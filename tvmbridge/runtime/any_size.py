@@ -22,9 +22,9 @@ from typing import Any
 from torch import nn
 from torch.export import AdditionalInputs, ShapesCollection
 
+from tvmbridge.calls.arguments import Arguments
 from tvmbridge.core.errors import BridgeError, BuildError, first_line
 from tvmbridge.core.reasons import Kind, Reason
-from tvmbridge.graph_capture.trace.arguments import Arguments
 from tvmbridge.runtime.entry import CompiledEntry
 from tvmbridge.runtime.entry_compiler import Compiler
 from tvmbridge.runtime.family import Family, RefusedGuessError, Retire
@@ -99,7 +99,7 @@ def reach(bounds: Sequence[DeclaredDimension], point: Point) -> list[Point]:
 
 
 @dataclass(eq=False)
-class _Sizes:
+class _SizeGroup:
     """The calls that differ from a signature in sizes alone, and the shape class that serves them.
 
     - ``signature``: the signature of a sample, or of the first call.
@@ -194,7 +194,7 @@ class AnySize:
         self.retire = retire
         self.spec = spec
         self.single = SingleSizes(retire)
-        self._known: list[_Sizes] = []
+        self._known: list[_SizeGroup] = []
         self._guesses = True
         self._lock = threading.RLock()
 
@@ -255,7 +255,7 @@ class AnySize:
             matched = signature.match(args, kwargs, any_size=True)
             if isinstance(matched, Reason):
                 continue
-            each = next((k for k in self._known if k.signature is signature), _Sizes(signature))
+            each = next((k for k in self._known if k.signature is signature), _SizeGroup(signature))
             self._guesses &= each.family is None or not each.family.refused
             found = each.renew(matched, self.compiler, self.retire, self._guesses)
             if found is not None:
@@ -314,7 +314,7 @@ class AnySize:
         assert self.spec is not None
         signature = Signature(args, kwargs, self.compiler.original)
         matched = signature.untaken() or signature.match(args, kwargs)
-        each = _Sizes(signature, declared(self.spec, self.compiler.original, args, kwargs))
+        each = _SizeGroup(signature, declared(self.spec, self.compiler.original, args, kwargs))
         if isinstance(matched, Reason):
             return matched
         found = each.served(matched) or each.renew(matched, self.compiler, self.retire)

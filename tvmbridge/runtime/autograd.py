@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from tvmbridge.calls.layouts import Strides
+from tvmbridge.calls.surroundings import in_checkpoint
 from tvmbridge.compiler.compiled import CompiledModule
 from tvmbridge.compiler.packing import ModulePacks
 from tvmbridge.compiler.partial_backwards import all_finite, refuse_unusual
@@ -18,8 +20,6 @@ from tvmbridge.core.profiling import region
 from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.core.torch_private import backward_keeps_graph
 from tvmbridge.core.types import TensorSpec
-from tvmbridge.graph_capture.memory.layouts import Strides
-from tvmbridge.graph_capture.surroundings import in_checkpoint
 from tvmbridge.runtime.cuda_graphs import Replayed
 from tvmbridge.runtime.guards.watch import watch
 from tvmbridge.runtime.output_hooks import let_hooks_wait

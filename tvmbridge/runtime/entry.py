@@ -10,6 +10,9 @@ from typing import Any
 import torch
 
 from tvmbridge.backends import backend_of
+from tvmbridge.calls.arguments import Arguments
+from tvmbridge.calls.plain import other_answer
+from tvmbridge.calls.surroundings import in_checkpoint, repeated_by_checkpoint
 from tvmbridge.compiler.compiled import CompiledModule
 from tvmbridge.compiler.packing import ModulePacks
 from tvmbridge.core.assumptions import Question
@@ -18,9 +21,6 @@ from tvmbridge.core.profiling import profiling, region
 from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.core.torch_private import saved_tensors_hooks_in_force
 from tvmbridge.core.types import InputKind
-from tvmbridge.graph_capture.observe.plain import other_answer
-from tvmbridge.graph_capture.surroundings import in_checkpoint, repeated_by_checkpoint
-from tvmbridge.graph_capture.trace.arguments import Arguments
 from tvmbridge.runtime.autograd import TrainingCall
 from tvmbridge.runtime.fast_path import FastPath
 from tvmbridge.runtime.frozen import FrozenWeights

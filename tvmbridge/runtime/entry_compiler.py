@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 from torch import nn
 
 from tvmbridge.cache import CacheKey
+from tvmbridge.calls.arguments import Arguments
+from tvmbridge.calls.standins import without_inference_tensors
 from tvmbridge.compiler.cached_build import HIT
 from tvmbridge.compiler.compiled import CompiledModule, compile_module
 from tvmbridge.compiler.durations import stages_told_to
@@ -24,8 +26,6 @@ from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.profiling import region
 from tvmbridge.graph_capture.observe.refusal import raise_if_forward_refuses
 from tvmbridge.graph_capture.surroundings import tracing_here, undisturbed
-from tvmbridge.graph_capture.trace.arguments import Arguments
-from tvmbridge.graph_capture.trace.standins import without_inference_tensors
 from tvmbridge.recall import RECALLED, Caller, keep, recalled
 from tvmbridge.runtime.background import Background
 from tvmbridge.runtime.entry import CompiledEntry

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
+from tvmbridge.calls.arguments import Arguments
+from tvmbridge.calls.standins import without_inference_tensors
 from tvmbridge.core.errors import BridgeError, BuildError, first_line
 from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.graph_capture.any_size import shapes_of
 from tvmbridge.graph_capture.surroundings import tracing_here, undisturbed
-from tvmbridge.graph_capture.trace.arguments import Arguments
-from tvmbridge.graph_capture.trace.standins import without_inference_tensors
 from tvmbridge.runtime.background import UnderWayError
 from tvmbridge.runtime.entry import CompiledEntry
 from tvmbridge.runtime.entry_compiler import Compiler

@@ -7,8 +7,8 @@ from typing import Generic, TypeVar
 
 import torch
 
+from tvmbridge.calls.layouts import Strides
 from tvmbridge.compiler.executable import Bound
-from tvmbridge.graph_capture.memory.layouts import Strides
 from tvmbridge.runtime.direct import Direct
 from tvmbridge.runtime.graphed import Graphs
 from tvmbridge.runtime.guards.fast import FastGuard

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from tvmbridge.calls.draw_noise import draw_noise
 from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.core.types import InputKind
-from tvmbridge.graph_capture.draw_noise import draw_noise
 from tvmbridge.kernels.dtypes import as_pairs
 
 

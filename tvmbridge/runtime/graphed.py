@@ -11,10 +11,10 @@ from typing import Any, TypeAlias
 
 import torch
 
+from tvmbridge.calls.layouts import Strides
 from tvmbridge.compiler.compiled import CompiledModule
 from tvmbridge.compiler.executable import Bound
 from tvmbridge.compiler.partial_backwards import PartialBackward
-from tvmbridge.graph_capture.memory.layouts import Strides
 from tvmbridge.runtime.autograd import TrainingCall
 from tvmbridge.runtime.cuda_graphs import Lease, Replayed, ReplayedCall, Tensors
 from tvmbridge.runtime.step import Held

@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import nn
 
+from tvmbridge.calls.surroundings import in_checkpoint
 from tvmbridge.compiler.packing import ModulePacks
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.reasons import Kind, Reason
-from tvmbridge.graph_capture.surroundings import in_checkpoint
 from tvmbridge.runtime.background import COMPILING, Background
 from tvmbridge.runtime.checks import Checks
 from tvmbridge.runtime.entry import CompiledEntry

@@ -10,10 +10,10 @@ from typing import Any, Protocol
 
 import torch
 
+from tvmbridge.calls.plain import unusual
 from tvmbridge.core.errors import DataDependentError
 from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.core.torch_private import has_any_global_hook, pytree
-from tvmbridge.graph_capture.observe.plain import unusual
 
 ON_BREAK = ("eager", "forward")
 NO_PART = Reason(Kind.NO_PART)

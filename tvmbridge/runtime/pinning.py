@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from tvmbridge.calls.layouts import Strides
 from tvmbridge.compiler.executable import Bound
-from tvmbridge.graph_capture.memory.layouts import Strides
 from tvmbridge.runtime.direct import Direct, direct_call
 from tvmbridge.runtime.entry import CompiledEntry
 from tvmbridge.runtime.fast_path import FastPath

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tvmbridge.calls.plain import unusual_in
 from tvmbridge.core.errors import DataDependentError
 from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.core.turns import compiling
 from tvmbridge.graph_capture.observe.effects import StateBefore
-from tvmbridge.graph_capture.observe.plain import unusual_in
 from tvmbridge.runtime.any_size import AnySize
 from tvmbridge.runtime.background import COMPILING, UnderWayError
 from tvmbridge.runtime.changing_numbers import ChangingNumbers

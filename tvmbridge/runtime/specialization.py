@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import nn
 
+from tvmbridge.calls.standins import anything_requires_grad
 from tvmbridge.compiler.packing import ModulePacks
 from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.graph_capture.observe.hooks import hooked_submodule
-from tvmbridge.graph_capture.trace.standins import anything_requires_grad
 from tvmbridge.runtime.entry import CompiledEntry
 from tvmbridge.runtime.guards.mode import Flags, Mode
 from tvmbridge.runtime.guards.signature import Matched, Signature

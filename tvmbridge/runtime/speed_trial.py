@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 from tvmbridge.backends import backend_of
+from tvmbridge.calls.surroundings import in_checkpoint
 from tvmbridge.core.profiling import profiling
 from tvmbridge.core.torch_private import pytree, queue_callback
 from tvmbridge.core.turns import another_compiles
-from tvmbridge.graph_capture.surroundings import in_checkpoint
 from tvmbridge.kernels.table import keep_answer, known_answer
 from tvmbridge.runtime.background import child_compiles
 from tvmbridge.runtime.verdict import SpeedVerdict

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from tvmbridge.calls.layouts import Strides
 from tvmbridge.compiler.executable import Bound, LoadedModule, Residuals, tensors_of
 from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.core.torch_private import saved_tensors_hooks_in_force
 from tvmbridge.core.writes import version_of
-from tvmbridge.graph_capture.memory.layouts import Strides
 from tvmbridge.runtime.cuda_graphs import Replayed
 from tvmbridge.runtime.guards.watch import Watch, versions_of
 from tvmbridge.runtime.saved_versions import NotedVersion

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import nn
 
+from tvmbridge.calls.arguments import Arguments
 from tvmbridge.core.profiling import profiling
-from tvmbridge.graph_capture.trace.arguments import Arguments
 from tvmbridge.runtime.entry import CompiledEntry
 from tvmbridge.runtime.fast_path import FastPath
 from tvmbridge.runtime.guards.arguments import ArgumentsGuard

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from tvm.target import Target
 
+from tvmbridge.calls.standins import anything_requires_grad
 from tvmbridge.compiler.build import fuse
 from tvmbridge.compiler.durations import StageDurations
 from tvmbridge.compiler.laying_out import lay_out_functions
@@ -18,7 +19,6 @@ from tvmbridge.compiler.request import CompileRequest
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.types import PassRecord
 from tvmbridge.graph_capture.surroundings import tracing_here
-from tvmbridge.graph_capture.trace.standins import anything_requires_grad
 from tvmbridge.records import Task, count_tasks
 from tvmbridge.records.tasks import count_calls
 from tvmbridge.runtime.dispatcher import code_of

@@ -18,9 +18,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from tvmbridge.backends import is_on_host
+from tvmbridge.calls.standins import tensors_of
 from tvmbridge.core.assumptions import Answer
 from tvmbridge.core.torch_private import disable_current_modes, pytree, storage_key
-from tvmbridge.graph_capture.trace.standins import tensors_of
 
 # The greatest number of elements: each call of the compiled module compares values again.
 _LARGEST = 64

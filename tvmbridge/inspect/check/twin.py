@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from tvmbridge.backends import backend_of
+from tvmbridge.calls.arguments import Arguments, ArgumentWatch
+from tvmbridge.calls.standins import tensors_of
 from tvmbridge.core.autocast import autocast_now, under_autocast, without_autocast
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.core.types import IntermediateBase
-from tvmbridge.graph_capture.trace.arguments import Arguments, ArgumentWatch
-from tvmbridge.graph_capture.trace.standins import tensors_of
 from tvmbridge.inspect.compare.reference import named_bases, output_names
 from tvmbridge.inspect.compare.sample import Sample, state_name
 from tvmbridge.runtime.dispatcher import Dispatcher
