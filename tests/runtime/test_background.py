@@ -228,8 +228,8 @@ def test_where_nothing_can_be_forked_the_call_waits(monkeypatch: pytest.MonkeyPa
     add_tvm_dispatch(module, X, options=BACKGROUND)
     _assert_same(module, eager, X, 0)
     assert dispatch_report(module).fallbacks == {}
-    found: list[str | None] = []
-    thread = threading.Thread(target=lambda: found.append(children.cannot_fork()))
+    found: list[str] = []
+    thread = threading.Thread(target=lambda: found.append(str(children.cannot_fork())))
     thread.start()
     thread.join()
     assert found == ["the call is not made by the main thread"]

@@ -67,7 +67,7 @@ class Caller:
         build = self.build()
         reason = self.refusal or build.unused()
         if reason is not None:
-            return reason
+            return str(reason)
         if self.options.extra_passes or self.options.fx_passes is not None:
             return "passes of the user"
         if self.options.freeze:

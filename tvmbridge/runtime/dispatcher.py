@@ -111,7 +111,7 @@ class Dispatcher(StandsForForward):
         args, kwargs = code.own_arguments(args, kwargs)
         if of_copy is not None:
             return of_copy(*args, **kwargs)
-        results = code.original(*args, **kwargs)
+        results = code.run_own((args, kwargs))
         code.fell_back()
         return results
 

@@ -1,8 +1,14 @@
-"""Executors: what a dispatcher calls to serve a call by other code than the module's forward."""
+"""Executors: what a dispatcher calls to serve a call by other code than the module's forward.
+
+All executors of the process drop their fast paths at a fork, and are summed up at exit.
+"""
 
 from __future__ import annotations
 
+import atexit
 import os
+import types
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -10,10 +16,10 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import nn
 
+from tvmbridge.calls.arguments import Arguments
 from tvmbridge.core.reasons import Reason
-from tvmbridge.runtime.fallbacks import Tally
+from tvmbridge.runtime.fallbacks import Tally, forget_summaries
 from tvmbridge.runtime.guards.forwards import original_forward
-from tvmbridge.runtime.in_process import register
 from tvmbridge.runtime.specialization import Specialization
 from tvmbridge.runtime.timed_path import ServingPath
 
@@ -70,12 +76,20 @@ class Executor(ABC):
         self.tally = tally
         self.paths = FastPaths()
         self.packing: AbstractContextManager[Any] = nullcontext()
-        register(self)
+        _executors.add(self)
 
     @property
     def original(self) -> Callable[..., Any]:
         """Return the module's own forward: the instance's, or the one its class has now."""
         return original_forward(self.module, self.own)
+
+    def run_own(self, arguments: Arguments) -> Any:
+        """Run the module's own forward and return its results."""
+        args, kwargs = arguments
+        of_class = type(self.module).forward
+        if self.own is None and type(of_class) is types.FunctionType:  # the common case, faster
+            return of_class(self.module, *args, **kwargs)
+        return self.original(*args, **kwargs)
 
     @abstractmethod
     def serve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Served | Reason:
@@ -106,3 +120,28 @@ class Executor(ABC):
         tally = self.__dict__.get("tally")  # None if __init__ has raised
         if tally is not None and tally.to_be_summed_up and self.paths.process == os.getpid():
             tally.keep_summary(self.served())
+
+
+_executors: weakref.WeakSet[Executor] = weakref.WeakSet()
+
+
+def _forget_after_fork() -> None:
+    # The threads that compiled code runs on do not exist in the new process.
+    for executor in list(_executors):
+        executor.paths.forget()
+    forget_summaries()
+
+
+@atexit.register
+def _keep_summaries() -> None:
+    """Keep the summaries of all executors that are alive at exit.
+
+    Functions registered with :mod:`atexit` run in reverse order, so this one runs before
+    :func:`~.fallbacks.log_summaries`.
+    """
+    for executor in list(_executors):
+        executor.sum_up()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_after_fork)

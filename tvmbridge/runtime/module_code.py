@@ -163,7 +163,7 @@ class ModuleCode(Executor):
         if trial is None:
             results = run()
         else:
-            own = functools.partial(self.original, *arguments[0], **arguments[1])
+            own = functools.partial(self.run_own, arguments)
             results = trial.serve(run, own, time.perf_counter() - started)
         self._remember(wanted, entry, trial)
         return Served(results)
@@ -189,11 +189,11 @@ class ModuleCode(Executor):
         signature = specialization.signature
         path: ServingPath | None
         if trial is not None and trial.steps_aside:
-            path = AsidePath(entry, trial, self.module, self.own, signature, leaves)
+            path = AsidePath(entry, trial, self.run_own, signature, leaves)
         else:
             path = fast = renewed_path(entry, signature, leaves)
             if fast is not None and trial is not None and trial.verdict is None:
-                path = TimedPath(fast, trial, self.module, self.own)
+                path = TimedPath(fast, trial, self.run_own)
         if path is not None and self.policy.mode(specialization, leaves) == mode:
             self.paths.put_first(path, specialization)
 
