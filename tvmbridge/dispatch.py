@@ -24,7 +24,7 @@ from tvmbridge.report import DispatchReport, report_of_all
 from tvmbridge.runtime.any_size import sizes_to_serve
 from tvmbridge.runtime.dispatcher import Dispatcher, code_of
 from tvmbridge.runtime.fallbacks import ON_FALLBACK
-from tvmbridge.runtime.guards.forwards import standing_behind
+from tvmbridge.runtime.guards.forwards import wrapped_dispatcher
 from tvmbridge.runtime.methods import holder_of, install, methods_of, samples_by_method, uninstall
 from tvmbridge.runtime.module_code import ModuleCode
 from tvmbridge.runtime.parts import ON_BREAK, Cut, ServedParts
@@ -228,7 +228,7 @@ def _refuse_to_freeze(module: nn.Module, dynamic_shapes: Any) -> None:
 
 def _code_of(module: nn.Module) -> ModuleCode:
     forward = module.__dict__.get("forward") if isinstance(module, nn.Module) else None
-    code = code_of(standing_behind(forward), ModuleCode)
+    code = code_of(wrapped_dispatcher(forward), ModuleCode)
     if code is None:
         raise ValueError(
             f"this {type(module).__name__} is not dispatched; call add_tvm_dispatch first"
@@ -244,7 +244,7 @@ def codes_of(module: nn.Module) -> dict[str, ModuleCode]:
     """
     methods = methods_of(module) if isinstance(module, nn.Module) else {}
     found = {name: _code_of(method.holder) for name, method in methods.items()}
-    if found and standing_behind(module.__dict__.get("forward")) is None:
+    if found and wrapped_dispatcher(module.__dict__.get("forward")) is None:
         return found
     return {"forward": _code_of(module), **found}
 
@@ -259,7 +259,7 @@ def remove_tvm_dispatch(module: nn.Module) -> nn.Module:
     for name, method in methods.items():
         _code_of(method.holder).background.cancel()
         uninstall(module, name)
-    if methods and standing_behind(module.__dict__.get("forward")) is None:
+    if methods and wrapped_dispatcher(module.__dict__.get("forward")) is None:
         return module
     code = _code_of(module)
     if code_of(module.__dict__["forward"], ModuleCode) is None:

@@ -79,7 +79,7 @@ class Background:
         self.budget = options.budget
         self._jobs: dict[tuple[int, Key], _Job] = {}
         self._process = os.getpid()
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
         self.__finalizer = weakref.finalize(self, _cancel, self._jobs, self._process)
 
     def run(
@@ -192,8 +192,8 @@ class Background:
         return job
 
     def _tell(self, text: str) -> None:
-        if text not in self._told:
-            self._told.add(text)
+        if text not in self._logged:
+            self._logged.add(text)
             logger.info("%s", text)
 
 

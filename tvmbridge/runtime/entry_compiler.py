@@ -89,14 +89,14 @@ class Compiler:
             CaptureError, UnsupportedOperatorError, PassError, BuildError: it cannot be compiled.
             UnderWayError: it is being compiled in the background.
         """
-        body = functools.partial(self._told, signature, mode, args, kwargs, why)
+        body = functools.partial(self._logged, signature, mode, args, kwargs, why)
         if self.background is None or self.instead is not None:
             return body()
         flags = flags_of(self.module, signature.flatten(args, kwargs) or [])
         what = f"compiling {type(self.module).__name__} {signature} for {mode}"
         return self.background.run(what, signature, (mode, flags), body)
 
-    def _told(
+    def _logged(
         self,
         signature: Signature,
         mode: Mode,

@@ -60,7 +60,7 @@ class Tally:
         self._name = name
         # Called with each reason that is counted.
         self.noted: Callable[[str], None] | None = None
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
         self._counting = threading.Lock()
 
     def note(self, why: Reason) -> None:
@@ -82,19 +82,19 @@ class Tally:
             if text not in self.reasons or self.reasons[text].settles:
                 self.reasons[text] = why
             self.counts[text] += 1
-            told = why.settles or text in self._told
+            logged = why.settles or text in self._logged
             if not why.settles and (not why.advice or self.on_fallback == "warn"):
-                self._told.add(text)
+                self._logged.add(text)
         if self.noted is not None:
             self.noted(given)
         if not why.advice:
-            if not told:
+            if not logged:
                 logger.info("%s runs its own forward: %s", self._name, why)
         elif self.on_fallback == "raise":
             raise FallbackError(f"{self._name} is not served by TVM: {why}; {why.advice}")
-        elif self.on_fallback == "warn" and not told:
+        elif self.on_fallback == "warn" and not logged:
             logger.warning(
-                "%s runs its own forward, not %s: %s; %s (told once; %s counts such calls)",
+                "%s runs its own forward, not %s: %s; %s (logged once; %s counts such calls)",
                 self._name,
                 self.code,
                 why,

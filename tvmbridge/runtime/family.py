@@ -218,7 +218,7 @@ class Family:
         bounds = self._bounds.setdefault(
             key, (least, tuple(map(max, least, self._least)), self._most)
         )
-        body = partial(self._told, what, mode, matched, bounds)
+        body = partial(self._logged, what, mode, matched, bounds)
         code: SymbolicCode | Reason
         try:
             background = self.compiler.background
@@ -247,7 +247,7 @@ class Family:
                 instance.failures.clear()
         return code
 
-    def _told(
+    def _logged(
         self, what: str, mode: Mode, matched: Matched, bounds: tuple[Point, ...]
     ) -> SymbolicCode:
         """Compile the code; show progress on a terminal and log the result."""

@@ -13,7 +13,7 @@ from tvmbridge.runtime.direct import Direct
 from tvmbridge.runtime.graphed import Graphs
 from tvmbridge.runtime.guards.fast import FastGuard
 from tvmbridge.runtime.second_order import Pinned
-from tvmbridge.runtime.step import Held
+from tvmbridge.runtime.step import ConvertedTensors
 
 _Entry = TypeVar("_Entry")
 
@@ -39,7 +39,7 @@ class FastPath(Generic[_Entry]):
     tensors: list[torch.Tensor]
     strides: Strides
     bound: Bound | None = None
-    held: Held | None = None
+    held: ConvertedTensors | None = None
     pinned: Pinned | None = None
     graphs: Graphs | None = None
     direct: Direct | None = None
