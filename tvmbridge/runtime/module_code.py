@@ -22,8 +22,8 @@ from tvmbridge.runtime.executor import Executor, Served
 from tvmbridge.runtime.fallbacks import Tally
 from tvmbridge.runtime.guards.signature import nearest
 from tvmbridge.runtime.pinning import renewed_path
-from tvmbridge.runtime.policy import Policy, Unserved, Wanted
-from tvmbridge.runtime.specialization import USES, Specialization
+from tvmbridge.runtime.policy import Call, Policy, Unserved, Wanted
+from tvmbridge.runtime.specialization import USES
 from tvmbridge.runtime.specializations import Specializations
 from tvmbridge.runtime.speed_trial import SpeedTrial, only_if_faster_now
 from tvmbridge.runtime.timed_path import AsidePath, ServingPath, TimedPath
@@ -75,17 +75,17 @@ class ModuleCode(Executor):
             kwargs: the keyword arguments.
             again: whether code was added for this call, which then adds no more.
         """
-        policy, known = self.policy, self.kept.known
+        policy, call = self.policy, Call(args, kwargs, self.kept.known)
         if policy.cut.why is not None and not any(s.compiled() for s in policy.specializations()):
             return self._run_in_parts(args, kwargs)
-        found = self._serve_by(known, args, kwargs)
+        found = self._serve_by(call)
         if not isinstance(found, Unserved):
             return found
         if policy.cut.why is not None:
             return self._run_in_parts(args, kwargs)
         why = found.reason or nearest(found.misfits)
         if not again:
-            added, why = policy.add(known, found, why, args, kwargs)
+            added, why = policy.add(call, found, why)
             if added:
                 return self.serve(args, kwargs, again=True)
             if why is COMPILING:
@@ -97,18 +97,16 @@ class ModuleCode(Executor):
             return self.serve(args, kwargs, again=True)
         return why or Reason(Kind.FROZEN_COPY if self.options.freeze else Kind.NOT_COMPILED)
 
-    def _serve_by(
-        self, known: tuple[Specialization, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Served | Reason | Unserved:
-        """Serve a call by ``known`` specialisations, or by one for any size.
+    def _serve_by(self, call: Call) -> Served | Reason | Unserved:
+        """Serve a call by known specialisations, or by one for any size.
 
         Return a reason if the module's own forward serves the call; no code is added then.
         """
         started, policy = time.perf_counter(), self.policy
         unserved = Unserved([])
         lacking: Wanted | None = None
-        for specialization in policy.candidates(known, unserved.misfits, args, kwargs):
-            matched = specialization.signature.match(args, kwargs)
+        for specialization in policy.candidates(call, unserved.misfits):
+            matched = specialization.signature.match(call.args, call.kwargs)
             if isinstance(matched, Reason):
                 unserved.misfits.append(matched)
                 continue
@@ -133,7 +131,7 @@ class ModuleCode(Executor):
                 served = served._replace(misfits=unserved.misfits)
             return served
         if found is not COMPILING and (policy.cut.why or policy.cut_for_any_size(found.text)):
-            return self._run_in_parts(args, kwargs)
+            return self._run_in_parts(call.args, call.kwargs)
         return found
 
     def _run(self, wanted: Wanted, entry: CompiledEntry, started: float) -> Served | Unserved:

@@ -6,7 +6,7 @@ import functools
 import os
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +34,14 @@ _MOST_AT_CALLS = 4
 _MOST_VALUES = 2
 # How often calls may compile because the module has changed, for each reason.
 _MOST_STATES = 8
+
+
+class Call(NamedTuple):
+    """The arguments of a call, and the specialisations that were known when it began."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    known: tuple[Specialization, ...]
 
 
 class Wanted(NamedTuple):
@@ -103,21 +111,15 @@ class Policy:
         self._outgrown: Counter[str] = Counter()
         self._counting = threading.Lock()
 
-    def candidates(
-        self,
-        known: tuple[Specialization, ...],
-        misfits: list[Reason],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Iterator[Specialization]:
+    def candidates(self, call: Call, misfits: list[Reason]) -> Iterator[Specialization]:
         """Yield the known specialisations, and then one for any size if none of them matched.
 
         The caller appends the mismatch of each specialisation to ``misfits`` before the next.
         """
+        args, kwargs, known = call
         yield from known
-        sizes = self.sizes
-        if sizes is not None and len(misfits) == len(known):
-            found = sizes.specialization(known, args, kwargs)
+        if self.sizes is not None and len(misfits) == len(known):
+            found = self.sizes.specialization(known, args, kwargs)
             if isinstance(found, Reason):
                 misfits.append(found)
             elif found is not None:
@@ -206,41 +208,28 @@ class Policy:
             return None
         return self.compiled(wanted, "requires_grad differs")
 
-    def add(
-        self,
-        known: tuple[Specialization, ...],
-        found: Unserved,
-        why: Reason | None,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> tuple[bool, Reason | None]:
-        """Add a specialisation for a call that ``known`` ones do not serve, because of ``why``.
+    def add(self, call: Call, found: Unserved, why: Reason | None) -> tuple[bool, Reason | None]:
+        """Add a specialisation for a call that known ones do not serve, because of ``why``.
 
         Return whether one was added, and otherwise the reason for the fallback.
         """
         if why is not None and found.reason is None:
-            added = self._take_numbers(known, args, kwargs, why)
+            added = self._take_numbers(call, why)
             if isinstance(added, Reason) or added:
                 return added is True, COMPILING
             why = self.numbers.explained(why)
-        if self.has_room(found.outgrown, found.reason, found.misfits):
-            why = self._specialize(known, args, kwargs, why)
+        if self.has_room(found):
+            why = self._specialize(call, why)
             return why is None, why
         return False, why
 
-    def _specialize(
-        self,
-        known: tuple[Specialization, ...],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        why: Reason | None,
-    ) -> Reason | None:
+    def _specialize(self, call: Call, why: Reason | None) -> Reason | None:
         """Add a specialisation for the arguments of this call.
 
-        Returns:
-            None if it was added, with code or with the reason of a failed compilation. Otherwise
-            why nothing can be compiled now; a later call may try again.
+        Return None if it was added, with code or with the reason of a failed compilation. Otherwise
+        return why nothing can be compiled now; a later call may try again.
         """
+        args, kwargs, known = call
         with compiling():
             if self.kept.known is not known:  # another thread did
                 return None
@@ -260,17 +249,12 @@ class Policy:
             self.kept.add(specialization)
             return None
 
-    def _take_numbers(
-        self,
-        known: tuple[Specialization, ...],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        why: Reason,
-    ) -> Reason | bool:
+    def _take_numbers(self, call: Call, why: Reason) -> Reason | bool:
         """Add code that takes the numbers of this call as inputs, if earlier calls had others.
 
         Return whether code was added, by this thread or another; COMPILING if it is being compiled.
         """
+        args, kwargs, known = call
         wanted = functools.partial(self.numbers.signature, known, args, kwargs)
         # Most calls that fall back differ in no number, and need not wait for a compilation.
         if not self.takes_numbers or wanted(self.compiler.original) is None:
@@ -287,8 +271,8 @@ class Policy:
                     return False
                 try:
                     self.kept.paths.forget()
-                    call = Wanted(specialization, mode, Matched(leaves, arguments))
-                    entry = self._of_one_size(call, why.detail or why.text)
+                    of_call = Wanted(specialization, mode, Matched(leaves, arguments))
+                    entry = self._of_one_size(of_call, why.detail or why.text)
                     self.cut.instead_of(entry.compiled.eager_functions)
                 except UnderWayError:
                     return COMPILING
@@ -344,20 +328,9 @@ class Policy:
             return self.compiles_signatures
         return self.sizes.spec is None
 
-    def has_room(
-        self,
-        outgrown: CompiledEntry | None,
-        why: Reason | None,
-        misfits: Sequence[Reason],
-    ) -> bool:
-        """Whether a call may compile code for its signature.
-
-        Args:
-            outgrown: the entry for the call's arguments, if it does not fit the changed module;
-                None: no entry is for these arguments.
-            why: why the code of a known signature does not serve the call; None: there is none.
-            misfits: the mismatch with each signature that has code.
-        """
+    def has_room(self, found: Unserved) -> bool:
+        """Whether a call that known code does not serve may compile code for its signature."""
+        misfits, why, outgrown = found
         if not self.compiles_signatures:
             return False
         if outgrown is None:
