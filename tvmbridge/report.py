@@ -20,7 +20,7 @@ from tvmbridge.records.meta import target_name
 from tvmbridge.runtime.fallbacks import share, worst
 from tvmbridge.runtime.module_code import ModuleCode
 from tvmbridge.runtime.parts import PartReport
-from tvmbridge.runtime.verdict import SpeedVerdict
+from tvmbridge.runtime.speed_trial import SpeedVerdict
 
 # rich is imported only when a report is printed, so that dispatch does not import it.
 if TYPE_CHECKING:

@@ -24,12 +24,12 @@ from tvmbridge.core.types import InputKind
 from tvmbridge.runtime.autograd import TrainingCall
 from tvmbridge.runtime.fast_path import FastPath
 from tvmbridge.runtime.frozen import FrozenWeights
-from tvmbridge.runtime.given_primals import GivenPrimals
 from tvmbridge.runtime.guards.fast import may_be_fast
 from tvmbridge.runtime.guards.layout import LayoutGuard
 from tvmbridge.runtime.guards.mode import Flags
 from tvmbridge.runtime.guards.state import ModuleState
 from tvmbridge.runtime.outputs import Outputs
+from tvmbridge.runtime.primals import GivenPrimals
 from tvmbridge.runtime.second_order import SecondOrder
 from tvmbridge.runtime.speed_trial import SpeedTrial
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from tvmbridge.core.errors import FallbackError
 from tvmbridge.core.reasons import Kind, Reason
-from tvmbridge.runtime.verdict import SpeedVerdict
+from tvmbridge.runtime.speed_trial import SpeedVerdict
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,8 @@ import torch
 
 from tvmbridge.calls.layouts import Strides
 from tvmbridge.compiler.executable import Bound
-from tvmbridge.runtime.direct import Direct, direct_call
 from tvmbridge.runtime.entry import CompiledEntry
-from tvmbridge.runtime.fast_path import FastPath
+from tvmbridge.runtime.fast_path import Direct, FastPath, direct_call
 from tvmbridge.runtime.graphed import GraphedCode
 from tvmbridge.runtime.guards.fast import FastGuard
 from tvmbridge.runtime.guards.signature import Signature
