@@ -178,7 +178,7 @@ SERVING = (
         "tvmbridge.calls.validation",
         "        if not one:",
         "        if one is None:",
-        ("tests/graph_capture/trace/test_validation.py",),
+        ("tests/calls/test_validation.py",),
     ),
     Plant(
         "strided memory read as dense",
@@ -213,7 +213,7 @@ SERVING = (
         (
             _DISPATCH,
             "tests/runtime/test_modules.py",
-            "tests/graph_capture/trace/test_arguments.py",
+            "tests/calls/test_arguments.py",
         ),
     ),
     Plant(
