@@ -86,7 +86,7 @@ class Executor(ABC):
     def run_own(self, arguments: Arguments) -> Any:
         """Run the module's own forward and return its results."""
         args, kwargs = arguments
-        of_class = type(self.module).forward
+        of_class = type(self.module).__dict__.get("forward")
         if self.own is None and type(of_class) is types.FunctionType:  # the common case, faster
             return of_class(self.module, *args, **kwargs)
         return self.original(*args, **kwargs)
