@@ -41,14 +41,14 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def held(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make compiling child processes hang until they are killed."""
     of_now = os.getpid()
-    compiled = Compiler._told
+    compiled = Compiler._logged
 
     def told(*args: Any) -> Any:
         while os.getpid() != of_now:
             time.sleep(60)
         return compiled(*args)
 
-    monkeypatch.setattr(Compiler, "_told", told)
+    monkeypatch.setattr(Compiler, "_logged", told)
 
 
 class Network(nn.Module):
@@ -267,7 +267,7 @@ def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
             from tvmbridge import add_tvm_dispatch
             from tvmbridge.runtime.entry_compiler import Compiler
             mine = os.getpid()
-            Compiler._told = lambda *_: time.sleep(600)
+            Compiler._logged = lambda *_: time.sleep(600)
             module = torch.nn.Linear(6, 6)
             add_tvm_dispatch(module, torch.randn(8, 6), budget=0)
             (job,) = module.forward.code.background._jobs.values()
