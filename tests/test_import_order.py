@@ -224,6 +224,8 @@ def test_passes_import_absolutely() -> None:
         ("inspect", "dispatch", False),
         ("runtime", "inspect", False),
         ("graph_capture", "runtime", False),
+        ("graph_capture", "calls", True),
+        ("calls", "graph_capture", False),
         ("tvmbridge", "dispatch", True),
         ("compiler", "tvmbridge", False),
     ],
