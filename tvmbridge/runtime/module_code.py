@@ -22,7 +22,7 @@ from tvmbridge.runtime.executor import Executor, Served
 from tvmbridge.runtime.fallbacks import Tally
 from tvmbridge.runtime.guards.signature import nearest
 from tvmbridge.runtime.pinning import renewed_path
-from tvmbridge.runtime.policy import Call, Policy, Unserved, Wanted
+from tvmbridge.runtime.policy import GivenCall, Policy, Unserved, Wanted
 from tvmbridge.runtime.specialization import USES
 from tvmbridge.runtime.specializations import Specializations
 from tvmbridge.runtime.speed_trial import SpeedTrial, only_if_faster_now
@@ -75,7 +75,7 @@ class ModuleCode(Executor):
             kwargs: the keyword arguments.
             again: whether code was added for this call, which then adds no more.
         """
-        policy, call = self.policy, Call(args, kwargs, self.kept.known)
+        policy, call = self.policy, GivenCall(args, kwargs, self.kept.known)
         if policy.cut.why is not None and not any(s.compiled() for s in policy.specializations()):
             return self._run_in_parts(args, kwargs)
         found = self._serve_by(call)
@@ -97,7 +97,7 @@ class ModuleCode(Executor):
             return self.serve(args, kwargs, again=True)
         return why or Reason(Kind.FROZEN_COPY if self.options.freeze else Kind.NOT_COMPILED)
 
-    def _serve_by(self, call: Call) -> Served | Reason | Unserved:
+    def _serve_by(self, call: GivenCall) -> Served | Reason | Unserved:
         """Serve a call by known specialisations, or by one for any size.
 
         Return a reason if the module's own forward serves the call; no code is added then.

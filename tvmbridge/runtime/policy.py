@@ -36,7 +36,7 @@ _MOST_VALUES = 2
 _MOST_STATES = 8
 
 
-class Call(NamedTuple):
+class GivenCall(NamedTuple):
     """The arguments of a call, and the specialisations that were known when it began."""
 
     args: tuple[Any, ...]
@@ -111,7 +111,7 @@ class Policy:
         self._outgrown: Counter[str] = Counter()
         self._counting = threading.Lock()
 
-    def candidates(self, call: Call, misfits: list[Reason]) -> Iterator[Specialization]:
+    def candidates(self, call: GivenCall, misfits: list[Reason]) -> Iterator[Specialization]:
         """Yield the known specialisations, and then one for any size if none of them matched.
 
         The caller appends the mismatch of each specialisation to ``misfits`` before the next.
@@ -208,7 +208,9 @@ class Policy:
             return None
         return self.compiled(wanted, "requires_grad differs")
 
-    def add(self, call: Call, found: Unserved, why: Reason | None) -> tuple[bool, Reason | None]:
+    def add(
+        self, call: GivenCall, found: Unserved, why: Reason | None
+    ) -> tuple[bool, Reason | None]:
         """Add a specialisation for a call that known ones do not serve, because of ``why``.
 
         Return whether one was added, and otherwise the reason for the fallback.
@@ -223,7 +225,7 @@ class Policy:
             return why is None, why
         return False, why
 
-    def _specialize(self, call: Call, why: Reason | None) -> Reason | None:
+    def _specialize(self, call: GivenCall, why: Reason | None) -> Reason | None:
         """Add a specialisation for the arguments of this call.
 
         Return None if it was added, with code or with the reason of a failed compilation. Otherwise
@@ -249,7 +251,7 @@ class Policy:
             self.kept.add(specialization)
             return None
 
-    def _take_numbers(self, call: Call, why: Reason) -> Reason | bool:
+    def _take_numbers(self, call: GivenCall, why: Reason) -> Reason | bool:
         """Add code that takes the numbers of this call as inputs, if earlier calls had others.
 
         Return whether code was added, by this thread or another; COMPILING if it is being compiled.
