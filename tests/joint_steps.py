@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from tests.joint_cases import Case
 from tvmbridge import add_tvm_dispatch, dispatch_report
 from tvmbridge.compiler.compiled import CompiledModule
-from tvmbridge.dispatch import _dispatcher_of
+from tvmbridge.dispatch import _code_of
 
 
 @dataclass
@@ -82,7 +82,7 @@ def dispatched(
     )
     chosen = {} if policy is None else {"residual_policy": policy}
     add_tvm_dispatch(ours, sample, options={"joint": joint, **chosen})
-    ((_, entry),) = _dispatcher_of(ours).specializations[0].compiled()
+    ((_, entry),) = _code_of(ours).kept.known[0].compiled()
     return ours, entry.compiled
 
 

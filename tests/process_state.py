@@ -22,8 +22,8 @@ from torch.nn import functional
 from torch.nn.modules import activation, transformer
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from tvmbridge.calls import patches
 from tvmbridge.graph_capture.observe.settings import _SETTINGS as SETTINGS
-from tvmbridge.graph_capture.trace import patches
 
 # The classes and modules whose attributes a trace may patch.
 _OWNERS = (

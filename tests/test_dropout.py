@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.graph_capture.test_noise import Applied
 from tvmbridge import add_tvm_dispatch, dispatch_report
-from tvmbridge.dispatch import _dispatcher_of
+from tvmbridge.dispatch import _code_of
 
 F = nn.functional
 Form = Callable[[torch.Tensor, bool], torch.Tensor]
@@ -91,7 +91,7 @@ def dispatched(form: Form, x: torch.Tensor) -> tuple[nn.Module, nn.Module]:
 
 
 def assert_masks_of_one_byte(module: nn.Module) -> None:
-    for _, entry in _dispatcher_of(module).specializations[0].compiled():
+    for _, entry in _code_of(module).kept.known[0].compiled():
         assert all(n.spec.dtype is torch.bool for n in entry.compiled.captured.noise)
 
 

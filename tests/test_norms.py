@@ -13,7 +13,7 @@ from tests.joint_cases import Case
 from tests.joint_steps import assert_same, assert_served, build, dispatched, step
 from tests.thinned import thinned
 from tvmbridge import CaptureError, add_tvm_dispatch
-from tvmbridge.dispatch import _dispatcher_of
+from tvmbridge.dispatch import _code_of
 
 Make = Callable[[], nn.Module]
 
@@ -142,7 +142,7 @@ def test_evaluation_runs_natively(name: str) -> None:
     with torch.no_grad():
         add_tvm_dispatch(ours, args)
         torch.testing.assert_close(ours(*args), module.eval()(*args), rtol=1e-12, atol=1e-12)
-    ((_, entry),) = _dispatcher_of(ours).specializations[0].compiled()
+    ((_, entry),) = _code_of(ours).kept.known[0].compiled()
     assert entry.compiled.aten_calls == {}
 
 

@@ -21,7 +21,7 @@ from tests.relax_helpers import apply_pass, build_main, compile_and_run, fingerp
 from tvmbridge import add_tvm_dispatch, dispatch_report
 from tvmbridge.core.errors import PassError
 from tvmbridge.core.options import CompileOptions
-from tvmbridge.dispatch import _dispatcher_of
+from tvmbridge.dispatch import _code_of
 from tvmbridge.passes.base import PassReport, RelaxPass
 
 GUIDE = Path(__file__).parents[1] / "docs" / "writing_a_pass.md"
@@ -96,7 +96,7 @@ def test_runs_in_the_pipeline(guide: ModuleType, training: bool) -> None:
     options = CompileOptions(extra_passes=(guide.MergeScales(),))
     with torch.set_grad_enabled(training):
         add_tvm_dispatch(module, x, options=options)
-    ((_, entry),) = _dispatcher_of(module).specializations[0].compiled()
+    ((_, entry),) = _code_of(module).kept.known[0].compiled()
     records = [r for r in entry.compiled.records if r.name == "MergeScales"]
     assert [(r.rewrites >= 1, r.options) for r in records] == [(True, "rounding=False")]
     with torch.set_grad_enabled(training):

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from torch import nn
 
 from tvmbridge.backends import known_target
+from tvmbridge.calls.surroundings import refused_now
 from tvmbridge.core.checks import CheckPolicy
 from tvmbridge.core.contents import MISSING
 from tvmbridge.core.errors import CaptureError, DataDependentError
@@ -18,14 +19,14 @@ from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.sharding import gathered
 from tvmbridge.graph_capture.capture import normalize_sample
 from tvmbridge.graph_capture.observe.refusal import refuse_at_sight
-from tvmbridge.graph_capture.surroundings import refused_now
 from tvmbridge.inspect.check import Checker
 from tvmbridge.report import DispatchReport, report_of_all
-from tvmbridge.runtime.declared_sizes import DeclaredSizes, sizes_to_serve
-from tvmbridge.runtime.dispatcher import Dispatcher
+from tvmbridge.runtime.any_size import sizes_to_serve
+from tvmbridge.runtime.dispatcher import Dispatcher, code_of
 from tvmbridge.runtime.fallbacks import ON_FALLBACK
-from tvmbridge.runtime.guards.forwards import standing_behind
+from tvmbridge.runtime.guards.forwards import wrapped_dispatcher
 from tvmbridge.runtime.methods import holder_of, install, methods_of, samples_by_method, uninstall
+from tvmbridge.runtime.module_code import ModuleCode
 from tvmbridge.runtime.parts import ON_BREAK, Cut, ServedParts
 from tvmbridge.runtime.samples import compile_sample
 
@@ -164,57 +165,58 @@ def add_tvm_dispatch(
     if chosen.freeze:
         _refuse_to_freeze(module, dynamic_shapes)
     sizes = sizes_to_serve(module, dynamic_shapes, (args, kwargs) if sampled else None)
-    if isinstance(installed, Dispatcher):
-        dispatcher = installed
-        if freeze not in (None, dispatcher.options.freeze):
+    dispatcher, code = installed, code_of(installed, ModuleCode)
+    if code is not None:
+        if freeze not in (None, code.options.freeze):
             raise ValueError(
                 f"freeze is {freeze}, and an earlier dispatch of this module has set the contrary: "
                 "call remove_tvm_dispatch first"
             )
-        if sizes not in (None, "auto", getattr(dispatcher.any_size, "spec", None)):
+        if sizes not in (None, "auto", getattr(code.policy.sizes, "spec", None)):
             raise ValueError(
                 "an earlier dispatch of this module had another dynamic_shapes: call "
                 "remove_tvm_dispatch first"
             )
-        dispatcher.renew_after_fork()
+        code.policy.renew_after_fork()
         if budget is not None:
-            dispatcher.background.budget = chosen.budget
+            code.background.budget = chosen.budget
         if on_break is not None:
-            dispatcher.cut = _cut(dispatcher, on_break)
+            code.policy.cut = _cut(code, on_break)
     else:
-        dispatcher = Dispatcher(module, installed, target, chosen)
-        dispatcher.cut = _cut(dispatcher, on_break or "eager")
+        code = ModuleCode(module, installed, target, chosen)
+        dispatcher = Dispatcher(code)
+        code.policy.cut = _cut(code, on_break or "eager")
         if sizes is not None:
-            dispatcher.serve_any_size(None if sizes == "auto" else sizes)
+            code.policy.serve_any_size(None if sizes == "auto" else sizes)
         if policy.word != "never":
-            dispatcher.checker = Checker(policy, chosen)
+            code.checker = Checker(policy, chosen)
     register_containers(module)
     if sampled:
         try:
             with gathered(module):
-                compile_sample(dispatcher, args, kwargs)
+                compile_sample(code.policy, args, kwargs)
         except DataDependentError as error:
-            if not dispatcher.cut.at(str(error)):
+            if not code.policy.cut.at(str(error)):
                 raise
-    elif not isinstance(dispatcher.any_size, DeclaredSizes):
-        dispatcher.compiles_signatures = True
+    elif code.policy.sizes is None or code.policy.sizes.spec is None:
+        code.policy.compiles_signatures = True
     if on_fallback is not None:
-        dispatcher.tally.on_fallback = on_fallback
+        code.tally.on_fallback = on_fallback
     module.__dict__["forward"] = dispatcher
     return module
 
 
-def _cut(dispatcher: Dispatcher, on_break: str) -> Cut:
-    if on_break == "forward" or dispatcher.options.freeze:
+def _cut(code: ModuleCode, on_break: str) -> Cut:
+    if on_break == "forward" or code.options.freeze:
         return Cut()
 
-    def make(of: Dispatcher) -> ServedParts:
+    def make(of: ModuleCode) -> ServedParts:
         # Imported only for a module in parts, because importing TorchDynamo takes a second.
         from tvmbridge.dynamo.parts import ModuleInParts
 
         return ModuleInParts(of)
 
-    return Cut(make, dispatcher)
+    return Cut(make)
 
 
 def _refuse_to_freeze(module: nn.Module, dynamic_shapes: Any) -> None:
@@ -224,27 +226,27 @@ def _refuse_to_freeze(module: nn.Module, dynamic_shapes: Any) -> None:
         raise ValueError("freeze=True compiles for the sizes of samples alone, not dynamic_shapes")
 
 
-def _dispatcher_of(module: nn.Module) -> Dispatcher:
-    dispatcher = module.__dict__.get("forward") if isinstance(module, nn.Module) else None
-    dispatcher = standing_behind(dispatcher)
-    if not isinstance(dispatcher, Dispatcher):
+def _code_of(module: nn.Module) -> ModuleCode:
+    forward = module.__dict__.get("forward") if isinstance(module, nn.Module) else None
+    code = code_of(wrapped_dispatcher(forward), ModuleCode)
+    if code is None:
         raise ValueError(
             f"this {type(module).__name__} is not dispatched; call add_tvm_dispatch first"
         )
-    return dispatcher
+    return code
 
 
-def dispatchers_of(module: nn.Module) -> dict[str, Dispatcher]:
-    """Return the dispatchers of a module's forward and methods, by name.
+def codes_of(module: nn.Module) -> dict[str, ModuleCode]:
+    """Return the compiled code of a module's forward and methods, by name.
 
     Raises:
         ValueError: the module is not dispatched.
     """
     methods = methods_of(module) if isinstance(module, nn.Module) else {}
-    found = {name: _dispatcher_of(method.holder) for name, method in methods.items()}
-    if found and standing_behind(module.__dict__.get("forward")) is None:
+    found = {name: _code_of(method.holder) for name, method in methods.items()}
+    if found and wrapped_dispatcher(module.__dict__.get("forward")) is None:
         return found
-    return {"forward": _dispatcher_of(module), **found}
+    return {"forward": _code_of(module), **found}
 
 
 def remove_tvm_dispatch(module: nn.Module) -> nn.Module:
@@ -255,21 +257,21 @@ def remove_tvm_dispatch(module: nn.Module) -> nn.Module:
     """
     methods = methods_of(module)
     for name, method in methods.items():
-        _dispatcher_of(method.holder).background.cancel()
+        _code_of(method.holder).background.cancel()
         uninstall(module, name)
-    if methods and standing_behind(module.__dict__.get("forward")) is None:
+    if methods and wrapped_dispatcher(module.__dict__.get("forward")) is None:
         return module
-    dispatcher = _dispatcher_of(module)
-    if module.__dict__["forward"] is not dispatcher:
+    code = _code_of(module)
+    if code_of(module.__dict__["forward"], ModuleCode) is None:
         raise ValueError(
             f"the forward of this {type(module).__name__} was wrapped after it was dispatched "
             "(by accelerate's prepare, say): unwrap it first"
         )
-    dispatcher.background.cancel()
-    if dispatcher.own is None:
+    code.background.cancel()
+    if code.own is None:
         del module.__dict__["forward"]
     else:
-        module.__dict__["forward"] = dispatcher.own
+        module.__dict__["forward"] = code.own
     return module
 
 
@@ -287,8 +289,8 @@ def wait(module: nn.Module, timeout: float | None = None) -> None:
         TimeoutError: the compilation has not ended by then; it continues.
         ValueError: the module is not dispatched.
     """
-    for dispatcher in dispatchers_of(module).values():
-        dispatcher.background.wait(timeout)
+    for code in codes_of(module).values():
+        code.background.wait(timeout)
 
 
 def dispatch_report(module: nn.Module) -> DispatchReport:
@@ -297,4 +299,4 @@ def dispatch_report(module: nn.Module) -> DispatchReport:
     Raises:
         ValueError: the module is not dispatched.
     """
-    return report_of_all(dispatchers_of(module))
+    return report_of_all(codes_of(module))

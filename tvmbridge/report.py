@@ -17,10 +17,10 @@ from tvmbridge.core.reasons import Reason
 from tvmbridge.core.types import PassRecord, ValueDescriptor
 from tvmbridge.records import Coverage
 from tvmbridge.records.meta import target_name
-from tvmbridge.runtime.dispatcher import Dispatcher
 from tvmbridge.runtime.fallbacks import share, worst
+from tvmbridge.runtime.module_code import ModuleCode
 from tvmbridge.runtime.parts import PartReport
-from tvmbridge.runtime.verdict import SpeedVerdict
+from tvmbridge.runtime.speed_trial import SpeedVerdict
 
 # rich is imported only when a report is printed, so that dispatch does not import it.
 if TYPE_CHECKING:
@@ -263,7 +263,7 @@ class DispatchReport:
         return file.getvalue()
 
 
-def report_of(dispatcher: Dispatcher) -> DispatchReport:
+def report_of(code: ModuleCode) -> DispatchReport:
     """Return a report of the dispatch of one forward or method."""
     reports = [
         SpecializationReport(
@@ -295,33 +295,33 @@ def report_of(dispatcher: Dispatcher) -> DispatchReport:
             timed_calls=0 if t is None else t.timed_calls,
             aside_calls=0 if t is None else t.aside_calls,
         )
-        for specialization in dispatcher.all_specializations()
+        for specialization in code.policy.specializations()
         for mode, entry in specialization.compiled()
     ]
     return DispatchReport(
-        tvm_calls=dispatcher.served(),
-        fallbacks=dict(dispatcher.tally.counts),
-        reasons=dict(dispatcher.tally.reasons),
-        dropped=dispatcher.dropped,
+        tvm_calls=code.served(),
+        fallbacks=dict(code.tally.counts),
+        reasons=dict(code.tally.reasons),
+        dropped=code.kept.dropped,
         aten_calls=sorted({name for r in reports for name in r.aten_operators}),
         specializations=reports,
-        packs=dispatcher.packing.reports(),
-        under_way=dispatcher.background.under_way(),
+        packs=code.packing.reports(),
+        under_way=code.background.under_way(),
         missing_halves=tuple(map(str, missing_halves())),
-        unchecked={} if dispatcher.checker is None else dict(dispatcher.checker.unchecked),
-        parts=() if dispatcher.cut.parts is None else dispatcher.cut.parts.reports(),
-        breaks={} if dispatcher.cut.parts is None else dispatcher.cut.parts.breaks(),
-        cut=dispatcher.cut.why,
+        unchecked={} if code.checker is None else dict(code.checker.unchecked),
+        parts=() if code.policy.cut.parts is None else code.policy.cut.parts.reports(),
+        breaks={} if code.policy.cut.parts is None else code.policy.cut.parts.breaks(),
+        cut=code.policy.cut.why,
     )
 
 
-def report_of_all(dispatchers: Mapping[str, Dispatcher]) -> DispatchReport:
+def report_of_all(codes: Mapping[str, ModuleCode]) -> DispatchReport:
     """Return one report for all dispatched methods of a module.
 
     If only forward is dispatched, the result is its report. Otherwise the counts are sums, and
     ``methods`` has the report of each method.
     """
-    reports = {name: report_of(dispatcher) for name, dispatcher in dispatchers.items()}
+    reports = {name: report_of(code) for name, code in codes.items()}
     if list(reports) == ["forward"]:
         return reports["forward"]
     parts = reports.values()

@@ -69,7 +69,7 @@ def test_removal_and_a_second_dispatch_keep_the_pack(module: nn.Module) -> None:
 
 
 def test_memory_is_given_back(module: nn.Module) -> None:
-    packing = module.forward.packing  # type: ignore[union-attr]
+    packing = module.forward.code.packing  # type: ignore[union-attr]
     (pack,) = packing._packs.values()
     reference = weakref.ref(pack)
     del pack

@@ -17,7 +17,7 @@ from tests.cotangent_helpers import (
 )
 from tvmbridge import BridgeError, dispatch_report
 from tvmbridge.compiler.partial_backwards import PartialBackwards, all_finite
-from tvmbridge.dispatch import _dispatcher_of
+from tvmbridge.dispatch import _code_of
 
 
 class Heads(nn.Module):
@@ -115,7 +115,7 @@ def fails(*args: object, **kwargs: object) -> None:
 
 
 def partial_of(module: nn.Module) -> PartialBackwards:
-    [specialization] = _dispatcher_of(module).specializations
+    [specialization] = _code_of(module).kept.known
     [(_, entry)] = specialization.compiled()
     partial = entry.compiled.partial_backwards
     assert partial is not None

@@ -139,7 +139,15 @@ def test_other_arguments(net: Net) -> None:
     assert any("autocast" in reason for reason in tvmbridge.fx_report(net).fallbacks)
 
 
-def test_copies(net: Net) -> None:
+def test_a_dispatch_has_the_graph_as_its_own_forward(net: Net) -> None:
+    graph = net.__dict__["forward"]
+    tvmbridge.add_tvm_dispatch(net)
+    assert net.__dict__["forward"].code.original is graph
+    tvmbridge.remove_tvm_dispatch(net)
+    assert net.__dict__["forward"] is graph
+
+
+def test_copies(net: Net, caplog: pytest.LogCaptureFixture) -> None:
     copied = copy.deepcopy(net)
     assert_agree(copied, own(net), sample())
     assert tvmbridge.fx_report(copied).calls == 1
@@ -149,6 +157,9 @@ def test_copies(net: Net) -> None:
     shallow(sample())
     (reason,) = tvmbridge.fx_report(net).fallbacks
     assert "shallow copy" in reason
+    assert "not a rewritten graph" in caplog.text
+    assert "use DistributedDataParallel" in caplog.text
+    assert "fx_report counts such calls" in caplog.text
 
 
 def test_nothing_to_do_leaves_the_module(caplog: pytest.LogCaptureFixture) -> None:

@@ -71,7 +71,7 @@ def test_a_draw_that_nothing_reads_moves_the_generator() -> None:
 
 def test_masks_are_one_byte_an_element() -> None:
     module = add_tvm_dispatch(nn.Dropout(0.5).train(), sample().requires_grad_())
-    ((_, entry),) = module.forward.specializations[0].compiled()  # type: ignore[union-attr]
+    ((_, entry),) = module.forward.code.kept.known[0].compiled()  # type: ignore[union-attr]
     (noise,) = entry.compiled.captured.noise
     assert noise.spec.dtype is torch.bool
     assert entry.compiled.residual_bytes == sample().numel()

@@ -11,9 +11,9 @@ from torch import nn
 from tests.dispatch_helpers import assert_same_step, eager, sample
 from tests.graph_capture.test_noise import Applied
 from tvmbridge import add_tvm_dispatch, dispatch_report
+from tvmbridge.calls.draw_noise import draw_noise
 from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.graph_capture.capture import capture
-from tvmbridge.graph_capture.draw_noise import draw_noise
 
 F = nn.functional
 

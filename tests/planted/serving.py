@@ -143,7 +143,7 @@ SERVING = (
     Plant(
         "the generator advanced twice",
         "runtime",
-        "tvmbridge.graph_capture.draw_noise",
+        "tvmbridge.calls.draw_noise",
         "return [_draw(descriptor).contiguous() for descriptor in noise]",
         "return [(_draw(d), _draw(d).contiguous())[1] for d in noise]",
         ("tests/graph_capture/test_noise.py",),
@@ -151,7 +151,7 @@ SERVING = (
     Plant(
         "draws in another order",
         "runtime",
-        "tvmbridge.graph_capture.draw_noise",
+        "tvmbridge.calls.draw_noise",
         "return [_draw(descriptor).contiguous() for descriptor in noise]",
         "return [_draw(descriptor).contiguous() for descriptor in reversed(noise)][::-1]",
         ("tests/test_dropout.py", "tests/graph_capture/test_noise.py"),
@@ -159,7 +159,7 @@ SERVING = (
     Plant(
         "the draws of an eager prologue made twice",
         "runtime",
-        "tvmbridge.graph_capture.draw_noise",
+        "tvmbridge.calls.draw_noise",
         "        drawn = prologue.module(*(tensor.detach() for tensor in inputs))",
         "        drawn = [prologue.module(*(t.detach() for t in inputs)) for _ in range(2)][1]",
         ("tests/graph_capture/test_prologue.py",),
@@ -175,10 +175,10 @@ SERVING = (
     Plant(
         "checks of values ignored",
         "runtime",
-        "tvmbridge.graph_capture.trace.validation",
+        "tvmbridge.calls.validation",
         "        if not one:",
         "        if one is None:",
-        ("tests/graph_capture/trace/test_validation.py",),
+        ("tests/calls/test_validation.py",),
     ),
     Plant(
         "strided memory read as dense",
@@ -213,7 +213,7 @@ SERVING = (
         (
             _DISPATCH,
             "tests/runtime/test_modules.py",
-            "tests/graph_capture/trace/test_arguments.py",
+            "tests/calls/test_arguments.py",
         ),
     ),
     Plant(

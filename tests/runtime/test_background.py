@@ -41,14 +41,14 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def held(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make compiling child processes hang until they are killed."""
     of_now = os.getpid()
-    compiled = Compiler._told
+    compiled = Compiler._logged
 
     def told(*args: Any) -> Any:
         while os.getpid() != of_now:
             time.sleep(60)
         return compiled(*args)
 
-    monkeypatch.setattr(Compiler, "_told", told)
+    monkeypatch.setattr(Compiler, "_logged", told)
 
 
 class Network(nn.Module):
@@ -114,7 +114,7 @@ def _small() -> tuple[nn.Module, nn.Module]:
 def test_a_new_mode_does_not_wait() -> None:
     eager, module = _small()
     add_tvm_dispatch(module, X, options={"background": 120.0})
-    module.forward.background.budget = 0.0
+    module.forward.code.background.budget = 0.0
     eager.eval()
     module.eval()
     with torch.no_grad():
@@ -140,7 +140,7 @@ def test_a_budget_bounds_the_wait(held: None) -> None:
 def test_a_child_that_is_killed_is_a_reason(held: None) -> None:
     eager, module = _pair()
     add_tvm_dispatch(module, X, options=BACKGROUND)
-    (job,) = module.forward.background._jobs.values()
+    (job,) = module.forward.code.background._jobs.values()
     os.kill(job.child.pid, signal.SIGKILL)
     tvmbridge.wait(module)
     for seed in range(3):
@@ -228,8 +228,8 @@ def test_where_nothing_can_be_forked_the_call_waits(monkeypatch: pytest.MonkeyPa
     add_tvm_dispatch(module, X, options=BACKGROUND)
     _assert_same(module, eager, X, 0)
     assert dispatch_report(module).fallbacks == {}
-    found: list[str | None] = []
-    thread = threading.Thread(target=lambda: found.append(children.cannot_fork()))
+    found: list[str] = []
+    thread = threading.Thread(target=lambda: found.append(str(children.cannot_fork())))
     thread.start()
     thread.join()
     assert found == ["the call is not made by the main thread"]
@@ -250,7 +250,7 @@ def test_one_child_at_a_time(held: None) -> None:
 def test_a_module_that_is_gone_ends_its_child(held: None) -> None:
     module = nn.Linear(6, 6)
     add_tvm_dispatch(module, X, options=BACKGROUND)
-    (job,) = module.forward.background._jobs.values()
+    (job,) = module.forward.code.background._jobs.values()
     pid = job.child.pid
     del module, job
     __import__("gc").collect()
@@ -267,10 +267,10 @@ def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
             from tvmbridge import add_tvm_dispatch
             from tvmbridge.runtime.entry_compiler import Compiler
             mine = os.getpid()
-            Compiler._told = lambda *_: time.sleep(600)
+            Compiler._logged = lambda *_: time.sleep(600)
             module = torch.nn.Linear(6, 6)
             add_tvm_dispatch(module, torch.randn(8, 6), budget=0)
-            (job,) = module.forward.background._jobs.values()
+            (job,) = module.forward.code.background._jobs.values()
             print(job.child.pid, flush=True)
             time.sleep(600)
             """

@@ -57,12 +57,12 @@ def test_further_values_are_served_by_one_code_in_training_and_inference() -> No
         x = torch.randn(3, 4)
         expected, found = _gradients(model, x, value), _gradients(served, x, value)
         torch.testing.assert_close(found, expected)
-    assert dispatcher.served() == len(values)
-    assert len(dispatcher.specializations) == 2
+    assert dispatcher.code.served() == len(values)
+    assert len(dispatcher.code.kept.known) == 2
     with torch.no_grad():
         for value in (3, 5, 8):
             torch.testing.assert_close(served.eval()(x, value), model.eval()(x, value))
-    assert dispatcher.served() == len(values) + 3
+    assert dispatcher.code.served() == len(values) + 3
 
 
 def test_other_classes_of_numbers_are_never_taken_for_the_known_one() -> None:
@@ -76,7 +76,7 @@ def test_other_classes_of_numbers_are_never_taken_for_the_known_one() -> None:
             torch.testing.assert_close(
                 served(x, t=value, scale=2.5), model(x, value, 2.5), equal_nan=True
             )
-    kinds = {k for s in dispatcher.specializations for k in map(_kinds, [s]) if k}
+    kinds = {k for s in dispatcher.code.kept.known for k in map(_kinds, [s]) if k}
     assert {of_t for of_t, *_ in kinds} == {int, float}
 
 
@@ -90,8 +90,8 @@ def test_a_number_that_decides_a_branch_stays_a_constant_and_the_report_says_why
     x = torch.randn(8)
     for value in (1, 5, 2, 7, 3, 4):
         torch.testing.assert_close(served(x, value), model(x, value))
-    assert dispatcher.served() == 2
-    assert not any(map(_kinds, dispatcher.specializations))
+    assert dispatcher.code.served() == 2
+    assert not any(map(_kinds, dispatcher.code.kept.known))
     text = str(dispatch_report(served))
     assert "`t`" in text
     assert "forward compares it with a number" in " ".join(
@@ -108,7 +108,7 @@ def test_numbers_and_sizes_change_together() -> None:
         for rows, value in calls:
             x = torch.randn(rows, 4)
             torch.testing.assert_close(served(x, value), model(x, value))
-    assert dispatcher.served() == len(calls)
+    assert dispatcher.code.served() == len(calls)
 
 
 @pytest.mark.parametrize("sampled", [False, True])
@@ -119,7 +119,7 @@ def test_a_sample_with_changing_sizes_is_like_a_first_call(sampled: bool) -> Non
     with torch.no_grad():
         for value in (1, 2, 3, 4):
             torch.testing.assert_close(served(x, value), model(x, value))
-    assert dispatcher.served() == 4
+    assert dispatcher.code.served() == 4
 
 
 class Appending(nn.Module):
@@ -138,7 +138,7 @@ def test_a_list_beside_a_number_grows_and_half_precision_is_not_rounded_first() 
         expected, found = Appending()(x, value, lists[0]), served(x, value, lists[1])
         assert torch.equal(found, expected)
         torch.testing.assert_close(*lists)
-    assert dispatcher.served() == 4
+    assert dispatcher.code.served() == 4
 
 
 class Power(nn.Module):
@@ -153,4 +153,4 @@ def test_values_that_the_code_does_not_serve_compile_no_more_such_code() -> None
     x = torch.randn(3)
     for value in (1.5, 2.5, math.inf, 1e9, 1e10, 3.5):
         torch.testing.assert_close(served(x, value), Power()(x, value))
-    assert [bool(s.signature.numbers) for s in dispatcher.specializations] == [False, True, False]
+    assert [bool(s.signature.numbers) for s in dispatcher.code.kept.known] == [False, True, False]

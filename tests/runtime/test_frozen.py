@@ -53,7 +53,7 @@ class Embedded(nn.Module):
 
 
 def _entry(module: nn.Module) -> CompiledEntry:
-    (specialization,) = module.forward.specializations  # type: ignore[union-attr]
+    (specialization,) = module.forward.code.kept.known  # type: ignore[union-attr]
     ((_, entry),) = specialization.compiled()
     return entry
 
@@ -148,7 +148,7 @@ def test_a_change_is_seen(change: Callable[[Block], None], reason: str, calls: i
     before = dispatch_report(module).tvm_calls
     torch.testing.assert_close(module(x), own(x), rtol=1e-12, atol=1e-12)
     assert dispatch_report(module).tvm_calls == before + 1
-    assert len(module.forward.specializations) == 1  # the code for the old values was dropped
+    assert len(module.forward.code.kept.known) == 1  # the code for the old values was dropped
 
 
 def test_a_written_buffer_is_no_constant() -> None:

@@ -19,8 +19,8 @@ from torch import nn
 import tvmbridge.compiler.cached_build
 from tests.dispatch_helpers import eager
 from tvmbridge import BuildError, add_tvm_dispatch, capture, dispatch_report
+from tvmbridge.calls.standins import as_captured
 from tvmbridge.graph_capture.surroundings import tracing_here
-from tvmbridge.graph_capture.trace.standins import as_captured
 
 
 def _net() -> nn.Module:

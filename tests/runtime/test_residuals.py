@@ -139,7 +139,7 @@ def test_parameters_exchanged_between_forward_and_backward() -> None:
 
 def test_an_output_absent_again_and_again_gets_a_backward_of_its_own() -> None:
     ours, eager, x = pair()
-    entry = ours.forward.specializations[0].compiled()[0][1]  # type: ignore[union-attr]
+    entry = ours.forward.code.kept.known[0].compiled()[0][1]  # type: ignore[union-attr]
     partial = entry.compiled.partial_backwards
     counts = []
     for number in range(5):
@@ -156,7 +156,7 @@ def test_what_cannot_be_compiled_for_speed_is_looked_at(monkeypatch: pytest.Monk
         raise BridgeError("no compiler")
 
     ours, eager, x = pair()
-    entry = ours.forward.specializations[0].compiled()[0][1]  # type: ignore[union-attr]
+    entry = ours.forward.code.kept.known[0].compiled()[0][1]  # type: ignore[union-attr]
     monkeypatch.setattr(entry.compiled.partial_backwards, "_build", fails)
     for _ in range(5):
         for module in (ours, eager):

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tvmbridge import add_tvm_dispatch, dispatch_report
-from tvmbridge.runtime import module_code
+from tvmbridge.runtime import policy
 
 
 class Cached(nn.Module):
@@ -116,8 +116,8 @@ def test_a_copy_made_before_the_first_call_is_compiled_again_too() -> None:
 def test_code_that_another_thread_renews_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(3, 4, dtype=torch.float64)
     module = add_tvm_dispatch(Cached().train(), x).eval()
-    (specialization,) = module.forward.specializations
-    turns = module_code.compiling
+    (specialization,) = module.forward.code.kept.known
+    turns = policy.compiling
 
     @contextmanager
     def then_renewed_by_another() -> Iterator[None]:
@@ -125,9 +125,9 @@ def test_code_that_another_thread_renews_is_waited_for(monkeypatch: pytest.Monke
             yield
         specialization.entries.clear()
 
-    monkeypatch.setattr(module_code, "compiling", then_renewed_by_another)
+    monkeypatch.setattr(policy, "compiling", then_renewed_by_another)
     with torch.no_grad():
-        torch.testing.assert_close(module(x), module.forward.original(x))
+        torch.testing.assert_close(module(x), module.forward.code.original(x))
 
 
 class Growing(nn.Module):

@@ -55,7 +55,7 @@ class Slow(nn.Module):
 
 
 def path_of(module: nn.Module) -> Any:
-    return module.forward.fast_paths[0][0]  # type: ignore[union-attr, index]
+    return module.forward.code.paths.known[0][0]  # type: ignore[union-attr, index]
 
 
 def evaluated(module: nn.Module, x: torch.Tensor, calls: int) -> None:

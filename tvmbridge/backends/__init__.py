@@ -38,6 +38,12 @@ def backend_of(device: torch.device) -> Backend:
     return backend
 
 
+def is_on_host(device: torch.device) -> bool:
+    """Whether tensors on ``device`` are in the host's memory."""
+    backend = BACKENDS.get(device.type)
+    return backend is not None and backend.on_host
+
+
 def resolve_target(target: Any, device: torch.device = _CPU_DEVICE) -> tvm.target.Target:
     """Return the target to compile for: the one that the user named, or else the device's own.
 
@@ -77,4 +83,12 @@ def known_target(target: Any) -> tvm.target.Target:
     return resolved
 
 
-__all__ = ["BACKENDS", "Backend", "backend_for", "backend_of", "known_target", "resolve_target"]
+__all__ = [
+    "BACKENDS",
+    "Backend",
+    "backend_for",
+    "backend_of",
+    "is_on_host",
+    "known_target",
+    "resolve_target",
+]

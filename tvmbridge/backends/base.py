@@ -53,6 +53,12 @@ class Backend:
     - ``redraws``: whether forward can draw the random numbers of a call once more.
     - ``norms_in_loops``: whether loops of norms are as fast as PyTorch's kernels.
     - ``drops_in_float32``: whether PyTorch's dropout scales half precision in float32.
+    - ``on_host``: whether tensors are in the host's memory, so that Python reads values at once.
+    - ``generators``: returns the default random generators of a device, beside the CPU's.
+    - ``recurs_by_onednn``: whether recurrent layers may be oneDNN's.
+    - ``moves_in_bfloat16``: whether batch norm moves bfloat16 statistics in bfloat16.
+    - ``stays_at_exit``: whether loaded code must not be freed while the process ends.
+    - ``timed_calls``: the number of calls whose mean time is that of one call.
     - ``draws_by_strides``: whether dropout's mask depends on its input's dtype and strides, so that
       PyTorch's own kernel must make it.
     """
@@ -81,6 +87,12 @@ class Backend:
     norms_in_loops: bool
     drops_in_float32: bool
     draws_by_strides: bool
+    on_host: bool
+    generators: Callable[[torch.device], list[torch.Generator]]
+    recurs_by_onednn: bool
+    moves_in_bfloat16: bool
+    stays_at_exit: bool
+    timed_calls: int
 
 
 def kernel_passes(

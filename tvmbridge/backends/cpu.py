@@ -63,4 +63,10 @@ CPU = Backend(
     norms_in_loops=False,
     drops_in_float32=False,
     draws_by_strides=False,
+    on_host=True,
+    generators=lambda device: [],
+    recurs_by_onednn=True,
+    moves_in_bfloat16=True,
+    stays_at_exit=False,
+    timed_calls=1,
 )

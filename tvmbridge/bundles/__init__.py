@@ -14,7 +14,7 @@ from tvmbridge.cache.bundle import BundleError
 from tvmbridge.cache.exchange import BundleReport, export_bundle, import_bundle
 from tvmbridge.compiler.compiled import CompiledModule
 from tvmbridge.compiler.partial_backwards import PartialBackwards
-from tvmbridge.dispatch import dispatchers_of
+from tvmbridge.dispatch import codes_of
 from tvmbridge.runtime.entry import CompiledEntry
 
 
@@ -83,8 +83,8 @@ def load_compiled(module: nn.Module, path: str | Path) -> BundleReport:
 
 
 def _entries(module: nn.Module) -> Iterator[CompiledEntry]:
-    for dispatcher in dispatchers_of(module).values():
-        for specialization in dispatcher.all_specializations():
+    for code in codes_of(module).values():
+        for specialization in code.policy.specializations():
             for _, entry in specialization.compiled():
                 yield entry
 

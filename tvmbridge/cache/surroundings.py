@@ -20,6 +20,8 @@ from tvmbridge.cache.key import digest_of
 from tvmbridge.core.builds import build_stamp
 from tvmbridge.core.kernel_settings import kernel_settings
 from tvmbridge.core.machine import SWITCH, caching_is_off, cpu_model, threads
+from tvmbridge.core.reasons import Kind, Reason
+from tvmbridge.pipeline import passes_are_observed
 from tvmbridge.records.folder import RECORDS, VERDICTS, WORKLOADS, Folder
 from tvmbridge.records.library import log_dirs, named_log_dir
 from tvmbridge.records.meta import NAME as META
@@ -30,23 +32,23 @@ _PREFIXES = ("TVM_", "LLVM_", "ATEN_", "DNNL_", "ONEDNN_", "MKL_", "OMP_", "KMP_
 _IMPORTED = time.time()
 
 
-def unusable(option: bool) -> str | None:
+def unusable(option: bool) -> Reason | None:
     """Return why the cache is neither read nor written; None if it is used.
 
     Args:
         option: the value of the option ``cache``.
     """
+    if passes_are_observed():
+        return Reason(Kind.OBSERVED)
     if not option:
-        return "the option cache is off"
+        return Reason(Kind.CACHE_OFF)
     if caching_is_off():
-        return f"{SWITCH} is {os.environ[SWITCH]}"
+        return Reason(Kind.CACHE_SWITCHED, os.environ[SWITCH])
     if os.environ.get("TVMBRIDGE_DUMP"):
-        return "TVMBRIDGE_DUMP asks for the module after each pass"
+        return Reason(Kind.DUMPED)
     if tvm.transform.PassContext.current().instruments:
-        return "passes are instrumented"
-    if _sources()[1] > _IMPORTED:
-        return "tvmbridge's files were changed since it was imported"
-    return None
+        return Reason(Kind.INSTRUMENTED)
+    return Reason(Kind.SOURCES) if _sources()[1] > _IMPORTED else None
 
 
 def surroundings(target: Target) -> dict[str, str]:

@@ -35,10 +35,10 @@ from tvmbridge.compiler.exported import exported, module_of
 from tvmbridge.core.errors import BuildError, first_line
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.profiling import region
+from tvmbridge.core.reasons import Reason
 from tvmbridge.core.types import PassRecord
 from tvmbridge.kernels.keys import adopt
 from tvmbridge.passes.relax.bundle_residuals import BundleResiduals
-from tvmbridge.pipeline import passes_are_observed
 from tvmbridge.records import Library
 from tvmbridge.records.library import EMPTY, named_log_dir
 
@@ -142,10 +142,8 @@ class CachedBuild:
         count_code(from_disk=True)
         return replace(built, key=key.digest, source=compiled_of)
 
-    def unused(self) -> str | None:
+    def unused(self) -> Reason | None:
         """Return why the cache is not used; None if it is used."""
-        if passes_are_observed():
-            return "passes are observed"
         return unusable(self.options.cache)
 
     def key(self, compiled_of: Mapping[str, str]) -> CacheKey:

@@ -10,6 +10,7 @@ import torch
 import tvm
 
 from tvmbridge.backends import backend_of
+from tvmbridge.calls.layouts import Strides
 from tvmbridge.compiler.bound import bound_entry
 from tvmbridge.compiler.buffers import Reuse
 from tvmbridge.compiler.build import Built
@@ -28,7 +29,6 @@ from tvmbridge.compiler.split import SplitModule
 from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.types import PassRecord, ValueDescriptor
-from tvmbridge.graph_capture.memory.layouts import Strides
 from tvmbridge.passes.relax.remove_borders import RemoveBorders
 from tvmbridge.passes.relax.return_whole import ReturnWhole, wholes_of
 from tvmbridge.pipeline import run_passes, tidy_passes

@@ -132,7 +132,7 @@ class LoadedModule:
         }
         self._gradients = gradients
         self._lock = threading.RLock()
-        if device.type == "cuda":
+        if backend_of(device).stays_at_exit:
             stays_at_exit(self)
 
     def at(self, sizes: Sequence[int]) -> LoadedModule:

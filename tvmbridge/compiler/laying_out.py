@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 import tvm
 
+from tvmbridge.calls.layouts import Layout, Strides
+from tvmbridge.calls.views import laid_out
 from tvmbridge.compiler.split import SplitModule
 from tvmbridge.core.types import PassRecord
-from tvmbridge.graph_capture.memory.layouts import Layout, Strides
-from tvmbridge.graph_capture.memory.views import laid_out
 from tvmbridge.passes.relax.lay_out import Permuted
 from tvmbridge.pipeline import layout_passes, run_passes
 

@@ -10,6 +10,7 @@ import torch
 import tvm
 
 from tvmbridge.backends import backend_of, resolve_target
+from tvmbridge.calls.layouts import output_layouts
 from tvmbridge.coloring import policy_for
 from tvmbridge.compiler.combining import Combining, Packs
 from tvmbridge.compiler.laying_out import Layouts
@@ -27,7 +28,6 @@ from tvmbridge.differentiation.joint import Derivation, derive
 from tvmbridge.differentiation.rehearsal import Rehearsal
 from tvmbridge.frontend import ImportedModule, import_graph
 from tvmbridge.graph_capture.capture import capture_staged
-from tvmbridge.graph_capture.memory.layouts import output_layouts
 from tvmbridge.graph_capture.observe.staging import StagedModule, staged
 from tvmbridge.pipeline import (
     AnyPass,

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import tvm
 
+from tvmbridge.calls.layouts import Layout
 from tvmbridge.compiler.build import Built
 from tvmbridge.compiler.executable import Bound, LoadedModule
 from tvmbridge.compiler.split import SplitModule, build_function
@@ -27,7 +28,6 @@ from tvmbridge.core.errors import LEAVE_TO_EAGER, BridgeError
 from tvmbridge.core.torch_private import has_storage
 from tvmbridge.core.turns import compiling
 from tvmbridge.differentiation.custom_functions import called
-from tvmbridge.graph_capture.memory.layouts import Layout
 from tvmbridge.passes.base import flat_results
 from tvmbridge.passes.relax.drop_cotangents import DropCotangents
 from tvmbridge.passes.relax.remove_borders import RemoveBorders

@@ -35,9 +35,11 @@ class Category(enum.Enum):
     REFUSED = "The module or sample is refused"
     ONCE = "A backward with `create_graph=True` is refused"
     DIFFERS = "Results differ from eager PyTorch's"
+    NOT_KEPT = "Code is neither kept on disk nor compiled in the background"
 
 
 _REFUSED, _ONCE, _DIFFERS = Category.REFUSED, Category.ONCE, Category.DIFFERS
+_NOT_KEPT = Category.NOT_KEPT
 
 
 def _changed(sentence: str) -> tuple[str, str]:
@@ -190,6 +192,7 @@ class Kind(enum.Enum):
     # There is no code.
     FAILED = "{}", _EXPLAIN
     NOT_COMPILED = "nothing is compiled", _EXPLAIN
+    NO_SYMBOLIC = "no code for any size: {}", _EXPLAIN
     COMPILING = "its code is being compiled in the background", ""
     DROPPED = (
         "code for this requires_grad of inputs and parameters was dropped, of more than "
@@ -279,6 +282,37 @@ class Kind(enum.Enum):
         "replace an infinity"
     )
     ZERO = "the sign of a zero", "add 0.0 where the sign matters", _DIFFERS
+    # Code is compiled at the call, for this process alone.
+    NOT_LINUX = "a process compiles in the background on Linux alone", "", _NOT_KEPT
+    OTHER_THREAD = (
+        "the call is not made by the main thread",
+        "call the module in the main thread first",
+        _NOT_KEPT,
+    )
+    DAEMON = (
+        "the process is a daemon of multiprocessing, which may have no children",
+        "start the process with daemon=False",
+        _NOT_KEPT,
+    )
+    ACCELERATOR = (
+        "PyTorch's engine cannot be forked where there is an accelerator",
+        "",
+        _NOT_KEPT,
+    )
+    CACHE_OFF = "the option cache is off", "set the option cache", _NOT_KEPT
+    CACHE_SWITCHED = "TVMBRIDGE_CACHE is {}", "unset TVMBRIDGE_CACHE", _NOT_KEPT
+    DUMPED = (
+        "TVMBRIDGE_DUMP asks for the module after each pass",
+        "unset TVMBRIDGE_DUMP",
+        _NOT_KEPT,
+    )
+    OBSERVED = "passes are observed", "", _NOT_KEPT
+    INSTRUMENTED = "passes are instrumented", "", _NOT_KEPT
+    SOURCES = (
+        "tvmbridge's files were changed since it was imported",
+        "start the process again",
+        _NOT_KEPT,
+    )
 
 
 @dataclass(frozen=True)

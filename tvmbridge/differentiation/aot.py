@@ -17,6 +17,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from tvmbridge.backends import is_on_host
 from tvmbridge.core.errors import BridgeError, CaptureError, UnsupportedOperatorError, first_line
 from tvmbridge.core.torch_private import storage_key
 from tvmbridge.core.types import NoiseDescriptor, PassRecord, TensorSpec
@@ -229,7 +230,7 @@ def _functionalize(traced: fx.GraphModule, rehearsal: Rehearsal) -> fx.GraphModu
         functional = _traced(run, fakes, joint_decomposition_table())
     functional.graph.eliminate_dead_code()
     device = rehearsal.captured.device
-    if device.type != "cpu":
+    if not is_on_host(device):
         move_in_module(functional, device)
     return functional
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.autograd.function import BackwardCFunction
 
+from tvmbridge.calls.patches import patched_here
 from tvmbridge.core.errors import UnsupportedOperatorError
-from tvmbridge.graph_capture.trace.patches import patched_here
 from tvmbridge.kernels.borders import enters, leaves
 
 # The operators of tvmbridge, whose backward has PyTorch's formulas.

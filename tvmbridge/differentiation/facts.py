@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tvmbridge.calls.layouts import Layout
 from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.core.torch_private import storage_key
 from tvmbridge.core.types import OutputKind
@@ -26,7 +27,6 @@ from tvmbridge.differentiation.flow import AutogradWatch, FlowWatch
 from tvmbridge.differentiation.reached import reached_by_gradients
 from tvmbridge.differentiation.rehearsal import Rehearsal
 from tvmbridge.differentiation.saved import SavedMemory, readers_by_storage
-from tvmbridge.graph_capture.memory.layouts import Layout
 from tvmbridge.graph_capture.noise import OTHER_DRAWS
 
 

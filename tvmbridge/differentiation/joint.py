@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from tvmbridge.calls.layouts import Layout
 from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.core.options import CompileOptions
@@ -18,7 +19,6 @@ from tvmbridge.differentiation.differentiate import JointModule, differentiate
 from tvmbridge.differentiation.facts import GradientFacts, gradient_facts
 from tvmbridge.differentiation.rehearsal import Rehearsal
 from tvmbridge.frontend import ImportedModule, import_graph
-from tvmbridge.graph_capture.memory.layouts import Layout
 
 
 @dataclass(frozen=True)

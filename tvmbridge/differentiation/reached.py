@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
+from tvmbridge.calls.layouts import Layout, layout_of
 from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.core.torch_private import DataDependentOutputException
 from tvmbridge.core.types import InputDescriptor
 from tvmbridge.differentiation.rehearsal import Rehearsal
-from tvmbridge.graph_capture.memory.layouts import Layout, layout_of
 from tvmbridge.graph_capture.observe.refusal import first_paragraph
 
 

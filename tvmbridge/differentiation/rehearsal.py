@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tvmbridge.calls.standins import tensors_replaced
+from tvmbridge.calls.views import laid_out, shares_elements
 from tvmbridge.core.autocast import without_autocast
 from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.core.errors import BridgeError, UnsupportedOperatorError
@@ -22,13 +24,11 @@ from tvmbridge.core.number_inputs import number_inputs, with_tensors
 from tvmbridge.core.structure import unflatten
 from tvmbridge.core.torch_private import FakeTensorMode, pytree
 from tvmbridge.core.types import InputDescriptor, InputKind, OutputKind, TensorSpec
-from tvmbridge.graph_capture.memory.views import laid_out, shares_elements
 from tvmbridge.graph_capture.observe.refusal import first_paragraph
 from tvmbridge.graph_capture.observe.undo import current_undo
 from tvmbridge.graph_capture.trace.answers import small_buffers
 from tvmbridge.graph_capture.trace.functions import functions_replaced
 from tvmbridge.graph_capture.trace.left import data_dependent_assigned
-from tvmbridge.graph_capture.trace.standins import tensors_replaced
 from tvmbridge.graph_capture.traced_forward import TracedForward
 
 

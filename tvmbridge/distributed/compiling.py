@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tvmbridge.backends import is_on_host
 from tvmbridge.core.errors import BridgeError, first_line
 from tvmbridge.dispatch import add_tvm_dispatch, remove_tvm_dispatch
 from tvmbridge.distributed.control import Control
@@ -62,7 +63,7 @@ def _turns(
     own: Sequence[StageModule], firsts: Mapping[int, int], device: torch.device
 ) -> tuple[list[StageModule], list[StageModule]]:
     """Return the stages to compile at once, and those to compile after every rank's first ones."""
-    if device.type != "cpu":
+    if not is_on_host(device):
         return list(own), []  # Waiting would save the build alone: each rank captures by itself.
     first = [s for s in own if firsts[s.index] == s.index]
     return first, [s for s in own if firsts[s.index] != s.index]

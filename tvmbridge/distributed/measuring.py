@@ -17,9 +17,6 @@ from tvmbridge.distributed.graph import PipelineGraph
 from tvmbridge.distributed.splitting import StageModule, cut
 
 _ROUNDS = 5
-# The number of calls that are timed together on a GPU: launching and waiting would dominate the
-# time of a single call, and a call within a pipeline waits for nothing.
-_CALLS_ON_GPU = 8
 
 
 @dataclass(frozen=True)
@@ -101,7 +98,7 @@ def sample_of(stage: StageModule, device: torch.device) -> list[torch.Tensor]:
 
 def _timed(function: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
     """Return the result of a call, and its seconds."""
-    calls = _CALLS_ON_GPU if device.type == "cuda" else 1
+    calls = backend_of(device).timed_calls
     backend_of(device).synchronize(device)
     start = time.perf_counter()
     for _ in range(calls):

@@ -15,10 +15,9 @@ from tvmbridge.compiler.compiled import CompiledModule
 from tvmbridge.core.libraries import register_containers
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.profiling import profiling
-from tvmbridge.core.reasons import Reason
 from tvmbridge.dynamo.graphs import DynamoGraph, Given
 from tvmbridge.runtime.dispatcher import Dispatcher
-from tvmbridge.runtime.fallbacks import Tally
+from tvmbridge.runtime.module_code import ModuleCode
 
 # Code for parameters that no call has used within this many calls is dropped.
 _CALLS_TO_FORGET = 1024
@@ -31,11 +30,13 @@ class _Held:
 
     - ``given``: picks the other arguments from a call's arguments; None if the call has other
       parameters or buffers.
-    - ``dispatcher``: the dispatch of a module that holds the parameters and buffers.
+    - ``code``: the compiled code of a module that holds the parameters and buffers.
+    - ``dispatcher``: the forward of this module.
     - ``used``: whether a call has used this dispatch since unused ones were last dropped.
     """
 
     given: Given
+    code: ModuleCode
     dispatcher: Dispatcher
     used: bool = True
 
@@ -70,9 +71,9 @@ class CompiledGraph:
         self.call = self._calling()
 
     @property
-    def dispatchers(self) -> list[Dispatcher]:
-        """The dispatchers of all sets of parameters that are kept."""
-        return [held.dispatcher for held in list(self._known.values())]
+    def codes(self) -> list[ModuleCode]:
+        """The compiled code for each set of parameters that is kept."""
+        return [held.code for held in list(self._known.values())]
 
     def _calling(self) -> Callable[..., Any]:
         """Return the function that Dynamo calls; a function is faster to call than an object."""
@@ -88,7 +89,7 @@ class CompiledGraph:
             held.used = True
             if next(due):
                 self._forget()
-            for fast, _ in held.dispatcher.fast_paths:
+            for fast, _ in held.code.paths.known:
                 leaves = fast.guard.check_under_dynamo(given, _NO_KEYWORDS)
                 if leaves is None:
                     break
@@ -104,8 +105,9 @@ class CompiledGraph:
         with self._changing:
             key = tuple(map(id, tensors))
             if key not in self._known:
-                given = self.graph.given_with(tensors)
-                self._known[key] = _Held(given, self._dispatcher(tensors))
+                code = self._code(tensors)
+                dispatcher = code.module.__dict__["forward"] = Dispatcher(code)
+                self._known[key] = _Held(self.graph.given_with(tensors), code, dispatcher)
             return self._known[key]
 
     def _forget(self) -> None:
@@ -115,43 +117,20 @@ class CompiledGraph:
             for held in self._known.values():
                 held.used = False
 
-    def _dispatcher(self, tensors: tuple[torch.Tensor, ...]) -> Dispatcher:
+    def _code(self, tensors: tuple[torch.Tensor, ...]) -> ModuleCode:
         module = self.graph.module(tensors)
         register_containers(module)
-        dispatcher = Dispatcher(module, None, None, self.options, "silent")
-        if self.noted is not None:
-            dispatcher.tally = _NotedTally(type(module).__name__, self.noted)
-        dispatcher.compiler = replace(dispatcher.compiler, instead=self._instead, background=None)
-        dispatcher.compiles_signatures = True
+        code = ModuleCode(module, None, None, self.options, "silent")
+        code.tally.noted = self.noted
+        policy = code.policy
+        policy.compiler = replace(policy.compiler, instead=self._instead, background=None)
+        policy.compiles_signatures = True
         if self.graph.symbolic:
-            dispatcher.serve_any_size()
+            policy.serve_any_size()
         like = next(iter(self._known.values()), None)
         if like is not None:
-            _share(like.dispatcher, dispatcher)
-        module.__dict__["forward"] = dispatcher
-        return dispatcher
-
-
-class _NotedTally(Tally):
-    """A tally of fallbacks that also calls ``noted`` with the reason of each."""
-
-    def __init__(self, name: str, noted: Callable[[str], None]) -> None:
-        super().__init__(name, "silent")
-        self._noted = noted
-
-    def note(self, why: Reason) -> None:
-        """Count a call that falls back to PyTorch, and report its reason."""
-        super().note(why)
-        self._noted(why.text)
-
-
-def _share(known: Dispatcher, dispatcher: Dispatcher) -> None:
-    """Give ``dispatcher`` the code of ``known``, whose module differs in its tensors alone."""
-    memo = _memo(known.module, dispatcher.module)
-    dispatcher.specializations = tuple(
-        s.rebound(memo, dispatcher.packing) for s in known.specializations
-    )
-    dispatcher.packing.claim_like(known.packing)
+            code.share(like.code, _memo(like.code.module, module))
+        return code
 
 
 def _memo(one: nn.Module, other: nn.Module) -> dict[int, Any]:

@@ -27,7 +27,7 @@ from tvmbridge.dynamo.backend import BackendOptions, graph_on_code
 from tvmbridge.dynamo.calls import CompiledGraph, EagerGraph
 from tvmbridge.dynamo.pieces import in_pieces
 from tvmbridge.dynamo.report import graph_report, leave_out_breaks
-from tvmbridge.runtime.dispatcher import Dispatcher
+from tvmbridge.runtime.module_code import ModuleCode
 from tvmbridge.runtime.parts import NO_PART, PartReport
 
 # Settings of TorchDynamo during a call in parts, whatever the process has set.
@@ -76,14 +76,14 @@ logging.getLogger("torch._dynamo.variables.tensor").addFilter(_AdviceLeftOut())
 
 
 class ModuleInParts:
-    """The module of a dispatcher, run as compiled parts with eager code between them.
+    """A dispatched module, run as compiled parts with eager code between them.
 
     It implements :class:`~tvmbridge.runtime.parts.ServedParts`.
     """
 
-    def __init__(self, dispatcher: Dispatcher) -> None:
-        self._tally = dispatcher.tally
-        self._options = BackendOptions(dispatcher.options)
+    def __init__(self, code: ModuleCode) -> None:
+        self._tally = code.tally
+        self._options = BackendOptions(code.options)
         self._compiled: tuple[Callable[..., Any], Callable[..., Any]] | None = None
         # The graphs that TorchDynamo still keeps, each with the reason why it ends.
         self._graphs: weakref.WeakKeyDictionary[CompiledGraph | EagerGraph, str]

@@ -135,7 +135,7 @@ def graph_report(called: CompiledGraph | EagerGraph) -> GraphReport:
     if isinstance(called, EagerGraph):
         eager = {called.reason: called.calls}
         return GraphReport(called.name, called.operators, 0, eager)
-    reports = tuple(report_of(dispatcher) for dispatcher in called.dispatchers)
+    reports = tuple(map(report_of, called.codes))
     fallbacks: Counter[str] = Counter()
     for report in reports:
         fallbacks.update(report.fallbacks)

@@ -21,7 +21,7 @@ from tvmbridge.exporting.linking import linked
 from tvmbridge.exporting.symbolic import symbolic_code
 from tvmbridge.exporting.writing import write_file
 from tvmbridge.graph_capture.capture import normalize_sample
-from tvmbridge.runtime.declared_sizes import sizes_to_serve
+from tvmbridge.runtime.any_size import sizes_to_serve
 
 
 def export(

@@ -13,6 +13,7 @@ import tvm
 from torch import nn
 
 from tvmbridge.backends import backend_of
+from tvmbridge.calls.standins import without_inference_tensors
 from tvmbridge.compiler.build import Code, build
 from tvmbridge.compiler.durations import StageDurations
 from tvmbridge.compiler.executable import LoadedModule
@@ -36,11 +37,10 @@ from tvmbridge.exporting.convention import (
 from tvmbridge.exporting.leftovers import refuse_effects
 from tvmbridge.exporting.views import with_views
 from tvmbridge.graph_capture.surroundings import tracing_here, undisturbed
-from tvmbridge.graph_capture.trace.standins import without_inference_tensors
 from tvmbridge.passes.relax.lift_frozen import TRANSFORM
 from tvmbridge.runtime.entry_compiler import apart_or_itself
 from tvmbridge.runtime.frozen import FrozenWeights
-from tvmbridge.runtime.guards.forwards import standing_behind
+from tvmbridge.runtime.guards.forwards import wrapped_dispatcher
 from tvmbridge.runtime.guards.state import ModuleState
 from tvmbridge.schedules.target import host_target
 
@@ -108,7 +108,7 @@ def _lowered(
 ) -> LoweredModule:
     request = CompileRequest(module, args, kwargs, needs_grad=False, target=target, options=options)
     installed = module.__dict__.get("forward")
-    behind = standing_behind(installed)
+    behind = wrapped_dispatcher(installed)
     own = installed if behind is None else behind.own
     lower = partial(lower_module, records=records, measure=StageDurations().measure)
     return apart_or_itself(request, own, lower)

@@ -16,6 +16,7 @@ import torch
 import tvm
 from torch import nn
 
+from tvmbridge.calls.standins import without_inference_tensors
 from tvmbridge.compiler.build import Fused
 from tvmbridge.compiler.durations import StageDurations
 from tvmbridge.compiler.lowering import Known, lower_module
@@ -31,8 +32,7 @@ from tvmbridge.exporting.conditions import written_relations
 from tvmbridge.exporting.leftovers import refuse_effects
 from tvmbridge.graph_capture.any_size import SymbolicTrace, shapes_of
 from tvmbridge.graph_capture.surroundings import tracing_here, undisturbed
-from tvmbridge.graph_capture.trace.standins import without_inference_tensors
-from tvmbridge.runtime.declared_sizes import reach
+from tvmbridge.runtime.any_size import reach
 from tvmbridge.symbolic.building import code_for_all
 from tvmbridge.symbolic.code import Points, lowered_at_all, traced_for
 from tvmbridge.symbolic.declared import DeclaredDimension, declared, symbols_of

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 from tvm import relax
 
+from tvmbridge.backends import backend_of
 from tvmbridge.frontend.importer import Importer
 from tvmbridge.frontend.registry import FLOATS, HALVES, Declined, converts
 from tvmbridge.frontend.running_statistics import moved, moved_as_bfloat16
@@ -180,7 +181,7 @@ def _batch_norm_in_training(
         raise Declined("the unbiased variance of one value")
     y, batch_mean, biased = _batch_norm(ctx, x, weight, bias, eps, None)
     value = x.meta["val"]
-    if value.dtype is torch.bfloat16 and value.device.type == "cpu":
+    if value.dtype is torch.bfloat16 and backend_of(value.device).moves_in_bfloat16:
         return (
             _narrow(ctx, y, x),
             None,

@@ -13,7 +13,7 @@ from torch import fx, nn
 from tvmbridge.core.contents import MISSING
 from tvmbridge.core.options import check_fx_passes
 from tvmbridge.core.types import PassRecord
-from tvmbridge.fx.forward import FxForward
+from tvmbridge.fx.forward import GraphCode
 from tvmbridge.fx.rewriting import Rewriting
 from tvmbridge.graph_capture.capture import normalize_sample
 from tvmbridge.passes.fx.combine_sparse_inputs import CombineSparseInputs
@@ -21,6 +21,7 @@ from tvmbridge.passes.fx.feature_fusion import FeatureFusion
 from tvmbridge.passes.fx.horizontal_fusion import HorizontalFusion
 from tvmbridge.passes.fx.overlap_communication import OverlapCommunication
 from tvmbridge.passes.fx.run import lines_of
+from tvmbridge.runtime.dispatcher import Dispatcher, code_of
 
 logger = logging.getLogger(__name__)
 
@@ -98,24 +99,25 @@ def optimize_fx(
     check_fx_passes(chosen, "optimize_fx")
     args, kwargs = normalize_sample(() if sample_input is MISSING else sample_input, sample_kwargs)
     installed = module.__dict__.get("forward")
-    own = installed.own if isinstance(installed, FxForward) else installed
-    forward = FxForward(module, own, Rewriting(chosen, measure))
-    forward.add(args, kwargs)
-    (entries,) = forward.entries.values()
+    earlier = code_of(installed, GraphCode)
+    code = GraphCode(module, earlier.own if earlier else installed, Rewriting(chosen, measure))
+    code.add(args, kwargs)
+    (entries,) = code.entries.values()
     for line in (line for each in entries[0].records for line in lines_of(each)):
         logger.info("%s: %s", type(module).__name__, line)
     if any(each.rewrites for each in entries[0].records):
-        module.__dict__["forward"] = forward
-    elif isinstance(installed, FxForward):
+        module.__dict__["forward"] = Dispatcher(code)
+    elif earlier is not None:
         remove_fx(module)
     return module
 
 
-def _forward_of(module: nn.Module) -> FxForward:
+def _code_of(module: nn.Module) -> GraphCode:
     forward = module.__dict__.get("forward") if isinstance(module, nn.Module) else None
-    if not isinstance(forward, FxForward):
+    code = code_of(forward, GraphCode)
+    if code is None:
         raise ValueError(f"no fx pass has rewritten this {type(module).__name__}")
-    return forward
+    return code
 
 
 def remove_fx(module: nn.Module) -> nn.Module:
@@ -124,11 +126,11 @@ def remove_fx(module: nn.Module) -> nn.Module:
     Raises:
         ValueError: no graph is installed.
     """
-    forward = _forward_of(module)
-    if forward.own is None:
+    code = _code_of(module)
+    if code.own is None:
         del module.__dict__["forward"]
     else:
-        module.__dict__["forward"] = forward.own
+        module.__dict__["forward"] = code.own
     return module
 
 
@@ -140,7 +142,7 @@ def fx_graphs(module: nn.Module) -> tuple[fx.GraphModule, fx.GraphModule]:
     Raises:
         ValueError: no graph is installed.
     """
-    entries = list(_forward_of(module).entries.values())[-1]
+    entries = list(_code_of(module).entries.values())[-1]
     return entries[0].original, entries[0].graph_module
 
 
@@ -150,8 +152,8 @@ def fx_report(module: nn.Module) -> FxReport:
     Raises:
         ValueError: no graph is installed.
     """
-    forward = _forward_of(module)
-    entries = [(mode, e) for mode, each in forward.entries.items() for e in each]
+    code = _code_of(module)
+    entries = [(mode, e) for mode, each in code.entries.items() for e in each]
     records = {str(mode): entry.records for mode, entry in entries}
-    records |= {str(mode): () for mode in forward.refused}
-    return FxReport(sum(e.calls for _, e in entries), dict(forward.fallbacks), records)
+    records |= {str(mode): () for mode in code.refused}
+    return FxReport(code.served(), dict(code.tally.counts), records)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,6 @@ from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.core.types import PassRecord
 from tvmbridge.fx.combined import FeaturePositions
-from tvmbridge.fx.sizes import LeafSizes
 from tvmbridge.fx.tracing import Traced
 from tvmbridge.passes.fx.combine_sparse_inputs import COMBINED
 from tvmbridge.runtime.guards.fast import FastGuard
@@ -74,7 +73,8 @@ class GraphEntry:
 
     - ``original``: the graph before the passes; ``graph_module`` is the graph after them.
     - ``out_spec``: the structure of forward's results.
-    - ``signature``, ``sizes``: the structure, types and sizes of arguments that the graph serves.
+    - ``signature``: the structure and types of the arguments that the graph serves.
+    - ``fits``: whether it serves the sizes of a call's leaves.
     - ``state``: the module's tensors and attributes, which must not have changed since the trace.
     - ``records``: one record for each pass.
     - ``combines``: whether the graph takes the features of a call combined.
@@ -86,7 +86,7 @@ class GraphEntry:
     original: fx.GraphModule
     out_spec: pytree.TreeSpec
     signature: Signature
-    sizes: LeafSizes
+    fits: Callable[[Sequence[Any]], bool]
     state: ModuleState
     binding: Binding
     records: tuple[PassRecord, ...] = ()
@@ -99,7 +99,8 @@ class GraphEntry:
         leaves = self.signature.flatten(args, kwargs)
         if leaves is None:
             return Reason(Kind.STRUCTURE)
-        return self.sizes.mismatch(leaves) or leaves
+        reason = self.signature.mismatch(leaves, any_size=True)
+        return reason or (leaves if self.fits(leaves) else Reason(Kind.SHAPE))
 
     def tensors(self) -> list[torch.Tensor] | Reason:
         """Return the module's current tensors, or why the graph no longer fits the module."""

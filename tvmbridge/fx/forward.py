@@ -1,12 +1,8 @@
-"""The forward that runs rewritten graphs, and falls back to the module's own forward."""
+"""Serve calls by rewritten graphs: the executor of modules that ``optimize_fx`` has rewritten."""
 
 from __future__ import annotations
 
-import functools
-import logging
-import sys
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,68 +14,62 @@ from tvmbridge.core.turns import compiling
 from tvmbridge.fx.combined import replaced
 from tvmbridge.fx.entry import GraphEntry
 from tvmbridge.fx.rewriting import Rewriting
-from tvmbridge.graph_capture.surroundings import refused_now
-from tvmbridge.graph_capture.trace.standins import STAND_IN
-from tvmbridge.runtime.guards.forwards import (
-    StandsForForward,
-    calling_module,
-    forward_of_class,
-    pickled_forward,
-    rebound,
-)
+from tvmbridge.runtime.executor import Executor, Served
+from tvmbridge.runtime.fallbacks import Tally
 from tvmbridge.runtime.guards.mode import Mode
-
-logger = logging.getLogger(__name__)
 
 # The most graphs of one mode; each is for arguments of other types or sizes.
 _MOST_GRAPHS = 4
 
 
-class FxForward(StandsForForward):
-    """The callable that ``optimize_fx`` installs as a module's ``forward``.
+class _GraphTally(Tally):
+    by, code, report = "graphs", "a rewritten graph", "fx_report"
+
+
+class GraphCode(Executor):
+    """Serves calls by rewritten graphs in eager PyTorch.
+
+    - ``entries``: the graphs of each mode.
+    - ``refused``: why a mode has no further graphs.
 
     Args:
-        module: the module that has this forward.
+        module: the module that is rewritten.
         own: the forward that the instance had; None if it uses the forward of its class.
         rewriting: creates the graph entries.
     """
 
-    def __init__(self, module: nn.Module, own: Any, rewriting: Rewriting) -> None:
-        self.module = module
-        self.own = own
+    removal = "remove_fx"
+
+    def __init__(
+        self, module: nn.Module, own: Callable[..., Any] | None, rewriting: Rewriting
+    ) -> None:
+        super().__init__(module, own, _GraphTally(type(module).__name__))
         self.rewriting = rewriting
         self.entries: dict[Mode, tuple[GraphEntry, ...]] = {}
         self.refused: dict[Mode, tuple[Reason, ...]] = {}
-        self.fallbacks: Counter[str] = Counter()
-        functools.update_wrapper(self, self.original)
 
-    @property
-    def original(self) -> Any:
-        """Return the forward that runs without the passes."""
-        return self.own or forward_of_class(self.module)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        caller = calling_module(sys._getframe(1))
-        if caller is not None and caller is not self.module:
-            own = self.own or forward_of_class(caller)
-            return self._noted(Reason(Kind.COPY), own, args, kwargs)
-        reason = refused_now()
-        if reason is not None:
-            return self._noted(reason, self.original, args, kwargs)
+    def serve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Served | Reason:
+        """Serve a call by a graph, which is traced now if there is room for one more."""
         mode = Mode.of_now(self.module.training, torch.is_grad_enabled())
         found = self._entry(mode, args, kwargs)
         if isinstance(found, Reason):
-            return self._noted(found, self.original, args, kwargs)
+            return found
         entry, leaves, tensors = found
-        return entry.run(tensors, leaves)
+        return Served(entry.run(tensors, leaves))
 
-    def _noted(self, reason: Reason, forward: Any, args: Any, kwargs: Any) -> Any:
-        if reason.text not in self.fallbacks:
-            name = type(self.module).__name__
-            logger.warning("%s runs its own forward: %s", name, reason)
-        self.fallbacks[reason.text] += 1
-        apart, named = replaced(args, kwargs)
-        return forward(*apart, **named)
+    def own_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Return the arguments with separate features in place of combined ones."""
+        return replaced(args, kwargs)
+
+    def served(self) -> int:
+        """Return the number of calls that graphs have served."""
+        return sum(entry.calls for entries in self.entries.values() for entry in entries)
+
+    def renewed(
+        self, module: nn.Module, own: Callable[..., Any] | None, memo: Mapping[int, Any]
+    ) -> GraphCode:
+        """Return an executor for ``module``, a deep copy, which traces graphs of its own."""
+        return GraphCode(module, own, self.rewriting)
 
     def _entry(
         self, mode: Mode, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -126,15 +116,3 @@ class FxForward(StandsForForward):
         self.refused.pop(mode, None)
         entry = self.rewriting(self.module, self.own, args, kwargs, mode.needs_grad)
         self.entries[mode] = (entry, *self.entries.get(mode, ()))
-
-    def __deepcopy__(self, memo: dict[Any, Any]) -> Any:
-        module = memo.get(id(self.module))
-        if module is None:
-            return self
-        own = None if self.own is None else rebound(self.own, self.module, module, memo)
-        if STAND_IN in memo:
-            return own or forward_of_class(module)
-        return FxForward(module, own, self.rewriting)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return pickled_forward(self.module, self.own)

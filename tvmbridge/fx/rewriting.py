@@ -12,7 +12,7 @@ from tvmbridge.core.errors import BridgeError
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.fx.combined import FeaturePositions, combined_in, replaced, shapes_of
 from tvmbridge.fx.entry import Binding, GraphEntry
-from tvmbridge.fx.sizes import LeafSizes
+from tvmbridge.fx.sizes import sizes_check
 from tvmbridge.fx.tracing import Traced, trace_sample
 from tvmbridge.fx.trial import Trial
 from tvmbridge.passes.fx.combine_sparse_inputs import DONE, FEATURES, Feature
@@ -85,7 +85,7 @@ class Rewriting:
                 original=original,
                 out_spec=traced.captured.convention.out_spec,
                 signature=Signature(*call, module.forward),
-                sizes=LeafSizes(
+                fits=sizes_check(
                     pytree.tree_leaves(call),
                     traced.relations,
                     layout.shapes if layout is not None and combines else shapes_of,

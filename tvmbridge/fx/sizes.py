@@ -1,4 +1,4 @@
-"""Check that the arguments of a call have the types and sizes that a graph was traced for."""
+"""Check that the arguments of a call have sizes that a graph was traced for."""
 
 from __future__ import annotations
 
@@ -10,11 +10,8 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from sympy.printing.str import StrPrinter  # type: ignore[import-untyped]
 
-from tvmbridge.core.contents import same_value
 from tvmbridge.core.errors import CaptureError
 from tvmbridge.core.generated import Scope
-from tvmbridge.core.reasons import Kind, Reason
-from tvmbridge.graph_capture.observe.plain import PLAIN
 from tvmbridge.graph_capture.relations import Relations
 
 _FUNCTIONS: dict[str, Any] = {
@@ -30,8 +27,13 @@ _FUNCTIONS: dict[str, Any] = {
 }
 
 
-class LeafSizes:
-    """Compares the argument leaves of calls with the leaves that were traced.
+def sizes_check(
+    leaves: Sequence[Any],
+    relations: Relations | None,
+    shapes: Callable[[Sequence[Any]], Sequence[Any]],
+    degenerate: Collection[int] = (),
+) -> Callable[[Sequence[Any]], bool]:
+    """Return a function that says whether the sizes of a call's leaves fit a traced graph.
 
     Args:
         leaves: the leaves of the sample.
@@ -43,42 +45,18 @@ class LeafSizes:
     Raises:
         CaptureError: a relation cannot be evaluated, or the sample does not fulfil it.
     """
+    hold = _compiled(relations, degenerate) if relations is not None else lambda _: True
+    ranks = [(i, leaf.dim()) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
 
-    def __init__(
-        self,
-        leaves: Sequence[Any],
-        relations: Relations | None,
-        shapes: Callable[[Sequence[Any]], Sequence[Any]],
-        degenerate: Collection[int] = (),
-    ) -> None:
-        tensors = {i: t for i, t in enumerate(leaves) if isinstance(t, torch.Tensor)}
-        self._kinds = [(i, t.dtype, t.device, t.dim()) for i, t in tensors.items()]
-        self._constants = [(i, leaf) for i, leaf in enumerate(leaves) if i not in tensors]
-        self._shapes = shapes
-        self._fits = _compiled(relations, degenerate) if relations is not None else lambda _: True
-        try:
-            refused = self.mismatch(leaves)
-        except Exception as error:
-            raise CaptureError(f"a relation between sizes cannot be told: {error}") from error
-        if refused is not None:
-            raise CaptureError(f"the traced graph does not fit the sample: {refused}")
+    def fits(leaves: Sequence[Any]) -> bool:
+        return all(leaves[i].dim() == rank for i, rank in ranks) and hold(shapes(leaves))
 
-    def mismatch(self, leaves: Sequence[Any]) -> Reason | None:
-        """Return why the graph cannot serve a call with these leaves; None if it can."""
-        for i, dtype, device, rank in self._kinds:
-            tensor = leaves[i]
-            if type(tensor) not in PLAIN or tensor.layout is not torch.strided:
-                return Reason(Kind.NOT_PLAIN)
-            if tensor.dtype is not dtype:
-                return Reason(Kind.DTYPE)
-            if tensor.device != device:
-                return Reason(Kind.DEVICE)
-            if tensor.dim() != rank:
-                return Reason(Kind.SHAPE)
-        for i, value in self._constants:
-            if not same_value(leaves[i], value):
-                return Reason(Kind.CONSTANT)
-        return None if self._fits(self._shapes(leaves)) else Reason(Kind.SHAPE)
+    try:
+        if fits(leaves):
+            return fits
+    except Exception as error:
+        raise CaptureError(f"a relation between sizes cannot be evaluated: {error}") from error
+    raise CaptureError("the sizes of the sample do not fit the traced graph")
 
 
 def _compiled(relations: Relations, degenerate: Collection[int]) -> Callable[[Sequence[Any]], bool]:

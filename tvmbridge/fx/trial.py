@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from tvmbridge.calls.generators import Generators
 from tvmbridge.core.errors import PassError
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.fx.entry import Binding
 from tvmbridge.graph_capture.observe.outside_tensors import WritesUndone
-from tvmbridge.graph_capture.trace.generators import Generators
 
 # A pass is undone if the sample takes more than this ratio of its former time. Timings vary by 5%.
 _MARGIN = 1.05

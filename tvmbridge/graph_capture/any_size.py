@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
+from tvmbridge.calls.arguments import Arguments
 from tvmbridge.core.autocast import Autocast
 from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.core.errors import CaptureError
@@ -27,7 +28,6 @@ from tvmbridge.graph_capture.observe.refusal import first_paragraph
 from tvmbridge.graph_capture.observe.staging import StagedModule, staged
 from tvmbridge.graph_capture.relations import Relations, relations_in
 from tvmbridge.graph_capture.resized import OtherProgramError, output_shapes, resized
-from tvmbridge.graph_capture.trace.arguments import Arguments
 
 logger = logging.getLogger(__name__)
 

@@ -12,6 +12,12 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
+from tvmbridge.backends import is_on_host
+from tvmbridge.calls.standins import (
+    attributes_put_back,
+    without_hooks,
+    without_repetitions,
+)
 from tvmbridge.core.autocast import autocast_now, without_autocast
 from tvmbridge.core.captured_graph import Assumptions, CallingConvention, CapturedGraph
 from tvmbridge.core.errors import (
@@ -62,11 +68,6 @@ from tvmbridge.graph_capture.trace.kernel_strides import strides_of_kernels
 from tvmbridge.graph_capture.trace.linear_export import export_in_linear_time
 from tvmbridge.graph_capture.trace.reshapes import reshape_instead_of_view
 from tvmbridge.graph_capture.trace.size_marks import size_marks_put_away
-from tvmbridge.graph_capture.trace.standins import (
-    attributes_put_back,
-    without_hooks,
-    without_repetitions,
-)
 from tvmbridge.graph_capture.traced_forward import TracedForward
 from tvmbridge.passes.fx.run import rewrite_program
 
@@ -319,7 +320,7 @@ def _taken_apart(program: ExportedProgram, table: dict[Any, Callable[..., Any]])
         program = program.run_decompositions(table)
     tidy_draws(program)
     device = device_of(program)
-    if device.type != "cpu":
+    if not is_on_host(device):
         move_in_program(program, device)
     # The example inputs would keep the arguments and their autograd graph alive.
     program.example_inputs = None

@@ -18,6 +18,7 @@ from torch import fx
 from torch.fx.proxy import TracerBase
 from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
 
+from tvmbridge.calls.generators import generators_used_by
 from tvmbridge.core.autocast import autocast_now
 from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.core.torch_private import pytree
@@ -30,7 +31,6 @@ from tvmbridge.graph_capture.dependence import (
     depends_on_data,
     is_known,
 )
-from tvmbridge.graph_capture.trace.generators import generators_used_by
 
 # With more recorded functions than this, little of forward would be left to compile.
 _LONGEST = 64

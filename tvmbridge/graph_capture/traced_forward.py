@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from tvmbridge.calls.arguments import ArgumentWatch
+from tvmbridge.calls.bases import WithBases
+from tvmbridge.calls.standins import as_captured, transforms_ended
 from tvmbridge.core.assumptions import Answer, Check
 from tvmbridge.core.autocast import Autocast, under_autocast
 from tvmbridge.core.number_inputs import NumberRange
@@ -18,10 +21,8 @@ from tvmbridge.core.structure import unflatten
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.core.types import Epilogue, IntermediateBase, Left
 from tvmbridge.graph_capture.epilogue import EpilogueRecorder
-from tvmbridge.graph_capture.memory.bases import WithBases
 from tvmbridge.graph_capture.trace.adopted import adopted_are_read
 from tvmbridge.graph_capture.trace.answers import Answers, buffers_of
-from tvmbridge.graph_capture.trace.arguments import ArgumentWatch
 from tvmbridge.graph_capture.trace.exchanges import exchanges_written
 from tvmbridge.graph_capture.trace.left import (
     LeftFinder,
@@ -30,7 +31,6 @@ from tvmbridge.graph_capture.trace.left import (
 )
 from tvmbridge.graph_capture.trace.number_calls import numbers_traced
 from tvmbridge.graph_capture.trace.old_norms import norms_put_back
-from tvmbridge.graph_capture.trace.standins import as_captured, transforms_ended
 
 
 @dataclass(kw_only=True, eq=False)

@@ -14,6 +14,7 @@ import tvm
 from torch import nn
 from tvm import relax
 
+from tvmbridge.calls.standins import anything_requires_grad
 from tvmbridge.coloring import Coloring, policy_for
 from tvmbridge.compiler.combining import Combining
 from tvmbridge.compiler.lowering import LoweredModule, lower_module
@@ -26,7 +27,6 @@ from tvmbridge.differentiation.differentiate import JointModule
 from tvmbridge.frontend import to_relax
 from tvmbridge.graph_capture.capture import capture, normalize_sample
 from tvmbridge.graph_capture.surroundings import tracing_here, undisturbed
-from tvmbridge.graph_capture.trace.standins import anything_requires_grad
 from tvmbridge.inspect.compare.sample import Sample
 from tvmbridge.inspect.places import with_places
 from tvmbridge.pipeline import lowering_passes, run_passes

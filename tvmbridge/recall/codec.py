@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.fx.immutable_collections import immutable_list
 
+from tvmbridge.calls.layouts import Layout
 from tvmbridge.compiler.laying_out import Layouts
 from tvmbridge.compiler.readers import Readers
 from tvmbridge.core.assumptions import Question
@@ -37,7 +38,6 @@ from tvmbridge.core.types import (
     ValueDescriptor,
     ViewStep,
 )
-from tvmbridge.graph_capture.memory.layouts import Layout
 from tvmbridge.passes.relax.return_whole import Whole
 from tvmbridge.recall.describe import UndescribableError
 

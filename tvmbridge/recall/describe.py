@@ -23,6 +23,7 @@ import numpy
 import torch
 from torch import nn
 
+from tvmbridge.calls.patches import code_of
 from tvmbridge.core.contents import (
     ANY_TENSOR,
     MISSING,
@@ -34,7 +35,6 @@ from tvmbridge.core.errors import BridgeError
 from tvmbridge.core.torch_private import OpOverload, OpOverloadPacket
 from tvmbridge.graph_capture.observe.data import is_of_users
 from tvmbridge.graph_capture.observe.executed import is_library
-from tvmbridge.graph_capture.trace.patches import code_of
 from tvmbridge.recall.digests import constant_text, content_of, digest_of_parts, version_of
 
 _CONSTANTS = (bool, int, float, complex, str, bytes, range, type(None), type(...))

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from tvmbridge.cache.key import digest_of
+from tvmbridge.calls.copies import copied_values
 from tvmbridge.core.assumptions import OutsideValue
 from tvmbridge.core.captured_graph import Assumptions
 from tvmbridge.core.contents import ANY_TENSOR, MISSING, PartOf
@@ -21,7 +22,6 @@ from tvmbridge.graph_capture.observe.attributes import own_names
 from tvmbridge.graph_capture.observe.objects import ObjectReads
 from tvmbridge.graph_capture.observe.outside import OutsideReads
 from tvmbridge.graph_capture.observe.watching import Codes
-from tvmbridge.graph_capture.trace.copies import copied_values
 from tvmbridge.recall.describe import Describer, UndescribableError
 from tvmbridge.recall.walk import NotFoundError, Walk, walk
 

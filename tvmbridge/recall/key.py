@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from tvmbridge.backends import is_on_host
 from tvmbridge.cache.key import digest_of
+from tvmbridge.calls.patches import code_of
 from tvmbridge.core.methods import MethodOf
 from tvmbridge.core.torch_private import TensorBase, has_storage, jit_internal, nn_functions
 from tvmbridge.graph_capture.observe.hooks import GLOBAL_HOOKS
 from tvmbridge.graph_capture.observe.settings import settings_now
-from tvmbridge.graph_capture.trace.patches import code_of
 from tvmbridge.recall.codec import encode
 from tvmbridge.recall.describe import Describer, UndescribableError
 from tvmbridge.recall.digests import is_filled
@@ -154,7 +155,7 @@ class _Memory:
 def _unusual(tensor: torch.Tensor) -> str | None:
     if type(tensor) not in _TENSORS:
         return f"a {type(tensor).__qualname__}"
-    if tensor.device.type != "cpu":
+    if not is_on_host(tensor.device):
         return f"on {tensor.device.type}"
     if tensor.layout is not torch.strided or not has_storage(tensor):
         return "not strided"

@@ -18,11 +18,11 @@ from typing import Any
 
 from torch import nn
 
+from tvmbridge.calls.patches import code_of
 from tvmbridge.core.contents import MISSING
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.graph_capture.observe.executed import Executed, is_library
 from tvmbridge.graph_capture.observe.names import Names
-from tvmbridge.graph_capture.trace.patches import code_of
 from tvmbridge.recall.describe import Describer, UndescribableError
 from tvmbridge.recall.digests import is_filled
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from tvmbridge.calls.layouts import Strides
+from tvmbridge.calls.surroundings import in_checkpoint
 from tvmbridge.compiler.compiled import CompiledModule
 from tvmbridge.compiler.packing import ModulePacks
 from tvmbridge.compiler.partial_backwards import all_finite, refuse_unusual
@@ -18,8 +20,6 @@ from tvmbridge.core.profiling import region
 from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.core.torch_private import backward_keeps_graph
 from tvmbridge.core.types import TensorSpec
-from tvmbridge.graph_capture.memory.layouts import Strides
-from tvmbridge.graph_capture.surroundings import in_checkpoint
 from tvmbridge.runtime.cuda_graphs import Replayed
 from tvmbridge.runtime.guards.watch import watch
 from tvmbridge.runtime.output_hooks import let_hooks_wait
@@ -27,7 +27,7 @@ from tvmbridge.runtime.primals import overwritten_by, packed_into, picker, refus
 from tvmbridge.runtime.saved_versions import SavedVersions
 from tvmbridge.runtime.second_order import SecondOrderCall, refuse
 from tvmbridge.runtime.siblings import Watched
-from tvmbridge.runtime.step import Held, TrainingStep
+from tvmbridge.runtime.step import ConvertedTensors, TrainingStep
 
 # The number of arguments of the autograd function before its tensors.
 _BEFORE_SOURCES = 1
@@ -84,7 +84,7 @@ class TrainingCall:
         primals: Sequence[Any],
         strides: Strides = None,
         again: SecondOrderCall | Reason = _CALLED_ALONE,
-        held: Held | None = None,
+        held: ConvertedTensors | None = None,
         replayed: Replayed | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """Return the outputs of forward, connected to ``primals`` in autograd's graph.
@@ -107,7 +107,9 @@ class TrainingCall:
             node.watched = Watched(results, self.readers)  # type: ignore[attr-defined]
         return results
 
-    def hold(self, primals: Mapping[int, torch.Tensor], as_they_are: Sequence[int]) -> Held:
+    def hold(
+        self, primals: Mapping[int, torch.Tensor], as_they_are: Sequence[int]
+    ) -> ConvertedTensors:
         """Convert the primals that stay the same from call to call, once for all calls.
 
         Args:
@@ -123,19 +125,22 @@ class TrainingCall:
         }
         count = self.place_of_residuals + 1 + len(parts.cotangent_of)
         backward = loaded.bind("backward", rereads, count, [self.place_of_residuals])
-        there = [
+        read = [
             None if v is None else rereads[i]
             for i, v in enumerate(backward.values[: len(self.reads)])
         ]
-        saved = [i for i, tensor in enumerate(there) if tensor is None]
-        read = [p for p, t in zip(self.reads, there, strict=True) if t is not None] + self.guarded
+        saved = [i for i, tensor in enumerate(read) if tensor is None]
+        places = [p for p, t in zip(self.reads, read, strict=True) if t is not None]
+        places += self.guarded
         # Packed weights are the last primals, and have no versions of their own.
         count = self.num_primals - len(self.compiled.packs)
-        watched = {p: primals[p] for p in read if p < count}
+        watched = {p: primals[p] for p in places if p < count}
         addresses = watch((), (), tuple(watched.values()))
         watched |= {p: primals[p] for p in self.versions.parameters if p in primals}
         readers = tuple(map(self.versions.readers_of_primal, watched))
-        return Held(forward, backward, saved, there, tuple(watched.values()), readers, addresses)
+        return ConvertedTensors(
+            forward, backward, saved, read, tuple(watched.values()), readers, addresses
+        )
 
     def as_read(self, values: list[Any]) -> list[Any]:
         """Bring kept outputs among ``values`` into the shapes and orders that backward reads.
@@ -267,7 +272,7 @@ def _run_backward(
     step: TrainingStep,
     values: list[Any],
     cotangents: Sequence[torch.Tensor | None],
-    held: Held | None,
+    held: ConvertedTensors | None,
 ) -> Sequence[torch.Tensor | None]:
     """Run backward; return the gradients.
 

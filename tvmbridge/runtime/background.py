@@ -18,7 +18,6 @@ from typing import TypeAlias, TypeVar
 from tvmbridge.cache.surroundings import unusable
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.reasons import Kind, Reason
-from tvmbridge.pipeline import passes_are_observed
 from tvmbridge.runtime.child import Child, cannot_fork
 
 logger = logging.getLogger(__name__)
@@ -80,7 +79,7 @@ class Background:
         self.budget = options.budget
         self._jobs: dict[tuple[int, Key], _Job] = {}
         self._process = os.getpid()
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
         self.__finalizer = weakref.finalize(self, _cancel, self._jobs, self._process)
 
     def run(
@@ -167,12 +166,11 @@ class Background:
     def _of_now(self) -> list[_Job]:
         return list(self._jobs.values()) if self._process == os.getpid() else []
 
-    def _refusal(self) -> str | None:
+    def _refusal(self) -> Reason | None:
         """Return why compilations cannot run in the background; None if they can."""
         if self._process != os.getpid():
             self._jobs, self._process = {}, os.getpid()
-        cannot = cannot_fork() or unusable(self.options.cache)
-        return "passes are observed" if cannot is None and passes_are_observed() else cannot
+        return cannot_fork() or unusable(self.options.cache)
 
     def _end_lesser(self, sample: object, key: Key) -> None:
         """End compilations for one signature whose calls the code of ``key`` will serve as well."""
@@ -194,8 +192,8 @@ class Background:
         return job
 
     def _tell(self, text: str) -> None:
-        if text not in self._told:
-            self._told.add(text)
+        if text not in self._logged:
+            self._logged.add(text)
             logger.info("%s", text)
 
 

@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
+from tvmbridge.calls.arguments import Arguments
 from tvmbridge.core.errors import NumberReadError, first_line
 from tvmbridge.core.number_inputs import NumberRange
 from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.core.torch_private import pytree
-from tvmbridge.graph_capture.trace.arguments import Arguments
 from tvmbridge.runtime.guards.signature import Signature
 from tvmbridge.runtime.specialization import Specialization
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from tvmbridge.graph_capture.trace.arguments import Arguments
+from tvmbridge.calls.arguments import Arguments
 from tvmbridge.runtime.entry import CompiledEntry
 
 

@@ -29,6 +29,7 @@ import torch
 from tvmbridge.core import errors
 from tvmbridge.core.errors import BridgeError, BuildError, first_line
 from tvmbridge.core.machine import compile_for_threads, threads
+from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.graph_capture.surroundings import undisturbed
 from tvmbridge.kernels.table import ask_elsewhere, choice
 
@@ -41,17 +42,15 @@ _PR_SET_PDEATHSIG = 1
 _ASKED, _DONE, _FAILED = "asked", "done", "failed"
 
 
-def cannot_fork() -> str | None:
+def cannot_fork() -> Reason | None:
     """Return why this thread cannot compile in a child process; None if it can."""
     if sys.platform != "linux":
-        return "that needs Linux"
+        return Reason(Kind.NOT_LINUX)
     if threading.current_thread() is not threading.main_thread():
-        return "the call is not made by the main thread"
+        return Reason(Kind.OTHER_THREAD)
     if multiprocessing.current_process().daemon:
-        return "the process is a daemon of multiprocessing, which may have no children"
-    if torch.accelerator.is_available():
-        return "PyTorch's engine cannot be forked where there is an accelerator"
-    return None
+        return Reason(Kind.DAEMON)
+    return Reason(Kind.ACCELERATOR) if torch.accelerator.is_available() else None
 
 
 class Child:

@@ -10,6 +10,9 @@ from typing import Any
 import torch
 
 from tvmbridge.backends import backend_of
+from tvmbridge.calls.arguments import Arguments
+from tvmbridge.calls.plain import other_answer
+from tvmbridge.calls.surroundings import in_checkpoint, repeated_by_checkpoint
 from tvmbridge.compiler.compiled import CompiledModule
 from tvmbridge.compiler.packing import ModulePacks
 from tvmbridge.core.assumptions import Question
@@ -18,18 +21,15 @@ from tvmbridge.core.profiling import profiling, region
 from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.core.torch_private import saved_tensors_hooks_in_force
 from tvmbridge.core.types import InputKind
-from tvmbridge.graph_capture.observe.plain import other_answer
-from tvmbridge.graph_capture.surroundings import in_checkpoint, repeated_by_checkpoint
-from tvmbridge.graph_capture.trace.arguments import Arguments
 from tvmbridge.runtime.autograd import TrainingCall
 from tvmbridge.runtime.fast_path import FastPath
 from tvmbridge.runtime.frozen import FrozenWeights
-from tvmbridge.runtime.given_primals import GivenPrimals
 from tvmbridge.runtime.guards.fast import may_be_fast
 from tvmbridge.runtime.guards.layout import LayoutGuard
 from tvmbridge.runtime.guards.mode import Flags
 from tvmbridge.runtime.guards.state import ModuleState
 from tvmbridge.runtime.outputs import Outputs
+from tvmbridge.runtime.primals import GivenPrimals
 from tvmbridge.runtime.second_order import SecondOrder
 from tvmbridge.runtime.speed_trial import SpeedTrial
 

@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 from torch import nn
 
 from tvmbridge.cache import CacheKey
+from tvmbridge.calls.arguments import Arguments
+from tvmbridge.calls.standins import without_inference_tensors
 from tvmbridge.compiler.cached_build import HIT
 from tvmbridge.compiler.compiled import CompiledModule, compile_module
 from tvmbridge.compiler.durations import stages_told_to
@@ -24,12 +26,10 @@ from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.profiling import region
 from tvmbridge.graph_capture.observe.refusal import raise_if_forward_refuses
 from tvmbridge.graph_capture.surroundings import tracing_here, undisturbed
-from tvmbridge.graph_capture.trace.arguments import Arguments
-from tvmbridge.graph_capture.trace.standins import without_inference_tensors
 from tvmbridge.recall import RECALLED, Caller, keep, recalled
 from tvmbridge.runtime.background import Background
 from tvmbridge.runtime.entry import CompiledEntry
-from tvmbridge.runtime.guards.forwards import is_wrapped, with_own_forward
+from tvmbridge.runtime.guards.forwards import is_wrapped, original_forward, with_own_forward
 from tvmbridge.runtime.guards.mode import Flags, Mode, flags_of
 from tvmbridge.runtime.guards.signature import Signature
 from tvmbridge.runtime.guards.state import ModuleState
@@ -63,6 +63,11 @@ class Compiler:
     instead: Callable[[CompileRequest], CompiledModule] | None = None
     background: Background | None = None
 
+    @property
+    def original(self) -> Callable[..., Any]:
+        """Return the module's own forward: the instance's, or the one its class has now."""
+        return original_forward(self.module, self.own)
+
     def entry(
         self,
         signature: Signature,
@@ -84,14 +89,14 @@ class Compiler:
             CaptureError, UnsupportedOperatorError, PassError, BuildError: it cannot be compiled.
             UnderWayError: it is being compiled in the background.
         """
-        body = functools.partial(self._told, signature, mode, args, kwargs, why)
+        body = functools.partial(self._logged, signature, mode, args, kwargs, why)
         if self.background is None or self.instead is not None:
             return body()
         flags = flags_of(self.module, signature.flatten(args, kwargs) or [])
         what = f"compiling {type(self.module).__name__} {signature} for {mode}"
         return self.background.run(what, signature, (mode, flags), body)
 
-    def _told(
+    def _logged(
         self,
         signature: Signature,
         mode: Mode,

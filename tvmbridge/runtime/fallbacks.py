@@ -6,12 +6,12 @@ import atexit
 import logging
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from tvmbridge.core.errors import FallbackError
 from tvmbridge.core.reasons import Kind, Reason
-from tvmbridge.runtime.verdict import SpeedVerdict
+from tvmbridge.runtime.speed_trial import SpeedVerdict
 
 logger = logging.getLogger(__name__)
 
@@ -50,12 +50,17 @@ class Tally:
             ``"raise"`` raises an error instead of running the module's own forward.
     """
 
+    # What serves the other calls, in short and in full, and the function that reports the counts.
+    by, code, report = "TVM", "code compiled by TVM", "dispatch_report"
+
     def __init__(self, name: str, on_fallback: str = "warn") -> None:
         self.counts: Counter[str] = Counter()
         self.reasons: dict[str, Reason] = {}
         self.on_fallback = on_fallback
         self._name = name
-        self._told: set[str] = set()
+        # Called with each reason that is counted.
+        self.noted: Callable[[str], None] | None = None
+        self._logged: set[str] = set()
         self._counting = threading.Lock()
 
     def note(self, why: Reason) -> None:
@@ -66,6 +71,7 @@ class Tally:
         Raises:
             FallbackError: ``on_fallback`` is ``"raise"``.
         """
+        given = why.text
         with self._counting:
             if why.text not in self.counts and len(self.counts) >= _MOST_REASONS:
                 why = Reason(Kind.FURTHER, why.text)
@@ -76,21 +82,24 @@ class Tally:
             if text not in self.reasons or self.reasons[text].settles:
                 self.reasons[text] = why
             self.counts[text] += 1
-            told = why.settles or text in self._told
+            logged = why.settles or text in self._logged
             if not why.settles and (not why.advice or self.on_fallback == "warn"):
-                self._told.add(text)
+                self._logged.add(text)
+        if self.noted is not None:
+            self.noted(given)
         if not why.advice:
-            if not told:
+            if not logged:
                 logger.info("%s runs its own forward: %s", self._name, why)
         elif self.on_fallback == "raise":
             raise FallbackError(f"{self._name} is not served by TVM: {why}; {why.advice}")
-        elif self.on_fallback == "warn" and not told:
+        elif self.on_fallback == "warn" and not logged:
             logger.warning(
-                "%s runs its own forward, not code compiled by TVM: %s; %s (told once; "
-                "dispatch_report counts such calls)",
+                "%s runs its own forward, not %s: %s; %s (logged once; %s counts such calls)",
                 self._name,
+                self.code,
                 why,
                 why.advice,
+                self.report,
             )
 
     def note_verdict(self, what: str, verdict: SpeedVerdict) -> None:
@@ -113,7 +122,7 @@ class Tally:
             return None
         fallen, reason = sum(self.counts.values()), self.reasons[text]
         return (
-            f"{self._name}: TVM served {served} of {served + fallen} calls "
+            f"{self._name}: {self.by} served {served} of {served + fallen} calls "
             f"({share(served, fallen):.0%}); {self.counts[text]} ran the module's own forward "
             f"because {reason}; {reason.advice}"
         )

@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
+from tvmbridge.calls.arguments import Arguments
+from tvmbridge.calls.standins import without_inference_tensors
 from tvmbridge.core.errors import BridgeError, BuildError, first_line
+from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.graph_capture.any_size import shapes_of
 from tvmbridge.graph_capture.surroundings import tracing_here, undisturbed
-from tvmbridge.graph_capture.trace.arguments import Arguments
-from tvmbridge.graph_capture.trace.standins import without_inference_tensors
 from tvmbridge.runtime.background import UnderWayError
 from tvmbridge.runtime.entry import CompiledEntry
 from tvmbridge.runtime.entry_compiler import Compiler
@@ -29,7 +30,7 @@ from tvmbridge.symbolic.code import SymbolicCode, traced_for
 from tvmbridge.symbolic.probes import DemandedSizeError
 from tvmbridge.symbolic.related import divided, related
 from tvmbridge.symbolic.sizes import DifferentCodeError, Point
-from tvmbridge.symbolic.symbols import LEAST_SIZE, Dimension, Shapes, Symbols
+from tvmbridge.symbolic.symbols import LEAST_SIZE, Dimension, Symbols
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,6 @@ class Family:
         signature: the signature of the sample.
         symbols: the symbolic dimensions.
         seen: the points of the sample and of the calls so far.
-        shapes: the shapes of the tensors in the call that needs this shape class.
         retire: called with the entries that are no longer kept.
     """
 
@@ -70,21 +70,19 @@ class Family:
         signature: Signature,
         symbols: Symbols,
         seen: Sequence[Point],
-        shapes: Shapes,
         retire: Retire,
     ) -> None:
         self.retire = retire
         self.compiler = compiler
         self.signature = signature
         self.symbols = symbols
-        self.shapes = shapes
         # guessed: a symbol was added for rows that no call has changed yet.
         # refused: the guess failed, so this shape class serves no more calls.
         self.guessed = self.refused = False
         # Symbolic dimensions whose size forward turned out to demand.
         self.demanded: set[Dimension] = set()
         self.why = "; a call with other sizes asks for it"
-        self.codes: dict[_Key, SymbolicCode | str] = {}
+        self.codes: dict[_Key, SymbolicCode | Reason] = {}
         self.compilations = 0
         self.instances: OrderedDict[Point, Specialization] = OrderedDict()
         # Shape classes for calls in which some symbols are 1, since a size of 1 broadcasts.
@@ -113,7 +111,7 @@ class Family:
             args, kwargs = matched.arguments
             like = self.signature
             found = Specialization(Signature(tuple(args), kwargs, like.forward, like.numbers))
-            found.family = self._maker(point, found.signature, matched)
+            found.family = self._maker(point, found.signature)
             self.instances[point] = found
             if len(self.instances) > _MOST_INSTANCES:
                 _, oldest = self.instances.popitem(last=False)
@@ -122,7 +120,7 @@ class Family:
         return found
 
     def _maker(
-        self, point: Point, signature: Signature, matched: Matched
+        self, point: Point, signature: Signature
     ) -> Callable[[Mode, Matched], CompiledEntry] | None:
         """Return a function that compiles code for a call at ``point``.
 
@@ -131,21 +129,20 @@ class Family:
         """
         larger = tuple(size >= LEAST_SIZE for size in point)
         if all(larger):
-            return partial(self.entry, point)
+            return self.entry
         if not any(larger):
             return None
         rest = tuple(itertools.compress(point, larger))
         family = self._ones.get(larger)
         if family is None:
             symbols = self.symbols.where(larger)
-            shapes = [(i, tuple(matched.leaves[i].shape)) for i, *_ in signature.tensors]
-            family = Family(self.compiler, signature, symbols, [rest], shapes, self.retire)
+            family = Family(self.compiler, signature, symbols, [rest], self.retire)
             family.why = self.why
             self._ones[larger] = family
-        return partial(family.entry, rest)
+        return family.entry
 
-    def entry(self, point: Point, mode: Mode, matched: Matched) -> CompiledEntry:
-        """Return the code for a call at ``point``, which is compiled now if there is none.
+    def entry(self, mode: Mode, matched: Matched) -> CompiledEntry:
+        """Return the code for a call, which is compiled now if there is none.
 
         Raises:
             BridgeError: there is no code for these sizes; the message says why.
@@ -153,9 +150,9 @@ class Family:
         flags = flags_of(self.compiler.module, matched.leaves)
         self._note(self._point(matched))
         code = self._code(mode, flags, matched)
-        if isinstance(code, str):
+        if isinstance(code, Reason):
             self.refused = self.guessed
-            raise (RefusedGuessError if self.guessed else BuildError)(code)
+            raise (RefusedGuessError if self.guessed else BuildError)(code.text)
         point = self._point(matched)
         if not code.points.hold(point):
             raise BuildError(
@@ -185,7 +182,7 @@ class Family:
             )
             self._most = tuple(map(max, self._most, point))
 
-    def _code(self, mode: Mode, flags: Flags, matched: Matched) -> SymbolicCode | str:
+    def _code(self, mode: Mode, flags: Flags, matched: Matched) -> SymbolicCode | Reason:
         """Return the code for the sizes of a call, compiled now if it is missing; or a reason.
 
         Sizes below the range of the first code get code of their own, with narrower vectors.
@@ -194,7 +191,7 @@ class Family:
         if common is None:
             # A compilation in the background may be for the sizes of earlier calls.
             common = self._compile((mode, flags, False), matched, self._least)
-        if isinstance(common, str):
+        if isinstance(common, Reason):
             return common
         point = self._point(matched)
         if common.points.hold(point):
@@ -208,12 +205,12 @@ class Family:
                 return code or common
             small = (LEAST_SIZE,) * len(point)
             wider = self._compile(key, matched, small if is_small else least)
-            if isinstance(wider, str):
+            if isinstance(wider, Reason):
                 return wider if code is None else code
             code = wider
         return code
 
-    def _compile(self, key: _Key, matched: Matched, least: Point) -> SymbolicCode | str:
+    def _compile(self, key: _Key, matched: Matched, least: Point) -> SymbolicCode | Reason:
         mode, name = key[0], type(self.compiler.module).__name__
         what = f"compiling {name} for {mode}, any size"
         # The background process and this one must compile for the same sizes, although calls
@@ -221,8 +218,8 @@ class Family:
         bounds = self._bounds.setdefault(
             key, (least, tuple(map(max, least, self._least)), self._most)
         )
-        body = partial(self._told, what, mode, matched, bounds)
-        code: SymbolicCode | str
+        body = partial(self._logged, what, mode, matched, bounds)
+        code: SymbolicCode | Reason
         try:
             background = self.compiler.background
             if background is None:
@@ -235,11 +232,11 @@ class Family:
             # Any error: the module's own forward may serve the call all the same.
             self.demanded.update(getattr(error, "dimensions", ()))
             kind = "" if isinstance(error, BridgeError) else f"{type(error).__name__}: "
-            code = f"no code for any size: {kind}{first_line(error)}"
+            code = Reason(Kind.NO_SYMBOLIC, f"{kind}{first_line(error)}")
             logger.info("%s of %s for %s", code, name, mode)
         self.compilations += 1
         del self._bounds[key]
-        if isinstance(code, str) or not all(map(code.points.hold, bounds[1:])):
+        if isinstance(code, Reason) or not all(map(code.points.hold, bounds[1:])):
             self._limited.add(key)
             if least == (LEAST_SIZE,) * len(least):
                 # Code for small sizes would be tried at the same points.
@@ -250,7 +247,7 @@ class Family:
                 instance.failures.clear()
         return code
 
-    def _told(
+    def _logged(
         self, what: str, mode: Mode, matched: Matched, bounds: tuple[Point, ...]
     ) -> SymbolicCode:
         """Compile the code; show progress on a terminal and log the result."""

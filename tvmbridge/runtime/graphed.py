@@ -11,13 +11,13 @@ from typing import Any, TypeAlias
 
 import torch
 
+from tvmbridge.calls.layouts import Strides
 from tvmbridge.compiler.compiled import CompiledModule
 from tvmbridge.compiler.executable import Bound
 from tvmbridge.compiler.partial_backwards import PartialBackward
-from tvmbridge.graph_capture.memory.layouts import Strides
 from tvmbridge.runtime.autograd import TrainingCall
 from tvmbridge.runtime.cuda_graphs import Lease, Replayed, ReplayedCall, Tensors
-from tvmbridge.runtime.step import Held
+from tvmbridge.runtime.step import ConvertedTensors
 
 # Replays a call with these user inputs; returns None if the code has to be called instead.
 Graphs: TypeAlias = Callable[[Tensors], Replayed | None]
@@ -48,7 +48,7 @@ class GraphedCode:
         """Return a function that runs forward by a graph, for inference."""
         return _Inference(self, bound)
 
-    def training(self, call: TrainingCall, held: Held) -> Graphs | None:
+    def training(self, call: TrainingCall, held: ConvertedTensors) -> Graphs | None:
         """Return a function that runs forward by a graph and leases residuals to backward's graph.
 
         None: a call overwrites primals that backward reads.
@@ -92,7 +92,7 @@ class _Training:
     While the backward of an earlier call has not run, calls are made without a graph.
     """
 
-    def __init__(self, code: GraphedCode, call: TrainingCall, held: Held) -> None:
+    def __init__(self, code: GraphedCode, call: TrainingCall, held: ConvertedTensors) -> None:
         self._skips = code.skips
         self._outputs = call.parts.num_outputs
         self._lease: weakref.ref[Lease] | None = None
@@ -103,12 +103,12 @@ class _Training:
 
         def read() -> list[Any]:
             *outputs, primals, residuals = self._forward.results
-            there = [
+            held_primals = [
                 primals[position] if tensor is None else tensor
-                for tensor, position in zip(held.there, call.reads, strict=True)
+                for tensor, position in zip(held.read, call.reads, strict=True)
             ]
             kept = [outputs[number] for number, _ in call.parts.kept_outputs]
-            return call.as_read([*there, *kept, residuals])
+            return call.as_read([*held_primals, *kept, residuals])
 
         def backward(cotangents: Tensors) -> list[torch.Tensor]:
             return code.compiled.backward([*read(), *cotangents], held.backward)

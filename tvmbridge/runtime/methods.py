@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import nn
 
+from tvmbridge.calls.standins import NO_ATTRIBUTE, STAND_IN
 from tvmbridge.core.contents import MISSING
 from tvmbridge.core.errors import BridgeError
 from tvmbridge.core.methods import MethodOf, method_of
-from tvmbridge.graph_capture.trace.standins import NO_ATTRIBUTE, STAND_IN
 from tvmbridge.runtime.guards.forwards import StandsForForward, forward_of_class, rebound
 
 

@@ -1,68 +1,51 @@
-"""The compiled code of a dispatched module, and the rules by which a call may add to it."""
+"""The compiled code of a dispatched module, which serves the calls that it fits."""
 
 from __future__ import annotations
 
-import itertools
-import logging
-import os
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+import functools
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
 
-import torch
 from torch import nn
 
+from tvmbridge.calls.surroundings import in_checkpoint
 from tvmbridge.compiler.packing import ModulePacks
-from tvmbridge.core.errors import DataDependentError
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.reasons import Kind, Reason
-from tvmbridge.core.turns import compiling
-from tvmbridge.graph_capture.observe.effects import StateBefore
-from tvmbridge.graph_capture.observe.plain import unusual_in
-from tvmbridge.runtime.any_size import AnySize
-from tvmbridge.runtime.background import COMPILING, Background, UnderWayError
-from tvmbridge.runtime.changing_numbers import ChangingNumbers
-from tvmbridge.runtime.declared_sizes import DeclaredSizes
+from tvmbridge.runtime.background import COMPILING, Background
+from tvmbridge.runtime.checks import Checks
 from tvmbridge.runtime.entry import CompiledEntry
 from tvmbridge.runtime.entry_compiler import Compiler
-from tvmbridge.runtime.guards.forwards import StandsForForward, forward_of_class
-from tvmbridge.runtime.guards.mode import Flags, Mode, flags_of
-from tvmbridge.runtime.guards.signature import Matched, Signature
-from tvmbridge.runtime.parts import Cut
-from tvmbridge.runtime.room import Room
-from tvmbridge.runtime.specialization import Specialization
-from tvmbridge.runtime.timed_path import ServingPath
-
-logger = logging.getLogger(__name__)
-
-
-class _Failed(NamedTuple):
-    """A compilation that failed.
-
-    - ``specialization``: the specialisation that has no code.
-    - ``key``: the mode and flags that were to be compiled.
-    - ``before``: the module's state before the call that needed the code.
-    """
-
-    specialization: Specialization
-    key: tuple[Mode, Flags]
-    before: StateBefore
+from tvmbridge.runtime.executor import Executor, Served
+from tvmbridge.runtime.fallbacks import Tally
+from tvmbridge.runtime.guards.signature import nearest
+from tvmbridge.runtime.pinning import renewed_path
+from tvmbridge.runtime.policy import GivenCall, Policy, Unserved, Wanted
+from tvmbridge.runtime.specialization import USES
+from tvmbridge.runtime.specializations import Specializations
+from tvmbridge.runtime.speed_trial import SpeedTrial, only_if_faster_now
+from tvmbridge.runtime.timed_path import AsidePath, ServingPath, TimedPath
 
 
-class ModuleCode:
-    """The specialisations of a module; calls find their code here or compile more.
+class ModuleCode(Executor):
+    """Serves the calls of a module by compiled code.
 
-    - ``compiles_signatures``: whether a call with a new signature compiles code for it, within
-      the limits of ``room``. If False, only ``add_tvm_dispatch`` adds signatures.
-    - ``any_size``: compiles symbolic code for calls of other sizes; None: no symbolic code.
-    - ``dropped``: the number of specialisations and entries that were dropped.
+    - ``kept``: the specialisations for signatures.
+    - ``policy``: finds the code of a call, and decides which code a call may add.
+    - ``background``: compiles in another process.
+    - ``checker``: compares some calls with eager PyTorch; None: none.
 
     Args:
         module: the dispatched module.
         own: the forward that was set on the instance; None if it has only that of its class.
         target: the TVM target; None is this machine's CPU.
         options: options of the compilation.
+        on_fallback: see :class:`~.fallbacks.Tally`.
     """
+
+    removal = "remove_tvm_dispatch"
 
     def __init__(
         self,
@@ -70,365 +53,186 @@ class ModuleCode:
         own: Callable[..., Any] | None,
         target: Any,
         options: CompileOptions,
+        on_fallback: str = "warn",
     ) -> None:
-        self.module = module
-        self.own = own
-        self.target = target
+        super().__init__(module, own, Tally(type(module).__name__, on_fallback))
         self.options = options
-        self.specializations: tuple[Specialization, ...] = ()
-        self.compiles_signatures = False
-        self.room = Room(options)
-        self.numbers = ChangingNumbers()
-        self._failed: _Failed | None = None
-        self._retried: set[int] = set()
-        self.any_size: AnySize | None = None
-        self.cut = Cut()
-        self.packing = ModulePacks(module)
+        self.kept = Specializations(options.max_specializations, self.paths)
+        self.packing: ModulePacks = ModulePacks(module)
         self.background = Background(options)
-        self.compiler = Compiler(
-            module, own, target, options, self.packing, background=self.background
-        )
-        self.dropped = 0
-        self._retired_calls = 0
-        # Paths whose fast guards are checked before any full guard, in this order.
-        self.fast_paths: tuple[tuple[ServingPath, Specialization], ...] = ()
-        self._process = os.getpid()
-        self._uses = itertools.count(1)
-        self._counting = threading.Lock()
+        compiler = Compiler(module, own, target, options, self.packing, background=self.background)
+        self.policy = Policy(compiler, self.kept)
+        self.checker: Checks | None = None
+        self._times_calls = only_if_faster_now(options.only_if_faster)
 
-    @property
-    def original(self) -> Callable[..., Any]:
-        """Return the module's own forward: the instance's, or the one its class has now."""
-        return self.own or forward_of_class(self.module)
+    def serve(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], again: bool = False
+    ) -> Served | Reason:
+        """Serve a call; compile code for it first if it has none and may add it.
 
-    def _mode(self, specialization: Specialization, leaves: list[Any]) -> Mode | Reason:
-        """Return the mode of this call, or the reason why no compiled code can serve it."""
-        if os.getpid() != self._process:
-            return Reason(Kind.FORKED)
-        recording = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-        needs_grad = recording and specialization.anything_requires_grad(self.module, leaves)
-        if self.options.freeze and (self.module.training or needs_grad):
-            return Reason(Kind.FROZEN_GRADIENTS if needs_grad else Kind.FROZEN_TRAINING)
-        return Mode.of_now(self.module.training, needs_grad)
-
-    def compile(
-        self,
-        specialization: Specialization,
-        mode: Mode,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> CompiledEntry:
-        """Compile ``specialization`` for ``mode``, run the code once, and keep it.
-
-        The module must be in ``mode`` now.
+        Args:
+            args: the positional arguments.
+            kwargs: the keyword arguments.
+            again: whether code was added for this call, which then adds no more.
         """
-        self.forget_fast()
-        signature = specialization.signature
-        if specialization.family is None:
-            entry = self.compiler.entry(signature, mode, tuple(args), kwargs)
+        policy, call = self.policy, GivenCall(args, kwargs, self.kept.known)
+        if policy.cut.why is not None and not any(s.compiled() for s in policy.specializations()):
+            return self._run_in_parts(args, kwargs)
+        found = self._serve_by(call)
+        if not isinstance(found, Unserved):
+            return found
+        if policy.cut.why is not None:
+            return self._run_in_parts(args, kwargs)
+        why = found.reason or nearest(found.misfits)
+        if not again:
+            added, why = policy.add(call, found, why)
+            if added:
+                return self.serve(args, kwargs, again=True)
+            if why is COMPILING:
+                return why
+        other = next((m for m in found.misfits if m.kind is Kind.SHAPE), None)
+        if other is not None and policy.cut_for_any_size(other.text):
+            return self._run_in_parts(args, kwargs)
+        if other is not None and not again and policy.turn_to_any_size():
+            return self.serve(args, kwargs, again=True)
+        return why or Reason(Kind.FROZEN_COPY if self.options.freeze else Kind.NOT_COMPILED)
+
+    def _serve_by(self, call: GivenCall) -> Served | Reason | Unserved:
+        """Serve a call by known specialisations, or by one for any size.
+
+        Return a reason if the module's own forward serves the call; no code is added then.
+        """
+        started, policy = time.perf_counter(), self.policy
+        unserved = Unserved([])
+        lacking: Wanted | None = None
+        for specialization in policy.candidates(call, unserved.misfits):
+            matched = specialization.signature.match(call.args, call.kwargs)
+            if isinstance(matched, Reason):
+                unserved.misfits.append(matched)
+                continue
+            mode = policy.mode(specialization, matched.leaves)
+            if isinstance(mode, Reason):
+                return mode
+            wanted = Wanted(specialization, mode, matched)
+            entry = specialization.chosen(mode, matched.leaves)
+            if entry is None:
+                lacking = lacking or wanted
+                continue
+            served = self._run(wanted, entry, started)
+            if isinstance(served, Served):
+                return served
+            unserved = served._replace(misfits=unserved.misfits)
+        if lacking is None:
+            return unserved
+        found = policy.compiled(lacking, f"the first in mode {lacking.mode}")
+        if isinstance(found, CompiledEntry):
+            served = self._run(lacking, found, started)
+            if isinstance(served, Unserved):
+                served = served._replace(misfits=unserved.misfits)
+            return served
+        if found is not COMPILING and (policy.cut.why or policy.cut_for_any_size(found.text)):
+            return self._run_in_parts(call.args, call.kwargs)
+        return found
+
+    def _run(self, wanted: Wanted, entry: CompiledEntry, started: float) -> Served | Unserved:
+        """Serve a call by ``entry``, or by code that is compiled in its place.
+
+        ``started`` is the ``time.perf_counter()`` at which the guards of the call began.
+        """
+        specialization, _, (leaves, arguments) = wanted
+        tensors = entry.state.tensors()
+        reason = entry.mismatch(leaves, tensors)
+        settling = reason is not None and entry.awaits_first()
+        if reason is not None:
+            instead = self.policy.instead(wanted, entry)
+            if isinstance(instead, Reason):
+                return Unserved([], replace(instead, settles=settling))
+            if instead is not None:
+                entry, tensors = instead, instead.state.tensors()
+                reason = entry.mismatch(leaves, tensors)
+        if reason is not None:
+            return Unserved([], replace(reason, settles=settling), None if settling else entry)
+        specialization.last_use = next(USES)
+        if self.checker is not None:
+            return Served(self.checker.run(self.module, entry, leaves, tensors, arguments))
+        run, trial = functools.partial(entry.run, leaves, tensors, arguments), None
+        if self._times_calls and not in_checkpoint():
+            trial = self._trial(wanted, entry)
+        if trial is None:
+            results = run()
         else:
-            leaves = signature.flatten(tuple(args), kwargs) or []
-            entry = specialization.family(mode, Matched(leaves, (tuple(args), dict(kwargs))))
-        self._keep(specialization, mode, entry)
-        return entry
+            own = functools.partial(self.run_own, arguments)
+            results = trial.serve(run, own, time.perf_counter() - started)
+        self._remember(wanted, entry, trial)
+        return Served(results)
 
-    def _keep(self, specialization: Specialization, mode: Mode, entry: CompiledEntry) -> None:
-        dropped = specialization.add(mode, entry, self.options.max_specializations)
-        if dropped:
-            with self._counting:
-                self.dropped += len(dropped)
-            self._retire(dropped)
+    def _trial(self, wanted: Wanted, entry: CompiledEntry) -> SpeedTrial | None:
+        """Return the speed trial of ``entry``; None if compiled code serves its calls untimed.
 
-    def _retire(self, entries: Iterable[CompiledEntry]) -> None:
-        """Add the calls of entries that are no longer kept to the total; drop all fast paths."""
-        self.forget_fast()
-        with self._counting:
-            self._retired_calls += sum(entry.calls for entry in entries)
+        Code for any size has no trial, because few of its calls have the same sizes.
+        """
+        specialization, mode, _ = wanted
+        always = self.tally.on_fallback == "raise" or mode.deterministic
+        if always or specialization.family is not None:
+            return None
+        if entry.trial is None:
+            what = f"{mode} {specialization.signature}"
+            conclude = functools.partial(self.tally.note_verdict, what)
+            entry.trial = SpeedTrial(entry.question, entry.compiled.captured.device, conclude)
+        return entry.trial
+
+    def _remember(self, wanted: Wanted, entry: CompiledEntry, trial: SpeedTrial | None) -> None:
+        """Give ``entry`` a fast path, if it can have one, and check that path first from now on."""
+        specialization, mode, (leaves, _) = wanted
+        signature = specialization.signature
+        path: ServingPath | None
+        if trial is not None and trial.steps_aside:
+            path = AsidePath(entry, trial, self.run_own, signature, leaves)
+        else:
+            path = fast = renewed_path(entry, signature, leaves)
+            if fast is not None and trial is not None and trial.verdict is None:
+                path = TimedPath(fast, trial, self.run_own)
+        if path is not None and self.policy.mode(specialization, leaves) == mode:
+            self.paths.put_first(path, specialization)
+
+    def _run_in_parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Served | Reason:
+        """Serve a call by the compiled parts of the module, with eager PyTorch between them."""
+        reason = self.policy.cut.refusal(args, kwargs)
+        if reason is not None:
+            return reason
+        results, unserved = self.policy.cut.run(self, args, kwargs)
+        if unserved is not None:
+            self.tally.note(unserved)
+        self.policy.retry_if_settled()
+        return Served(results)
 
     def served(self) -> int:
         """Return how many calls compiled code has served, code that was dropped included."""
-        kept = [entry.calls for s in self.all_specializations() for _, entry in s.compiled()]
-        return sum(kept) + self._retired_calls + self.cut.served
+        return self.kept.served(self.policy.specializations()) + self.policy.cut.served
 
-    def add(self, specialization: Specialization) -> None:
-        """Keep ``specialization``; above the limit, drop the least recently used ones."""
-        with self._counting:
-            specialization.last_use = next(self._uses)
-            kept = sorted((*self.specializations, specialization), key=lambda s: s.last_use)
-            excess = max(0, len(kept) - self.options.max_specializations)
-            self.specializations = tuple(kept[excess:])
-            self.dropped += excess
-        for dropped in kept[:excess]:
-            self._retire(entry for _, entry in dropped.compiled())
-            logger.info("dropped the specialisation %s, not used for longest", dropped.signature)
+    def fell_back(self) -> None:
+        """Note that the module's own forward has served a call."""
+        self.policy.retry_if_settled()
 
-    def _compiled(
-        self,
-        specialization: Specialization,
-        mode: Mode,
-        matched: Matched,
-        why: str,
-    ) -> CompiledEntry | Reason:
-        """Return the code for the mode and flags of this call, or the reason why there is none.
+    def renewed(
+        self, module: nn.Module, own: Callable[..., Any] | None, memo: Mapping[int, Any]
+    ) -> ModuleCode:
+        """Return the same code for ``module``, a deep copy, with counters at zero."""
+        policy, fallback = self.policy, self.tally.on_fallback
+        copy = ModuleCode(module, own, policy.compiler.target, self.options, fallback)
+        copy.policy.compiles_signatures = policy.compiles_signatures
+        copy.policy.serve_sizes_like(policy)
+        copy.share(self, memo)
+        copy.policy.cut = policy.cut.renewed()
+        copy.checker = None if self.checker is None else self.checker.renewed()
+        return copy
 
-        The code is compiled now if no earlier call has tried. ``why`` goes to the log.
+    def share(self, other: ModuleCode, memo: Mapping[int, Any]) -> None:
+        """Serve calls by the code of ``other`` too; its module differs in its tensors alone.
+
+        ``memo`` is the memo of a deep copy of that module to this one.
         """
-        flags = flags_of(self.module, matched.leaves)
-        known = specialization.known(mode, flags)
-        sizes = self.any_size
-        if isinstance(known, Reason) and sizes is not None and sizes.single.is_due(specialization):
-            specialization.failures.pop((mode, flags), None)
-        elif known is not None:
-            return known
-        with compiling():
-            # Not kept as a failure: the user may still be setting up the module.
-            unusual = unusual_in(self.module) or specialization.hooked(self.module)
-            if unusual is not None:
-                return unusual
-            most = self.options.max_specializations
-            known = specialization.known(mode, flags) or specialization.full(mode, most)
-            if known is not None:
-                return known
-            try:
-                self.forget_fast()
-                entry = None if sizes is None else sizes.entry(specialization, mode, matched)
-                if entry is None:
-                    signature, (args, kwargs) = specialization.signature, matched.arguments
-                    entry = self.compiler.entry(signature, mode, tuple(args), kwargs, why)
-                self.cut.instead_of(entry.compiled.eager_functions)
-                self._keep(specialization, mode, entry)
-                return entry
-            except UnderWayError:
-                return COMPILING
-            except Exception as error:
-                # Any error: the module's own forward may serve the call all the same.
-                reason = Reason(Kind.FAILED, f"{mode}: {error}")
-                specialization.failures[mode, flags] = reason
-                if isinstance(error, DataDependentError):
-                    self.cut.at(reason.text)
-                if not specialization.compiled():
-                    self._failed = _Failed(specialization, (mode, flags), StateBefore(self.module))
-                return reason
-
-    def _cut_for_any_size(self, why: str) -> bool:
-        """Serve calls of other sizes in parts from now on; return whether that is possible.
-
-        It is for modules whose code runs some operators in eager PyTorch. Such code is compiled
-        for one size, while parts take any size.
-        """
-        if not self.compiles_signatures and self.any_size is None:
-            return False
-        entries = [e for s in self.all_specializations() for _, e in s.compiled()]
-        return any(e.compiled.eager_functions for e in entries) and self.cut.at(why)
-
-    def _retry_if_settled(self) -> None:
-        """Let the next call compile again if forward, in this call, has set attributes it keeps.
-
-        A first call may compute cached values by operations that cannot be compiled; later calls
-        only read the values. It is tried once, so a module that writes at each call is not
-        compiled at each call.
-        """
-        failed, self._failed = self._failed, None
-        if failed is not None and id(failed.specialization) not in self._retried:
-            self._retried.add(id(failed.specialization))
-            if any(map(self._is_users, failed.before.written())):
-                failed.specialization.failures.pop(failed.key, None)
-                self.cut.why = None
-
-    def _is_users(self, name: str) -> bool:
-        """Whether the attribute of this dotted name is the user's, and not a dispatcher."""
-        path, _, attribute = name.rpartition(".")
-        held = self.module.get_submodule(path).__dict__.get(attribute)
-        return not isinstance(held, StandsForForward)
-
-    def _instead(
-        self,
-        specialization: Specialization,
-        mode: Mode,
-        unfit: CompiledEntry,
-        matched: Matched,
-    ) -> CompiledEntry | Reason | None:
-        """Return code to replace ``unfit`` at this call, or the reason why it cannot be compiled.
-
-        Code is replaced in two cases: the first call has filled a cache, or ``requires_grad``
-        differs. None: the call differs in another way.
-        """
-        if unfit.is_to_be_renewed():
-            with compiling():
-                specialization.remove(unfit)
-                self._retire([unfit])
-                why = "the first has left the module otherwise"
-                renewed = self._compiled(specialization, mode, matched, why)
-                if isinstance(renewed, CompiledEntry):
-                    renewed.fills_first = False
-                    return renewed
-            return None
-        if not unfit.differs_in_flags_alone(matched.leaves, unfit.state.tensors()):
-            return None
-        return self._compiled(specialization, mode, matched, "requires_grad differs")
-
-    def _candidates(
-        self,
-        known: tuple[Specialization, ...],
-        misfits: list[Reason],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Iterator[Specialization]:
-        """Yield the known specialisations, and then one for any size if none of them matched.
-
-        The caller appends the mismatch of each specialisation to ``misfits`` before the next.
-        """
-        yield from known
-        if self.any_size is not None and len(misfits) == len(known):
-            found = self.any_size.specialization(known, args, kwargs)
-            if isinstance(found, Reason):
-                misfits.append(found)
-            elif found is not None:
-                yield found
-
-    def drop_outdated(self) -> None:
-        """Drop code whose frozen weights have changed since, together with their packed form."""
-        if not self.options.freeze:
-            return
-        for specialization in self.specializations:
-            for _, entry in specialization.compiled():
-                if entry.frozen is not None and entry.frozen.changed(entry.state.tensors()):
-                    specialization.remove(entry)
-                    self._retire([entry])
-        self.specializations = tuple(s for s in self.specializations if s.compiled())
-        self.forget_fast()
-
-    def all_specializations(self) -> list[Specialization]:
-        """Return the specialisations for samples and the ones for calls of other sizes."""
-        others = [] if self.any_size is None else self.any_size.instances()
-        return [*self.specializations, *others]
-
-    def serve_any_size(self, spec: Any = None) -> None:
-        """Serve calls of changing sizes by symbolic code.
-
-        Args:
-            spec: the symbolic dimensions, as torch.export's ``dynamic_shapes``; None: the
-                dimensions whose sizes calls change.
-        """
-        of_module = self.compiler, self._retire
-        given = None if spec is None else DeclaredSizes(*of_module, spec, self.original)
-        self.any_size = given or AnySize(*of_module)
-
-    def _turn_to_any_size(self, misfits: Sequence[Reason]) -> bool:
-        """Serve other sizes by symbolic code from now on; return whether this is a change.
-
-        It is for a call that differs in sizes from all signatures, of which no more may have code
-        of their own.
-
-        Args:
-            misfits: why each signature does not fit the call.
-        """
-        if self.any_size is not None or self.options.freeze:
-            return False
-        if not any(m.kind is Kind.SHAPE for m in misfits):
-            return False
-        self.serve_any_size()
-        return True
-
-    def serve_sizes_like(self, other: ModuleCode) -> None:
-        """Serve calls of other sizes by the rules of ``other``, but without its compiled code."""
-        sizes = other.any_size
-        self.any_size = None if sizes is None else sizes.renewed(self.compiler, self._retire)
-
-    def _specialize(
-        self,
-        known: tuple[Specialization, ...],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        why: Reason | None,
-    ) -> Reason | None:
-        """Add a specialisation for the arguments of this call.
-
-        Args:
-            known: the specialisations that the call has tried.
-            args: the positional arguments.
-            kwargs: the keyword arguments.
-            why: why the known specialisations do not serve the call.
-
-        Returns:
-            None if it was added, with code or with the reason of a failed compilation. Otherwise
-            why nothing can be compiled now; a later call may try again.
-        """
-        with compiling():
-            if self.specializations is not known:  # another thread did
-                return None
-            specialization = Specialization(Signature(args, kwargs, self.original))
-            matched = specialization.signature.untaken() or specialization.signature.match(
-                args, kwargs
-            )
-            if isinstance(matched, Reason):
-                return matched
-            mode = self._mode(specialization, matched.leaves)
-            if isinstance(mode, Reason):
-                return mode
-            of = "the first" if why is None else why.example or why.text
-            found = self._compiled(specialization, mode, matched, of)
-            if isinstance(found, Reason) and found is not COMPILING and not specialization.failures:
-                return found
-            self.add(specialization)
-            return None
-
-    def _take_numbers(
-        self,
-        known: tuple[Specialization, ...],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        why: Reason,
-    ) -> Reason | bool:
-        """Add code that takes the numbers of this call as inputs, if earlier calls had others.
-
-        Args:
-            known: the specialisations that the call has tried.
-            args: the positional arguments.
-            kwargs: the keyword arguments.
-            why: why the known specialisations do not serve the call.
-
-        Returns:
-            Whether code was added, by this thread or another; COMPILING if it is being compiled.
-        """
-        compiles = self.compiles_signatures or self.any_size is not None
-        if not compiles or isinstance(self.any_size, DeclaredSizes):
-            return False
-        # Most calls that fall back differ in no number, and need not wait for a compilation.
-        if self.numbers.signature(known, args, kwargs, self.original) is None:
-            return False
-        with compiling():
-            if self.specializations is not known:
-                return True
-            while found := self.numbers.signature(known, args, kwargs, self.original):
-                signature, (given, named) = found
-                specialization = Specialization(signature)
-                mode = self._mode(specialization, signature.flatten(tuple(given), named) or [])
-                if isinstance(mode, Reason):
-                    return False
-                try:
-                    self.forget_fast()
-                    reason = why.detail or why.text
-                    entry = self.compiler.entry(signature, mode, tuple(given), named, reason)
-                    self.cut.instead_of(entry.compiled.eager_functions)
-                except UnderWayError:
-                    return COMPILING
-                except Exception as error:  # the number stays a constant
-                    self.numbers.failed(signature, error)
-                    continue
-                self._keep(specialization, mode, entry)
-                self.add(specialization)
-                return True
-        return False
-
-    def forget_fast(self) -> None:
-        """Drop the fast paths, so that the full guards check the next call."""
-        self.fast_paths = ()
-
-    def renew_after_fork(self) -> None:
-        """Drop all code after a fork: its threads do not exist in the new process."""
-        if os.getpid() != self._process:
-            self._process = os.getpid()
-            self.specializations = ()
-            self.fast_paths = ()
-            self.serve_sizes_like(self)
+        if not self.options.freeze:  # no guard compares a copy's weights with the frozen ones
+            kept = other.kept.known
+            self.kept.known = tuple(s.rebound(memo, self.packing) for s in kept)
+        self.packing.claim_like(other.packing)

@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
+from tvmbridge.calls.arguments import Arguments, rebuild
+from tvmbridge.calls.views import shares_elements
 from tvmbridge.core.called_in_mode import without_gradients
 from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.core.structure import builder_of
 from tvmbridge.core.torch_private import foreach_copy
 from tvmbridge.core.types import InputKind, OutputAlias, OutputDescriptor, OutputKind
-from tvmbridge.graph_capture.memory.aliasing import made_again
-from tvmbridge.graph_capture.memory.views import shares_elements
-from tvmbridge.graph_capture.trace.arguments import Arguments, rebuild
+from tvmbridge.graph_capture.aliasing import made_again
 from tvmbridge.runtime.guards.state import ModuleState
 
 

@@ -10,10 +10,10 @@ from typing import Any, Protocol
 
 import torch
 
+from tvmbridge.calls.plain import unusual
 from tvmbridge.core.errors import DataDependentError
 from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.core.torch_private import has_any_global_hook, pytree
-from tvmbridge.graph_capture.observe.plain import unusual
 
 ON_BREAK = ("eager", "forward")
 NO_PART = Reason(Kind.NO_PART)
@@ -64,16 +64,14 @@ class ServedParts(Protocol):
 class Cut:
     """The decision whether a module is cut into parts, and the parts.
 
-    - ``make``: creates the parts from a dispatcher; None: the module is never cut.
-    - ``of``: the dispatcher of the module.
+    - ``make``: creates the parts from the code of the module; None: the module is never cut.
     - ``why``: why the module cannot be one graph; None: it is not cut.
     - ``served``: the number of calls in which compiled parts have run.
     - ``parts``: the parts, created at the first call that is served in parts.
     """
 
-    def __init__(self, make: Callable[[Any], ServedParts] | None = None, of: Any = None) -> None:
+    def __init__(self, make: Callable[[Any], ServedParts] | None = None) -> None:
         self.make = make
-        self.of = of
         self.why: str | None = None
         self.served = 0
         self.parts: ServedParts | None = None
@@ -81,9 +79,9 @@ class Cut:
         self._process = os.getpid()
         self._changing = threading.Lock()
 
-    def renewed(self, of: Any) -> Cut:
-        """Return the same decision for ``of``, the dispatcher of a copy, without parts yet."""
-        cut = Cut(self.make, of)
+    def renewed(self) -> Cut:
+        """Return the same decision for a copy of the module, without parts yet."""
+        cut = Cut(self.make)
         cut.why = self.why
         return cut
 
@@ -123,14 +121,14 @@ class Cut:
         return None if reason is None else Reason(Kind.UNUSUAL, f"an argument {reason}")
 
     def run(
-        self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self, of: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[Any, Reason | None]:
-        """Run the module in parts, as :meth:`ServedParts.run` does, and count the call."""
+        """Run the module of the code ``of`` in parts, by :meth:`ServedParts.run`, and count it."""
         with self._changing:
             if self.parts is None:
                 assert self.make is not None
-                self.parts = self.make(self.of)
-        results, reason = self.parts.run(original, args, kwargs)
+                self.parts = self.make(of)
+        results, reason = self.parts.run(of.original, args, kwargs)
         with self._changing:
             self.served += reason is None
             if reason is NO_PART:

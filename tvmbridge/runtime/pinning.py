@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
+from tvmbridge.calls.layouts import Strides
 from tvmbridge.compiler.executable import Bound
-from tvmbridge.graph_capture.memory.layouts import Strides
-from tvmbridge.runtime.direct import Direct, direct_call
 from tvmbridge.runtime.entry import CompiledEntry
-from tvmbridge.runtime.fast_path import FastPath
+from tvmbridge.runtime.fast_path import Direct, FastPath, direct_call
 from tvmbridge.runtime.graphed import GraphedCode
 from tvmbridge.runtime.guards.fast import FastGuard
 from tvmbridge.runtime.guards.signature import Signature

@@ -3,52 +3,49 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from tvmbridge.core.errors import BridgeError
 from tvmbridge.core.reasons import Reason
-from tvmbridge.graph_capture.trace.arguments import Arguments
+from tvmbridge.runtime.any_size import AnySize
 from tvmbridge.runtime.background import UnderWayError
-from tvmbridge.runtime.declared_sizes import DeclaredSizes
-from tvmbridge.runtime.dispatcher import Dispatcher
 from tvmbridge.runtime.guards.mode import Mode
-from tvmbridge.runtime.guards.signature import Signature
+from tvmbridge.runtime.guards.signature import Matched, Signature
+from tvmbridge.runtime.policy import Policy, Wanted
 from tvmbridge.runtime.specialization import Specialization
 
 
-def compile_sample(
-    dispatcher: Dispatcher, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> None:
-    """Compile code for a sample, unless the dispatcher has code for it.
+def compile_sample(policy: Policy, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Compile code for a sample, unless there is code for it.
 
     Args:
-        dispatcher: the dispatcher of the module.
+        policy: the policy of the module.
         args: the positional arguments of the sample.
         kwargs: the keyword arguments of the sample.
     """
-    dispatcher.drop_outdated()
-    if isinstance(dispatcher.any_size, DeclaredSizes):
-        _compile_declared(dispatcher, dispatcher.any_size, args, kwargs)
+    if policy.options.freeze:
+        policy.kept.drop_outdated()
+    if policy.sizes is not None and policy.sizes.spec is not None:
+        _compile_declared(policy, policy.sizes, args, kwargs)
         return
-    specialization, mode, arguments = _find_or_add(dispatcher, args, kwargs)
-    if mode is not None:
+    wanted, is_compiled = _find_or_add(policy, args, kwargs)
+    if not is_compiled:
         with contextlib.suppress(UnderWayError):  # later calls take the finished code
-            dispatcher.compile(specialization, mode, *arguments)
-    if specialization not in dispatcher.specializations:
-        dispatcher.add(specialization)
+            policy.compile(wanted)
+    if wanted.specialization not in policy.kept.known:
+        policy.kept.add(wanted.specialization)
 
 
 def _compile_declared(
-    dispatcher: Dispatcher, sizes: DeclaredSizes, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    policy: Policy, sizes: AnySize, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> None:
     """Compile code for a sample with the symbolic dimensions that the user has declared."""
-    specialization = sizes.of_sample(args, kwargs)
-    leaves = specialization.signature.flatten(args, kwargs) or []
-    mode = _mode(dispatcher, specialization, leaves)
+    wanted = _wanted(policy, sizes.of_sample(args, kwargs), args, kwargs)
+    specialization, mode, (leaves, _) = wanted
     while specialization.chosen(mode, leaves) is None:
         try:
-            dispatcher.compile(specialization, mode, args, kwargs)
+            policy.compile(wanted._replace(specialization=specialization))
         except UnderWayError:
             return
         except BridgeError:
@@ -59,35 +56,34 @@ def _compile_declared(
 
 
 def _find_or_add(
-    dispatcher: Dispatcher, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[Specialization, Mode | None, Arguments]:
-    """Return the specialisation for a sample, the mode to compile, and the arguments.
-
-    The mode is None if there is code. The arguments are in the call form of the specialisation:
-    positional and keyword arguments as in its own sample.
-    """
-    for specialization in dispatcher.specializations:
+    policy: Policy, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Wanted, bool]:
+    """Return the code that a sample wants, and whether it is compiled."""
+    for specialization in policy.kept.known:
         matched = specialization.signature.match(args, kwargs)
         if isinstance(matched, Reason):
             continue
         leaves, arguments = matched
-        mode = _mode(dispatcher, specialization, leaves)
-        entry = specialization.chosen(mode, leaves)
+        wanted = _wanted(policy, specialization, *arguments)
+        entry = specialization.chosen(wanted.mode, leaves)
         if entry is None:
-            return specialization, mode, arguments
+            return wanted, False
         tensors = entry.state.tensors()
         if entry.mismatch(leaves, tensors) is None:
-            return specialization, None, arguments
+            return wanted, True
         # Any other difference means that the module has changed. This code stays for calls in the
         # earlier state, and the sample gets a specialisation of its own.
         if entry.differs_in_flags_alone(leaves, tensors):
-            return specialization, mode, arguments
-    specialization = Specialization(Signature(args, kwargs, dispatcher.original))
+            return wanted, False
+    specialization = Specialization(Signature(args, kwargs, policy.compiler.original))
+    return _wanted(policy, specialization, args, kwargs), False
+
+
+def _wanted(
+    policy: Policy, specialization: Specialization, args: Any, kwargs: Mapping[str, Any]
+) -> Wanted:
     leaves = specialization.signature.flatten(args, kwargs) or []
-    return specialization, _mode(dispatcher, specialization, leaves), (args, kwargs)
-
-
-def _mode(dispatcher: Dispatcher, specialization: Specialization, leaves: Sequence[Any]) -> Mode:
-    training = dispatcher.module.training
-    needs_grad = training and specialization.anything_requires_grad(dispatcher.module, leaves)
-    return Mode.of_now(training, needs_grad)
+    training = policy.module.training
+    needs_grad = training and specialization.anything_requires_grad(policy.module, leaves)
+    mode = Mode.of_now(training, needs_grad)
+    return Wanted(specialization, mode, Matched(leaves, (args, kwargs)))

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 from tvmbridge.backends import backend_of
+from tvmbridge.calls.bases import WithBases
+from tvmbridge.calls.surroundings import refused_now
 from tvmbridge.core.autocast import under_autocast, without_autocast
 from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.core.errors import BridgeError
@@ -23,8 +25,6 @@ from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.core.structure import opened, unflatten
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.core.types import InputKind, OutputKind
-from tvmbridge.graph_capture.memory.bases import WithBases
-from tvmbridge.graph_capture.surroundings import refused_now
 from tvmbridge.runtime.guards.forwards import own_forward
 from tvmbridge.runtime.guards.mode import Mode
 from tvmbridge.runtime.guards.state import ModuleState

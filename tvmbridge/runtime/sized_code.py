@@ -6,10 +6,10 @@ import logging
 from collections.abc import Sequence
 from functools import partial
 
+from tvmbridge.calls.arguments import Arguments
 from tvmbridge.compiler.request import CompileRequest
 from tvmbridge.core.errors import BridgeError
 from tvmbridge.graph_capture.any_size import SymbolicTrace
-from tvmbridge.graph_capture.trace.arguments import Arguments
 from tvmbridge.runtime.entry_compiler import Compiler
 from tvmbridge.runtime.guards.mode import Mode
 from tvmbridge.symbolic.code import SymbolicCode, compile_symbolic

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
+from tvmbridge.calls.standins import anything_requires_grad
 from tvmbridge.compiler.packing import ModulePacks
 from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.graph_capture.observe.hooks import hooked_submodule
-from tvmbridge.graph_capture.trace.standins import anything_requires_grad
 from tvmbridge.runtime.entry import CompiledEntry
 from tvmbridge.runtime.guards.mode import Flags, Mode
 from tvmbridge.runtime.guards.signature import Matched, Signature
+
+# Numbers the uses of all specialisations.
+USES = itertools.count(1)
 
 
 class Specialization:
@@ -25,7 +29,7 @@ class Specialization:
       dropped. Calls do not try these again.
     - ``family``: compiles an entry from the symbolic code of a shape class; None: the code is
       for the sizes of this signature.
-    - ``last_use``: a counter value that grows with each use.
+    - ``last_use``: the number of the last use.
     """
 
     def __init__(self, signature: Signature) -> None:

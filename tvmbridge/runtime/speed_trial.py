@@ -15,18 +15,67 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from tvmbridge.backends import backend_of
+from tvmbridge.calls.surroundings import in_checkpoint
 from tvmbridge.core.profiling import profiling
 from tvmbridge.core.torch_private import pytree, queue_callback
 from tvmbridge.core.turns import another_compiles
-from tvmbridge.graph_capture.surroundings import in_checkpoint
 from tvmbridge.kernels.table import keep_answer, known_answer
 from tvmbridge.runtime.background import child_compiles
-from tvmbridge.runtime.verdict import SpeedVerdict
+
+# Compiled code may take this many times the own forward's time before it is replaced.
+_SLOWER = 1.03
+
+
+class SpeedVerdict(NamedTuple):
+    """Median seconds of a call by compiled code and by the module's own forward.
+
+    In training the seconds include those of the backward pass. ``own`` is None for calls so long
+    that the module's own forward was not timed.
+    """
+
+    compiled: float
+    own: float | None
+
+    @property
+    def pays(self) -> bool:
+        """Whether compiled code is fast enough to serve the calls."""
+        return self.own is None or self.compiled <= _SLOWER * self.own
+
+    @classmethod
+    def parsed(cls, text: str) -> SpeedVerdict | None:
+        """Parse a verdict from the text that ``str()`` returns; None for any other text."""
+        try:
+            compiled, own = map(float, text.split())
+        except ValueError:
+            return None
+        valid = all(math.isfinite(s) and s > 0 for s in (compiled, own))
+        return cls(compiled, own) if valid else None
+
+    def __str__(self) -> str:
+        return f"{self.compiled!r} {self.own!r}"
+
+    def text(self) -> str:
+        """Return a sentence with both times and the side that serves the calls."""
+        if self.own is None:
+            return (
+                f"a call takes {_shown(self.compiled)} by compiled code: too long to have calls "
+                "served by the module's own forward to time it"
+            )
+        serves = "compiled code" if self.pays else "the module's own forward"
+        return (
+            f"a call takes {_shown(self.compiled)} by compiled code and {_shown(self.own)} by the "
+            f"module's own forward, so {serves} serves"
+        )
+
+
+def _shown(seconds: float) -> str:
+    return f"{seconds * 1e6:.3g} us" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"
+
 
 VARIABLE = "TVMBRIDGE_ONLY_IF_FASTER"
 # A trial ends early if compiled code takes less than this part of the own forward's time.

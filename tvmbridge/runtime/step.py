@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from tvmbridge.calls.layouts import Strides
 from tvmbridge.compiler.executable import Bound, LoadedModule, Residuals, tensors_of
 from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.core.torch_private import saved_tensors_hooks_in_force
 from tvmbridge.core.writes import version_of
-from tvmbridge.graph_capture.memory.layouts import Strides
 from tvmbridge.runtime.cuda_graphs import Replayed
 from tvmbridge.runtime.guards.watch import Watch, versions_of
 from tvmbridge.runtime.saved_versions import NotedVersion
@@ -27,14 +27,14 @@ _WRITTEN = (
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
+class ConvertedTensors:
     """The tensors of a module, converted for compiled code once for many calls.
 
     Autograd does not save these tensors, so their versions are compared here.
 
     - ``forward``, ``backward``: the converted arguments of both functions.
     - ``saved``: numbers of the primals that backward reads and autograd has to save.
-    - ``there``: the primals that backward reads, by number; None for the numbers in ``saved``.
+    - ``read``: the primals that backward reads, by number; None for the numbers in ``saved``.
     - ``watched``: tensors that must not be written between forward and backward.
     - ``readers``: for each watched tensor, the cotangents whose backward reads it; None: any.
     - ``addresses``: compares the addresses of the tensors that backward reads.
@@ -45,7 +45,7 @@ class Held:
     forward: Bound
     backward: Bound
     saved: Sequence[int]
-    there: Sequence[torch.Tensor | None]
+    read: Sequence[torch.Tensor | None]
     watched: tuple[torch.Tensor, ...]
     readers: tuple[frozenset[int] | None, ...]
     addresses: Watch
@@ -64,7 +64,7 @@ class Held:
         """
         bound = self.partial.get(loaded)
         if bound is None:
-            held = {i: t for i, t in enumerate(self.there) if t is not None}
+            held = {i: t for i, t in enumerate(self.read) if t is not None}
             bound = self.partial[loaded] = loaded.bind("backward", held, count, tuple(given))
         return bound
 
@@ -87,7 +87,7 @@ class TrainingStep:
         primals: Sequence[Any],
         strides: Strides,
         again: SecondOrderCall | Reason,
-        held: Held | None,
+        held: ConvertedTensors | None,
         replayed: Replayed | None = None,
     ) -> None:
         self.call = call
@@ -103,7 +103,7 @@ class TrainingStep:
         self.marks: tuple[torch.Tensor, ...] = ()
         # Versions of tensors that went through hooks on saved tensors. Autograd does not compare
         # versions of what hooks return, which may be the same memory.
-        self.signs: list[tuple[weakref.ref[torch.Tensor], int]] = []
+        self.hooked_versions: list[tuple[weakref.ref[torch.Tensor], int]] = []
         self.noted: list[NotedVersion] = []
 
     def run(self) -> list[Any]:
@@ -133,7 +133,7 @@ class TrainingStep:
             self.residuals = residuals
             return [*call.versions.noted(self, call.reads, read, outputs, kept), *guards]
         self.marks = call.marks()
-        self.signs = [(weakref.ref(t), version_of(t)) for t in read]
+        self.hooked_versions = [(weakref.ref(t), version_of(t)) for t in read]
         return [*self.marks, *read, *kept, *tensors_of(residuals), *guards]
 
     def restored(self, saved: Sequence[torch.Tensor]) -> list[Any]:
@@ -144,12 +144,12 @@ class TrainingStep:
         """
         call, held = self.call, self.held
         if held is not None:
-            values: list[Any] = list(held.there)
+            values: list[Any] = list(held.read)
             for i, value in zip(held.saved, saved, strict=False):
                 values[i] = value
             return [*values, *saved[len(held.saved) :], self.residuals]
         read = saved[len(self.marks) : len(saved) - len(call.guarded)]
-        _refuse_written(read[: len(call.reads)], self.signs)
+        _refuse_written(read[: len(call.reads)], self.hooked_versions)
         if self.residuals is not None:
             return [*read, self.residuals]
         count = len(call.reads) + len(call.parts.kept_outputs)
@@ -179,7 +179,7 @@ class TrainingStep:
             if version_of(noted.tensor) != noted.version and noted.readers & present:
                 raise RuntimeError(_WRITTEN)
 
-    def unchanged(self) -> Held | None:
+    def unchanged(self) -> ConvertedTensors | None:
         """Return the converted tensors if their addresses are unchanged; otherwise None."""
         held = self.held
         return held if held is not None and held.addresses.unchanged() else None
@@ -198,10 +198,10 @@ class TrainingStep:
 
 
 def _refuse_written(
-    saved: Sequence[torch.Tensor], signs: Sequence[tuple[weakref.ref[torch.Tensor], int]]
+    saved: Sequence[torch.Tensor], versions: Sequence[tuple[weakref.ref[torch.Tensor], int]]
 ) -> None:
     """Raise if a saved tensor shares memory with an original that was written since forward."""
-    for tensor, (reference, version) in zip(saved, signs, strict=False):
+    for tensor, (reference, version) in zip(saved, versions, strict=False):
         original = reference()
         if original is None or version_of(original) == version:
             continue

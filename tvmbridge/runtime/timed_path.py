@@ -7,21 +7,19 @@ wins. Calls after the trial then run the same instructions as calls without a tr
 from __future__ import annotations
 
 import time
-import types
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from torch import nn
-
+from tvmbridge.calls.arguments import Arguments
 from tvmbridge.core.profiling import profiling
-from tvmbridge.graph_capture.trace.arguments import Arguments
 from tvmbridge.runtime.entry import CompiledEntry
 from tvmbridge.runtime.fast_path import FastPath
 from tvmbridge.runtime.guards.arguments import ArgumentsGuard
-from tvmbridge.runtime.guards.forwards import original_forward
 from tvmbridge.runtime.guards.signature import Signature
 from tvmbridge.runtime.speed_trial import SpeedTrial
+
+RunOwn: TypeAlias = Callable[[Arguments], Any]
 
 
 class ServingPath(Protocol):
@@ -55,49 +53,25 @@ class _Path:
 
     Args:
         code: the compiled entry whose calls the path serves.
-        module: the dispatched module.
-        own: the forward that was set on the instance; None if it has only that of its class.
+        trial: the speed trial of the entry.
+        run_own: runs the module's own forward on the arguments of a call.
     """
 
     direct = None
 
-    def __init__(
-        self, code: CompiledEntry, module: nn.Module, own: Callable[..., Any] | None
-    ) -> None:
+    def __init__(self, code: CompiledEntry, trial: SpeedTrial, run_own: RunOwn) -> None:
         self.code = code
-        self.module = module
-        self.own = own
+        self.trial = trial
+        self.run_own = run_own
         self.guard = self.entry = self
-
-    def run_own(self, arguments: Arguments) -> Any:
-        """Run the module's own forward and return its results."""
-        args, kwargs = arguments
-        of_class = type(self.module).forward
-        if self.own is None and type(of_class) is types.FunctionType:  # the common case, faster
-            return of_class(self.module, *args, **kwargs)
-        return original_forward(self.module, self.own)(*args, **kwargs)
 
 
 class TimedPath(_Path):
-    """Times the calls that a fast path accepts, while the speed trial of its entry lasts.
+    """Times the calls that ``path``, a fast path, accepts, while the speed trial lasts."""
 
-    Args:
-        path: the fast path of the entry.
-        trial: the speed trial, which decides who serves each call.
-        module: the dispatched module.
-        own: the forward that was set on the instance; None if it has only that of its class.
-    """
-
-    def __init__(
-        self,
-        path: FastPath[CompiledEntry],
-        trial: SpeedTrial,
-        module: nn.Module,
-        own: Callable[..., Any] | None,
-    ) -> None:
-        super().__init__(path.entry, module, own)
+    def __init__(self, path: FastPath[CompiledEntry], trial: SpeedTrial, run_own: RunOwn) -> None:
+        super().__init__(path.entry, trial, run_own)
         self.path = path
-        self.trial = trial
 
     def check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Checked | None:
         """Return the leaves of a call that the guard accepts, with the guard's time; or None."""
@@ -133,27 +107,19 @@ class TimedPath(_Path):
 class AsidePath(_Path):
     """Serves calls by the module's own forward, which the speed trial has found to be faster.
 
-    Args:
-        code: the entry whose calls are served.
-        trial: the speed trial, which counts the calls.
-        module: the dispatched module.
-        own: the forward that was set on the instance; None if it has only that of its class.
-        signature: the signature of the arguments.
-        leaves: the leaves of a call's arguments.
+    ``signature`` and ``leaves`` are those of a call; see :class:`_Path`.
     """
 
     def __init__(
         self,
         code: CompiledEntry,
         trial: SpeedTrial,
-        module: nn.Module,
-        own: Callable[..., Any] | None,
+        run_own: RunOwn,
         signature: Signature,
         leaves: Sequence[Any],
     ) -> None:
-        super().__init__(code, module, own)
-        self.trial = trial
-        guard = ArgumentsGuard(module, signature, leaves, code.training is not None)
+        super().__init__(code, trial, run_own)
+        guard = ArgumentsGuard(code.state.module, signature, leaves, code.training is not None)
         self.check = guard.check
         self.check_under_dynamo = guard.check_under_dynamo
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from tvmbridge.calls.generators import refuse_draws_by
+from tvmbridge.calls.standins import without_inference_tensors
 from tvmbridge.core.devices import gpus_of
 from tvmbridge.graph_capture.epilogue import try_epilogue
-from tvmbridge.graph_capture.trace.generators import refuse_draws_by
-from tvmbridge.graph_capture.trace.standins import without_inference_tensors
 from tvmbridge.kernels.aten_call import foreign_among
 from tvmbridge.runtime.entry import CompiledEntry
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 import tvm
 from torch import nn
 
+from tvmbridge.calls.arguments import Arguments
 from tvmbridge.compiler.build import Built
 from tvmbridge.compiler.compiled import CompiledModule, assembled, copied_results
 from tvmbridge.compiler.durations import StageDurations
@@ -29,7 +30,6 @@ from tvmbridge.core.decisions import recorded_decisions, repeated_decisions
 from tvmbridge.core.types import PassRecord
 from tvmbridge.graph_capture.any_size import SymbolicTrace, shapes_of, traced_with_symbols
 from tvmbridge.graph_capture.relations import Relations
-from tvmbridge.graph_capture.trace.arguments import Arguments
 from tvmbridge.symbolic.building import build_for_all, refused_as_different
 from tvmbridge.symbolic.descriptions import at, merged
 from tvmbridge.symbolic.eager_parts import EagerParts, described_parts, with_parts

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
+from tvmbridge.calls.arguments import Arguments
 from tvmbridge.core.errors import CaptureError
 from tvmbridge.core.torch_private import OpOverload, pytree
 from tvmbridge.graph_capture.any_size import SymbolicTrace, shapes_of
 from tvmbridge.graph_capture.relations import Relations
-from tvmbridge.graph_capture.trace.arguments import Arguments
 from tvmbridge.symbolic.code import Points
 from tvmbridge.symbolic.sizes import Point
 from tvmbridge.symbolic.symbols import LEAST_SIZE, Dimension, Symbols

@@ -14,10 +14,10 @@ from typing import Any
 import sympy  # type: ignore[import-untyped]
 import torch
 
+from tvmbridge.calls.arguments import Arguments
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.graph_capture.any_size import SymbolicTrace, shapes_of
 from tvmbridge.graph_capture.relations import Relations, affine
-from tvmbridge.graph_capture.trace.arguments import Arguments
 from tvmbridge.symbolic.sizes import Point
 from tvmbridge.symbolic.symbols import Dimension, LinearSize, Symbols
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from tvm.target import Target
 
+from tvmbridge.calls.standins import anything_requires_grad
 from tvmbridge.compiler.build import fuse
 from tvmbridge.compiler.durations import StageDurations
 from tvmbridge.compiler.laying_out import lay_out_functions
@@ -18,11 +19,11 @@ from tvmbridge.compiler.request import CompileRequest
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.types import PassRecord
 from tvmbridge.graph_capture.surroundings import tracing_here
-from tvmbridge.graph_capture.trace.standins import anything_requires_grad
 from tvmbridge.records import Task, count_tasks
 from tvmbridge.records.tasks import count_calls
-from tvmbridge.runtime.dispatcher import Dispatcher
+from tvmbridge.runtime.dispatcher import code_of
 from tvmbridge.runtime.guards.forwards import with_own_forward
+from tvmbridge.runtime.module_code import ModuleCode
 
 
 def module_tasks(
@@ -41,9 +42,9 @@ def module_tasks(
     needs_grad = module.training and anything_requires_grad(module, (args, dict(kwargs)))
     records: list[PassRecord] = []
     installed = module.__dict__.get("forward")
-    original = installed.original if isinstance(installed, Dispatcher) else None
-    packing = installed.packing if isinstance(installed, Dispatcher) else ModulePacks(module)
-    own_forward = with_own_forward(module, original) if original is not None else nullcontext()
+    code = code_of(installed, ModuleCode)
+    packing = ModulePacks(module) if code is None else code.packing
+    own_forward = nullcontext() if code is None else with_own_forward(module, code.original)
     with tracing_here(), own_forward:
         lowered = lower_module(
             CompileRequest(

@@ -146,12 +146,12 @@ def test_what_is_not_read_may_change_and_what_is_may_not(kind: type[Config]) -> 
     add_tvm_dispatch(module, x)
     for _ in range(3):
         module(x)
-    (path, _), *_ = module.forward.fast_paths  # type: ignore[union-attr]
+    (path, _), *_ = module.forward.code.paths.known  # type: ignore[union-attr]
     for step in range(4):
         module.config.name = f"step {step}"
         module.config.step = module.step = step
         torch.testing.assert_close(module(x), 2 * x)
-    assert module.forward.fast_paths[0][0] is path  # type: ignore[union-attr]
+    assert module.forward.code.paths.known[0][0] is path  # type: ignore[union-attr]
     assert dispatch_report(module).fallbacks == {}
     module.config.act = "gelu"  # hides the class attribute
     torch.testing.assert_close(module(x), -2 * x)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import tvmbridge.graph_capture.trace.cumulative  # noqa: F401  (its patch)
-from tvmbridge.graph_capture.trace.patches import table_patched_here
+from tvmbridge.calls.patches import table_patched_here
 
 
 class _Asked(TorchFunctionMode):

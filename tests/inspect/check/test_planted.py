@@ -15,7 +15,7 @@ from tvm import relax
 from tvmbridge import NumericsError, add_tvm_dispatch
 from tvmbridge.compiler.executable import LoadedModule
 from tvmbridge.frontend.registry import CONVERTERS
-from tvmbridge.runtime import given_primals
+from tvmbridge.runtime import primals
 from tvmbridge.runtime.entry import CompiledEntry
 
 aten = torch.ops.aten
@@ -142,14 +142,14 @@ def plant_variant(
 
 
 def test_a_draw_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = given_primals.draw_noise
+    right = primals.draw_noise
 
     def wrong(*args: Any) -> list[torch.Tensor]:
         drawn = right(*args)
         torch.rand(1)
         return drawn
 
-    monkeypatch.setattr(given_primals, "draw_noise", wrong)
+    monkeypatch.setattr(primals, "draw_noise", wrong)
     x = torch.randn(5, 8)
     module = checked(Small(), x)
     with pytest.raises(NumericsError, match="generator after the call is in another state"):

@@ -51,6 +51,6 @@ def test_calls_with_one_tensor_twice_take_the_fast_path(train: bool) -> None:
             loss = module(x, x)
         if train:
             loss.backward()
-    ((fast, _),) = module.forward.fast_paths
+    ((fast, _),) = module.forward.code.paths.known
     with torch.set_grad_enabled(train):
         assert fast.guard.check((x, x), {}) is not None

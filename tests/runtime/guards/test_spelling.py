@@ -89,7 +89,7 @@ def test_what_means_the_same_is_one_call(
 def test_what_differs_is_named(
     dispatched: nn.Module, reason: str, expected: str, call: Callable[[nn.Module], torch.Tensor]
 ) -> None:
-    matched = dispatched.forward.specializations[0].signature  # type: ignore[union-attr, index]
+    matched = dispatched.forward.code.kept.known[0].signature  # type: ignore[union-attr, index]
 
     class Asks(nn.Module):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -112,7 +112,7 @@ def test_other_spellings_have_a_fast_path_and_the_samples_keeps_it() -> None:
         for call in (lambda: module(x), lambda: module(x, mask=None), lambda: module(x=x)):
             call()
             call()
-        (fast, _), *others = dispatcher.fast_paths
+        (fast, _), *others = dispatcher.code.paths.known
         assert not others
         for args, kwargs in (((x,), {}), ((x,), {"mask": None}), ((), {"x": x})):
             (leaf,) = fast.guard.check(args, kwargs)
@@ -267,7 +267,7 @@ def test_another_default_or_body_is_noticed(name: str, fast: bool, of_instance: 
     for _ in range(2 * fast):
         torch.testing.assert_close(module(x=sample()), sample() * 2)
     setattr(function, name, getattr(other if of_instance else method, name))
-    expected = module.forward.original(sample())  # type: ignore[union-attr]
+    expected = module.forward.code.original(sample())  # type: ignore[union-attr]
     assert not torch.equal(expected, sample() * 2)
     for _ in range(2):
         torch.testing.assert_close(module(sample()), expected)

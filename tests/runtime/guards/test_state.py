@@ -184,7 +184,7 @@ def test_changed_structure_is_noticed(layers: nn.Module, kind: str) -> None:
     module = copy.deepcopy(layers)
     with torch.no_grad():
         change(module)
-        own = module.forward.original  # type: ignore[union-attr]
+        own = module.forward.code.original  # type: ignore[union-attr]
         torch.testing.assert_close(module(_x()), own(_x()))
     assert dispatch_report(module).fallbacks == {reason: 1}
 
@@ -273,7 +273,7 @@ def test_another_sort_of_weight_is_noticed(layers: nn.Module, what: str) -> None
 
 def test_who_looks_past_requires_grad_does_not_make_others_do_so() -> None:
     module = add_tvm_dispatch(nn.Linear(6, 6).train(), _x())
-    ((_, entry),) = module.forward.specializations[0].compiled()  # type: ignore[union-attr]
+    ((_, entry),) = module.forward.code.kept.known[0].compiled()  # type: ignore[union-attr]
     module.weight.requires_grad_(False)
     assert not entry.state.is_otherwise()
     tensors = entry.state.tensors()

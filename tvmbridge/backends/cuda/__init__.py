@@ -112,6 +112,12 @@ CUDA = Backend(
     norms_in_loops=True,
     drops_in_float32=True,
     draws_by_strides=True,
+    on_host=False,
+    generators=lambda device: [torch.cuda.default_generators[gpu_index(device)]],
+    recurs_by_onednn=False,
+    moves_in_bfloat16=False,
+    stays_at_exit=True,
+    timed_calls=8,  # launching and waiting would dominate the time of a single call
 )
 
 __all__ = ["CUDA"]

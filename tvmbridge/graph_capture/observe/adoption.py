@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from tvmbridge.calls.plain import PLAIN
+from tvmbridge.calls.standins import tensors_of
 from tvmbridge.core.assumptions import OutsideValue
 from tvmbridge.core.contents import all_held
 from tvmbridge.core.errors import CaptureError
 from tvmbridge.core.torch_private import has_storage, storage_key
 from tvmbridge.graph_capture.observe.fakes import all_tensors
-from tvmbridge.graph_capture.observe.plain import PLAIN
-from tvmbridge.graph_capture.trace.standins import tensors_of
 
 
 @dataclass

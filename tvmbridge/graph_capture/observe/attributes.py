@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tvmbridge.calls.patches import patched_here
 from tvmbridge.core.contents import ANY_TENSOR, MISSING, all_held, is_constant
 from tvmbridge.core.libraries import BOOKKEEPING
 from tvmbridge.core.types import Left
@@ -21,7 +22,6 @@ from tvmbridge.graph_capture.observe.executed import is_called_by_library
 from tvmbridge.graph_capture.observe.foreign import ForeignModules
 from tvmbridge.graph_capture.observe.objects import NO_READS, ObjectReads
 from tvmbridge.graph_capture.trace.left import assigned as assign
-from tvmbridge.graph_capture.trace.patches import patched_here
 
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | {
     "forward",

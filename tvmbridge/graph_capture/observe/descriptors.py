@@ -13,6 +13,7 @@ from torch.export.graph_signature import ConstantArgument, InputSpec, TensorArgu
 from torch.export.graph_signature import InputKind as ExportInputKind
 from torch.export.graph_signature import OutputKind as ExportOutputKind
 
+from tvmbridge.calls.standins import tensors_of
 from tvmbridge.core.errors import (
     CaptureError,
     DataDependentError,
@@ -29,7 +30,6 @@ from tvmbridge.core.types import (
     TensorSpec,
 )
 from tvmbridge.graph_capture.observe.observation import Observation
-from tvmbridge.graph_capture.trace.standins import tensors_of
 
 
 def _fake_values(program: ExportedProgram) -> dict[str, torch.Tensor]:

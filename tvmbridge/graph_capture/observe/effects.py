@@ -13,18 +13,18 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
+from tvmbridge.calls.callers import calling_python_module
+from tvmbridge.calls.generators import Generators
+from tvmbridge.calls.own_calls import OwnCalls
+from tvmbridge.calls.patches import patched_here
+from tvmbridge.calls.standins import tensors_of
 from tvmbridge.core.assumptions import Question
 from tvmbridge.core.contents import all_held, same_held
 from tvmbridge.core.torch_private import FakeTensor, set_grad_enabled
 from tvmbridge.core.writes import version_of
 from tvmbridge.graph_capture.dependence import DependenceError
 from tvmbridge.graph_capture.observe.executed import is_called_by_library
-from tvmbridge.graph_capture.trace.callers import calling_python_module
-from tvmbridge.graph_capture.trace.generators import Generators
 from tvmbridge.graph_capture.trace.kernel_strides import unanswered
-from tvmbridge.graph_capture.trace.own_calls import OwnCalls
-from tvmbridge.graph_capture.trace.patches import patched_here
-from tvmbridge.graph_capture.trace.standins import tensors_of
 
 
 class StateBefore:

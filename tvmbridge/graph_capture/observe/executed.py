@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
 
+from tvmbridge.calls.callers import calling_python_module
+from tvmbridge.calls.own_calls import OwnCalls
 from tvmbridge.core.libraries import KEEPS_BOOKS
 from tvmbridge.graph_capture.observe.names import Names, names_of
-from tvmbridge.graph_capture.trace.callers import calling_python_module
-from tvmbridge.graph_capture.trace.own_calls import OwnCalls
 
 # Functions of these packages need no guards: the settings that they read are watched elsewhere,
 # and their other globals do not change results.

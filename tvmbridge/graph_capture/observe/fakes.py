@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tvmbridge.calls.bases import overlap
+from tvmbridge.calls.standins import tensors_of
 from tvmbridge.core.contents import contents
 from tvmbridge.core.number_inputs import NumberRange, number_inputs, with_tensors
 from tvmbridge.core.torch_private import (
@@ -18,8 +20,6 @@ from tvmbridge.core.torch_private import (
     storage_key,
     symbolic_shapes,
 )
-from tvmbridge.graph_capture.memory.bases import overlap
-from tvmbridge.graph_capture.trace.standins import tensors_of
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from tvmbridge.calls.copies import copied_values
+from tvmbridge.calls.patches import patched_here
 from tvmbridge.core.assumptions import OutsideValue
 from tvmbridge.core.contents import MISSING, same_value
 from tvmbridge.core.errors import CaptureError
@@ -22,8 +24,6 @@ from tvmbridge.core.torch_private import FakeTensor, FakeTensorMode, TorchDispat
 from tvmbridge.graph_capture.observe.data import is_data, is_object
 from tvmbridge.graph_capture.observe.sources import Source
 from tvmbridge.graph_capture.observe.undo import current_undo
-from tvmbridge.graph_capture.trace.copies import copied_values
-from tvmbridge.graph_capture.trace.patches import patched_here
 
 aten = torch.ops.aten
 _OF_EVERY_MODULE = frozenset((*nn.Module().__dict__, "__dict__")) - {"training"}

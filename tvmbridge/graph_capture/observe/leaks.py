@@ -20,6 +20,7 @@ import torch
 from torch import fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from tvmbridge.calls.patches import patched_here
 from tvmbridge.core.contents import CONTAINERS, DEPTH, all_held, attributes_of
 from tvmbridge.core.errors import CaptureError
 from tvmbridge.core.torch_private import (
@@ -29,7 +30,6 @@ from tvmbridge.core.torch_private import (
     TorchDispatchMode,
     pytree,
 )
-from tvmbridge.graph_capture.trace.patches import patched_here
 
 
 class Made(TorchDispatchMode):

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import nn
 
+from tvmbridge.calls.patches import patched_here
 from tvmbridge.core.contents import (
     DEPTH,
     MISSING,
@@ -25,7 +26,6 @@ from tvmbridge.core.contents import (
     same_value,
 )
 from tvmbridge.graph_capture.observe.data import is_of_users
-from tvmbridge.graph_capture.trace.patches import patched_here
 
 # Special attributes that do not depend on the contents of an object.
 _OF_CLASS = frozenset({"__class__", "__doc__", "__module__"})

@@ -18,6 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from tvmbridge.calls.arguments import Arguments
+from tvmbridge.calls.layouts import dense_strides
+from tvmbridge.calls.standins import tensors_of, tensors_replaced
+from tvmbridge.calls.views import ViewWatch
 from tvmbridge.core.assumptions import OutsideValue, Question
 from tvmbridge.core.autocast import Autocast, without_autocast
 from tvmbridge.core.contents import PartOf
@@ -26,14 +30,12 @@ from tvmbridge.core.structure import unflatten
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.core.types import Left
 from tvmbridge.core.writes import version_of
-from tvmbridge.graph_capture.memory.aliasing import (
+from tvmbridge.graph_capture.aliasing import (
     Sharing,
     aliases_of,
     refuse_exchanged,
     with_exchanged,
 )
-from tvmbridge.graph_capture.memory.layouts import dense_strides
-from tvmbridge.graph_capture.memory.views import ViewWatch
 from tvmbridge.graph_capture.observe import leaks
 from tvmbridge.graph_capture.observe.adoption import Adoption
 from tvmbridge.graph_capture.observe.attributes import (
@@ -52,10 +54,8 @@ from tvmbridge.graph_capture.observe.outside import OutsideReads
 from tvmbridge.graph_capture.observe.settings import settings_kept
 from tvmbridge.graph_capture.observe.undo import current_undo
 from tvmbridge.graph_capture.trace.answers import small_buffers
-from tvmbridge.graph_capture.trace.arguments import Arguments
 from tvmbridge.graph_capture.trace.functions import functions_replaced
 from tvmbridge.graph_capture.trace.old_norms import normed_weights, shared_with
-from tvmbridge.graph_capture.trace.standins import tensors_of, tensors_replaced
 from tvmbridge.graph_capture.traced_forward import TracedForward
 
 

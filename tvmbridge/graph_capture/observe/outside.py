@@ -22,6 +22,7 @@ import numpy
 import torch
 from torch import nn
 
+from tvmbridge.calls.own_calls import OwnCalls
 from tvmbridge.core.assumptions import OutsideValue, Question
 from tvmbridge.core.contents import MISSING, same_value
 from tvmbridge.core.errors import CaptureError
@@ -44,7 +45,6 @@ from tvmbridge.graph_capture.observe.sources import (
 )
 from tvmbridge.graph_capture.observe.undo import current_undo
 from tvmbridge.graph_capture.observe.watching import Codes, defaults, exactly, watched
-from tvmbridge.graph_capture.trace.own_calls import OwnCalls
 
 # A trace disables these backends, so forward would read other settings than in a call.
 _EXCHANGED = (torch.backends.mkldnn, torch.backends.nnpack, torch.backends.cudnn)

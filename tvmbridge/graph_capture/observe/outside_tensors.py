@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from tvmbridge.calls.standins import run_apart
 from tvmbridge.core.autocast import Autocast
 from tvmbridge.core.contents import all_held
 from tvmbridge.core.errors import CaptureError
 from tvmbridge.core.torch_private import TorchDispatchMode, has_storage, pytree, storage_key
 from tvmbridge.graph_capture.observe.undo import current_undo
-from tvmbridge.graph_capture.trace.standins import run_apart
 
 
 class WritesUndone(TorchDispatchMode):

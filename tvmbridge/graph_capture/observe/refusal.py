@@ -13,6 +13,13 @@ import numpy as np
 import torch
 from torch import nn
 
+from tvmbridge.calls.plain import other_answer, unusual_in
+from tvmbridge.calls.standins import (
+    has_own_call,
+    stand_in,
+    tensors_of,
+    tensors_replaced,
+)
 from tvmbridge.core.assumptions import Question
 from tvmbridge.core.autocast import Autocast
 from tvmbridge.core.errors import CaptureError
@@ -20,13 +27,6 @@ from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.graph_capture.observe.hooks import hooked_submodule
 from tvmbridge.graph_capture.observe.outside_tensors import run_unseen
-from tvmbridge.graph_capture.observe.plain import other_answer, unusual_in
-from tvmbridge.graph_capture.trace.standins import (
-    has_own_call,
-    stand_in,
-    tensors_of,
-    tensors_replaced,
-)
 
 # Frames of these packages are not the user's.
 _NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), "<")

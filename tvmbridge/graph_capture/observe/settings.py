@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import deterministic
 
+from tvmbridge.calls.own_calls import OwnCalls
 from tvmbridge.core.kernel_settings import precisions, put_precisions
 from tvmbridge.core.torch_private import (
     DisableTorchFunction,
@@ -22,7 +23,6 @@ from tvmbridge.core.torch_private import (
     function_mode_count,
     pop_function_mode,
 )
-from tvmbridge.graph_capture.trace.own_calls import OwnCalls
 
 _backends = torch.backends
 

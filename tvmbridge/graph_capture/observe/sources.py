@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from tvmbridge.calls.patches import unpatched
 from tvmbridge.core.assumptions import Holder
 from tvmbridge.core.contents import MISSING, all_held, is_constant
 from tvmbridge.graph_capture.observe.data import is_data, is_object, is_of_users
 from tvmbridge.graph_capture.observe.executed import Executed, is_library
-from tvmbridge.graph_capture.trace.patches import unpatched
 
 # Values that may hold a function which is called by their names.
 _WRAPPERS = (

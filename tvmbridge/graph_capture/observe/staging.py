@@ -15,6 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from tvmbridge.calls.copies import copied_values, modules_held
+from tvmbridge.calls.standins import (
+    stand_in,
+    tensors_of,
+    without_inference_state,
+    without_own_call,
+)
 from tvmbridge.core.assumptions import Question
 from tvmbridge.core.autocast import Autocast
 from tvmbridge.core.contents import same_value
@@ -39,13 +46,6 @@ from tvmbridge.graph_capture.observe.refusal import (
 )
 from tvmbridge.graph_capture.observe.undo import undone_if_refused
 from tvmbridge.graph_capture.trace.adopted import adopt
-from tvmbridge.graph_capture.trace.copies import copied_values, modules_held
-from tvmbridge.graph_capture.trace.standins import (
-    stand_in,
-    tensors_of,
-    without_inference_state,
-    without_own_call,
-)
 
 logger = logging.getLogger(__name__)
 

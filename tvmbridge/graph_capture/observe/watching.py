@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from tvmbridge.calls.copies import copied_values
+from tvmbridge.calls.patches import code_of
 from tvmbridge.core.assumptions import Holder, OutsideValue
 from tvmbridge.core.contents import MISSING, is_constant, same_value, state_of
 from tvmbridge.graph_capture.observe.data import is_data, is_object
 from tvmbridge.graph_capture.observe.sources import Attributes, Source
-from tvmbridge.graph_capture.trace.copies import copied_values
-from tvmbridge.graph_capture.trace.patches import code_of
 
 # Functions of PyTorch without arguments that read a setting which is not guarded otherwise.
 _SETTINGS = frozenset(

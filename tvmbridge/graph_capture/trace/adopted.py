@@ -18,9 +18,9 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from tvmbridge.calls.patches import patched_here
 from tvmbridge.core.structure import unflatten
 from tvmbridge.core.torch_private import functorch_utils, pytree
-from tvmbridge.graph_capture.trace.patches import patched_here
 
 # For each module, ("_parameters" or "_buffers", name) of its adopted tensors, by their ids.
 _PLACES: weakref.WeakKeyDictionary[nn.Module, dict[int, tuple[str, str]]]

@@ -17,9 +17,10 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from tvmbridge.backends import is_on_host
+from tvmbridge.calls.standins import tensors_of
 from tvmbridge.core.assumptions import Answer
 from tvmbridge.core.torch_private import disable_current_modes, pytree, storage_key
-from tvmbridge.graph_capture.trace.standins import tensors_of
 
 # The greatest number of elements: each call of the compiled module compares values again.
 _LARGEST = 64
@@ -87,7 +88,7 @@ def small_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
 def _is_small(buffer: torch.Tensor) -> bool:
     plain = type(buffer) is torch.Tensor and buffer.layout is torch.strided
     plain = plain and not buffer.requires_grad
-    return plain and buffer.device.type == "cpu" and 0 < buffer.numel() <= _LARGEST
+    return plain and is_on_host(buffer.device) and 0 < buffer.numel() <= _LARGEST
 
 
 class Answers(TorchFunctionMode):

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from tvmbridge.calls.patches import patched_here
 from tvmbridge.core.autocast import without_autocast
 from tvmbridge.core.errors import CaptureError, UnsupportedOperatorError
 from tvmbridge.core.torch_private import (
@@ -26,7 +27,6 @@ from tvmbridge.core.torch_private import (
     pytree,
 )
 from tvmbridge.graph_capture.trace.autocast_lists import KEYS, devices_in_force, is_listed
-from tvmbridge.graph_capture.trace.patches import patched_here
 from tvmbridge.graph_capture.trace.promotion import dtypes_of_zeros
 
 # The dispatcher's own kernel: a decomposition in Python may call other operators.

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from tvmbridge.calls.patches import patched_here
 from tvmbridge.core.kernel_settings import cudnn_switched_off
 from tvmbridge.core.torch_private import export_trace, mkldnn_enabled, set_mkldnn_enabled
-from tvmbridge.graph_capture.trace.patches import patched_here
 
 
 @contextmanager

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 
+from tvmbridge.calls.patches import patched_here
 from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.core.torch_private import TorchDispatchMode, pytree, storage_key
 from tvmbridge.core.writes import written_by
 from tvmbridge.graph_capture.hoist import is_random
-from tvmbridge.graph_capture.trace.patches import patched_here
 
 _aten = torch.ops.aten
 # Their schemas do not declare that they write running statistics.

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
+from tvmbridge.calls.patches import patched_here
 from tvmbridge.core.torch_private import (
     DispatchKey,
     export_utils,
@@ -25,7 +26,6 @@ from tvmbridge.core.torch_private import (
     has_any_kernel,
     pytree,
 )
-from tvmbridge.graph_capture.trace.patches import patched_here
 
 # The lists of dispatch keys for which PyTorch registers kernels.
 _LISTS = ("_AUTOGRAD_ALIAS_BACKEND_KEYS_TO_OVERRIDE", "_BACKEND_KEYS_TO_OVERRIDE")

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from tvmbridge.calls.patches import patched_here, patches
 from tvmbridge.core.torch_private import disable_current_modes
 from tvmbridge.graph_capture.trace.function_table import Call, replaces
-from tvmbridge.graph_capture.trace.patches import patched_here, patches
 
 
 @patches(nn.Module, "_apply")

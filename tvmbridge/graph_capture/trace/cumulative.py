@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from tvmbridge.calls.patches import patches
 from tvmbridge.core.torch_private import BatchNorm
-from tvmbridge.graph_capture.trace.patches import patches
 
 
 @patches(BatchNorm, "forward")

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from tvmbridge.calls.patches import answers_here, code_of_stubs, patched_here
 from tvmbridge.core.torch_private import eval_frame, symbolic_tracing
-from tvmbridge.graph_capture.trace.patches import answers_here, code_of_stubs, patched_here
 
 
 @contextmanager

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from tvmbridge.calls.patches import patched_here
 from tvmbridge.core.errors import CaptureError
 from tvmbridge.core.torch_private import export_trace
-from tvmbridge.graph_capture.trace.patches import patched_here
 
 
 @contextmanager

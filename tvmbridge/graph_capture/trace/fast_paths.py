@@ -20,10 +20,10 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.modules import activation, transformer
 
+from tvmbridge.calls.patches import patched_here, patches
 from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.core.torch_private import native_multi_head_attention, transformer_encoder_layer_fwd
 from tvmbridge.graph_capture.trace.function_table import Call, replaces
-from tvmbridge.graph_capture.trace.patches import patched_here, patches
 
 _ONE_MASK_OF_KEYS = 1  # the kernels' ``mask_type`` for a mask of shape (batch, keys)
 

@@ -7,6 +7,8 @@ from contextlib import ExitStack, contextmanager
 
 from torch import nn
 
+from tvmbridge.calls.patches import table_patched_here
+
 # Imported because these modules register handlers and patches.
 from tvmbridge.graph_capture.trace import (  # noqa: F401
     attention,
@@ -27,7 +29,6 @@ from tvmbridge.graph_capture.trace.conversions import checks_of_numbers
 from tvmbridge.graph_capture.trace.fast_paths import causal_masks_undetected
 from tvmbridge.graph_capture.trace.function_table import FunctionTable
 from tvmbridge.graph_capture.trace.kernel_strides import strides_of_kernels
-from tvmbridge.graph_capture.trace.patches import table_patched_here
 from tvmbridge.graph_capture.trace.uniforms import UniformComparisons
 
 

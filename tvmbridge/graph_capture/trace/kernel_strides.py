@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from tvmbridge.calls.patches import patched_here
 from tvmbridge.core.custom_operator import is_function
 from tvmbridge.core.torch_private import (
     DisablePythonDispatcher,
@@ -31,7 +32,6 @@ from tvmbridge.core.torch_private import (
     pytree,
     storage_key,
 )
-from tvmbridge.graph_capture.trace.patches import patched_here
 
 logger = logging.getLogger(__name__)
 aten = torch.ops.aten

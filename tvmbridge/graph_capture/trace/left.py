@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from tvmbridge.calls.patches import patched_here
 from tvmbridge.core.contents import MISSING, all_held, is_constant
 from tvmbridge.core.libraries import BOOKKEEPING
 from tvmbridge.core.structure import UNKNOWN, with_parts
 from tvmbridge.core.types import Left
 from tvmbridge.graph_capture.trace.left_numbers import Count, Grown, PassedOn
 from tvmbridge.graph_capture.trace.old_norms import normed_weights
-from tvmbridge.graph_capture.trace.patches import patched_here
 
 Key = tuple[str, str]
 _OF_MODULES = frozenset(vars(nn.Module())) | {"forward"}

@@ -17,8 +17,8 @@ import torch
 import torch.export.exported_program
 from torch import nn
 
+from tvmbridge.calls.patches import patched_here
 from tvmbridge.core.torch_private import export_trace
-from tvmbridge.graph_capture.trace.patches import patched_here
 
 
 @contextmanager

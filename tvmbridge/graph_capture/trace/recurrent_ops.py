@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from tvmbridge.backends import backend_of
 from tvmbridge.core.custom_operator import NAMESPACE
 from tvmbridge.core.torch_private import (
     DisablePythonDispatcher,
@@ -173,7 +174,11 @@ def differentiated_from_outputs(
     the function runs again instead, so that gradients are rounded as in eager PyTorch.
     """
     exact = autocast is None and input.dtype in (torch.float32, torch.float64)
-    return exact and function in (torch.gru, torch.rnn_tanh) and input.device.type == "cpu"
+    return (
+        exact
+        and function in (torch.gru, torch.rnn_tanh)
+        and backend_of(input.device).recurs_by_onednn
+    )
 
 
 def unaliased(results: Tensors, others: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from tvmbridge.backends import backend_of
 from tvmbridge.core.custom_operator import NAMESPACE
 from tvmbridge.core.decisions import sizes_vary
 from tvmbridge.core.torch_private import (
@@ -57,8 +58,8 @@ def workspace_length(
         return 0
     if sizes_vary() or not all(isinstance(size, int) and size > 0 for size in sizes):
         return 0
-    on_cpu = input.device.type == "cpu" and torch.backends.mkldnn.is_available()
-    if not on_cpu or len(sizes) != 5 or sizes[3] != sizes[4]:
+    is_onednn = backend_of(input.device).recurs_by_onednn and torch.backends.mkldnn.is_available()
+    if not is_onednn or len(sizes) != 5 or sizes[3] != sizes[4]:
         return 0
     return _length(*sizes[:4], torch.get_num_threads())
 

@@ -17,6 +17,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
+from tvmbridge.calls.patches import patched_here
 from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.core.torch_private import (
     DisablePythonDispatcher,
@@ -35,7 +36,6 @@ from tvmbridge.core.torch_private import (
     storage_key,
 )
 from tvmbridge.graph_capture.hoist import is_random
-from tvmbridge.graph_capture.trace.patches import patched_here
 from tvmbridge.graph_capture.trace.region_graphs import TENSOR, Graph, RegionTensor, constants_of
 
 # Modules of the modes with which PyTorch records calls in the surrounding trace.

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.nn.attention import flex_attention
 
+from tvmbridge.calls.patches import patches
 from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.core.torch_private import DispatchKey, HigherOrderOperator, pytree
-from tvmbridge.graph_capture.trace.patches import patches
 from tvmbridge.graph_capture.trace.region_functions import Captures, TracedFunction
 from tvmbridge.graph_capture.trace.region_graphs import RegionTensor
 from tvmbridge.graph_capture.trace.region_ops import KERNELS, REGIONS, Function, Region

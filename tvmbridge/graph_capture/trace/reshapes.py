@@ -22,10 +22,10 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
+from tvmbridge.calls.views import in_order_of_memory
 from tvmbridge.core.errors import CaptureError
 from tvmbridge.core.torch_private import OpOverload, pytree, storage_key
 from tvmbridge.core.writes import written_by
-from tvmbridge.graph_capture.memory.views import in_order_of_memory
 
 aten = torch.ops.aten
 

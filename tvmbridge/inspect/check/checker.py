@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from tvmbridge.calls.arguments import Arguments
+from tvmbridge.calls.surroundings import in_checkpoint
 from tvmbridge.core.checks import CheckPolicy
 from tvmbridge.core.errors import NumericsError
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.types import InputKind, OutputKind
 from tvmbridge.graph_capture.observe.refusal import first_paragraph
-from tvmbridge.graph_capture.surroundings import in_checkpoint
-from tvmbridge.graph_capture.trace.arguments import Arguments
 from tvmbridge.inspect.check.judge import Judge
 from tvmbridge.inspect.check.twin import Twin, generator_states, observed_call
 from tvmbridge.inspect.compare.stages import title

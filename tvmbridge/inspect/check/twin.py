@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from tvmbridge.backends import backend_of
+from tvmbridge.calls.arguments import Arguments, ArgumentWatch
+from tvmbridge.calls.standins import tensors_of
 from tvmbridge.core.autocast import autocast_now, under_autocast, without_autocast
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.core.types import IntermediateBase
-from tvmbridge.graph_capture.trace.arguments import Arguments, ArgumentWatch
-from tvmbridge.graph_capture.trace.standins import tensors_of
 from tvmbridge.inspect.compare.reference import named_bases, output_names
 from tvmbridge.inspect.compare.sample import Sample, state_name
 from tvmbridge.runtime.dispatcher import Dispatcher
@@ -26,10 +27,7 @@ GeneratorStates = list[tuple[torch.Generator, torch.Tensor]]
 
 def generator_states(device: torch.device) -> GeneratorStates:
     """Return the default generators that a call may draw from, each with its present state."""
-    generators = [torch.default_generator]
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        generators.append(torch.cuda.default_generators[index])
+    generators = [torch.default_generator, *backend_of(device).generators(device)]
     return [(g, g.get_state()) for g in generators]
 
 
@@ -181,7 +179,7 @@ def _closure_over(module: nn.Module) -> str | None:
     for path, part in module.named_modules():
         for name, value in vars(part).items():
             if isinstance(value, Dispatcher):
-                value = value.original
+                value = value.code.original
             if isinstance(value, types.FunctionType) and _reads(value, own):
                 return f"{path}.{name}".lstrip(".")
     return None

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
+from tvmbridge.calls.arguments import ArgumentWatch
+from tvmbridge.calls.bases import bases_of
+from tvmbridge.calls.standins import tensors_of
 from tvmbridge.core.autocast import without_autocast
 from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.core.types import IntermediateBase
-from tvmbridge.graph_capture.memory.aliasing import aliases_of
-from tvmbridge.graph_capture.memory.bases import bases_of
-from tvmbridge.graph_capture.trace.arguments import ArgumentWatch
-from tvmbridge.graph_capture.trace.standins import tensors_of
+from tvmbridge.graph_capture.aliasing import aliases_of
 from tvmbridge.inspect.compare.recorder import Recorder, round_again
 from tvmbridge.inspect.compare.sample import Sample, state_name
 from tvmbridge.inspect.compare.trace import Trace

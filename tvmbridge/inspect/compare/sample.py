@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from tvmbridge.calls.standins import without_dispatch
 from tvmbridge.core.libraries import register_containers
 from tvmbridge.core.torch_private import pytree
-from tvmbridge.graph_capture.trace.standins import without_dispatch
 
 
 @dataclass

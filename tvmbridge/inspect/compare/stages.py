@@ -12,6 +12,7 @@ import torch
 import tvm
 from tvm import relax
 
+from tvmbridge.calls.views import laid_out
 from tvmbridge.compiler.lowering import LoweredModule, lower_module
 from tvmbridge.compiler.packing import ModulePacks
 from tvmbridge.compiler.request import CompileRequest
@@ -25,8 +26,7 @@ from tvmbridge.core.types import (
     OutputKind,
     PassRecord,
 )
-from tvmbridge.graph_capture.memory.aliasing import made_again
-from tvmbridge.graph_capture.memory.views import laid_out
+from tvmbridge.graph_capture.aliasing import made_again
 from tvmbridge.graph_capture.surroundings import tracing_here
 from tvmbridge.inspect.compare.interpreter import RelaxRun, calls_of
 from tvmbridge.inspect.compare.program import ProgramRun

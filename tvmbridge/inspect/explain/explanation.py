@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from tvmbridge.calls.standins import anything_requires_grad
 from tvmbridge.coloring import policy_for
 from tvmbridge.compiler.lowering import LoweredModule, lower_module
 from tvmbridge.compiler.packing import ModulePacks
@@ -27,7 +28,6 @@ from tvmbridge.graph_capture.noise import find_noise
 from tvmbridge.graph_capture.observe.refusal import first_paragraph, user_line
 from tvmbridge.graph_capture.surroundings import tracing_here, undisturbed
 from tvmbridge.graph_capture.trace.composites import composites_prepared_for
-from tvmbridge.graph_capture.trace.standins import anything_requires_grad
 from tvmbridge.inspect.compare.sample import Sample
 from tvmbridge.inspect.compare.trace import user_source
 from tvmbridge.inspect.explain.report import Draw, ExplainReport, Mutation, OperatorUse

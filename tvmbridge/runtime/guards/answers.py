@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from tvmbridge.backends import is_on_host
 from tvmbridge.core.assumptions import Answer
 from tvmbridge.core.called_in_mode import without_gradients
 
@@ -39,7 +40,7 @@ class AnswerGuard:
         now: dict[str, torch.Tensor] = {}
         for name in self.names:
             tensor = find(name)
-            if type(tensor) is not torch.Tensor or tensor.device.type != "cpu":
+            if type(tensor) is not torch.Tensor or not is_on_host(tensor.device):
                 return f"the buffer {name}, whose value forward asks for,"
             now[name] = tensor
         if self._last and all(_alike(now[name], last) for name, last in self._last.items()):

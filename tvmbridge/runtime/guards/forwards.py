@@ -70,7 +70,7 @@ def forward_of_class(module: nn.Module) -> Callable[..., Any]:
     raise AttributeError(f"{type(module).__name__} has no forward")
 
 
-def standing_behind(forward: Any) -> StandsForForward | None:
+def wrapped_dispatcher(forward: Any) -> StandsForForward | None:
     """Return the dispatcher that ``forward`` is or wraps (accelerate's ``prepare`` wraps it)."""
     while forward is not None and not isinstance(forward, StandsForForward):
         forward = getattr(forward, "__wrapped__", None)
@@ -80,13 +80,13 @@ def standing_behind(forward: Any) -> StandsForForward | None:
 def is_wrapped(module: nn.Module) -> bool:
     """Whether a library has wrapped the dispatcher of ``module``."""
     installed = module.__dict__.get("forward")
-    return standing_behind(installed) not in (None, installed)
+    return wrapped_dispatcher(installed) not in (None, installed)
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any]:
     """Return the forward that ``module`` would have without its dispatcher."""
     installed = module.__dict__.get("forward")
-    behind = standing_behind(installed)
+    behind = wrapped_dispatcher(installed)
     return original_forward(module, installed if behind is None else behind.own)
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from tvmbridge.calls.plain import PLAIN
 from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.core.torch_private import TensorGuards, has_storage
 from tvmbridge.core.types import InputDescriptor
-from tvmbridge.graph_capture.observe.plain import PLAIN
 
 
 class KindGuard:

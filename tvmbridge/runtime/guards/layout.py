@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from tvmbridge.calls.layouts import Strides
+from tvmbridge.calls.standins import without_inference_tensors
 from tvmbridge.compiler.compiled import CompiledModule
 from tvmbridge.core.assumptions import Question
 from tvmbridge.core.number_inputs import marked
@@ -20,13 +22,11 @@ from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.core.structure import unflatten
 from tvmbridge.core.turns import compiling
 from tvmbridge.core.types import InputKind, OutputKind
-from tvmbridge.graph_capture.memory.layouts import Strides
 from tvmbridge.graph_capture.noise import memory_order
 from tvmbridge.graph_capture.observe.observation import Observation
 from tvmbridge.graph_capture.observe.refusal import first_paragraph
 from tvmbridge.graph_capture.observe.staging import staged
 from tvmbridge.graph_capture.surroundings import tracing_here, undisturbed
-from tvmbridge.graph_capture.trace.standins import without_inference_tensors
 from tvmbridge.runtime.guards.state import ModuleState
 
 _SORTS = frozenset({"aten.sort.default", "aten.sort.stable"})

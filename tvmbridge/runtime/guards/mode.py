@@ -8,10 +8,10 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import nn
 
+from tvmbridge.calls.standins import tensors_of
 from tvmbridge.core.attention_kernels import SwitchedOff, attention_switched_off
 from tvmbridge.core.autocast import Autocast, autocast_now
 from tvmbridge.core.kernel_settings import Reduced, reduced_precisions
-from tvmbridge.graph_capture.trace.standins import tensors_of
 
 Flags: TypeAlias = tuple[bool, ...]
 

@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tvmbridge.calls.arguments import Arguments
+from tvmbridge.calls.plain import PLAIN, is_unseen
 from tvmbridge.core.contents import same_value
 from tvmbridge.core.generated import plain_text
 from tvmbridge.core.number_inputs import NumberRange, as_tensor, is_number, marked
 from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.core.structure import unflatten
 from tvmbridge.core.torch_private import has_storage, pytree
-from tvmbridge.graph_capture.observe.plain import PLAIN, is_unseen
-from tvmbridge.graph_capture.trace.arguments import Arguments
 from tvmbridge.runtime.guards.spelling import (
     NOT_TAKEN,
     Parameters,

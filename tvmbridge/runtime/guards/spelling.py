@@ -17,9 +17,9 @@ from typing import Any, TypeAlias
 
 import torch
 
+from tvmbridge.calls.arguments import Arguments
 from tvmbridge.core.contents import is_constant, same_value
 from tvmbridge.core.reasons import Kind, Reason
-from tvmbridge.graph_capture.trace.arguments import Arguments
 
 # Functions that may read variables of their caller without naming them.
 _READERS = frozenset({"locals", "vars", "dir", "eval", "exec", "_getframe", "currentframe"})

@@ -17,6 +17,9 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
+from tvmbridge.calls.copies import faithful_copy, itself
+from tvmbridge.calls.generators import Generators
+from tvmbridge.calls.patches import patched_here
 from tvmbridge.core.autocast import Autocast, under_autocast, without_autocast
 from tvmbridge.core.structure import map_tensors
 from tvmbridge.core.torch_private import (
@@ -32,9 +35,6 @@ from tvmbridge.core.torch_private import (
     pytree,
     transform_depth,
 )
-from tvmbridge.graph_capture.trace.copies import faithful_copy, itself
-from tvmbridge.graph_capture.trace.generators import Generators
-from tvmbridge.graph_capture.trace.patches import patched_here
 
 logger = logging.getLogger(__name__)
 

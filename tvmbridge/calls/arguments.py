@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from tvmbridge.calls.validation import Noted, noted_checks, raise_unless_passed
 from tvmbridge.core.assumptions import Check
 from tvmbridge.core.errors import CaptureError
 from tvmbridge.core.libraries import UNSEEN
 from tvmbridge.core.structure import opened, unflatten
 from tvmbridge.core.torch_private import pytree
-from tvmbridge.graph_capture.trace.validation import Noted, noted_checks, raise_unless_passed
 
 # The prefix of strings that, among the results, stand for arguments which forward returns.
 _MARK = "tvmbridge.argument."

@@ -14,10 +14,10 @@ from typing import Any, TypeAlias
 
 import torch
 
+from tvmbridge.calls.views import shares_elements
 from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.core.torch_private import make_contiguous_strides_for
 from tvmbridge.core.types import OutputKind
-from tvmbridge.graph_capture.memory.views import shares_elements
 
 # Strides of the computed outputs of one call, by output number; None: the outputs keep their own.
 Strides: TypeAlias = Mapping[int, tuple[int, ...]] | None

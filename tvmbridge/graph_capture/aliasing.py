@@ -14,16 +14,16 @@ from typing import Any
 
 import torch
 
-from tvmbridge.core.errors import UnsupportedOperatorError
-from tvmbridge.core.torch_private import storage_key
-from tvmbridge.core.types import InputKind, IntermediateBase, OutputAlias
-from tvmbridge.graph_capture.memory.bases import bases_of, covers, intermediate_base, overlap
-from tvmbridge.graph_capture.memory.views import (
+from tvmbridge.calls.bases import bases_of, covers, intermediate_base, overlap
+from tvmbridge.calls.views import (
     ViewWatch,
     has_other_history,
     shares_elements,
     viewed,
 )
+from tvmbridge.core.errors import UnsupportedOperatorError
+from tvmbridge.core.torch_private import storage_key
+from tvmbridge.core.types import InputKind, IntermediateBase, OutputAlias
 
 _OTHER_HISTORY = (
     "an output shares memory with another tensor, but is made under no_grad or by a custom "

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tvmbridge.graph_capture.memory.layouts import dense_strides
-from tvmbridge.graph_capture.memory.layouts import layout_of as layout
+from tvmbridge.calls.layouts import dense_strides
+from tvmbridge.calls.layouts import layout_of as layout
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3, 4), (0, 2), (1, 3, 1)])

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from tvmbridge.calls.callers import calling_python_module
+from tvmbridge.calls.patches import patched_here
 from tvmbridge.core.assumptions import Check
 from tvmbridge.core.torch_private import FakeTensor
-from tvmbridge.graph_capture.trace.callers import calling_python_module
-from tvmbridge.graph_capture.trace.patches import patched_here
 
 Noted = list[tuple[torch.Tensor, Check]]
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy
 import torch
 
+from tvmbridge.calls.own_calls import OwnCalls
 from tvmbridge.core.errors import UnsupportedOperatorError
-from tvmbridge.graph_capture.trace.own_calls import OwnCalls
 
 # Runs of a function, the last of which decides: a thread that draws now and then lets one pass.
 _MOST_RUNS = 5

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from tvmbridge.calls.standins import tensors_of
 from tvmbridge.core.assumptions import Question
 from tvmbridge.core.contents import all_held, is_constant
 from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.core.sharding import sharded_within
 from tvmbridge.core.torch_private import is_functional_tensor
-from tvmbridge.graph_capture.trace.standins import tensors_of
 
 # Exactly these classes: a subclass may override what operators do.
 PLAIN = (torch.Tensor, nn.Parameter)

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tvmbridge.calls.patches import patched_here
 from tvmbridge.core.contents import all_held, contents
-from tvmbridge.graph_capture.trace.patches import patched_here
 
 logger = logging.getLogger(__name__)
 

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from tvmbridge.calls.views import in_order_of_memory, root
 from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.core.torch_private import disable_current_modes, pytree
 from tvmbridge.core.types import IntermediateBase
-from tvmbridge.graph_capture.memory.views import in_order_of_memory, root
 
 _LARGEST_COMPARED = 1 << 22
 

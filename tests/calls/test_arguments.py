@@ -142,7 +142,7 @@ def test_forward_that_asks_for_strides_is_served_for_those_of_the_sample() -> No
     x = torch.arange(6.0)
     tvmbridge.add_tvm_dispatch(module, x.reshape(2, 3))
     for given in (x.reshape(2, 3), x.reshape(3, 2).t()):
-        assert torch.equal(module(given), module.forward.original(given))  # type: ignore[union-attr]
+        assert torch.equal(module(given), module.forward.code.original(given))  # type: ignore[union-attr]
     report = tvmbridge.dispatch_report(module)
     assert (report.tvm_calls, report.fallbacks) == (
         1,

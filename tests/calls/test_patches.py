@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from tvmbridge.graph_capture.trace.patches import forward_patched_here, patched_here
+from tvmbridge.calls.patches import forward_patched_here, patched_here
 
 
 class Base:
