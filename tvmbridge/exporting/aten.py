@@ -23,6 +23,7 @@ from tvm.ir import Call, Expr
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from tvmbridge.exporting.attention import attention
+from tvmbridge.exporting.recurrent import RECURRENT
 from tvmbridge.exporting.windows import (
     adaptive_average_pool,
     as_strided,
@@ -151,6 +152,7 @@ def _is_all_true(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Ex
 
 
 SPELLED: dict[str, Any] = {
+    **RECURRENT,
     "aten.scaled_dot_product_attention.default": attention,
     "aten.index.Tensor": _index,
     "aten.matmul.default": _matmul,

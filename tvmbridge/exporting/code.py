@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -33,6 +33,7 @@ from tvmbridge.exporting.convention import (
     returned,
     user_inputs,
 )
+from tvmbridge.exporting.left import without_left
 from tvmbridge.exporting.leftovers import refuse_effects
 from tvmbridge.exporting.views import with_views
 from tvmbridge.graph_capture.surroundings import tracing_here, undisturbed
@@ -143,6 +144,8 @@ def frozen_graph(
     lowered: LoweredModule, options: CompileOptions, records: list[PassRecord]
 ) -> FrozenGraph:
     """Return the graph with frozen weights; its results are all tensors that forward returns."""
+    captured, mod = without_left(lowered.captured, lowered.mod)
+    lowered = replace(lowered, captured=captured, mod=mod)
     lowered, plan = freeze(lowered, options, records, alone=True)
     forward = tvm.IRModule({"forward": lowered.mod["forward"]})
     return FrozenGraph(lowered, plan, with_views(forward, lowered.captured, records))
