@@ -19,6 +19,7 @@ from tvmbridge.compiler.executable import LoadedModule
 from tvmbridge.compiler.freezing import Freezing, freeze
 from tvmbridge.compiler.lowering import LoweredModule, lower_module
 from tvmbridge.compiler.request import CompileRequest
+from tvmbridge.core.alone import code_runs_alone
 from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.core.errors import ExportError
 from tvmbridge.core.libraries import register_containers
@@ -86,7 +87,7 @@ def alone_code(
         CaptureError, UnsupportedOperatorError, PassError, BuildError: the stage that failed.
     """
     register_containers(module)
-    with torch.no_grad(), tracing_here(), undisturbed():
+    with torch.no_grad(), tracing_here(), undisturbed(), code_runs_alone():
         args, kwargs = without_inference_tensors((args, dict(kwargs)))
         records: list[PassRecord] = []
         lowered = _lowered(module, args, kwargs, target, options, records)

@@ -26,9 +26,7 @@ def carried_over(captured: CapturedGraph) -> Iterator[str]:
             yield ".".join(part for part in place if part)
 
 
-def without_left(
-    captured: CapturedGraph, mod: tvm.IRModule
-) -> tuple[CapturedGraph, tvm.IRModule]:
+def without_left(captured: CapturedGraph, mod: tvm.IRModule) -> tuple[CapturedGraph, tvm.IRModule]:
     """Return a graph and a module that return forward's results alone.
 
     Raises:

@@ -20,6 +20,7 @@ from tvmbridge.compiler.build import Fused
 from tvmbridge.compiler.durations import StageDurations
 from tvmbridge.compiler.lowering import Known, lower_module
 from tvmbridge.compiler.request import CompileRequest
+from tvmbridge.core.alone import code_runs_alone
 from tvmbridge.core.errors import CaptureError, ExportError
 from tvmbridge.core.libraries import register_containers
 from tvmbridge.core.options import CompileOptions
@@ -75,7 +76,7 @@ def _for_any_size(
     target: Any,
     options: CompileOptions,
 ) -> AloneCode:
-    with torch.no_grad(), tracing_here(), undisturbed():
+    with torch.no_grad(), tracing_here(), undisturbed(), code_runs_alone():
         sample: _Arguments = without_inference_tensors((args, dict(kwargs)))
         dimensions = declared(spec, module.forward, *sample)
         symbols = _symbols(dimensions, sample)
