@@ -24,10 +24,12 @@ _VIDEOS = {"r3d_18": 48, "mc3_18": 48, "r2plus1d_18": 48, "s3d": 64, "mvit_v2_s"
 _FLOWS = {"raft_small": 128}
 
 _TIMM = (
-    "adv_inception_v3", "beit_base_patch16_224", "convnextv2_nano", "deit_base_distilled_patch16_224",
-    "deit_tiny_patch16_224", "dm_nfnet_f0", "ghostnet_100", "inception_v3", "mobilenetv2_100",
+    "adv_inception_v3", "beit_base_patch16_224", "convnextv2_nano",
+    "deit_base_distilled_patch16_224", "deit_tiny_patch16_224",
+    "dm_nfnet_f0", "ghostnet_100", "inception_v3", "mobilenetv2_100",
     "mobilenetv3_large_100", "mobilevit_s", "nfnet_l0", "repvgg_a2", "swin_base_patch4_window7_224",
-    "tf_efficientnet_b0", "visformer_small", "vit_base_patch14_dinov2", "vit_base_patch16_siglip_256",
+    "tf_efficientnet_b0", "visformer_small", "vit_base_patch14_dinov2",
+    "vit_base_patch16_siglip_256",
 )  # fmt: skip
 # Images that are smaller than the ones that the model was made for.
 _SMALLER = {"dm_nfnet_f0": 96, "nfnet_l0": 96, "mobilevit_s": 96, "repvgg_a2": 96}

@@ -110,25 +110,32 @@ def _cast(value: Expr, dtype: str) -> Expr:
 
 
 def _remainder(a: Expr, b: Expr) -> Expr:
-    """Return the remainder with the sign of ``b``, as Python's ``%``."""
+    """Return the remainder of two floats with the sign of ``b``, as Python's ``%``."""
     lets, dtype = Lets(), dtype_of(a)
-    zero = constant(0, dtype)
-    if "float" in dtype:
-        name = "fmodf" if dtype == "float32" else "fmod"
-        b = lets.bind(opaque(b, sign="uint"), "b")
-        rest = lets.bind(opaque(tirx.call_pure_extern(dtype, name, a, b)), "rest")
-    else:
-        rest = lets.bind(tirx.truncmod(a, b), "rest")
-    other = tirx.And(tirx.NE(rest, zero), tirx.NE(b < zero, rest < zero))
+    zero, name = constant(0.0, dtype), "fmodf" if dtype == "float32" else "fmod"
+    b = lets.bind(opaque(b, sign="uint"), "b")
+    rest = lets.bind(opaque(tirx.call_pure_extern(dtype, name, a, b)), "rest")
+    other = tirx.Or(tirx.And(b < zero, rest > zero), tirx.And(b > zero, rest < zero))
     return lets.close(tirx.Select(other, rest + b, rest))
 
 
 def _remainder_of(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr | None:
-    """Return a remainder; None of integers if the divisor may be 0 or -1, which need a check."""
+    """Return a remainder; None of integers if the divisor is a tensor, which may have zeros."""
     divisor = arguments["other"]
-    if "float" not in dtype_of_tensor(call) and (isinstance(divisor, Expr) or divisor in (0, -1)):
+    if "float" in dtype_of_tensor(call):
+        return elementwise(_remainder, "self", "other")(bb, call, arguments)
+    dtype = dtype_of_tensor(call)
+    if isinstance(divisor, Expr) or not 0 < abs(divisor) < 2**31 or not _holds(dtype, divisor):
         return None
-    return elementwise(_remainder, "self", "other")(bb, call, arguments)
+
+    def remainder(a: Expr) -> Expr:
+        size = constant(abs(int(divisor)), dtype_of(a))
+        rest = tirx.floormod(a, size)
+        if divisor > 0:
+            return rest
+        return tirx.Select(rest.equal(constant(0, dtype_of(a))), rest, rest - size)
+
+    return elementwise(remainder, "self")(bb, call, arguments)
 
 
 def _shift(function: Callable[[Expr, Expr], Expr]) -> Spell:

@@ -1,7 +1,7 @@
 """Take the values that forward leaves in attributes out of its results.
 
-A file has no module whose attributes a call could set. The values may be left out if no call depends
-on them: forward assigns each such attribute before it reads it.
+A file has no module whose attributes a call could set. The values may be left out if no call
+depends on them: forward assigns each such attribute before it reads it.
 """
 
 from __future__ import annotations

@@ -26,13 +26,13 @@ class _Span:
 
     - ``size``: the most positions of a window.
     - ``extent``: the extent of the data.
-    - ``at``: from the place of a result and a number below ``size``: a position in the data, and
-      whether it is within the window and the data.
+    - ``at``: the position in the data, from the place of a result and a number below ``size``.
+      Numbers beyond a window give one of its positions again.
     """
 
     size: int
     extent: int
-    at: Callable[[Expr, Expr], tuple[Expr, Expr]]
+    at: Callable[[Expr, Expr], Expr]
 
 
 def max_pool(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr | None:
@@ -44,7 +44,9 @@ def max_pool(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr |
     adaptive = "adaptive" in arguments.op
     count = int(arguments.op.split("max_pool")[1][0])
     pairs = list(zip(shape[-count:], result[-count:], strict=True))
-    spans = _adaptive(pairs) if adaptive else _sliding(arguments, shape[-count:])
+    spans = _adaptive(pairs) if adaptive else _sliding(arguments, pairs)
+    if spans is None:
+        return None
     found = []
     for number in arguments.results or (0, 1):
 
@@ -59,27 +61,35 @@ def max_pool(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr |
     return relax.Tuple(found)
 
 
-def _sliding(arguments: Arguments, extents: Sequence[int]) -> list[_Span]:
-    count = len(extents)
+def _sliding(arguments: Arguments, pairs: Sequence[tuple[int, int]]) -> list[_Span] | None:
+    """Return the windows of a pooling; None if one of them has no position in the data."""
+    count = len(pairs)
     size = each(arguments["kernel_size"], count)
     settings = (arguments["stride"] or size, arguments["padding"], arguments["dilation"])
     rest = [each(value, count) for value in settings]
 
     def span(size: int, step: int, edge: int, spread: int, extent: int) -> _Span:
-        def at(place: Expr, tap: Expr) -> tuple[Expr, Expr]:
-            position = place * _number(step) - _number(edge) + tap * _number(spread)
-            return position, tirx.And(position >= _number(0), position < _number(extent))
+        def at(place: Expr, tap: Expr) -> Expr:
+            start = place * _number(step) - _number(edge)
+            first = (tirx.max(_number(0) - start, _number(0)) + _number(spread - 1)) // spread
+            last = (_number(extent - 1) - start) // spread
+            return start + tirx.min(tirx.max(tap, first), last) * _number(spread)
 
         return _Span(size, extent, at)
 
-    return [span(*own) for own in zip(size, *rest, extents, strict=True)]
+    given = list(zip(size, *rest, strict=True))
+    for (n, step, edge, spread), (extent, places) in zip(given, pairs, strict=True):
+        starts = [place * step - edge for place in range(places)]
+        if not all(any(0 <= s + t * spread < extent for t in range(n)) for s in starts):
+            return None
+    return [span(*own, extent) for own, (extent, _) in zip(given, pairs, strict=True)]
 
 
 def _adaptive(pairs: Sequence[tuple[int, int]]) -> list[_Span]:
     def span(extent: int, size: int, window: Callable[[Expr], tuple[Expr, Expr, Expr]]) -> _Span:
-        def at(place: Expr, tap: Expr) -> tuple[Expr, Expr]:
+        def at(place: Expr, tap: Expr) -> Expr:
             first, last, _ = window(place)
-            return first + tap, first + tap < last
+            return tirx.min(first + tap, last - _number(1))
 
         return _Span(size, extent, at)
 
@@ -91,23 +101,18 @@ def _number(value: int) -> Expr:
     return constant(value, "int64")
 
 
-def _taps(spans: Sequence[_Span], at: Sequence[Expr]) -> tuple[list[te.IterVar], list[Expr], Expr]:
-    """Return reduction axes over a window, the position in the data, and whether it counts."""
+def _taps(spans: Sequence[_Span], at: Sequence[Expr]) -> tuple[list[te.IterVar], list[Expr]]:
+    """Return reduction axes over a window, and the position in the data."""
     axes = [te.reduce_axis((0, span.size), name=f"w{d}") for d, span in enumerate(spans)]
-    positions, inside = [], tirx.const(True, "bool")
-    for span, place, axis in zip(spans, at, axes, strict=True):
-        position, counts = span.at(place, axis.var)
-        positions.append(position)
-        inside = tirx.And(inside, counts)
-    return axes, positions, inside
+    return axes, [s.at(place, axis.var) for s, place, axis in zip(spans, at, axes, strict=True)]
 
 
 def _largest(x: te.Tensor, shape: Sequence[int], spans: Sequence[_Span]) -> te.Tensor:
     dtype, front = str(x.dtype), len(shape) - len(spans)
 
     def element(*i: Expr) -> Expr:
-        axes, positions, inside = _taps(spans, i[front:])
-        value = tirx.if_then_else(inside, x(*i[:front], *positions), -tirx.infinity(dtype))
+        axes, positions = _taps(spans, i[front:])
+        value = x(*i[:front], *positions)
         return reducer_for("max", dtype)(value, axis=axes)
 
     return te.compute(list(shape), element, name="T_largest")
@@ -117,18 +122,17 @@ def _places(
     x: te.Tensor, largest: te.Tensor, shape: Sequence[int], spans: Sequence[_Span]
 ) -> te.Tensor:
     """Return the flat place of the first maximum of each window, or of its last NaN."""
-    dtype, front = str(x.dtype), len(shape) - len(spans)
+    front = len(shape) - len(spans)
     count = prod(span.extent for span in spans)
 
     def place(kind: str, is_place: Callable[[Expr, Expr], Expr], nothing: int) -> te.Tensor:
         def element(*i: Expr) -> Expr:
-            axes, positions, inside = _taps(spans, i[front:])
+            axes, positions = _taps(spans, i[front:])
             flat = _number(0)
             for span, position in zip(spans, positions, strict=True):
                 flat = flat * _number(span.extent) + position
-            value = tirx.if_then_else(inside, x(*i[:front], *positions), -tirx.infinity(dtype))
-            counts = tirx.And(inside, is_place(value, largest(*i)))
-            chosen = tirx.Select(counts, flat, _number(nothing))
+            value = x(*i[:front], *positions)
+            chosen = tirx.Select(is_place(value, largest(*i)), flat, _number(nothing))
             return reducer_for(kind, "int64")(chosen, axis=axes)
 
         return te.compute(list(shape), element, name=f"T_{kind}")
