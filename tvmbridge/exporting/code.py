@@ -145,11 +145,11 @@ def frozen_graph(
     lowered: LoweredModule, options: CompileOptions, records: list[PassRecord]
 ) -> FrozenGraph:
     """Return the graph with frozen weights; its results are all tensors that forward returns."""
-    captured, mod = without_left(lowered.captured, lowered.mod)
-    lowered = replace(lowered, captured=captured, mod=mod)
     lowered, plan = freeze(lowered, options, records, alone=True)
     forward = tvm.IRModule({"forward": lowered.mod["forward"]})
-    return FrozenGraph(lowered, plan, with_views(forward, lowered.captured, records))
+    mod = with_views(forward, lowered.captured, records)
+    lowered = replace(lowered, captured=without_left(lowered.captured))
+    return FrozenGraph(lowered, plan, mod)
 
 
 def described_code(
