@@ -155,6 +155,27 @@ def _is_all_true(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Ex
     return relax.op.astype(bb.emit(relax.op.min(numbers)), "bool")
 
 
+def _arange(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr | None:
+    """Return numbers at equal distances; floats are computed in float64, as by PyTorch's kernel."""
+    shape, dtype = shape_of(call), dtype_of_tensor(call)
+    start, step = arguments.values.get("start", 0), arguments.values.get("step", 1)
+    if shape is None or not all(isinstance(n, int | float) for n in (start, step)):
+        return None
+    wide = "float64" if "float" in dtype else "int64"
+    if wide == "int64" and not all(isinstance(n, int) for n in (start, step)):
+        return None
+
+    def compute() -> te.Tensor:
+        def element(i: Expr) -> Expr:
+            place = tirx.Cast(wide, i)
+            return tirx.Cast(dtype, constant(start, wide) + place * constant(step, wide))
+
+        return te.compute(shape, element, name="T_arange")
+
+    attrs = {"op_pattern": INJECTIVE}
+    return bb.call_te(compute, primfunc_name_hint="arange", primfunc_attrs=attrs)
+
+
 def _in_loops(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr | None:
     """Return the loops of an operator in a form for which the frontend prefers a kernel.
 
@@ -220,6 +241,7 @@ SPELLED: dict[str, Any] = {
     "aten.matmul.default": _matmul,
     "aten.cat.default": _concatenation,
     "aten._is_all_true.default": _is_all_true,
+    **{f"aten.arange.{form}": _arange for form in ("default", "start", "start_step")},
     "aten.sort.default": _in_loops,
     "aten.sort.stable": _in_loops,
     "aten.topk.default": _in_loops,

@@ -142,10 +142,16 @@ class FrozenGraph:
 
 
 def frozen_graph(
-    lowered: LoweredModule, options: CompileOptions, records: list[PassRecord]
+    lowered: LoweredModule,
+    options: CompileOptions,
+    records: list[PassRecord],
+    live: frozenset[int] = frozenset(),
 ) -> FrozenGraph:
-    """Return the graph with frozen weights; its results are all tensors that forward returns."""
-    lowered, plan = freeze(lowered, options, records, alone=True)
+    """Return the graph with frozen weights; its results are all tensors that forward returns.
+
+    ``live`` is as for :func:`freeze`.
+    """
+    lowered, plan = freeze(lowered, options, records, alone=True, live=live)
     forward = tvm.IRModule({"forward": lowered.mod["forward"]})
     mod = with_views(forward, lowered.captured, records)
     lowered = replace(lowered, captured=without_left(lowered.captured))

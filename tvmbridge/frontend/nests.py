@@ -39,7 +39,7 @@ def _cumsum(ctx: Importer, node: fx.Node, x: fx.Node, dim: int, **_: Any) -> Any
     have, want = result_dtype(x), result_dtype(node)
     if not shape_of(x):
         raise Declined("a running sum of a 0-d tensor")
-    if have.is_floating_point and not want.is_floating_point:
+    if have.is_floating_point and not want.is_floating_point and not runs_alone():
         raise Declined("a float to integer conversion is undefined out of range")
     if torch.bool in (have, want) and want is torch.bool:
         raise Declined("a running sum in bool")
