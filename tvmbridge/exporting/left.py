@@ -39,4 +39,4 @@ def without_left(captured: CapturedGraph) -> CapturedGraph:
     kept = [output for place, output in enumerate(users) if place not in dropped]
     results = children(captured.convention.out_spec)[0]
     convention = replace(captured.convention, out_spec=results, left={})
-    return replace(captured, outputs=[*kept, *others], convention=convention)
+    return replace(captured, outputs=(*kept, *others), convention=convention)

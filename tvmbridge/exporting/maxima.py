@@ -77,12 +77,15 @@ def _sliding(arguments: Arguments, pairs: Sequence[tuple[int, int]]) -> list[_Sp
 
         return _Span(size, extent, at)
 
-    given = list(zip(size, *rest, strict=True))
-    for (n, step, edge, spread), (extent, places) in zip(given, pairs, strict=True):
-        starts = [place * step - edge for place in range(places)]
-        if not all(any(0 <= s + t * spread < extent for t in range(n)) for s in starts):
+    step, edge, spread = rest
+    given = list(zip(size, step, edge, spread, strict=True))
+    for (n, apart, edges, by), (extent, places) in zip(given, pairs, strict=True):
+        starts = [place * apart - edges for place in range(places)]
+        if not all(any(0 <= s + t * by < extent for t in range(n)) for s in starts):
             return None
-    return [span(*own, extent) for own, (extent, _) in zip(given, pairs, strict=True)]
+    return [
+        span(n, s, e, d, extent) for (n, s, e, d), (extent, _) in zip(given, pairs, strict=True)
+    ]
 
 
 def _adaptive(pairs: Sequence[tuple[int, int]]) -> list[_Span]:
