@@ -49,6 +49,14 @@ class Remembers(nn.Module):
         return self.both[0] + 1, self.hidden.t()[1:]
 
 
+class Checked(nn.Module):
+    """A module with a check of values, which also leaves a value."""
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.normal = torch.distributions.Normal(x, x.exp(), validate_args=True)
+        return {"density": self.normal.log_prob(x)}
+
+
 class Carries(nn.Module):
     """A module whose next call depends on the value that it leaves."""
 
@@ -94,6 +102,17 @@ def test_values_that_forward_leaves_are_no_results(tmp_path: Path) -> None:
     assert len(tvmbridge_runtime.read_manifest(path)["outputs"]) == 2
     for ours, theirs in zip(found, module(x), strict=True):
         torch.testing.assert_close(torch.from_numpy(ours), theirs.detach())
+
+
+def test_checks_are_no_results(tmp_path: Path) -> None:
+    module, x = Checked().eval(), of_seed(3, 4)
+    path = tvmbridge.export(module, x, tmp_path / "model.tvmb")
+    function = tvmbridge_runtime.load(path)
+    found = function(x.numpy())
+    assert list(found) == ["density"]
+    torch.testing.assert_close(torch.from_numpy(found["density"]), module(x)["density"])
+    with pytest.raises(tvmbridge_runtime.RuntimeFileError, match="ValueError"):
+        function(x.numpy() * float("nan"))
 
 
 def test_a_value_that_the_next_call_reads_is_refused(tmp_path: Path) -> None:

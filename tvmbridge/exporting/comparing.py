@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.dlpack import from_dlpack
 
 from tvmbridge.core.errors import ExportError
+from tvmbridge.core.libraries import register_containers
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.exporting.runtime import runtime
 from tvmbridge.graph_capture.capture import normalize_sample
@@ -87,6 +88,7 @@ def compare_export(
         ExportError: ``tvmbridge_runtime`` is not installed, or the structures differ.
     """
     load = runtime().load
+    register_containers(module)
     args, kwargs = normalize_sample(sample, sample_kwargs)
     with torch.no_grad():
         eager = _tensors(copy.deepcopy(module)(*args, **kwargs))
