@@ -25,10 +25,11 @@ Runs after: the graph passes. Runs before: PackProducts, DispatchKernels.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import tvm
+import tvm_ffi
 from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 from tvm.relax.utils import copy_with_new_vars
@@ -49,15 +50,18 @@ class LiftFrozen(RelaxPass):
         frozen: names of the parameters whose values do not change.
         prefix: the new parameters are named ``prefix0``, ``prefix1`` ...
         transposes: whether transposed operands of products are computed once, too.
+        live: the places, among the bindings of ``forward``, of values that stay there.
     """
 
     frozen: tuple[str, ...]
     prefix: str = "frozen_"
     transposes: bool = False
+    live: frozenset[int] = frozenset()
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
         forward = mod["forward"]
-        found = _found(forward, weights_alone(forward, self.frozen), self.transposes)
+        known = weights_alone(forward, self.frozen, self.live)
+        found = _found(forward, known, self.transposes)
         functions = {name.name_hint: f for name, f in mod.functions_items()}
         if found.lifted:
             report.rewrote(len(found.lifted))
@@ -84,16 +88,39 @@ def bindings_of(function: relax.Function) -> dict[relax.Var, relax.Expr]:
     return {b.var: b.value for block in function.body.blocks for b in block.bindings}
 
 
-def weights_alone(function: relax.Function, frozen: Collection[str]) -> set[relax.Var]:
+def weights_alone(
+    function: relax.Function, frozen: Collection[str], live: Collection[int] = ()
+) -> set[relax.Var]:
     """Return the variables of ``function`` that depend on no parameters but the frozen ones.
 
-    The frozen parameters themselves are included.
+    The frozen parameters themselves are included. The bindings at the places ``live``, and all
+    that depends on them, are not.
     """
     known = {p for p in function.params if p.name in frozen}
-    for var, value in bindings_of(function).items():
-        if known.issuperset(relax.analysis.free_vars(value)):
+    for place, (var, value) in enumerate(bindings_of(function).items()):
+        if place not in live and known.issuperset(relax.analysis.free_vars(value)):
             known.add(var)
     return known
+
+
+def varying_places(functions: Sequence[relax.Function]) -> frozenset[int] | None:
+    """Return the places of bindings that differ between functions of the same form.
+
+    None if the functions have different numbers of bindings. A binding differs if its value or the
+    type of its variable does.
+    """
+    each = [list(bindings_of(function).items()) for function in functions]
+    if len({len(bindings) for bindings in each}) > 1:
+        return None
+    return frozenset(
+        place
+        for place, pairs in enumerate(zip(*each, strict=True))
+        if not all(
+            tvm_ffi.structural_equal(value, pairs[0][1], map_free_vars=True)
+            and tvm_ffi.structural_equal(var.ty, pairs[0][0].ty)
+            for var, value in pairs[1:]
+        )
+    )
 
 
 @dataclass(frozen=True)

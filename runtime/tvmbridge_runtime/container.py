@@ -47,6 +47,10 @@ class Container:
     def section(self, name: str) -> memoryview:
         """Return the bytes of the section ``name``."""
         place = self.manifest["sections"][name]
+        if min(place["offset"], place["size"]) < 0 or (
+            place["offset"] + place["size"] > len(self.body)
+        ):
+            raise FileError(f"{self.path} has a section {name!r} that reaches beyond its end")
         return self.body[place["offset"] : place["offset"] + place["size"]]
 
 
@@ -93,15 +97,21 @@ def _manifest_of(path: Path, header: bytes, file: Any) -> tuple[dict[str, Any], 
     if zlib.crc32(header[:20]) != crc or any(header[24:]):
         raise FileError(f"{path} is damaged: its header fails its checksum; copy it again")
     length = int.from_bytes(header[8:16], "little")
-    text = file.read(length)
+    room = os.fstat(file.fileno()).st_size - _HEADER
+    text = file.read(min(length, room))
     if len(text) < length:
         raise FileError(f"{path} is truncated: it ends within its manifest")
     if zlib.crc32(text) != int.from_bytes(header[16:20], "little"):
         raise FileError(f"{path} is damaged: its manifest fails its checksum; copy it again")
-    manifest: dict[str, Any] = json.loads(text)
-    if manifest.get("format") != FORMAT:
+    try:
+        manifest: dict[str, Any] = json.loads(text)
+        form = manifest.get("format")
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise FileError(f"{path} has a manifest that cannot be read: {error}") from error
+    if form != FORMAT:
         raise FileError(
-            f"{path} has format {manifest.get('format')}, and this runtime reads format {FORMAT}"
+            f"{path} has format {form}, and this runtime reads format {FORMAT}: export the "
+            "function again, or install the tvmbridge_runtime of the tvmbridge that exported it"
         )
     return manifest, _HEADER + length
 

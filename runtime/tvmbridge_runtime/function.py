@@ -13,7 +13,7 @@ from typing import Any
 import numpy
 
 from tvmbridge_runtime.container import Container, open_container
-from tvmbridge_runtime.errors import ArgumentError, MachineError, RuntimeFileError
+from tvmbridge_runtime.errors import ArgumentError, FileError, MachineError, RuntimeFileError
 from tvmbridge_runtime.libraries import ffi, tvm_version
 from tvmbridge_runtime.processor import check_processor
 from tvmbridge_runtime.structure import rebuilt
@@ -36,10 +36,21 @@ def load(path: str | os.PathLike[str], *, threads: int | None = None) -> Functio
         MachineError: this processor, or the installed TVM, cannot run it.
         OSError: the file cannot be read.
     """
-    if threads is not None and (not isinstance(threads, int) or threads < 1):
+    if threads is not None and (type(threads) is not int or threads < 1):
         raise ValueError(f"threads is {threads!r}; give a number of at least 1, or None")
+    try:
+        return _loaded(path, threads or _processors())
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise FileError(
+            f"{path} has a manifest that does not describe its content "
+            f"({type(error).__name__}: {error}); export the function again"
+        ) from error
+
+
+def _loaded(path: str | os.PathLike[str], threads: int) -> Function:
     container = open_container(path)
     manifest = container.manifest
+    _check_entries(manifest)
     check_processor(manifest["target"])
     module = ffi()
     expected, found = manifest["versions"]["tvm"], tvm_version()
@@ -48,7 +59,20 @@ def load(path: str | os.PathLike[str], *, threads: int | None = None) -> Functio
             f"{path} was compiled by TVM {expected}, and TVM {found} is installed: install "
             f"apache-tvm=={expected}, or export the function again"
         )
-    return Function(container, *_machine(container, module, threads or _processors()))
+    return Function(container, *_machine(container, module, threads))
+
+
+def _check_entries(manifest: Mapping[str, Any]) -> None:
+    """Read the entries that calls will read; an error of Python says which one is missing."""
+    for given in manifest["inputs"]:
+        NUMPY[given["dtype"]], list(given["shape"]), given["name"]
+    for symbol in manifest["symbols"]:
+        symbol["name"], symbol["least"], symbol["most"]
+    for output in manifest["outputs"]:
+        output["dtype"], output["copied"]
+    for check in manifest["checks"]:
+        check["output"], check["error"], check["message"]
+    list(manifest["relations"]), manifest["structure"]["kind"]
 
 
 def _processors() -> int:
@@ -91,6 +115,10 @@ class Function:
         self._view = self._ffi.get_global_func("runtime.TVMTensorCreateView")
         self._lock = threading.Lock()
         self._weights = [self._tensor(a, dtype) for a, dtype in weights_of(container)]
+
+    def __repr__(self) -> str:
+        given = ", ".join(f"{s['name']}: {s['dtype']}{_sizes(s)}" for s in self.inputs)
+        return f"<function {self.manifest['name']}({given})>"
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Return the results of forward, for arrays of NumPy or objects with ``__dlpack__``.
@@ -158,6 +186,10 @@ class Function:
                 raise RuntimeFileError(f"{check['error']}: {check['message']}")
 
 
+def _sizes(spec: Mapping[str, Any]) -> str:
+    return f"[{', '.join(map(str, spec['shape']))}]"
+
+
 def _array(value: Any, spec: Mapping[str, Any]) -> numpy.ndarray[Any, Any]:
     """Return an argument as an array, after a check of its dtype and number of dimensions.
 
@@ -169,7 +201,10 @@ def _array(value: Any, spec: Mapping[str, Any]) -> numpy.ndarray[Any, Any]:
         if dtype == "bfloat16" and hasattr(value, "__dlpack__"):
             return _bits(value, name)
         if not hasattr(value, "__dlpack__"):
-            raise ArgumentError(f"argument {name!r} is a {type(value).__name__}, and no array")
+            raise ArgumentError(
+                f"argument {name!r} is a {type(value).__name__}; give an array of NumPy "
+                f"({dtype}{_sizes(spec)}), or an object with __dlpack__"
+            )
         try:
             value = numpy.from_dlpack(value)
         except (BufferError, RuntimeError, TypeError) as error:

@@ -53,9 +53,15 @@ def _blob(container: Container) -> memoryview:
     described = container.manifest.get("beside")
     if described is None:
         return container.section("weights")
-    path = container.path.parent / described["file"]
-    if not path.exists():
-        raise FileError(f"the weights of {container.path} should be in {path}, which is not there")
+    # The file may be a link: its weights are beside the link, or beside what it refers to.
+    folders = (container.path.parent, container.path.resolve().parent)
+    places = [folder / described["file"] for folder in folders]
+    path = next((place for place in places if place.is_file()), places[0])
+    if not path.is_file():
+        raise FileError(
+            f"the weights of {container.path} should be in {path}, which is not there: keep both "
+            "files in one folder"
+        )
     if path.stat().st_size != described["size"]:
         raise FileError(f"{path} is not the file of weights that belongs to {container.path}")
     with path.open("rb") as file:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import random
+import re
 import zlib
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ def changed(path: Path, content: bytes, **values: Any) -> Path:
     length = int.from_bytes(content[8:16], "little")
     manifest = json.loads(content[64 : 64 + length])
     for key, value in values.items():
-        manifest[key] = {**manifest[key], **value} if isinstance(value, dict) else value
+        manifest[key] = {**manifest.get(key, {}), **value} if isinstance(value, dict) else value
     text = json.dumps(manifest).encode().ljust(length)
     begin = content[:8] + len(text).to_bytes(8, "little")
     begin += zlib.crc32(text).to_bytes(4, "little")
@@ -85,6 +86,61 @@ def test_other_formats_are_refused(intact: Path, tmp_path: Path) -> None:
     path.write_bytes(b"not a function")
     with pytest.raises(tvmbridge_runtime.FileError, match="no function that tvmbridge exported"):
         tvmbridge_runtime.load(path)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"inputs": [{"name": "x"}]},
+        {"inputs": None},
+        {"target": "x86"},
+        {"versions": []},
+        {"outputs": None, "structure": None},
+        {"parameters": [{"name": "missing", "dtype": "float32", "shape": [2]}]},
+        {"parameters": [{"name": "first.bias", "dtype": "float128", "shape": [96]}]},
+        {"sections": {"code": {"offset": 0, "size": 1 << 62}}},
+        {"sections": {"weights": {"offset": 1 << 62, "size": 8}}},
+        {"sections": {"weights": {"offset": -64, "size": 128}}},
+        {"sections": {"code": {"offset": 0, "size": 100}}},
+        {"body": {"chunk": 0}},
+        {"body": {"size": -1}},
+        {"body": {"size": 10**30}},
+        {"body": {"crc32": [1]}},
+        {"body": {"crc32": None}},
+        {"symbols": 3},
+        {"beside": {"file": "elsewhere", "size": 1, "chunk": 1, "crc32": []}},
+    ],
+    ids=lambda values: json.dumps(values)[:50],
+)
+def test_a_manifest_that_describes_another_file_is_refused(
+    values: dict[str, Any], intact: Path, tmp_path: Path
+) -> None:
+    path = changed(tmp_path / "model.tvmb", intact.read_bytes(), **values)
+    with pytest.raises(tvmbridge_runtime.RuntimeFileError, match=re.escape(str(path))):
+        tvmbridge_runtime.load(path)
+
+
+@pytest.mark.parametrize("length", [1 << 62, (1 << 64) - 1, 0])
+def test_a_wrong_length_of_the_manifest_is_refused(
+    length: int, intact: Path, tmp_path: Path
+) -> None:
+    content = bytearray(intact.read_bytes())
+    content[8:16] = length.to_bytes(8, "little")
+    content[20:24] = zlib.crc32(content[:20]).to_bytes(4, "little")
+    path = tmp_path / "model.tvmb"
+    path.write_bytes(content)
+    with pytest.raises(tvmbridge_runtime.FileError):
+        tvmbridge_runtime.load(path)
+
+
+def test_a_link_finds_the_weights_beside_its_file(intact: Path, tmp_path: Path) -> None:
+    (tmp_path / "v1").mkdir()
+    module = MLP().eval()
+    path = tmp_path / "v1" / "model.tvmb"
+    tvmbridge.export(module, torch.zeros(4, 64), path, weights="beside")
+    (tmp_path / "now.tvmb").symlink_to(path)
+    found = tvmbridge_runtime.load(tmp_path / "now.tvmb")(numpy.zeros((4, 64), numpy.float32))
+    numpy.testing.assert_allclose(found, module(torch.zeros(4, 64)).detach(), atol=1e-5)
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names x86 processors")

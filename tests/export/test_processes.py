@@ -15,6 +15,7 @@ import torch
 
 import tvmbridge
 from tests.export.models import MLP
+from tests.export.test_files import changed
 from tvmbridge.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -84,12 +85,28 @@ def test_cpp_without_python(model: tuple[Path, float], tmp_path: Path) -> None:
     first = re.fullmatch(r"result 0: 16 32, first (\S+)\n", done.stdout)
     assert first is not None, done.stdout
     assert float(first[1]) == pytest.approx(expected, rel=1e-5)
-    damaged = bytearray(path.read_bytes())
+    content = path.read_bytes()
+    damaged = bytearray(content)
     damaged[-3] ^= 1
     (tmp_path / "damaged.tvmb").write_bytes(damaged)
-    done = run(str(program), str(tmp_path / "damaged.tvmb"))
-    assert done.returncode == 1
-    assert "is damaged" in done.stderr
+    holds: list[Any] = ["and", ["ge", ["add", 2, 3], 5], ["eq", ["mod", -7, 3], 2]]
+    wrong: list[tuple[Path, str]] = [(tmp_path / "damaged.tvmb", "is damaged")]
+    for number, (values, words) in enumerate(
+        [
+            ({"versions": {"tvm": "0.1"}}, "compiled by TVM 0.1"),
+            ({"relations": [holds, ["lt", ["floordiv", -7, 2], -4]]}, "do not fulfil"),
+            ({"sections": {"weights": {"offset": 0, "size": 1 << 60}}}, "beyond its end"),
+            ({"parameters": [{"name": "none", "dtype": "float32"}]}, ""),
+        ]
+    ):
+        wrong.append((changed(tmp_path / f"{number}.tvmb", content, **values), words))
+    for file, words in wrong:
+        done = run(str(program), str(file))
+        assert done.returncode == 1, (words, done)
+        assert words in done.stderr
+    link = tmp_path / "linked.tvmb"
+    link.symlink_to(changed(tmp_path / "holds.tvmb", content, relations=[holds]))
+    assert run(str(program), str(link)).stdout == first[0]
 
 
 def factory() -> tuple[Any, Any]:

@@ -30,6 +30,31 @@ class Squares(nn.Module):
         return x * y if x.shape[0] == x.shape[1] else x + y
 
 
+class Positions(nn.Module):
+    """A module with values that depend on weights and on a size, but on no argument's values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.linear = nn.Embedding(40, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        places = self.table(torch.arange(x.shape[1]))
+        mean = self.table.weight[: x.shape[1]].mean(0)
+        return self.linear(x + places) * mean + torch.arange(0, x.shape[1], dtype=x.dtype).sum()
+
+
+def test_values_of_weights_and_sizes(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module, path = Positions().eval(), tmp_path / "model.tvmb"
+    spec = {"x": {1: Dim("length", max=40)}}
+    tvmbridge.export(module, torch.randn(2, 9, 8), path, dynamic_shapes=spec)
+    function = tvmbridge_runtime.load(path)
+    for length in (4, 9, 23, 31):
+        x = torch.randn(2, length, 8)
+        expected = module(x).detach()
+        numpy.testing.assert_allclose(function(x.numpy()), expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.slow
 def test_any_batch_and_length(tmp_path: Path) -> None:
     torch.manual_seed(0)

@@ -7,6 +7,7 @@ linked against CUDA, which stubs replace. Needs Python 3.11 and a C compiler; 0.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import subprocess
 import sys
@@ -39,6 +40,7 @@ def install(folder: Path, python: str) -> Path:
         f'exec {folder}/venv/bin/python "$@"\n'
     )
     launcher.chmod(0o755)
+    _run(str(launcher), "-c", "from tvm import relay")
     return launcher
 
 
@@ -59,7 +61,9 @@ def stub_libraries(library: Path, folder: Path) -> None:
 
 
 def _run(*command: str) -> None:
-    subprocess.run(command, check=True)
+    # With packages of another interpreter on the path, pip would leave them out.
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    subprocess.run(command, check=True, env=environment)
 
 
 def main() -> None:

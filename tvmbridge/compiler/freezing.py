@@ -82,6 +82,7 @@ def freeze(
     records: list[PassRecord],
     *,
     alone: bool = False,
+    live: frozenset[int] = frozenset(),
 ) -> tuple[LoweredModule, Freezing]:
     """Freeze the weights of a module that was lowered for inference.
 
@@ -91,6 +92,7 @@ def freeze(
         records: receives a record of each pass.
         alone: whether the code must run without a library for products. Weights are then not
             packed for a library; weights of products are transposed once.
+        live: the places, among the bindings of :func:`folded`, of values that each call computes.
 
     Returns:
         The module with frozen weights, and the arguments that its functions take.
@@ -104,8 +106,9 @@ def freeze(
     targets = _frozen_targets(captured)
     names = tuple(targets)
     primals = [p.name for p in lowered.mod["forward"].params]
-    mod = run_passes(lowered.mod, _folding_passes(names, options), records)
-    mod = run_passes(mod, [LiftFrozen(names, transposes=alone), *tidy_passes()], records)
+    mod = folded(lowered, options, records)
+    lift = LiftFrozen(names, transposes=alone, live=live)
+    mod = run_passes(mod, [lift, *tidy_passes()], records)
     lifted = [p.name for p in mod["forward"].params if p.name not in primals]
     packings: tuple[tuple[str, WeightPacking], ...] = ()
     forms: Packings = ()
@@ -129,6 +132,14 @@ def freeze(
         tuple(values),
     )
     return replace(lowered, mod=mod), plan
+
+
+def folded(
+    lowered: LoweredModule, options: CompileOptions, records: list[PassRecord]
+) -> tvm.IRModule:
+    """Return the functions of ``lowered`` with batch norm folded and products combined."""
+    names = tuple(_frozen_targets(lowered.captured))
+    return run_passes(lowered.mod, _folding_passes(names, options), records)
 
 
 def _frozen_targets(captured: CapturedGraph) -> dict[str, str]:

@@ -15,6 +15,7 @@ of eager PyTorch, up to rounding. Runs before: ConvolutionsAsProducts.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import tvm
@@ -23,6 +24,9 @@ from tvm.ir import Call, Expr
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from tvmbridge.exporting.attention import attention
+from tvmbridge.exporting.elementwise import ELEMENTWISE
+from tvmbridge.exporting.maxima import max_pool
+from tvmbridge.exporting.recurrent import RECURRENT
 from tvmbridge.exporting.windows import (
     adaptive_average_pool,
     as_strided,
@@ -30,8 +34,9 @@ from tvmbridge.exporting.windows import (
     unfold,
 )
 from tvmbridge.kernels.aten_call import aten_call_operator, compiled_call, spec_of
+from tvmbridge.legalize.aten import COMPILED
 from tvmbridge.legalize.aten.arguments import Arguments, Compile
-from tvmbridge.legalize.broadcast import INJECTIVE, element_of
+from tvmbridge.legalize.broadcast import INJECTIVE, OPAQUE, element_of
 from tvmbridge.legalize.lets import constant, dtype_of
 from tvmbridge.passes.base import PassReport, RelaxPass, shape_of, with_functions
 from tvmbridge.passes.base import dtype_of as dtype_of_tensor
@@ -150,12 +155,101 @@ def _is_all_true(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Ex
     return relax.op.astype(bb.emit(relax.op.min(numbers)), "bool")
 
 
+def _arange(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr | None:
+    """Return numbers at equal distances; floats are computed in float64, as by PyTorch's kernel."""
+    shape, dtype = shape_of(call), dtype_of_tensor(call)
+    start, step = arguments.values.get("start", 0), arguments.values.get("step", 1)
+    if shape is None or not all(isinstance(n, int | float) for n in (start, step)):
+        return None
+    wide = "float64" if "float" in dtype else "int64"
+    if wide == "int64" and not all(isinstance(n, int) for n in (start, step)):
+        return None
+
+    def compute() -> te.Tensor:
+        def element(i: Expr) -> Expr:
+            place = tirx.Cast(wide, i)
+            return tirx.Cast(dtype, constant(start, wide) + place * constant(step, wide))
+
+        return te.compute(shape, element, name="T_arange")
+
+    attrs = {"op_pattern": INJECTIVE}
+    return bb.call_te(compute, primfunc_name_hint="arange", primfunc_attrs=attrs)
+
+
+def _in_loops(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr | None:
+    """Return the loops of an operator in a form for which the frontend prefers a kernel.
+
+    Equal elements are sorted in their order, which PyTorch leaves open unless ``stable`` is set.
+    """
+    tensors = [v for v in arguments.values.values() if isinstance(v, Expr)]
+    shapes = [shape_of(t) for t in tensors]
+    if any(not shape or not prod(shape) for shape in shapes):
+        return None
+    index = arguments.values.get("index")
+    if dtype_of_tensor(tensors[0]) == "bool" or (
+        index is not None and dtype_of_tensor(index) not in ("int64", "int32")
+    ):
+        return None
+    return COMPILED[arguments.op](bb, call, arguments)
+
+
+def _grouped_products(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr | None:
+    """Multiply each row by the matrix of its group; ``offs`` has the end of each group.
+
+    Rows after the last group are zero.
+    """
+    rows, weight, ends = (arguments[name] for name in ("input", "weight", "offs"))
+    shapes = [shape_of(t) for t in (rows, weight, call)]
+    if any(s is None or not prod(s) for s in shapes):
+        return None
+    (count, depth), (groups, _, _), result = (s or () for s in shapes)
+    dtype = dtype_of_tensor(call)
+    wide = "float32" if dtype in ("float16", "bfloat16") else dtype
+
+    def compute(x: te.Tensor, w: te.Tensor, end: te.Tensor) -> te.Tensor:
+        each, k = (te.reduce_axis((0, n), name=name) for n, name in ((groups, "g"), (depth, "k")))
+
+        def before(i: Expr) -> Expr:
+            ended = tirx.Cast("int64", end(each)) <= i
+            return te.sum(tirx.Cast("int64", ended), axis=each)
+
+        group = te.compute((count,), before, name="group")
+
+        def element(i: Expr, j: Expr) -> Expr:
+            last = constant(groups - 1, "int64")
+            factor = w(tirx.min(group(i), last), k, j)
+            return te.sum(tirx.Cast(wide, x(i, k)) * tirx.Cast(wide, factor), axis=k)
+
+        total = te.compute(list(result), element, name="product")
+
+        def kept(i: Expr, j: Expr) -> Expr:
+            inside = group(i) < constant(groups, "int64")
+            return tirx.Cast(dtype, tirx.Select(inside, total(i, j), constant(0.0, wide)))
+
+        return te.compute(list(result), kept, name="T_grouped")
+
+    tensors = [rows, weight, ends]
+    attrs = {"op_pattern": OPAQUE}
+    return bb.call_te(compute, *tensors, primfunc_name_hint="grouped", primfunc_attrs=attrs)
+
+
 SPELLED: dict[str, Any] = {
+    **RECURRENT,
+    **ELEMENTWISE,
     "aten.scaled_dot_product_attention.default": attention,
     "aten.index.Tensor": _index,
     "aten.matmul.default": _matmul,
     "aten.cat.default": _concatenation,
     "aten._is_all_true.default": _is_all_true,
+    **{f"aten.arange.{form}": _arange for form in ("default", "start", "start_step")},
+    "aten.sort.default": _in_loops,
+    "aten.sort.stable": _in_loops,
+    "aten.topk.default": _in_loops,
+    "aten.gather.default": _in_loops,
+    "aten.index_select.default": _in_loops,
+    "transformers.grouped_mm_fallback.default": _grouped_products,
+    **{f"aten.max_pool{n}d_with_indices.default": max_pool for n in (2, 3)},
+    **{f"aten.adaptive_max_pool{n}d.default": max_pool for n in (2, 3)},
     "aten.unfold.default": unfold,
     "aten.as_strided.default": as_strided,
     "aten.as_strided_copy.default": as_strided,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from tvmbridge.compiler.executable import LoadedModule
 from tvmbridge.compiler.freezing import Freezing, freeze
 from tvmbridge.compiler.lowering import LoweredModule, lower_module
 from tvmbridge.compiler.request import CompileRequest
+from tvmbridge.core.alone import code_runs_alone
 from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.core.errors import ExportError
 from tvmbridge.core.libraries import register_containers
@@ -34,6 +35,7 @@ from tvmbridge.exporting.convention import (
     returned,
     user_inputs,
 )
+from tvmbridge.exporting.left import without_left
 from tvmbridge.exporting.leftovers import refuse_effects
 from tvmbridge.exporting.views import with_views
 from tvmbridge.graph_capture.surroundings import tracing_here, undisturbed
@@ -85,7 +87,7 @@ def alone_code(
         CaptureError, UnsupportedOperatorError, PassError, BuildError: the stage that failed.
     """
     register_containers(module)
-    with torch.no_grad(), tracing_here(), undisturbed():
+    with torch.no_grad(), tracing_here(), undisturbed(), code_runs_alone():
         args, kwargs = without_inference_tensors((args, dict(kwargs)))
         records: list[PassRecord] = []
         lowered = _lowered(module, args, kwargs, target, options, records)
@@ -140,12 +142,20 @@ class FrozenGraph:
 
 
 def frozen_graph(
-    lowered: LoweredModule, options: CompileOptions, records: list[PassRecord]
+    lowered: LoweredModule,
+    options: CompileOptions,
+    records: list[PassRecord],
+    live: frozenset[int] = frozenset(),
 ) -> FrozenGraph:
-    """Return the graph with frozen weights; its results are all tensors that forward returns."""
-    lowered, plan = freeze(lowered, options, records, alone=True)
+    """Return the graph with frozen weights; its results are all tensors that forward returns.
+
+    ``live`` is as for :func:`freeze`.
+    """
+    lowered, plan = freeze(lowered, options, records, alone=True, live=live)
     forward = tvm.IRModule({"forward": lowered.mod["forward"]})
-    return FrozenGraph(lowered, plan, with_views(forward, lowered.captured, records))
+    mod = with_views(forward, lowered.captured, records)
+    lowered = replace(lowered, captured=without_left(lowered.captured))
+    return FrozenGraph(lowered, plan, mod)
 
 
 def described_code(

@@ -9,6 +9,7 @@ from tvm import relax
 from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.core.errors import ExportError
 from tvmbridge.core.types import InputKind, OutputKind
+from tvmbridge.exporting.left import carried_over
 from tvmbridge.frontend.origins import origin_of
 from tvmbridge.kernels.aten_call import aten_call_operator, compiled_call
 
@@ -41,17 +42,13 @@ def effects(captured: CapturedGraph) -> list[str]:
         elif output.alias is not None and output.alias.steps:
             found.append(f"output {output.name} is a view that strides do not describe")
     found += [f"forward changes its argument {place}" for place in convention.changed_arguments]
-    found += [f"forward leaves a result in {_dotted(place)}" for place in convention.left]
+    found += [f"forward keeps {name} from call to call" for name in carried_over(captured)]
     found += [
         f"argument {d.name} is complex"
         for d in captured.inputs
         if d.kind is InputKind.USER and d.spec.dtype.is_complex
     ]
     return found
-
-
-def _dotted(place: tuple[str, str]) -> str:
-    return ".".join(part for part in place if part)
 
 
 def refuse_leftovers(function: relax.Function) -> None:

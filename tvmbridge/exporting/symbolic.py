@@ -7,8 +7,8 @@ which become expressions of the symbolic sizes.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,8 +19,11 @@ from torch import nn
 from tvmbridge.calls.standins import without_inference_tensors
 from tvmbridge.compiler.build import Fused
 from tvmbridge.compiler.durations import StageDurations
-from tvmbridge.compiler.lowering import Known, lower_module
+from tvmbridge.compiler.freezing import folded
+from tvmbridge.compiler.lowering import Known, LoweredModule, lower_module
 from tvmbridge.compiler.request import CompileRequest
+from tvmbridge.core.alone import code_runs_alone
+from tvmbridge.core.decisions import recorded_decisions, repeated_decisions
 from tvmbridge.core.errors import CaptureError, ExportError
 from tvmbridge.core.libraries import register_containers
 from tvmbridge.core.options import CompileOptions
@@ -32,6 +35,7 @@ from tvmbridge.exporting.conditions import written_relations
 from tvmbridge.exporting.leftovers import refuse_effects
 from tvmbridge.graph_capture.any_size import SymbolicTrace, shapes_of
 from tvmbridge.graph_capture.surroundings import tracing_here, undisturbed
+from tvmbridge.passes.relax.lift_frozen import varying_places
 from tvmbridge.runtime.any_size import reach
 from tvmbridge.symbolic.building import code_for_all
 from tvmbridge.symbolic.code import Points, lowered_at_all, traced_for
@@ -75,7 +79,7 @@ def _for_any_size(
     target: Any,
     options: CompileOptions,
 ) -> AloneCode:
-    with torch.no_grad(), tracing_here(), undisturbed():
+    with torch.no_grad(), tracing_here(), undisturbed(), code_runs_alone():
         sample: _Arguments = without_inference_tensors((args, dict(kwargs)))
         dimensions = declared(spec, module.forward, *sample)
         symbols = _symbols(dimensions, sample)
@@ -151,7 +155,7 @@ def _compiled(
 ) -> AloneCode:
     records: list[PassRecord] = []
 
-    def lower(point: Point, known: Known) -> FrozenGraph:
+    def lower(point: Point, known: Known) -> _Folded:
         args, kwargs = symbols.probe(*sample, point)
         lowered = lower_module(
             CompileRequest(module, args, kwargs, needs_grad=False, target=target, options=options),
@@ -160,12 +164,17 @@ def _compiled(
             known=known,
         )
         refuse_effects(lowered.captured)
-        return frozen_graph(lowered, options, records)
+        return _Folded(lowered, folded(lowered, options, records))
 
     def prepared(mod: tvm.IRModule, target: tvm.target.Target) -> Fused:
         return prepare_alone(mod, target, records)
 
-    graphs = lowered_at_all(points, trace, partial(symbols.probe, *sample), lower)
+    found = lowered_at_all(points, trace, partial(symbols.probe, *sample), lower)
+    # A value that depends on weights and on a size is computed at each call.
+    live = varying_places([each.mod["forward"] for each in found])
+    if live is None:
+        raise DifferentCodeError("the graphs at different sizes have different operators")
+    graphs = _frozen([each.lowered for each in found], partial(frozen_graph, live=live), options)
     code = code_for_all(
         [(graph.mod, None) for graph in graphs],
         Sizes(points.all),
@@ -173,6 +182,28 @@ def _compiled(
         records,
     )
     return described_code(module, graphs[0], code, records)
+
+
+@dataclass(frozen=True)
+class _Folded:
+    """A lowered module, and its functions with batch norm folded."""
+
+    lowered: LoweredModule
+    mod: tvm.IRModule
+
+
+def _frozen(
+    lowered: Sequence[LoweredModule],
+    freeze: Callable[..., FrozenGraph],
+    options: CompileOptions,
+) -> list[FrozenGraph]:
+    """Return the frozen graphs at all sample shapes, with the decisions of the first."""
+    with recorded_decisions() as decisions:
+        graphs = [freeze(lowered[0], options, [])]
+    for each in lowered[1:]:
+        with repeated_decisions(decisions):
+            graphs.append(freeze(each, options, []))
+    return graphs
 
 
 def _names(symbols: Symbols, dimensions: Mapping[Dimension, DeclaredDimension]) -> list[str]:

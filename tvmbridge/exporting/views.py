@@ -16,6 +16,7 @@ from tvm.ir import Expr
 from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.core.errors import ExportError
 from tvmbridge.core.types import InputKind, OutputDescriptor, OutputKind, PassRecord
+from tvmbridge.exporting.left import left_places
 from tvmbridge.exporting.windows import flat_place, position
 from tvmbridge.legalize.broadcast import INJECTIVE
 from tvmbridge.passes.base import flat_results
@@ -25,13 +26,13 @@ from tvmbridge.pipeline import run_passes, tidy_passes
 def with_views(
     mod: tvm.IRModule, captured: CapturedGraph, records: list[PassRecord]
 ) -> tvm.IRModule:
-    """Return ``mod`` with a forward that returns all tensors among the user's outputs, in order.
+    """Return ``mod`` with a forward that returns all tensors among forward's results, in order.
 
     Raises:
         ExportError: an output is a view that the code cannot compute.
     """
     users = _users(captured)
-    if all(o.is_computed or o.spec is None for o in users):
+    if not left_places(captured) and all(o.is_computed or o.spec is None for o in users):
         return mod
     return run_passes(_with_views(mod, captured), tidy_passes(), records)
 
@@ -41,21 +42,25 @@ def _users(captured: CapturedGraph) -> list[OutputDescriptor]:
 
 
 def _with_views(mod: tvm.IRModule, captured: CapturedGraph) -> tvm.IRModule:
-    forward, users = mod["forward"], _users(captured)
+    forward, users, dropped = mod["forward"], _users(captured), left_places(captured)
     computed = iter(flat_results(forward))
     flat = [next(computed) if o.is_computed else None for o in users]
     bases = _Bases(captured, {p.name: p for p in forward.params}, flat)
     builder = relax.BlockBuilder(mod)
     bindings = [b for block in forward.body.blocks for b in block.bindings]
     # A view of another output comes after that output.
-    aliased = [(i, o) for i, o in enumerate(users) if o.alias is not None and o.spec is not None]
+    aliased = [
+        (i, o)
+        for i, o in enumerate(users)
+        if o.alias is not None and o.spec is not None and i not in dropped
+    ]
     for place, output in sorted(aliased, key=lambda pair: pair[1].alias.kind is None):  # type: ignore[union-attr]
         base, strides = bases.of(output)
         call = _view(builder, base, strides, output)
         var = relax.DataflowVar(f"view_{place}", call.ty_args[0])
         bindings.append(relax.VarBinding(var, call))
         flat[place] = var
-    fields = [f for f in flat if f is not None]
+    fields = [f for i, f in enumerate(flat) if f is not None and i not in dropped]
     results = relax.Var("results", relax.TupleType([f.ty for f in fields]))
     bindings.append(relax.VarBinding(results, relax.Tuple(fields)))
     body = relax.SeqExpr([relax.DataflowBlock(bindings)], results)

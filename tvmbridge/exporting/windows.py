@@ -27,9 +27,9 @@ def average_pool(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Ex
     if shape is None or dtype_of(data) not in _FLOATS:
         return None
     count = int(arguments.op.split("avg_pool")[1][0])
-    size = _each(arguments["kernel_size"], count)
-    step = _each(arguments["stride"] or size, count)
-    edge = _each(arguments["padding"], count)
+    size = each(arguments["kernel_size"], count)
+    step = each(arguments["stride"] or size, count)
+    edge = each(arguments["padding"], count)
     windows = [
         _window(*each) for each in zip(size, step, edge, shape[len(shape) - count :], strict=True)
     ]
@@ -46,12 +46,22 @@ def adaptive_average_pool(bb: relax.BlockBuilder, call: Call, arguments: Argumen
         return None
     count = int(arguments.op.split("avg_pool")[1][0])
     pairs = list(zip(shape[len(shape) - count :], result[len(result) - count :], strict=True))
-    windows = [_adaptive(extent, places) for extent, places in pairs]
-    size = [max(-(-(i + 1) * n // o) - i * n // o for i in range(o)) if o else 1 for n, o in pairs]
+    windows, size = adaptive_windows(pairs)
     return _means(bb, call, data, windows, size, (None, False))
 
 
-def _each(value: Any, count: int) -> list[int]:
+def adaptive_windows(pairs: Sequence[tuple[int, int]]) -> tuple[list[_Window], list[int]]:
+    """Return the windows of adaptive pooling, and their largest sizes.
+
+    ``pairs`` has the extents of data and result in each dimension.
+    """
+    windows = [_adaptive(extent, places) for extent, places in pairs]
+    size = [max(-(-(i + 1) * n // o) - i * n // o for i in range(o)) if o else 1 for n, o in pairs]
+    return windows, size
+
+
+def each(value: Any, count: int) -> list[int]:
+    """Return a number for each of ``count`` dimensions."""
     listed = [value] if isinstance(value, int) else list(value)
     return listed * count if len(listed) == 1 else listed
 

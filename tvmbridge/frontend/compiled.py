@@ -7,7 +7,6 @@ pass CompileAtenCalls replaces the calls by loops.
 from __future__ import annotations
 
 import math
-from math import prod
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import fx
 
 from tvmbridge.frontend.elementwise import result_dtype
 from tvmbridge.frontend.importer import Importer
-from tvmbridge.frontend.limits import FEW_CALLS
+from tvmbridge.frontend.limits import are_many_calls
 from tvmbridge.frontend.registry import COMPUTED, FLOATS, HALVES, MOVED, NUMBERS, Declined, converts
 from tvmbridge.frontend.shapes import shape_of
 
@@ -74,7 +73,7 @@ def _rounded_quotient(
     if dtype.is_floating_point and by_remainder:
         if isinstance(b, fx.Node) or not 1 <= abs(b) < math.inf:
             raise Declined("a remainder which PyTorch's vectors compute otherwise than libm")
-        if prod(shape_of(node)) > FEW_CALLS:
+        if are_many_calls(node):
             raise Declined("a remainder of many floats, for which PyTorch has vectors")
     if not dtype.is_floating_point and (isinstance(b, fx.Node) or not 0 < b < 2**31):
         raise Declined("integers divided by what may be zero")
@@ -89,7 +88,7 @@ def _rounded_quotient(
 def _power(ctx: Importer, node: fx.Node, *_: Any) -> Any:
     if not result_dtype(node).is_floating_point:
         raise Declined("powers of integers")
-    if prod(shape_of(node)) > FEW_CALLS:
+    if are_many_calls(node):
         raise Declined("many powers, for which PyTorch has vectors")
     return ctx.compiled_call(node)
 

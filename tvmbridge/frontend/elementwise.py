@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import fx
 from tvm import relax
 
 from tvmbridge.frontend.importer import Importer
-from tvmbridge.frontend.limits import FEW_CALLS
+from tvmbridge.frontend.limits import are_many_calls
 from tvmbridge.frontend.registry import COMPUTED, FLOATS, NUMBERS, Declined, converts
 from tvmbridge.legalize.powers import SHORT_EXPONENTS
 
@@ -134,7 +133,7 @@ def _pow(ctx: Importer, node: fx.Node, x: fx.Node, exponent: int | float) -> rel
         return relax.op.sqrt(value)
     if exponent in SHORT_EXPONENTS:
         return relax.op.power(value, ctx.tensor(float(exponent), result_dtype(node)))
-    if math.prod(node.meta["val"].shape) > FEW_CALLS:
+    if are_many_calls(node):
         raise Declined("many powers without a short form, for which PyTorch has vectors")
     return ctx.compiled_call(node)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import fx
 
 from tvmbridge.core.admission import is_proven
+from tvmbridge.core.alone import runs_alone
 from tvmbridge.core.errors import DataDependentError, UnsupportedOperatorError
 from tvmbridge.core.torch_private import OpOverload
 from tvmbridge.core.types import TensorSpec
@@ -24,6 +26,11 @@ FEW_CALLS = 4096
 _STRIDE_DEPENDENT = frozenset(
     {"aten::as_strided", "aten::as_strided_copy", "aten::as_strided_scatter", "aten::set_"}
 )
+
+
+def are_many_calls(node: fx.Node) -> bool:
+    """Whether PyTorch's kernel, if there is one, computes a result faster than the C library."""
+    return not runs_alone() and math.prod(node.meta["val"].shape) > FEW_CALLS
 
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:

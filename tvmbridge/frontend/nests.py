@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from tvmbridge.core.alone import runs_alone
 from tvmbridge.core.decisions import Rule, decided
 from tvmbridge.frontend.elementwise import result_dtype
 from tvmbridge.frontend.importer import Importer
@@ -38,7 +39,7 @@ def _cumsum(ctx: Importer, node: fx.Node, x: fx.Node, dim: int, **_: Any) -> Any
     have, want = result_dtype(x), result_dtype(node)
     if not shape_of(x):
         raise Declined("a running sum of a 0-d tensor")
-    if have.is_floating_point and not want.is_floating_point:
+    if have.is_floating_point and not want.is_floating_point and not runs_alone():
         raise Declined("a float to integer conversion is undefined out of range")
     if torch.bool in (have, want) and want is torch.bool:
         raise Declined("a running sum in bool")
@@ -82,7 +83,7 @@ def _cdist(
     ctx: Importer, node: fx.Node, x: fx.Node, y: fx.Node, p: float, mode: int | None = None
 ) -> Any:
     rows = max(shape_of(x)[-2], shape_of(y)[-2])
-    if p == 2 and mode != 2 and (mode == 1 or rows > _ROWS_BY_PRODUCT):
+    if p == 2 and mode != 2 and (mode == 1 or rows > _ROWS_BY_PRODUCT) and not runs_alone():
         raise Declined("distances that PyTorch takes from a matrix product")
     _refuse_costly(prod(shape_of(node)) * shape_of(x)[-1], p)
     return ctx.compiled_call(node)
@@ -98,7 +99,7 @@ def _refuse_costly(terms: int, p: float) -> None:
     if p == math.inf:
         raise Declined("a largest difference, of which PyTorch passes over some that are NaN")
     most = _MOST_WRITTEN if p in (0, 1, 2) else FEW_CALLS
-    if decided(Rule.MIDDLE, lambda: terms > most):
+    if not runs_alone() and decided(Rule.MIDDLE, lambda: terms > most):
         raise Declined("many distances, for which PyTorch has vectors")
 
 
@@ -121,7 +122,7 @@ def _col2im(ctx: Importer, node: fx.Node, *_: Any) -> Any:
 def _sort(ctx: Importer, node: fx.Node, x: fx.Node, *_: Any, **kwargs: Any) -> Any:
     if not shape_of(x) or _are_many(_MOST_SORTED, x):
         raise Declined("a 0-d tensor, or many elements, for which PyTorch has vectors")
-    if not kwargs.get("stable") and _reads_places(node):
+    if not kwargs.get("stable") and _depends_on_kernel(node):
         raise Declined("the order of equal elements is that of PyTorch's kernel")
     return ctx.compiled_call(node)
 
@@ -136,16 +137,23 @@ def _topk(
     largest: bool = True,
     in_order: bool = True,
 ) -> Any:
-    if not shape_of(x) or k > _MOST_CHOSEN or _are_many(_MOST_SORTED, x):
+    many = k > _MOST_CHOSEN and not runs_alone()
+    if not shape_of(x) or many or _are_many(_MOST_SORTED, x):
         raise Declined("a 0-d tensor, or many elements")
-    if not in_order or _reads_places(node):
+    if not runs_alone() and (not in_order or _depends_on_kernel(node)):
         raise Declined("the order of equal elements is that of PyTorch's kernel")
     return ctx.compiled_call(node)
 
 
-def _reads_places(node: fx.Node) -> bool:
-    """Whether a node reads the second result (the indices), or the tuple of results."""
-    return any(user.target is not operator.getitem or user.args[1] == 1 for user in node.users)
+def _depends_on_kernel(node: fx.Node) -> bool:
+    """Whether a node reads the second result (the indices), or the tuple of results.
+
+    PyTorch leaves the order of equal elements open; compiled code has the order of its kernel if
+    the kernel is there.
+    """
+    return not runs_alone() and any(
+        user.target is not operator.getitem or user.args[1] == 1 for user in node.users
+    )
 
 
 def _refuse_many(*nodes: fx.Node) -> None:
@@ -155,4 +163,6 @@ def _refuse_many(*nodes: fx.Node) -> None:
 
 def _are_many(most: int, *nodes: fx.Node) -> bool:
     """Whether a tensor has more than ``most`` elements; loops and kernel are right for any."""
-    return decided(Rule.MIDDLE, lambda: max(prod(shape_of(n)) for n in nodes) > most)
+    return not runs_alone() and decided(
+        Rule.MIDDLE, lambda: max(prod(shape_of(n)) for n in nodes) > most
+    )

@@ -11,6 +11,7 @@
 
 #include <dlfcn.h>
 #include <fcntl.h>
+#include <link.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <tvm/ffi/container/array.h>
@@ -21,15 +22,20 @@
 #include <tvm/ffi/function.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <numeric>
+#include <optional>
 #include <set>
 #include <sstream>
 #include <stdexcept>
@@ -194,6 +200,83 @@ inline void check_processor(const ffi::json::Object& target) {
   }
 }
 
+/* The version of TVM's wheel that the loaded runtime belongs to; empty if it has no wheel. */
+inline std::string tvm_version() {
+  std::string found;
+  auto note = [](dl_phdr_info* info, size_t, void* result) {
+    std::string name = info->dlpi_name;
+    if (std::filesystem::path(name).filename() == "libtvm_runtime.so")
+      *static_cast<std::string*>(result) = name;
+    return 0;
+  };
+  dl_iterate_phdr(note, &found);
+  const std::string begin = "apache_tvm-", end = ".dist-info";
+  std::error_code ignored;
+  std::filesystem::path site = std::filesystem::path(found).parent_path().parent_path().parent_path();
+  for (const auto& entry : std::filesystem::directory_iterator(site, ignored)) {
+    std::string name = entry.path().filename();
+    if (name.rfind(begin, 0) == 0 && name.size() > begin.size() + end.size())
+      return name.substr(begin.size(), name.size() - begin.size() - end.size());
+  }
+  return "";
+}
+
+inline void check_version(const std::string& path, const ffi::json::Object& versions) {
+  std::string wanted = text(versions, "tvm"), found = tvm_version();
+  if (!found.empty() && found != wanted)
+    throw Error(path + " was compiled by TVM " + wanted + ", and the runtime is of TVM " + found);
+}
+
+/* The path of a file beside another, or beside the file that this one links to. */
+inline std::string beside_of(const std::string& path, const std::string& name) {
+  std::filesystem::path here = std::filesystem::path(path).parent_path() / name;
+  std::error_code ignored;
+  if (std::filesystem::exists(here, ignored)) return here;
+  std::filesystem::path real = std::filesystem::weakly_canonical(path, ignored).parent_path() / name;
+  return std::filesystem::exists(real, ignored) ? real : here;
+}
+
+/* The bytes of a tensor; more than `room` if they are more, also if the number overflows. */
+inline uint64_t bytes_of(const std::vector<int64_t>& shape, DLDataType dtype, uint64_t room) {
+  uint64_t bytes = dtype.bits / 8u;
+  for (int64_t extent : shape) {
+    if (extent == 0) return 0;
+    if (extent < 0 || bytes > room / static_cast<uint64_t>(extent)) return room + 1;
+    bytes *= static_cast<uint64_t>(extent);
+  }
+  return bytes;
+}
+
+/* The value of a condition on sizes: a number, a symbol, or an operator's name and its operands. */
+inline int64_t value_of(const ffi::Any& condition, const std::map<std::string, int64_t>& sizes) {
+  if (std::optional<bool> truth = condition.try_cast<bool>(); condition.type_index() == kTVMFFIBool)
+    return *truth;
+  if (std::optional<int64_t> value = condition.as<int64_t>()) return *value;
+  if (std::optional<ffi::String> name = condition.as<ffi::String>()) return sizes.at(*name);
+  ffi::json::Array parts = condition.cast<ffi::json::Array>();
+  std::string op = parts[0].cast<ffi::String>();
+  std::vector<int64_t> v;
+  for (size_t i = 1; i < parts.size(); ++i) v.push_back(value_of(parts[i], sizes));
+  auto floored = [](int64_t a, int64_t b) { return a / b - (a % b != 0 && (a < 0) != (b < 0)); };
+  auto fold = [&v](auto combine) { return std::accumulate(v.begin() + 1, v.end(), v[0], combine); };
+  if (op == "eq") return v[0] == v[1];
+  if (op == "ne") return v[0] != v[1];
+  if (op == "lt") return v[0] < v[1];
+  if (op == "le") return v[0] <= v[1];
+  if (op == "gt") return v[0] > v[1];
+  if (op == "ge") return v[0] >= v[1];
+  if (op == "not") return v[0] == 0;
+  if (op == "and") return fold([](int64_t a, int64_t b) { return int64_t(a && b); });
+  if (op == "or") return fold([](int64_t a, int64_t b) { return int64_t(a || b); });
+  if (op == "add") return fold(std::plus<int64_t>());
+  if (op == "mul") return fold(std::multiplies<int64_t>());
+  if (op == "max") return fold([](int64_t a, int64_t b) { return std::max(a, b); });
+  if (op == "min") return fold([](int64_t a, int64_t b) { return std::min(a, b); });
+  if ((op == "floordiv" || op == "mod") && v[1] != 0)
+    return op == "mod" ? v[0] - floored(v[0], v[1]) * v[1] : floored(v[0], v[1]);
+  throw Error("a condition on sizes cannot be evaluated: " + op);
+}
+
 struct Aligned {
   void AllocData(DLTensor* tensor) {
     size_t bytes = ffi::GetDataSize(*tensor);
@@ -235,6 +318,7 @@ class Function {
     manifest_ = manifest_of(*file_, &body);
     check_chunks(path, file_->data + body, file_->size - body, object(at(manifest_, "body")));
     check_processor(object(at(manifest_, "target")));
+    check_version(path, object(at(manifest_, "versions")));
     read_inputs();
     read_weights(body);
     if (threads <= 0) threads = static_cast<int>(std::thread::hardware_concurrency());
@@ -245,13 +329,13 @@ class Function {
 
   /* The tensors that forward returns, in order. */
   std::vector<ffi::Tensor> operator()(const std::vector<ffi::Tensor>& given) {
+    std::lock_guard<std::mutex> lock(*mutex_);
     std::vector<ffi::Any> arguments;
     std::vector<ffi::Tensor> kept = checked(given);
     for (const ffi::Tensor& tensor : kept) arguments.emplace_back(tensor);
     for (const ffi::Tensor& tensor : weights_) arguments.emplace_back(tensor);
     if (!symbols_.empty()) arguments.emplace_back(ffi::Shape(sizes_));
     std::vector<ffi::AnyView> views(arguments.begin(), arguments.end());
-    std::lock_guard<std::mutex> lock(*mutex_);
     ffi::Any results;
     forward_.CallPacked(views.data(), static_cast<int32_t>(views.size()), &results);
     std::vector<ffi::Tensor> found;
@@ -274,8 +358,7 @@ class Function {
     }
     for (const ffi::Any& each : detail::list(manifest_, "symbols"))
       symbols_.push_back(detail::object(each));
-    if (!detail::list(manifest_, "relations").empty())
-      throw Error(file_->path + " has conditions on sizes, which only the runtime in Python checks");
+    for (const ffi::Any& each : detail::list(manifest_, "relations")) relations_.push_back(each);
   }
 
   void read_weights(size_t body) {
@@ -284,29 +367,43 @@ class Function {
     if (parameters.empty()) return;
     std::shared_ptr<Mapped> from = file_;
     const char* blob = nullptr;
+    size_t size = 0;
     if (manifest_.count(ffi::String("beside"))) {
       ffi::json::Object beside = object(at(manifest_, "beside"));
-      size_t slash = file_->path.rfind('/');
-      std::string folder = slash == std::string::npos ? "" : file_->path.substr(0, slash + 1);
-      from = std::make_shared<Mapped>(folder + text(beside, "file"));
+      from = std::make_shared<Mapped>(beside_of(file_->path, text(beside, "file")));
       check_chunks(from->path, from->data, from->size, beside);
       blob = from->data;
+      size = from->size;
     } else {
       ffi::json::Object sections = object(at(manifest_, "sections"));
-      blob = file_->data + body + integer(object(at(sections, "weights")), "offset");
+      blob = section(body, object(at(sections, "weights")), &size);
     }
-    size_t length = number(blob, 8);
+    size_t length = size < 8 ? 0 : number(blob, 8);
+    if (size < 8 || length > size - 8) throw Error(from->path + " has no table of weights");
     ffi::json::Object table = object(ffi::json::Parse(ffi::String(blob + 8, length)));
     for (const ffi::Any& each : parameters) {
       ffi::json::Object parameter = object(each);
       ffi::json::Object entry = object(table.at(ffi::String(text(parameter, "name"))));
       std::vector<int64_t> shape;
       for (const ffi::Any& extent : list(entry, "shape")) shape.push_back(extent.cast<int64_t>());
-      int64_t first = list(entry, "data_offsets")[0].cast<int64_t>();
-      char* data = const_cast<char*>(blob) + 8 + length + first;
+      uint64_t first = static_cast<uint64_t>(list(entry, "data_offsets")[0].cast<int64_t>());
       DLDataType dtype = ffi::StringToDLDataType(text(parameter, "dtype"));
+      uint64_t room = size - 8 - length;
+      if (first > room || bytes_of(shape, dtype, room) > room - first)
+        throw Error(from->path + " has a weight that reaches beyond its end");
+      char* data = const_cast<char*>(blob) + 8 + length + first;
       weights_.push_back(weight(from, data, shape, dtype));
     }
+  }
+
+  /* The bytes of a section of the file, and their number. */
+  const char* section(size_t body, const ffi::json::Object& place, size_t* size) const {
+    uint64_t first = static_cast<uint64_t>(detail::integer(place, "offset"));
+    uint64_t room = file_->size - body;
+    *size = static_cast<size_t>(detail::integer(place, "size"));
+    if (first > room || *size > room - first)
+      throw Error(file_->path + " has a section that reaches beyond its end");
+    return file_->data + body + first;
   }
 
   static ffi::Tensor weight(const std::shared_ptr<detail::Mapped>& file, char* data,
@@ -326,8 +423,8 @@ class Function {
     ffi::json::Object code = object(at(object(at(manifest_, "sections")), "code"));
     char path[] = "/tmp/tvmbridge-XXXXXX.so";
     int file = mkstemps(path, 3);
-    const char* data = file_->data + body + integer(code, "offset");
-    size_t left = static_cast<size_t>(integer(code, "size"));
+    size_t left = 0;
+    const char* data = section(body, code, &left);
     while (file >= 0 && left > 0) {
       ssize_t written = write(file, data, left);
       if (written <= 0) break;
@@ -373,6 +470,9 @@ class Function {
     sizes_.clear();
     for (const ffi::json::Object& symbol : symbols_)
       sizes_.push_back(known.at(detail::text(symbol, "name")));
+    for (const ffi::Any& relation : relations_)
+      if (detail::value_of(relation, known) == 0)
+        throw Error("the sizes do not fulfil " + std::string(ffi::json::Stringify(relation)));
     return kept;
   }
 
@@ -426,6 +526,7 @@ class Function {
   ffi::json::Object manifest_;
   std::vector<Input> inputs_;
   std::vector<ffi::json::Object> symbols_;
+  std::vector<ffi::Any> relations_;
   std::vector<int64_t> sizes_;
   std::vector<ffi::Tensor> weights_;
   std::optional<ffi::Module> machine_;
