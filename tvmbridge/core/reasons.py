@@ -137,6 +137,10 @@ class Kind(enum.Enum):
     ASKS_IDENTITY = "one tensor is given twice, and forward asks whether tensors are one", _CLONE
     # The module is not as it was when it was compiled.
     CHANGED = _changed("{} changed")
+    NUMBER_CHANGED = (
+        "{} changed, which is a number",
+        "keep a number that changes in a buffer, as a 0-dimensional tensor, or pass it to forward",
+    )
     FORWARD_CHANGED = _changed("the code or a default of forward changed")
     REPLACED = _changed("a submodule was replaced")
     PATCHED = _changed("the forward of a submodule was replaced")

@@ -195,9 +195,15 @@ class Dispatcher(ModuleCode, StandsForForward):
                 return self._call(args, kwargs, again=True)
             why = self.numbers.explained(why)
         may_add = self.compiles_signatures and not again
-        if may_add and self.room.is_left(unserved.outgrown, unserved.reason, misfits):
+        outgrown = unserved.outgrown
+        if may_add and (
+            self._take_attributes(outgrown)
+            or self.room.is_left(outgrown, unserved.reason, misfits)
+        ):
             refused = self._specialize(known, args, kwargs, why)
             if refused is None:
+                if outgrown is not None:
+                    self._drop_if_replaced(outgrown)
                 return self._call(args, kwargs, again=True)
             why = refused
         other = next((m for m in misfits if m.kind is Kind.SHAPE), None)
@@ -206,7 +212,8 @@ class Dispatcher(ModuleCode, StandsForForward):
         if may_add and self._turn_to_any_size(misfits):
             return self._call(args, kwargs, again=True)
         without = Kind.FROZEN_COPY if self.options.freeze else Kind.NOT_COMPILED
-        return self._fall_back(why or Reason(without), args, kwargs)
+        why = self.attributes.explained(why) if why else Reason(without)
+        return self._fall_back(why, args, kwargs)
 
     def _run_in_parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve a call by the compiled parts of the module, with eager PyTorch between them."""

@@ -21,6 +21,7 @@ from tvmbridge.graph_capture.observe.effects import StateBefore
 from tvmbridge.graph_capture.observe.plain import unusual_in
 from tvmbridge.runtime.any_size import AnySize
 from tvmbridge.runtime.background import COMPILING, Background, UnderWayError
+from tvmbridge.runtime.changing_attributes import ChangingAttributes
 from tvmbridge.runtime.changing_numbers import ChangingNumbers
 from tvmbridge.runtime.declared_sizes import DeclaredSizes
 from tvmbridge.runtime.entry import CompiledEntry
@@ -85,8 +86,15 @@ class ModuleCode:
         self.cut = Cut()
         self.packing = ModulePacks(module)
         self.background = Background(options)
+        self.attributes = ChangingAttributes(module)
         self.compiler = Compiler(
-            module, own, target, options, self.packing, background=self.background
+            module,
+            own,
+            target,
+            options,
+            self.packing,
+            background=self.background,
+            attributes=self.attributes,
         )
         self.dropped = 0
         self._retired_calls = 0
@@ -420,6 +428,32 @@ class ModuleCode:
                 self.add(specialization)
                 return True
         return False
+
+    def _take_attributes(self, outgrown: CompiledEntry | None) -> bool:
+        """Have code take the changed numbers in attributes as inputs from now on.
+
+        Args:
+            outgrown: the entry for the call's arguments, if it does not fit the changed module.
+
+        Returns:
+            Whether a number is an input from now on, and has been a constant so far.
+        """
+        if outgrown is None or self.options.freeze:
+            return False
+        if not self.attributes.want(outgrown.state.changed_numbers()):
+            return False
+        if self.any_size is not None:
+            self.serve_sizes_like(self)
+        return True
+
+    def _drop_if_replaced(self, outgrown: CompiledEntry) -> None:
+        """Drop an entry that has numbers as constants which newer code takes as inputs."""
+        newest = [entry for _, entry in self.specializations[-1].compiled()]
+        if any(entry.compiled.captured.convention.held for entry in newest):
+            for specialization in self.specializations[:-1]:
+                if any(entry is outgrown for _, entry in specialization.compiled()):
+                    specialization.remove(outgrown)
+                    self._retire([outgrown])
 
     def forget_fast(self) -> None:
         """Drop the fast paths, so that the full guards check the next call."""

@@ -18,7 +18,13 @@ from torch import nn
 from tvmbridge.core.assumptions import Question
 from tvmbridge.core.autocast import Autocast
 from tvmbridge.core.contents import same_value
-from tvmbridge.core.errors import BridgeError, CaptureError, DataDependentError, NotApartError
+from tvmbridge.core.errors import (
+    BridgeError,
+    CaptureError,
+    DataDependentError,
+    NotApartError,
+    StateWrittenError,
+)
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.graph_capture.dependence import DependenceError
 from tvmbridge.graph_capture.observe.adoption import Adoption
@@ -40,6 +46,7 @@ from tvmbridge.graph_capture.observe.refusal import (
 from tvmbridge.graph_capture.observe.undo import undone_if_refused
 from tvmbridge.graph_capture.trace.adopted import adopt
 from tvmbridge.graph_capture.trace.copies import copied_values, modules_held
+from tvmbridge.graph_capture.trace.held_numbers import hold
 from tvmbridge.graph_capture.trace.standins import (
     stand_in,
     tensors_of,
@@ -149,7 +156,7 @@ def _staged(
     if apart:
         watch = partial(watch, left=None)
     actor = _actor(module, originals) if apart else module
-    outside = adopt(actor, adoption.adopted)
+    outside = adopt(actor, adoption.adopted) | (hold(actor, module) if apart else {})
     try:
         seen = watch(actor, is_compiling=is_compiling)
         leaves_traces = seen.writes or seen.assigned or seen.left or seen.kept or seen.changes
@@ -158,6 +165,7 @@ def _staged(
         if leaves_traces and apart and not seen.impure and not collects:
             actor = _actor(module, originals)
             adopt(actor, adoption.adopted)
+            outside |= hold(actor, module)
             run_unseen(actor, args, kwargs, autocast)
             restore_generators(seen.outside)
             again = watch(actor, is_compiling=is_compiling)
@@ -208,9 +216,10 @@ def _refuse_effects(module: nn.Module, seen: Observation) -> None:
     found += seen.impure
     found += [f"changes {name} outside of the module" for name in seen.changes]
     if found:
-        raise CaptureError(
+        raise StateWrittenError(
             f"forward of {type(module).__name__} {', '.join(found)}, which compiled code would "
-            "not do at each call"
+            "not do at each call",
+            frozenset(map(_split, seen.writes)),
         )
     if seen.kept:
         raise CaptureError(
