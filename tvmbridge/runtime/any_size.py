@@ -84,7 +84,8 @@ class AnySize:
             except RefusedGuessError:
                 raise
             except BuildError as error:
-                self.single.admit(specialization, str(error))
+                few = max((family.few for family in self.families), default=0)
+                self.single.admit(specialization, str(error), few)
                 return None
         for family in (f for f in self.families if f.signature is specialization.signature):
             point = None if family.refused else family.symbols.point(matched.leaves)

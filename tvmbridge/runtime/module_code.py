@@ -449,6 +449,8 @@ class ModuleCode:
     def _drop_if_replaced(self, outgrown: CompiledEntry) -> None:
         """Drop an entry that has numbers as constants which newer code takes as inputs."""
         newest = [entry for _, entry in self.specializations[-1].compiled()]
+        if not outgrown.state.changed_numbers():
+            return
         if any(entry.compiled.captured.convention.held for entry in newest):
             for specialization in self.specializations[:-1]:
                 if any(entry is outgrown for _, entry in specialization.compiled()):

@@ -16,6 +16,8 @@ _MOST_AT_CALLS = 4
 _MOST_VALUES = 2
 # How often calls may compile because the module has changed, for each reason.
 _MOST_STATES = 8
+# A number in an attribute that changes so rarely counts as any other change of the module.
+_RARELY = 16
 
 
 class Room:
@@ -52,9 +54,10 @@ class Room:
         by_number = outgrown.state.outgrown()
         if by_number is None:
             return False
+        often = by_number and outgrown.calls < _RARELY
         with self._counting:
             self._outgrown[why.text] += 1
-            return self._outgrown[why.text] <= (_MOST_VALUES if by_number else _MOST_STATES)
+            return self._outgrown[why.text] <= (_MOST_VALUES if often else _MOST_STATES)
 
     def _is_left_for_signatures(self, misfits: Sequence[Reason]) -> bool:
         most = min(_MOST_AT_CALLS, self._options.max_specializations)

@@ -76,7 +76,7 @@ class HeldOfCall:
         self.ways: dict[Key, Left] = {}
         for name, (path, attribute) in self._held.items():
             value = stand_in.get_submodule(path).__dict__[attribute]
-            self.ranges[name] = NumberRange(type(value))
+            self.ranges[name] = NumberRange(type(value), sample=value)
 
     def by_leaf(self) -> dict[int, NumberRange]:
         """Return the ranges by numbers below zero, which stand for leaves of the arguments."""
