@@ -28,6 +28,7 @@ from tvmbridge.graph_capture.trace.left import (
     LeftFinder,
     LeftWatch,
     data_dependent_assigned,
+    objects_of,
 )
 from tvmbridge.graph_capture.trace.number_calls import numbers_traced
 from tvmbridge.graph_capture.trace.old_norms import norms_put_back
@@ -95,7 +96,7 @@ class TracedForward:
             alone = held.ways and not (leaving and leaving.ways)
             return (results, ()) if alone else results
 
-        watch = ArgumentWatch(left)
+        watch = ArgumentWatch(left, older=list(objects_of(self.module, (args, kwargs))))
 
         def answered(*args: Any, **kwargs: Any) -> Any:
             with answers:
