@@ -274,6 +274,8 @@ def _exported(
     ):
         # torch.export copies its own tree specs in a way that torch deprecates.
         warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec", FutureWarning)
+        # It becomes an input, whose gradient is computed.
+        warnings.filterwarnings("ignore", "A model attribute .* requires gradient", UserWarning)
         with exchanges_left_alone(), functions_replaced(module, on_fakes=False), casts_recorded():
             forward = TracedForward(
                 module=module,

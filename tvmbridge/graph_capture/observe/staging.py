@@ -167,6 +167,8 @@ def _staged(
             adopt(actor, adoption.adopted)
             outside |= hold(actor, module)
             run_unseen(actor, args, kwargs, autocast)
+            if needs_grad:
+                _require_gradients_like(actor, module)
             restore_generators(seen.outside)
             again = watch(actor, is_compiling=is_compiling)
             counted = _attributes_among(actor, again.writes)
@@ -209,6 +211,21 @@ def _staged(
     of_foreign = (each.watched(originals) for each in seen.foreign_constants)
     seen = replace(seen, outside=(*seen.outside, *of_foreign))
     return StagedModule(actor, seen, is_compiling=is_compiling, autocast=autocast, outside=outside)
+
+
+def _require_gradients_like(actor: nn.Module, module: nn.Module) -> None:
+    """Make tensors in attributes require a gradient if those of the user's module do.
+
+    The stand-in has run without autograd, while a call of the user's module has left tensors with
+    a gradient in its attributes.
+    """
+    for path, owner in module.named_modules():
+        mine = actor.get_submodule(path).__dict__
+        for name, value in owner.__dict__.items():
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                copied = mine.get(name)
+                if isinstance(copied, torch.Tensor) and copied.is_leaf:
+                    mine[name] = copied.detach().requires_grad_()
 
 
 def _refuse_effects(module: nn.Module, seen: Observation) -> None:
