@@ -73,7 +73,7 @@ class ChangingAttributes:
         """Return the reason of a fallback, completed by why a number is no input of the code."""
         for key, text in self.why.items():
             label = "the attribute " + ".".join(filter(None, key))
-            if why.kind is Kind.NUMBER_CHANGED and why.detail == label:
+            if why.kind is Kind.CHANGED and why.detail == label:
                 return replace(why, detail=f"{label} (it is no input, because {text})")
         return why
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from tvmbridge.compiler.packing import ModulePacks
-from tvmbridge.core.errors import DataDependentError
+from tvmbridge.core.errors import DataDependentError, StateWrittenError
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.core.turns import compiling
@@ -210,7 +210,8 @@ class ModuleCode:
                 return COMPILING
             except Exception as error:
                 # Any error: the module's own forward may serve the call all the same.
-                reason = Reason(Kind.FAILED, f"{mode}: {error}")
+                kind = Kind.STATE_WRITTEN if isinstance(error, StateWrittenError) else Kind.FAILED
+                reason = Reason(kind, f"{mode}: {error}")
                 specialization.failures[mode, flags] = reason
                 if isinstance(error, DataDependentError):
                     self.cut.at(reason.text)

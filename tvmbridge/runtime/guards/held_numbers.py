@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -30,6 +31,9 @@ class HeldNumbers:
             name: (module.get_submodule(path), attribute, known)
             for name, ((path, attribute), known) in held.items()
         }
+        self._labels = {
+            name: "the attribute " + ".".join(filter(None, key)) for name, (key, _) in held.items()
+        }
         self.bind(lambda owner: owner.__dict__)
 
     def __contains__(self, name: object) -> bool:
@@ -44,7 +48,7 @@ class HeldNumbers:
 
     def rebound(self, memo: Mapping[int, Any]) -> HeldNumbers:
         """Return the numbers of a deep copy of the module; ``memo`` is that of the copy."""
-        other = HeldNumbers.__new__(HeldNumbers)
+        other = copy.copy(self)
         other._held = {
             name: (memo.get(id(owner), owner), attribute, known)
             for name, (owner, attribute, known) in self._held.items()
@@ -67,10 +71,7 @@ class HeldNumbers:
 
     def changed(self) -> str | None:
         """Return the label of an attribute whose value is not served; None if all are served."""
-        for name, (owner, attribute, _) in self._held.items():
-            if self.get(name) is None:
-                return f"the attribute {attribute} of {type(owner).__name__}"
-        return None
+        return next((self._labels[name] for name in self._held if self.get(name) is None), None)
 
     def places(self) -> list[tuple[dict[str, Any], str]]:
         """Return the dictionaries and keys of the attributes."""

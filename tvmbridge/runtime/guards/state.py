@@ -55,6 +55,7 @@ class ModuleState:
         assumed = captured.assumptions
         inputs = [d for d in captured.inputs if d.kind.is_of_module]
         self.names = tuple(d.target or "" for d in inputs)
+        self._attributes = {d.target for d in inputs if d.kind is InputKind.ATTRIBUTE}
         self.kinds = KindGuard(inputs)
         based = [o.alias for o in captured.outputs if o.alias is not None]
         beside = [str(a.key) for a in based if a.kind is InputKind.BUFFER]
@@ -114,7 +115,11 @@ class ModuleState:
         outside = {name: copied(tensor) for name, tensor in self._outside.items()}
         self._found |= {name: (outside, name) for name in outside}
         self._found |= {n: (self._numbers, n) for n in self.names if n in self._numbers}
-        self._slots = [self._found[name] for name in self.names]
+        places = [self._found[name] for name in self.names]
+        self._slots = [
+            (_TensorsOf(owner) if name in self._attributes else owner, key)
+            for name, (owner, key) in zip(self.names, places, strict=True)
+        ]
         self._entries = [
             (dict_of(e.owner, e.held), e.key, copied(e.expected), e.reason) for e in self._structure
         ]
@@ -306,7 +311,7 @@ class ModuleState:
 
     def _unserved_number(self) -> Reason | None:
         label = self._numbers.changed()
-        return Reason(Kind.NUMBER_CHANGED, label) if label else None
+        return Reason(Kind.CHANGED, label) if label else None
 
     def changed_numbers(self) -> frozenset[Key]:
         """Return the attributes of modules that were numbers at the capture and are others now."""
@@ -327,10 +332,7 @@ class ModuleState:
                     Kind.CHANGED, "requires_grad of a tensor that forward has as a constant"
                 )
         value = self.value_changed()
-        if value is None:
-            return None
-        number = self._values.is_number_changed()
-        return Reason(Kind.NUMBER_CHANGED if number else Kind.CHANGED, value)
+        return Reason(Kind.CHANGED, value) if value else None
 
     def value_changed(self) -> str | None:
         """Return the name of a value that forward reads and that has changed; None if none has."""
@@ -352,6 +354,17 @@ class ModuleState:
         """Whether a value has changed, or a tensor is of another kind than in the capture."""
         exchanged = self.kinds.differs(self.tensors(), check_grad=False)
         return exchanged is not None or self.value_changed() is not None
+
+
+class _TensorsOf:
+    """Looks up the tensors among the attributes of a module, which may hold anything else."""
+
+    def __init__(self, attributes: dict[str, Any]) -> None:
+        self._attributes = attributes
+
+    def get(self, name: str) -> torch.Tensor | None:
+        value = self._attributes.get(name)
+        return value if isinstance(value, torch.Tensor) else None
 
 
 def _written(tensor: torch.Tensor) -> tuple[int, int]:
