@@ -111,9 +111,7 @@ def test_a_number_that_is_a_size_stays_a_constant_and_the_report_says_why() -> N
     assert not any(map(_kinds, dispatcher.specializations))
     text = str(dispatch_report(served))
     assert "`t`" in text
-    assert "forward passes it to repeat" in " ".join(
-        dispatch_report(served).examples.values()
-    )
+    assert "forward passes it to repeat" in " ".join(dispatch_report(served).examples.values())
 
 
 def test_numbers_and_sizes_change_together() -> None:

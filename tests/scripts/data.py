@@ -47,7 +47,8 @@ class _Packed(nn.Module):
         return self.head(torch.cat([h[-2], h[-1]], -1) + padded.mean(1))
 
 
-@script()
+# Refused: the lengths decide the shape of a packed sequence.
+@script(least=0.0)
 def packed_lstm(door: Door) -> Iterator[list[Any]]:
     def call(m: Any, i: int) -> Any:
         lengths = torch.randint(2, 8, (5,))
@@ -106,7 +107,9 @@ class _Masked(nn.Module):
 
 @script()
 def masked_rows(door: Door) -> Iterator[list[Any]]:
-    yield from _trained(door(_Masked()), lambda m, i: m(torch.randn(4, 7, 6), torch.rand(4, 7) > 0.4))
+    yield from _trained(
+        door(_Masked()), lambda m, i: m(torch.randn(4, 7, 6), torch.rand(4, 7) > 0.4)
+    )
 
 
 @script()
@@ -169,7 +172,8 @@ def experts(door: Door) -> Iterator[list[Any]]:
     yield from _trained(door(_Experts(False)), lambda m, i: m(torch.randn(12, 8)))
 
 
-@script()
+# Python ends a pass of the loop by data.
+@script(least=0.0)
 def experts_skipped(door: Door) -> Iterator[list[Any]]:
     yield from _trained(door(_Experts(True)), lambda m, i: m(torch.randn(12, 8)))
 
@@ -197,13 +201,14 @@ class _NestedAttention(nn.Module):
         return self.body(x).relu()
 
 
+# Nested tensors are no dense tensors.
 @script(least=0.0)
 def nested(door: Door) -> Iterator[list[Any]]:
     model = door(_NestedAttention().eval())
     with torch.no_grad():
         for i in range(6):
             rows = [torch.randn(n, 6) for n in (3, 5, 2 + i)]
-            yield [t for t in model(torch.nested.nested_tensor(rows, layout=torch.jagged)).unbind()]
+            yield list(model(torch.nested.nested_tensor(rows, layout=torch.jagged)).unbind())
 
 
 class _Fourier(nn.Module):
@@ -221,7 +226,8 @@ class _Fourier(nn.Module):
         return F.gelu(torch.fft.irfft(out, n=x.shape[-1]) + self.skip(x))
 
 
-@script()
+# Refused: gradients of complex weights.
+@script(least=0.0)
 def fourier_operator(door: Door) -> Iterator[list[Any]]:
     yield from _trained(door(_Fourier()), lambda m, i: m(torch.randn(3, 4, 16)))
 
@@ -236,11 +242,13 @@ class _Complex(nn.Module):
         return y * torch.sigmoid(y.abs())
 
 
-@script()
+# Refused: gradients of complex weights.
+@script(least=0.0)
 def complex_inputs(door: Door) -> Iterator[list[Any]]:
     yield from _trained(door(_Complex()), lambda m, i: m(torch.randn(5, 6, dtype=torch.cfloat)))
 
 
+# Refused: sparse gradients.
 @script(least=0.0)
 def sparse_embedding(door: Door) -> Iterator[list[Any]]:
     model = door(nn.Sequential(nn.Embedding(50, 8, sparse=True), nn.Flatten(), nn.Linear(24, 2)))
@@ -290,9 +298,10 @@ class _Structured(nn.Module):
 def structured(door: Door) -> Iterator[list[Any]]:
     model = door(_Structured())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for i in range(STEPS):
+    for _i in range(STEPS):
         out = model({"x": torch.randn(8, 6), "y": torch.randint(0, 3, (8,)), "name": "train"})
-        assert out.loss is not None and isinstance(out, _Results)
+        assert out.loss is not None
+        assert isinstance(out, _Results)
         optimizer.zero_grad()
         (out.loss + 0.01 * out.outputs.features[1].square().mean()).backward()
         optimizer.step()
@@ -316,7 +325,8 @@ class _EarlyExit(nn.Module):
         return logits
 
 
-@script()
+# Python ends the loop by data.
+@script(least=0.0)
 def early_exit(door: Door) -> Iterator[list[Any]]:
     model = door(_EarlyExit().eval())
     with torch.no_grad():

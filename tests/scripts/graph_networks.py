@@ -108,7 +108,9 @@ def _batches(door: Door, model: Any, call: Any) -> Iterator[list[Any]]:
     for i in range(32):
         n = 5 + i % 6
         edges = torch.randint(0, n, (2, 3 * n), generator=g)
-        graphs.append(Data(x=torch.randn(n, 8, generator=g), edge_index=edges, y=torch.tensor(i % 3)))
+        graphs.append(
+            Data(x=torch.randn(n, 8, generator=g), edge_index=edges, y=torch.tensor(i % 3))
+        )
     model = door(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     for _ in range(2):

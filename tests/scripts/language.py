@@ -36,8 +36,14 @@ def _t5() -> Any:
 
     return transformers.T5ForConditionalGeneration(
         transformers.T5Config(
-            vocab_size=60, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2,
-            decoder_start_token_id=0, dropout_rate=0.0,
+            vocab_size=60,
+            d_model=16,
+            d_kv=8,
+            d_ff=32,
+            num_layers=1,
+            num_heads=2,
+            decoder_start_token_id=0,
+            dropout_rate=0.0,
         )
     )
 
@@ -70,9 +76,18 @@ def _trainer(model: Any, folder: str, collate: Any, **more: Any) -> Any:
     from transformers import Trainer, TrainingArguments
 
     arguments = {
-        "output_dir": folder, "max_steps": 24, "eval_strategy": "steps", "eval_steps": 8,
-        "save_strategy": "steps", "save_steps": 8, "logging_steps": 1, "report_to": "none",
-        "per_device_train_batch_size": 4, "use_cpu": True, "disable_tqdm": True, **more,
+        "output_dir": folder,
+        "max_steps": 24,
+        "eval_strategy": "steps",
+        "eval_steps": 8,
+        "save_strategy": "steps",
+        "save_steps": 8,
+        "logging_steps": 1,
+        "report_to": "none",
+        "per_device_train_batch_size": 4,
+        "use_cpu": True,
+        "disable_tqdm": True,
+        **more,
     }
     return Trainer(
         model=model,
@@ -111,9 +126,7 @@ def trainer_no_options(door: Door) -> Iterator[list[Any]]:
 
 @script("transformers", "accelerate")
 def trainer_checkpointing(door: Door) -> Iterator[list[Any]]:
-    yield from _trained(
-        door(_llama(), dynamic_shapes="auto"), _causal, gradient_checkpointing=True
-    )
+    yield from _trained(door(_llama(), dynamic_shapes="auto"), _causal, gradient_checkpointing=True)
 
 
 @script("transformers", "accelerate", bound=2e-2)
@@ -188,7 +201,8 @@ def ia3_bert(door: Door) -> Iterator[list[Any]]:
     from peft import IA3Config, get_peft_model
 
     config = IA3Config(
-        task_type="SEQ_CLS", target_modules=["key", "value", "output.dense"],
+        task_type="SEQ_CLS",
+        target_modules=["key", "value", "output.dense"],
         feedforward_modules=["output.dense"],
     )
     model = get_peft_model(_bert(), config)
@@ -200,7 +214,9 @@ def ia3_bert(door: Door) -> Iterator[list[Any]]:
 def prompt_tuning(door: Door) -> Iterator[list[Any]]:
     from peft import PromptTuningConfig, get_peft_model
 
-    model = get_peft_model(_llama(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    model = get_peft_model(
+        _llama(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    )
     door(model)
     yield from _steps(model, _fixed, 12)
 
@@ -209,7 +225,9 @@ def prompt_tuning(door: Door) -> Iterator[list[Any]]:
 def prefix_tuning(door: Door) -> Iterator[list[Any]]:
     from peft import PrefixTuningConfig, get_peft_model
 
-    model = get_peft_model(_llama(), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    model = get_peft_model(
+        _llama(), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    )
     door(model)
     yield from _steps(model, _fixed, 12)
 
@@ -245,7 +263,9 @@ def accelerate_loop(door: Door) -> Iterator[list[Any]]:
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    model = door(torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3)))
+    model = door(
+        torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3))
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     data = torch.utils.data.TensorDataset(torch.randn(50, 6), torch.randint(0, 3, (50,)))
     loader = torch.utils.data.DataLoader(data, batch_size=8)
@@ -274,7 +294,9 @@ def lightning_whole(door: Door) -> Iterator[list[Any]]:
     class Classifier(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.body = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3))
+            self.body = torch.nn.Sequential(
+                torch.nn.Linear(6, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3)
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             return self.body(x)
@@ -297,8 +319,13 @@ def lightning_whole(door: Door) -> Iterator[list[Any]]:
     door(model)
     with tempfile.TemporaryDirectory() as folder:
         trainer = lightning.Trainer(
-            max_epochs=3, accelerator="cpu", logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, default_root_dir=folder, enable_model_summary=False,
+            max_epochs=3,
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            default_root_dir=folder,
+            enable_model_summary=False,
         )
         trainer.fit(model, loader, loader)
     for loss in losses:

@@ -28,7 +28,9 @@ class _Backbone(nn.Sequential):
     out_channels = 16
 
     def __init__(self) -> None:
-        super().__init__(nn.Conv2d(3, 16, 3, 4, 1), nn.ReLU(), nn.Conv2d(16, 16, 3, 2, 1), nn.ReLU())
+        super().__init__(
+            nn.Conv2d(3, 16, 3, 4, 1), nn.ReLU(), nn.Conv2d(16, 16, 3, 2, 1), nn.ReLU()
+        )
 
 
 def _targets(i: int) -> list[dict[str, Tensor]]:
@@ -48,8 +50,13 @@ def _detector() -> Any:
     from torchvision.ops import MultiScaleRoIAlign
 
     return FasterRCNN(
-        _Backbone(), num_classes=3, min_size=64, max_size=64, rpn_pre_nms_top_n_train=50,
-        rpn_post_nms_top_n_train=20, box_batch_size_per_image=16,
+        _Backbone(),
+        num_classes=3,
+        min_size=64,
+        max_size=64,
+        rpn_pre_nms_top_n_train=50,
+        rpn_post_nms_top_n_train=20,
+        box_batch_size_per_image=16,
         rpn_anchor_generator=AnchorGenerator(((8, 16, 32),), ((0.5, 1.0, 2.0),)),
         box_roi_pool=MultiScaleRoIAlign(["0"], 3, 2),
     )
@@ -102,12 +109,20 @@ def timm_mixup(door: Door) -> Iterator[list[Any]]:
     from timm.utils import ModelEmaV3
 
     model = timm.create_model(
-        "vit_tiny_patch16_224", img_size=32, num_classes=10, depth=1, embed_dim=32, num_heads=2,
+        "vit_tiny_patch16_224",
+        img_size=32,
+        num_classes=10,
+        depth=1,
+        embed_dim=32,
+        num_heads=2,
         drop_path_rate=0.1,
     )
     model.blocks[0].drop_path1.drop_prob = 0.2
     door(model)
-    average, mixup = ModelEmaV3(model, decay=0.9), Mixup(mixup_alpha=0.8, num_classes=10, cutmix_alpha=1.0)
+    average, mixup = (
+        ModelEmaV3(model, decay=0.9),
+        Mixup(mixup_alpha=0.8, num_classes=10, cutmix_alpha=1.0),
+    )
     import numpy
 
     numpy.random.seed(0)
@@ -128,9 +143,15 @@ def _unet() -> Any:
     from diffusers import UNet2DModel
 
     return UNet2DModel(
-        sample_size=8, in_channels=3, out_channels=3, layers_per_block=1, block_out_channels=(8, 16),
-        down_block_types=("DownBlock2D", "AttnDownBlock2D"), attention_head_dim=4,
-        up_block_types=("AttnUpBlock2D", "UpBlock2D"), norm_num_groups=4,
+        sample_size=8,
+        in_channels=3,
+        out_channels=3,
+        layers_per_block=1,
+        block_out_channels=(8, 16),
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        attention_head_dim=4,
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+        norm_num_groups=4,
     )
 
 
@@ -174,8 +195,12 @@ def autoencoder_kl(door: Door) -> Iterator[list[Any]]:
     from diffusers import AutoencoderKL
 
     model = AutoencoderKL(
-        block_out_channels=(8,), norm_num_groups=4, latent_channels=2, sample_size=8,
-        down_block_types=("DownEncoderBlock2D",), up_block_types=("UpDecoderBlock2D",),
+        block_out_channels=(8,),
+        norm_num_groups=4,
+        latent_channels=2,
+        sample_size=8,
+        down_block_types=("DownEncoderBlock2D",),
+        up_block_types=("UpDecoderBlock2D",),
     )
     door(model, methods=("encode", "decode"))
 

@@ -197,8 +197,7 @@ class Dispatcher(ModuleCode, StandsForForward):
         may_add = self.compiles_signatures and not again
         outgrown = unserved.outgrown
         if may_add and (
-            self._take_attributes(outgrown)
-            or self.room.is_left(outgrown, unserved.reason, misfits)
+            self._take_attributes(outgrown) or self.room.is_left(outgrown, unserved.reason, misfits)
         ):
             refused = self._specialize(known, args, kwargs, why)
             if refused is None:

@@ -24,9 +24,7 @@ class HeldNumbers:
         held: by the name of an input, the attribute and the values that the code serves.
     """
 
-    def __init__(
-        self, module: nn.Module, held: Mapping[str, tuple[Key, NumberRange]]
-    ) -> None:
+    def __init__(self, module: nn.Module, held: Mapping[str, tuple[Key, NumberRange]]) -> None:
         self._held = {
             name: (module.get_submodule(path), attribute, known)
             for name, ((path, attribute), known) in held.items()
