@@ -96,7 +96,13 @@ def test_one_code_serves_all_temperatures_and_the_fast_path_sees_each_change() -
     assert len(report.specializations) == 1
 
 
-@pytest.mark.parametrize("other", [2, True, 1e300, torch.tensor(2.0), 0.0])
+_SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "other",
+    [2, torch.tensor(2.0), *(pytest.param(v, marks=_SLOW) for v in (True, 1e300, 0.0))],
+)
 def test_values_that_the_code_does_not_serve_are_right(other: Any) -> None:
     eager, served = _pair(Annealed())
     for value in (1.5, 2.5, other, 3.5):
@@ -109,7 +115,9 @@ def test_values_that_the_code_does_not_serve_are_right(other: Any) -> None:
     assert dispatch_report(served).tvm_calls >= 3
 
 
-@pytest.mark.parametrize("options", [{}, {"dynamic_shapes": "auto"}])
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"dynamic_shapes": "auto"}, marks=pytest.mark.slow)]
+)
 def test_a_counter_that_forward_reads_counts(options: dict[str, Any]) -> None:
     eager, served = _pair(Counting(), **options)
     rows = [3, 3, 5, 7, 9, 6] if options else [3] * 5
@@ -169,7 +177,9 @@ REFUSED: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize(
+    "name", ["decay", "size", *(pytest.param(n, marks=_SLOW) for n in ("math", "toggle"))]
+)
 def test_a_number_that_is_no_input_is_named_with_the_line(name: str) -> None:
     function, why = REFUSED[name]
     eager, served = _pair(Using(function))
@@ -181,6 +191,7 @@ def test_a_number_that_is_no_input_is_named_with_the_line(name: str) -> None:
     assert why in f"{report.fallbacks} {report.examples}"
 
 
+@pytest.mark.slow
 def test_a_second_derivative_sees_the_number_of_its_forward() -> None:
     eager, served = _pair(Annealed())
     for module in (eager, served):

@@ -150,9 +150,13 @@ def _with_value(result: Any, function: Callable[..., Any], *operands: Any) -> An
     """Note in ``result`` how its value is computed by ``function`` from those of ``operands``."""
     if type(result) is not TracedNumber or len(result.leaves) > 1:
         return result
-    values = [o.computed if type(o) is TracedNumber else _constant(o) for o in operands]
-    if all(value is not None for value in values):
-        result.computed = lambda given: function(*(value(given) for value in values))
+    values: list[Callable[[Any], Any]] = []
+    for operand in operands:
+        value = operand.computed if type(operand) is TracedNumber else _constant(operand)
+        if value is None:
+            return result
+        values.append(value)
+    result.computed = lambda given: function(*(value(given) for value in values))
     return result
 
 

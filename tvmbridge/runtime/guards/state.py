@@ -110,6 +110,7 @@ class ModuleState:
             # A copy in progress has no attributes yet, but its dictionaries have been copied.
             return copied(owner.__dict__[held]) if held else copied(owner).__dict__
 
+        self._found: dict[str, tuple[Any, str]]
         self._found = {n: (dict_of(e.owner, e.held), e.key) for n, e in self._places.items()}
         # Tensors in lists of the module may have been copied with it.
         outside = {name: copied(tensor) for name, tensor in self._outside.items()}
