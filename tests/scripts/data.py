@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +15,7 @@ from tests.scripts.script import Door, script
 STEPS = 12
 
 
-def _trained(model: Any, calls: Any, lr: float = 0.05) -> Iterator[list[Any]]:
+def trained(model: Any, calls: Any, lr: float = 0.05) -> Iterator[list[Any]]:
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     for i in range(STEPS):
         out = calls(model, i)
@@ -55,7 +54,7 @@ def packed_lstm(door: Door) -> Iterator[list[Any]]:
         ids = torch.randint(1, 20, (5, int(lengths.max())))
         return m(ids, lengths)
 
-    yield from _trained(door(_Packed()), call)
+    yield from trained(door(_Packed()), call)
 
 
 class _Unique(nn.Module):
@@ -70,7 +69,7 @@ class _Unique(nn.Module):
 
 @script()
 def unique(door: Door) -> Iterator[list[Any]]:
-    yield from _trained(door(_Unique()), lambda m, i: m(torch.randint(0, 30, (4, 6))))
+    yield from trained(door(_Unique()), lambda m, i: m(torch.randint(0, 30, (4, 6))))
 
 
 class _UniqueMean(nn.Module):
@@ -89,7 +88,7 @@ class _UniqueMean(nn.Module):
 
 @script()
 def unique_groups(door: Door) -> Iterator[list[Any]]:
-    yield from _trained(
+    yield from trained(
         door(_UniqueMean()), lambda m, i: m(torch.randn(12, 5), torch.randint(0, 9, (12,)))
     )
 
@@ -107,7 +106,7 @@ class _Masked(nn.Module):
 
 @script()
 def masked_rows(door: Door) -> Iterator[list[Any]]:
-    yield from _trained(
+    yield from trained(
         door(_Masked()), lambda m, i: m(torch.randn(4, 7, 6), torch.rand(4, 7) > 0.4)
     )
 
@@ -121,7 +120,7 @@ def masked_rows_edge(door: Door) -> Iterator[list[Any]]:
         mask.view(-1)[: (28, 1, 12, 2)[i % 4]] = True
         return m(torch.randn(4, 7, 6), mask)
 
-    yield from _trained(door(_Masked()), call)
+    yield from trained(door(_Masked()), call)
 
 
 class _Nonzero(nn.Module):
@@ -140,7 +139,7 @@ class _Nonzero(nn.Module):
 
 @script()
 def nonzero_rows(door: Door) -> Iterator[list[Any]]:
-    yield from _trained(door(_Nonzero()), lambda m, i: m(torch.randn(12, 6)))
+    yield from trained(door(_Nonzero()), lambda m, i: m(torch.randn(12, 6)))
 
 
 class _Experts(nn.Module):
@@ -169,13 +168,13 @@ class _Experts(nn.Module):
 
 @script()
 def experts(door: Door) -> Iterator[list[Any]]:
-    yield from _trained(door(_Experts(False)), lambda m, i: m(torch.randn(12, 8)))
+    yield from trained(door(_Experts(False)), lambda m, i: m(torch.randn(12, 8)))
 
 
 # Python ends a pass of the loop by data.
 @script(least=0.0)
 def experts_skipped(door: Door) -> Iterator[list[Any]]:
-    yield from _trained(door(_Experts(True)), lambda m, i: m(torch.randn(12, 8)))
+    yield from trained(door(_Experts(True)), lambda m, i: m(torch.randn(12, 8)))
 
 
 class _DenseExperts(_Experts):
@@ -189,123 +188,7 @@ class _DenseExperts(_Experts):
 
 @script()
 def experts_dense(door: Door) -> Iterator[list[Any]]:
-    yield from _trained(door(_DenseExperts(False)), lambda m, i: m(torch.randn(12, 8)))
-
-
-class _NestedAttention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Linear(6, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.body(x).relu()
-
-
-# Nested tensors are no dense tensors.
-@script(least=0.0)
-def nested(door: Door) -> Iterator[list[Any]]:
-    model = door(_NestedAttention().eval())
-    with torch.no_grad():
-        for i in range(6):
-            rows = [torch.randn(n, 6) for n in (3, 5, 2 + i)]
-            yield list(model(torch.nested.nested_tensor(rows, layout=torch.jagged)).unbind())
-
-
-class _Fourier(nn.Module):
-    """A layer of a Fourier neural operator: complex weights, and complex inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 4, 6, dtype=torch.cfloat) * 0.1)
-        self.skip = nn.Conv1d(4, 4, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        f = torch.fft.rfft(x)
-        out = torch.zeros_like(f)
-        out[..., :6] = torch.einsum("bix,iox->box", f[..., :6], self.weight)
-        return F.gelu(torch.fft.irfft(out, n=x.shape[-1]) + self.skip(x))
-
-
-# Refused: gradients of complex weights.
-@script(least=0.0)
-def fourier_operator(door: Door) -> Iterator[list[Any]]:
-    yield from _trained(door(_Fourier()), lambda m, i: m(torch.randn(3, 4, 16)))
-
-
-class _Complex(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Linear(6, 4, dtype=torch.cfloat)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.body(x)
-        return y * torch.sigmoid(y.abs())
-
-
-# Refused: gradients of complex weights.
-@script(least=0.0)
-def complex_inputs(door: Door) -> Iterator[list[Any]]:
-    yield from _trained(door(_Complex()), lambda m, i: m(torch.randn(5, 6, dtype=torch.cfloat)))
-
-
-# Refused: sparse gradients.
-@script(least=0.0)
-def sparse_embedding(door: Door) -> Iterator[list[Any]]:
-    model = door(nn.Sequential(nn.Embedding(50, 8, sparse=True), nn.Flatten(), nn.Linear(24, 2)))
-    optimizers = (
-        torch.optim.SparseAdam(list(model[0].parameters()), lr=1e-2),
-        torch.optim.Adam(model[2].parameters(), lr=1e-2),
-    )
-    for _ in range(STEPS):
-        loss = F.cross_entropy(model(torch.randint(0, 50, (6, 3))), torch.randint(0, 2, (6,)))
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-        yield [loss]
-
-
-class _Outputs(NamedTuple):
-    logits: Tensor
-    features: list[Tensor]
-
-
-@dataclass
-class _Results:
-    loss: Tensor | None
-    outputs: _Outputs
-    extra: dict[str, Any]
-
-
-class _Structured(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers, self.head = nn.ModuleList(nn.Linear(6, 6) for _ in range(3)), nn.Linear(6, 3)
-
-    def forward(self, batch: dict[str, Any]) -> _Results:
-        x, features = batch["x"], []
-        for layer in self.layers:
-            x = layer(x).relu()
-            features.append(x)
-        logits = self.head(x)
-        loss = F.cross_entropy(logits, batch["y"]) if "y" in batch else None
-        extra = {"norms": [f.norm() for f in features], "name": batch["name"], "none": None}
-        return _Results(loss, _Outputs(logits, features), extra)
-
-
-@script()
-def structured(door: Door) -> Iterator[list[Any]]:
-    model = door(_Structured())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for _i in range(STEPS):
-        out = model({"x": torch.randn(8, 6), "y": torch.randint(0, 3, (8,)), "name": "train"})
-        assert out.loss is not None
-        assert isinstance(out, _Results)
-        optimizer.zero_grad()
-        (out.loss + 0.01 * out.outputs.features[1].square().mean()).backward()
-        optimizer.step()
-        yield [out.loss, out.outputs.logits, *out.extra["norms"]]
+    yield from trained(door(_DenseExperts(False)), lambda m, i: m(torch.randn(12, 8)))
 
 
 class _EarlyExit(nn.Module):
@@ -435,7 +318,7 @@ def crf(door: Door) -> Iterator[list[Any]]:
         mask = torch.arange(6)[None] < torch.randint(2, 7, (5, 1))
         return m(torch.randn(5, 6, 6), torch.randint(0, 4, (5, 6)), mask)
 
-    yield from _trained(door(_Crf()), call)
+    yield from trained(door(_Crf()), call)
 
 
 class _Pooling(nn.Module):
@@ -466,4 +349,4 @@ def sentence_pooling(door: Door) -> Iterator[list[Any]]:
         out = m({"input_ids": ids, "attention_mask": mask})
         return [out["mean"], out["max"], out["cls"]]
 
-    yield from _trained(door(_Pooling()), call)
+    yield from trained(door(_Pooling()), call)

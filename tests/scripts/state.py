@@ -16,7 +16,7 @@ from tests.scripts.script import Door, script
 STEPS = 14
 
 
-def _steps(model: Any, call: Any, lr: float = 0.05) -> Iterator[list[Any]]:
+def steps(model: Any, call: Any, lr: float = 0.05) -> Iterator[list[Any]]:
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr)
     for i in range(STEPS):
         optimizer.zero_grad()
@@ -41,7 +41,7 @@ class _Counter(nn.Module):
 @script()
 def counter(door: Door) -> Iterator[list[Any]]:
     model = door(_Counter())
-    for out in _steps(model, lambda m, i: [m(torch.randn(6, 8))]):
+    for out in steps(model, lambda m, i: [m(torch.randn(6, 8))]):
         yield [*out, model.step]
 
 
@@ -54,7 +54,7 @@ class _CounterRead(_Counter):
 @script()
 def counter_read(door: Door) -> Iterator[list[Any]]:
     model = door(_CounterRead())
-    for out in _steps(model, lambda m, i: [m(torch.randn(6, 8))]):
+    for out in steps(model, lambda m, i: [m(torch.randn(6, 8))]):
         yield [*out, model.step]
 
 
@@ -75,7 +75,7 @@ class _CounterBias(_Counter):
 @script()
 def counter_power(door: Door) -> Iterator[list[Any]]:
     model = door(_CounterBias())
-    for out in _steps(model, lambda m, i: [m(torch.randn(6, 8))]):
+    for out in steps(model, lambda m, i: [m(torch.randn(6, 8))]):
         yield [*out, model.step]
 
 
@@ -89,7 +89,7 @@ class _Warm(_Counter):
 @script()
 def counter_branches(door: Door) -> Iterator[list[Any]]:
     model = door(_Warm())
-    for out in _steps(model, lambda m, i: [m(torch.randn(6, 8))]):
+    for out in steps(model, lambda m, i: [m(torch.randn(6, 8))]):
         yield [*out, model.step]
 
 
@@ -106,7 +106,7 @@ class _Annealed(nn.Module):
 @script()
 def temperature(door: Door) -> Iterator[list[Any]]:
     model = door(_Annealed())
-    for out in _steps(model, lambda m, i: [m(torch.randn(6, 8))]):
+    for out in steps(model, lambda m, i: [m(torch.randn(6, 8))]):
         yield out
         model.temperature *= 0.9
 
@@ -127,7 +127,7 @@ class _Gumbel(nn.Module):
 @script()
 def gumbel_annealed(door: Door) -> Iterator[list[Any]]:
     model = door(_Gumbel())
-    for i, out in enumerate(_steps(model, lambda m, i: list(m(torch.randn(6, 8))))):
+    for i, out in enumerate(steps(model, lambda m, i: list(m(torch.randn(6, 8))))):
         yield out
         model.tau, model.beta = max(0.5, 1.0 - 0.03 * i), min(1.0, i / 10)
 
@@ -144,7 +144,7 @@ class _Submodule(nn.Module):
 @script()
 def temperature_in_submodule(door: Door) -> Iterator[list[Any]]:
     model = door(_Submodule())
-    for i, out in enumerate(_steps(model, lambda m, i: [m(torch.randn(6, 8))])):
+    for i, out in enumerate(steps(model, lambda m, i: [m(torch.randn(6, 8))])):
         yield out
         model.first.temperature = 1.0 / (1 + i)
 
@@ -161,7 +161,7 @@ class _Dropout(nn.Module):
 @script()
 def dropout_schedule(door: Door) -> Iterator[list[Any]]:
     model = door(_Dropout())
-    for i, out in enumerate(_steps(model, lambda m, i: [m(torch.randn(6, 8))])):
+    for i, out in enumerate(steps(model, lambda m, i: [m(torch.randn(6, 8))])):
         yield out
         model.body[1].p = 0.1 + 0.1 * (i // 5)
 
@@ -170,7 +170,7 @@ def dropout_schedule(door: Door) -> Iterator[list[Any]]:
 @script(least=0.0)
 def dropout_annealed(door: Door) -> Iterator[list[Any]]:
     model = door(_Dropout())
-    for i, out in enumerate(_steps(model, lambda m, i: [m(torch.randn(6, 8))])):
+    for i, out in enumerate(steps(model, lambda m, i: [m(torch.randn(6, 8))])):
         yield out
         model.body[1].p = 0.1 + 0.02 * i
 
@@ -197,7 +197,7 @@ class _Configured(nn.Module):
 @script(least=0.5)
 def numbers_in_settings(door: Door) -> Iterator[list[Any]]:
     model = door(_Configured())
-    for i, out in enumerate(_steps(model, lambda m, i: [m(torch.randn(6, 8))])):
+    for i, out in enumerate(steps(model, lambda m, i: [m(torch.randn(6, 8))])):
         yield out
         model.settings.margin = 0.1 + 0.05 * i
         model.weights["b"] = 0.5 / (1 + i)
@@ -246,7 +246,7 @@ class _Queue(nn.Module):
 @script(least=0.0)
 def moco(door: Door) -> Iterator[list[Any]]:
     model = door(_Queue(False))
-    for out in _steps(model, lambda m, i: list(m(torch.randn(4, 12), torch.randn(4, 12)))):
+    for out in steps(model, lambda m, i: list(m(torch.randn(4, 12), torch.randn(4, 12)))):
         yield [*out, model.queue]
 
 
@@ -254,7 +254,7 @@ def moco(door: Door) -> Iterator[list[Any]]:
 @script(least=0.0)
 def moco_python_pointer(door: Door) -> Iterator[list[Any]]:
     model = door(_Queue(True))
-    for out in _steps(model, lambda m, i: list(m(torch.randn(4, 12), torch.randn(4, 12)))):
+    for out in steps(model, lambda m, i: list(m(torch.randn(4, 12), torch.randn(4, 12)))):
         yield [*out, model.queue, model.place]
 
 
@@ -270,143 +270,8 @@ class _QueueRolled(_Queue):
 @script()
 def moco_rolled(door: Door) -> Iterator[list[Any]]:
     model = door(_QueueRolled(False))
-    for out in _steps(model, lambda m, i: list(m(torch.randn(4, 12), torch.randn(4, 12)))):
+    for out in steps(model, lambda m, i: list(m(torch.randn(4, 12), torch.randn(4, 12)))):
         yield [*out, model.queue]
-
-
-class _Agent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(8, 16), nn.Tanh())
-        self.policy, self.critic = nn.Linear(16, 4), nn.Linear(16, 1)
-
-    def act(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        h = self.body(x)
-        self.dist = torch.distributions.Categorical(logits=self.policy(h))
-        action = self.dist.sample()
-        return action, self.dist.log_prob(action), self.critic(h).squeeze(-1)
-
-    def evaluate(self, x: Tensor, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        h = self.body(x)
-        dist = torch.distributions.Categorical(logits=self.policy(h))
-        return dist.log_prob(action), self.critic(h).squeeze(-1), dist.entropy()
-
-
-def _ppo(agent: Any, observe: Any, clip: float = 0.2) -> Iterator[list[Any]]:
-    optimizer = torch.optim.Adam(agent.parameters(), lr=1e-3)
-    for _ in range(4):
-        xs, actions, logs, values = [], [], [], []
-        for _ in range(6):
-            x = observe()
-            with torch.no_grad():
-                action, log, value = agent.act(x)
-            xs.append(x)
-            actions.append(action)
-            logs.append(log)
-            values.append(value)
-            yield [action, log, value]
-        x, action, log, value = map(torch.cat, (xs, actions, logs, values))
-        returns = value + torch.randn_like(value)
-        advantage = (returns - value - (returns - value).mean()) / (returns - value).std()
-        for _ in range(3):
-            for rows in torch.randperm(len(x)).split(8):
-                new, predicted, entropy = agent.evaluate(x[rows], action[rows])
-                ratio = (new - log[rows]).exp()
-                surrogate = torch.min(
-                    ratio * advantage[rows], ratio.clamp(1 - clip, 1 + clip) * advantage[rows]
-                )
-                loss = -surrogate.mean() + 0.5 * F.mse_loss(predicted, returns[rows])
-                loss = loss - 0.01 * entropy.mean()
-                optimizer.zero_grad()
-                loss.backward()
-                nn.utils.clip_grad_norm_(agent.parameters(), 0.5)
-                optimizer.step()
-                yield [loss]
-
-
-@script()
-def ppo_discrete(door: Door) -> Iterator[list[Any]]:
-    agent = door(_Agent(), methods=("act", "evaluate"))
-    yield from _ppo(agent, lambda: torch.randn(4, 8))
-
-
-class _Continuous(_Agent):
-    def __init__(self) -> None:
-        super().__init__()
-        self.log_std = nn.Parameter(torch.zeros(4))
-
-    def act(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        h = self.body(x)
-        self.dist = torch.distributions.Normal(self.policy(h), self.log_std.exp())
-        action = self.dist.sample()
-        return action, self.dist.log_prob(action).sum(-1), self.critic(h).squeeze(-1)
-
-    def evaluate(self, x: Tensor, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        h = self.body(x)
-        dist = torch.distributions.Normal(self.policy(h), self.log_std.exp().expand(len(x), 4))
-        dist = torch.distributions.Independent(dist, 1)
-        return dist.log_prob(action), self.critic(h).squeeze(-1), dist.entropy()
-
-
-@script()
-def ppo_continuous(door: Door) -> Iterator[list[Any]]:
-    agent = door(_Continuous(), methods=("act", "evaluate"))
-    yield from _ppo(agent, lambda: torch.randn(4, 8))
-
-
-class _Sac(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.log_alpha = nn.Linear(8, 8), nn.Parameter(torch.zeros(()))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        mean, log_std = self.body(x).chunk(2, -1)
-        base = torch.distributions.Normal(mean, log_std.clamp(-5, 2).exp())
-        dist = torch.distributions.TransformedDistribution(
-            base, torch.distributions.transforms.TanhTransform(cache_size=1)
-        )
-        action = dist.rsample()
-        return action, self.log_alpha.exp() * dist.log_prob(action).sum(-1)
-
-
-@script()
-def sac_policy(door: Door) -> Iterator[list[Any]]:
-    yield from _steps(door(_Sac()), lambda m, i: list(m(torch.randn(6, 8))), lr=1e-3)
-
-
-class _Vae(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.enc = nn.Sequential(nn.Linear(20, 16), nn.ReLU())
-        self.mean, self.log_var = nn.Linear(16, 4), nn.Linear(16, 4)
-        self.dec = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 20))
-
-    def encode(self, x: Tensor) -> torch.distributions.Normal:
-        h = self.enc(x)
-        return torch.distributions.Normal(self.mean(h), (0.5 * self.log_var(h)).exp())
-
-    def decode(self, z: Tensor) -> Tensor:
-        return torch.sigmoid(self.dec(z))
-
-
-@script()
-def vae_methods(door: Door) -> Iterator[list[Any]]:
-    model = door(_Vae(), methods=("encode", "decode"))
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    prior = torch.distributions.Normal(torch.zeros(4), torch.ones(4))
-    for i in range(STEPS):
-        x = torch.rand(8, 20)
-        posterior = model.encode(x)
-        z = posterior.rsample()
-        kl = torch.distributions.kl_divergence(posterior, prior).sum(-1).mean()
-        loss = F.binary_cross_entropy(model.decode(z), x) + min(1.0, i / 10) * kl
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        yield [loss, z, kl]
-    with torch.no_grad():
-        for _ in range(4):
-            yield [model.decode(torch.randn(3, 4))]
 
 
 class _Spectrum(nn.Module):
@@ -425,7 +290,7 @@ class _Spectrum(nn.Module):
 @script()
 def audio_mask(door: Door) -> Iterator[list[Any]]:
     model = door(_Spectrum())
-    for out in _steps(model, lambda m, i: [m(torch.randn(3, 256))]):
+    for out in steps(model, lambda m, i: [m(torch.randn(3, 256))]):
         yield [*out, model.mag]
 
 
@@ -451,7 +316,7 @@ class _Memory(nn.Module):
 @script(least=0.8)
 def hidden_on_self(door: Door) -> Iterator[list[Any]]:
     model = door(_Memory())
-    for i, out in enumerate(_steps(model, lambda m, i: [m(torch.randn(4, 6))])):
+    for i, out in enumerate(steps(model, lambda m, i: [m(torch.randn(4, 6))])):
         yield [*out, model.hidden]
         if i % 6 == 5:
             model.reset()
@@ -504,5 +369,5 @@ def outputs_in_dict(door: Door) -> Iterator[list[Any]]:
         out = m(torch.randn(6, 8))
         return [out, m.cache["norm"]]
 
-    for out in _steps(model, call):
+    for out in steps(model, call):
         yield [*out, model.cache["features"]]

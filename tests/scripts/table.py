@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import importlib
 
-_FILES = ("state", "training", "data", "graph_networks", "language", "vision")
+_FILES = (
+    "state",
+    "agents",
+    "training",
+    "custom",
+    "data",
+    "inputs",
+    "graph_networks",
+    "language",
+    "vision",
+)
 
 
 def load() -> None:
