@@ -32,7 +32,10 @@ class _Names:
         self.owner = owner
 
     def get(self, name: str, default: Any) -> Any:
-        return own_names(self.owner)
+        held = vars(self.owner).items()
+        # Names that a dispatch of methods has added; the stand-in that is traced has none of them.
+        added = {n for n, v in held if isinstance(v, StandsForForward) and v.own is None}
+        return own_names(self.owner) - added
 
 
 class _Watched:
