@@ -61,9 +61,11 @@ def test_dataclasses_are_opened_and_made_again() -> None:
     kept = [Result(1)]
     value = {"a": Result([1, Result("x")], kept), "b": Beside(2)}
     leaves, spec = pytree.tree_flatten(opened(value, {id(kept)}))
-    assert leaves == [1, "x", None, *kept, value["b"]]
+    assert leaves == [1, "x", None, *kept]
     again = unflatten(leaves, spec)
     assert again == value
+    assert vars(again["b"]) == {"value": 2, "hidden": 1}
+    assert opened(value["b"], known={id(value["b"])}) is value["b"]
     assert (type(again["a"]), again["b"]) == (Result, value["b"])
     plain = [1, (kept, 2)]
     assert opened(plain, {id(kept)}) is plain

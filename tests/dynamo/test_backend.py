@@ -196,6 +196,28 @@ def test_small_graphs_and_refused_ones_run_as_they_are() -> None:
     assert tvmbridge.compile_report().graphs == ()
 
 
+def test_calls_that_are_timed_or_step_aside_are_summed_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TVMBRIDGE_ONLY_IF_FASTER", "1")
+
+    class Small(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(x * 2 + 1) - x
+
+    served = torch.compile(Small().eval(), backend="tvmbridge")
+    x = torch.randn(4, 8)
+    with torch.no_grad():
+        for _ in range(20):
+            torch.testing.assert_close(served(x), torch.tanh(x * 2 + 1) - x)
+    report = tvmbridge.compile_report()
+    (graph,) = report.graphs
+    assert report.timed_calls == graph.timed_calls > 0
+    assert report.share == 1
+    assert graph.calls + report.timed_calls + report.aside_calls == 20
+    assert f"to time it: {report.timed_calls}" in str(report)
+
+
 def test_options_are_checked() -> None:
     with pytest.raises(TypeError, match="unknown compile options"):
         tvmbridge.compile(nn.ReLU(), speed=11)

@@ -265,6 +265,14 @@ SERVING = (
         ("tests/runtime/guards/test_state.py", "-k", "attribute"),
     ),
     Plant(
+        "a number in an attribute is read once",
+        "guard",
+        "tvmbridge.runtime.guards.held_numbers",
+        "if last is not None and last[0] is value:",
+        "if last is not None:",
+        ("tests/runtime/test_changing_attributes.py", "-k", "one_code"),
+    ),
+    Plant(
         "a changed global not noticed",
         "guard",
         "tvmbridge.graph_capture.observe.outside",

@@ -115,6 +115,21 @@ def _step(module: Any, x: torch.Tensor) -> torch.Tensor:
     return result  # type: ignore[no-any-return]
 
 
+def _branches(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.steps += 1
+    return m.linear(x) * (2 if m.steps > 3 else 1)  # type: ignore[no-any-return]
+
+
+def _scales(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.steps += 1
+    return m.linear(x) * m.steps  # type: ignore[no-any-return]
+
+
+def _fills(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.steps += 1
+    return m.linear(x) + torch.full((4,), m.steps)  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize(
     ("act", "first"),
     [
@@ -126,6 +141,9 @@ def _step(module: Any, x: torch.Tensor) -> torch.Tensor:
         (_number, 0),
         (_state, 1),
         (_table, 1),
+        (_branches, 0),
+        (_scales, 0),
+        (_fills, 0),
     ],
 )
 def test_what_forward_leaves_is_left(act: Callable[..., Any], first: int) -> None:
@@ -169,21 +187,6 @@ def test_a_list_that_is_another_one_now_grows() -> None:
 # Refused by name ----------------------------------------------------------------------------------
 
 
-def _branches(m: Any, x: torch.Tensor) -> torch.Tensor:
-    m.steps += 1
-    return m.linear(x) * (2 if m.steps > 3 else 1)  # type: ignore[no-any-return]
-
-
-def _scales(m: Any, x: torch.Tensor) -> torch.Tensor:
-    m.steps += 1
-    return m.linear(x) * m.steps  # type: ignore[no-any-return]
-
-
-def _fills(m: Any, x: torch.Tensor) -> torch.Tensor:
-    m.steps += 1
-    return m.linear(x) + torch.full((4,), m.steps)  # type: ignore[no-any-return]
-
-
 def _stacks(m: Any, x: torch.Tensor) -> torch.Tensor:
     m.history.append(x.sum())
     return m.linear(x) + torch.stack(m.history).sum()  # type: ignore[no-any-return]
@@ -204,9 +207,6 @@ def _averages(m: Any, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("act", "name"),
     [
-        (_branches, "steps"),
-        (_scales, "steps"),
-        (_fills, "steps"),
         (_stacks, "history"),
         (_keeps_few, "history"),
         (_averages, "kept"),

@@ -153,3 +153,38 @@ def test_what_is_no_method_is_refused() -> None:
     with pytest.raises(ValueError, match="in a dict"):
         add_tvm_dispatch(module, torch.ones(6), methods=["encode"])
     assert "encode" not in module.__dict__
+
+
+class Asking(nn.Module):
+    """Looks into its ``__dict__``, as models of diffusers do, and returns distributions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(4, 2), nn.Linear(2, 4)
+
+    def encode(self, x: torch.Tensor) -> Normal:
+        return Normal(self.encoder(x), 2.0 if "double" in self.__dict__ else 1.0)
+
+    def decode(self, z: torch.Tensor) -> torch.Tensor:
+        return self.decoder(z) if "plain" in self.__dict__ else self.decoder(z).tanh()
+
+
+def test_methods_that_look_into_the_dict_are_served_and_return_objects() -> None:
+    model = Asking()
+    served = add_tvm_dispatch(copy.deepcopy(model), methods=["encode", "decode"])
+    for number in range(4):
+        if number == 2:
+            model.double = served.double = True
+        x = torch.randn(3, 4)
+        ours, theirs = served.encode(x), model.encode(x)
+        assert type(ours) is Normal
+        torch.testing.assert_close((ours.mean, ours.stddev), (theirs.mean, theirs.stddev))
+        assert (ours.batch_shape, ours.event_shape) == (theirs.batch_shape, theirs.event_shape)
+        z = torch.ones(3, 2)
+        torch.testing.assert_close(served.decode(z), model.decode(z))
+        grads = [
+            torch.autograd.grad(d.mean.sum(), d_.encoder.weight)
+            for d, d_ in ((ours, served), (theirs, model))
+        ]
+        torch.testing.assert_close(*grads)
+    assert dispatch_report(served).tvm_calls == 8

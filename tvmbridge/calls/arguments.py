@@ -43,9 +43,13 @@ class ArgumentWatch:
     Args:
         forward: the function that is watched.
         checks: whether checks of values are recorded.
+        older: objects that exist before forward runs; results that hold one are not opened.
     """
 
-    def __init__(self, forward: Callable[..., Any], *, checks: bool = True) -> None:
+    def __init__(
+        self, forward: Callable[..., Any], *, checks: bool = True, older: Sequence[Any] = ()
+    ) -> None:
+        self._older = older
         self.changed: tuple[Any, ...] = ()
         self.checks: tuple[Check, ...] = ()
         self._forward = forward
@@ -56,7 +60,8 @@ class ArgumentWatch:
         before = {place: pytree.tree_flatten(value) for place, value in held.items()}
         with self._noting() as noted:
             results = self._forward(*args, **kwargs)
-        results = opened(results, {id(value) for value in held.values()})
+        older = {id(value) for value in self._older}
+        results = opened(results, {id(value) for value in held.values()}, older)
         self.checks = tuple(check for _, check in noted)
         changed = {p: v for p, v in held.items() if _differ(before[p], pytree.tree_flatten(v))}
         self.changed = tuple(changed)

@@ -19,6 +19,7 @@ from tvmbridge.core.types import (
     Epilogue,
     InputDescriptor,
     IntermediateBase,
+    Key,
     Left,
     NoiseDescriptor,
     OutputDescriptor,
@@ -43,6 +44,8 @@ class CallingConvention:
     - ``checks``: the checks of data; the last user outputs say whether each of them passed.
     - ``numbers``: by the position of a leaf of the arguments, the values of a Python number for
       which the graph holds; the graph reads it as a tensor.
+    - ``held``: by the name of an input, the attribute whose number is this input, and the values
+      for which the graph holds.
     """
 
     in_spec: pytree.TreeSpec
@@ -53,6 +56,7 @@ class CallingConvention:
     bases: tuple[IntermediateBase, ...] = ()
     checks: tuple[Check, ...] = ()
     numbers: Mapping[int, NumberRange] = field(default_factory=dict)
+    held: Mapping[str, tuple[Key, NumberRange]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -30,11 +30,30 @@ class NumberReadError(CaptureError):
     """Forward needs the value of a Python number that was to be an input of compiled code.
 
     - ``leaves``: the arguments that the number is or is computed from, as leaf positions.
+    - ``attributes``: the attributes of modules that it is or is computed from, as
+      (submodule's name, attribute's name).
     """
 
-    def __init__(self, message: str, leaves: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self,
+        message: str,
+        leaves: frozenset[int] = frozenset(),
+        attributes: frozenset[tuple[str, str]] = frozenset(),
+    ) -> None:
         super().__init__(message)
         self.leaves = leaves
+        self.attributes = attributes
+
+
+class StateWrittenError(CaptureError):
+    """Forward reads attributes of the module and writes them, so that calls depend on the last one.
+
+    - ``attributes``: these attributes, as (submodule's name, attribute's name).
+    """
+
+    def __init__(self, message: str, attributes: frozenset[tuple[str, str]]) -> None:
+        super().__init__(message)
+        self.attributes = attributes
 
 
 class UnsupportedOperatorError(BridgeError):

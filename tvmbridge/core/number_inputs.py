@@ -8,7 +8,7 @@ that runs forward in eager PyTorch may pass the marked number like any other.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +32,29 @@ class FloatInput(float):
 _MARKS: dict[type, type] = {int: IntInput, float: FloatInput}
 
 
+@dataclass(frozen=True)
+class Condition:
+    """A comparison in forward with a number that is computed from an input.
+
+    - ``computed``: returns the compared number for a value of the input.
+    - ``comparison``: a function of :mod:`operator`, such as ``operator.lt``.
+    - ``other``: the number on the right side.
+    - ``outcome``: the result for which the code was compiled.
+    """
+
+    computed: Callable[[Any], Any]
+    comparison: Callable[[Any, Any], bool]
+    other: float
+    outcome: bool
+
+    def holds(self, value: Any) -> bool:
+        """Whether the comparison has the outcome for ``value``; no if Python raises an error."""
+        try:
+            return self.comparison(self.computed(value), self.other) is self.outcome
+        except ArithmeticError:
+            return False
+
+
 @dataclass
 class NumberRange:
     """The values of one number that compiled code serves.
@@ -40,12 +63,16 @@ class NumberRange:
     - ``least``, ``most``: the limits, both included. NaN and infinities are within the limits of a
       float.
     - ``nonzero``: whether zero is left out.
+    - ``sample``: the value for which code is compiled; None: it is not known.
+    - ``conditions``: the comparisons by which forward branches, with their outcomes.
     """
 
     kind: type
     least: float = field(default=-math.inf)
     most: float = field(default=math.inf)
     nonzero: bool = False
+    sample: float | None = None
+    conditions: list[Condition] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         limits = (_LEAST, _MOST) if self.kind is int else (-_MOST_FLOAT, _MOST_FLOAT)
@@ -53,6 +80,14 @@ class NumberRange:
 
     def holds(self, value: Any) -> bool:
         """Whether the code serves ``value``."""
+        if type(value) is not self.kind:
+            return False
+        if not all(condition.holds(value) for condition in self.conditions):
+            return False
+        return self.admits(value)
+
+    def admits(self, value: Any) -> bool:
+        """Whether the code serves ``value``, if no comparison of forward decides against it."""
         if not isinstance(value, int | float) or type(value) is not self.kind:
             return False
         if self.nonzero and not value:
@@ -64,12 +99,31 @@ class NumberRange:
 
     def __str__(self) -> str:
         limits = f" from {self.least} to {self.most}"
-        return f"{self.kind.__name__}{limits}{' but 0' if self.nonzero else ''}"
+        branches = f", {len(self.conditions)} comparisons" if self.conditions else ""
+        return f"{self.kind.__name__}{limits}{' but 0' if self.nonzero else ''}{branches}"
+
+    def decided(
+        self,
+        computed: Callable[[Any], Any],
+        comparison: Callable[[Any, Any], bool],
+        other: float,
+    ) -> bool:
+        """Return the outcome of a comparison for the sample, and leave out values with another.
+
+        Args:
+            computed: returns the compared number for a value of the input.
+            comparison: a function of :mod:`operator`.
+            other: the number on the right side.
+        """
+        outcome = bool(comparison(computed(self.sample), other))
+        self.conditions.append(Condition(computed, comparison, other, outcome))
+        return outcome
 
     def narrow(self, other: NumberRange) -> None:
         """Leave out the values that ``other`` leaves out."""
         self.least, self.most = max(self.least, other.least), min(self.most, other.most)
         self.nonzero |= other.nonzero
+        self.conditions += other.conditions
 
 
 def is_number(value: Any) -> bool:
@@ -79,8 +133,8 @@ def is_number(value: Any) -> bool:
 
 def number_inputs(leaves: Sequence[Any]) -> dict[int, NumberRange]:
     """Return a new range for each marked number among ``leaves``, by position."""
-    kinds = {i: type(leaf) for i, leaf in enumerate(leaves)}
-    return {i: NumberRange(_KINDS[kind]) for i, kind in kinds.items() if kind in _KINDS}
+    marks = {i: leaf for i, leaf in enumerate(leaves) if type(leaf) in _KINDS}
+    return {i: NumberRange(_KINDS[type(m)], sample=m) for i, m in marks.items()}
 
 
 def as_tensor(value: float) -> torch.Tensor:

@@ -138,7 +138,11 @@ class Kind(enum.Enum):
     ASKS_OFFSET = "a tensor starts within its memory, and forward asks for that", _CLONE
     ASKS_IDENTITY = "one tensor is given twice, and forward asks whether tensors are one", _CLONE
     # The module is not as it was when it was compiled.
-    CHANGED = _changed("{} changed")
+    CHANGED = (
+        "{} changed",
+        "call add_tvm_dispatch again, which compiles for the module as it is now; keep a number "
+        "that changes often in a buffer, as a 0-dimensional tensor, or pass it to forward",
+    )
     FORWARD_CHANGED = _changed("the code or a default of forward changed")
     REPLACED = _changed("a submodule was replaced")
     PATCHED = _changed("the forward of a submodule was replaced")
@@ -191,6 +195,11 @@ class Kind(enum.Enum):
     )
     # There is no code.
     FAILED = "{}", _EXPLAIN
+    STATE_WRITTEN = (
+        "forward changes state at each call: {}",
+        "keep the state in a buffer and write into it (buffer.add_(1)), or dispatch submodules "
+        "that keep none",
+    )
     NOT_COMPILED = "nothing is compiled", _EXPLAIN
     NO_SYMBOLIC = "no code for any size: {}", _EXPLAIN
     COMPILING = "its code is being compiled in the background", ""

@@ -116,25 +116,40 @@ def with_parts(value: Any, known: Collection[int]) -> Any:
     return UNKNOWN if unknown else Parts(kind, values, constants)
 
 
-def opened(results: Any, kept: Collection[int] = ()) -> Any:
-    """Return ``results`` with :class:`Fields` in place of dataclass instances.
+def opened(results: Any, kept: Collection[int] = (), known: Collection[int] = ()) -> Any:
+    """Return ``results`` with :class:`Fields` for dataclass instances, :class:`Parts` for objects.
 
-    Only instances without attributes beside their fields are replaced. Containers whose id is in
-    ``kept`` are not opened, and stay the same objects.
+    Only dataclass instances without attributes beside their fields become fields. Objects whose id
+    is in ``known``, which are older than the results, stay. Containers whose id is in ``kept`` are
+    not opened, and stay the same objects.
     """
 
     def stays(value: Any) -> bool:
         return id(value) in kept or _is_record(value)
 
-    def open_one(value: Any) -> Any:
-        if id(value) in kept or not _is_record(value):
-            return value
-        names = [field.name for field in dataclasses.fields(value)]
-        return Fields(type(value), {name: opened(getattr(value, name), kept) for name in names})
+    def opens(value: Any) -> bool:
+        return id(value) not in kept and (_is_record(value) or _is_object(value))
 
-    if not any(map(_is_record, pytree.tree_leaves(results, is_leaf=stays))):
+    def open_one(value: Any) -> Any:
+        if not opens(value):
+            return value
+        if not _is_record(value):
+            parts = with_parts(value, known)
+            return value if parts is UNKNOWN else parts
+        names = [field.name for field in dataclasses.fields(value)]
+        values = {name: opened(getattr(value, name), kept, known) for name in names}
+        return Fields(type(value), values)
+
+    if not any(map(opens, pytree.tree_leaves(results, is_leaf=stays))):
         return results
     return pytree.tree_map(open_one, results, is_leaf=stays)
+
+
+def _is_object(value: Any) -> bool:
+    kind = type(value)
+    if issubclass(kind, torch.Tensor | fx.Proxy) or is_constant(value):
+        return False
+    return holds_all_in_dict(kind)
 
 
 def _is_record(value: Any) -> bool:

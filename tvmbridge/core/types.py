@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx, nn
@@ -128,6 +128,10 @@ class EagerPrologue:
 
     module: fx.GraphModule
     reads: tuple[str, ...]
+
+
+# An attribute of a module: the submodule's name, the attribute's name.
+Key: TypeAlias = tuple[str, str]
 
 
 @dataclass(frozen=True)

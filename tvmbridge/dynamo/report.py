@@ -13,7 +13,7 @@ from typing import Any
 from tvmbridge.core.torch_private import graph_breaks
 from tvmbridge.dynamo.calls import CompiledGraph, EagerGraph
 from tvmbridge.report import DispatchReport, report_of
-from tvmbridge.runtime.fallbacks import share
+from tvmbridge.runtime.fallbacks import share, worst
 
 _graphs: weakref.WeakValueDictionary[int, CompiledGraph | EagerGraph]
 _graphs = weakref.WeakValueDictionary()
@@ -59,6 +59,23 @@ class GraphReport:
         """Whether compiled code has served every call."""
         return not self.eager_calls
 
+    @property
+    def timed_calls(self) -> int:
+        """The number of calls that eager PyTorch served to be timed; none is an eager call."""
+        return sum(report.timed_calls for report in self.dispatches)
+
+    @property
+    def aside_calls(self) -> int:
+        """The number of calls that eager PyTorch served because it was faster."""
+        return sum(report.aside_calls for report in self.dispatches)
+
+    @property
+    def advice(self) -> str | None:
+        """Advice about the most frequent reason of eager calls; None if there is none."""
+        reasons = {text: r for report in self.dispatches for text, r in report.reasons.items()}
+        text = worst(self.eager_calls, reasons)
+        return None if text is None else reasons[text].advice
+
 
 @dataclass(frozen=True)
 class CompileReport:
@@ -84,6 +101,19 @@ class CompileReport:
         eager = sum(sum(graph.eager_calls.values()) for graph in self.graphs)
         return share(sum(graph.calls for graph in self.graphs), eager)
 
+    @property
+    def timed_calls(self) -> int:
+        """The number of calls that eager PyTorch served to be timed, which ``share`` leaves out."""
+        return sum(graph.timed_calls for graph in self.graphs)
+
+    @property
+    def aside_calls(self) -> int:
+        """The number of calls that eager PyTorch served because it was faster.
+
+        ``share`` leaves them out.
+        """
+        return sum(graph.aside_calls for graph in self.graphs)
+
     def __str__(self) -> str:
         from rich.console import Console
         from rich.markup import escape
@@ -98,6 +128,10 @@ class CompileReport:
             f"{served}",
             highlight=False,
         )
+        if self.timed_calls:
+            console.print(f"calls by PyTorch, to time it: {self.timed_calls}", highlight=False)
+        if self.aside_calls:
+            console.print(f"calls by PyTorch, which is faster: {self.aside_calls}", highlight=False)
         table = Table("graph", "operators", "by TVM", "by PyTorch", "because")
         for graph in self.graphs:
             reasons = "\n".join(graph.eager_calls)
@@ -107,6 +141,9 @@ class CompileReport:
         console.print(table)
         for reason, count in self.breaks.items():
             console.print(f"graph breaks: {count}, because {escape(reason)}", highlight=False)
+        for advice in dict.fromkeys(graph.advice for graph in self.graphs):
+            if advice:
+                console.print(f"what to do: {advice}", highlight=False, markup=False)
         file = console.file
         assert isinstance(file, io.StringIO)
         return file.getvalue()

@@ -64,6 +64,7 @@ from tvmbridge.graph_capture.trace.decompositions import (
 )
 from tvmbridge.graph_capture.trace.exchanges import exchanges_left_alone
 from tvmbridge.graph_capture.trace.functions import functions_replaced
+from tvmbridge.graph_capture.trace.held_numbers import held_by
 from tvmbridge.graph_capture.trace.kernel_strides import strides_of_kernels
 from tvmbridge.graph_capture.trace.linear_export import export_in_linear_time
 from tvmbridge.graph_capture.trace.reshapes import reshape_instead_of_view
@@ -170,6 +171,7 @@ def capture_staged(
         bases=bases,
         checks=forward.checks,
         numbers=numbers,
+        held={name: (held_by(module)[name], known) for name, known in forward.held.items()},
     )
     assumptions = Assumptions(
         training=module.training,
@@ -273,6 +275,8 @@ def _exported(
     ):
         # torch.export copies its own tree specs in a way that torch deprecates.
         warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec", FutureWarning)
+        # It becomes an input, whose gradient is computed.
+        warnings.filterwarnings("ignore", "A model attribute .* requires gradient", UserWarning)
         with exchanges_left_alone(), functions_replaced(module, on_fakes=False), casts_recorded():
             forward = TracedForward(
                 module=module,

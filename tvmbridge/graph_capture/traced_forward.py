@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -24,10 +24,12 @@ from tvmbridge.graph_capture.epilogue import EpilogueRecorder
 from tvmbridge.graph_capture.trace.adopted import adopted_are_read
 from tvmbridge.graph_capture.trace.answers import Answers, buffers_of
 from tvmbridge.graph_capture.trace.exchanges import exchanges_written
+from tvmbridge.graph_capture.trace.held_numbers import HeldOfCall, held_by
 from tvmbridge.graph_capture.trace.left import (
     LeftFinder,
     LeftWatch,
     data_dependent_assigned,
+    objects_of,
 )
 from tvmbridge.graph_capture.trace.number_calls import numbers_traced
 from tvmbridge.graph_capture.trace.old_norms import norms_put_back
@@ -59,6 +61,7 @@ class TracedForward:
     - ``checks``: the checks of values that became outputs
     - ``answers``: the guards on small buffers
     - ``epilogue``: computes the data-dependent results; None if there are none
+    - ``held``: by the name of a buffer, the values of a number in an attribute that is an input
     """
 
     module: nn.Module
@@ -75,6 +78,7 @@ class TracedForward:
     ways: Mapping[tuple[str, str], Left] = field(default_factory=dict)
     epilogue: Epilogue | None = None
     numbers: dict[int, NumberRange] = field(default_factory=dict)
+    held: Mapping[str, NumberRange] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         # The current forward, which may be a patched one.
@@ -82,8 +86,17 @@ class TracedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         answers = Answers(self.values, buffers_of(self.module))
-        leaving = self._leaving()
-        watch = ArgumentWatch(leaving or self._own)
+        held = HeldOfCall(self.module)
+        own = partial(self._own, held)
+        leaving = self._leaving(own)
+
+        def left(*args: Any, **kwargs: Any) -> Any:
+            results = (leaving or own)(*args, **kwargs)
+            # LeftWatch returns a pair only if it has found something itself.
+            alone = held.ways and not (leaving and leaving.ways)
+            return (results, ()) if alone else results
+
+        watch = ArgumentWatch(left, older=list(objects_of(self.module, (args, kwargs))))
 
         def answered(*args: Any, **kwargs: Any) -> Any:
             with answers:
@@ -92,20 +105,23 @@ class TracedForward:
         recorder = EpilogueRecorder(answered, differentiated=self.differentiated)
         results = WithBases(recorder, self.bases)(*args, **kwargs)
         self.changed_arguments, self.checks = watch.changed, watch.checks
-        self.ways = leaving.ways if leaving else {}
+        self.ways = {**(leaving.ways if leaving else {}), **held.ways}
+        self.held = held.ranges
         self.answers, self.epilogue = tuple(answers.answers), recorder.epilogue
         return results
 
-    def _leaving(self) -> LeftWatch | LeftFinder | None:
-        """Wrap the module's forward so that it also returns values that it leaves in attributes.
+    def _leaving(self, own: Callable[..., Any]) -> LeftWatch | LeftFinder | None:
+        """Wrap ``own`` so that it also returns values that it leaves in attributes.
 
         Return None if it leaves none behind.
         """
         if self.left is None:
-            return LeftFinder(self._own, self.module)
-        return LeftWatch(self._own, self.module, self.left) if self.left else None
+            return LeftFinder(own, self.module)
+        held = held_by(self.module).values()
+        left = [key for key in self.left if key not in held]
+        return LeftWatch(own, self.module, left) if left else None
 
-    def _own(self, *args: Any, **kwargs: Any) -> Any:
+    def _own(self, held: HeldOfCall, *args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:
             stack.enter_context(transforms_ended())
             if self.exported:
@@ -115,9 +131,9 @@ class TracedForward:
             stack.enter_context(as_captured(self.is_compiling))
             stack.enter_context(under_autocast(self.autocast))
             adopted = stack.enter_context(adopted_are_read(self.module))
-            if not self.numbers:
+            if not (self.numbers or held.ranges):
                 return adopted.in_results(self._forward(*args, **kwargs))
-            called = stack.enter_context(numbers_traced(self.module, self.numbers))
+            called = stack.enter_context(numbers_traced(self.module, self.numbers, held))
             return adopted.in_results(called(self._forward, args, kwargs))
 
     @contextmanager

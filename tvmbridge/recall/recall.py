@@ -162,6 +162,8 @@ def keep(caller: Caller, key: CacheKey | None, compiled: CompiledModule) -> str 
     """Keep the plan of code that was compiled just now; return None, or why not. Never raise."""
     if key is None:
         return None
+    if compiled.captured.convention.held:
+        return "numbers in attributes among the inputs of the code"
     try:
         plan, graph = plan_of(compiled)
         describer = Describer(caller.module)

@@ -284,7 +284,8 @@ class AnySize:
             except RefusedGuessError:
                 raise
             except BuildError as error:
-                self.single.admit(specialization, str(error))
+                few = max((k.family.few for k in self._known if k.family is not None), default=0)
+                self.single.admit(specialization, str(error), few)
                 return None
         known = (k.family for k in self._known if k.signature is specialization.signature)
         family = next(known, None)

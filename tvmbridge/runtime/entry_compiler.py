@@ -28,6 +28,7 @@ from tvmbridge.graph_capture.observe.refusal import raise_if_forward_refuses
 from tvmbridge.graph_capture.surroundings import tracing_here, undisturbed
 from tvmbridge.recall import RECALLED, Caller, keep, recalled
 from tvmbridge.runtime.background import Background
+from tvmbridge.runtime.changing_attributes import ChangingAttributes
 from tvmbridge.runtime.entry import CompiledEntry
 from tvmbridge.runtime.guards.forwards import is_wrapped, original_forward, with_own_forward
 from tvmbridge.runtime.guards.mode import Flags, Mode, flags_of
@@ -53,6 +54,7 @@ class Compiler:
         packing: the module's packed weights.
         instead: a function that replaces :func:`compile_module`; None: compile_module.
         background: runs compilations in another process while calls go on; None: calls wait.
+        attributes: decides which numbers in attributes are inputs; None: all are constants.
     """
 
     module: nn.Module
@@ -62,6 +64,7 @@ class Compiler:
     packing: ModulePacks
     instead: Callable[[CompileRequest], CompiledModule] | None = None
     background: Background | None = None
+    attributes: ChangingAttributes | None = None
 
     @property
     def original(self) -> Callable[..., Any]:
@@ -150,7 +153,8 @@ class Compiler:
             if entry is not None:
                 return entry
             given, named = signature.marked((args, kwargs))
-            compiled = self._compiled(mode, tuple(given), named)
+            compile_ = functools.partial(self._compiled, mode, tuple(given), named)
+            compiled = compile_() if self.attributes is None else self.attributes.compiled(compile_)
             for i, served in compiled.captured.convention.numbers.items():
                 signature.numbers[i].narrow(served)
             state = ModuleState(self.module, compiled.captured)

@@ -79,6 +79,7 @@ class Family:
         # guessed: a symbol was added for rows that no call has changed yet.
         # refused: the guess failed, so this shape class serves no more calls.
         self.guessed = self.refused = False
+        self.few = 0
         # Symbolic dimensions whose size forward turned out to demand.
         self.demanded: set[Dimension] = set()
         self.why = "; a call with other sizes asks for it"
@@ -231,6 +232,7 @@ class Family:
         except Exception as error:
             # Any error: the module's own forward may serve the call all the same.
             self.demanded.update(getattr(error, "dimensions", ()))
+            self.few = max(self.few, getattr(error, "sizes", 0))
             kind = "" if isinstance(error, BridgeError) else f"{type(error).__name__}: "
             code = Reason(Kind.NO_SYMBOLIC, f"{kind}{first_line(error)}")
             logger.info("%s of %s for %s", code, name, mode)
@@ -255,7 +257,9 @@ class Family:
         with progress(what, self.why), tracing_here(), undisturbed():
             args, kwargs = without_inference_tensors(matched.arguments)
             args, kwargs = self.signature.marked((args, kwargs))
-            code = self._compiled(mode, args, kwargs, bounds)
+            body = partial(self._compiled, mode, args, kwargs, bounds)
+            attributes = self.compiler.attributes
+            code = body() if attributes is None else attributes.compiled(body)
         logger.info(
             "compiled %s for %s, any size from %s to %s: %.1f s",
             type(self.compiler.module).__name__,

@@ -15,6 +15,7 @@ from tvmbridge.compiler.packing import ModulePacks
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.runtime.background import COMPILING, Background
+from tvmbridge.runtime.changing_attributes import ChangingAttributes
 from tvmbridge.runtime.checks import Checks
 from tvmbridge.runtime.entry import CompiledEntry
 from tvmbridge.runtime.entry_compiler import Compiler
@@ -60,7 +61,15 @@ class ModuleCode(Executor):
         self.kept = Specializations(options.max_specializations, self.paths)
         self.packing: ModulePacks = ModulePacks(module)
         self.background = Background(options)
-        compiler = Compiler(module, own, target, options, self.packing, background=self.background)
+        compiler = Compiler(
+            module,
+            own,
+            target,
+            options,
+            self.packing,
+            background=self.background,
+            attributes=ChangingAttributes(module),
+        )
         self.policy = Policy(compiler, self.kept)
         self.checker: Checks | None = None
         self._times_calls = only_if_faster_now(options.only_if_faster)
@@ -95,7 +104,9 @@ class ModuleCode(Executor):
             return self._run_in_parts(args, kwargs)
         if other is not None and not again and policy.turn_to_any_size():
             return self.serve(args, kwargs, again=True)
-        return why or Reason(Kind.FROZEN_COPY if self.options.freeze else Kind.NOT_COMPILED)
+        if why is None:
+            return Reason(Kind.FROZEN_COPY if self.options.freeze else Kind.NOT_COMPILED)
+        return policy.explained(why)
 
     def _serve_by(self, call: GivenCall) -> Served | Reason | Unserved:
         """Serve a call by known specialisations, or by one for any size.

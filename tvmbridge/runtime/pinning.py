@@ -36,6 +36,8 @@ def renewed_path(
         return None
     fast = _pinned_path(entry, signature, leaves, [t for t in tensors if t is not None])
     # Another thread may have changed the module since the full guards accepted the call.
+    if any(a is not b for a, b in zip(tensors, entry.state.tensors(), strict=True)):
+        return None
     return fast if entry.mismatch(leaves, tensors) is None else None
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tvmbridge.calls.plain import unusual_in
-from tvmbridge.core.errors import DataDependentError
+from tvmbridge.core.errors import DataDependentError, StateWrittenError
 from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.core.turns import compiling
 from tvmbridge.graph_capture.observe.effects import StateBefore
@@ -34,6 +34,8 @@ _MOST_AT_CALLS = 4
 _MOST_VALUES = 2
 # How often calls may compile because the module has changed, for each reason.
 _MOST_STATES = 8
+# A number in an attribute that changes so rarely counts as any other change of the module.
+_RARELY = 16
 
 
 class GivenCall(NamedTuple):
@@ -181,7 +183,8 @@ class Policy:
                 return COMPILING
             except Exception as error:
                 # Any error: the module's own forward may serve the call all the same.
-                reason = Reason(Kind.FAILED, f"{mode}: {error}")
+                kind = Kind.STATE_WRITTEN if isinstance(error, StateWrittenError) else Kind.FAILED
+                reason = Reason(kind, f"{mode}: {error}")
                 specialization.failures[mode, flags] = reason
                 if isinstance(error, DataDependentError):
                     self.cut.at(reason.text)
@@ -220,10 +223,46 @@ class Policy:
             if isinstance(added, Reason) or added:
                 return added is True, COMPILING
             why = self.numbers.explained(why)
-        if self.has_room(found):
+        if self._take_attributes(found.outgrown) or self.has_room(found):
             why = self._specialize(call, why)
+            if why is None and found.outgrown is not None:
+                self._drop_if_replaced(found.outgrown)
             return why is None, why
         return False, why
+
+    def _take_attributes(self, outgrown: CompiledEntry | None) -> bool:
+        """Have code take the changed numbers in attributes as inputs from now on.
+
+        Args:
+            outgrown: the entry for the call's arguments, if it does not fit the changed module.
+
+        Returns:
+            Whether a number is an input from now on, and has been a constant so far.
+        """
+        attributes = self.compiler.attributes
+        if not self.compiles_signatures or outgrown is None or self.options.freeze:
+            return False
+        if attributes is None or not attributes.want(outgrown.state.changed_numbers()):
+            return False
+        if self.sizes is not None:
+            self.serve_sizes_like(self)
+        return True
+
+    def _drop_if_replaced(self, outgrown: CompiledEntry) -> None:
+        """Drop an entry that has numbers as constants which newer code takes as inputs."""
+        *others, newest = self.kept.known
+        if not outgrown.state.changed_numbers():
+            return
+        if any(entry.compiled.captured.convention.held for _, entry in newest.compiled()):
+            for specialization in others:
+                if any(entry is outgrown for _, entry in specialization.compiled()):
+                    specialization.remove(outgrown)
+                    self.kept.retire([outgrown])
+
+    def explained(self, why: Reason) -> Reason:
+        """Return the reason of a fallback, completed by why a number is no input of the code."""
+        attributes = self.compiler.attributes
+        return why if attributes is None else attributes.explained(why)
 
     def _specialize(self, call: GivenCall, why: Reason | None) -> Reason | None:
         """Add a specialisation for the arguments of this call.
@@ -344,9 +383,10 @@ class Policy:
         by_number = outgrown.state.outgrown()
         if by_number is None:
             return False
+        often = by_number and outgrown.calls < _RARELY
         with self._counting:
             self._outgrown[why.text] += 1
-            return self._outgrown[why.text] <= (_MOST_VALUES if by_number else _MOST_STATES)
+            return self._outgrown[why.text] <= (_MOST_VALUES if often else _MOST_STATES)
 
     def specializations(self) -> list[Specialization]:
         """Return the specialisations for samples and the ones for calls of other sizes."""

@@ -11,6 +11,8 @@ from tvmbridge.runtime.specialization import Specialization
 
 # With the sample's size this makes four signatures, the limit for calls without symbols as well.
 _MOST = 3
+# Where forward permits few sizes, each may have code of its own up to this number.
+_MOST_OF_FEW = 16
 # A size without code must have this many times the calls of the least used one to replace it.
 # Sizes that come equally often then never replace each other, which would compile again and again.
 _AS_OFTEN = 2
@@ -32,21 +34,23 @@ class SingleSizes:
         self._kept: list[Specialization] = []
         self._refused: WeakKeyDictionary[Specialization, int] = WeakKeyDictionary()
 
-    def admit(self, specialization: Specialization, reason: str) -> None:
+    def admit(self, specialization: Specialization, reason: str, few: int = 0) -> None:
         """Let ``specialization`` have code for its size; drop the least used one if needed.
 
         Args:
             specialization: the specialisation of a call.
             reason: why there is no symbolic code for it, for the error.
+            few: the number of sizes that calls may have; 0: there are many.
 
         Raises:
             NoRoomError: the other sizes are called more often.
         """
         if specialization in self._kept:
             return
-        if len(self._kept) >= _MOST:
+        most = max(_MOST, min(few, _MOST_OF_FEW))
+        if len(self._kept) >= most:
             if self._refused.setdefault(specialization, 0) < self._least_calls():
-                raise NoRoomError(f"{reason}; {_MOST} other sizes have code of their own")
+                raise NoRoomError(f"{reason}; {most} other sizes have code of their own")
             least = min(self._kept, key=_served)
             self._kept.remove(least)
             self._retire([entry for _, entry in least.compiled()])

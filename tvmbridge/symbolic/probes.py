@@ -29,6 +29,8 @@ _FAR = 8
 # Candidates for the smallest sample size: 0 and 1 have another meaning in broadcasting, and 2
 # equals many other numbers in code.
 _LEAST = (3, 5, 7, 11, 17)
+# Up to this bound a symbol has so few sizes that each may have code of its own.
+_FEW = 16
 _SMALL_DIVISORS = 2 * 3 * 5 * 7
 # Limits that are tried in turn, since forward may bound sizes in a way that is not analyzed.
 _LIMITS = tuple(1 << i for i in range(40, 4, -1))
@@ -46,6 +48,17 @@ class DemandedSizeError(CaptureError):
             f"argument `{names[leaf]}`"
         )
         self.dimensions = tuple(dimensions)
+
+
+class FewSizesError(CaptureError):
+    """Forward bounds the symbols so low that there are no sample sizes.
+
+    - ``sizes``: how many sizes calls may have.
+    """
+
+    def __init__(self, message: str, sizes: int) -> None:
+        super().__init__(message)
+        self.sizes = sizes
 
 
 def points_within(
@@ -71,6 +84,7 @@ def points_within(
 
     Raises:
         DemandedSizeError: forward works for only one size of a dimension.
+        FewSizesError: forward permits few sizes.
         CaptureError: there are no such points, since forward branches on sizes.
     """
     relations = trace.relations
@@ -98,7 +112,10 @@ def points_within(
         if broken is None:
             return points
     reason = broken or f"there are no sizes to compile for around {largest}"
-    raise CaptureError(f"forward goes another way at other sizes: {reason}")
+    message = f"forward goes another way at other sizes: {reason}"
+    if broken is None and max(bounds) <= _FEW:
+        raise FewSizesError(message, math.prod(bounds))
+    raise CaptureError(message)
 
 
 def _bound(relations: Relations, symbols: Symbols, dimension: Dimension, largest: int) -> int:

@@ -134,8 +134,6 @@ def _written(model: Any, x: Any, t: Any) -> Any:
 
 
 READ: dict[str, tuple[Function, str]] = {
-    "branch": (lambda m, x, t: x if t > 3 else -x, "compares it with a number"),
-    "truth": (lambda m, x, t: x if t else -x, "branches on it"),
     "range": (lambda m, x, t: sum(x for _ in range(t)), "as an index or a size"),
     "slice": (lambda m, x, t: x[:t], "as an index or a size"),
     "size": (lambda m, x, t: x.repeat(t), "passes it to repeat"),

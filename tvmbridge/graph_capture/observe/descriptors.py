@@ -123,6 +123,9 @@ def _describe_input(
     requires_grad = False
     if kind is InputKind.PARAMETER:
         requires_grad = module.get_parameter(target or "").requires_grad
+    elif kind is InputKind.ATTRIBUTE:
+        path, _, name = (target or "").rpartition(".")
+        requires_grad = getattr(module.get_submodule(path), name).requires_grad
     elif kind is InputKind.USER:
         requires_grad = leaves[position].requires_grad
     return InputDescriptor(

@@ -55,6 +55,7 @@ from tvmbridge.graph_capture.observe.settings import settings_kept
 from tvmbridge.graph_capture.observe.undo import current_undo
 from tvmbridge.graph_capture.trace.answers import small_buffers
 from tvmbridge.graph_capture.trace.functions import functions_replaced
+from tvmbridge.graph_capture.trace.held_numbers import held_by
 from tvmbridge.graph_capture.trace.old_norms import normed_weights, shared_with
 from tvmbridge.graph_capture.traced_forward import TracedForward
 
@@ -315,11 +316,12 @@ def _observe(
             noted_so_far.clear()
         run = _Run(module, fakes, others, traced(values=buffers, numbers=fakes.numbers), watches)
         structure = run.run(within)
-        if fakes.numbers and run.outside.types:
+        inputs = held_by(module).values()
+        if (fakes.numbers or inputs) and run.outside.types:
             asks = f"forward may ask for its class by `type`, in {run.outside.types[0]}"
-            raise NumberReadError(asks, frozenset(fakes.numbers))
+            raise NumberReadError(asks, frozenset(fakes.numbers), frozenset(inputs))
         weights = normed_weights(module)
-        read = set(reads)
+        read = reads - set(inputs)
         held = tensors_of(module, remove_duplicate=True)
         after = {name: t for name, t in held.items() if name not in weights}
         assigned, left = values_assigned(module, set(assignments)), run.forward.ways

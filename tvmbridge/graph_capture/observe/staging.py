@@ -25,7 +25,13 @@ from tvmbridge.calls.standins import (
 from tvmbridge.core.assumptions import Question
 from tvmbridge.core.autocast import Autocast
 from tvmbridge.core.contents import same_value
-from tvmbridge.core.errors import BridgeError, CaptureError, DataDependentError, NotApartError
+from tvmbridge.core.errors import (
+    BridgeError,
+    CaptureError,
+    DataDependentError,
+    NotApartError,
+    StateWrittenError,
+)
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.graph_capture.dependence import DependenceError
 from tvmbridge.graph_capture.observe.adoption import Adoption
@@ -46,6 +52,7 @@ from tvmbridge.graph_capture.observe.refusal import (
 )
 from tvmbridge.graph_capture.observe.undo import undone_if_refused
 from tvmbridge.graph_capture.trace.adopted import adopt
+from tvmbridge.graph_capture.trace.held_numbers import hold
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +156,7 @@ def _staged(
     if apart:
         watch = partial(watch, left=None)
     actor = _actor(module, originals) if apart else module
-    outside = adopt(actor, adoption.adopted)
+    outside = adopt(actor, adoption.adopted) | (hold(actor, module) if apart else {})
     try:
         seen = watch(actor, is_compiling=is_compiling)
         leaves_traces = seen.writes or seen.assigned or seen.left or seen.kept or seen.changes
@@ -158,7 +165,10 @@ def _staged(
         if leaves_traces and apart and not seen.impure and not collects:
             actor = _actor(module, originals)
             adopt(actor, adoption.adopted)
+            outside |= hold(actor, module)
             run_unseen(actor, args, kwargs, autocast)
+            if needs_grad:
+                _require_gradients_like(actor, module)
             restore_generators(seen.outside)
             again = watch(actor, is_compiling=is_compiling)
             counted = _attributes_among(actor, again.writes)
@@ -203,14 +213,30 @@ def _staged(
     return StagedModule(actor, seen, is_compiling=is_compiling, autocast=autocast, outside=outside)
 
 
+def _require_gradients_like(actor: nn.Module, module: nn.Module) -> None:
+    """Make tensors in attributes require a gradient if those of the user's module do.
+
+    The stand-in has run without autograd, while a call of the user's module has left tensors with
+    a gradient in its attributes.
+    """
+    for path, owner in module.named_modules():
+        mine = actor.get_submodule(path).__dict__
+        for name, value in owner.__dict__.items():
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                copied = mine.get(name)
+                if isinstance(copied, torch.Tensor) and copied.is_leaf:
+                    mine[name] = copied.detach().requires_grad_()
+
+
 def _refuse_effects(module: nn.Module, seen: Observation) -> None:
     found = [f"writes {name}" for name in seen.writes]
     found += seen.impure
     found += [f"changes {name} outside of the module" for name in seen.changes]
     if found:
-        raise CaptureError(
+        raise StateWrittenError(
             f"forward of {type(module).__name__} {', '.join(found)}, which compiled code would "
-            "not do at each call"
+            "not do at each call",
+            frozenset(map(_split, seen.writes)),
         )
     if seen.kept:
         raise CaptureError(

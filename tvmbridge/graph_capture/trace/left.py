@@ -52,7 +52,7 @@ class LeftWatch:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.ways = {}
         before = {key: owner.__dict__.get(key[1], MISSING) for key, owner in self._owners.items()}
-        known = {id(v) for v in _objects_of(self._module, (args, kwargs))}
+        known = {id(v) for v in objects_of(self._module, (args, kwargs))}
         watched = {key: _watched(value) for key, value in before.items()}
         for key, value in watched.items():
             if value is not before[key]:
@@ -105,7 +105,7 @@ class LeftFinder:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.ways = {}
-        known = {id(v) for v in _objects_of(self._module, (args, kwargs))}
+        known = {id(v) for v in objects_of(self._module, (args, kwargs))}
         before = [(p, m.__dict__, dict(m.__dict__)) for p, m in self._module.named_modules()]
         lists = [
             (path, name, value, list(value))
@@ -194,7 +194,7 @@ def _way(now: Any, watched: Any, before: Any, known: set[int]) -> tuple[Left | N
     return (None, None) if value is UNKNOWN else (Left(), value)
 
 
-def _objects_of(module: nn.Module, arguments: Any) -> Iterator[Any]:
+def objects_of(module: nn.Module, arguments: Any) -> Iterator[Any]:
     """Yield the objects other than tensors that exist before forward runs."""
     held = [all_held(v) for m in module.modules() for v in (m, *m.__dict__.values())]
     for value in [each for values in (*held, all_held(arguments)) for each in values]:

@@ -14,6 +14,7 @@ from tvmbridge.core.errors import NumberReadError
 from tvmbridge.core.number_inputs import NumberRange
 from tvmbridge.core.structure import unflatten
 from tvmbridge.core.torch_private import pytree
+from tvmbridge.graph_capture.trace.held_numbers import HeldOfCall
 from tvmbridge.graph_capture.trace.number_functions import NumberFunctions
 from tvmbridge.graph_capture.trace.traced_numbers import NumbersOfCall
 
@@ -24,20 +25,22 @@ _Flat = tuple[Any, list[Any], pytree.TreeSpec]
 
 @contextmanager
 def numbers_traced(
-    module: nn.Module, ranges: dict[int, NumberRange]
+    module: nn.Module, ranges: dict[int, NumberRange], held: HeldOfCall
 ) -> Iterator[Callable[[_Function, Any, Any], Any]]:
     """Yield a function that calls forward with traced numbers among its arguments.
 
     Args:
         module: the module whose forward is called.
         ranges: by the position of a leaf, the values of the number; the call narrows them.
+        held: the numbers in attributes that are traced too; the call narrows their values.
     """
-    of = NumbersOfCall(ranges)
+    of = NumbersOfCall({**ranges, **held.by_leaf()})
 
     def call(forward: _Function, args: Any, kwargs: Any) -> Any:
         given, checked = _with_numbers(of, [*args, *kwargs.values()])
         named = dict(zip(kwargs, given[len(args) :], strict=True))
-        results = forward(*given[: len(args)], **named)
+        with held.in_attributes(of):
+            results = forward(*given[: len(args)], **named)
         if not all(map(_is_as_before, checked)):
             raise NumberReadError("forward changes an argument that holds it", frozenset(of.ranges))
         del given, named, checked
@@ -47,11 +50,13 @@ def numbers_traced(
     with NumberFunctions():
         try:
             yield call
-        except NumberReadError:
+        except NumberReadError as error:
+            error.attributes = held.keys(error.leaves)
             raise
         except Exception:
             if of.refusal is None:
                 raise
+            of.refusal.attributes = held.keys(of.refusal.leaves)
             raise of.refusal from None
 
 

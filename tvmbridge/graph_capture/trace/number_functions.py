@@ -8,6 +8,7 @@ converted where the result would have another dtype.
 from __future__ import annotations
 
 import math
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,6 +23,9 @@ from tvmbridge.graph_capture.trace.traced_numbers import TracedNumber
 _Function = Callable[..., Any]
 _Handler = Callable[[_Function, tuple[Any, ...], dict[str, Any]], Any]
 
+# The modules of PyTorch's functions that are written in Python, and what these ask modes by.
+_IN_PYTHON = ("torch.nn.functional", "torch.functional")
+_ASKING_MODES = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 # The dtypes that the numbers within the limits of a range are converted to without an error.
 _FILLED = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
 
@@ -33,15 +37,29 @@ class NumberFunctions(TorchFunctionMode):
         NumberReadError: a function takes a number that must be known when code is compiled.
     """
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
         numbers = numbers_in((args, named))
         if not numbers:
             return func(*args, **named)
         handler = _HANDLERS.get(func)
+        python = isinstance(func, types.FunctionType) and func.__module__ in _IN_PYTHON
+        if handler is None and python:
+            with self:
+                return _inside(func)(*args, **named)
         if handler is None:
             raise numbers[0].refused(f"passes it to {getattr(func, '__name__', func)}")
         return handler(func, tuple(args), dict(named))
+
+
+def _inside(func: types.FunctionType) -> Callable[..., Any]:
+    """Return a function with the code of ``func`` that does not ask modes whether to run it."""
+    known = {**func.__globals__, **dict.fromkeys(_ASKING_MODES, lambda *_: False)}
+    inside = types.FunctionType(
+        func.__code__, known, func.__name__, func.__defaults__, func.__closure__
+    )
+    inside.__kwdefaults__ = func.__kwdefaults__
+    return inside
 
 
 def numbers_in(value: Any) -> list[TracedNumber]:

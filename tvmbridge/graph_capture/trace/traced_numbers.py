@@ -1,13 +1,15 @@
 """Traced numbers: they stand for Python numbers that are inputs of compiled code.
 
 Forward may compute with a traced number as with an int or a float: the result is another traced
-number, or a tensor. Where Python needs the value itself (a branch, an index, a size, ``range``),
-the trace is refused with the line.
+number, or a tensor. Where forward compares one with a number, the trace holds for the values with
+the sample's outcome. Where Python needs the value itself (an index, a size, ``range``), the trace
+is refused with the line.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 import sys
 import weakref
 from collections.abc import Callable
@@ -64,9 +66,10 @@ class TracedNumber:
     - ``most``: a bound of the absolute value, for numbers that are finite.
     - ``leaves``: the arguments that the value is computed from.
     - ``shift``: the integer by which it exceeds an integer argument; None: it is something else.
+    - ``computed``: returns the value for a value of its argument; None: it has several arguments.
     """
 
-    __slots__ = ("__weakref__", "kind", "leaves", "most", "of", "shift", "tensor")
+    __slots__ = ("__weakref__", "computed", "kind", "leaves", "most", "of", "shift", "tensor")
 
     def __init__(
         self,
@@ -79,6 +82,7 @@ class TracedNumber:
     ) -> None:
         self.of, self.kind, self.tensor = of, kind, tensor
         self.most, self.leaves, self.shift = most, leaves, shift
+        self.computed: Callable[[Any], Any] | None = _itself if shift == 0 else None
         of.made.append(weakref.ref(self))
 
     @property  # type: ignore[misc]
@@ -101,10 +105,15 @@ class TracedNumber:
         raise AttributeError(f"'{self.kind.__name__}' object has no attribute '{name}'")
 
     def __neg__(self) -> TracedNumber:
-        return _result((self,), self.kind, torch.neg(self.tensor), self.most)
+        result = _result((self,), self.kind, torch.neg(self.tensor), self.most)
+        return _with_value(result, operator.neg, self)
 
     def __abs__(self) -> TracedNumber:
-        return _result((self,), self.kind, torch.abs(self.tensor), self.most)
+        result = _result((self,), self.kind, torch.abs(self.tensor), self.most)
+        return _with_value(result, operator.abs, self)
+
+    def __bool__(self) -> bool:
+        return self.decided(operator.ne, 0, "branches on it")
 
     def __pos__(self) -> TracedNumber:
         return self
@@ -112,6 +121,13 @@ class TracedNumber:
     def refused(self, use: str) -> NumberReadError:
         """Return the error for a use that cannot be traced."""
         return self.of.refused(self, use)
+
+    def decided(self, comparison: Callable[[Any, Any], bool], other: Any, use: str) -> bool:
+        """Return the outcome of a comparison; the trace holds for values with this outcome."""
+        known = self.of.ranges[min(self.leaves)]
+        if self.computed is None or known.sample is None:
+            raise self.refused(use)
+        return known.decided(self.computed, comparison, other)
 
     @property
     def argument(self) -> NumberRange | None:
@@ -124,6 +140,28 @@ class TracedNumber:
 
 
 Number = TracedNumber | int | float
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _with_value(result: Any, function: Callable[..., Any], *operands: Any) -> Any:
+    """Note in ``result`` how its value is computed by ``function`` from those of ``operands``."""
+    if type(result) is not TracedNumber or len(result.leaves) > 1:
+        return result
+    values: list[Callable[[Any], Any]] = []
+    for operand in operands:
+        value = operand.computed if type(operand) is TracedNumber else _constant(operand)
+        if value is None:
+            return result
+        values.append(value)
+    result.computed = lambda given: function(*(value(given) for value in values))
+    return result
+
+
+def _constant(value: Any) -> Callable[[Any], Any]:
+    return lambda given: value
 
 
 def _line() -> str:
@@ -188,9 +226,10 @@ def _product(left: Any, right: Any) -> Any:
 def _divisor(left: Any, right: Any) -> Any:
     """Return ``right`` if it is no zero; a zero raises in Python, and not in compiled code."""
     if type(right) is TracedNumber:
-        if right.argument is None:
+        if right.argument is not None:
+            right.argument.nonzero = True
+        elif right.computed is None or not right.decided(operator.ne, 0, "divides by it"):
             raise right.refused("divides by a number that is computed from it")
-        right.argument.nonzero = True
     elif not right:
         raise left.refused("divides it by zero")
     return right
@@ -239,11 +278,11 @@ def _power(base: Any, exponent: Any) -> Any:
         for _ in range(exponent - 1):
             result = _product(result, base)
         return result
-    range_ = exponent.argument
-    if not (type(base) is float and 0.0 < base <= 1.0 and range_ is not None):
+    if not (type(base) is float and 0.0 < base <= 1.0 and exponent.shift is not None):
         raise exponent.refused("computes a power with it as the exponent")
     # A negative exponent may overflow, for which Python raises an error.
-    range_.least = max(range_.least, 0)
+    range_ = exponent.of.ranges[min(exponent.leaves)]
+    range_.least = max(range_.least, -exponent.shift)
     tensor = torch.pow(torch.full((), base, dtype=torch.float64), exponent.in_float64())
     return _result((exponent,), float, tensor, 1.0)
 
@@ -271,7 +310,9 @@ def _computing(name: str, reflected: bool) -> Callable[..., Any]:
                 raise self.refused(f"computes with it and a {type(other).__name__}")
             return NotImplemented
         pair = (other, self) if reflected else (self, other)
-        return (tensors if isinstance(other, torch.Tensor) else numbers)(*pair)
+        if isinstance(other, torch.Tensor):
+            return tensors(*pair)
+        return _with_value(numbers(*pair), getattr(operator, name), *pair)
 
     return method
 
@@ -282,6 +323,8 @@ def _comparing(name: str) -> Callable[..., Any]:
             return _COMPARED[name](self, other)
         if other is None or isinstance(other, str):
             return NotImplemented
+        if type(other) in (int, float, bool):
+            return self.decided(getattr(operator, name), other, "compares it with a number")
         raise self.refused("compares it with a number")
 
     return method
@@ -295,7 +338,6 @@ def _reading(use: str) -> Callable[..., Any]:
 
 
 _READ = {
-    "branches on it": "bool",
     "converts it to an int": "int trunc round floor ceil",
     "converts it to a float": "float",
     "converts it to a complex number": "complex",

@@ -182,7 +182,12 @@ class Signature:
             for i, value in self.constants
             if is_number(leaves[i]) and is_number(value) and not same_value(leaves[i], value)
         }
-        changed |= {i for i, served in self.numbers.items() if type(leaves[i]) is not served.kind}
+        changed |= {
+            i
+            for i, served in self.numbers.items()
+            if type(leaves[i]) is not served.kind
+            or (served.admits(leaves[i]) and not served.holds(leaves[i]))
+        }
         if not changed or not all(is_number(leaves[i]) for i in changed):
             return None
         if self.mismatch(leaves, True, changed) or (spelling and spelling.mismatch((args, kwargs))):
@@ -192,7 +197,7 @@ class Signature:
     def lacks_value(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Whether a call differs, but for sizes, in the value of a number alone.
 
-        The code takes this number as an input, and does not serve the value.
+        The code takes this number as an input, and no such code serves the value.
         """
         found = self._in_form(args, kwargs) if self.numbers else Reason(Kind.NUMBER)
         if isinstance(found, Reason):
@@ -201,7 +206,7 @@ class Signature:
         served = self.numbers.items()
         if not all(type(leaves[i]) is known.kind for i, known in served):
             return False
-        if all(known.holds(leaves[i]) for i, known in served):
+        if all(known.admits(leaves[i]) for i, known in served):
             return False
         other = self.mismatch(leaves, True, self.numbers)
         return not (other or (spelling and spelling.mismatch((args, kwargs))))

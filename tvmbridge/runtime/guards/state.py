@@ -19,7 +19,7 @@ from tvmbridge.core.contents import MISSING
 from tvmbridge.core.libraries import acts
 from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.core.sharding import class_before
-from tvmbridge.core.types import InputKind
+from tvmbridge.core.types import InputKind, Key
 from tvmbridge.core.writes import version_of
 from tvmbridge.graph_capture.observe.hooks import GLOBAL_HOOKS, HOOKS, traced_hooks
 from tvmbridge.graph_capture.trace.left import leave
@@ -27,6 +27,7 @@ from tvmbridge.graph_capture.trace.old_norms import OldNorms
 from tvmbridge.runtime.guards.answers import AnswerGuard
 from tvmbridge.runtime.guards.entries import PATCHED, REPLACED, entry_of, structure_of
 from tvmbridge.runtime.guards.forwards import stands_for
+from tvmbridge.runtime.guards.held_numbers import HeldNumbers
 from tvmbridge.runtime.guards.kinds import KindGuard
 from tvmbridge.runtime.guards.values import ValueGuard
 from tvmbridge.runtime.guards.watch import Place
@@ -54,20 +55,22 @@ class ModuleState:
         assumed = captured.assumptions
         inputs = [d for d in captured.inputs if d.kind.is_of_module]
         self.names = tuple(d.target or "" for d in inputs)
+        self._attributes = {d.target for d in inputs if d.kind is InputKind.ATTRIBUTE}
         self.kinds = KindGuard(inputs)
         based = [o.alias for o in captured.outputs if o.alias is not None]
         beside = [str(a.key) for a in based if a.kind is InputKind.BUFFER]
         self._ties = list(assumed.aliases.items())
         self._answers = AnswerGuard(assumed.answers)
         beside += self._answers.names
-        self._outside = dict(captured.outside)
+        self._numbers = HeldNumbers(module, captured.convention.held)
+        self._outside = {k: v for k, v in captured.outside.items() if k not in self._numbers}
         self._places = {
             name: entry_of(module, name)
             for name in (*self.names, *beside, *(n for tie in self._ties for n in tie))
-            if name not in self._outside
+            if not self._is_beside(name)
         }
         self._modules = list(module.modules())
-        places = [self._places[name] for name in self.names if name not in self._outside]
+        places = [self._places[name] for name in self.names if name in self._places]
         read = {(id(e.owner), e.held, e.key) for e in places}
         # Tensors that forward's first call creates are None now, and are not compared here.
         self._structure = [
@@ -107,11 +110,17 @@ class ModuleState:
             # A copy in progress has no attributes yet, but its dictionaries have been copied.
             return copied(owner.__dict__[held]) if held else copied(owner).__dict__
 
+        self._found: dict[str, tuple[Any, str]]
         self._found = {n: (dict_of(e.owner, e.held), e.key) for n, e in self._places.items()}
         # Tensors in lists of the module may have been copied with it.
         outside = {name: copied(tensor) for name, tensor in self._outside.items()}
         self._found |= {name: (outside, name) for name in outside}
-        self._slots = [self._found[name] for name in self.names]
+        self._found |= {n: (self._numbers, n) for n in self.names if n in self._numbers}
+        places = [self._found[name] for name in self.names]
+        self._slots = [
+            (_TensorsOf(owner) if name in self._attributes else owner, key)
+            for name, (owner, key) in zip(self.names, places, strict=True)
+        ]
         self._entries = [
             (dict_of(e.owner, e.held), e.key, copied(e.expected), e.reason) for e in self._structure
         ]
@@ -136,6 +145,7 @@ class ModuleState:
         ``__dict__`` after everything looked up here, so all of it has been copied already.
         """
         other = copy.copy(self)
+        other._numbers = self._numbers.rebound(memo)
         other._bind(memo)
         other.kinds = self.kinds.renewed()
         other._assigned = [(memo[id(o)], n, value) for o, n, value in self._assigned]
@@ -211,6 +221,7 @@ class ModuleState:
         named = [(held, name) for held in own.values() for name in _STRUCTURE]
         named += [place for place in self._found.values() if id(place[0]) in own]
         named += [(place, key) for place, key, *_ in self._entries if id(place) in own]
+        named += self._numbers.places()
         return [(held, name, held.get(name, MISSING)) for held, name in named]
 
     @property
@@ -284,14 +295,30 @@ class ModuleState:
             tensors: the module's present tensors.
             check_grad: whether ``requires_grad`` is compared as well.
         """
-        reason = self._restructured() or self.kinds.changed(tensors, check_grad)
+        reason = self._restructured() or self._unserved_number()
+        reason = reason or self.kinds.changed(tensors, check_grad)
         return reason or self._changed_beside(check_grad)
 
     def changed_beside_flags(self, tensors: Sequence[torch.Tensor | None]) -> Reason | None:
         """Return the same as :meth:`changed`, but ignore ``requires_grad`` of the ``tensors``."""
         # Not kinds.changed: it remembers a comparison that includes requires_grad.
-        reason = self._restructured() or self.kinds.differs(tensors, check_grad=False)
+        reason = self._restructured() or self._unserved_number()
+        reason = reason or self.kinds.differs(tensors, check_grad=False)
         return reason or self._changed_beside(check_grad=True)
+
+    def _is_beside(self, name: str) -> bool:
+        """Whether the input ``name`` is no tensor that a name in the module reaches."""
+        return name in self._outside or name in self._numbers
+
+    def _unserved_number(self) -> Reason | None:
+        label = self._numbers.changed()
+        return Reason(Kind.CHANGED, label) if label else None
+
+    def changed_numbers(self) -> frozenset[Key]:
+        """Return the attributes of modules that were numbers at the capture and are others now."""
+        paths = {id(m): path for path, m in self.module.named_modules()}
+        found = self._values.numbers_changed()
+        return frozenset((paths[id(o)], name) for o, name in found if id(o) in paths)
 
     def _changed_beside(self, check_grad: bool) -> Reason | None:
         """Return a change other than of the structure or of kinds of tensors; None if none."""
@@ -328,6 +355,17 @@ class ModuleState:
         """Whether a value has changed, or a tensor is of another kind than in the capture."""
         exchanged = self.kinds.differs(self.tensors(), check_grad=False)
         return exchanged is not None or self.value_changed() is not None
+
+
+class _TensorsOf:
+    """Looks up the tensors among the attributes of a module, which may hold anything else."""
+
+    def __init__(self, attributes: dict[str, Any]) -> None:
+        self._attributes = attributes
+
+    def get(self, name: str) -> torch.Tensor | None:
+        value = self._attributes.get(name)
+        return value if isinstance(value, torch.Tensor) else None
 
 
 def _written(tensor: torch.Tensor) -> tuple[int, int]:

@@ -32,7 +32,10 @@ class _Names:
         self.owner = owner
 
     def get(self, name: str, default: Any) -> Any:
-        return own_names(self.owner)
+        held = vars(self.owner).items()
+        # Names that a dispatch of methods has added; the stand-in that is traced has none of them.
+        added = {n for n, v in held if isinstance(v, StandsForForward) and v.own is None}
+        return own_names(self.owner) - added
 
 
 class _Watched:
@@ -252,3 +255,13 @@ class ValueGuard:
     def is_number_changed(self) -> bool:
         """Whether a value that is a number has changed to another number."""
         return any(w.is_number() and w.changed() for w in self._watched)
+
+    def numbers_changed(self) -> list[tuple[Any, str]]:
+        """Return the owners and names of attributes that have other numbers than expected.
+
+        Return none if a value that is no number has changed too.
+        """
+        changed = [w for w in self._watched if w.changed()]
+        if not all(w.is_number() for w in changed):
+            return []
+        return [(w.owner, w.name) for w in changed if isinstance(w.owner, nn.Module)]
