@@ -94,7 +94,9 @@ class Dispatcher(ModuleCode, StandsForForward):
         super().__init__(module, own, target, options)
         self.tally = Tally(self._name(), on_fallback)
         self.checker: Checks | None = None
-        self.times_calls = only_if_faster_now(options.only_if_faster)
+        # The module's own forward would not keep to a memory budget.
+        unlimited = options.memory_budget is None
+        self.times_calls = unlimited and only_if_faster_now(options.only_if_faster)
         register(self)
         self._outside_of_graphs = _outside_of_graphs()
         functools.update_wrapper(self, self.original)
