@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.table import Table
 
+from tvmbridge.coloring import Recomputation
 from tvmbridge.core.types import PassRecord, TensorSpec, ValueDescriptor
 from tvmbridge.passes.fx.run import lines_of
-from tvmbridge.coloring import Recomputation
 from tvmbridge.report import residuals_text
 
 _LINES = 3
