@@ -59,29 +59,36 @@ def _losses(model: nn.Module, rank: int, steps: int) -> tuple[list[float], list[
 def unlike_ranks(rank: int, strategy: str, seconds: float) -> tuple[float, int, int]:
     """Return the largest difference from eager training, the calls served, and the fallbacks."""
     dist.init_process_group("gloo")
-    found = []
-    for tvm in (False, True):
-        torch.manual_seed(0)
-        model: Any = nn.Sequential(Block(0.0), Block(0.0)).double().train()
-        blocks = list(model)
-        for block in blocks if tvm else ():
-            add_tvm_dispatch(block, options={"only_if_faster": False}, on_fallback="silent")
-        if strategy == "ddp":
-            model = DistributedDataParallel(model)
-        else:
-            mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
-            for part in (*blocks, model):
-                fully_shard(part, mesh=mesh)
-        with _unlike(rank, seconds):
-            found.append(_losses(model, rank, 3))
-    (losses, weights), (other_losses, other_weights) = found
-    furthest = max(abs(a - b) for a, b in zip(losses, other_losses, strict=True))
-    pairs = zip(weights, other_weights, strict=True)
-    furthest = max(furthest, *(float((a - b).abs().max()) for a, b in pairs))
-    reports = [dispatch_report(block) for block in blocks]
+    eager, _, _ = _trained(rank, strategy, None)
+    ours, served, fallbacks = _trained(rank, strategy, seconds)
     dist.destroy_process_group()
-    served = sum(r.tvm_calls for r in reports)
-    return furthest, served, sum(sum(r.fallbacks.values()) for r in reports)
+    furthest = max(float((a - b).abs().max()) for a, b in zip(eager, ours, strict=True))
+    return furthest, served, fallbacks
+
+
+def _trained(
+    rank: int, strategy: str, seconds: float | None
+) -> tuple[list[torch.Tensor], int, int]:
+    """Train blocks that are dispatched, or in eager PyTorch if ``seconds`` is None.
+
+    The process group must outlive the wrapper, which is freed when this function returns.
+    """
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(Block(0.0), Block(0.0)).double().train()
+    blocks = list(model)
+    for block in blocks if seconds is not None else ():
+        add_tvm_dispatch(block, options={"only_if_faster": False}, on_fallback="silent")
+    if strategy == "ddp":
+        model = DistributedDataParallel(model)
+    else:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+        for part in (*blocks, model):
+            fully_shard(part, mesh=mesh)
+    with _unlike(rank, seconds or 0.0):
+        losses, weights = _losses(model, rank, 3)
+    reports = [dispatch_report(block) for block in blocks] if seconds is not None else []
+    fallbacks = sum(sum(r.fallbacks.values()) for r in reports)
+    return [torch.tensor(losses), *weights], sum(r.tvm_calls for r in reports), fallbacks
 
 
 class Exchanging(nn.Module):
@@ -169,7 +176,7 @@ def tensor_parallel(rank: int) -> dict[str, tuple[float, int, tuple[str, ...]]]:
     mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
     found = {}
     eager = None
-    for name in ("", "head", "middle", "middle.0"):
+    for name in ("", "norm", "head", "middle"):
         torch.manual_seed(0)
         middle = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
         model = nn.Sequential()
