@@ -215,4 +215,6 @@ def pretrain(rank: int, strategy: str, folder: str, steps: int, killed: int | No
     given = ["--strategy", strategy, "--layers", "1", "--steps", str(steps), "--every", "2"]
     given += ["--width", "32", "--length", "8", *(["--folder", folder] if folder else [])]
     with mock.patch.object(nn.utils, "clip_grad_norm_", clipped):
-        return script.train(script.arguments(given))
+        losses = script.train(script.arguments(given))
+    dist.destroy_process_group()
+    return losses
