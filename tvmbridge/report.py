@@ -284,7 +284,7 @@ def report_of(dispatcher: Dispatcher) -> DispatchReport:
             seconds=dict(entry.compiled.seconds),
             residual_bytes=entry.compiled.residual_bytes,
             residuals=entry.compiled.residuals,
-            recomputation=None if (p := entry.compiled.split) is None else p.recomputation,
+            recomputation=None if (split := entry.compiled.split) is None else split.recomputation,
             native_operators=dict(entry.compiled.native_calls),
             aten_operators=dict(entry.compiled.aten_calls),
             kernels=entry.compiled.coverage,
