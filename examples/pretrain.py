@@ -119,7 +119,10 @@ def parallel(model: Llama, options: argparse.Namespace, device: torch.device) ->
 
 
 def train(options: argparse.Namespace) -> list[float]:
-    """Train on this rank, and return its losses."""
+    """Train on this rank, and return its losses; the caller destroys the process group.
+
+    DistributedDataParallel, which is freed on return, must not outlive the group.
+    """
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     if on_gpu:
@@ -155,7 +158,6 @@ def train(options: argparse.Namespace) -> list[float]:
         print(f"steps {first} to {options.steps}, loss {losses[-1]:.4f}, {speed}")
         if not options.eager:
             print(tvmbridge.dispatch_report(plain.blocks[0]))
-    dist.destroy_process_group()
     return losses
 
 
@@ -203,3 +205,4 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 if __name__ == "__main__":
     train(arguments())
+    dist.destroy_process_group()

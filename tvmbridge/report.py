@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from tvm.target import Target
 
+from tvmbridge.coloring import Recomputation
 from tvmbridge.compiler.buffers import Reuse
 from tvmbridge.compiler.packing import PackReport
 from tvmbridge.core.compiled_half import missing_halves
@@ -39,6 +40,8 @@ class SpecializationReport:
     - ``residual_bytes``: bytes that forward keeps for backward beyond its inputs and outputs.
       Random draws of dropout count.
     - ``residuals``: the values that these bytes belong to, the largest first.
+    - ``recomputation``: the bytes and the time predicted under a memory budget; None without one,
+      and for code from disk without capture.
     - ``native_operators``, ``aten_operators``: the number of operators that TVM compiles, and that
       PyTorch's kernels run, by ATen overload.
     - ``kernels``: the number of kernel calls in the code by origin: tuned, scheduled by rule,
@@ -79,6 +82,7 @@ class SpecializationReport:
     aten_operators: Mapping[str, int]
     kernels: Coverage
     passes: tuple[PassRecord, ...]
+    recomputation: Recomputation | None = None
     eager_functions: Mapping[str, int] = field(default_factory=dict)
     checked: int = 0
     checked_gradients: int = 0
@@ -245,6 +249,8 @@ class DispatchReport:
         for s in self.specializations:
             if s.residuals:
                 console.print(residuals_text(s.residuals), highlight=False)
+            if s.recomputation is not None:
+                console.print(str(s.recomputation), highlight=False)
         if self.fallbacks:
             table = Table("calls to the module's own forward, because", "calls")
             for reason, count in self.fallbacks.items():
@@ -278,6 +284,7 @@ def report_of(code: ModuleCode) -> DispatchReport:
             seconds=dict(entry.compiled.seconds),
             residual_bytes=entry.compiled.residual_bytes,
             residuals=entry.compiled.residuals,
+            recomputation=None if (split := entry.compiled.split) is None else split.recomputation,
             native_operators=dict(entry.compiled.native_calls),
             aten_operators=dict(entry.compiled.aten_calls),
             kernels=entry.compiled.coverage,

@@ -80,6 +80,8 @@ def unusual_in(module: nn.Module, leaves: Sequence[Any] = ()) -> Reason | None:
         reason = unusual(value) if isinstance(value, torch.Tensor) else None
         if is_unseen(value):
             return Reason(Kind.UNSEEN, f"{name} is a {type(value).__name__}")
+        if reason is not None and type(value).__name__ == "DTensor":
+            return Reason(Kind.DISTRIBUTED, name)
         if reason is not None:
             return Reason(Kind.UNUSUAL, f"{name} {reason}")
     for owner in module.modules():

@@ -8,7 +8,7 @@ computes itself; each policy has a file of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -16,6 +16,7 @@ import torch
 from tvm import relax
 
 from tvmbridge.backends import backend_of
+from tvmbridge.coloring.budget import Recomputation, predicted, within_budget
 from tvmbridge.coloring.graph import JointGraph, tensor_bytes
 from tvmbridge.coloring.keep_casts import keep_casts
 from tvmbridge.coloring.keep_operands import keep_operands
@@ -58,6 +59,7 @@ class Coloring:
     - ``residuals``: the forward values that backward reads.
     - ``reads``: the primals that backward reads.
     - ``drawn``: the primals that backward reads and that are random draws.
+    - ``recomputation``: the choice under a memory budget; None without one.
     """
 
     forward: tuple[relax.Binding, ...]
@@ -65,6 +67,7 @@ class Coloring:
     residuals: tuple[relax.Var, ...]
     reads: tuple[relax.Var, ...]
     drawn: tuple[relax.Var, ...] = ()
+    recomputation: Recomputation | None = None
 
     @property
     def repeated(self) -> frozenset[relax.Var]:
@@ -73,7 +76,10 @@ class Coloring:
 
 
 def color(
-    joint: JointModule, policy: str = "save_all", recompute: Collection[str] = ()
+    joint: JointModule,
+    policy: str = "save_all",
+    recompute: Collection[str] = (),
+    memory_budget: float | None = None,
 ) -> Coloring:
     """Divide the bindings of ``joint`` into forward and backward, as a policy chooses.
 
@@ -82,6 +88,8 @@ def color(
         policy: a key of :data:`POLICIES`.
         recompute: operators that backward may compute again in addition to the cheap ones; used
             by the policies that solve a minimum cut.
+        memory_budget: the fraction of the bytes kept by ``save_all`` that residuals may take; None:
+            no limit.
 
     Returns:
         The bindings of forward and backward, and the values that backward reads.
@@ -93,8 +101,17 @@ def color(
     check_names(recompute)
     graph = JointGraph(joint, recompute if policy in _MINIMUM_CUTS else ())
     bindings = joint.mod["joint"].body.blocks[0].bindings
-    chosen = decided(Rule.MIDDLE, lambda: _numbers(bindings, POLICIES[policy](graph)))
+
+    def choose() -> list[int]:
+        repeated = POLICIES[policy](graph)
+        if memory_budget is not None:
+            repeated = within_budget(joint, repeated, recompute, memory_budget)
+        return [i for i, binding in enumerate(bindings) if binding.var in repeated]
+
+    chosen = decided(Rule.MIDDLE, choose)
     repeated = frozenset(bindings[i].var for i in chosen)
+    if memory_budget is not None:
+        graph = JointGraph(joint, recompute, whatever=True)
     kept = graph.kept(repeated)
     forward = graph.with_forward(v for v in kept if v in graph.bound)
     return Coloring(
@@ -103,11 +120,8 @@ def color(
         residuals=tuple(v for v in graph.bound if v in kept),
         reads=tuple(p for p in graph.primals if p in kept),
         drawn=tuple(p for p in graph.primals if p in kept and p in graph.drawn),
+        recomputation=None if memory_budget is None else predicted(joint, repeated, memory_budget),
     )
-
-
-def _numbers(bindings: Sequence[relax.Binding], chosen: Collection[relax.Var]) -> list[int]:
-    return [i for i, binding in enumerate(bindings) if binding.var in chosen]
 
 
 def _backward(
@@ -137,4 +151,12 @@ def _backward(
     return tuple(binding_of[v] for v in ordered)
 
 
-__all__ = ["POLICIES", "Coloring", "JointGraph", "color", "policy_for", "tensor_bytes"]
+__all__ = [
+    "POLICIES",
+    "Coloring",
+    "JointGraph",
+    "Recomputation",
+    "color",
+    "policy_for",
+    "tensor_bytes",
+]

@@ -22,6 +22,9 @@ class JointGraph:
         joint: the joint function.
         also: operators that may be repeated although they are expensive: ``relax.nn.softmax``, or
             the overload of an ATen call.
+        whatever: whether every operator that :func:`.operators.may_run_twice` may be repeated.
+            Operators that are not continuous are then not repeated: forward keeps their results,
+            so that values with other roundings do not change them.
 
     Attributes:
         bound: the value of each binding, by its variable, in program order.
@@ -39,7 +42,9 @@ class JointGraph:
             a rounding difference could change its result.
     """
 
-    def __init__(self, joint: JointModule, also: Collection[str] = ()) -> None:
+    def __init__(
+        self, joint: JointModule, also: Collection[str] = (), *, whatever: bool = False
+    ) -> None:
         function = joint.mod["joint"]
         self.bound = {b.var: b.value for b in function.body.blocks[0].bindings}
         self.operands = {v: _reads(value) for v, value in self.bound.items()}
@@ -52,8 +57,13 @@ class JointGraph:
         self.drawn = frozenset(p for p in self.primals if p.name in drawn)
         self.forward = self._with_items(self._dependencies(self.outputs))
         self.backward, self.early, self.needed = self._backward(function.params)
-        self.movable = self._movable()
         self._also = frozenset(also)
+        self._whatever = whatever
+        # Policies ask again and again, and the answers take long to read from Relax.
+        self._repeatable: dict[relax.Var, bool] = {}
+        self._sizes: dict[relax.Var, int | None] = {}
+        self.movable = self._movable()
+        self._held = self._decisions() if whatever else frozenset()
         saved = joint.saved
         copied = frozenset() if saved is None else saved.copied_primals
         self._copied = frozenset(p for p in self.primals if p.name in copied)
@@ -64,6 +74,14 @@ class JointGraph:
 
     def may_repeat(self, var: relax.Var) -> bool:
         """Whether backward may compute ``var``, which depends on no cotangent."""
+        known = self._repeatable.get(var)
+        if known is None:
+            known = self._repeatable[var] = self._may_repeat(var)
+        return known
+
+    def _may_repeat(self, var: relax.Var) -> bool:
+        if var in self._held:
+            return False
         if var in self.early:
             return True
         value = self.bound[var]
@@ -72,6 +90,8 @@ class JointGraph:
         return self._cheap(value)
 
     def _cheap(self, value: relax.Expr) -> bool:
+        if self._whatever and operators.may_run_twice(value):
+            return True
         return operators.is_cheap(value) or operators.operator_name(value) in self._also
 
     def nbytes(self, var: relax.Var) -> int | None:
@@ -82,6 +102,11 @@ class JointGraph:
         So do primals and outputs that eager PyTorch does not save: the user may write them, so
         that backward needs a copy.
         """
+        if var not in self._sizes:
+            self._sizes[var] = self._nbytes(var)
+        return self._sizes[var]
+
+    def _nbytes(self, var: relax.Var) -> int | None:
         if not isinstance(var.ty, relax.TensorType):
             return None
         if var in self.early and var not in self.movable:
@@ -163,11 +188,24 @@ class JointGraph:
     def _movable(self) -> frozenset[relax.Var]:
         movable = set(self.forward)
         for var, value in self.bound.items():
-            if var in self.early and isinstance(value, relax.Call):
+            item = self._whatever and isinstance(value, relax.TupleGetItem)
+            if var in self.early and (item or isinstance(value, relax.Call)):
                 known = all(v in movable or v in self._inputs for v in self.operands[var])
                 if known and self.operands[var] and operators.repeats_every_bit(value):
                     movable.add(var)
         return frozenset(movable)
+
+    def _decisions(self) -> frozenset[relax.Var]:
+        """Return the movable results of operators that are not continuous and read rounded values.
+
+        Primals are not rounded again.
+        """
+        return frozenset(
+            var
+            for var in self.movable
+            if not operators.is_smooth(self.bound[var])
+            and any(_may_round(v) for v in self.operands[var] if v not in self._inputs)
+        )
 
     def _fragile(self) -> frozenset[relax.Var]:
         """Return the floating-point values whose rounding could change a result in backward.
@@ -178,7 +216,7 @@ class JointGraph:
         fragile: set[relax.Var] = set()
         in_question = self._dependencies(self.needed)
         for var, value in reversed(self.bound.items()):
-            decides = not operators.is_smooth(value)
+            decides = var not in self._held and not operators.is_smooth(value)
             own = var not in self.forward
             runs_again = own or (var in in_question and self._cheap(value))
             passes_on = var in fragile and (own or operators.repeats_every_bit(value))

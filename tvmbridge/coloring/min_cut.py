@@ -10,7 +10,8 @@ Cost".)
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from tvm import relax
@@ -26,7 +27,11 @@ if TYPE_CHECKING:
 _SOURCE, _SINK = "source", "sink"
 
 
-def min_cut(graph: JointGraph, once: Collection[relax.Var] = frozenset()) -> frozenset[relax.Var]:
+def min_cut(
+    graph: JointGraph,
+    once: Collection[relax.Var] = frozenset(),
+    prices: Mapping[relax.Var, float] = MappingProxyType({}),
+) -> frozenset[relax.Var]:
     """Return the variables that backward computes itself, instead of reading forward's values.
 
     Among cuts of equal size, prefer one that keeps values which forward computes anyway, and among
@@ -37,10 +42,11 @@ def min_cut(graph: JointGraph, once: Collection[relax.Var] = frozenset()) -> fro
     Args:
         graph: the joint function.
         once: variables that backward must not compute again.
+        prices: the bytes that a variable must save to be computed again; 0 where it is not given.
     """
     import networkx
 
-    network = _network(graph, once)
+    network = _network(graph, once, prices)
     try:
         _, (_, behind) = networkx.minimum_cut(network, _SOURCE, _SINK)
     except networkx.NetworkXUnbounded:
@@ -51,7 +57,9 @@ def min_cut(graph: JointGraph, once: Collection[relax.Var] = frozenset()) -> fro
     return movable | (graph.early - graph.movable)
 
 
-def _network(graph: JointGraph, once: Collection[relax.Var]) -> networkx.DiGraph:
+def _network(
+    graph: JointGraph, once: Collection[relax.Var], prices: Mapping[relax.Var, float]
+) -> networkx.DiGraph:
     """Build the flow network of the values that backward needs, and of their dependencies."""
     import networkx
 
@@ -72,6 +80,8 @@ def _network(graph: JointGraph, once: Collection[relax.Var]) -> networkx.DiGraph
         if var not in graph.bound or var in once or not graph.may_repeat(var):
             network.add_edge(_SOURCE, (var, "in"))
             continue
+        if prices.get(var):
+            network.add_edge(_SOURCE, (var, "in"), capacity=round(prices[var] * scale))
         for operand in graph.operands[var]:
             network.add_edge((operand, "out"), (var, "in"))
             if operand not in seen:

@@ -50,11 +50,14 @@ _SMOOTH_ATEN_NAMES = (
     "embedding embedding_dense_backward gather index_select index_add index_put scatter_add "
     "slice_scatter select_scatter constant_pad_nd cumsum avg_pool2d avg_pool2d_backward "
     "_adaptive_avg_pool2d _adaptive_avg_pool2d_backward upsample_bilinear2d "
-    "upsample_bilinear2d_backward upsample_nearest2d upsample_nearest2d_backward"
+    "upsample_bilinear2d_backward upsample_nearest2d upsample_nearest2d_backward "
+    "max_pool2d_with_indices_backward"
 )
 _ATTENTION_NAMES = (
     "attention fused_attention fused_attention_backward fused_attention_backward_with_bias"
 )
+# Kernels that may draw a dropout mask themselves.
+_MAY_DRAW = "tvmbridge.fused_attention"
 _SMOOTH_ATEN = frozenset(
     ["aten.index.Tensor"]
     + [f"aten.{name}.default" for name in _SMOOTH_ATEN_NAMES.split()]
@@ -85,7 +88,7 @@ def check_names(names: Collection[str]) -> None:
     Names are Relax operators (``relax.nn.conv2d``) or ATen overloads.
     """
     for name in names:
-        if name.startswith("tvmbridge.fused_attention"):
+        if name.startswith(_MAY_DRAW):
             raise ValueError(f"{name} may have dropout, which is drawn once")
         try:
             if name.startswith("relax."):
@@ -155,6 +158,17 @@ def is_smooth(value: relax.Expr) -> bool:
     if name == "relax.astype":
         return is_floating(value)
     return name in _SMOOTH or name in _SMOOTH_ATEN
+
+
+def may_run_twice(value: relax.Expr) -> bool:
+    """Whether a second computation gives the same result up to rounding, at whatever cost.
+
+    False for operators that are not continuous or not known, and for kernels that may draw.
+    """
+    name = operator_name(value)
+    if name is None:
+        return is_cheap(value)
+    return (name in _SMOOTH or name in _SMOOTH_ATEN) and not name.startswith(_MAY_DRAW)
 
 
 def is_floating(value: relax.Expr) -> bool:

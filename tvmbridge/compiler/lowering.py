@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
@@ -11,7 +12,6 @@ import tvm
 
 from tvmbridge.backends import backend_of, resolve_target
 from tvmbridge.calls.layouts import output_layouts
-from tvmbridge.coloring import policy_for
 from tvmbridge.compiler.combining import Combining, Packs
 from tvmbridge.compiler.laying_out import Layouts
 from tvmbridge.compiler.request import CompileRequest
@@ -36,6 +36,8 @@ from tvmbridge.pipeline import (
     run_extra_passes,
     run_passes,
 )
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -165,8 +167,11 @@ def _forward_and_backward(
     device = derivation.captured.device
     mod = run_passes(joint.mod, backend_of(device).graph_passes(True), combining.records)
     joint = replace(joint, mod=run_extra_passes(mod, passes, combining.records))
-    policy = policy_for(options.residual_policy, device)
-    return split(*colored(joint, policy, options.recompute)), packs
+    parts = split(*colored(joint, options, device))
+    if parts.recomputation is not None:
+        level = logging.INFO if parts.recomputation.fits else logging.WARNING
+        logger.log(level, "%s", parts.recomputation)
+    return parts, packs
 
 
 def _forward(

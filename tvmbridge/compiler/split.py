@@ -10,9 +10,10 @@ import tvm
 from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from tvmbridge.coloring import Coloring, color
+from tvmbridge.coloring import Coloring, Recomputation, color, policy_for
 from tvmbridge.coloring.operators import operator_name
 from tvmbridge.compiler.readers import Readers, readers_of, with_more_copies
+from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.types import TensorSpec, ValueDescriptor
 from tvmbridge.differentiation.custom_functions import AppliedFunction
 from tvmbridge.differentiation.differentiate import JointModule
@@ -42,6 +43,7 @@ class SplitModule:
     - ``drawn``: the random draws among the ``reads``.
     - ``functions``: the custom autograd functions, see :class:`JointModule`.
     - ``readers``: which cotangents read the primals and outputs; None: each cotangent reads all.
+    - ``recomputation``: the choice of residuals under a memory budget; None without one.
     """
 
     mod: tvm.IRModule
@@ -56,6 +58,7 @@ class SplitModule:
     drawn: tuple[ValueDescriptor, ...] = ()
     functions: tuple[AppliedFunction, ...] = ()
     readers: Readers | None = None
+    recomputation: Recomputation | None = None
 
     @property
     def residual_bytes(self) -> int:
@@ -102,19 +105,21 @@ def split(joint: JointModule, coloring: Coloring) -> SplitModule:
         drawn=tuple(replace(_describe(v, bound), made_by="draw") for v in coloring.drawn),
         functions=joint.functions,
         readers=readers,
+        recomputation=coloring.recomputation,
     )
 
 
 def colored(
-    joint: JointModule, policy: str, recompute: Collection[str]
+    joint: JointModule, options: CompileOptions, device: torch.device
 ) -> tuple[JointModule, Coloring]:
     """Return the coloring of ``joint`` (see ``color``), and ``joint`` with the copies it needs.
 
     The policy counts the bytes of a copy. It chooses again whenever its coloring lets a cotangent
     read user memory that the cotangent does not read in eager PyTorch: that memory must be copied.
     """
+    policy = policy_for(options.residual_policy, device)
     while True:
-        coloring = color(joint, policy, recompute)
+        coloring = color(joint, policy, options.recompute, options.memory_budget)
         if joint.saved is None or joint.functions:
             return joint, coloring
         function = joint.mod["joint"]

@@ -49,6 +49,11 @@ class CompileOptions:
             ``keep_operands`` on a GPU.
         recompute: further operators that the minimum cuts may recompute, by their names in Relax
             (``"relax.nn.softmax"``) or, for ATen calls, in PyTorch (``"aten.avg_pool2d.default"``).
+        memory_budget: the fraction, above 0 and at most 1, of the bytes that ``"save_all"`` keeps
+            that residuals may take. If the policy's choice takes more, backward also recomputes
+            products, convolutions and whatever else gives the same result twice, where that saves
+            the most bytes for its estimated time. Random draws are never repeated. None: no limit.
+            With a budget calls are not timed beside the module's own forward.
         max_specializations: how many input signatures one module keeps compiled. It also limits,
             for each signature and mode, the different sets of tensors that require a gradient.
             Calls compile no more than that. If ``add_tvm_dispatch`` adds one more, the least
@@ -102,6 +107,7 @@ class CompileOptions:
     joint: str = "auto"
     residual_policy: str = "auto"
     recompute: tuple[str, ...] = ()
+    memory_budget: float | None = None
     max_specializations: int = 16
     measure_kernels: bool = True
     combine_matmuls: str = "auto"
@@ -133,6 +139,7 @@ class CompileOptions:
         except ValueError as error:
             raise ValueError(f"CompileOptions.check: {error}") from None
         _check_recompute(self.recompute)
+        _check_memory_budget(self.memory_budget)
         _check_extra_passes(self.extra_passes)
         if not isinstance(self.fx_passes, tuple | None):
             raise TypeError(f"CompileOptions.fx_passes is {self.fx_passes!r}; give a tuple")
@@ -188,6 +195,17 @@ def _check_recompute(names: Any) -> None:
         f"CompileOptions.recompute is {names!r}; give a tuple of operator names such as "
         "'relax.nn.conv2d' or 'aten.avg_pool2d.default'"
     )
+
+
+def _check_memory_budget(budget: Any) -> None:
+    if budget is None:
+        return
+    number = isinstance(budget, int | float) and not isinstance(budget, bool)
+    if not number or not 0 < budget <= 1:
+        raise ValueError(
+            f"CompileOptions.memory_budget is {budget!r}; give a fraction above 0 and at most 1, "
+            "or None for no limit"
+        )
 
 
 def _check_extra_passes(passes: Any) -> None:

@@ -223,6 +223,12 @@ class Kind(enum.Enum):
         "call the module itself",
         _REFUSED,
     )
+    DISTRIBUTED = (
+        "{} is a DTensor (parallelize_module, distribute_tensor), and compiled code does not "
+        "exchange parts of tensors between processes",
+        "dispatch the submodules whose parameters are plain tensors",
+        _REFUSED,
+    )
     SHARDED_WITHIN = (
         "its submodule {} is sharded by itself (fully_shard), and one compiled function cannot "
         "gather its parameters in between",

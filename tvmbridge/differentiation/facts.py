@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from tvmbridge.calls.layouts import Layout
+from tvmbridge.core.collectives import no_exchanges
 from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.core.torch_private import storage_key
 from tvmbridge.core.types import OutputKind
@@ -80,9 +81,10 @@ def gradient_facts(rehearsal: Rehearsal) -> GradientFacts:
             raise NothingToDifferentiateError("no computed output requires a gradient")
         saved = _saved_memory(rehearsal, outputs, differentiable)
         layouts: dict[int, Layout | None] = {}
-        reached = reached_by_gradients(
-            rehearsal, leaves, [outputs[i] for i in differentiable], layouts
-        )
+        with no_exchanges():
+            reached = reached_by_gradients(
+                rehearsal, leaves, [outputs[i] for i in differentiable], layouts
+            )
     if not _draws_alike(watch, rehearsal):
         watch.reasons[OTHER_DRAWS] = None
     flowing = [i for i, reads in reached.items() if reads]

@@ -15,7 +15,7 @@ from torch import nn
 from tvm import relax
 
 from tvmbridge.calls.standins import anything_requires_grad
-from tvmbridge.coloring import Coloring, policy_for
+from tvmbridge.coloring import Coloring
 from tvmbridge.compiler.combining import Combining
 from tvmbridge.compiler.lowering import LoweredModule, lower_module
 from tvmbridge.compiler.packing import ModulePacks
@@ -130,8 +130,7 @@ class Stages:
         return split(*self._colored()).mod[name]
 
     def _colored(self) -> tuple[JointModule, Coloring]:
-        policy = policy_for(self.options.residual_policy, self._lowered.captured.device)
-        return colored(self._joint, policy, self.options.recompute)
+        return colored(self._joint, self.options, self._lowered.captured.device)
 
     def _titled(self, name: str) -> str:
         """Return the user's name of a parameter or an input of the joint function."""

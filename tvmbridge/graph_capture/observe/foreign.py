@@ -17,6 +17,7 @@ from torch import nn
 from tvmbridge.calls.copies import copied_values
 from tvmbridge.calls.patches import patched_here
 from tvmbridge.core.assumptions import OutsideValue
+from tvmbridge.core.collectives import refuse_exchange
 from tvmbridge.core.contents import MISSING, same_value
 from tvmbridge.core.errors import CaptureError
 from tvmbridge.core.structure import map_tensors
@@ -58,6 +59,7 @@ class ForeignTensors(TorchDispatchMode):
         self.differentiated: dict[int, torch.Tensor] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        refuse_exchange(func)
         for value in pytree.tree_leaves((args, kwargs)) if func not in _FRESH else ():
             if isinstance(value, torch.Tensor):
                 self._note(self._stand_ins.get(id(value)), value)

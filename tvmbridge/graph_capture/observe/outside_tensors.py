@@ -10,6 +10,7 @@ from torch import nn
 
 from tvmbridge.calls.standins import run_apart
 from tvmbridge.core.autocast import Autocast
+from tvmbridge.core.collectives import no_exchanges
 from tvmbridge.core.contents import all_held
 from tvmbridge.core.errors import CaptureError
 from tvmbridge.core.torch_private import TorchDispatchMode, has_storage, pytree, storage_key
@@ -57,10 +58,11 @@ def run_unseen(
     """Call :func:`run_apart`, and leave no copy of a tensor and no write outside the module.
 
     Raises:
-        CaptureError: forward has kept a view of a copy of a parameter or buffer outside.
+        CaptureError: forward has kept a view of a copy of a parameter or buffer outside, or
+            exchanges tensors with other processes.
     """
     undo = current_undo()
-    with undo.run():
+    with undo.run(), no_exchanges():
         if undo.tensors():
             with WritesUndone(undo.tensors()):
                 copies = run_apart(module, args, kwargs, autocast)

@@ -80,6 +80,8 @@ def raise_if_forward_refuses(
     try:
         with tensors_replaced(actor, {}):
             run_unseen(actor, args, kwargs, autocast)
+    except CaptureError:
+        raise
     except Exception as error:
         if "torch.func." in str(error) and "saved tensor hooks" in str(error):
             raise CaptureError(

@@ -173,6 +173,7 @@ class _Explanation:
             found["residual_policy"] = policy_for(
                 self.options.residual_policy, lowered.captured.device
             )
+            found["recomputation"] = parts.recomputation
             found["residuals"] = tuple(sorted(values, key=lambda v: -v.spec.nbytes))
         return found
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.table import Table
 
+from tvmbridge.coloring import Recomputation
 from tvmbridge.core.types import PassRecord, TensorSpec, ValueDescriptor
 from tvmbridge.passes.fx.run import lines_of
 from tvmbridge.report import residuals_text
@@ -75,6 +76,8 @@ class ExplainReport:
     - ``joint_reason``: why the source is not ``relax``.
     - ``residual_policy``: the policy that chooses the residuals.
     - ``residuals``: the values that forward keeps for backward, the largest first.
+    - ``recomputation``: the bytes and the time that are predicted under a memory budget; None
+      without one.
     - ``frozen``: numbers, strings and containers that would be constants of the code, by name:
       arguments that are not tensors, and attributes that forward reads. This code serves no calls
       in which they differ.
@@ -98,6 +101,7 @@ class ExplainReport:
     joint_reason: str = ""
     residual_policy: str = ""
     residuals: tuple[ValueDescriptor, ...] = ()
+    recomputation: Recomputation | None = None
     frozen: Mapping[str, str] = field(default_factory=dict)
     packs: tuple[tuple[str, ...], ...] = ()
     eager_functions: tuple[str, ...] = ()
@@ -143,6 +147,8 @@ class ExplainReport:
             why = f", because {self.joint_reason}" if self.joint_reason else ""
             lines.append(f"gradient by {self.joint}{why}")
             lines.append(f"{residuals_text(self.residuals)}, by {self.residual_policy}")
+        if self.recomputation is not None:
+            lines.append(str(self.recomputation))
         for record in self.fx_passes:
             lines += lines_of(record)
         lines += [f"one product of {len(names)}: {', '.join(names)}" for names in self.packs]
