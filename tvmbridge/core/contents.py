@@ -40,6 +40,7 @@ CONTAINERS = (Mapping, list, tuple, set, frozenset, deque)
 _SEQUENCES: tuple[Any, ...] = (list, tuple, deque)
 _WORDS = frozenset({"u1", "u2", "u4", "u8"})  # numpy's names of unsigned integers
 _PLAIN_VALUES = frozenset({bool, int, float, complex, str, bytes, range, type(None), type(...)})
+_PLAIN_CONTAINERS = frozenset({dict, list, tuple})
 _OF_TENSORS = frozenset({torch.Size, torch.dtype, torch.device, torch.layout})
 
 
@@ -136,6 +137,8 @@ def is_constant(value: Any) -> bool:
 
 def contents(value: Any) -> list[Any]:
     """Return the items and attributes of a container or plain object, such as a configuration."""
+    if type(value) in _PLAIN_CONTAINERS:  # Objects of exactly these classes have no attributes.
+        return [*value, *value.values()] if type(value) is dict else [*value]
     if isinstance(value, _THEMSELVES):
         return []
     attributes = attributes_of(value)
@@ -219,6 +222,8 @@ def state_of(value: Any) -> list[Any] | None:
     """
     if type(value) in _PLAIN_VALUES:
         return []
+    if type(value) in _PLAIN_CONTAINERS:
+        return contents(value)
     # The proxy of a data-dependent value refuses isinstance.
     if issubclass(type(value), fx.Proxy):
         return None
