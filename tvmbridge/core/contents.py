@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 import math
+import operator
 import pickle
 import queue
 import random
@@ -113,6 +114,8 @@ def same_value(a: Any, b: Any, depth: int = DEPTH) -> bool:
     ours, theirs = state_of(a), state_of(b)
     if ours is None or theirs is None:
         return False
+    if len(ours) == len(theirs) and all(map(operator.is_, ours, theirs)):
+        return True
     return len(ours) == len(theirs) and all(
         same_value(x, y, depth - 1) for x, y in zip(ours, theirs, strict=True)
     )
@@ -155,8 +158,19 @@ def contents(value: Any) -> list[Any]:
 
 def all_held(value: Any, depth: int = DEPTH) -> list[Any]:
     """Return ``value`` and, depth first, everything that it holds, down to ``depth`` levels."""
-    held = () if depth == 0 or type(value) in _PLAIN_VALUES else state_of(value) or ()
+    if depth == 0 or type(value) in _PLAIN_VALUES:
+        return [value]
+    held = state_of(value) or ()
+    if _PLAIN_VALUES.issuperset(map(type, held)):
+        return [value, *held]
     return [value, *(inner for item in held for inner in all_held(item, depth - 1))]
+
+
+def is_flat(value: Any) -> bool:
+    """Whether ``value`` is a plain list, tuple or dict of numbers, strings and the like alone."""
+    if type(value) not in _PLAIN_CONTAINERS or not _PLAIN_VALUES.issuperset(map(type, value)):
+        return False
+    return type(value) is not dict or _PLAIN_VALUES.issuperset(map(type, value.values()))
 
 
 def same_held(before: list[Any], after: list[Any]) -> bool:
