@@ -24,7 +24,7 @@ def reachable_functions(known: Iterable[Any]) -> Iterator[types.FunctionType]:
     The search passes by the Python modules and the classes of libraries.
     """
     modules = [m for name, m in list(sys.modules.items()) if not is_library(name)]
-    waiting, passed = [*known, *map(_names_of, modules), *_frames()], set()
+    waiting, passed = [*known, *map(_names_of, modules), *_frames()], set[int]()
     while waiting and len(passed) < _MOST_OBJECTS:
         value = waiting.pop()
         if id(value) in passed or not gc.is_tracked(value) or _is_of_library(value):

@@ -7,7 +7,6 @@ have one of the names. Plain objects and containers are compared as a whole.
 from __future__ import annotations
 
 import builtins
-import functools
 import gc
 import importlib.util
 import sys
