@@ -366,7 +366,7 @@ SERVING = (
         "tvmbridge.graph_capture.observe.executed",
         "            sys.setprofile(self._called)",
         "            pass",
-        ("tests/graph_capture/observe/test_outside.py", "-k", "change_is_noticed"),
+        ("tests/graph_capture/observe/test_executed.py",),
     ),
     Plant(
         "closures hidden by gc.freeze() not watched",
