@@ -31,12 +31,19 @@ class RelaxPass:
 def map_functions(
     mod: tvm.IRModule, rewrite: Callable[[relax.Function], relax.Function]
 ) -> tvm.IRModule:
-    """Return a new module in which ``rewrite`` was applied to every Relax function of ``mod``."""
-    functions = {}
+    """Return ``mod`` with ``rewrite`` applied to every Relax function.
+
+    If each function stays the same object, return ``mod`` itself.
+    """
+    functions, changed = {}, False
     for global_var, function in mod.functions_items():
         if isinstance(function, relax.Function):
-            function = rewrite(function)
+            rewritten = rewrite(function)
+            changed |= not rewritten.same_as(function)
+            function = rewritten
         functions[global_var] = function
+    if not changed:
+        return mod
     return tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
 
 

@@ -30,6 +30,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import tvm
@@ -84,9 +85,9 @@ class _Kernel:
     span: Any
     binding: relax.Binding | None = None
 
-    @property
+    @cached_property
     def reads(self) -> Counter[relax.Var]:
-        """How often the call reads each variable."""
+        """How often the call reads each variable; not to be changed."""
         return Counter(arg for arg in self.args if isinstance(arg, relax.Var))
 
 
@@ -100,17 +101,31 @@ class _Line:
         self.nodes: list[_Node | None] = []
         # The place of the kernel, by each variable of its results.
         self._places: dict[relax.Var, int] = {}
+        # The variables that bindings without a kernel read, by the id of the binding.
+        self._read: dict[int, frozenset[relax.Var]] = {}
 
     def extend(self, nodes: Iterable[_Node]) -> None:
         """Append ``nodes``."""
         for node in nodes:
             if isinstance(node, _Kernel):
                 self._places.update(dict.fromkeys(node.results, len(self.nodes)))
+            else:
+                self._read[id(node)] = frozenset(_reads(node))
             self.nodes.append(node)
 
     def behind(self, place: int) -> list[_Node]:
         """Return the nodes after ``place``."""
         return [node for node in self.nodes[place + 1 :] if node is not None]
+
+    def readers(self, place: int, results: Iterable[relax.Var]) -> list[_Node]:
+        """Return the nodes after ``place`` that depend on ``results``."""
+        reached, found = set(results), []
+        for node in self.behind(place):
+            read = node.reads if isinstance(node, _Kernel) else self._read[id(node)]
+            if not reached.isdisjoint(read):
+                found.append(node)
+                reached.update(_defined(node))
+        return found
 
     def source_before(self, place: int, kernel: _Kernel) -> int | None:
         """Return the place of the last kernel before ``place`` whose result ``kernel`` reads."""
@@ -173,7 +188,7 @@ class _Merging:
         while place is not None:
             source = line.nodes[place]
             assert isinstance(source, _Kernel)
-            after, both = _readers(line.behind(place), source.results), None
+            after, both = line.readers(place, source.results), None
             if not {var for node in after for var in _defined(node)} & set(kernel.reads):
                 both = self._both(source, kernel, uses)
             if both is None:
@@ -295,16 +310,6 @@ def _uses(function: relax.Function) -> Counter[relax.Var]:
             if not isinstance(binding.var, relax.DataflowVar):
                 uses[binding.var] += 1
     return uses
-
-
-def _readers(nodes: list[_Node], results: tuple[relax.Var, ...]) -> list[_Node]:
-    """Return those of ``nodes`` that depend on ``results``."""
-    reached, found = set(results), []
-    for node in nodes:
-        if reached & set(_reads(node)):
-            found.append(node)
-            reached.update(_defined(node))
-    return found
 
 
 def _bindings(node: _Node, builder: relax.BlockBuilder) -> list[relax.Binding]:

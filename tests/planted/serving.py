@@ -368,4 +368,20 @@ SERVING = (
         "        raise",
         ("tests/graph_capture/observe/test_undo.py", "-k", "refusal and _of_classes"),
     ),
+    Plant(
+        "a function of the user's that runs while the profiler rests",
+        "guard",
+        "tvmbridge.graph_capture.observe.executed",
+        "            sys.setprofile(self._called)",
+        "            pass",
+        ("tests/graph_capture/observe/test_executed.py",),
+    ),
+    Plant(
+        "closures hidden by gc.freeze() not watched",
+        "guard",
+        "tvmbridge.graph_capture.observe.sources",
+        "if found is None and gc.get_freeze_count():",
+        "if False:",
+        ("tests/graph_capture/observe/test_frozen.py",),
+    ),
 )

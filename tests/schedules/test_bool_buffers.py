@@ -18,6 +18,21 @@ class _Powers(nn.Module):
         return torch.pow(x[:, :1] * x[:, :1] + 0.5, y).sum(0)
 
 
+class _Joined(nn.Module):
+    """A module that reads a comparison within one part of a concatenation."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([torch.where(x.gt(0), x * 2, x.cos()), x], 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_comparisons_in_parts_of_concatenations(dtype: torch.dtype) -> None:
+    x = torch.randn(4, 16, dtype=dtype)
+    module = add_tvm_dispatch(_Joined(), x)
+    torch.testing.assert_close(module(x), _Joined()(x))
+    assert dispatch_report(module).fallbacks == {}
+
+
 @pytest.mark.parametrize("shape", [(2, 4), (2, 33)])
 def test_gradients_equal_those_of_eager(shape: tuple[int, int]) -> None:
     x = torch.randn(shape, dtype=torch.float64, requires_grad=True)

@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
+from types import BuiltinFunctionType, FrameType
 from typing import Any
 
 import numpy
@@ -86,9 +86,10 @@ class OwnCalls:
 
         The methods of numpy's generators are no builtin functions, so that calls are not seen.
         """
+        kind = type(value)
         # Of other values, asking for an attribute may run code of the user's.
-        bound = inspect.getattr_static(type(value), "__self__", None) is not None
-        owner = value.__self__ if bound else None
+        bound = kind is BuiltinFunctionType or inspect.getattr_static(kind, "__self__", None)
+        owner = None if bound is None else value.__self__
         for generator, name in _GENERATOR:
             if owner is generator or value is generator:
                 for calls in (self, *_around()):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 import math
+import operator
 import pickle
 import queue
 import random
@@ -40,6 +41,7 @@ CONTAINERS = (Mapping, list, tuple, set, frozenset, deque)
 _SEQUENCES: tuple[Any, ...] = (list, tuple, deque)
 _WORDS = frozenset({"u1", "u2", "u4", "u8"})  # numpy's names of unsigned integers
 _PLAIN_VALUES = frozenset({bool, int, float, complex, str, bytes, range, type(None), type(...)})
+_PLAIN_CONTAINERS = frozenset({dict, list, tuple})
 _OF_TENSORS = frozenset({torch.Size, torch.dtype, torch.device, torch.layout})
 
 
@@ -112,6 +114,8 @@ def same_value(a: Any, b: Any, depth: int = DEPTH) -> bool:
     ours, theirs = state_of(a), state_of(b)
     if ours is None or theirs is None:
         return False
+    if len(ours) == len(theirs) and all(map(operator.is_, ours, theirs)):
+        return True
     return len(ours) == len(theirs) and all(
         same_value(x, y, depth - 1) for x, y in zip(ours, theirs, strict=True)
     )
@@ -136,6 +140,8 @@ def is_constant(value: Any) -> bool:
 
 def contents(value: Any) -> list[Any]:
     """Return the items and attributes of a container or plain object, such as a configuration."""
+    if type(value) in _PLAIN_CONTAINERS:  # Objects of exactly these classes have no attributes.
+        return [*value, *value.values()] if type(value) is dict else [*value]
     if isinstance(value, _THEMSELVES):
         return []
     attributes = attributes_of(value)
@@ -152,8 +158,19 @@ def contents(value: Any) -> list[Any]:
 
 def all_held(value: Any, depth: int = DEPTH) -> list[Any]:
     """Return ``value`` and, depth first, everything that it holds, down to ``depth`` levels."""
-    held = () if depth == 0 or type(value) in _PLAIN_VALUES else state_of(value) or ()
+    if depth == 0 or type(value) in _PLAIN_VALUES:
+        return [value]
+    held = state_of(value) or ()
+    if _PLAIN_VALUES.issuperset(map(type, held)):
+        return [value, *held]
     return [value, *(inner for item in held for inner in all_held(item, depth - 1))]
+
+
+def is_flat(value: Any) -> bool:
+    """Whether ``value`` is a plain list, tuple or dict of numbers, strings and the like alone."""
+    if type(value) not in _PLAIN_CONTAINERS or not _PLAIN_VALUES.issuperset(map(type, value)):
+        return False
+    return type(value) is not dict or _PLAIN_VALUES.issuperset(map(type, value.values()))
 
 
 def same_held(before: list[Any], after: list[Any]) -> bool:
@@ -219,6 +236,8 @@ def state_of(value: Any) -> list[Any] | None:
     """
     if type(value) in _PLAIN_VALUES:
         return []
+    if type(value) in _PLAIN_CONTAINERS:
+        return contents(value)
     # The proxy of a data-dependent value refuses isinstance.
     if issubclass(type(value), fx.Proxy):
         return None

@@ -266,7 +266,10 @@ class _Inliner(Evaluator):
         """Bind ``value`` to a variable by a Let around the whole expression."""
         if isinstance(value, tirx.Var | tirx.IntImm | tirx.FloatImm):
             return value
-        var = tirx.Var(hint, str(value.ty.dtype))
+        dtype = str(value.ty.dtype)
+        if dtype == "bool":  # TVM's analyzer refuses a Let of a vector of booleans.
+            return value
+        var = tirx.Var(hint, dtype)
         self.bindings.append((var, value))
         return var
 

@@ -89,6 +89,7 @@ MetaTensorDescriber = torch._subclasses.meta_utils.MetaTensorDescriber
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
 enable_python_dispatcher = torch._dispatch.python.enable_python_dispatcher
 disable_current_modes = torch.utils._python_dispatch._disable_current_modes
+dispatch_modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack
 dispatch_mode_count = torch._C._len_torch_dispatch_stack
 function_mode_count = torch._C._len_torch_function_stack
 function_mode_at = torch._C._get_function_stack_at

@@ -19,7 +19,7 @@ from torch import nn
 from tvmbridge.calls.plain import PLAIN
 from tvmbridge.calls.standins import tensors_of
 from tvmbridge.core.assumptions import OutsideValue
-from tvmbridge.core.contents import all_held
+from tvmbridge.core.contents import all_held, is_flat
 from tvmbridge.core.errors import CaptureError
 from tvmbridge.core.torch_private import has_storage, storage_key
 from tvmbridge.graph_capture.observe.fakes import all_tensors
@@ -104,7 +104,7 @@ def _labelled(values: Iterable[OutsideValue]) -> dict[int, tuple[str, torch.Tens
     """Map the id of each tensor in ``values`` to its label and itself; the first label counts."""
     found: dict[int, tuple[str, torch.Tensor]] = {}
     for value in values:
-        for held in [] if value.itself else all_held(value.expected):
+        for held in [] if value.itself or is_flat(value.expected) else all_held(value.expected):
             if isinstance(held, torch.Tensor):
                 found.setdefault(id(held), (value.label, held))
     return found

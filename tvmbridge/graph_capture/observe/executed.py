@@ -12,6 +12,7 @@ from typing import Any
 from tvmbridge.calls.callers import calling_python_module
 from tvmbridge.calls.own_calls import OwnCalls
 from tvmbridge.core.libraries import KEEPS_BOOKS
+from tvmbridge.core.torch_private import FakeTensor, TorchDispatchMode, dispatch_modes
 from tvmbridge.graph_capture.observe.names import Names, names_of
 
 # Functions of these packages need no guards: the settings that they read are watched elsewhere,
@@ -49,16 +50,18 @@ def executed_functions(note: Callable[[Executed], None], own: OwnCalls) -> Itera
     because they do not run again. An active profiler is suspended inside this context.
     """
     known: dict[tuple[int, ...], CodeType] = {}
+    of_libraries: dict[int, CodeType] = {}
     before = _imports_under_way(sys._getframe())
 
     def called(frame: FrameType, event: str, argument: object) -> None:
-        code = frame.f_code
         if event == "c_call":
             own.note_builtin(argument)
-        if event != "call" or (id(code),) in known:
             return
+        if event != "call" or id(frame.f_code) in of_libraries:
+            return
+        code = frame.f_code
         if is_library(frame.f_globals.get("__name__")) or code.co_filename.startswith("<frozen"):
-            known[(id(code),)] = code
+            of_libraries[id(code)] = code
             own.note_library(frame)
             return
         values = frame.f_locals if code.co_freevars else {}
@@ -68,8 +71,34 @@ def executed_functions(note: Callable[[Executed], None], own: OwnCalls) -> Itera
             known[key] = code
             note(Executed(code, frame.f_globals, free))
 
-    with _profiled(called):
+    with _profiled(called), _Unprofiled(called):
         yield
+
+
+class _Unprofiled(TorchDispatchMode):
+    """Suspend a profiler while PyTorch runs an operator of its own, which takes most of the time.
+
+    No function of the user's runs then, unless a mode or a tensor has a class of the user's.
+
+    Args:
+        called: the profiler; another one that forward has set stays.
+    """
+
+    def __init__(self, called: Callable[[FrameType, str, object], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._called = called
+        self._alone = all(is_library(type(mode).__module__) for mode in dispatch_modes())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        own = self._alone and func.namespace == "aten" and all(t is FakeTensor for t in types)
+        if not own or sys.getprofile() is not self._called:
+            return func(*args, **kwargs)
+        sys.setprofile(None)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            sys.setprofile(self._called)
 
 
 def _imports_under_way(frame: FrameType | None) -> int:

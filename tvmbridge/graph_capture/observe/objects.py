@@ -23,6 +23,7 @@ from tvmbridge.core.contents import (
     PartOf,
     all_held,
     holds_all_in_dict,
+    is_flat,
     same_value,
 )
 from tvmbridge.graph_capture.observe.data import is_of_users
@@ -111,6 +112,8 @@ class ObjectReads:
         """
         if depth == 0 or self.blind or type(copied) is not type(value):
             return copied
+        if is_flat(value) and is_flat(copied):
+            return type(value)(copied)
         if type(value) in (list, tuple) and len(value) == len(copied):
             states = _items_beside(value, beside)
             each = zip(value, copied, states, strict=True)

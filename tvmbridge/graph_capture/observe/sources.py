@@ -7,7 +7,6 @@ have one of the names. Plain objects and containers are compared as a whole.
 from __future__ import annotations
 
 import builtins
-import functools
 import gc
 import importlib.util
 import sys
@@ -23,20 +22,10 @@ from torch import nn
 from tvmbridge.calls.patches import unpatched
 from tvmbridge.core.assumptions import Holder
 from tvmbridge.core.contents import MISSING, all_held, is_constant
+from tvmbridge.core.errors import CaptureError
 from tvmbridge.graph_capture.observe.data import is_data, is_object, is_of_users
 from tvmbridge.graph_capture.observe.executed import Executed, is_library
-
-# Values that may hold a function which is called by their names.
-_WRAPPERS = (
-    types.FunctionType,
-    types.MethodType,
-    types.CellType,
-    functools.partial,
-    property,
-    staticmethod,
-    classmethod,
-    tuple,
-)
+from tvmbridge.graph_capture.observe.frozen import reachable_functions
 
 
 @dataclass(frozen=True)
@@ -121,9 +110,11 @@ def free_variables(executed: Executed, known: Iterable[Any] = ()) -> Iterator[So
     """Yield the free variables of a function that ran, as contents of its closure cells.
 
     A frame does not refer to its function. The function is found among the referrers of its code,
-    by the values of the free variables. ``gc.freeze()`` hides referrers, so the function is also
-    searched in ``known``, the values that forward can reach. If it is not there either, the
-    objects are unfrozen.
+    by the values of the free variables. ``gc.freeze()`` hides referrers, so the function is then
+    searched from ``known``, the values that forward can reach, and from the user's modules.
+
+    Raises:
+        CaptureError: the function is not found, so that no guard could watch its variables.
     """
     functions = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
     free = {n: v for n, v in executed.free.items() if not isinstance(v, functions)}
@@ -131,10 +122,12 @@ def free_variables(executed: Executed, known: Iterable[Any] = ()) -> Iterator[So
         return
     found = _cells(gc.get_referrers(executed.code), executed.code, free)
     if found is None and gc.get_freeze_count():
-        found = _cells(_functions_in(known), executed.code, free)
+        found = _cells(reachable_functions(known), executed.code, free)
         if found is None:
-            gc.unfreeze()
-            found = _cells(gc.get_referrers(executed.code), executed.code, free)
+            raise CaptureError(
+                f"{executed.code.co_qualname} reads {', '.join(free)} of an enclosing function, "
+                "which gc.freeze() hides; call gc.unfreeze() before add_tvm_dispatch"
+            )
     for n, (cell, held) in (found or {}).items():
         yield Source(cell, held, "cell_contents", n, free[n])
 
@@ -154,18 +147,6 @@ def _cells(
         if all(held[n][1].get("cell_contents", MISSING) is v for n, v in free.items()):
             return held
     return None
-
-
-def _functions_in(values: Iterable[Any]) -> Iterator[types.FunctionType]:
-    """Yield the functions among ``values``, and the ones that they wrap."""
-    waiting, passed = list(values), set()
-    while waiting:
-        value = waiting.pop()
-        if id(value) not in passed and isinstance(value, _WRAPPERS):
-            passed.add(id(value))
-            waiting += gc.get_referents(value)
-            if isinstance(value, types.FunctionType):
-                yield value
 
 
 def below(source: Source, names: Collection[str]) -> Iterator[Source]:

@@ -165,15 +165,19 @@ def _takes_generator(func: OpOverload) -> bool:
 def _may_differ(operands: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> bool:
     """Whether the real kernel can run on such tensors, and a tensor is not contiguous."""
     tensors = (*operands, *results)
-    if not all(type(t) in (FakeTensor, torch.Tensor) and _is_plain(t) for t in tensors):
+    if not all(type(t) in (FakeTensor, torch.Tensor) and _has_strides(t) for t in tensors):
         return False
-    return any(t.stride() != make_contiguous_strides_for(t.shape) for t in tensors)
+    if all(t.stride() == make_contiguous_strides_for(t.shape) for t in tensors):
+        return False
+    return all(map(_is_plain, tensors))
+
+
+def _has_strides(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and all(type(n) is int for n in tensor.shape)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
-        return False
-    return tensor.device.type in ("cpu", "cuda") and all(type(n) is int for n in tensor.shape)
+    return not (tensor.is_conj() or tensor.is_neg()) and tensor.device.type in ("cpu", "cuda")
 
 
 def _strides_of(

@@ -15,6 +15,7 @@ from tvmbridge.core.contents import (
     MISSING,
     PartOf,
     is_constant,
+    is_flat,
     may_grow,
     same_value,
     state_of,
@@ -118,6 +119,9 @@ class _Watched:
             self.held.append((value, expected))
             for name, each in expected.attributes.items():
                 self._hold(expected.found(value, name), each, depth - 1)
+            return
+        if is_flat(value):
+            self.held += [(value, None)] if type(value) is not tuple else []
             return
         held = state_of(value)
         if held is None or not (held or may_grow(value)):

@@ -53,6 +53,13 @@ def _watches(kind: Any) -> bool:
     return torch.ops.aten.sin.default in seen
 
 
+def _lists(ask: Any) -> bool:
+    mode = BaseTorchDispatchMode()
+    before = ask()
+    with mode:
+        return list(ask()) == [*before, mode]
+
+
 def _disables(context: Any) -> bool:
     mode = BaseTorchDispatchMode()
     with mode, context():
@@ -132,6 +139,11 @@ MODES = (
         "torch.utils._python_dispatch._disable_current_modes",
         "looking at real values in a trace",
         _disables,
+    ),
+    PrivateName(
+        "torch.utils._python_dispatch._get_current_dispatch_mode_stack",
+        "watching which of the user's functions run",
+        _lists,
     ),
     PrivateName(
         "torch._C._len_torch_dispatch_stack",
