@@ -90,8 +90,8 @@ def test_a_number_that_is_compared_has_code_for_each_outcome() -> None:
     x = torch.randn(8)
     for value in (1, 5, 2, 7, 3, 4, 8, 0):
         torch.testing.assert_close(served(x, value), model(x, value))
-    assert dispatcher.served() == 8
-    assert len(dispatcher.specializations) == 3  # one for the first value, one for each outcome
+    assert dispatcher.code.served() == 8
+    assert len(dispatcher.code.kept.known) == 3  # one for the first value, one for each outcome
 
 
 class Counting(nn.Module):
