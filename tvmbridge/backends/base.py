@@ -35,6 +35,7 @@ class Backend:
       calls are in destination-passing style.
     - ``schedule``: schedules the functions of a module that have no tuning record.
     - ``tuned``: whether tuning records are used for this type of device.
+    - ``left_out``: names of TVM's passes that do not run in a build for the device.
     - ``prepare``: registers the functions that TVM needs, before it compiles.
     - ``device``: returns TVM's device for a PyTorch device.
     - ``identity``: returns all that code depends on beside its target, for the cache key.
@@ -69,6 +70,7 @@ class Backend:
     allocation_passes: Callable[[], list[AnyPass]]
     schedule: Callable[[tvm.IRModule, tvm.target.Target], tvm.IRModule]
     tuned: bool
+    left_out: list[str]
     prepare: Callable[[], None]
     device: Callable[[torch.device], Any]
     identity: Callable[[torch.device], str]

@@ -44,6 +44,7 @@ CPU = Backend(
     allocation_passes=lambda: [relax.transform.StaticPlanBlockMemory()],
     schedule=schedule_for_cpu,
     tuned=True,
+    left_out=[],
     prepare=_prepare,
     device=lambda device: tvm.cpu(),
     identity=lambda device: device.type,

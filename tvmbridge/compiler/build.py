@@ -284,7 +284,8 @@ def compile_code(scheduled: Scheduled, records: list[PassRecord]) -> Code:
         keys = specs_by_key(mod)
         try:
             mod = with_exact_indices(_with_some_loops(mod))
-            with tvm.transform.PassContext(config=COMPILER_CONFIG):
+            left_out = backend_for(target).left_out
+            with tvm.transform.PassContext(config=COMPILER_CONFIG, disabled_pass=left_out):
                 executable = relax.build(
                     mod,
                     target,

@@ -18,7 +18,7 @@ from tvm.ir import Call, Expr, TensorLoad
 from tvmbridge.schedules import bfloat16
 from tvmbridge.schedules.indexing import Indexer, integer
 from tvmbridge.schedules.kernel import Kernel, KernelStage
-from tvmbridge.schedules.reader import Buffer, fresh_lets, is_if, substitute
+from tvmbridge.schedules.reader import Buffer, fresh_lets, is_if, substitute, variables
 
 Indices = tuple[Expr, ...]
 
@@ -129,6 +129,8 @@ class Evaluator:
 
     def element(self, stage: KernelStage, at: Mapping[Any, Expr]) -> Expr:
         """Return the element of ``stage`` at the axis values ``at``, before any reduction."""
+        if self._chooses_computations(stage):
+            return self._chosen(stage, at)
         values: dict[Any, Expr] = dict(at)
         for load in stage.loads:
             read = self._inline if load.guarded else self.load
@@ -137,6 +139,44 @@ class Evaluator:
             values[var] = self.name(substitute(value, values), var.name)
         value = substitute(stage.value, values)
         return self._decided(value) if stage.guards else value
+
+    def _chooses_computations(self, stage: KernelStage) -> bool:
+        """Whether ``stage`` chooses between values of which one is computed, in scalar GPU code.
+
+        Each choice is then a statement. TVM's passes take seconds for a choice between expressions
+        that hold the computation, such as the padding of an activation.
+        """
+        if self.lane.count > 1 or self.memory.cells != "local" or stage.binds:
+            return False
+        return is_if(stage.value) and any(
+            load.guarded and not self._lies(load.buffer) and self.kernel.producer(load.buffer)
+            for load in stage.loads
+        )
+
+    def _chosen(self, stage: KernelStage, at: Mapping[Any, Expr]) -> Expr:
+        """Return the element of a stage that chooses between values, by a statement."""
+        values: dict[Any, Expr] = dict(at)
+        for load in stage.loads:
+            if not load.guarded:
+                values[load.slot] = self.load(load.buffer, self._indices(load.indices, values))
+        condition, *branches = stage.value.args
+        condition = self.indexer.simplify(substitute(condition, values))
+        cell = tirx.decl_buffer(
+            [integer(1)], str(stage.value.ty.dtype), "chosen_cell", scope=self.memory.cells
+        )
+        self.cells.append(tirx.AllocBuffer(cell))
+        statements = []
+        for branch in branches:
+            inner, own = self.fork(), dict(values)
+            for load in stage.loads:
+                if load.guarded and load.slot in variables(branch):
+                    own[load.slot] = inner.load(load.buffer, self._indices(load.indices, own))
+            value = self._decided(substitute(branch, own))
+            inner.statements.append(tirx.BufferStore(cell, value, [integer(0)]))
+            lines = inner.take()
+            statements.append(tirx.SeqStmt(lines) if len(lines) > 1 else lines[0])
+        self.statements.append(tirx.IfThenElse(condition, *statements))
+        return tirx.BufferLoad(cell, [integer(0)])
 
     def _decided(self, value: Expr) -> Expr:
         """Return ``value`` with simplified conditions.

@@ -46,3 +46,33 @@ def test_unaligned_rows_are_padded_and_cut(dtype: torch.dtype) -> None:
     padded, cut = run_module(build_main([x, wide], graph), x, wide)
     assert torch.equal(padded, torch.nn.functional.pad(x, (0, 5, 0, 3)))
     assert torch.equal(cut, wide[:32, :11])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_computed_image_is_padded(dtype: torch.dtype) -> None:
+    name = str(dtype).removeprefix("torch.")
+
+    def graph(x: relax.Expr) -> relax.Expr:
+        emit = relax.BlockBuilder.current().emit
+        zero = relax.const(0.0, name)
+        image = emit(op.multiply(x, emit(op.sigmoid(x))))
+        wide = emit(op.concat([image, emit(op.full((2, 5, 1, 16), zero, name))], 2))
+        edge = emit(op.full((2, 1, 8, 16), zero, name))
+        return op.negative(emit(op.concat([edge, wide, edge], 1)))
+
+    x = torch.randn(2, 5, 7, 16).to(dtype)
+    (found,) = run_module(build_main([x], graph), x)
+    expected = -torch.nn.functional.pad(x * x.sigmoid(), (0, 0, 0, 1, 1, 1))
+    torch.testing.assert_close(found, expected)
+
+
+def test_each_part_of_a_concatenation_may_be_computed() -> None:
+    def graph(x: relax.Expr, y: relax.Expr) -> relax.Expr:
+        emit = relax.BlockBuilder.current().emit
+        parts = [op.exp(x), op.add(y, y), op.tanh(x)]
+        return op.sqrt(emit(op.concat([emit(p) for p in parts], 1)))
+
+    x, y = torch.rand(3, 8), torch.rand(3, 5)
+    (found,) = run_module(build_main([x, y], graph), x, y)
+    expected = torch.cat([x.exp(), y + y, x.tanh()], 1).sqrt()
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)

@@ -43,8 +43,8 @@ def side_by_side(
     """Return the statements ``element(position + i, i)`` for each ``i`` below ``lanes``.
 
     ``position`` must be a multiple of ``lanes``. Aligned contiguous reads move before the loop, as
-    vector loads; such writes move after it. Reads inside a conditional expression stay, because
-    they may be out of bounds.
+    vector loads; such writes move after it. Reads inside a conditional expression or statement
+    stay, because they may be out of bounds.
     """
     lane = index_var("lane")
     indexer.bind(lane, lanes)
@@ -73,7 +73,11 @@ class _Mover:
 
     def moved(self, statement: tirx.Stmt) -> tirx.Stmt:
         """Return ``statement`` with vector elements in place of accesses that were moved."""
-        handlers = [(TensorLoad, self._load), (Call, _unless_choice), (tirx.Select, _kept)]
+        handlers = [
+            (TensorLoad, self._load),
+            (Call, _unless_choice),
+            ((tirx.Select, tirx.IfThenElse), _kept),
+        ]
         statement = tvm_ffi.structural_mutate(statement, handlers)
         if not isinstance(statement, tirx.BufferStore):
             return statement
