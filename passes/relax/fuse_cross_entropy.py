@@ -33,6 +33,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import tvm
 from tvm import relax
 from tvm.relax import op
@@ -202,10 +203,11 @@ class _LossMutator(PyExprMutator):
         return self.builder_.emit(op.not_equal(target, ignored)), target
 
     def _narrow(self, operand: relax.Expr) -> relax.Expr:
-        """Return the logits before reshapes and a cast, in the shape of ``operand``."""
+        """Return the logits before reshapes and exact casts, in the shape of ``operand``."""
         found = operand
         while isinstance(value := self.bound.get(found), relax.Call):
-            if getattr(value.op, "name", "") not in ("relax.reshape", "relax.astype"):
+            name = getattr(value.op, "name", "")
+            if name != "relax.reshape" and not (name == "relax.astype" and _is_exact(value)):
                 break
             found = value.args[0]
         return self.builder_.emit(op.reshape(self.visit_expr(found), shape_of(operand)))
@@ -215,6 +217,12 @@ class _LossMutator(PyExprMutator):
             return False
         axes = value.attrs.axis
         return value.args[0] in self.sums and axes is not None and list(axes) in ([1], [-1])
+
+
+def _is_exact(cast: relax.Call) -> bool:
+    """Whether the dtype of a cast's result has each value of its operand's dtype."""
+    source, result = (getattr(torch, dtype_of(expr)) for expr in (cast.args[0], cast))
+    return source.is_floating_point and torch.promote_types(source, result) is result
 
 
 def _matrix(expr: relax.Expr) -> tuple[int, int]:
