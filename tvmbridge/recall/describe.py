@@ -148,7 +148,7 @@ class Describer:
         for classes, describe in _KINDS:
             if isinstance(value, classes):
                 return describe(self, value)
-        if kind.__module__ in ("typing", "types"):
+        if kind.__module__ == "typing":
             return ["typing", repr(value)]
         name = str(getattr(value, "__name__", ""))
         if kind.__module__ == "numpy" and vars(numpy).get(name) is value:
@@ -254,7 +254,11 @@ class Describer:
         return ["array", value.dtype.str, repr(value.shape), value.tobytes().hex()]
 
     def _context(self, value: contextvars.ContextVar[Any]) -> list[str]:
-        return ["variable", value.name, self.of(value.get(MISSING))]
+        try:
+            held = value.get()
+        except LookupError:  # it has neither a value nor a default
+            held = MISSING
+        return ["variable", value.name, self.of(held)]
 
 
 def _is_known(kind: type) -> bool:
