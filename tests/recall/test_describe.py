@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy
 import pytest
+import torch
 from torch import nn
 
 from tvmbridge.recall.describe import Describer
@@ -42,13 +43,27 @@ def _set(variable: contextvars.ContextVar[float], value: float) -> contextvars.C
 
 @pytest.mark.parametrize("kind", _spaces(0.0))
 def test_values_that_differ_have_two_digests(kind: str) -> None:
-    one, same, other = (
-        Describer(nn.Identity()).of(_spaces(value)[kind]) for value in (1.0, 1.0, 2.0)
-    )
+    module = nn.Identity()
+    one, same, other = (Describer(module).of(_spaces(value)[kind]) for value in (1.0, 1.0, 2.0))
     assert one == same
     assert one != other
 
 
 def test_a_variable_without_a_value_is_described() -> None:
-    empty = contextvars.ContextVar[float]("of test")
-    assert Describer(nn.Identity()).of(empty) != Describer(nn.Identity()).of(_set(empty, 1.0))
+    module, empty = nn.Identity(), contextvars.ContextVar[float]("of test")
+    assert Describer(module).of(empty) != Describer(module).of(_set(empty, 1.0))
+
+
+def test_a_replaced_method_of_a_class_of_pytorch_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = nn.Identity()
+    digests = [Describer(module).of(torch.distributions.Normal)]
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.distributions.Normal, "log_prob", lambda self, value: value)
+        digests.append(Describer(module).of(torch.distributions.Normal))
+    with monkeypatch.context() as patch:
+        patch.setattr("torch.distributions.normal.broadcast_all", lambda *values: values)
+        digests.append(Describer(module).of(torch.distributions.Normal))
+    assert len(set(digests)) == 3
+    assert Describer(module).of(torch.distributions.Normal) == digests[0]
