@@ -36,6 +36,7 @@ from tvmbridge.core.torch_private import OpOverload, OpOverloadPacket
 from tvmbridge.graph_capture.observe.data import is_of_users
 from tvmbridge.graph_capture.observe.executed import is_library
 from tvmbridge.recall.digests import constant_text, content_of, digest_of_parts, version_of
+from tvmbridge.recall.spaces import functions_beside
 
 _CONSTANTS = (bool, int, float, complex, str, bytes, range, type(None), type(...))
 _OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
@@ -93,6 +94,7 @@ class Describer:
         # By id: an object, which keeps its id in use, and its digest; None while it is described.
         self._known: dict[int, tuple[Any, str | None]] = {}
         self._codes: dict[int, tuple[types.CodeType, str]] = {}
+        self._spaces: dict[str, str] = {}
         self._depth = 0
 
     def of(self, value: Any) -> str:
@@ -148,7 +150,7 @@ class Describer:
         for classes, describe in _KINDS:
             if isinstance(value, classes):
                 return describe(self, value)
-        if kind.__module__ in ("typing", "types"):
+        if kind.__module__ == "typing":
             return ["typing", repr(value)]
         name = str(getattr(value, "__name__", ""))
         if kind.__module__ == "numpy" and vars(numpy).get(name) is value:
@@ -189,6 +191,7 @@ class Describer:
         self.functions.setdefault(code, []).append(function)
         module = str(function.__module__)
         parts = ["function", module, version_of(module), function.__qualname__, code]
+        parts.append(self._beside(module))
         cells = [content_of(cell) for cell in function.__closure__ or ()]
         before = set(self.functions)
         # torch.compile leaves marks with addresses.
@@ -207,10 +210,16 @@ class Describer:
                 self.opaque.setdefault(each, self.opaque[code])
         return parts
 
+    def _beside(self, module: str) -> str:
+        """Return the digest of the functions beside one of PyTorch, which may be replaced."""
+        if module not in self._spaces:
+            self._spaces[module] = digest_of_parts(sorted(functions_beside(module, self.code)))
+        return self._spaces[module]
+
     def _class(self, kind: type) -> list[str]:
         parts = ["class", kind.__module__, kind.__qualname__, version_of(kind.__module__)]
         if not (is_of_users(kind) or issubclass(kind, nn.Module)):
-            return parts
+            return [*parts, self._beside(kind.__module__)]
         parts += [self.of(base) for base in kind.__bases__]
         if type(kind) is not type:
             parts.append(self.of(type(kind)))
@@ -254,7 +263,11 @@ class Describer:
         return ["array", value.dtype.str, repr(value.shape), value.tobytes().hex()]
 
     def _context(self, value: contextvars.ContextVar[Any]) -> list[str]:
-        return ["variable", value.name, self.of(value.get(MISSING))]
+        try:
+            held = value.get()
+        except LookupError:  # it has neither a value nor a default
+            held = MISSING
+        return ["variable", value.name, self.of(held)]
 
 
 def _is_known(kind: type) -> bool:

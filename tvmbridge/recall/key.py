@@ -14,40 +14,16 @@ from torch import fx, nn
 
 from tvmbridge.backends import is_on_host
 from tvmbridge.cache.key import digest_of
-from tvmbridge.calls.patches import code_of
 from tvmbridge.core.methods import MethodOf
-from tvmbridge.core.torch_private import TensorBase, has_storage, jit_internal, nn_functions
+from tvmbridge.core.torch_private import has_storage
 from tvmbridge.graph_capture.observe.hooks import GLOBAL_HOOKS
 from tvmbridge.graph_capture.observe.settings import settings_now
 from tvmbridge.recall.codec import encode
 from tvmbridge.recall.describe import Describer, UndescribableError
-from tvmbridge.recall.digests import is_filled
+from tvmbridge.recall.spaces import SPACES, function_text, plain_function
 
 _TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
 _OWN_CALLS = ("_call_impl", "_wrapped_call_impl", "_compiled_call_impl", "__call__")
-# The Python modules and classes of PyTorch whose functions models call by name.
-_SPACES: tuple[Any, ...] = (
-    torch,
-    torch.functional,
-    torch.nn.functional,
-    torch.special,
-    torch.linalg,
-    torch.fft,
-    torch.overrides,
-    jit_internal,
-    nn_functions,
-    TensorBase,
-    torch.Tensor,
-    torch.nn.Module,
-    torch.nn.init,
-    torch.autograd.Function,
-    torch._tensor,
-    torch.nn.parameter,
-    torch.nn.utils.parametrize,
-    torch.nn.utils.rnn,
-    torch.utils.checkpoint,
-    *(v for v in vars(torch.nn.modules).values() if isinstance(v, types.ModuleType)),
-)
 
 
 def module_entry(module: nn.Module, describer: Describer) -> str:
@@ -173,17 +149,13 @@ def surroundings_entries(describer: Describer) -> dict[str, str]:
 
 
 def _functions(describer: Describer) -> Iterator[str]:
-    for space in _SPACES:
+    for space in SPACES:
         held: Mapping[str, Any] = vars(space)
         yield f"{space.__name__}"
         for name in sorted(held):
-            value = held[name]
-            if isinstance(value, staticmethod | classmethod):
-                value = value.__func__
-            if isinstance(value, property):
-                value = value.fget
+            value = plain_function(held[name])
             if isinstance(value, types.FunctionType):
-                yield f"{name} {_function(value, describer)}"
+                yield f"{name} {function_text(value, describer.code)}"
             elif isinstance(value, type):
                 yield f"{name} class {value.__module__} {value.__qualname__}"
             elif isinstance(value, types.ModuleType):
@@ -194,13 +166,3 @@ def _functions(describer: Describer) -> Iterator[str]:
                 yield f"{name} {value!r}"
             elif callable(value):
                 yield f"{name} {type(value).__name__} {getattr(value, '__qualname__', '')}"
-
-
-def _function(function: types.FunctionType, describer: Describer) -> str:
-    """Return the name and code of a function, its defaults, and the functions that it wraps."""
-    given = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-    texts = [repr(each) for each in given if type(each) in (bool, int, float, str)]
-    cells = [cell.cell_contents for cell in function.__closure__ or () if is_filled(cell)]
-    inner = [each for each in cells if isinstance(each, types.FunctionType)]
-    parts = [function.__module__, function.__qualname__, describer.code(code_of(function)), *texts]
-    return " ".join([*parts, *(describer.code(code_of(each)) for each in inner)])

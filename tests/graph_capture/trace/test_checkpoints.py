@@ -124,3 +124,47 @@ def test_what_another_way_saved_is_never_taken(way: str) -> None:
         handle.remove()
     with pytest.raises(CheckpointError, match=r"different metadata"):
         loss.backward()
+
+
+class Tallied(nn.Module):
+    """Counts its calls, and a checkpoint repeats the call."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.steps, self.sizes = kind, 0, [0]
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        reentrant = self.kind == "read, reentrant"
+        return checkpoint(self.part, x, use_reentrant=reentrant)  # type: ignore[no-any-return]
+
+    def part(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind == "listed":
+            self.sizes.append(len(x))
+        elif self.kind == "filled":
+            self.steps = max(self.steps, len(x))
+        else:
+            self.steps += 1
+        y = self.linear(x)
+        return y if self.kind == "counted" else torch.tanh(y) * self.steps
+
+
+_KINDS = ["read", "read, reentrant", "counted", "listed", "filled"]
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+def test_attributes_that_a_checkpoint_changes_twice_are_as_in_eager_pytorch(kind: str) -> None:
+    eager = Tallied(kind)
+    served = add_tvm_dispatch(copy.deepcopy(eager), on_fallback="silent")
+    for _ in range(3):
+        x = torch.randn(3, 4, requires_grad=True)
+        found = []
+        for module in (served, eager):
+            out = module(x)
+            x.grad = None
+            module.zero_grad()
+            out.sum().backward()
+            found.append([out, x.grad.clone(), *(p.grad.clone() for p in module.parameters())])
+        torch.testing.assert_close(*found)
+        assert (served.steps, served.sizes) == (eager.steps, eager.sizes)
+    assert dispatch_report(served).tvm_calls == (2 if kind == "filled" else 0)

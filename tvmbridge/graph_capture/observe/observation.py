@@ -54,6 +54,7 @@ from tvmbridge.graph_capture.observe.outside import OutsideReads
 from tvmbridge.graph_capture.observe.settings import settings_kept
 from tvmbridge.graph_capture.observe.undo import current_undo
 from tvmbridge.graph_capture.trace.answers import small_buffers
+from tvmbridge.graph_capture.trace.checkpoints import changed_in_checkpoints
 from tvmbridge.graph_capture.trace.functions import functions_replaced
 from tvmbridge.graph_capture.trace.held_numbers import held_by
 from tvmbridge.graph_capture.trace.old_norms import normed_weights, shared_with
@@ -88,6 +89,7 @@ class Observation:
     - ``left``: the attributes in which forward leaves a value at each call, and how; these values
       become further results.
     - ``executed``: the code of the user's functions that ran.
+    - ``repeated``: dotted names of the attributes that a checkpointed function changes.
     """
 
     values: Mapping[tuple[str, str], Any]
@@ -109,6 +111,7 @@ class Observation:
     objects: ObjectReads = NO_READS
     left: Mapping[tuple[str, str], Left] = field(default_factory=dict)
     executed: tuple[CodeType, ...] = ()
+    repeated: tuple[str, ...] = ()
 
 
 def observe(
@@ -316,6 +319,7 @@ def _observe(
             noted_so_far.clear()
         run = _Run(module, fakes, others, traced(values=buffers, numbers=fakes.numbers), watches)
         structure = run.run(within)
+        repeated = changed_in_checkpoints()
         inputs = held_by(module).values()
         if (fakes.numbers or inputs) and run.outside.types:
             asks = f"forward may ask for its class by `type`, in {run.outside.types[0]}"
@@ -365,4 +369,5 @@ def _observe(
         objects=watches.objects,
         left=left,
         executed=tuple(run.outside.executed.values()),
+        repeated=repeated,
     )

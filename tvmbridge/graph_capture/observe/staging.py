@@ -232,6 +232,7 @@ def _refuse_effects(module: nn.Module, seen: Observation) -> None:
     found = [f"writes {name}" for name in seen.writes]
     found += seen.impure
     found += [f"changes {name} outside of the module" for name in seen.changes]
+    found += [f"changes {name} in a checkpoint, which backward repeats" for name in seen.repeated]
     if found:
         raise StateWrittenError(
             f"forward of {type(module).__name__} {', '.join(found)}, which compiled code would "

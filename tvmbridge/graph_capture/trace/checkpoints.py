@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from torch import nn
 
 from tvmbridge.calls.patches import patched_here
 from tvmbridge.core.errors import UnsupportedOperatorError
@@ -29,15 +31,33 @@ _THE_SAME_TWICE = frozenset(
 )
 
 
+# The module that is traced, and the attributes that functions in its checkpoints have changed.
+_traced: ContextVar[tuple[nn.Module, set[str]] | None] = ContextVar("traced", default=None)
+
+
 @contextmanager
-def plain_checkpoints() -> Iterator[None]:
-    """Run checkpointed functions as plain calls within the context; the gradients are the same."""
-    place = torch.utils.checkpoint
-    with (
-        patched_here(place.CheckpointFunction, "apply", _plain_reentrant),
-        patched_here(place, "_checkpoint_without_reentrant_generator", _plain_generator),
-    ):
-        yield
+def plain_checkpoints(module: nn.Module) -> Iterator[set[str]]:
+    """Run checkpointed functions as plain calls within the context; the gradients are the same.
+
+    Yields the dotted names of the numbers and lists in attributes of ``module`` that such functions
+    have changed so far. Eager PyTorch changes them once more in backward.
+    """
+    place, changed = torch.utils.checkpoint, set[str]()
+    token = _traced.set((module, changed))
+    try:
+        with (
+            patched_here(place.CheckpointFunction, "apply", _plain_reentrant),
+            patched_here(place, "_checkpoint_without_reentrant_generator", _plain_generator),
+        ):
+            yield changed
+    finally:
+        _traced.reset(token)
+
+
+def changed_in_checkpoints() -> tuple[str, ...]:
+    """Return the dotted names that the innermost :func:`plain_checkpoints` yields."""
+    traced = _traced.get()
+    return () if traced is None else tuple(sorted(traced[1]))
 
 
 def _plain_reentrant(genuine: Any, function: Any, preserve_rng_state: bool, *args: Any) -> Any:
@@ -113,6 +133,7 @@ class _RecomputationCheck(TorchDispatchMode):
         self._recorded = False
         # By storage. The tensors are held, so that no other storage gets their address.
         self._made: dict[int, torch.Tensor] = {}
+        self._counted = _numbers_and_lengths()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self._preserves_rng_state and is_random(func, args, kwargs or {}):
@@ -132,6 +153,10 @@ class _RecomputationCheck(TorchDispatchMode):
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        traced, before = _traced.get(), self._counted
+        if kind is None and self._recorded and traced is not None:
+            now = _numbers_and_lengths().items()
+            traced[1].update(name for name, v in now if _differs(v, before.get(name)))
         # Backward recomputes the function only if autograd recorded it.
         if kind is None and self._recorded and self._reason:
             raise UnsupportedOperatorError(
@@ -139,6 +164,25 @@ class _RecomputationCheck(TorchDispatchMode):
                 "there before (a buffer of batch norm, say), which eager PyTorch does again in "
                 "backward: leave the checkpoint out, since compiled code saves memory by itself"
             )
+
+
+def _numbers_and_lengths() -> Mapping[str, Any]:
+    """Return the numbers in attributes of the traced module, and the lengths of lists, by name."""
+    traced = _traced.get()
+    found: dict[str, Any] = {}
+    for path, owner in () if traced is None else traced[0].named_modules():
+        for name, value in owner.__dict__.items():
+            # Stand-ins of numbers and lists say that they are numbers and lists.
+            if isinstance(value, list):
+                found[f"{path}.{name}".lstrip(".")] = list.__len__(value)
+            elif isinstance(value, int | float):
+                found[f"{path}.{name}".lstrip(".")] = value
+    return found
+
+
+def _differs(value: Any, before: Any) -> bool:
+    is_plain = type(value) in (bool, int, float) and type(before) is type(value)
+    return value != before if is_plain else value is not before
 
 
 def _storages(values: Any) -> dict[int, torch.Tensor]:

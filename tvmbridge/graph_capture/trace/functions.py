@@ -43,7 +43,7 @@ def functions_replaced(module: nn.Module, *, on_fakes: bool) -> Iterator[None]:
     """
     with ExitStack() as stack:
         if on_fakes:
-            stack.enter_context(plain_checkpoints())
+            stack.enter_context(plain_checkpoints(module))
             stack.enter_context(checks_of_numbers())
         stack.enter_context(strides_of_kernels())
         stack.enter_context(table_patched_here(module))
