@@ -38,6 +38,7 @@ from tvmbridge.graph_capture.observe.objects import ObjectReads
 from tvmbridge.graph_capture.observe.sources import (
     Source,
     below,
+    bound_values,
     free_variables,
     names_added,
     namespaces,
@@ -175,6 +176,7 @@ class OutsideReads:
         else:
             found = []
         found += below(source, looked_up)
+        found += bound_values(source)
         for each in self._new_namespaces(source) if is_new else ():
             found += below(each, self._names)
         if found and not is_module and not isinstance(value, type):

@@ -7,6 +7,7 @@ have one of the names. Plain objects and containers are compared as a whole.
 from __future__ import annotations
 
 import builtins
+import functools
 import gc
 import importlib.util
 import sys
@@ -116,8 +117,8 @@ def free_variables(executed: Executed, known: Iterable[Any] = ()) -> Iterator[So
     Raises:
         CaptureError: the function is not found, so that no guard could watch its variables.
     """
-    functions = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
-    free = {n: v for n, v in executed.free.items() if not isinstance(v, functions)}
+    # The compiler's own cell of ``super()``, whose class is that of a method of forward.
+    free = {n: v for n, v in executed.free.items() if n != "__class__"}
     if not free:
         return
     found = _cells(gc.get_referrers(executed.code), executed.code, free)
@@ -157,6 +158,21 @@ def below(source: Source, names: Collection[str]) -> Iterator[Source]:
         inner = unpatched(held.get(name, MISSING), MISSING)
         if inner is not MISSING and name != "__name__" and _leads_on(value, inner):
             yield Source(value, held, name, f"{source.label}.{name}", inner)
+
+
+def bound_values(source: Source) -> Iterator[Source]:
+    """Yield what the value at ``source`` passes to its function: the object of a bound method, the
+    arguments of a ``functools.partial``.
+    """
+    value = source.value
+    names: tuple[str, ...] = ()
+    if isinstance(value, types.MethodType):
+        names = ("__self__",)
+    elif isinstance(value, functools.partial):
+        names = ("func", "args", "keywords")
+    for name in names:
+        held = Attributes(value)
+        yield Source(value, held, name, f"{source.label}.{name}", getattr(value, name))
 
 
 def namespaces(source: Source) -> Iterator[Source]:

@@ -177,8 +177,9 @@ def defaults(value: Any) -> Iterator[OutsideValue]:
     for function in _functions(value):
         for name in ("__defaults__", "__kwdefaults__"):
             held = getattr(function, name) or ()
+            by_name = isinstance(held, dict)  # The dict itself may change.
             each = held.values() if isinstance(held, dict) else held
-            if any(not is_constant(d) and (is_data(d) or is_object(d)) for d in each):
+            if any((by_name or not is_constant(d)) and (is_data(d) or is_object(d)) for d in each):
                 label = f"a default of {function.__name__}"
                 yield _copied(Source(function, Attributes(function), name, label, held))
 
