@@ -13,6 +13,7 @@ import importlib.util
 import sys
 import threading
 import types
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,15 @@ from tvmbridge.core.errors import CaptureError
 from tvmbridge.graph_capture.observe.data import is_data, is_object, is_of_users
 from tvmbridge.graph_capture.observe.executed import Executed, is_library
 from tvmbridge.graph_capture.observe.frozen import reachable_functions
+
+# Containers with more entries are no registries of functions.
+LARGEST_REGISTRY = 64
+_BOUND: dict[type, tuple[str, ...]] = {
+    types.MethodType: ("__self__",),
+    functools.partial: ("func", "args", "keywords"),
+}
+_CONTAINERS = (dict, list, tuple, deque)
+_LEADING = (type, types.FunctionType, *_BOUND, *_CONTAINERS)
 
 
 @dataclass(frozen=True)
@@ -161,18 +171,22 @@ def below(source: Source, names: Collection[str]) -> Iterator[Source]:
 
 
 def bound_values(source: Source) -> Iterator[Source]:
-    """Yield what the value at ``source`` passes to its function: the object of a bound method, the
-    arguments of a ``functools.partial``.
+    """Yield values that the value at ``source`` leads to without a name in the code of a function.
+
+    A bound method has an object, a ``functools.partial`` has arguments, and a container may hold
+    functions and classes. A guard of the container compares which ones it holds.
     """
     value = source.value
-    names: tuple[str, ...] = ()
-    if isinstance(value, types.MethodType):
-        names = ("__self__",)
-    elif isinstance(value, functools.partial):
-        names = ("func", "args", "keywords")
+    names = next((n for kind, n in _BOUND.items() if isinstance(value, kind)), ())
     for name in names:
         held = Attributes(value)
         yield Source(value, held, name, f"{source.label}.{name}", getattr(value, name))
+    if not isinstance(value, _CONTAINERS) or len(value) > LARGEST_REGISTRY:
+        return
+    for item in value.values() if isinstance(value, dict) else value:
+        defined = isinstance(item, type | types.FunctionType)
+        if isinstance(item, _LEADING) and not (defined and is_library(item.__module__)):
+            yield Source(item, {"": item}, "", f"an item of {source.label}", item)
 
 
 def namespaces(source: Source) -> Iterator[Source]:
@@ -186,7 +200,7 @@ def namespaces(source: Source) -> Iterator[Source]:
     whole = is_data(value) or is_object(value)
     classes = [type(held) for held in all_held(value)] if whole else [type(value)]
     if isinstance(value, type):
-        classes = [value]
+        classes = [value, type(value)]
     elif attributes_below(value) is not None:
         named = "__name__" if isinstance(value, types.ModuleType) else "__module__"
         if isinstance(value, threading.local) or not is_library(getattr(value, named, None)):
