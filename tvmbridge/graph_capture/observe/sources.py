@@ -178,15 +178,25 @@ def bound_values(source: Source) -> Iterator[Source]:
     """
     value = source.value
     names = next((n for kind, n in _BOUND.items() if isinstance(value, kind)), ())
+    if isinstance(value, types.MethodType) and _is_of_library(value.__self__):
+        return
     for name in names:
         held = Attributes(value)
         yield Source(value, held, name, f"{source.label}.{name}", getattr(value, name))
-    if not isinstance(value, _CONTAINERS) or len(value) > LARGEST_REGISTRY:
+    # Not isinstance: a subclass may report a wrong length.
+    if type(value) not in _CONTAINERS or len(value) > LARGEST_REGISTRY:
         return
     for item in value.values() if isinstance(value, dict) else value:
-        defined = isinstance(item, type | types.FunctionType)
-        if isinstance(item, _LEADING) and not (defined and is_library(item.__module__)):
+        if isinstance(item, _LEADING) and not _is_of_library(item):
             yield Source(item, {"": item}, "", f"an item of {source.label}", item)
+
+
+def _is_of_library(value: Any) -> bool:
+    """Whether ``value`` is a function, class, or object of a class, of a library's module."""
+    defined = isinstance(value, type | types.FunctionType)
+    return not isinstance(value, (*_BOUND, *_CONTAINERS)) and is_library(
+        (value if defined else type(value)).__module__
+    )
 
 
 def namespaces(source: Source) -> Iterator[Source]:

@@ -82,7 +82,7 @@ def watched(source: Source) -> Iterator[OutsideValue]:
     elif isinstance(value, dict) and len(value) <= LARGEST_REGISTRY:
         for key, held in value.items():
             yield exactly(Source(value, value, key, f"{source.label}[{key!r}]", held))
-    elif isinstance(value, list | tuple | deque) and len(value) <= LARGEST_REGISTRY:
+    elif type(value) in (list, tuple, deque) and len(value) <= LARGEST_REGISTRY:
         yield _copied(source)
     elif isinstance(value, slice | memoryview):
         yield exactly(source)
