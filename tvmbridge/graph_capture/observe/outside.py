@@ -107,11 +107,12 @@ class OutsideReads:
             self._keep(defaults(value))
             named = isinstance(value, types.FunctionType | types.ModuleType)
             if isinstance(value, types.FunctionType):
-                held = {"": value}
-                self._keep([exactly(Source(held, held, "", name, value))])
+                self._keep([exactly(Source(value, {"": value}, "", name, value))])
             label = value.__name__ if isinstance(value, types.FunctionType) else name
             for source in bound_values(Source(None, {}, "", label, value)):
-                self._look_at(source)
+                # A stand-in of the module has copies of other values.
+                if isinstance(source.value, type | types.FunctionType):
+                    self._look_at(source)
             met = Source(None, {}, "", label, value if named else type(value))
             for source in self._new_namespaces(met):
                 self._attributes += vars(source.value).values()
