@@ -34,7 +34,13 @@ from tvmbridge.core.contents import (
 _GENERATORS = (numpy.random.Generator, numpy.random.RandomState, random.Random, torch.Generator)
 _FILLED = (numpy.ndarray, torch.Tensor, array.array, bytearray, queue.Queue, queue.SimpleQueue)
 # Values of classes outside the user's code that are compared like numbers and strings.
-_VALUES = (numpy.generic, decimal.Decimal, fractions.Fraction, datetime.date, datetime.time)
+_VALUES: tuple[type, ...] = (
+    numpy.generic,
+    decimal.Decimal,
+    fractions.Fraction,
+    datetime.date,
+    datetime.time,
+)
 _VALUES += (datetime.timedelta, pathlib.PurePath, re.Pattern)
 _PLAIN = (types.SimpleNamespace, argparse.Namespace)
 
