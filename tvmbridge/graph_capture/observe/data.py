@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import argparse
 import array
+import datetime
+import decimal
+import fractions
 import io
+import pathlib
 import queue
 import random
+import re
 import sys
 import types
 from collections.abc import Iterator, Mapping
@@ -28,6 +33,15 @@ from tvmbridge.core.contents import (
 
 _GENERATORS = (numpy.random.Generator, numpy.random.RandomState, random.Random, torch.Generator)
 _FILLED = (numpy.ndarray, torch.Tensor, array.array, bytearray, queue.Queue, queue.SimpleQueue)
+# Values of classes outside the user's code that are compared like numbers and strings.
+_VALUES: tuple[type, ...] = (
+    numpy.generic,
+    decimal.Decimal,
+    fractions.Fraction,
+    datetime.date,
+    datetime.time,
+)
+_VALUES += (datetime.timedelta, pathlib.PurePath, re.Pattern)
 _PLAIN = (types.SimpleNamespace, argparse.Namespace)
 
 
@@ -37,7 +51,7 @@ def is_data(value: Any, depth: int = DEPTH) -> bool:
     An empty container that can grow counts, too. The keys of a mapping do not count: a registry of
     functions has strings as keys. Plain objects that hold data count as data within a container.
     """
-    if is_constant(value) or isinstance(value, (*_GENERATORS, *_FILLED)):
+    if is_constant(value) or isinstance(value, (*_GENERATORS, *_FILLED, *_VALUES)):
         return True
     if depth == 0 or not isinstance(value, CONTAINERS) or value is sys.modules:
         return False

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import functools
+import inspect
 import operator
 import random
 import sys
@@ -36,8 +37,10 @@ from tvmbridge.graph_capture.observe.leaks import holds_fakes, remove_fakes
 from tvmbridge.graph_capture.observe.names import Names, asks_type
 from tvmbridge.graph_capture.observe.objects import ObjectReads
 from tvmbridge.graph_capture.observe.sources import (
+    Attributes,
     Source,
     below,
+    bound_values,
     free_variables,
     names_added,
     namespaces,
@@ -59,6 +62,8 @@ _ABOUT_IDENTITY = (builtins.id, operator.is_, operator.is_not)
 _SEARCHING = frozenset({"getattr", "vars", "__dict__"})
 # A function that uses one of these names may read attributes past the recorder on the class.
 _PAST_CLASSES = frozenset({"__getattribute__", "getattr_static"})
+# The methods of a custom autograd function that compute gradients.
+_OF_GRADIENTS = ("backward", "vjp", "jvp")
 # Methods that PyTorch and Python call, so that user code need not name them.
 _UNNAMED = frozenset({"forward", "backward", "setup_context", "__call__"})
 
@@ -101,12 +106,18 @@ class OutsideReads:
             self._attributes.append(value)
             self._keep(defaults(value))
             named = isinstance(value, types.FunctionType | types.ModuleType)
+            if isinstance(value, types.FunctionType):
+                self._keep([exactly(Source(value, {"": value}, "", name, value))])
             label = value.__name__ if isinstance(value, types.FunctionType) else name
+            for source in bound_values(Source(None, {}, "", label, value)):
+                # A stand-in of the module has copies of other values.
+                if isinstance(source.value, type | types.FunctionType):
+                    self._look_at(source)
             met = Source(None, {}, "", label, value if named else type(value))
             for source in self._new_namespaces(met):
                 self._attributes += vars(source.value).values()
-                for held in vars(source.value).values():
-                    self._keep(defaults(held))
+                for member in vars(source.value).values():
+                    self._keep(defaults(member))
                 for each in below(source, self._names):
                     self._look_at(each)
 
@@ -175,6 +186,7 @@ class OutsideReads:
         else:
             found = []
         found += below(source, looked_up)
+        found += bound_values(source)
         for each in self._new_namespaces(source) if is_new else ():
             found += below(each, self._names)
         if found and not is_module and not isinstance(value, type):
@@ -206,7 +218,10 @@ class OutsideReads:
             self._objects.follow(value)
         if isinstance(value, functools._lru_cache_wrapper):
             self._caches[id(value)] = value, value.cache_info().misses
-            self._note_cached(value.__wrapped__)
+            self._note_unseen(value.__wrapped__)
+        if isinstance(value, type) and issubclass(value, torch.autograd.Function):
+            for name in _OF_GRADIENTS:
+                self._note_unseen(inspect.getattr_static(value, name, None))
         return True
 
     def _note_questions(self, source: Source, names: Names, same_anyway: bool) -> None:
@@ -235,12 +250,27 @@ class OutsideReads:
         elif isinstance(value, torch.Tensor) and name in names.identified:
             self.complaints.append(f"asks whether a tensor is {label}")
 
-    def _note_cached(self, function: Any) -> None:
-        """Record the reads of a cached function, which does not run if its result is cached."""
-        if isinstance(function, types.FunctionType) and not is_library(function.__module__):
-            cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-            free = {name: cell.cell_contents for name, cell in cells}
-            self.note(Executed(function.__code__, function.__globals__, free))
+    def _note_unseen(self, function: Any) -> None:
+        """Record the reads of a function that the observation may not run, and of its functions.
+
+        A cached function does not run if its result is cached, and gradients are computed later.
+        """
+        function = getattr(function, "__func__", function)
+        if not isinstance(function, types.FunctionType) or is_library(function.__module__):
+            return
+        code = function.__code__
+        if id(code) in self.executed:
+            return
+        cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
+        held = {
+            name: Attributes(cell).get("cell_contents", MISSING) for name, cell in cells.items()
+        }
+        free = {name: value for name, value in held.items() if value is not MISSING}
+        executed = Executed(code, function.__globals__, free)
+        self.note(executed)
+        named = [executed.globals.get(name) for name in executed.names.globals]
+        for value in (*named, *free.values()):
+            self._note_unseen(value)
 
     def _keep(self, found: Iterable[OutsideValue], noted: bool = False) -> None:
         for value in found:

@@ -7,11 +7,13 @@ have one of the names. Plain objects and containers are compared as a whole.
 from __future__ import annotations
 
 import builtins
+import functools
 import gc
 import importlib.util
 import sys
 import threading
 import types
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +28,15 @@ from tvmbridge.core.errors import CaptureError
 from tvmbridge.graph_capture.observe.data import is_data, is_object, is_of_users
 from tvmbridge.graph_capture.observe.executed import Executed, is_library
 from tvmbridge.graph_capture.observe.frozen import reachable_functions
+
+# Containers with more entries are no registries of functions.
+LARGEST_REGISTRY = 64
+_BOUND: dict[type, tuple[str, ...]] = {
+    types.MethodType: ("__self__",),
+    functools.partial: ("func", "args", "keywords"),
+}
+_CONTAINERS = (dict, list, tuple, deque)
+_LEADING = (type, types.FunctionType, *_BOUND, *_CONTAINERS)
 
 
 @dataclass(frozen=True)
@@ -116,8 +127,8 @@ def free_variables(executed: Executed, known: Iterable[Any] = ()) -> Iterator[So
     Raises:
         CaptureError: the function is not found, so that no guard could watch its variables.
     """
-    functions = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
-    free = {n: v for n, v in executed.free.items() if not isinstance(v, functions)}
+    # The compiler's own cell of ``super()``, whose class is that of a method of forward.
+    free = {n: v for n, v in executed.free.items() if n != "__class__"}
     if not free:
         return
     found = _cells(gc.get_referrers(executed.code), executed.code, free)
@@ -159,6 +170,35 @@ def below(source: Source, names: Collection[str]) -> Iterator[Source]:
             yield Source(value, held, name, f"{source.label}.{name}", inner)
 
 
+def bound_values(source: Source) -> Iterator[Source]:
+    """Yield values that the value at ``source`` leads to without a name in the code of a function.
+
+    A bound method has an object, a ``functools.partial`` has arguments, and a container may hold
+    functions and classes. A guard of the container compares which ones it holds.
+    """
+    value = source.value
+    names = next((n for kind, n in _BOUND.items() if isinstance(value, kind)), ())
+    if isinstance(value, types.MethodType) and _is_of_library(value.__self__):
+        return
+    for name in names:
+        held = Attributes(value)
+        yield Source(value, held, name, f"{source.label}.{name}", getattr(value, name))
+    # Not isinstance: a subclass may report a wrong length.
+    if type(value) not in _CONTAINERS or len(value) > LARGEST_REGISTRY:
+        return
+    for item in value.values() if isinstance(value, dict) else value:
+        if isinstance(item, _LEADING) and not _is_of_library(item):
+            yield Source(item, {"": item}, "", f"an item of {source.label}", item)
+
+
+def _is_of_library(value: Any) -> bool:
+    """Whether ``value`` is a function, class, or object of a class, of a library's module."""
+    defined = isinstance(value, type | types.FunctionType)
+    return not isinstance(value, (*_BOUND, *_CONTAINERS)) and is_library(
+        (value if defined else type(value)).__module__
+    )
+
+
 def namespaces(source: Source) -> Iterator[Source]:
     """Yield the namespaces of user code that a value gives access to.
 
@@ -170,7 +210,7 @@ def namespaces(source: Source) -> Iterator[Source]:
     whole = is_data(value) or is_object(value)
     classes = [type(held) for held in all_held(value)] if whole else [type(value)]
     if isinstance(value, type):
-        classes = [value]
+        classes = [value, type(value)]
     elif attributes_below(value) is not None:
         named = "__name__" if isinstance(value, types.ModuleType) else "__module__"
         if isinstance(value, threading.local) or not is_library(getattr(value, named, None)):

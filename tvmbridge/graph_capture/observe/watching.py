@@ -14,6 +14,7 @@ import os
 import queue
 import sys
 import types
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -25,7 +26,7 @@ from tvmbridge.calls.patches import code_of
 from tvmbridge.core.assumptions import Holder, OutsideValue
 from tvmbridge.core.contents import MISSING, is_constant, same_value, state_of
 from tvmbridge.graph_capture.observe.data import is_data, is_object
-from tvmbridge.graph_capture.observe.sources import Attributes, Source
+from tvmbridge.graph_capture.observe.sources import LARGEST_REGISTRY, Attributes, Source
 
 # Functions of PyTorch without arguments that read a setting which is not guarded otherwise.
 _SETTINGS = frozenset(
@@ -52,8 +53,6 @@ _DEFINITIONS = (
     staticmethod,
     classmethod,
 )
-# The entries of larger mappings are not guarded if no value among them is data.
-_LARGEST_REGISTRY = 64
 
 
 def watched(source: Source) -> Iterator[OutsideValue]:
@@ -80,9 +79,13 @@ def watched(source: Source) -> Iterator[OutsideValue]:
             yield exactly(source)
     elif isinstance(value, nn.Module) and not isinstance(owner, nn.Module):
         yield exactly(source)
-    elif isinstance(value, dict) and len(value) <= _LARGEST_REGISTRY:
+    elif isinstance(value, dict) and len(value) <= LARGEST_REGISTRY:
         for key, held in value.items():
             yield exactly(Source(value, value, key, f"{source.label}[{key!r}]", held))
+    elif type(value) in (list, tuple, deque) and len(value) <= LARGEST_REGISTRY:
+        yield _copied(source)
+    elif isinstance(value, slice | memoryview):
+        yield exactly(source)
 
 
 def _is_of_pythons_library(module: Any) -> bool:
@@ -177,8 +180,9 @@ def defaults(value: Any) -> Iterator[OutsideValue]:
     for function in _functions(value):
         for name in ("__defaults__", "__kwdefaults__"):
             held = getattr(function, name) or ()
+            by_name = isinstance(held, dict)  # The dict itself may change.
             each = held.values() if isinstance(held, dict) else held
-            if any(not is_constant(d) and (is_data(d) or is_object(d)) for d in each):
+            if any((by_name or not is_constant(d)) and (is_data(d) or is_object(d)) for d in each):
                 label = f"a default of {function.__name__}"
                 yield _copied(Source(function, Attributes(function), name, label, held))
 
