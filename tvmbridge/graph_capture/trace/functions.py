@@ -17,6 +17,7 @@ from tvmbridge.graph_capture.trace import (  # noqa: F401
     extremes,
     fills,
     linear_algebra,
+    modes,
     opaque_ops,
     pools,
     promotion,
