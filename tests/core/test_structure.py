@@ -86,3 +86,13 @@ def test_results_in_dataclasses_are_those_of_eager_pytorch() -> None:
     torch.testing.assert_close(found.right["sum"], torch.tensor(36.0))
     assert torch.equal(found.right["given"].left, x * 3)
     assert dispatch_report(module).tvm_calls == 1
+
+
+def test_an_object_that_contains_itself_is_left() -> None:
+    class Node:
+        def __init__(self) -> None:
+            self.value = torch.ones(2)
+            self.itself: object = self
+
+    node = Node()
+    assert opened([node])[0] is node

@@ -32,7 +32,7 @@ COMPILED_CODE = (
         "a fragile value computed again",
         "split",
         "tvmbridge.coloring.graph",
-        "decides = not operators.is_smooth(value)",
+        "decides = var not in self._held and not operators.is_smooth(value)",
         "decides = False",
         ("tests/coloring/test_random_graphs.py",),
     ),

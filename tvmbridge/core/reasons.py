@@ -298,7 +298,11 @@ class Kind(enum.Enum):
     )
     ZERO = "the sign of a zero", "add 0.0 where the sign matters", _DIFFERS
     # Code is compiled at the call, for this process alone.
-    NOT_LINUX = "a process compiles in the background on Linux alone", "", _NOT_KEPT
+    NOT_LINUX = (
+        "a process compiles in the background on Linux alone",
+        "leave out the options background and budget",
+        _NOT_KEPT,
+    )
     OTHER_THREAD = (
         "the call is not made by the main thread",
         "call the module in the main thread first",
@@ -311,7 +315,7 @@ class Kind(enum.Enum):
     )
     ACCELERATOR = (
         "PyTorch's engine cannot be forked where there is an accelerator",
-        "",
+        "leave out the options background and budget: compilations run within calls",
         _NOT_KEPT,
     )
     CACHE_OFF = "the option cache is off", "set the option cache", _NOT_KEPT
@@ -321,8 +325,12 @@ class Kind(enum.Enum):
         "unset TVMBRIDGE_DUMP",
         _NOT_KEPT,
     )
-    OBSERVED = "passes are observed", "", _NOT_KEPT
-    INSTRUMENTED = "passes are instrumented", "", _NOT_KEPT
+    OBSERVED = "passes are observed", "compile outside of tvmbridge.pipeline.observed", _NOT_KEPT
+    INSTRUMENTED = (
+        "passes are instrumented",
+        "compile without instruments of a PassContext",
+        _NOT_KEPT,
+    )
     SOURCES = (
         "tvmbridge's files were changed since it was imported",
         "start the process again",

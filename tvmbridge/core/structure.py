@@ -88,30 +88,35 @@ pytree.register_pytree_node(
 UNKNOWN: Any = object()
 
 
-def with_parts(value: Any, known: Collection[int]) -> Any:
+# Values of a trace. A data-dependent value refuses isinstance: only its type is safe to read.
+_TRACED = (torch.Tensor, fx.Proxy, torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def with_parts(value: Any, known: Collection[int], within: tuple[int, ...] = ()) -> Any:
     """Return ``value`` with :class:`Parts` in place of plain objects, or :data:`UNKNOWN`.
 
-    Return :data:`UNKNOWN` if ``value`` contains an object of another kind, or one whose id is in
-    ``known``: that object is older than ``value``.
+    Return :data:`UNKNOWN` if ``value`` contains an object of another kind, itself, or an object
+    whose id is in ``known``: that object is older than ``value``. ``within`` has the ids of the
+    objects that contain ``value``.
     """
     kind = type(value)
-    # A data-dependent value refuses isinstance: only its type is safe to read.
-    if issubclass(kind, torch.Tensor | fx.Proxy) or is_constant(value):
+    if issubclass(kind, _TRACED) or is_constant(value):
         return value
-    if id(value) in known:
+    if id(value) in known or id(value) in within:
         return UNKNOWN
+    within = (*within, id(value))
     if kind in (list, tuple):
-        items = [with_parts(item, known) for item in value]
+        items = [with_parts(item, known, within) for item in value]
         return UNKNOWN if any(i is UNKNOWN for i in items) else kind(items)
     if kind is dict:
-        items = [with_parts(item, known) for item in value.values()]
+        items = [with_parts(item, known, within) for item in value.values()]
         unknown = any(i is UNKNOWN for i in items) or not all(map(is_constant, value))
         return UNKNOWN if unknown else dict(zip(value, items, strict=True))
     if not holds_all_in_dict(kind):
         return UNKNOWN
     held = vars(value)
     constants = {n: v for n, v in held.items() if is_constant(v)}
-    values = {n: with_parts(v, known) for n, v in held.items() if n not in constants}
+    values = {n: with_parts(v, known, within) for n, v in held.items() if n not in constants}
     unknown = any(v is UNKNOWN for v in values.values())
     return UNKNOWN if unknown else Parts(kind, values, constants)
 
@@ -147,7 +152,7 @@ def opened(results: Any, kept: Collection[int] = (), known: Collection[int] = ()
 
 def _is_object(value: Any) -> bool:
     kind = type(value)
-    if issubclass(kind, torch.Tensor | fx.Proxy) or is_constant(value):
+    if issubclass(kind, _TRACED) or is_constant(value):
         return False
     return holds_all_in_dict(kind)
 

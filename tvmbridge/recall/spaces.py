@@ -19,7 +19,7 @@ Coded = Callable[[types.CodeType], str]
 SPACES: tuple[Any, ...] = (
     torch,
     torch.functional,
-    torch._VF,
+    sys.modules["torch._VF"],
     torch.nn.functional,
     torch.special,
     torch.linalg,
@@ -32,7 +32,7 @@ SPACES: tuple[Any, ...] = (
     torch.nn.Module,
     torch.nn.init,
     torch.autograd.Function,
-    torch._tensor,
+    sys.modules[torch.Tensor.backward.__module__],
     torch.nn.parameter,
     torch.nn.utils.parametrize,
     torch.nn.utils.rnn,

@@ -134,14 +134,14 @@ class ModuleCode(Executor):
             served = self._run(wanted, entry, started)
             if isinstance(served, Served):
                 return served
-            unserved = served._replace(misfits=unserved.misfits)
+            unserved = Unserved(unserved.misfits, served.reason, served.outgrown)
         if lacking is None:
             return unserved
         found = policy.compiled(lacking, f"the first in mode {lacking.mode}")
         if isinstance(found, CompiledEntry):
             served = self._run(lacking, found, started)
             if isinstance(served, Unserved):
-                served = served._replace(misfits=unserved.misfits)
+                served = Unserved(unserved.misfits, served.reason, served.outgrown)
             return served
         if found is not COMPILING and (policy.cut.why or policy.cut_for_any_size(found.text)):
             return self._run_in_parts(call.args, call.kwargs)

@@ -45,7 +45,7 @@ def _compile_declared(
     specialization, mode, (leaves, _) = wanted
     while specialization.chosen(mode, leaves) is None:
         try:
-            policy.compile(wanted._replace(specialization=specialization))
+            policy.compile(Wanted(specialization, mode, wanted.matched))
         except UnderWayError:
             return
         except BridgeError:
