@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import tvm
 from tvm import relax
@@ -129,6 +129,22 @@ def shape_of(expr: relax.Expr) -> tuple[int, ...] | None:
     return tuple([e.value for e in extents])
 
 
+PERMUTATION = "relax.permute_dims"
+RESHAPES = ("relax.reshape", "relax.expand_dims", "relax.squeeze")
+"""Operators that compile to views of their operand's memory."""
+
+
+def is_call(expr: relax.Expr | None, name: str) -> TypeGuard[relax.Call]:
+    """Whether ``expr`` is a call of the operator ``name``."""
+    return isinstance(expr, relax.Call) and getattr(expr.op, "name", "") == name
+
+
+def permutation(call: relax.Call) -> list[int]:
+    """Return the axes of a ``permute_dims``, as numbers from 0 on."""
+    rank, axes = call.args[0].ty.ndim, call.attrs.axes
+    return [int(axis) % rank for axis in (range(rank)[::-1] if axes is None else axes)]
+
+
 def transposed_of(
     operand: relax.Expr, lookup: Callable[[relax.Var], relax.Expr | None]
 ) -> relax.Expr | None:
@@ -139,7 +155,7 @@ def transposed_of(
         lookup: returns the value of a variable, such as ``lookup_binding`` of a mutator.
     """
     value = lookup(operand) if isinstance(operand, relax.Var) else None
-    if not isinstance(value, relax.Call) or getattr(value.op, "name", "") != "relax.permute_dims":
+    if not is_call(value, PERMUTATION):
         return None
     shape = shape_of(value.args[0])
     return value.args[0] if shape is not None and len(shape) == 2 else None
@@ -158,10 +174,6 @@ def flat_results(function: relax.Function) -> list[relax.Expr]:
     while isinstance(result, relax.Var) and isinstance(bound.get(result), relax.Var | relax.Tuple):
         result = bound[result]
     return list(result.fields) if isinstance(result, relax.Tuple) else [result]
-
-
-# Operators that compile to views of their operand's memory.
-_SHARES_MEMORY = ("relax.reshape", "relax.expand_dims", "relax.squeeze")
 
 
 def storage_root(result: relax.Expr, bound: Mapping[relax.Var, relax.Expr]) -> relax.Var | None:
@@ -188,10 +200,9 @@ def _shares_memory(call: relax.Call) -> bool:
     A permutation does so if it keeps the order of all dimensions larger than 1.
     """
     name, shape = getattr(call.op, "name", ""), shape_of(call.args[0])
-    if name != "relax.permute_dims" or shape is None:
-        return name in _SHARES_MEMORY
-    axes = reversed(range(len(shape))) if call.attrs.axes is None else call.attrs.axes
-    moved = [a for a in (int(axis) % len(shape) for axis in axes) if shape[a] > 1]
+    if name != PERMUTATION or shape is None:
+        return name in RESHAPES
+    moved = [axis for axis in permutation(call) if shape[axis] > 1]
     return moved == sorted(moved)
 
 

@@ -34,14 +34,27 @@ from tvm import relax
 from tvm.relax import op
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from tvmbridge.kernels.aten_call import ATEN_CALL, aten_call_operator, packed_call, spec_of
+from tvmbridge.kernels.aten_call import (
+    ATEN_CALL,
+    aten_call_operator,
+    packed_call,
+    spec_of,
+    tensors_of,
+)
 from tvmbridge.kernels.convolution import Convolution, is_convolution
-from tvmbridge.passes.base import PassReport, RelaxPass, dtype_of, map_functions, shape_of
+from tvmbridge.passes.base import (
+    PERMUTATION,
+    PassReport,
+    RelaxPass,
+    dtype_of,
+    map_functions,
+    permutation,
+    shape_of,
+)
 
 _LAST, _SECOND = [0, 2, 3, 1], [0, 3, 1, 2]
 # The position, with channels last, of each dimension of a tensor with channels second.
 _MOVED = {0: 0, 1: 3, 2: 1, 3: 2}
-_FIRST_TENSOR = 2
 
 _ELEMENTWISE = frozenset(
     f"relax.{name}"
@@ -120,7 +133,7 @@ class _LayoutMutator(PyExprMutator):
         name, operands = call.op.name, _operands(call)
         if is_convolution(call):
             return self._convolution(call)
-        if name == "relax.permute_dims" and _axes(call) == _SECOND:
+        if name == PERMUTATION and permutation(call) == _SECOND:
             return self.visit_expr(call.args[0])
         if not any(a in self.last for a in operands):
             return None
@@ -142,12 +155,12 @@ class _LayoutMutator(PyExprMutator):
     def _plain(self, var: relax.Var, call: relax.Call) -> relax.Expr | None:
         """Return a result that has no channels second, computed from an image; None otherwise."""
         name, operand = call.op.name, call.args[0] if len(call.args) else None
-        if name == "relax.permute_dims" and operand in self.flat and _axes(call) == [0, 2, 1]:
+        if name == PERMUTATION and operand in self.flat and permutation(call) == [0, 2, 1]:
             return op.reshape(self.flat[operand], shape_of(var))
         image = self.last.get(operand)
         if image is None:
             return None
-        if name == "relax.permute_dims" and _axes(call) == _LAST:
+        if name == PERMUTATION and permutation(call) == _LAST:
             return image
         if name in _REDUCTIONS and _rank(var) <= 2:
             return self._reduction(call)
@@ -191,7 +204,7 @@ class _LayoutMutator(PyExprMutator):
             for t in fields
         ]
         result = relax.TupleType(moved) if isinstance(type_, relax.TupleType) else moved[0]
-        image = self.last[call.args[_FIRST_TENSOR]]
+        image = self.last[tensors_of(call)[0]]
         return self.builder_.emit(packed_call(ATEN_CALL, json.dumps(content), [image], result))
 
     def _with_channels_last(self, expr: relax.Expr) -> relax.Expr:
@@ -216,12 +229,6 @@ def _operands(call: relax.Call) -> list[relax.Expr]:
     for operand in call.args:
         found += list(operand.fields) if isinstance(operand, relax.Tuple) else [operand]
     return found
-
-
-def _axes(call: relax.Call) -> list[int]:
-    rank = _rank(call.args[0])
-    axes = range(rank)[::-1] if call.attrs.axes is None else call.attrs.axes
-    return [int(axis) % rank for axis in axes]
 
 
 def _rank(expr: relax.Expr) -> int:

@@ -29,10 +29,16 @@ import tvm
 from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from tvmbridge.passes.base import PassReport, RelaxPass, map_functions, shape_of, with_span
-
-_RESHAPES = ("relax.reshape", "relax.expand_dims", "relax.squeeze")
-_PERMUTATION = "relax.permute_dims"
+from tvmbridge.passes.base import (
+    PERMUTATION,
+    RESHAPES,
+    PassReport,
+    RelaxPass,
+    map_functions,
+    permutation,
+    shape_of,
+    with_span,
+)
 
 
 @dataclass(frozen=True)
@@ -52,17 +58,17 @@ class _CollapseMutator(PyExprMutator):
     def visit_call_(self, call: relax.Call) -> relax.Expr:
         call = super().visit_call_(call)
         name = getattr(call.op, "name", "")
-        if name not in (*_RESHAPES, _PERMUTATION):
+        if name not in (*RESHAPES, PERMUTATION):
             return call
         call = self.builder_.normalize(call)
         if shape_of(call) is None or shape_of(call.args[0]) is None:
             self.report.decline(name, "the shape is not static")
             return call
-        made = self._permuted(call) if name == _PERMUTATION else self._reshaped(call)
+        made = self._permuted(call) if name == PERMUTATION else self._reshaped(call)
         return with_span(made, call.span)
 
     def _reshaped(self, call: relax.Call) -> relax.Expr:
-        source, shape = self._source(call, _RESHAPES), shape_of(call)
+        source, shape = self._source(call, RESHAPES), shape_of(call)
         if shape_of(source) == shape:
             self.report.rewrote()
             return source
@@ -72,10 +78,10 @@ class _CollapseMutator(PyExprMutator):
         return relax.op.reshape(source, shape)
 
     def _permuted(self, call: relax.Call) -> relax.Expr:
-        axes = _axes(call)
-        inner = self._producer(call.args[0], (_PERMUTATION,))
+        axes = permutation(call)
+        inner = self._producer(call.args[0], (PERMUTATION,))
         if inner is not None:
-            axes = [_axes(inner)[axis] for axis in axes]
+            axes = [permutation(inner)[axis] for axis in axes]
         source = call.args[0] if inner is None else inner.args[0]
         if axes == list(range(len(axes))):
             self.report.rewrote()
@@ -103,10 +109,3 @@ class _CollapseMutator(PyExprMutator):
         if not isinstance(operand, relax.Call) or getattr(operand.op, "name", "") not in names:
             return None
         return operand if shape_of(operand.args[0]) is not None else None
-
-
-def _axes(call: relax.Call) -> list[int]:
-    rank = len(shape_of(call) or ())
-    if call.attrs.axes is None:
-        return list(reversed(range(rank)))
-    return [int(axis) % rank for axis in call.attrs.axes]

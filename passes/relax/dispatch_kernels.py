@@ -36,14 +36,22 @@ from tvmbridge.kernels.choice import product_kernel
 from tvmbridge.kernels.matmul import MATMUL, ONEDNN_MATMUL, View, matmul_spec
 from tvmbridge.kernels.product_form import form_of
 from tvmbridge.kernels.product_loops import MULTIPLIED, TRANSPOSED, Loops, fastest
-from tvmbridge.passes.base import PassReport, RelaxPass, dtype_of, shape_of
+from tvmbridge.passes.base import (
+    PERMUTATION,
+    PassReport,
+    RelaxPass,
+    dtype_of,
+    is_call,
+    shape_of,
+)
+from tvmbridge.passes.relax.views import viewed
 from tvmbridge.schedules.alone import multiplication, this_machine, transposition
 from tvmbridge.schedules.products import product
 
 HALVES = ("float16", "bfloat16")
 _LOOPS = Loops(transposition, multiplication)
 
-_VIEWS = ("relax.permute_dims", "relax.reshape", "relax.expand_dims")
+_VIEWS = (PERMUTATION, "relax.reshape", "relax.expand_dims")
 
 
 @dataclass(frozen=True)
@@ -72,10 +80,6 @@ class DispatchKernels(RelaxPass):
         return mutator.builder_.get()
 
 
-def _is_call(expr: relax.Expr | None, name: str) -> bool:
-    return isinstance(expr, relax.Call) and isinstance(expr.op, tvm.ir.Op) and expr.op.name == name
-
-
 def _biased_products(
     function: relax.Function, options: DispatchKernels
 ) -> dict[relax.Var, relax.Call]:
@@ -91,14 +95,14 @@ def _biased_products(
             readers.setdefault(var, []).append(value)
     found: dict[relax.Var, relax.Call] = {}
     for var, value in bound.items():
-        if not _is_call(value, "relax.add"):
+        if not is_call(value, "relax.add"):
             continue
         product, bias = value.args
         path = [product]
-        if _is_call(bound.get(product), "relax.reshape"):
+        if is_call(bound.get(product), "relax.reshape"):
             path.append(bound[product].args[0])
         call = bound.get(path[-1])
-        if not _is_call(call, "relax.matmul") or any(len(readers[v]) != 1 for v in path):
+        if not is_call(call, "relax.matmul") or any(len(readers[v]) != 1 for v in path):
             continue
         shape, sum_shape = shape_of(call), shape_of(value)
         if shape is None or len(shape) != 2 or shape_of(bias) != shape[1:]:
@@ -143,7 +147,7 @@ class _KernelMutator(PyExprMutator):
             super().visit_var_binding_(binding)
 
     def visit_call_(self, call: relax.Call) -> relax.Expr:
-        if _is_call(call, "relax.add") and call.args[0] in self.biased:
+        if is_call(call, "relax.add") and call.args[0] in self.biased:
             product = self.biased[call.args[0]]
             operands = [self.visit_expr(a) for a in (*product.args, call.args[1])]
             result = self._product(operands, product)
@@ -151,14 +155,14 @@ class _KernelMutator(PyExprMutator):
                 return result
             return relax.op.reshape(self.builder_.emit(result), shape_of(call))
         call = self.builder_.normalize(super().visit_call_(call))
-        if _is_call(call, "relax.matmul"):
+        if is_call(call, "relax.matmul"):
             reason = _no_product_of_matrices(call, self.options.dtypes)
             if reason is None:
                 return self._product(list(call.args), call)
             self.report.decline("matmul", reason)
-        elif _is_call(call, "relax.take"):
+        elif is_call(call, "relax.take"):
             return self._take(call)
-        elif _is_call(call, "relax.grad.take_backward"):
+        elif is_call(call, "relax.grad.take_backward"):
             return self._take_backward(call)
         return call
 
@@ -223,7 +227,7 @@ class _KernelMutator(PyExprMutator):
         calls: list[relax.Call] = []
         while isinstance(chain[-1], relax.Var):
             value = self.lookup_binding(chain[-1])
-            if not any(_is_call(value, name) for name in _VIEWS):
+            if not any(is_call(value, name) for name in _VIEWS):
                 break
             if shape_of(value.args[0]) is None:
                 break
@@ -283,12 +287,7 @@ def _meta_view(
     tensor = torch.empty(_extents(base), dtype=getattr(torch, dtype_of(base)), device="meta")
     try:
         for call in calls:
-            if call.op.name == "relax.permute_dims":
-                axes = call.attrs.axes
-                order = range(tensor.dim())[::-1] if axes is None else [int(a) for a in axes]
-                tensor = tensor.permute(tuple(order))
-            else:
-                tensor = tensor.view(_extents(call))
+            tensor = viewed(tensor, call)
         return tensor.view(target)
     except RuntimeError:
         return None

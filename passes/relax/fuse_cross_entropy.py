@@ -31,7 +31,7 @@ Runs before: the joint function is split.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import tvm
@@ -39,11 +39,10 @@ from tvm import relax
 from tvm.relax import op
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from tvmbridge.kernels.aten_call import aten_call_operator, call_overload, spec_of
-from tvmbridge.passes.base import PassReport, RelaxPass, dtype_of, map_functions, shape_of
+from tvmbridge.kernels.aten_call import aten_call_operator, call_overload, spec_of, tensors_of
+from tvmbridge.passes.base import PassReport, RelaxPass, dtype_of, is_call, map_functions, shape_of
 
 _FORWARD, _BACKWARD = "aten.nll_loss_forward.default", "aten.nll_loss_backward.default"
-_FIRST_TENSOR = 2
 _MEAN, _SUM = 1, 2
 _WIDE = ("float32", "float64")
 
@@ -84,7 +83,6 @@ def _losses(bound: dict[relax.Var, relax.Expr]) -> dict[relax.Var, _Loss]:
             )
             if weight is None and reduction in (_MEAN, _SUM) and _is_log_softmax(logarithms, bound):
                 found[var] = _Loss(logarithms, target, reduction, ignored)
-    rewritten = {loss.logarithms for var, loss in found.items()}
     # A kernel that is left would still need the tensor that the others no longer do.
     left = {
         argument
@@ -92,17 +90,17 @@ def _losses(bound: dict[relax.Var, relax.Expr]) -> dict[relax.Var, _Loss]:
         if isinstance(call, relax.Call) and var not in found and aten_call_operator(call)
         for argument in call.args
     }
-    return {var: loss for var, loss in found.items() if loss.logarithms in rewritten - left}
+    return {var: loss for var, loss in found.items() if loss.logarithms not in left}
 
 
 def _arguments(call: relax.Call) -> list[Any]:
-    tensors = call.args[_FIRST_TENSOR:]
+    tensors = tensors_of(call)
     return [tensors[a["tensor"]] if isinstance(a, dict) else a for a in spec_of(call)["args"]]
 
 
 def _is_log_softmax(expr: relax.Expr, bound: dict[relax.Var, relax.Expr]) -> bool:
     value = bound.get(expr)
-    if not isinstance(value, relax.Call) or getattr(value.op, "name", "") != "relax.nn.log_softmax":
+    if not is_call(value, "relax.nn.log_softmax"):
         return False
     shape = shape_of(value)
     return (
@@ -204,23 +202,23 @@ class _LossMutator(PyExprMutator):
 
     def _narrow(self, operand: relax.Expr) -> relax.Expr:
         """Return the logits before reshapes and exact casts, in the shape of ``operand``."""
-        found = operand
-        while isinstance(value := self.bound.get(found), relax.Call):
-            name = getattr(value.op, "name", "")
-            if name != "relax.reshape" and not (name == "relax.astype" and _is_exact(value)):
-                break
+        found, value = operand, self.bound.get(operand)
+        while is_call(value, "relax.reshape") or _is_exact_cast(value):
             found = value.args[0]
+            value = self.bound.get(found)
         return self.builder_.emit(op.reshape(self.visit_expr(found), shape_of(operand)))
 
     def _is_sum_of_rows(self, value: relax.Expr) -> bool:
-        if not isinstance(value, relax.Call) or getattr(value.op, "name", "") != "relax.sum":
+        if not is_call(value, "relax.sum"):
             return False
         axes = value.attrs.axis
         return value.args[0] in self.sums and axes is not None and list(axes) in ([1], [-1])
 
 
-def _is_exact(cast: relax.Call) -> bool:
-    """Whether the dtype of a cast's result has each value of its operand's dtype."""
+def _is_exact_cast(cast: relax.Expr | None) -> TypeGuard[relax.Call]:
+    """Whether ``cast`` is one to a dtype that has each value of its operand's floating dtype."""
+    if not is_call(cast, "relax.astype"):
+        return False
     source, result = (getattr(torch, dtype_of(expr)) for expr in (cast.args[0], cast))
     return source.is_floating_point and torch.promote_types(source, result) is result
 

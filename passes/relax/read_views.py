@@ -31,8 +31,15 @@ import tvm
 from tvm import relax
 
 from tvmbridge.core.decisions import sizes_vary
-from tvmbridge.kernels.aten_call import ATEN_CALL, aten_call_operator, packed_call, spec_of
-from tvmbridge.passes.base import PassReport, RelaxPass, dtype_of, map_calls, shape_of
+from tvmbridge.kernels.aten_call import (
+    ATEN_CALL,
+    aten_call_operator,
+    packed_call,
+    spec_of,
+    tensors_of,
+)
+from tvmbridge.passes.base import PassReport, RelaxPass, dtype_of, is_call, map_calls, shape_of
+from tvmbridge.passes.relax.views import VIEWS, viewed
 
 _OPERATORS = (
     "tvmbridge.attention.default",
@@ -42,11 +49,8 @@ _OPERATORS = (
 )
 # The positions of query, key and value.
 _READ = {name: (5, 6, 7) if "backward" in name else (0, 1, 2) for name in _OPERATORS}
-_FIRST_TENSOR = 2
 _ALIGNED_BYTES = 16
-_SLICE, _SPLIT = "relax.strided_slice", "relax.split"
-_RESHAPES = ("relax.reshape", "relax.expand_dims", "relax.squeeze")
-_VIEWS = ("relax.permute_dims", *_RESHAPES, _SLICE, _SPLIT)
+_SPLIT = "relax.split"
 
 # Returns the value of a variable, or None.
 Lookup = Callable[[relax.Var], Any]
@@ -77,7 +81,7 @@ def _on_views(
     lookup: Lookup,
     report: PassReport,
 ) -> relax.Expr:
-    content, tensors = spec_of(call), list(call.args[_FIRST_TENSOR:])
+    content, tensors = spec_of(call), tensors_of(call)
     for position in positions:
         argument = content["args"][position]
         if list(argument) != ["tensor"]:
@@ -102,9 +106,8 @@ def _origin(expr: relax.Expr, lookup: Lookup) -> tuple[relax.Expr, torch.Tensor 
     steps: list[relax.Expr] = []
     while isinstance(expr, relax.Var) and (value := lookup(expr)) is not None:
         call = lookup(value.tuple_value) if isinstance(value, relax.TupleGetItem) else value
-        if not isinstance(call, relax.Call) or getattr(call.op, "name", "") not in _VIEWS:
-            break
-        if _is_call(call, _SPLIT) != isinstance(value, relax.TupleGetItem):
+        known = (_SPLIT,) if isinstance(value, relax.TupleGetItem) else VIEWS
+        if not any(is_call(call, name) for name in known):
             break
         steps.append(value)
         expr = call.args[0]
@@ -120,45 +123,15 @@ def _origin(expr: relax.Expr, lookup: Lookup) -> tuple[relax.Expr, torch.Tensor 
     return expr, tensor
 
 
-def _is_call(value: Any, name: str) -> bool:
-    return isinstance(value, relax.Call) and getattr(value.op, "name", "") == name
-
-
 def _viewed(tensor: torch.Tensor, step: relax.Expr, lookup: Lookup) -> torch.Tensor:
-    """Return the view that one operator makes of ``tensor``.
-
-    Raises:
-        RuntimeError: the operator copies.
-    """
-    if isinstance(step, relax.TupleGetItem):
-        attrs = lookup(step.tuple_value).attrs
-        sections, axis = attrs.indices_or_sections, int(attrs.axis)
-        if isinstance(sections, tvm.tirx.IntImm):
-            return tensor.tensor_split(int(sections), axis)[step.index]
-        return tensor.tensor_split([int(n) for n in sections], axis)[step.index]
-    if _is_call(step, "relax.permute_dims"):
-        axes = step.attrs.axes
-        order = range(tensor.dim())[::-1] if axes is None else [int(a) for a in axes]
-        return tensor.permute(tuple(order))
-    if _is_call(step, _SLICE):
-        return _sliced(tensor, step)
-    shape = shape_of(step)
-    if shape is None:
-        raise RuntimeError("the shape is not static")
-    return tensor.view(shape)
-
-
-def _sliced(tensor: torch.Tensor, step: relax.Call) -> torch.Tensor:
-    fields = [[int(n) for n in argument.fields] for argument in step.args[1:]]
-    axes, begins, ends = fields[:3]
-    steps = fields[3] if len(fields) > 3 else [1] * len(axes)
-    for axis, begin, end, stride in zip(axes, begins, ends, steps, strict=True):
-        if stride < 1:
-            raise RuntimeError("a slice in reverse order copies")
-        index = [slice(None)] * tensor.dim()
-        index[axis] = slice(begin, end, stride)
-        tensor = tensor[tuple(index)]
-    return tensor
+    """Return the view that one operator, or one field of a split, makes of ``tensor``."""
+    if not isinstance(step, relax.TupleGetItem):
+        return viewed(tensor, step)
+    attrs = lookup(step.tuple_value).attrs
+    sections, axis = attrs.indices_or_sections, int(attrs.axis)
+    if isinstance(sections, tvm.tirx.IntImm):
+        return tensor.tensor_split(int(sections), axis)[step.index]
+    return tensor.tensor_split([int(n) for n in sections], axis)[step.index]
 
 
 def _is_aligned(view: torch.Tensor) -> bool:

@@ -26,14 +26,13 @@ from tvm import relax
 from tvm.relax import op
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from tvmbridge.kernels.aten_call import aten_call_operator, spec_of
+from tvmbridge.kernels.aten_call import aten_call_operator, spec_of, tensors_of
 from tvmbridge.passes.base import PassReport, RelaxPass, dtype_of, shape_of, with_functions
 from tvmbridge.passes.relax.constants import uniform_value
 from tvmbridge.schedules.gpu.table_gradients import fits, table_gradient
 
 _HALVES = ("float16", "bfloat16")
 _INDICES = ("int32", "int64")
-_FIRST_TENSOR = 2
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ class _TableGradientMutator(PyExprMutator):
 
     def _index_put(self, call: relax.Call) -> relax.Expr:
         x, indices, values, *accumulate = spec_of(call)["args"]
-        tensors = list(call.args[_FIRST_TENSOR:])
+        tensors = tensors_of(call)
         if accumulate != [True]:
             return call
         if uniform_value(tensors[x["tensor"]], self.lookup_binding) != 0.0:

@@ -210,26 +210,23 @@ def ia3_bert(door: Door) -> Iterator[list[Any]]:
     yield from _steps(model, _classes, 12)
 
 
-@script("peft", "transformers")
-def prompt_tuning(door: Door) -> Iterator[list[Any]]:
-    from peft import PromptTuningConfig, get_peft_model
+def _virtual_tokens(door: Door, kind: str) -> Iterator[list[Any]]:
+    import peft
 
-    model = get_peft_model(
-        _llama(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    )
+    config = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model = peft.get_peft_model(_llama(), config)
     door(model)
     yield from _steps(model, _fixed, 12)
+
+
+@script("peft", "transformers")
+def prompt_tuning(door: Door) -> Iterator[list[Any]]:
+    yield from _virtual_tokens(door, "PromptTuningConfig")
 
 
 @script("peft", "transformers")
 def prefix_tuning(door: Door) -> Iterator[list[Any]]:
-    from peft import PrefixTuningConfig, get_peft_model
-
-    model = get_peft_model(
-        _llama(), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    )
-    door(model)
-    yield from _steps(model, _fixed, 12)
+    yield from _virtual_tokens(door, "PrefixTuningConfig")
 
 
 @script("transformers")

@@ -19,6 +19,8 @@ import tvm_ffi
 from tvm import tirx
 from tvm.s_tir.pipeline import default_s_tir_pipeline
 
+from tvmbridge.schedules.loops import sequence
+
 # The name of the pipeline, for ``tvm.tirx.build`` and ``relax.build``.
 UNCHECKED = "tvmbridge.unchecked"
 
@@ -66,9 +68,9 @@ def _without_preamble(body: tirx.Stmt) -> tirx.Stmt:
             break
         scopes.append((kept[:-1], last))
         body = last.body
-    inner = _in_order(kept)
+    inner = sequence(kept)
     for before, scope in reversed(scopes):
-        inner = _in_order(
+        inner = sequence(
             [*before, tirx.AttrStmt(scope.node, scope.attr_key, scope.value, inner, scope.span)]
         )
     return inner
@@ -76,10 +78,6 @@ def _without_preamble(body: tirx.Stmt) -> tirx.Stmt:
 
 def _listed(body: tirx.Stmt) -> list[tirx.Stmt]:
     return list(body.seq) if isinstance(body, tirx.SeqStmt) else [body]
-
-
-def _in_order(statements: list[tirx.Stmt]) -> tirx.Stmt:
-    return statements[0] if len(statements) == 1 else tirx.SeqStmt(statements)
 
 
 tirx.register_tir_pipeline(UNCHECKED, _unchecked_pipeline)

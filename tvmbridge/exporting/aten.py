@@ -33,7 +33,7 @@ from tvmbridge.exporting.windows import (
     average_pool,
     unfold,
 )
-from tvmbridge.kernels.aten_call import aten_call_operator, compiled_call, spec_of
+from tvmbridge.kernels.aten_call import aten_call_operator, compiled_call, spec_of, tensors_of
 from tvmbridge.legalize.aten import COMPILED
 from tvmbridge.legalize.aten.arguments import Arguments, Compile
 from tvmbridge.legalize.broadcast import INJECTIVE, OPAQUE, element_of
@@ -68,7 +68,7 @@ class _AtenRewriter(PyExprMutator):
         operator = aten_call_operator(call)
         if operator is None or compiled_call(call) is not None or operator not in SPELLED:
             return call
-        arguments = Arguments.of(spec_of(call), list(call.args[2:]))
+        arguments = Arguments.of(spec_of(call), tensors_of(call))
         spelled = SPELLED[operator](self.builder_, call, arguments)
         if spelled is None:
             self.report.decline(operator, "not with these arguments")

@@ -120,7 +120,10 @@ def _remainder(a: Expr, b: Expr) -> Expr:
 
 
 def _remainder_of(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr | None:
-    """Return a remainder; None of integers if the divisor is a tensor, which may have zeros."""
+    """Return a remainder.
+
+    Return None for integers divided by a tensor, because the tensor may have zeros.
+    """
     divisor = arguments["other"]
     if "float" in dtype_of_tensor(call):
         return elementwise(_remainder, "self", "other")(bb, call, arguments)

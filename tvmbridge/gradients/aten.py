@@ -15,16 +15,16 @@ from tvm import relax
 from tvmbridge.gradients.helpers import shape_of
 from tvmbridge.kernels.aten_call import (
     ATEN_CALL,
+    FIRST_TENSOR,
     aten_call_operator,
     call_overload,
     packed_call,
     spec_of,
+    tensors_of,
 )
 from tvmbridge.legalize.aten.arguments import Arguments
 from tvmbridge.legalize.aten.windows import finds_places
 
-# The first two arguments of the Relax call are the packed function's name and the spec.
-_FIRST_TENSOR = 2
 _WITH_INDICES = [0, 1]
 
 
@@ -47,7 +47,7 @@ class _Pulled:
 
     @property
     def x(self) -> relax.Expr:
-        return self.call.args[_FIRST_TENSOR]
+        return self.call.args[FIRST_TENSOR]
 
     def back(self, overload: str, tensors: list[relax.Expr], *rest: Any) -> relax.Expr:
         """Return a call of a backward operator on the cotangent, ``tensors`` and ``rest``."""
@@ -85,7 +85,7 @@ def _indices(pulled: _Pulled) -> relax.Expr:
     if spec["results"] == _WITH_INDICES:
         return pulled.builder.emit(relax.TupleGetItem(pulled.var, 1))
     type_ = relax.TensorType(pulled.result.shape, "int64")
-    tensors = list(pulled.call.args[_FIRST_TENSOR:])
+    tensors = tensors_of(pulled.call)
     call = packed_call(ATEN_CALL, json.dumps(content), tensors, relax.TupleType([type_]))
     return pulled.builder.emit(relax.TupleGetItem(pulled.builder.emit(call), 0))
 
@@ -140,7 +140,7 @@ ATEN_RULES: dict[str, AtenRule] = {
 
 def is_pulled_back(call: relax.Call) -> bool:
     """Whether the rule of an ATen call applies: one tensor operand, and one result or indices."""
-    tensors = call.args[_FIRST_TENSOR:]
+    tensors = tensors_of(call)
     return spec_of(call)["results"] in (None, [0], _WITH_INDICES) and len(tensors) == 1
 
 
@@ -151,8 +151,8 @@ def aten_rule(
     result, pulled = var.ty, cotangent
     if isinstance(result, relax.TupleType):
         result, pulled = result.fields[0], builder.emit(relax.TupleGetItem(cotangent, 0))
-    content, tensors = spec_of(call), list(call.args[_FIRST_TENSOR:])
+    content, tensors = spec_of(call), tensors_of(call)
     arguments = Arguments.of(content, tensors)
     rule = ATEN_RULES[str(aten_call_operator(call))]
     gradient = rule(_Pulled(var, call, result, pulled, arguments, builder))
-    return [*(relax.op.grad.no_grad(tensors[0]) for _ in range(_FIRST_TENSOR)), gradient]
+    return [*(relax.op.grad.no_grad(tensors[0]) for _ in range(FIRST_TENSOR)), gradient]

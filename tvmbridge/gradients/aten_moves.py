@@ -15,18 +15,17 @@ from tvm import relax
 from tvmbridge.gradients.helpers import constant_like, fit_shape, shape_of
 from tvmbridge.kernels.aten_call import (
     ATEN_CALL,
+    FIRST_TENSOR,
     aten_call_operator,
     call_overload,
     packed_call,
     resolve_overload,
     spec_of,
+    tensors_of,
 )
 from tvmbridge.legalize.aten.arguments import Arguments
 
 op = relax.op
-
-# The first two arguments of the Relax call are the packed function's name and the spec.
-_FIRST_TENSOR = 2
 
 
 @dataclass(frozen=True)
@@ -134,7 +133,7 @@ def _ordered(pull: _Pull) -> Gradients:
     x = pull["self"]
     content = {**spec_of(pull.call), "results": [1], "compiled": False}
     type_ = relax.TupleType([relax.TensorType(list(shape_of(pull.cotangent)), "int64")])
-    tensors = list(pull.call.args[_FIRST_TENSOR:])
+    tensors = tensors_of(pull.call)
     call = pull.builder.emit(packed_call(ATEN_CALL, json.dumps(content), tensors, type_))
     places = pull.builder.emit(relax.TupleGetItem(call, 0))
     written = [pull.zeros(x), pull["dim"], places, pull.cotangent]
@@ -197,7 +196,7 @@ def can_move_back(call: relax.Call) -> bool:
 
     Some operators have further conditions, on dtypes or shapes.
     """
-    content, tensors = spec_of(call), call.args[_FIRST_TENSOR:]
+    content, tensors = spec_of(call), tensors_of(call)
     arguments = Arguments.of(content, list(tensors))
     dtypes = {str(t.ty.dtype) for t in tensors if "float" in str(t.ty.dtype)}
     result = call.ty
@@ -231,13 +230,13 @@ def move_rule(
     if isinstance(var.ty, relax.TupleType):
         result = builder.emit(relax.TupleGetItem(var, 0))
         pulled = builder.emit(relax.TupleGetItem(cotangent, 0))
-    content, tensors = spec_of(call), list(call.args[_FIRST_TENSOR:])
+    content, tensors = spec_of(call), tensors_of(call)
     overload = str(aten_call_operator(call))
     pull = _Pull(call, Arguments.of(content, tensors), result, pulled, builder)
     found = MOVE_RULES[overload](pull)
-    gradients = [op.grad.no_grad(a) for a in [tensors[0]] * _FIRST_TENSOR + tensors]
+    gradients = [op.grad.no_grad(a) for a in [tensors[0]] * FIRST_TENSOR + tensors]
     names = [argument.name for argument in resolve_overload(overload)._schema.arguments]
     for name, encoded in zip(names, content["args"], strict=False):
         if name in found:
-            gradients[_FIRST_TENSOR + encoded["tensor"]] = found[name]
+            gradients[FIRST_TENSOR + encoded["tensor"]] = found[name]
     return gradients

@@ -41,6 +41,8 @@ from tvmbridge.kernels.tensors import run_on
 from tvmbridge.kernels.true_dtypes import true_dtype
 
 ATEN_CALL = "tvmbridge.aten"
+FIRST_TENSOR = 2
+"""Where the tensors of a call begin: after the name of the packed function, and the spec."""
 
 _TAGS: dict[type, str] = {
     torch.dtype: "dtype",
@@ -235,6 +237,11 @@ def spec_of(call: relax.Call) -> dict[str, Any]:
     """Return the parsed JSON spec of an ATen call."""
     content: dict[str, Any] = json.loads(call.args[1].value)
     return content
+
+
+def tensors_of(call: relax.Call) -> list[relax.Expr]:
+    """Return the tensors of an ATen call, as the numbers in its spec count them."""
+    return list(call.args[FIRST_TENSOR:])
 
 
 def compiled_call(call: relax.Call) -> dict[str, Any] | None:

@@ -131,26 +131,26 @@ class ModuleCode(Executor):
             if entry is None:
                 lacking = lacking or wanted
                 continue
-            served = self._run(wanted, entry, started)
+            served = self._run(wanted, entry, started, unserved.misfits)
             if isinstance(served, Served):
                 return served
-            unserved = Unserved(unserved.misfits, served.reason, served.outgrown)
+            unserved = served
         if lacking is None:
             return unserved
         found = policy.compiled(lacking, f"the first in mode {lacking.mode}")
         if isinstance(found, CompiledEntry):
-            served = self._run(lacking, found, started)
-            if isinstance(served, Unserved):
-                served = Unserved(unserved.misfits, served.reason, served.outgrown)
-            return served
+            return self._run(lacking, found, started, unserved.misfits)
         if found is not COMPILING and (policy.cut.why or policy.cut_for_any_size(found.text)):
             return self._run_in_parts(call.args, call.kwargs)
         return found
 
-    def _run(self, wanted: Wanted, entry: CompiledEntry, started: float) -> Served | Unserved:
+    def _run(
+        self, wanted: Wanted, entry: CompiledEntry, started: float, misfits: list[Reason]
+    ) -> Served | Unserved:
         """Serve a call by ``entry``, or by code that is compiled in its place.
 
-        ``started`` is the ``time.perf_counter()`` at which the guards of the call began.
+        ``started`` is the ``time.perf_counter()`` at which the guards of the call began;
+        ``misfits`` are the mismatches so far, for the result.
         """
         specialization, _, (leaves, arguments) = wanted
         tensors = entry.state.tensors()
@@ -159,12 +159,12 @@ class ModuleCode(Executor):
         if reason is not None:
             instead = self.policy.instead(wanted, entry)
             if isinstance(instead, Reason):
-                return Unserved([], replace(instead, settles=settling))
+                return Unserved(misfits, replace(instead, settles=settling))
             if instead is not None:
                 entry, tensors = instead, instead.state.tensors()
                 reason = entry.mismatch(leaves, tensors)
         if reason is not None:
-            return Unserved([], replace(reason, settles=settling), None if settling else entry)
+            return Unserved(misfits, replace(reason, settles=settling), None if settling else entry)
         specialization.last_use = next(USES)
         if self.checker is not None:
             return Served(self.checker.run(self.module, entry, leaves, tensors, arguments))

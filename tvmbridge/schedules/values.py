@@ -161,10 +161,7 @@ class Evaluator:
                 values[load.slot] = self.load(load.buffer, self._indices(load.indices, values))
         condition, *branches = stage.value.args
         condition = self.indexer.simplify(substitute(condition, values))
-        cell = tirx.decl_buffer(
-            [integer(1)], str(stage.value.ty.dtype), "chosen_cell", scope=self.memory.cells
-        )
-        self.cells.append(tirx.AllocBuffer(cell))
+        cell = self._cell("chosen", str(stage.value.ty.dtype))
         statements = []
         for branch in branches:
             inner, own = self.fork(), dict(values)
@@ -218,11 +215,16 @@ class Evaluator:
         exponentially with the length of a chain, and ``(x + y) - y`` becomes ``x``. The simplifier
         does not see through a read of memory.
         """
+        cell = self._cell(hint, dtype)
+        self.statements.append(tirx.BufferStore(cell, value, [self.lane.index]))
+        return tirx.BufferLoad(cell, [self.lane.index])
+
+    def _cell(self, hint: str, dtype: str) -> Buffer:
+        """Allocate a cell for a value of each lane."""
         count, scope = [integer(self.lane.count)], self.memory.cells
         cell = tirx.decl_buffer(count, dtype, f"{hint}_cell", scope=scope)
         self.cells.append(tirx.AllocBuffer(cell))
-        self.statements.append(tirx.BufferStore(cell, value, [self.lane.index]))
-        return tirx.BufferLoad(cell, [self.lane.index])
+        return cell
 
     def load(self, buffer: Buffer, indices: Indices) -> Expr:
         """Return the value of ``buffer[indices]``; compute it if it is not in memory."""

@@ -50,12 +50,13 @@ def _target(device: torch.device) -> tvm.target.Target:
 
 def _kernel_passes(measure: bool) -> list[AnyPass]:
     ours = FewRowProducts(), PadProducts(), TableGradients()
-    loops, casts, fuse = (
+    shared = kernel_passes(
+        DispatchKernels(),
         CompileAtenCalls(FOR_GPUS),
-        RepeatCasts(CHEAP_ON_GPUS),
-        FuseOps(MOST_ON_GPUS),
+        casts=RepeatCasts(CHEAP_ON_GPUS),
+        fuse=FuseOps(MOST_ON_GPUS),
     )
-    return [*ours, *kernel_passes(DispatchKernels(), loops, casts=casts, fuse=fuse)]
+    return [*ours, *shared]
 
 
 def _graph_passes(has_backward: bool) -> list[AnyPass]:

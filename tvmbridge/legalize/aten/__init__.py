@@ -11,6 +11,7 @@ from typing import Any
 from tvm import relax
 from tvm.ir import Call, Expr
 
+from tvmbridge.kernels.aten_call import tensors_of
 from tvmbridge.legalize.aten.arguments import Arguments, Compile
 from tvmbridge.legalize.aten.distances import DISTANCES
 from tvmbridge.legalize.aten.extrema import EXTREMA
@@ -46,7 +47,7 @@ FOR_GPUS = frozenset(NORMS) | {"aten.slice_scatter.default", "aten.diagonal.defa
 
 def compile_aten_call(bb: relax.BlockBuilder, call: Call, content: dict[str, Any]) -> Expr:
     """Emit loops for a marked ATen call by ``bb``; ``content`` is the parsed spec of the call."""
-    arguments = Arguments.of(content, list(call.args[2:]))
+    arguments = Arguments.of(content, tensors_of(call))
     return COMPILED[content["op"]](bb, call, arguments)
 
 
