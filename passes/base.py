@@ -167,10 +167,15 @@ def dtype_of(expr: relax.Expr) -> str:
     return str(getattr(dtype, "dtype", dtype))
 
 
+def bindings_of(function: relax.Function) -> dict[relax.Var, relax.Expr]:
+    """Return the values of a function's variables, in the order of the bindings."""
+    return {b.var: b.value for block in function.body.blocks for b in block.bindings}
+
+
 def flat_results(function: relax.Function) -> list[relax.Expr]:
     """Return the tensors that a function with one dataflow block returns, in order."""
     result = function.body.body
-    bound = {b.var: b.value for block in function.body.blocks for b in block.bindings}
+    bound = bindings_of(function)
     while isinstance(result, relax.Var) and isinstance(bound.get(result), relax.Var | relax.Tuple):
         result = bound[result]
     return list(result.fields) if isinstance(result, relax.Tuple) else [result]
@@ -208,7 +213,7 @@ def _shares_memory(call: relax.Call) -> bool:
 
 def storage_roots(function: relax.Function) -> list[relax.Var | None]:
     """Return :func:`storage_root` of each result of ``function``."""
-    bound = {b.var: b.value for block in function.body.blocks for b in block.bindings}
+    bound = bindings_of(function)
     return [storage_root(result, bound) for result in flat_results(function)]
 
 

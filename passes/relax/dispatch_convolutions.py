@@ -26,7 +26,7 @@ from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from tvmbridge.kernels.convolution import Convolution, is_convolution
-from tvmbridge.passes.base import PassReport, RelaxPass, map_functions, shape_of
+from tvmbridge.passes.base import PassReport, RelaxPass, bindings_of, map_functions, shape_of
 
 _RESHAPES = ("relax.reshape", "relax.expand_dims")
 
@@ -53,7 +53,7 @@ class _Biased:
 
 def _biases(function: relax.Function) -> dict[relax.Var, _Biased]:
     """Return the convolutions with a bias, by the variable of the sum."""
-    bound = {b.var: b.value for block in function.body.blocks for b in block.bindings}
+    bound = bindings_of(function)
     uses: Counter[relax.Var] = Counter()
     for value in [*bound.values(), function.body.body]:
         uses.update(relax.analysis.free_vars(value))

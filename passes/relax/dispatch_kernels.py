@@ -40,6 +40,7 @@ from tvmbridge.passes.base import (
     PERMUTATION,
     PassReport,
     RelaxPass,
+    bindings_of,
     dtype_of,
     is_call,
     shape_of,
@@ -88,7 +89,7 @@ def _biased_products(
     Keys are the variable of the product and the variable that the bias is added to, which may be a
     reshape of the product.
     """
-    bound = {b.var: b.value for block in function.body.blocks for b in block.bindings}
+    bound = bindings_of(function)
     readers: dict[relax.Var, list[relax.Expr]] = {}
     for value in [*bound.values(), function.body.body]:
         for var in relax.analysis.free_vars(value):

@@ -31,12 +31,13 @@ from tvmbridge.kernels.convolution import Convolution, is_convolution
 from tvmbridge.passes.base import (
     PassReport,
     RelaxPass,
+    bindings_of,
     dtype_of,
     map_functions,
     shape_of,
     with_span,
 )
-from tvmbridge.passes.relax.lift_frozen import bindings_of, weights_alone
+from tvmbridge.passes.relax.lift_frozen import weights_alone
 
 op = relax.op
 

@@ -40,7 +40,15 @@ from tvm.relax import op
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from tvmbridge.kernels.aten_call import aten_call_operator, call_overload, spec_of, tensors_of
-from tvmbridge.passes.base import PassReport, RelaxPass, dtype_of, is_call, map_functions, shape_of
+from tvmbridge.passes.base import (
+    PassReport,
+    RelaxPass,
+    bindings_of,
+    dtype_of,
+    is_call,
+    map_functions,
+    shape_of,
+)
 
 _FORWARD, _BACKWARD = "aten.nll_loss_forward.default", "aten.nll_loss_backward.default"
 _MEAN, _SUM = 1, 2
@@ -53,7 +61,7 @@ class FuseCrossEntropy(RelaxPass):
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
         def rewrite(function: relax.Function) -> relax.Function:
-            bound = {b.var: b.value for block in function.body.blocks for b in block.bindings}
+            bound = bindings_of(function)
             losses = _losses(bound)
             return _LossMutator(losses, bound, report).visit_expr(function) if losses else function
 

@@ -42,7 +42,7 @@ import tvm_ffi
 from tvm import relax
 
 from tvmbridge.legalize.broadcast import OPAQUE
-from tvmbridge.passes.base import PassReport, RelaxPass, map_functions
+from tvmbridge.passes.base import PassReport, RelaxPass, bindings_of, map_functions
 
 # The time to schedule and to compile a function grows by more than the square of its operators:
 # 250 layer norms in one function take 42 s. A training step of ResNet-18 has the groups that it has
@@ -83,10 +83,6 @@ def _fused(mod: tvm.IRModule, most: int) -> tvm.IRModule:
         return relax.transform.FuseOps()(mod)
 
 
-def _bound(function: relax.Function) -> dict[relax.Var, relax.Expr]:
-    return {b.var: b.value for block in function.body.blocks for b in block.bindings}
-
-
 def _is_opaque(value: relax.Expr, mod: tvm.IRModule) -> bool:
     """Whether FuseOps fuses no other operator with ``value``."""
     if isinstance(value, relax.Call) and getattr(value.op, "name", "") == "relax.call_tir":
@@ -104,7 +100,7 @@ def _mixed(mod: tvm.IRModule) -> int:
     for _, function in mod.functions_items():
         if not isinstance(function, relax.Function) or _is_fused(function):
             continue
-        bound = _bound(function)
+        bound = bindings_of(function)
         for value in bound.values():
             if not isinstance(value, relax.Call) or not isinstance(value.op, tvm.ir.GlobalVar):
                 continue
@@ -134,7 +130,7 @@ def _with_fields_outside(mod: tvm.IRModule, chosen: Callable[[relax.Expr], bool]
     def rewrite(function: relax.Function) -> relax.Function:
         if _is_fused(function):
             return function
-        bound = _bound(function)
+        bound = bindings_of(function)
         outside = {
             var: relax.Var(var.name, var.ty)
             for var, value in bound.items()

@@ -34,7 +34,7 @@ from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 from tvm.relax.utils import copy_with_new_vars
 
-from tvmbridge.passes.base import PassReport, RelaxPass, free_prefix
+from tvmbridge.passes.base import PassReport, RelaxPass, bindings_of, free_prefix
 
 TRANSFORM = "transform_params"
 
@@ -81,11 +81,6 @@ class LiftFrozen(RelaxPass):
         return relax.Function(
             parameters, body, forward.ret_ty, forward.is_pure, forward.attrs, forward.span
         )
-
-
-def bindings_of(function: relax.Function) -> dict[relax.Var, relax.Expr]:
-    """Return the values of a function's variables, in the order of the bindings."""
-    return {b.var: b.value for block in function.body.blocks for b in block.bindings}
 
 
 def weights_alone(

@@ -30,8 +30,15 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 from tvmbridge.kernels.aten_call import packed_call
 from tvmbridge.kernels.convolution import Convolution
 from tvmbridge.kernels.packed_convolution import PACKED_CONVOLUTION, PackedForm
-from tvmbridge.passes.base import PassReport, RelaxPass, dtype_of, free_prefix, shape_of, with_span
-from tvmbridge.passes.relax.lift_frozen import bindings_of
+from tvmbridge.passes.base import (
+    PassReport,
+    RelaxPass,
+    bindings_of,
+    dtype_of,
+    free_prefix,
+    shape_of,
+    with_span,
+)
 from tvmbridge.passes.relax.parallel_products import is_call
 
 _CONVOLUTIONS = ("relax.nn.conv2d", "relax.nn.conv2d_transpose")

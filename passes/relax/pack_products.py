@@ -29,8 +29,15 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from tvmbridge.kernels.aten_call import packed_call
 from tvmbridge.kernels.packed import NOTHING, ONEDNN, PACKED_MATMUL, WeightPacking, packed_spec
-from tvmbridge.passes.base import PassReport, RelaxPass, dtype_of, free_prefix, shape_of, with_span
-from tvmbridge.passes.relax.lift_frozen import bindings_of
+from tvmbridge.passes.base import (
+    PassReport,
+    RelaxPass,
+    bindings_of,
+    dtype_of,
+    free_prefix,
+    shape_of,
+    with_span,
+)
 from tvmbridge.passes.relax.parallel_products import is_call
 
 # oneDNN's relu is missing because it turns NaN into 0.

@@ -16,7 +16,7 @@ from tvmbridge.compiler.buffers import BufferPlan, NotePlans, Reuse
 from tvmbridge.core.errors import BuildError
 from tvmbridge.core.types import PassRecord
 from tvmbridge.kernels import register_kernels
-from tvmbridge.passes.base import shared_results
+from tvmbridge.passes.base import bindings_of, shared_results
 from tvmbridge.passes.relax.bundle_residuals import BundleResiduals
 from tvmbridge.passes.relax.declare_results import DeclareResults
 from tvmbridge.passes.relax.name_specs import NameSpecs, specs_by_key
@@ -125,7 +125,7 @@ def _may_be_unaligned(function: relax.Function) -> tuple[bool, ...]:
     PyTorch's kernels take unaligned addresses; compiled loops do not. Weights loaded from a file
     are often unaligned, and copying them at each call would cost more than the call.
     """
-    bound = {b.var: b.value for block in function.body.blocks for b in block.bindings}
+    bound = bindings_of(function)
     strict = set(relax.analysis.free_vars(function.body.body))
     for var, value in reversed(bound.items()):
         if _is_packed_call(value) or (_is_view(value) and var not in strict):

@@ -18,7 +18,7 @@ from tvmbridge.core.types import PassRecord
 from tvmbridge.differentiation.custom_functions import AppliedFunction
 from tvmbridge.differentiation.saved import SavedMemory
 from tvmbridge.gradients import dtypes_of, install_rules, is_admitted, rule_name
-from tvmbridge.passes.base import dtype_of, flat_results, free_prefix
+from tvmbridge.passes.base import bindings_of, dtype_of, flat_results, free_prefix
 from tvmbridge.passes.relax.append_cotangents import COTANGENT_PREFIX, AppendCotangents
 from tvmbridge.passes.relax.stop_gradients import StopGradients, active_variables, is_floating
 from tvmbridge.pipeline import lowering_passes, run_passes, zapp_passes
@@ -140,7 +140,7 @@ def _gradient(
 
 def _flatten_adjoint(adjoint: relax.Function, num_outputs: int) -> tvm.IRModule:
     """Flatten the results ``((scalar, outputs...), (gradients...))``, and drop the scalar."""
-    bound = {b.var: b.value for block in adjoint.body.blocks for b in block.bindings}
+    bound = bindings_of(adjoint)
 
     def fields(expr: relax.Expr) -> list[relax.Expr]:
         while isinstance(expr, relax.Var):
