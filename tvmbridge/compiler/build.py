@@ -143,7 +143,7 @@ def _is_view(value: relax.Expr) -> bool:
     return isinstance(value, relax.Call) and getattr(value.op, "name", "") == "relax.reshape"
 
 
-def _with_some_loops(mod: tvm.IRModule) -> tvm.IRModule:
+def with_some_loops(mod: tvm.IRModule) -> tvm.IRModule:
     """Return ``mod`` with at least one function of loops: without any, TVM needs a C compiler."""
     if any(isinstance(f, tvm.tirx.PrimFunc) for _, f in mod.functions_items()):
         return mod
@@ -283,7 +283,7 @@ def compile_code(scheduled: Scheduled, records: list[PassRecord]) -> Code:
         mod = run_passes(scheduled.mod, [NameSpecs()], records)
         keys = specs_by_key(mod)
         try:
-            mod = with_exact_indices(_with_some_loops(mod))
+            mod = with_exact_indices(with_some_loops(mod))
             left_out = backend_for(target).left_out
             with tvm.transform.PassContext(config=COMPILER_CONFIG, disabled_pass=left_out):
                 executable = relax.build(

@@ -318,6 +318,9 @@ def _taken_apart(program: ExportedProgram, table: dict[Any, Callable[..., Any]])
     _name_buffers_once(program)
     drop_open_masks(program.graph)
     reshape_instead_of_view(program)
+    # Example inputs would keep the arguments and their autograd graph alive. With them, PyTorch also
+    # writes checks of each argument as source, in which PyTorch 2.11 cannot write nan.
+    program.example_inputs = None
     # Without fallback_random, PyTorch removes random draws that nothing reads.
     without_drops = inductor_config().patch(fallback_random=True)
     with without_drops, composites_prepared_for(program), strides_of_kernels():
@@ -326,8 +329,6 @@ def _taken_apart(program: ExportedProgram, table: dict[Any, Callable[..., Any]])
     device = device_of(program)
     if not is_on_host(device):
         move_in_program(program, device)
-    # The example inputs would keep the arguments and their autograd graph alive.
-    program.example_inputs = None
     return program
 
 

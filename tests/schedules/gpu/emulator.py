@@ -30,7 +30,7 @@ from tvm.tirx.build import split_host_device_mods
 from tests.legalize import compiled
 from tests.relax_helpers import build_main
 from tvmbridge.backends import BACKENDS
-from tvmbridge.compiler.build import COMPILER_CONFIG
+from tvmbridge.compiler.build import COMPILER_CONFIG, with_some_loops
 from tvmbridge.schedules.exact_indices import with_exact_indices
 from tvmbridge.schedules.gpu import schedule_for_gpu
 
@@ -279,7 +279,7 @@ def run_all(
 
 def run_module(mod: tvm.IRModule, *inputs: torch.Tensor) -> list[torch.Tensor]:
     """Return the results of a module's ``main``, by emulated kernels."""
-    mod = schedule(compiled.fuse(mod), gpu_target())
+    mod = with_some_loops(schedule(compiled.fuse(mod), gpu_target()))
     result = relax.VirtualMachine(tvm.compile(mod, "llvm"), tvm.cpu())["main"](*inputs)
     return [torch.from_dlpack(r) for r in result]
 
