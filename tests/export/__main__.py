@@ -14,6 +14,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.export.running import run_alone
@@ -25,6 +26,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("names", nargs="*", help="models; all of the suites by default")
     parser.add_argument("--suite", nargs="+", choices=list(SUITES), default=list(SUITES))
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for one model")
+    parser.add_argument("--workers", type=int, default=1, help="models at a time")
     parser.add_argument("--retry", action="store_true", help="run again what does not agree")
     parser.add_argument("--out", type=Path, default=Path("build/exported.jsonl"))
     return parser.parse_args(arguments)
@@ -39,15 +41,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     lines = options.out.read_text().splitlines() if options.out.exists() else []
     rows = {(r["suite"], r["name"]): r for r in map(json.loads, lines)}
-    for suite in options.suite:
-        for name in SUITES[suite]():
-            known = rows.get((suite, name))
-            if (options.names and name not in options.names) or (
-                known is not None and not (options.retry and known["result"] != "agrees")
-            ):
-                continue
-            row = run_alone(context, suite, name, options.limit)
-            rows[suite, name] = row
+    wanted = [
+        (suite, name)
+        for suite in options.suite
+        for name in SUITES[suite]()
+        if not options.names or name in options.names
+        if (suite, name) not in rows or (options.retry and rows[suite, name]["result"] != "agrees")
+    ]
+    with ThreadPoolExecutor(options.workers) as pool:
+        for row in pool.map(lambda each: run_alone(context, *each, options.limit), wanted):
+            rows[row["suite"], row["name"]] = row
             print(json.dumps(row), flush=True)
             with options.out.open("a") as file:
                 file.write(json.dumps(row) + "\n")
