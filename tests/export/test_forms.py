@@ -45,6 +45,8 @@ _FLOATS: Mapping[str, Form] = {
     "round": lambda x: torch.round(x * 4) + torch.tensor(2.5).round(),
     "exp2 and log2": lambda x: x.exp2().log2() + x.abs().log10(),
     "tan and sinh": lambda x: x.tan() + x.sinh() + x.erfc(),
+    "an unread draw": lambda x: (torch.rand_like(x), x + 1)[1],
+    "an empty operand": lambda x: torch.cat([x, x[:, 10:]], 1),
     "hypot": lambda x: torch.copysign(torch.hypot(x, x.flip(1)), x),
 }
 _IMAGES: Mapping[str, Form] = {

@@ -16,6 +16,7 @@ from tvmbridge.compiler.combining import Combining, Packs
 from tvmbridge.compiler.laying_out import Layouts
 from tvmbridge.compiler.request import CompileRequest
 from tvmbridge.compiler.split import SplitModule, colored, split
+from tvmbridge.core.alone import runs_alone
 from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.types import PassRecord
@@ -135,7 +136,7 @@ def lower_module(
         mod, num_outputs = parts.mod, parts.num_outputs
     else:
         with measure("import"):
-            if known.captured is None:
+            if known.captured is None and not runs_alone():
                 # torch.export drops random draws that nothing reads, in evaluation too.
                 refuse_other_draws(Rehearsal(stage.module, args, kwargs, captured))
             imported = import_graph(captured)

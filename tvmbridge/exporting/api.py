@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
+import tvm
 from torch import nn
 
 from tvmbridge.core.errors import ExportError
@@ -113,7 +113,7 @@ def export(
 
 def _versions() -> dict[str, str]:
     found = {p.name: p.found or "" for p in installed_versions()}
-    return {"tvm": metadata.version("apache-tvm"), **found}
+    return {"tvm": tvm.__version__, **found}
 
 
 def _unique_names(code: AloneCode) -> list[str]:

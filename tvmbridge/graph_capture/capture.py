@@ -62,6 +62,7 @@ from tvmbridge.graph_capture.trace.decompositions import (
     decomposition_table,
     kept_whole_under_autograd,
 )
+from tvmbridge.graph_capture.trace.empties import drop_empty_operands
 from tvmbridge.graph_capture.trace.exchanges import exchanges_left_alone
 from tvmbridge.graph_capture.trace.functions import functions_replaced
 from tvmbridge.graph_capture.trace.held_numbers import held_by
@@ -318,17 +319,20 @@ def _taken_apart(program: ExportedProgram, table: dict[Any, Callable[..., Any]])
     _name_buffers_once(program)
     drop_open_masks(program.graph)
     reshape_instead_of_view(program)
-    # Example inputs would keep the arguments and their autograd graph alive. With them, PyTorch also
-    # writes checks of each argument as source, in which PyTorch 2.11 cannot write nan.
-    program.example_inputs = None
+    if not any(isinstance(x, nn.Module) for x in pytree.tree_leaves(program.example_inputs)):
+        # With them, PyTorch writes checks of arguments as source, where PyTorch 2.11 has no nan.
+        program.example_inputs = None
     # Without fallback_random, PyTorch removes random draws that nothing reads.
     without_drops = inductor_config().patch(fallback_random=True)
     with without_drops, composites_prepared_for(program), strides_of_kernels():
         program = program.run_decompositions(table)
+    drop_empty_operands(program.graph)
     tidy_draws(program)
     device = device_of(program)
     if not is_on_host(device):
         move_in_program(program, device)
+    # The example inputs would keep the arguments and their autograd graph alive.
+    program.example_inputs = None
     return program
 
 

@@ -15,6 +15,7 @@ from torch import fx
 from torch.export import ExportedProgram, ExportGraphSignature
 
 from tvmbridge.backends import backend_of
+from tvmbridge.core.alone import runs_alone
 from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.core.torch_private import OpOverload, pytree
 from tvmbridge.core.types import ComputedTensor, NoiseDescriptor, TensorSpec
@@ -86,9 +87,11 @@ _IN_PLACE: dict[Any, Any] = {
 def tidy_draws(program: ExportedProgram) -> None:
     """Normalize random operators: one draw for each, and none if eager PyTorch draws nothing.
 
-    Remove dead code, except for draws, because they advance the generator.
+    Remove dead code, except for draws, because they advance the generator. Code that runs without
+    PyTorch has no generator, so that draws whose numbers nothing reads are removed from it too.
     """
     graph, signature = program.graph, program.graph_signature
+    draws_count = not runs_alone()
     for node in list(graph.nodes):
         if node.target is aten.native_dropout.default and node.args[1:] == (1.0, True):
             # Eager PyTorch draws nothing for dropout with p=1: it multiplies by zero.
@@ -101,7 +104,9 @@ def tidy_draws(program: ExportedProgram) -> None:
                 slopes.meta["val"] = node.meta["val"][1]
             _replace_item(graph, signature, node, 0, (node.args[0], slopes))
     graph.eliminate_dead_code(
-        lambda n: is_draw(n) or n.op in ("placeholder", "output") or _is_slopes(n)
+        lambda n: (
+            n.op in ("placeholder", "output") or (draws_count and (is_draw(n) or _is_slopes(n)))
+        )
     )
 
 

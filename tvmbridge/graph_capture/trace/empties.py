@@ -1,7 +1,7 @@
-"""Replace losses and splits of empty tensors by forms that can be traced and differentiated.
+"""Replace operators on empty tensors by forms that can be traced, differentiated and compiled.
 
 PyTorch's kernels handle empty tensors, but its decompositions divide by the number of elements or
-chunks.
+chunks, and compiled code has no empty tensors.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import fx
 from torch.nn import functional
 
 from tvmbridge.graph_capture.trace.function_table import Call, replaces
@@ -21,6 +22,23 @@ _SPLITS: dict[Any, Callable[..., Any]] = {
     torch.unsafe_split: torch.unsafe_split_with_sizes,
     torch.Tensor.unsafe_split: torch.unsafe_split_with_sizes,
 }
+
+
+def drop_empty_operands(graph: fx.Graph) -> None:
+    """Remove operands without elements from concatenations whose dtype others determine as well.
+
+    A rotary embedding of whole heads, for example, concatenates an empty rest of each head.
+    """
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default):
+        operands = node.args[0]
+        kept = [x for x in operands if not _is_empty(x.meta["val"])]
+        dtypes = {x.meta["val"].dtype for x in kept}
+        if len(kept) < len(operands) and dtypes == {node.meta["val"].dtype}:
+            node.update_arg(0, kept)
+
+
+def _is_empty(tensor: torch.Tensor) -> bool:
+    return any(isinstance(size, int) and size == 0 for size in tensor.shape)
 
 
 # Runs before the handler of ``promotion.py`` for mixed dtypes, which then gets reduction="none".
