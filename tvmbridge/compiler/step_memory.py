@@ -53,7 +53,9 @@ class StepMemory:
         def megabytes(nbytes: int) -> str:
             return f"{nbytes / 1e6:.1f} MB"
 
-        text = f"memory of a step, at its peak: {megabytes(self.peak)}, beside parameters and inputs"
+        text = (
+            f"memory of a step, at its peak: {megabytes(self.peak)}, beside parameters and inputs"
+        )
         text += f" (forward {megabytes(self.forward)}, outputs {megabytes(self.outputs)}"
         if self.backward:
             text += f", kept for backward {megabytes(self.residuals)}, backward beside it "
