@@ -105,8 +105,8 @@ def test_forward_and_backward_share_a_pool(captures: _Captures) -> None:
 
 
 def test_streams_share_no_pool() -> None:
-    memory, handles = GraphMemory(), itertools.count()
-    with mock.patch.object(torch.cuda, "graph_pool_handle", lambda: next(handles)):
+    memory = GraphMemory()
+    with mock.patch.object(torch.cuda, "graph_pool_handle", side_effect=itertools.count()):
         assert memory.pool(1) == memory.pool(1) != memory.pool(2)
 
 

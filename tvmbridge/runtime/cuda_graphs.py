@@ -55,7 +55,7 @@ class GraphMemory:
         return self._pools[stream]
 
     def abandon(self, stream: int) -> None:
-        """Let later captures use a new pool: PyTorch records no graph in one whose capture failed."""
+        """Let later captures use a new pool, because PyTorch captures nothing after a failure."""
         self._pools.pop(stream, None)
 
 
