@@ -153,6 +153,33 @@ class Softmax:
         return gv
 
 
+@I.ir_module
+class Biased:
+    """An activation of a product and a bias in half precision, and its gradient."""
+
+    @R.function
+    def joint(
+        x: R.Tensor((4, 3), "bfloat16"),
+        w: R.Tensor((3, 8), "bfloat16"),
+        b: R.Tensor((8,), "bfloat16"),
+        ct_0: R.Tensor((4,), "bfloat16"),
+    ):
+        with R.dataflow():
+            product = R.matmul(x, w)
+            whole = R.add(product, b)
+            y = R.sum(R.tanh(whole), axis=[1])
+            slope = R.multiply(R.expand_dims(ct_0, [1]), R.tanh(whole))
+            dw = R.matmul(R.permute_dims(x, (1, 0)), slope)
+            gv = (y, dw)
+            R.output(gv)
+        return gv
+
+
+def test_a_kernel_that_adds_the_bias_writes_the_sum() -> None:
+    coloring = color(joint_of(Biased), "keep_operands")
+    assert kept(coloring) == {"whole"}
+
+
 def test_of_about_the_same_bytes_what_forward_writes_anyway_is_kept() -> None:
     joint = joint_of(Softmax)
     # Without the maxima, the differences take fewer bytes, but they would be written for that.

@@ -20,7 +20,8 @@ from tvm import relax
 from tvmbridge.coloring.graph import JointGraph
 from tvmbridge.coloring.min_cut import min_cut
 from tvmbridge.coloring.operators import fuses, is_view, operator_name
-from tvmbridge.passes.base import shape_of
+from tvmbridge.passes.base import dtype_of, shape_of
+from tvmbridge.passes.relax.dispatch_kernels import HALVES
 
 
 def keep_operands(graph: JointGraph) -> frozenset[relax.Var]:
@@ -30,8 +31,23 @@ def keep_operands(graph: JointGraph) -> frozenset[relax.Var]:
 
 
 def _written(graph: JointGraph) -> frozenset[relax.Var]:
-    """Return the forward variables that do not fuse, or that operators read which do not fuse."""
+    """Return the forward variables that do not fuse, or that operators read which do not fuse.
+
+    Kernels of products in half precision add a bias themselves, and round once. Then the sum is
+    written, and the product is not.
+    """
     made = {v for v in graph.forward if v in graph.bound and not fuses(graph.bound[v])}
+    readers = Counter(v for var in graph.forward for v in graph.operands[var])
+    for var in graph.forward:
+        value = graph.bound[var]
+        if operator_name(value) != "relax.add" or dtype_of(value) not in HALVES:
+            continue
+        product = value.args[0]
+        if readers[product] == 1 and operator_name(graph.bound.get(product)) == "relax.reshape":
+            (product,) = graph.operands[product]
+        adds_a_bias = readers[product] == 1 and len(shape_of(value.args[1]) or ()) == 1
+        if adds_a_bias and product in made:
+            made = made - {product} | {var}
     return _read_in_memory(graph, graph.forward) | made
 
 
