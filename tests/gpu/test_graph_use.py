@@ -171,8 +171,8 @@ def test_a_capture_that_fails_leaves_nothing_behind() -> None:
     def run(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [inputs[0] + float(inputs[0].sum())]
 
-    device = torch.device("cuda", 0)
-    call = ReplayedCall(run, None, GraphMemory(), device, Counter(), skipped, "forward")
+    memory = GraphMemory(torch.device("cuda", 0))
+    call = ReplayedCall(run, None, memory, Counter(), skipped, "forward")
     stream, x = torch.cuda.current_stream(), torch.ones(4, device="cuda")
     assert [call([x]) for _ in range(4)] == [None] * 4
     assert any("cannot be captured" in reason for reason in skipped)

@@ -17,6 +17,7 @@ from tvmbridge.core.borrowed import borrowed
 from tvmbridge.runtime import cuda_graphs
 from tvmbridge.runtime.cuda_graphs import GraphMemory, ReplayedCall
 
+_DEVICE = torch.device("cuda", 0)
 Made = list["weakref.ref[torch.Tensor]"]
 
 
@@ -61,8 +62,7 @@ def _call(
     run: Callable[[Sequence[torch.Tensor]], list[Any]],
     read: Sequence[int] = (),
 ) -> ReplayedCall:
-    device = torch.device("cuda", 0)
-    return ReplayedCall(run, copies, memory, device, Counter(), Counter(), "forward", read)
+    return ReplayedCall(run, copies, memory, Counter(), Counter(), "forward", read)
 
 
 def _until_captured(call: ReplayedCall, x: torch.Tensor) -> list[Any] | None:
@@ -80,7 +80,7 @@ def test_only_what_other_graphs_read_is_held(captures: _Captures) -> None:
         made[:] = map(weakref.ref, results)
         return results
 
-    call = _call(GraphMemory(), 2, run, read=[1])
+    call = _call(GraphMemory(_DEVICE), 2, run, read=[1])
     results = _until_captured(call, torch.zeros(1))
     assert results is not None
     assert [reference() is None for reference in made] == [True, False, False]
@@ -94,24 +94,24 @@ def test_only_what_other_graphs_read_is_held(captures: _Captures) -> None:
 
 
 def test_forward_and_backward_share_a_pool(captures: _Captures) -> None:
-    memory, x = GraphMemory(), torch.ones(2)
+    memory, x = GraphMemory(_DEVICE), torch.ones(2)
     arena = torch.zeros(2)
     for copies in (0, None):
         _until_captured(_call(memory, copies, lambda _: [arena[:]]), x)
-    _until_captured(_call(GraphMemory(), 0, lambda _: [arena[:]]), x)
+    _until_captured(_call(GraphMemory(_DEVICE), 0, lambda _: [arena[:]]), x)
     first, second, other = captures.pools
     assert first == second
     assert other != first
 
 
 def test_streams_share_no_pool() -> None:
-    memory = GraphMemory()
+    memory = GraphMemory(_DEVICE)
     with mock.patch.object(torch.cuda, "graph_pool_handle", side_effect=itertools.count()):
         assert memory.pool(1) == memory.pool(1) != memory.pool(2)
 
 
 def test_no_graph_is_captured_in_a_pool_whose_capture_failed(captures: _Captures) -> None:
-    memory, x = GraphMemory(), torch.ones(2)
+    memory, x = GraphMemory(_DEVICE), torch.ones(2)
     captures.fails = True
     failed = _call(memory, 0, lambda _: [torch.zeros(2)])
     assert _until_captured(failed, x) is None

@@ -42,9 +42,13 @@ class GraphMemory:
     memory are replayed on one stream, one at a time: :class:`ReplayedCall` holds ``lock`` until the
     results are copied out. On another stream they would overwrite each other, so that each stream
     has a pool of its own.
+
+    Args:
+        device: the GPU.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.lock = threading.Lock()
         self._pools: dict[int, Any] = {}
 
@@ -65,8 +69,7 @@ class ReplayedCall:
     Args:
         run: the function. It must launch the same kernels at each call, on the current stream.
         copies: how many of the first results are returned as copies; None: all of them.
-        memory: the memory that this graph shares with others.
-        device: the GPU.
+        memory: the memory that this graph shares with others, and its GPU.
         replayed: a counter of replays, incremented under ``name``.
         skipped: a counter of calls without a graph, incremented under the reason.
         name: the name of the function in ``replayed``.
@@ -78,7 +81,6 @@ class ReplayedCall:
         run: Callable[[Tensors], list[Any]],
         copies: int | None,
         memory: GraphMemory,
-        device: torch.device,
         replayed: Counter[str],
         skipped: Counter[str],
         name: str,
@@ -93,7 +95,7 @@ class ReplayedCall:
         self.name = name
         self.inputs: list[torch.Tensor] = []
         self.results: list[Any] = []
-        self._index = gpu_index(device)
+        self._index = gpu_index(memory.device)
         self._calls = 0
         self._stream = 0
         self._precision = ""

@@ -55,6 +55,10 @@ class GraphedCode:
         """
         return None if call.overwritten.intersection(call.reads) else _Training(self, call, held)
 
+    def memory(self) -> GraphMemory:
+        """Return memory for graphs of this code."""
+        return GraphMemory(self.compiled.captured.device)
+
     def run(self, inputs: Tensors, bound: Bound) -> tuple[list[Any], list[Any]]:
         """Run forward; return its results, and the primals that it has read."""
         primals = self.primals_of(inputs, self.tensors)
@@ -69,7 +73,7 @@ class GraphedCode:
         copies: int | None = None,
         read: Collection[int] = (),
     ) -> ReplayedCall:
-        """Wrap ``run`` in a :class:`ReplayedCall` on the code's device.
+        """Wrap ``run`` in a :class:`ReplayedCall`.
 
         Args:
             name: the name under which replays are counted.
@@ -78,15 +82,14 @@ class GraphedCode:
             copies: how many of the first results are returned as copies; None: all of them.
             read: the numbers of the copied results that other graphs read.
         """
-        device = self.compiled.captured.device
-        return ReplayedCall(run, copies, memory, device, self.replays, self.skips, name, read)
+        return ReplayedCall(run, copies, memory, self.replays, self.skips, name, read)
 
 
 class _Inference:
     """Runs calls in inference by one graph of forward."""
 
     def __init__(self, code: GraphedCode, bound: Bound) -> None:
-        self._graph = code.call("forward", lambda inputs: code.run(inputs, bound)[0], GraphMemory())
+        self._graph = code.call("forward", lambda inputs: code.run(inputs, bound)[0], code.memory())
 
     def __call__(self, inputs: Tensors) -> Replayed | None:
         outputs = self._graph(inputs)
@@ -125,7 +128,7 @@ class _Training:
             bound = held.for_partial(partial.loaded, len(values), [call.place_of_residuals])
             return partial.results(values, bound)
 
-        self._memory = GraphMemory()
+        self._memory = code.memory()
         kept = [number for number, _ in call.parts.kept_outputs]
         self._forward = code.call("forward", forward, self._memory, self._outputs, kept)
         self._backward = code.call("backward", backward, self._memory)
