@@ -103,6 +103,7 @@ def _parser() -> argparse.ArgumentParser:
         "explain", help="say what would become of a module, without compiling it"
     )
     _add_factory(explain)
+    explain.add_argument("--memory", action="store_true", help="count the memory that a step needs")
     explain.set_defaults(run=_explain)
     compare = commands.add_parser(
         "compare", help="say which stage departs from eager PyTorch, and at which operator"
@@ -344,7 +345,7 @@ def _explain(known: argparse.Namespace, _rest: list[str]) -> int:
     module, sample_input = resolve_factory(known.factory)
     from tvmbridge import explain
 
-    report = explain(module, sample_input)
+    report = explain(module, sample_input, memory=known.memory)
     print(report, end="")
     return 0 if report.ok else 1
 

@@ -23,6 +23,9 @@ After::
 The kernels of ``nll_loss`` read and write tensors as large as the logits, in float32, which forward
 would keep for backward. The rest is functions of single elements, which backward computes again.
 
+Under autocast PyTorch rounds the logarithms to half precision, and the kernels read them cast back.
+These casts are functions of single elements too, and are computed again as well.
+
 Requires: targets are classes, without weights of the classes. ``gather`` checks them on the device,
 as ``nll_loss`` does. Guarantees: logarithms are computed by the formula of PyTorch's log_softmax.
 Runs before: the joint function is split.
@@ -71,12 +74,20 @@ class FuseCrossEntropy(RelaxPass):
 
 @dataclass(frozen=True)
 class _Loss:
-    """A negative log-likelihood: its log-softmax, targets, and the arguments of ``nll_loss``."""
+    """A negative log-likelihood: its log-softmax, targets, and the arguments of ``nll_loss``.
 
-    logarithms: relax.Var
+    - ``casts``: the log-softmax, followed by the casts that lead to the argument of ``nll_loss``.
+    """
+
+    casts: tuple[relax.Var, ...]
     target: relax.Expr
     reduction: int
     ignored: int
+
+    @property
+    def source(self) -> relax.Var:
+        """The log-softmax."""
+        return self.casts[0]
 
 
 def _losses(bound: dict[relax.Var, relax.Expr]) -> dict[relax.Var, _Loss]:
@@ -89,8 +100,9 @@ def _losses(bound: dict[relax.Var, relax.Expr]) -> dict[relax.Var, _Loss]:
             *_, logarithms, target, weight, reduction, ignored = (
                 arguments if name == _FORWARD else arguments[:-1]
             )
-            if weight is None and reduction in (_MEAN, _SUM) and _is_log_softmax(logarithms, bound):
-                found[var] = _Loss(logarithms, target, reduction, ignored)
+            casts = _casts_of_log_softmax(logarithms, bound)
+            if weight is None and reduction in (_MEAN, _SUM) and casts:
+                found[var] = _Loss(casts, target, reduction, ignored)
     # A kernel that is left would still need the tensor that the others no longer do.
     left = {
         argument
@@ -98,12 +110,24 @@ def _losses(bound: dict[relax.Var, relax.Expr]) -> dict[relax.Var, _Loss]:
         if isinstance(call, relax.Call) and var not in found and aten_call_operator(call)
         for argument in call.args
     }
-    return {var: loss for var, loss in found.items() if loss.logarithms not in left}
+    return {var: loss for var, loss in found.items() if left.isdisjoint(loss.casts)}
 
 
 def _arguments(call: relax.Call) -> list[Any]:
     tensors = tensors_of(call)
     return [tensors[a["tensor"]] if isinstance(a, dict) else a for a in spec_of(call)["args"]]
+
+
+def _casts_of_log_softmax(
+    expr: relax.Expr, bound: dict[relax.Var, relax.Expr]
+) -> tuple[relax.Var, ...]:
+    """Return the log-softmax that ``expr`` is a cast of, and all casts; empty if it is none."""
+    casts = [expr]
+    while is_call(bound.get(casts[-1]), "relax.astype"):
+        casts.append(bound[casts[-1]].args[0])
+    if not _is_log_softmax(casts[-1], bound) or dtype_of(expr) not in _WIDE:
+        return ()
+    return tuple(reversed(casts))
 
 
 def _is_log_softmax(expr: relax.Expr, bound: dict[relax.Var, relax.Expr]) -> bool:
@@ -124,7 +148,7 @@ class _LossMutator(PyExprMutator):
     """Replaces the calls of ``losses``.
 
     - ``parts``: for a log-softmax, its operand, the rows' maxima, and the logarithms of their sums.
-    - ``sums``: for a gradient of ``nll_loss``, the sums of its rows.
+    - ``sums``: for a gradient of ``nll_loss``, and for a cast of one, the sums of its rows.
     """
 
     def __init__(
@@ -135,7 +159,7 @@ class _LossMutator(PyExprMutator):
     ) -> None:
         super().__init__()
         self.losses, self.bound, self.report = losses, bound, report
-        self.rewritten = {loss.logarithms for loss in losses.values()}
+        self.rewritten = {loss.source for loss in losses.values()}
         self.parts: dict[relax.Var, tuple[relax.Expr, relax.Expr, relax.Expr]] = {}
         self.sums: dict[relax.Var, relax.Expr] = {}
 
@@ -155,6 +179,10 @@ class _LossMutator(PyExprMutator):
             self._bind(var, op.reshape(self.sums[value.args[0]], shape_of(var)))
         else:
             super().visit_var_binding_(binding)
+            if is_call(value, "relax.astype") and value.args[0] in self.sums:
+                # All but one element of a row are 0, so that no sum is rounded.
+                total = op.astype(self.sums[value.args[0]], dtype_of(var))
+                self.sums[var] = self.builder_.emit(total)
 
     def _bind(self, var: relax.Var, value: relax.Expr) -> None:
         self.builder_.emit_normalized(relax.VarBinding(var, self.builder_.normalize(value)))
@@ -169,7 +197,7 @@ class _LossMutator(PyExprMutator):
 
     def _forward(self, loss: _Loss, results: list[int]) -> relax.Expr:
         emit = self.builder_.emit
-        operand, top, logs = self.parts[loss.logarithms]
+        operand, top, logs = self.parts[loss.source]
         dtype, (rows, _) = dtype_of(operand), _matrix(operand)
         valid, target = self._valid(loss)
         safe = emit(op.where(valid, target, relax.const(0, dtype_of(target))))
@@ -180,6 +208,9 @@ class _LossMutator(PyExprMutator):
         picked = emit(call_overload("aten.gather.default", arguments, [logits, index], type_))
         picked = emit(op.astype(picked, dtype))
         logarithm = emit(op.subtract(emit(op.subtract(picked, top)), logs))
+        for cast in loss.casts[1:]:
+            dtype = dtype_of(cast)
+            logarithm = emit(op.astype(logarithm, dtype))
         lost = emit(op.negative(emit(op.reshape(logarithm, [rows]))))
         total = emit(op.sum(emit(op.where(valid, lost, relax.const(0, dtype)))))
         count = emit(op.sum(emit(op.astype(valid, dtype))))

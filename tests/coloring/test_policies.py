@@ -124,9 +124,67 @@ def test_of_equal_cuts_the_one_with_less_to_repeat_is_taken() -> None:
 
 def test_what_a_product_of_backward_reads_is_kept() -> None:
     coloring = color(joint_of(Chain, drawn=("mask",)), "keep_operands")
-    # grad_v reads twice through a permutation; once is also needed, to compute inner.
-    assert kept(coloring) == {"once", "twice", "mask"}
+    # grad_v reads twice through a permutation. To compute inner, once is also needed: it follows
+    # from h, which the product has written, while once would be written to be kept.
+    assert kept(coloring) == {"h", "twice", "mask"}
     assert kept(color(joint_of(Powers), "keep_operands")) == {"a"}
+
+
+@I.ir_module
+class Softmax:
+    """The sum of a log-softmax of a product's rows, and its gradient."""
+
+    @R.function
+    def joint(
+        x: R.Tensor((4, 3), "float32"),
+        w: R.Tensor((3, 1024), "float32"),
+        ct_0: R.Tensor((4, 1024), "float32"),
+    ):
+        with R.dataflow():
+            logits = R.matmul(x, w)
+            top = R.max(logits, axis=[1], keepdims=True)
+            below = R.subtract(logits, top)
+            logs = R.log(R.sum(R.exp(below), axis=[1], keepdims=True))
+            y = R.sum(R.subtract(below, logs), axis=[1])
+            share = R.multiply(ct_0, R.exp(R.subtract(below, logs)))
+            dw = R.matmul(R.permute_dims(x, (1, 0)), share)
+            gv = (y, dw)
+            R.output(gv)
+        return gv
+
+
+@I.ir_module
+class Biased:
+    """An activation of a product and a bias in half precision, and its gradient."""
+
+    @R.function
+    def joint(
+        x: R.Tensor((4, 3), "bfloat16"),
+        w: R.Tensor((3, 8), "bfloat16"),
+        b: R.Tensor((8,), "bfloat16"),
+        ct_0: R.Tensor((4,), "bfloat16"),
+    ):
+        with R.dataflow():
+            product = R.matmul(x, w)
+            whole = R.add(product, b)
+            y = R.sum(R.tanh(whole), axis=[1])
+            slope = R.multiply(R.expand_dims(ct_0, [1]), R.tanh(whole))
+            dw = R.matmul(R.permute_dims(x, (1, 0)), slope)
+            gv = (y, dw)
+            R.output(gv)
+        return gv
+
+
+def test_a_kernel_that_adds_the_bias_writes_the_sum() -> None:
+    coloring = color(joint_of(Biased), "keep_operands")
+    assert kept(coloring) == {"whole"}
+
+
+def test_of_about_the_same_bytes_what_forward_writes_anyway_is_kept() -> None:
+    joint = joint_of(Softmax)
+    # Without the maxima, the differences take fewer bytes, but they would be written for that.
+    assert kept(color(joint, "min_cut")) == {"below", "logs"}
+    assert kept(color(joint, "keep_operands")) == {"logits", "top", "logs"}
 
 
 @I.ir_module

@@ -27,7 +27,7 @@ from tests.gpu.helpers import (
 from tvmbridge import add_tvm_dispatch, dispatch_report
 from tvmbridge.core.errors import CaptureError
 from tvmbridge.core.torch_private import free_cublas_workspaces
-from tvmbridge.runtime.cuda_graphs import ReplayedCall
+from tvmbridge.runtime.cuda_graphs import GraphMemory, ReplayedCall
 
 pytestmark = GPU
 
@@ -171,7 +171,8 @@ def test_a_capture_that_fails_leaves_nothing_behind() -> None:
     def run(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [inputs[0] + float(inputs[0].sum())]
 
-    call = ReplayedCall(run, None, torch.device("cuda", 0), Counter(), skipped, "forward")
+    memory = GraphMemory(torch.device("cuda", 0))
+    call = ReplayedCall(run, None, memory, Counter(), skipped, "forward")
     stream, x = torch.cuda.current_stream(), torch.ones(4, device="cuda")
     assert [call([x]) for _ in range(4)] == [None] * 4
     assert any("cannot be captured" in reason for reason in skipped)
@@ -243,6 +244,29 @@ def test_memory_does_not_grow() -> None:
         gc.enable()
     assert max(held) == held[0]
     assert replays(tvm) > 300
+
+
+def _peak_of_steps(dispatched: bool) -> int:
+    """Return the most bytes that training steps of a network allocate, its weights included."""
+    gc.collect()
+    free_cublas_workspaces()
+    before = torch.cuda.memory_allocated()
+    module = nn.Sequential(*[nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(6)])
+    module.cuda()
+    x = torch.randn(8192, 512, device="cuda")
+    if dispatched:
+        add_tvm_dispatch(module, x)
+    for number in range(STEPS):
+        if number == STEPS - 2:
+            torch.cuda.reset_peak_memory_stats()
+        module.zero_grad()
+        module(x).square().sum().backward()
+    assert not dispatched or replays(module) > 0
+    return torch.cuda.max_memory_allocated() - before
+
+
+def test_a_step_allocates_no_more_than_in_eager() -> None:
+    assert _peak_of_steps(dispatched=True) <= _peak_of_steps(dispatched=False)
 
 
 def test_memory_goes_with_the_module() -> None:

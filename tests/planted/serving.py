@@ -384,4 +384,12 @@ SERVING = (
         "if False:",
         ("tests/graph_capture/observe/test_frozen.py",),
     ),
+    Plant(
+        "the memory of an output that backward reads, given to other graphs",
+        "runtime",
+        "tvmbridge.runtime.cuda_graphs",
+        "i < last and i not in self.read and",
+        "i < last and",
+        ("tests/runtime/test_graph_memory.py",),
+    ),
 )

@@ -5,23 +5,50 @@ Operators that do not fuse, such as products, read their operands from memory.
 A value that backward computes again inside a fused loop is never written to memory. For a matrix
 product or an ATen call it would have to be written. On a GPU this takes longer than reading the
 value that forward has written. Eager PyTorch keeps these operands too.
+
+If two values take about the same bytes, the policy keeps the one that forward writes anyway. So the
+logits are kept, and not their differences from the largest, which would be written beside them.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 
 from tvm import relax
 
 from tvmbridge.coloring.graph import JointGraph
 from tvmbridge.coloring.min_cut import min_cut
 from tvmbridge.coloring.operators import fuses, is_view, operator_name
-from tvmbridge.passes.base import shape_of
+from tvmbridge.passes.base import dtype_of, shape_of
+from tvmbridge.passes.relax.dispatch_kernels import HALVES
 
 
 def keep_operands(graph: JointGraph) -> frozenset[relax.Var]:
     """Return the variables that backward computes itself, instead of reading forward's values."""
-    return min_cut(graph, read_in_memory(graph) | _sums_in_memory(graph))
+    once = read_in_memory(graph) | _sums_in_memory(graph)
+    return min_cut(graph, once, written=_written(graph))
+
+
+def _written(graph: JointGraph) -> frozenset[relax.Var]:
+    """Return the forward variables that do not fuse, or that operators read which do not fuse.
+
+    Kernels of products in half precision add a bias themselves, and round once. Then the sum is
+    written, and the product is not.
+    """
+    made = {v for v in graph.forward if v in graph.bound and not fuses(graph.bound[v])}
+    readers = Counter(v for var in graph.forward for v in graph.operands[var])
+    for var in graph.forward:
+        value = graph.bound[var]
+        if operator_name(value) != "relax.add" or dtype_of(value) not in HALVES:
+            continue
+        product = value.args[0]
+        if readers[product] == 1 and operator_name(graph.bound.get(product)) == "relax.reshape":
+            (product,) = graph.operands[product]
+        adds_a_bias = readers[product] == 1 and len(shape_of(value.args[1]) or ()) == 1
+        if adds_a_bias and product in made:
+            made = made - {product} | {var}
+    return _read_in_memory(graph, graph.forward) | made
 
 
 def _sums_in_memory(graph: JointGraph) -> frozenset[relax.Var]:
@@ -46,9 +73,11 @@ def read_in_memory(graph: JointGraph) -> frozenset[relax.Var]:
 
     Only operators that do not fuse count, since they read their operands from memory.
     """
-    pending = [
-        v for var in graph.backward if not fuses(graph.bound[var]) for v in graph.operands[var]
-    ]
+    return _read_in_memory(graph, graph.backward)
+
+
+def _read_in_memory(graph: JointGraph, readers: Collection[relax.Var]) -> frozenset[relax.Var]:
+    pending = [v for var in readers if not fuses(graph.bound[var]) for v in graph.operands[var]]
     found = set()
     while pending:
         var = pending.pop()

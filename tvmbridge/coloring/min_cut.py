@@ -25,12 +25,15 @@ if TYPE_CHECKING:
     import networkx
 
 _SOURCE, _SINK = "source", "sink"
+# A value that forward writes only to keep it counts this share of its bytes more.
+_WRITING = 1 / 64
 
 
 def min_cut(
     graph: JointGraph,
     once: Collection[relax.Var] = frozenset(),
     prices: Mapping[relax.Var, float] = MappingProxyType({}),
+    written: Collection[relax.Var] | None = None,
 ) -> frozenset[relax.Var]:
     """Return the variables that backward computes itself, instead of reading forward's values.
 
@@ -43,10 +46,12 @@ def min_cut(
         graph: the joint function.
         once: variables that backward must not compute again.
         prices: the bytes that a variable must save to be computed again; 0 where it is not given.
+        written: variables that forward writes to memory even if they are not kept. Others cost a
+            little more than their bytes; None: all cost the same.
     """
     import networkx
 
-    network = _network(graph, once, prices)
+    network = _network(graph, once, prices, graph.forward if written is None else written)
     try:
         _, (_, behind) = networkx.minimum_cut(network, _SOURCE, _SINK)
     except networkx.NetworkXUnbounded:
@@ -58,7 +63,10 @@ def min_cut(
 
 
 def _network(
-    graph: JointGraph, once: Collection[relax.Var], prices: Mapping[relax.Var, float]
+    graph: JointGraph,
+    once: Collection[relax.Var],
+    prices: Mapping[relax.Var, float],
+    written: Collection[relax.Var],
 ) -> networkx.DiGraph:
     """Build the flow network of the values that backward needs, and of their dependencies."""
     import networkx
@@ -76,6 +84,8 @@ def _network(
             network.add_edge((var, "in"), (var, "out"))
         else:
             capacity = size * scale + (var in graph.early)
+            if var in graph.forward and var not in written:
+                capacity += int(size * scale * _WRITING)
             network.add_edge((var, "in"), (var, "out"), capacity=capacity)
         if var not in graph.bound or var in once or not graph.may_repeat(var):
             network.add_edge(_SOURCE, (var, "in"))

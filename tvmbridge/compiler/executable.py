@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import ctypes
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -16,6 +15,7 @@ from tvm import relax
 from tvmbridge.backends import backend_of
 from tvmbridge.compiler.at_exit import stays_at_exit
 from tvmbridge.compiler.pieces import Pieces
+from tvmbridge.core.borrowed import borrowed
 from tvmbridge.core.called_in_mode import without_gradients
 from tvmbridge.core.profiling import profiling
 from tvmbridge.kernels.titles import kernels_told
@@ -59,32 +59,6 @@ def _readable(tensor: torch.Tensor, anywhere: bool) -> bool:
     if not tensor.is_contiguous() or tensor.is_neg():
         return False
     return anywhere or not tensor.data_ptr() & _ALIGNMENT_MASK
-
-
-def _borrowed(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor on the memory of ``tensor``, without keeping it alive.
-
-    References to a tensor and its storage are counted by ``torch.utils.swap_tensors``, and before
-    a parameter is moved into a pack. This tensor must not be one of them.
-    """
-    if tensor.is_cuda:
-        found = torch.as_tensor(_DeviceMemory(tensor), device=tensor.device)
-        return found.view(tensor.dtype).view(tensor.shape)
-    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-    return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
-
-
-class _DeviceMemory:
-    """The bytes of a GPU tensor as a buffer that does not keep the tensor alive."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        data = (tensor.data_ptr(), False)
-        self.__cuda_array_interface__ = {
-            "shape": (tensor.nbytes,),
-            "typestr": "|u1",
-            "data": data,
-            "version": 3,
-        }
 
 
 class Bound:
@@ -152,7 +126,9 @@ class LoadedModule:
         """Convert arguments that are the same in many calls.
 
         The result has the addresses of the tensors but does not keep their memory alive; the caller
-        must make sure that the tensors still exist. A tensor that would need a copy is not
+        must make sure that the tensors still exist. ``torch.utils.swap_tensors`` counts references
+        to a tensor and its storage, and so does the check before a parameter is moved into a pack:
+        a converted argument must not be one of them. A tensor that would need a copy is not
         converted, since its values may change between calls.
 
         Args:
@@ -166,7 +142,7 @@ class LoadedModule:
         values: list[Any] = [None] * count
         for i, tensor in held.items():
             if _readable(tensor, loose[i]) and tensor.nbytes:
-                values[i] = tvm_ffi.from_dlpack(_borrowed(tensor))
+                values[i] = tvm_ffi.from_dlpack(borrowed(tensor))
         return Bound(values, as_they_are)
 
     def readable(self, name: str, tensors: Sequence[torch.Tensor]) -> list[int]:

@@ -3,6 +3,9 @@
 A graph reads its inputs at the addresses of its capture and writes its results to its own memory.
 Inputs that change are therefore copied in before a replay, and results are copied out after it. If
 a replay would not be safe, the call runs without a graph and the reason is counted.
+
+The graphs of forward and backward share memory. What a graph uses during its replay alone, such as
+workspaces and results that are copied out, is free for the other graphs.
 """
 
 from __future__ import annotations
@@ -10,12 +13,13 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from tvmbridge.core.borrowed import borrowed
 from tvmbridge.core.called_in_mode import without_gradients
 from tvmbridge.core.devices import gpu_index
 from tvmbridge.core.kernel_settings import gpu_settings
@@ -31,41 +35,72 @@ _WARM_UP = 2
 Tensors = Sequence[torch.Tensor]
 
 
+class GraphMemory:
+    """The memory that several graphs share: a memory pool of PyTorch for each stream.
+
+    A graph may overwrite whatever another one has freed during its capture. So graphs that share
+    memory are replayed on one stream, one at a time: :class:`ReplayedCall` holds ``lock`` until the
+    results are copied out. On another stream they would overwrite each other, so that each stream
+    has a pool of its own.
+
+    Args:
+        device: the GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.lock = threading.Lock()
+        self._pools: dict[int, Any] = {}
+
+    def pool(self, stream: int) -> Any:
+        """Return the handle of the pool for graphs that are replayed on ``stream``."""
+        if stream not in self._pools:
+            self._pools[stream] = torch.cuda.graph_pool_handle()
+        return self._pools[stream]
+
+    def abandon(self, stream: int) -> None:
+        """Let later captures use a new pool, because PyTorch captures nothing after a failure."""
+        self._pools.pop(stream, None)
+
+
 class ReplayedCall:
     """A GPU function that is captured as a CUDA graph at its third call and replayed afterwards.
 
     Args:
         run: the function. It must launch the same kernels at each call, on the current stream.
         copies: how many of the first results are returned as copies; None: all of them.
-        device: the GPU.
+        memory: the memory that this graph shares with others, and its GPU.
         replayed: a counter of replays, incremented under ``name``.
         skipped: a counter of calls without a graph, incremented under the reason.
         name: the name of the function in ``replayed``.
+        read: the numbers of the copied results that other graphs read in this graph's memory.
     """
 
     def __init__(
         self,
         run: Callable[[Tensors], list[Any]],
         copies: int | None,
-        device: torch.device,
+        memory: GraphMemory,
         replayed: Counter[str],
         skipped: Counter[str],
         name: str,
+        read: Collection[int] = (),
     ) -> None:
         self.run = run
         self.copies = copies
+        self.memory = memory
+        self.read = frozenset(read)
         self.replayed = replayed
         self.skipped = skipped
         self.name = name
         self.inputs: list[torch.Tensor] = []
         self.results: list[Any] = []
-        self._index = gpu_index(device)
+        self._index = gpu_index(memory.device)
         self._calls = 0
         self._stream = 0
         self._precision = ""
         self._graph: torch.cuda.CUDAGraph | None = None
         self._failed = ""
-        self._lock = threading.Lock()
 
     def __call__(self, inputs: Tensors) -> list[Any] | None:
         """Replay the graph; return its results, or None if the caller has to call ``run``.
@@ -73,7 +108,7 @@ class ReplayedCall:
         The first ``copies`` results are copies. The others stay in the graph's own memory and are
         valid until the next replay.
         """
-        with self._lock:
+        with self.memory.lock:
             reason = self._refused()
             if reason:
                 self.skipped[reason] += 1
@@ -116,17 +151,32 @@ class ReplayedCall:
                 # Without cuBLAS workspaces in the cache the graph allocates one in its own memory.
                 # Replays would otherwise write into a workspace after PyTorch has freed it.
                 free_cublas_workspaces()
-                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                    self.results = self.run(self.inputs)
+                pool = self.memory.pool(self._stream)
+                with torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):
+                    results = self.run(self.inputs)
                 free_cublas_workspaces()
+                self.results = self._without_copied(results)
         except Exception as error:
             first_line = (str(error).splitlines() or [""])[0]
             self._failed = f"it cannot be captured: {first_line}"
             self.inputs, self.results = [], []
+            self.memory.abandon(self._stream)
             _end_failed_capture(current)
             return False
         self._graph = graph
         return True
+
+    def _without_copied(self, results: list[Any]) -> list[Any]:
+        """Release the memory of results that are copied out, and of no use after that.
+
+        The graph still writes them at their addresses. Another graph of the shared memory may write
+        there too, but only after they are copied.
+        """
+        last = len(results) if self.copies is None else self.copies
+        return [
+            borrowed(result) if i < last and i not in self.read and result.numel() else result
+            for i, result in enumerate(results)
+        ]
 
 
 def _end_failed_capture(current: torch.cuda.Stream) -> None:

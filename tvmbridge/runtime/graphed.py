@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -16,7 +16,7 @@ from tvmbridge.compiler.compiled import CompiledModule
 from tvmbridge.compiler.executable import Bound
 from tvmbridge.compiler.partial_backwards import PartialBackward
 from tvmbridge.runtime.autograd import TrainingCall
-from tvmbridge.runtime.cuda_graphs import Lease, Replayed, ReplayedCall, Tensors
+from tvmbridge.runtime.cuda_graphs import GraphMemory, Lease, Replayed, ReplayedCall, Tensors
 from tvmbridge.runtime.step import ConvertedTensors
 
 # Replays a call with these user inputs; returns None if the code has to be called instead.
@@ -55,6 +55,10 @@ class GraphedCode:
         """
         return None if call.overwritten.intersection(call.reads) else _Training(self, call, held)
 
+    def memory(self) -> GraphMemory:
+        """Return memory for graphs of this code."""
+        return GraphMemory(self.compiled.captured.device)
+
     def run(self, inputs: Tensors, bound: Bound) -> tuple[list[Any], list[Any]]:
         """Run forward; return its results, and the primals that it has read."""
         primals = self.primals_of(inputs, self.tensors)
@@ -62,24 +66,30 @@ class GraphedCode:
         return self.compiled.forward(primals, self.strides, bound), primals
 
     def call(
-        self, name: str, run: Callable[[Tensors], list[Any]], copies: int | None
+        self,
+        name: str,
+        run: Callable[[Tensors], list[Any]],
+        memory: GraphMemory,
+        copies: int | None = None,
+        read: Collection[int] = (),
     ) -> ReplayedCall:
-        """Wrap ``run`` in a :class:`ReplayedCall` on the code's device.
+        """Wrap ``run`` in a :class:`ReplayedCall`.
 
         Args:
             name: the name under which replays are counted.
             run: the function to capture.
+            memory: the memory that its graph shares with others.
             copies: how many of the first results are returned as copies; None: all of them.
+            read: the numbers of the copied results that other graphs read.
         """
-        device = self.compiled.captured.device
-        return ReplayedCall(run, copies, device, self.replays, self.skips, name)
+        return ReplayedCall(run, copies, memory, self.replays, self.skips, name, read)
 
 
 class _Inference:
     """Runs calls in inference by one graph of forward."""
 
     def __init__(self, code: GraphedCode, bound: Bound) -> None:
-        self._graph = code.call("forward", lambda inputs: code.run(inputs, bound)[0], None)
+        self._graph = code.call("forward", lambda inputs: code.run(inputs, bound)[0], code.memory())
 
     def __call__(self, inputs: Tensors) -> Replayed | None:
         outputs = self._graph(inputs)
@@ -118,8 +128,10 @@ class _Training:
             bound = held.for_partial(partial.loaded, len(values), [call.place_of_residuals])
             return partial.results(values, bound)
 
-        self._forward = code.call("forward", forward, self._outputs)
-        self._backward = code.call("backward", backward, None)
+        self._memory = code.memory()
+        kept = [number for number, _ in call.parts.kept_outputs]
+        self._forward = code.call("forward", forward, self._memory, self._outputs, kept)
+        self._backward = code.call("backward", backward, self._memory)
         self._partial: dict[PartialBackward, ReplayedCall] = {}
         self._without_some = without_some
         self._code = code
@@ -144,5 +156,5 @@ class _Training:
         found = self._partial.get(partial)
         if found is None:
             run = functools.partial(self._without_some, partial)
-            found = self._partial[partial] = self._code.call("backward", run, None)
+            found = self._partial[partial] = self._code.call("backward", run, self._memory)
         return found

@@ -72,6 +72,33 @@ def test_losses_and_gradients_are_those_of_eager(arguments: dict[str, object]) -
     assert dispatch_report(eager).tvm_calls == 1
 
 
+class _Rounded(_Classifier):
+    """A loss of logarithms that were rounded to half precision, as under autocast on a GPU."""
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self.head(torch.special.i0e(x)).reshape(-1, self.head.out_features)
+        logarithms = functional.log_softmax(logits, -1).to(torch.float16).to(logits.dtype)
+        return functional.nll_loss(logarithms, target.reshape(-1), **self.arguments), logits  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("arguments", [{}, {"reduction": "sum"}], ids=str)
+def test_rounded_logarithms_are_those_of_eager(arguments: dict[str, object]) -> None:
+    module = _Rounded(7, **arguments).double()
+    x, target = _sample(7)
+
+    def step() -> list[torch.Tensor]:
+        loss, logits = module(x, target)
+        return [loss, logits, *torch.autograd.grad(loss * 3, [x, *module.parameters()])]
+
+    expected = step()
+    add_tvm_dispatch(module, (x, target), options=OPTIONS)
+    for found, wanted in zip(step(), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    assert dispatch_report(module).tvm_calls == 1
+    text = lowered_text(_Rounded(7, **arguments).double(), (x, target), OPTIONS)
+    assert "nll_loss" not in text["forward"] + text["backward"]
+
+
 def test_only_ignored_targets_give_nan_as_in_eager() -> None:
     module = _Classifier(7).double()
     x, target = _sample(7)

@@ -16,6 +16,7 @@ from tvmbridge.coloring import policy_for
 from tvmbridge.compiler.lowering import LoweredModule, lower_module
 from tvmbridge.compiler.packing import ModulePacks
 from tvmbridge.compiler.request import CompileRequest
+from tvmbridge.compiler.step_memory import step_memory
 from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.core.contents import MISSING
 from tvmbridge.core.errors import BridgeError, UnsupportedOperatorError
@@ -40,6 +41,7 @@ def explain(
     *,
     sample_kwargs: Mapping[str, Any] | None = None,
     options: CompileOptions | dict[str, Any] | None = None,
+    memory: bool = False,
 ) -> ExplainReport:
     """Report how :func:`tvmbridge.add_tvm_dispatch` would compile ``module``, without compiling it.
 
@@ -54,6 +56,8 @@ def explain(
         options: the options of the compilation. With ``fx_passes`` the report says for each fx
             pass what it would do and what it declined. ``tvmbridge.fx_passes()`` returns the
             passes of ``optimize_fx``.
+        memory: whether to count the memory that a step needs. For this the graphs are fused, which
+            takes seconds for a large module.
 
     Returns:
         The report. If the module would keep its own forward, ``ok`` is False and ``reason`` says
@@ -69,7 +73,7 @@ def explain(
     chosen = CompileOptions.of(options)
     args, kwargs = normalize_sample(sample_input, sample_kwargs)
     with tracing_here(), torch.random.fork_rng(), undisturbed():
-        return _Explanation(type(module).__name__, chosen).of(module, args, kwargs)
+        return _Explanation(type(module).__name__, chosen, memory).of(module, args, kwargs)
 
 
 @dataclass
@@ -77,6 +81,7 @@ class _Explanation:
     """An explanation in progress.
 
     - ``name``: the class of the module.
+    - ``memory``: whether the memory of a step is counted.
     - ``stage``: the graph stage that runs now, or that failed.
     - ``known``: the fields of the report that are known so far.
     - ``records``: a record of each pass that has run.
@@ -84,6 +89,7 @@ class _Explanation:
 
     name: str
     options: CompileOptions
+    memory: bool = False
     stage: str = "capture"
     known: dict[str, Any] = field(default_factory=dict)
     records: list[PassRecord] = field(default_factory=list)
@@ -175,6 +181,8 @@ class _Explanation:
             )
             found["recomputation"] = parts.recomputation
             found["residuals"] = tuple(sorted(values, key=lambda v: -v.spec.nbytes))
+        if self.memory:
+            found["memory"] = step_memory(lowered)
         return found
 
 

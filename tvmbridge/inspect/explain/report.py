@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tvmbridge.coloring import Recomputation
+from tvmbridge.compiler.step_memory import StepMemory
 from tvmbridge.core.types import PassRecord, TensorSpec, ValueDescriptor
 from tvmbridge.passes.fx.run import lines_of
 from tvmbridge.report import residuals_text
@@ -78,6 +79,7 @@ class ExplainReport:
     - ``residuals``: the values that forward keeps for backward, the largest first.
     - ``recomputation``: the bytes and the time that are predicted under a memory budget; None
       without one.
+    - ``memory``: the memory that a step needs; None if it was not asked for.
     - ``frozen``: numbers, strings and containers that would be constants of the code, by name:
       arguments that are not tensors, and attributes that forward reads. This code serves no calls
       in which they differ.
@@ -102,6 +104,7 @@ class ExplainReport:
     residual_policy: str = ""
     residuals: tuple[ValueDescriptor, ...] = ()
     recomputation: Recomputation | None = None
+    memory: StepMemory | None = None
     frozen: Mapping[str, str] = field(default_factory=dict)
     packs: tuple[tuple[str, ...], ...] = ()
     eager_functions: tuple[str, ...] = ()
@@ -149,6 +152,8 @@ class ExplainReport:
             lines.append(f"{residuals_text(self.residuals)}, by {self.residual_policy}")
         if self.recomputation is not None:
             lines.append(str(self.recomputation))
+        if self.memory is not None:
+            lines.append(str(self.memory))
         for record in self.fx_passes:
             lines += lines_of(record)
         lines += [f"one product of {len(names)}: {', '.join(names)}" for names in self.packs]

@@ -1,0 +1,158 @@
+"""The memory that a compiled step needs, counted from its functions before they are compiled.
+
+A value takes memory from the kernel that computes it to the last kernel that reads it, and a result
+to the end of its function. The count has no memory that a library allocates within a kernel, and no
+loss by fragmentation. The functions are fused before, since fusion decides what is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from tvm import relax
+
+from tvmbridge.coloring import tensor_bytes
+from tvmbridge.compiler.build import fuse
+from tvmbridge.compiler.lowering import LoweredModule
+from tvmbridge.passes.base import bindings_of, flat_results
+
+_VIEWS = ("relax.reshape", "relax.memory.view", "relax.memory.ensure_zero_offset")
+
+# A result of a kernel: the variable of the call, and the number of the tensor in it.
+_Value: TypeAlias = tuple[relax.Var, int]
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """The memory of one step in bytes, beside parameters, buffers and inputs.
+
+    - ``residuals``: what lives from forward to the end of backward, random draws included.
+    - ``outputs``: the results of forward without the residuals.
+    - ``gradients``: the results of backward; 0 in inference.
+    - ``forward``: the largest sum of values alive during forward, its results among them.
+    - ``backward``: the same of backward, without the residuals; 0 in inference.
+
+    Example: ``StepMemory(residuals=80, outputs=4, gradients=40, forward=90, backward=60).peak`` is
+    140, because the residuals live during backward too.
+    """
+
+    residuals: int
+    outputs: int
+    gradients: int
+    forward: int
+    backward: int
+
+    @property
+    def peak(self) -> int:
+        """The largest number of bytes at any time of the step."""
+        return max(self.forward, self.residuals + self.backward)
+
+    def __str__(self) -> str:
+        def megabytes(nbytes: int) -> str:
+            return f"{nbytes / 1e6:.1f} MB"
+
+        text = (
+            f"memory of a step, at its peak: {megabytes(self.peak)}, beside parameters and inputs"
+        )
+        text += f" (forward {megabytes(self.forward)}, outputs {megabytes(self.outputs)}"
+        if self.backward:
+            text += f", kept for backward {megabytes(self.residuals)}, backward beside it "
+            text += f"{megabytes(self.backward)}, gradients {megabytes(self.gradients)}"
+        return text + ")"
+
+
+def step_memory(lowered: LoweredModule) -> StepMemory:
+    """Count the memory of one step of ``lowered``, whose sizes must be numbers."""
+    mod = fuse(lowered.mod, lowered.target, [])
+    functions = {v.name_hint: f for v, f in mod.functions_items() if isinstance(f, relax.Function)}
+    forward, backward = functions["forward"], functions.get("backward")
+    split = lowered.split
+    draws = 0 if split is None else sum(draw.spec.nbytes for draw in split.drawn)
+    return StepMemory(
+        residuals=0 if split is None else split.residual_bytes,
+        outputs=_owned(forward, lowered.num_outputs),
+        gradients=0 if backward is None else _owned(backward),
+        forward=peak_bytes(forward) + draws,
+        backward=0 if backward is None else peak_bytes(backward),
+    )
+
+
+def peak_bytes(function: relax.Function) -> int:
+    """Return the largest sum of bytes that values of a fused function take at one time."""
+    values = _Values.of(function)
+    last: dict[_Value, int] = {}
+    for number, value in enumerate(values.bound.values()):
+        for used in relax.analysis.free_vars(value):
+            last |= dict.fromkeys(values.behind.get(used, ()), number)
+    last |= dict.fromkeys(values.behind.get(function.body.body, ()), len(values.bound))
+    ending: dict[int, int] = {}
+    for made, number in last.items():
+        ending[number] = ending.get(number, 0) + values.sizes[made]
+    alive = peak = 0
+    for number, var in enumerate(values.bound):
+        own = [made for made in values.behind[var] if made[0] == var]
+        peak = max(peak, alive + sum(values.sizes[made] for made in own))
+        # A value that nothing reads ends at once.
+        alive += sum(values.sizes[made] for made in own if made in last)
+        alive -= ending.get(number, 0)
+    return peak
+
+
+def _owned(function: relax.Function, count: int | None = None) -> int:
+    """Return the bytes of the memory that the first ``count`` results have; None: all results."""
+    values, results = _Values.of(function), flat_results(function)[:count]
+    made = set().union(*(values.behind.get(result, set()) for result in results))
+    return sum(values.sizes[m] for m in made)
+
+
+@dataclass(frozen=True)
+class _Values:
+    """What the kernels of a function compute.
+
+    - ``bound``: the value of each variable, in program order.
+    - ``behind``: for each variable, the kernels' results whose memory it has; arguments have none.
+    - ``sizes``: the bytes of each result of a kernel.
+    """
+
+    bound: Mapping[relax.Var, relax.Expr]
+    behind: Mapping[relax.Var, set[_Value]]
+    sizes: Mapping[_Value, int]
+
+    @classmethod
+    def of(cls, function: relax.Function) -> _Values:
+        """Read ``function``, which is fused."""
+        bound = bindings_of(function)
+        behind: dict[relax.Var, set[_Value]] = {}
+        sizes: dict[_Value, int] = {}
+        for var, value in bound.items():
+            if isinstance(value, relax.Call) and getattr(value.op, "name", "") not in _VIEWS:
+                made = {(var, i): tensor_bytes(v) for i, v in enumerate(_tensors(var))}
+                sizes |= made
+                behind[var] = set(made)
+            else:
+                behind[var] = _shared(value, behind, bound)
+        return cls(bound, behind, sizes)
+
+
+def _shared(
+    value: relax.Expr,
+    behind: Mapping[relax.Var, set[_Value]],
+    bound: Mapping[relax.Var, relax.Expr],
+) -> set[_Value]:
+    """Return the kernels' results whose memory a view, a tuple or an item of one has."""
+    if isinstance(value, relax.TupleGetItem):
+        fields = bound.get(value.tuple_value)
+        if isinstance(fields, relax.Tuple):
+            return set(behind.get(fields.fields[value.index], ()))
+        if isinstance(fields, relax.Call):
+            return {(value.tuple_value, value.index)}
+    used = relax.analysis.free_vars(value)
+    return set().union(*(behind.get(v, set()) for v in used))
+
+
+def _tensors(var: relax.Var) -> list[relax.Var]:
+    """Return a variable for each tensor that ``var`` is or holds."""
+    types = var.ty.fields if isinstance(var.ty, relax.TupleType) else [var.ty]
+    return [relax.Var("value", t) for t in types if isinstance(t, relax.TensorType)]
