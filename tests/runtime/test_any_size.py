@@ -193,20 +193,6 @@ def test_sizes_that_forward_relates_are_served_where_they_are_so(
     assert (len(compiled), dispatch_report(module).tvm_calls) == (2, len(sizes))
 
 
-def test_parameters_stay_live_and_copies_have_code_of_their_own() -> None:
-    module = nn.Linear(4, 2).eval()
-    add_tvm_dispatch(module, torch.randn(3, 4), dynamic_shapes="auto")
-    x = torch.randn(6, 4)
-    module(x)
-    twin = copy.deepcopy(module)
-    with torch.no_grad():
-        module.weight.add_(1)
-    for each in (module, twin):
-        expected = nn.functional.linear(x, each.weight, each.bias)
-        torch.testing.assert_close(each(x), expected)
-        assert dispatch_report(each).tvm_calls > 0
-
-
 class Eight(nn.Module):
     """Works only for sizes that eight rows divide."""
 
@@ -301,18 +287,6 @@ def test_an_epoch_and_an_evaluation_ask_for_three_compilations(
         expected = functional.linear(x, twin.linear.weight, twin.linear.bias).log_softmax(-1)
         torch.testing.assert_close(twin(x)[0], expected)
     assert compiled == ["Compiler", "Family", "Family"]
-
-
-def test_without_the_option_other_sizes_run_in_eager() -> None:
-    module = nn.Linear(4, 2).eval()
-    add_tvm_dispatch(module, torch.randn(3, 4), on_fallback="silent")
-    module(torch.randn(6, 4))
-    assert dispatch_report(module).tvm_calls == 0
-
-
-def test_other_words_are_refused() -> None:
-    with pytest.raises(ValueError, match="dynamic_shapes"):
-        add_tvm_dispatch(nn.Linear(4, 2), torch.randn(3, 4), dynamic_shapes="always")  # type: ignore[arg-type]
 
 
 class Diagonal(nn.Module):

@@ -89,15 +89,3 @@ def test_the_reason_of_the_code_that_fits_the_arguments_is_told() -> None:
     module.dropout.eval()
     module(sample())
     assert dispatch_report(module).fallbacks == {"the training flag of a submodule changed": 1}
-
-
-def test_specialisations_are_bounded() -> None:
-    module = make_block().eval()
-    for rows in (2, 3, 4):
-        add_tvm_dispatch(module, sample(rows, 24), options={"max_specializations": 2})
-    with torch.no_grad():
-        module(sample(2, 24))
-        module(sample(4, 24))
-    report = dispatch_report(module)
-    assert report.tvm_calls == 1
-    assert len(report.specializations) == 2

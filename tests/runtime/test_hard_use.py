@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch import nn
 
-import tvmbridge.compiler.cached_build
 from tests.dispatch_helpers import eager
 from tvmbridge import BuildError, add_tvm_dispatch, capture, dispatch_report
 from tvmbridge.calls.standins import as_captured
@@ -136,19 +135,6 @@ def test_a_forked_process_runs_the_own_forward() -> None:
     assert dispatch_report(module).tvm_calls == 2
 
 
-def test_a_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any, **__: Any) -> Any:
-        raise OSError(28, "No space left on device")
-
-    module = add_tvm_dispatch(_net().eval(), _x())
-    module.train()
-    with monkeypatch.context() as patch:
-        patch.setattr(tvmbridge.compiler.cached_build, "compile_code", full)
-        torch.testing.assert_close(module(_x()), eager(module)(_x()))
-    (reason,) = dispatch_report(module).fallbacks
-    assert "No space left on device" in reason
-
-
 def test_specialisations_not_used_for_longest_are_dropped() -> None:
     module = nn.ReLU().eval()
     for rows in range(1, 7):
@@ -184,14 +170,6 @@ def test_ten_thousand_calls_do_not_grow() -> None:
 
     before = steps(1000)
     assert steps(10_000) - before < 2_000_000
-
-
-@pytest.mark.slow
-def test_two_hundred_shapes_in_a_row() -> None:
-    module = nn.ReLU().eval()
-    for rows in range(1, 201):
-        add_tvm_dispatch(module, _x(rows), options={"max_specializations": 4})
-    assert dispatch_report(module).dropped == 196
 
 
 def test_a_module_that_calls_itself() -> None:

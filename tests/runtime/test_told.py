@@ -7,7 +7,6 @@ import io
 import logging
 import subprocess
 import sys
-import textwrap
 import time
 from typing import Any
 
@@ -213,18 +212,6 @@ def test_stages_are_told_while_a_module_is_compiled(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(progress._ProgressLine, "stage", lambda self, name: told.append(name))
     add_tvm_dispatch(make_block().train(), sample())
     assert told == ["capture", "differentiate", "split", "build", "first run"]
-
-
-def test_dispatch_does_not_import_rich_to_compile() -> None:
-    code = textwrap.dedent(
-        """
-        import sys, tvmbridge
-        assert "rich" not in sys.modules
-        import tvmbridge.runtime.progress
-        assert "rich" not in sys.modules
-        """
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=200)
 
 
 def test_a_module_that_is_gone_leaves_its_summary_alone(monkeypatch: pytest.MonkeyPatch) -> None:
