@@ -64,9 +64,8 @@ def _to(module: nn.Module) -> None:
 CHANGES: list[Callable[[nn.Module], None]] = [_data, _in_place, _load, _assign, _to]
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_inference(attention: str) -> None:
-    module, hidden = layer(attention).eval(), torch.randn(2, 7, 64, dtype=torch.float64)
+def test_inference() -> None:
+    module, hidden = layer("eager").eval(), torch.randn(2, 7, 64, dtype=torch.float64)
     add_tvm_dispatch(module, hidden)
     assert passes(module, "CombineParallelBatchMatmul") == 3
     with torch.no_grad():
@@ -79,9 +78,7 @@ def test_inference(attention: str) -> None:
     assert [(p.packed, p.concatenated) for p in report.packs] == [(3, {})]
 
 
-@pytest.mark.parametrize(
-    ("attention", "joint"), [("eager", "relax"), ("eager", "aot"), ("sdpa", "aot")]
-)
+@pytest.mark.parametrize(("attention", "joint"), [("eager", "relax"), ("sdpa", "aot")])
 def test_training(attention: str, joint: str) -> None:
     module, hidden = layer(attention).train(), torch.randn(2, 7, 64, dtype=torch.float64)
     sample = hidden.clone().requires_grad_()
