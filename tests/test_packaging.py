@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -117,6 +117,17 @@ def test_a_wheel_from_the_source_distribution_is_the_same(sources: Path, tmp_pat
         archive.extractall(tmp_path / "unpacked", filter="data")
     (unpacked,) = (tmp_path / "unpacked").iterdir()
     assert modules(build(unpacked, "wheel")) == expected
+
+
+def test_pytorch_finds_the_backends_by_metadata(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [n for n in archive.namelist() if n.endswith("/entry_points.txt")]
+        _, _, rest = archive.read(name).decode().partition("[torch_dynamo_backends]\n")
+    declared = dict(line.split(" = ") for line in rest.partition("\n[")[0].split("\n") if line)
+    names = ("tvmbridge", "tvmbridge_eager", "tvmbridge_aot")
+    assert declared == {name: f"tvmbridge.dynamo:{name}" for name in names}
+    for value in declared.values():
+        assert callable(importlib.metadata.EntryPoint("", value, "").load())
 
 
 def test_the_requirements_carry_the_pins(wheel: Path) -> None:

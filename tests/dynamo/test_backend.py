@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +11,6 @@ from torch import nn
 import tvmbridge
 from tests.dynamo.steps import assert_same
 from tvmbridge import dynamo
-
-ROOT = Path(__file__).parents[2]
 
 
 class Layer(nn.Module):
@@ -213,45 +208,3 @@ def test_options_reach_the_compiler() -> None:
     tvmbridge.compile(Plain(), joint="aot", fullgraph=True)(inputs()).sum().backward()
     (graph,) = tvmbridge.compile_report().graphs
     assert graph.dispatches[0].specializations[0].joint == "aot"
-
-
-@pytest.mark.slow
-def test_nothing_is_imported(tmp_path: Path) -> None:
-    """Check the backend's names without an import, by package metadata with entry points."""
-    info = tmp_path / "tvmbridge-0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tvmbridge\nVersion: 0\n")
-    (info / "entry_points.txt").write_text(entry_points())
-    script = (
-        "import sys, torch\n"
-        "assert 'tvmbridge' not in sys.modules\n"
-        "from torch import nn\n"
-        "x = torch.randn(4, 8)\n"
-        "m = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.LayerNorm(8))\n"
-        "for name in ('tvmbridge', 'tvmbridge_eager', 'tvmbridge_aot'):\n"
-        "    assert name in torch.compiler.list_backends()\n"
-        "c = torch.compile(m, backend='tvmbridge')\n"
-        "torch.testing.assert_close(c(x), m(x))\n"
-        "import tvmbridge\n"
-        "print(tvmbridge.compile_report().graphs[0].calls)\n"
-    )
-    path = f"{tmp_path}:{ROOT}"
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env={"PYTHONPATH": path, "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split()[-1] == "1"
-
-
-def entry_points() -> str:
-    """Return the entry points of setup.py in the format of an installed package's metadata."""
-    declared = (ROOT / "setup.py").read_text()
-    assert "torch_dynamo_backends" in declared
-    names = ("tvmbridge", "tvmbridge_eager", "tvmbridge_aot")
-    lines = [f"{name} = tvmbridge.dynamo:{name}" for name in names]
-    return "\n".join(["[torch_dynamo_backends]", *lines, ""])

@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from tests.random_sizes.models import MODELS
 from tvmbridge import add_tvm_dispatch, dispatch_report
 from tvmbridge.compiler.partial_backwards import PartialBackwards
 from tvmbridge.runtime import family
@@ -64,21 +63,11 @@ class First(nn.Module):
         return x[: min(x.shape[0], 30)] * 2
 
 
-def _ids(*shape: int) -> torch.Tensor:
-    return torch.randint(0, 50, shape)
-
-
 def _images(count: int) -> torch.Tensor:
     return torch.randn(count, 3, 8, 8)
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[..., torch.Tensor], Sizes, bool]] = {
-    "language model": (
-        MODELS["language"].build,
-        _ids,
-        [(4, 12), (5, 20), (4, 33), (3, 16), (9, 64)],
-        True,
-    ),
     "batch norm": (Convolutions, _images, [(8,), (3,), (16,), (5,)], True),
     "rows of one more": (
         Longer,
@@ -110,10 +99,7 @@ def _assert_same(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -
         torch.testing.assert_close(mine.double(), other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[pytest.mark.slow] if n == "language model" else []) for n in CASES],
-)
+@pytest.mark.parametrize("name", CASES)
 def test_results_at_other_sizes_are_those_of_eager_in_float64(name: str) -> None:
     make, arguments, sizes, trains = CASES[name]
     torch.manual_seed(0)
