@@ -191,9 +191,10 @@ def test_a_terminal_shows_the_stage_when_it_takes_long(
     monkeypatch.setattr(progress, "PATIENCE", patience)
     monkeypatch.setattr(progress, "disk_text", lambda: "3 of 4 from disk")
     with progress.progress("compiling [M]") as tell:
-        time.sleep(0.05)
         tell("capture")
-        time.sleep(0.4)
+        until = time.monotonic() + (30.0 if patience == 0 else 0.3)
+        while "capture" not in terminal.getvalue() and time.monotonic() < until:
+            time.sleep(0.01)
     shown = terminal.getvalue()
     assert ("compiling [M]: capture (code so far: 3 of 4 from disk)" in shown) is (patience == 0)
     time.sleep(0.3)
