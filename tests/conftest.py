@@ -57,6 +57,8 @@ _WELL_FORMED_IN = (
     "tests/random_graphs",
     "tests/test_",
 )
+# Files with tests of many seconds that would come near the end.
+_LONGEST = ("tests/test_demo.py", "tests/test_notebooks.py", "tests/test_dropout.py")
 # Where the contents of the module that a pass gets are compared too, which takes longer.
 _LOOKED_INTO = ("tests/passes", "tests/schedules")
 
@@ -99,12 +101,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems() -> None:
-    """Let hypothesis draw the same examples whichever modules a process has imported.
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the longest files first, and let hypothesis draw the same examples in any process.
 
-    It would read the constants of all modules of the repository, which takes two seconds, and draw
-    some of them: a change anywhere, or another order of files, would change the examples.
+    A long file that is last leaves the other workers idle. Hypothesis would read the constants of
+    all modules of the repository, which takes two seconds, and draw some of them: a change
+    anywhere, or another order of files, would change the examples.
     """
+    items.sort(key=lambda item: not item.nodeid.startswith(_LONGEST))
     drawing = sys.modules.get("hypothesis.internal.conjecture.providers")
     if drawing is not None and hasattr(drawing, "is_local_module_file"):
         drawing.is_local_module_file = lambda path: False

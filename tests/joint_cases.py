@@ -65,44 +65,6 @@ def _moving_average(m: Head, x: torch.Tensor) -> torch.Tensor:
     return y - m.count
 
 
-def _indexed(m: Head, x: torch.Tensor) -> torch.Tensor:
-    index = torch.tensor([[0, 5, 5, 1], [2, 2, 0, 3], [4, 4, 4, -6 + 6]])
-    y = x * m.w
-    taken = y.gather(1, index) + y[[0, -1, 0]][:, 1:5]
-    return torch.zeros_like(y).scatter_add(1, index, taken).index_add(0, index[0, :3] % 3, y)
-
-
-def _accumulated(m: Head, x: torch.Tensor) -> Any:
-    y = x * m.w
-    return y.cumsum(1), y.cummax(0).values, y.cumprod(1), torch.sort(y, dim=1).values
-
-
-def _ties(m: Head, x: torch.Tensor) -> Any:
-    y = torch.round(x).relu() * m.w.abs()
-    return y.amax(1), y.max(), y.max(1).values, torch.maximum(y, y.flip(1)), y.clamp(0.0, 1.0)
-
-
-def _kinks(m: Head, x: torch.Tensor) -> Any:
-    y = torch.cat([x * 0.0, x]) * m.w
-    zero = y[0] * m.w
-    return (
-        F.relu(y),
-        y.abs(),
-        y.norm(dim=1),
-        zero.std(),
-        F.hardtanh(y),
-        F.leaky_relu(y),
-        zero.norm(),
-    )
-
-
-def _admitted_kinks(m: Head, x: torch.Tensor) -> Any:
-    y = torch.cat([F.relu(-x.abs()), x]) * m.w
-    weights = torch.softmax(y, 1).masked_fill(x[:1] > 0.0, -0.5)
-    high = torch.maximum(y, y.flip(1)) + torch.minimum(y, y * m.w)
-    return F.relu(y), y.abs(), high, y.amax(1), y.amin(0), torch.where(y > 0.0, weights, y)
-
-
 def _several(m: Head, x: torch.Tensor) -> Any:
     hidden = m.fc(x)
     return {
@@ -166,11 +128,6 @@ CASES: dict[str, Case] = {
     "checkpoint, reentrant": _head(_checkpointed(True), "relax"),
     "written in place": _head(_written, "aot"),
     "moving average": _head(_moving_average, "aot"),
-    "indexed": _head(_indexed, "relax"),
-    "accumulated": _head(_accumulated, "aot"),
-    "ties": _head(_ties, "aot"),
-    "kinks": _head(_kinks, "aot"),
-    "admitted kinks": _head(_admitted_kinks, "relax"),
     "several outputs": _head(_several, "aot"),
     "used twice": _head(lambda m, x: m.fc(x) * m.fc(x * m.w) + x, "relax"),
     "noise": _head(_noisy, "aot"),

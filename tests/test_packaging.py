@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -22,10 +22,10 @@ PACKAGED = (".py", "py.typed", ".html", ".css", ".js", ".cpp")
 SOURCES = ("setup.py", "pyproject.toml", "LICENSE", "README.md")
 
 
-@pytest.fixture
-def sources(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Copy the packaged files to a temporary folder, and return the folder."""
-    copy = tmp_path / "sources"
+    copy = tmp_path_factory.mktemp("packages") / "sources"
     copy.mkdir()
     for name in SOURCES:
         if (ROOT / name).is_file():
@@ -36,6 +36,11 @@ def sources(tmp_path: Path) -> Path:
     (copy / "tests").mkdir()
     (copy / "tests" / "__init__.py").touch()
     return copy
+
+
+@pytest.fixture(scope="module")
+def wheel(sources: Path) -> Path:
+    return build(sources, "wheel")
 
 
 def build(sources: Path, kind: str) -> Path:
@@ -84,26 +89,26 @@ def test_the_passes_have_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "passes" not in sys.modules
 
 
-def test_a_wheel_holds_all_modules_and_nothing_else(sources: Path) -> None:
+def test_a_wheel_holds_all_modules_and_nothing_else(sources: Path, wheel: Path) -> None:
     expected = expected_modules(sources)
-    assert modules(build(sources, "wheel")) == expected
+    assert modules(wheel) == expected
     assert "tvmbridge/passes/relax/__init__.py" in expected
 
 
-def test_one_wheel_serves_every_python_and_has_the_sources_of_the_halves(sources: Path) -> None:
-    wheel = build(sources, "wheel")
+def test_one_wheel_serves_every_python_and_has_the_sources_of_the_halves(wheel: Path) -> None:
     assert wheel.name.endswith("-py3-none-any.whl")
     for half in HALVES.values():
         assert half.source.relative_to(ROOT).as_posix() in modules(wheel)
 
 
-def test_a_wheel_without_the_link_is_the_same(sources: Path) -> None:
-    link = sources / "tvmbridge" / "passes"
+def test_a_wheel_without_the_link_is_the_same(sources: Path, tmp_path: Path) -> None:
+    expected = expected_modules(sources)
+    plain = shutil.copytree(sources, tmp_path / "plain", symlinks=True)
+    link = plain / "tvmbridge" / "passes"
     if link.is_symlink():
         link.unlink()
         link.write_text("../passes")  # git writes this file if it cannot create symbolic links
-    expected = expected_modules(sources)
-    assert modules(build(sources, "wheel")) == expected
+    assert modules(build(plain, "wheel")) == expected
 
 
 def test_a_wheel_from_the_source_distribution_is_the_same(sources: Path, tmp_path: Path) -> None:
@@ -114,8 +119,18 @@ def test_a_wheel_from_the_source_distribution_is_the_same(sources: Path, tmp_pat
     assert modules(build(unpacked, "wheel")) == expected
 
 
-def test_the_requirements_carry_the_pins(sources: Path) -> None:
-    wheel = build(sources, "wheel")
+def test_pytorch_finds_the_backends_by_metadata(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [n for n in archive.namelist() if n.endswith("/entry_points.txt")]
+        _, _, rest = archive.read(name).decode().partition("[torch_dynamo_backends]\n")
+    declared = dict(line.split(" = ") for line in rest.partition("\n[")[0].split("\n") if line)
+    names = ("tvmbridge", "tvmbridge_eager", "tvmbridge_aot")
+    assert declared == {name: f"tvmbridge.dynamo:{name}" for name in names}
+    for value in declared.values():
+        assert callable(importlib.metadata.EntryPoint("", value, "").load())
+
+
+def test_the_requirements_carry_the_pins(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         (name,) = [n for n in archive.namelist() if n.endswith("/METADATA")]
         metadata = message_from_bytes(archive.read(name))

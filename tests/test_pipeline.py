@@ -1,6 +1,6 @@
 """The runner of passes: records of each pass, errors that name the pass, and dumps."""
 
-# ruff: noqa: ANN201, ANN202  (the Relax functions here are TVM script)
+# ruff: noqa: ANN201  (the Relax functions here are TVM script)
 
 from __future__ import annotations
 
@@ -45,6 +45,16 @@ class Module:
         return gv
 
 
+@I.ir_module
+class Single:
+    @R.function
+    def main(x: R.Tensor((2,), "float32")):
+        with R.dataflow():
+            y = R.exp(x)
+            R.output(y)
+        return y
+
+
 @dataclass(frozen=True)
 class Broken(RelaxPass):
     """A pass that raises an error."""
@@ -85,30 +95,12 @@ def test_records_tell_passes_that_changed_something() -> None:
 
 
 def test_options_of_a_pass_are_recorded() -> None:
-    @I.ir_module
-    class Single:
-        @R.function
-        def main(x: R.Tensor((2,), "float32")):
-            with R.dataflow():
-                y = R.exp(x)
-                R.output(y)
-            return y
-
     records: list[PassRecord] = []
     run_passes(Single, [AppendCotangents((0,), prefix="grad_")], records)
     assert records[0].options == "outputs=(0,), prefix='grad_'"
 
 
 def test_a_method_among_options_is_told_by_its_name() -> None:
-    @I.ir_module
-    class Single:
-        @R.function
-        def main(x: R.Tensor((2,), "float32")):
-            with R.dataflow():
-                y = R.exp(x)
-                R.output(y)
-            return y
-
     class Holder:
         def refuse(self, name: str, kind: str = "") -> str | None:
             return None

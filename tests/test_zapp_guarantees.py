@@ -22,9 +22,13 @@ from tvmbridge.graph_capture.capture import capture
 
 
 def bert_layer(attention: str, p: float) -> nn.Module:
-    """Return a layer of BERT-base with dropout ``p`` everywhere."""
+    """Return a layer of BERT with width 48, and dropout ``p`` everywhere."""
     config = BertConfig(
-        attn_implementation=attention, hidden_dropout_prob=p, attention_probs_dropout_prob=p
+        hidden_size=48,
+        intermediate_size=96,
+        attn_implementation=attention,
+        hidden_dropout_prob=p,
+        attention_probs_dropout_prob=p,
     )
     layer: nn.Module = BertLayer(config)
     return layer.train()
@@ -52,15 +56,13 @@ def joint_function(
 # (attention, dropout) -> counts of bindings after the gradient, and after the zapp passes.
 BERT_COUNTS = {
     ("eager", 0.0): (283, 170),
-    ("sdpa", 0.0): (283, 170),
-    ("eager", 0.1): (310, 182),
     ("sdpa", 0.1): (310, 182),
 }
 
 
 @pytest.mark.parametrize(("attention", "p"), BERT_COUNTS)
 def test_a_bert_layer_by_relax(attention: str, p: float) -> None:
-    joint, records = joint_function(bert_layer(attention, p), torch.randn(2, 14, 768), "relax")
+    joint, records = joint_function(bert_layer(attention, p), torch.randn(2, 14, 48), "relax")
     assert superfluous(joint) == []
     (gradient,) = (r for r in records if r.name == "Gradient")
     counts = gradient.bindings_after, records[-1].bindings_after
@@ -68,11 +70,10 @@ def test_a_bert_layer_by_relax(attention: str, p: float) -> None:
 
 
 OTHERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
-    "bert, aot": (lambda: bert_layer("sdpa", 0.1), (2, 14, 768), "aot"),
-    "bert fused, aot": (lambda: bert_layer("sdpa", 0.0), (2, 14, 768), "aot"),
-    "bert eager, aot": (lambda: bert_layer("eager", 0.0), (2, 14, 768), "aot"),
+    "bert, aot": (lambda: bert_layer("sdpa", 0.1), (2, 14, 48), "aot"),
+    "bert fused, aot": (lambda: bert_layer("sdpa", 0.0), (2, 14, 48), "aot"),
+    "bert eager, aot": (lambda: bert_layer("eager", 0.0), (2, 14, 48), "aot"),
     "gpt2": (lambda: gpt2_block("sdpa", 0.1), (2, 14, 64), "relax"),
-    "gpt2 eager": (lambda: gpt2_block("eager", 0.0), (2, 14, 64), "relax"),
     "gpt2, aot": (lambda: gpt2_block("eager", 0.1), (2, 14, 64), "aot"),
     "cnn": (
         lambda: nn.Sequential(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,16 +20,15 @@ import tvmbridge
 from tests.architectures.compare import TOLERANCES, difference, leaves
 from tests.architectures.table import Architecture, architectures, ids
 from tests.device import DEVICE, generators
-from tvmbridge.core.errors import BridgeError, CaptureError, ExportError
+from tvmbridge.core.errors import BridgeError
 
 MODES = ("eval", "train", "cache")
 # A mode that only its name selects: evaluation at several batch sizes, with symbolic sizes.
 SIZES = "sizes"
 _MORE_ROWS = (0, 3, 1)
-# The ways to run compiled code: add_tvm_dispatch, the backend of torch.compile, or an exported file
-# that tvmbridge_runtime runs (evaluation only).
-EXPORT = "export"
-DOORS = ("dispatch", "compile", EXPORT)
+# The ways to run compiled code: add_tvm_dispatch, or the backend of torch.compile. The command
+# ``python -m tests.export --suite transformers`` exports the same models.
+DOORS = ("dispatch", "compile")
 
 
 @dataclass
@@ -72,8 +70,6 @@ Step = Callable[[nn.Module], Any]
 
 def check(name: str, mode: str, dtype: str, door: str = "dispatch") -> Outcome:
     """Run ``name`` both ways and compare results, gradients, buffers and generators."""
-    if door == EXPORT:
-        return _check_export(name, mode, dtype)
     prepare = {"dispatch": _dispatch, "compile": _compile}[door]
     if mode == SIZES:
         prepare = partial(_dispatch, dynamic_shapes="auto")
@@ -100,26 +96,6 @@ def check(name: str, mode: str, dtype: str, door: str = "dispatch") -> Outcome:
         if departure:
             outcome.result, outcome.reason = "wrong", f"{what}{departure}"
             break
-    return outcome
-
-
-def _check_export(name: str, mode: str, dtype: str) -> Outcome:
-    """Export the model and compare; *refused* if capture or export raises its own error type."""
-    from tests.architectures.exported import export_and_compare
-
-    architecture, outcome = architectures()[name], Outcome(name, mode, dtype, "whole")
-    if mode != "eval":
-        outcome.result, outcome.reason = "refused", "an exported function is for evaluation"
-        return outcome
-    model, start = _model(architecture, mode, dtype), time.perf_counter()
-    try:
-        outcome.reason = export_and_compare(model, _sample(architecture, model))
-        outcome.result = "wrong" if outcome.reason else "whole"
-    except BridgeError as error:
-        known = isinstance(error, CaptureError | ExportError)
-        outcome.result = "refused" if known else "error"
-        outcome.reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    outcome.seconds = time.perf_counter() - start
     return outcome
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,18 +16,15 @@ from tests.joint_steps import assert_same, assert_served, build, dispatched, ste
 from tvmbridge import CompileOptions, add_tvm_dispatch, dispatch_report
 from tvmbridge.coloring import POLICIES
 
-# Cases whose backward recomputes values, of both joint sources; other tests run all cases by the
-# default policy.
-SOME = ("transformer", "ties", "convolutions", "admitted kinks")
 OTHERS = [p for p in POLICIES if p != CompileOptions().residual_policy]
-QUICK = {("transformer", OTHERS[0]), ("transformer", OTHERS[1]), *(("ties", p) for p in OTHERS[2:])}
 
 
+# Cases whose backward recomputes values; other tests run all cases by the default policy.
 @pytest.mark.parametrize(
     ("name", "policy"),
     [
-        pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow])
-        for case in itertools.product(SOME, OTHERS)
+        *(("transformer", policy) for policy in OTHERS[:2]),
+        *(("masked attention", policy) for policy in OTHERS[2:]),
     ],
 )
 def test_two_steps_equal_eager(name: str, policy: str) -> None:
@@ -148,8 +144,9 @@ class Largest(nn.Module):
         return (product + self.b).amax(1), product
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("joint", ["relax", "aot"])
+@pytest.mark.parametrize(
+    ("joint", "policy"), [("aot", "min_cut"), *(("relax", policy) for policy in POLICIES)]
+)
 def test_the_place_of_the_largest_is_found_again(joint: str, policy: str) -> None:
     """Check the gradient of the maximum, whose operand may be recomputed.
 

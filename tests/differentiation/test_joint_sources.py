@@ -21,10 +21,8 @@ from tvmbridge.graph_capture.trace.decompositions import _table_with
 RELAX = [name for name, case in CASES.items() if case.auto == "relax"]
 # ``auto`` chooses one of the two sources. If it chooses relax, ``aot`` is tested by name as well:
 # every fourth case in quick tests, all cases in slow ones.
-# Quick tests in tests/gradients/test_traps.py compile such functions by each source.
-TRAPS = {"accumulated", "admitted kinks", "indexed", "kinks", "ties"}
 ASKED = [
-    *(pytest.param("auto", n, marks=[pytest.mark.slow] if n in TRAPS else []) for n in CASES),
+    *(("auto", name) for name in CASES),
     *thinned((("aot", name) for name in RELAX), 4),
 ]
 REFUSED = {name: "joint='relax'" for name, case in CASES.items() if case.auto == "aot"} | {
@@ -32,7 +30,6 @@ REFUSED = {name: "joint='relax'" for name, case in CASES.items() if case.auto ==
     "no_grad": r"stops the gradient at aten\.mul",
     "custom function": "custom autograd function Flipped",
     "custom identity": "custom autograd function Unchanged",
-    "accumulated": r"derivative of aten\.cummax",
     "written in place": "no gradient rule for",
     "moving average": "stops the gradient",
 }

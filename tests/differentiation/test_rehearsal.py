@@ -117,10 +117,3 @@ def test_a_derivative_that_reads_values_is_refused() -> None:
     sample = (torch.randn(3), torch.tensor([1, 2]))
     with pytest.raises(UnsupportedOperatorError, match=r"derivative.* reads values of tensors"):
         tvmbridge.add_tvm_dispatch(Scaled().train(), sample)
-
-
-@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
-def test_a_sparse_gradient_is_refused_by_name(kind: type[nn.Module]) -> None:
-    module = nn.Sequential(kind(7, 4, sparse=True), nn.Linear(4, 2)).train()
-    with pytest.raises(UnsupportedOperatorError, match=r"gradient of 0\.weight .* sparse=True"):
-        tvmbridge.add_tvm_dispatch(module, torch.zeros(2, 3, dtype=torch.int64))

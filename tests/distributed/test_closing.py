@@ -23,7 +23,7 @@ from tvmbridge.distributed.watch import Poller
 @pytest.fixture
 def control() -> Iterator[Control]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield Control(timeout=0.2)
+    yield Control(timeout=0.6)
     dist.destroy_process_group()
 
 
@@ -60,10 +60,10 @@ def test_what_is_stuck_in_a_launch_is_aborted(control: Control) -> None:
             time.sleep(0.1)
             assert not control._watched()
         assert not aborted
-        time.sleep(0.2)
+        time.sleep(0.6)
         control._watched()
         assert aborted == ["now"]
-    with pytest.raises(PipelineError, match=r"rank 0 hung, which did not come within 0\.2 s"):
+    with pytest.raises(PipelineError, match=r"rank 0 hung, which did not come within 0\.6 s"):
         _wait(control)
 
 
@@ -88,12 +88,12 @@ def test_a_watch_ends_with_what_it_watches() -> None:
     watch, other = Poller(watched.look), Poller(watched.look)
     other.end()
     time.sleep(0.5)
-    assert watched.looks in (1, 2, 3)
+    assert 1 <= watched.looks < 20
     gone = weakref.ref(watched)
     del watched
     gc.collect()
     assert gone() is None
-    watch._thread.join(2)
+    watch._thread.join(30)
     assert not watch._thread.is_alive()
 
 

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from examples.graphs import Convolution
 from tvmbridge import add_tvm_dispatch, compile_report, dispatch_report, remove_tvm_dispatch
 from tvmbridge.core.errors import CaptureError, FallbackError
 
@@ -47,43 +46,9 @@ class Masked(nn.Module):
         return (z * y).sum(-1) + z[:, 0].sin()
 
 
-class Graphs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = Convolution(8, 16), Convolution(16, 4)
-
-    def forward(self, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x, edges).relu(), edges)
-
-
-class Experts(nn.Module):
-    """Each token goes to two of three experts, in a loop."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(8, 3)
-        self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(3)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight, chosen = self.gate(x).softmax(-1).topk(2, -1)
-        out = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            token, slot = (chosen == number).nonzero(as_tuple=True)
-            out.index_add_(0, token, expert(x[token]) * weight[token, slot, None])
-        return out
-
-
 class Tiny(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + 1 if x.sum().item() > 0 else x
-
-
-def graph(number: int, nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(number)
-    edges = torch.randint(0, nodes, (2, 4 * nodes + number % 3), generator=generator)
-    return torch.randn(nodes, 8, generator=generator, dtype=torch.float64), edges
 
 
 def assert_like_eager(module: nn.Module, reference: nn.Module, calls: Sequence[Any]) -> None:
@@ -154,34 +119,6 @@ def test_values_that_a_mask_chooses_are_written() -> None:
     assert_like_eager(twin, copy.deepcopy(reference), [rows()])
     assert dispatch_report(module).share == dispatch_report(twin).share == 1
     assert dispatch_report(twin).tvm_calls == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("grad", [True, False])
-def test_graphs_that_change(grad: bool) -> None:
-    module, reference = pair(Graphs)
-    with torch.set_grad_enabled(grad):
-        calls = [graph(number, 20 + 7 * number % 11) for number in range(12)]
-        assert_like_eager(module, reference, calls)
-    assert dispatch_report(module).share == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("grad", [True, False])
-def test_a_loop_over_experts(grad: bool) -> None:
-    module, reference = pair(Experts)
-    with torch.set_grad_enabled(grad):
-        assert_like_eager(module, reference, [rows(count=16 + number) for number in range(6)])
-    assert dispatch_report(module).share == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["GCNConv", "GATConv"])
-def test_layers_of_pyg(name: str) -> None:
-    layers = pytest.importorskip("torch_geometric.nn")
-    module, reference = pair(lambda: getattr(layers, name)(8, 4))  # type: ignore[arg-type]
-    assert_like_eager(module, reference, [graph(number, 20 + number) for number in range(6)])
-    assert dispatch_report(module).share == 1
 
 
 def test_parts_that_are_too_small() -> None:

@@ -73,55 +73,51 @@ def _runs(module: nn.Module, sample: ModuleInput) -> bool:
     return True
 
 
+def _dispatched(module: nn.Module, sample: ModuleInput) -> nn.Module:
+    ours, given = copy.deepcopy(module), sample.forward_input
+    return add_tvm_dispatch(ours, given.args, sample_kwargs=given.kwargs)
+
+
+def _compiled(module: nn.Module, sample: ModuleInput) -> nn.Module:
+    torch.compiler.reset()
+    ours = copy.deepcopy(module)
+    ours.compile(backend=backend, options={"smallest_graph": 1})
+    return ours
+
+
+def _left(module: nn.Module, door: Any) -> list[str]:
+    """Return why calls were left to PyTorch."""
+    if door is _dispatched:
+        return list(dispatch_report(module).fallbacks)
+    # If Dynamo captured no graph, the report must have the reason.
+    assert compile_report().graphs or compile_report().breaks
+    return [reason for graph in compile_report().graphs for reason in graph.eager_calls]
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("door", [_dispatched, _compiled])
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("info", INFOS, ids=lambda info: info.name)
-def test_module(info: ModuleInfo, training: bool) -> None:
+def test_module(info: ModuleInfo, training: bool, door: Any) -> None:
     served = 0
     for sample in _samples(info, training):
         torch.manual_seed(1)
         made = sample.constructor_input
-        module = info.module_cls(*made.args, **made.kwargs).double().train(training)
+        module = info.module_cls(*made.args, **made.kwargs).double()
+        module = (Caller(module) if door is _compiled else module).train(training)
         if not _runs(module, sample):
             continue
-        ours, given = copy.deepcopy(module), sample.forward_input
+        known = (info.name, sample.desc) in REFUSED
         try:
-            add_tvm_dispatch(ours, given.args, sample_kwargs=given.kwargs)
+            ours = door(module, sample)
         except BridgeError:
-            assert (info.name, sample.desc) in REFUSED
+            assert known
             continue
         for seed in (0, 3):
             found, expected = _step(ours, sample, seed), _step(module, sample, seed)
             for what, values in expected.items():
                 departure = difference(found[what], values, TOLERANCES[torch.float64])
                 assert departure is None, f"{sample.desc}: {what}{departure}"
-        assert dispatch_report(ours).fallbacks == {}
+        assert known or not _left(ours, door), sample.desc
         served += 1
     assert served
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("info", INFOS, ids=lambda info: info.name)
-def test_module_through_torch_compile(info: ModuleInfo, training: bool) -> None:
-    left: dict[str, list[str]] = {}
-    for sample in _samples(info, training):
-        torch.manual_seed(1)
-        made = sample.constructor_input
-        module = Caller(info.module_cls(*made.args, **made.kwargs).double()).train(training)
-        if not _runs(module, sample):
-            continue
-        torch.compiler.reset()
-        ours = copy.deepcopy(module)
-        ours.compile(backend=backend, options={"smallest_graph": 1})
-        for seed in (0, 3):
-            found, expected = _step(ours, sample, seed), _step(module, sample, seed)
-            for what, values in expected.items():
-                departure = difference(found[what], values, TOLERANCES[torch.float64])
-                assert departure is None, f"{sample.desc}: {what}{departure}"
-        # If Dynamo captured no graph, the report must have the reason.
-        assert compile_report().graphs or compile_report().breaks, sample.desc
-        reasons = [reason for graph in compile_report().graphs for reason in graph.eager_calls]
-        if reasons:
-            left[sample.desc] = reasons
-    assert {(info.name, desc) for desc in left} <= REFUSED, left

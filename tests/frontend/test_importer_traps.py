@@ -10,17 +10,11 @@ and ``tests/runtime/guards/test_state.py`` (writes through views), ``tests/gradi
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional
 
-import tvmbridge
-from tests.conformance.compare import compare
-from tests.frontend.helpers import Cases, Function, Together
+from tests.frontend.helpers import Cases, Together
 
 GENERATOR = torch.Generator().manual_seed(0)
 
@@ -247,46 +241,3 @@ GROUPS = {kind: Together(table) for kind, table in TABLES.items()}
 @pytest.mark.parametrize(("kind", "name"), [(k, n) for k in TABLES for n in TABLES[k]])
 def test_like_eager(kind: str, name: str) -> None:
     GROUPS[kind].assert_like_eager(name)
-
-
-@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
-def test_recurrent_layers_take_and_return_states(layer: type[nn.Module]) -> None:
-    module = layer(3, 4, num_layers=2, bidirectional=True).eval()
-    states = [numbers(4, 2, 4) for _ in range(2 if layer is nn.LSTM else 1)]
-    given = (numbers(5, 2, 3), tuple(states) if layer is nn.LSTM else states[0])
-    with torch.no_grad():
-        expected = module(*given)
-        tvmbridge.add_tvm_dispatch(module, given)
-        assert compare(module(*given), expected, values=True) is None
-    assert not tvmbridge.dispatch_report(module).fallbacks
-
-
-def test_draws_are_eager_s_at_each_call() -> None:
-    def forward(x: torch.Tensor) -> tuple[Any, ...]:
-        return (
-            torch.randn(2, 3),
-            torch.rand_like(x),
-            torch.randn_like(x) * x,
-            torch.empty(5).exponential_(),
-            torch.empty(3).uniform_(-1, 2),
-            torch.normal(x, 0.5),
-            functional.dropout2d(x[None, None].expand(1, 8, 4, 6), 0.5, True),
-            functional.alpha_dropout(x, 0.3, True),
-            functional.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=0.4),
-            torch.randint(0, 9, (4,)),
-        )
-
-    assert_draws_alike(forward)
-
-
-def assert_draws_alike(forward: Callable[[torch.Tensor], Any]) -> None:
-    module = Function(forward).eval()
-    with torch.no_grad():
-        tvmbridge.add_tvm_dispatch(module, (X,))
-        for seed in range(2):
-            torch.manual_seed(seed)
-            expected, state = forward(X), torch.get_rng_state()
-            torch.manual_seed(seed)
-            assert compare(module(X), expected, values=True) is None
-            assert torch.equal(torch.get_rng_state(), state)
-    assert not tvmbridge.dispatch_report(module).fallbacks

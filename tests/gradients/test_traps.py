@@ -18,30 +18,24 @@ from tests.conformance.case import Case
 from tests.conformance.compare import compare
 from tests.conformance.evaluate import Run, Values, run_group
 from tests.frontend.helpers import Cases
-from tests.gradients import traps, traps_missing, traps_right
+from tests.gradients import traps, traps_missing
 from tvmbridge.core.errors import BridgeError
 
-# Rules that are easily wrong: tested by both sources, in quick tests too.
+# Rules that are easily wrong: tested by both sources.
 WRONG = {
     "kinks": traps.KINKS,
     "ties": traps.TIED,
     "pools": traps.POOLS,
     "moves": traps.MOVES,
 }
-# Operators without a rule of TVM: quick tests use only the source that ``auto`` chooses.
+# Operators without a rule of TVM: tested by the source that ``auto`` chooses.
 MISSING = {
     "functions": traps_missing.FUNCTIONS,
     "shapes": traps_missing.SHAPES,
     "indices": traps_missing.INDICES,
     "stops": traps_missing.STOPS,
 }
-# Cases that other tests cover as well: slow tests only.
-SEEN = {
-    "layers": traps_missing.LAYERS,
-    "products": traps_right.PRODUCTS,
-    "reductions": traps_right.REDUCTIONS,
-}
-TABLES: dict[str, Cases] = {**WRONG, **MISSING, **SEEN}
+TABLES: dict[str, Cases] = {**WRONG, **MISSING}
 NAMES = [(kind, name) for kind, table in TABLES.items() for name in table]
 
 # Cases for which ``auto`` uses PyTorch's derivatives; TVM's Gradient differentiates the others.
@@ -81,16 +75,6 @@ BY_PYTORCH = frozenset(
         "tests of floats",
         "positions of the largest",
         "whole numbers",
-        "pools",
-        "grid_sample",
-        "matmul of vectors and matrices",
-        "matmul of batches",
-        "matmul of batches that broadcast",
-        "products with sums",
-        "losses of classes",
-        "sums and means",
-        "variances",
-        "losses of values",
     }
 )
 
@@ -107,23 +91,20 @@ def case_of(kind: str, name: str, dtype: torch.dtype) -> Case:
     return Case(name, tuple(leaves), spec, tuple(t.is_floating_point() for t in tensors))
 
 
-def sources(name: str) -> tuple[str, ...]:
-    """Return the joint sources that support a case; the choice of ``auto`` is first."""
-    return ("aot",) if name in BY_PYTORCH else ("relax", "aot")
-
-
-def when_asked(kind: str, name: str, joint: str) -> bool:
-    """Whether only the slow tests run a case."""
-    return kind in SEEN or (kind in MISSING and joint != sources(name)[0])
+def sources(kind: str, name: str) -> tuple[str, ...]:
+    """Return the joint sources by which a case is compiled; the choice of ``auto`` is first."""
+    if name in BY_PYTORCH:
+        return ("aot",)
+    return ("relax", "aot") if kind in WRONG else ("relax",)
 
 
 @functools.cache
-def together(kind: str, joint: str, dtype: torch.dtype, slow: bool) -> dict[str, str | None]:
+def together(kind: str, joint: str, dtype: torch.dtype) -> dict[str, str | None]:
     """Compile all cases of a kind as one module; return each case's difference from eager, or None.
 
     The dict is empty if the module is refused.
     """
-    names = [n for n in TABLES[kind] if joint in sources(n) and when_asked(kind, n, joint) == slow]
+    names = [name for name in TABLES[kind] if joint in sources(kind, name)]
     cases = [case_of(kind, name, dtype) for name in names]
     try:
         run = run_group(call, cases, joint, admit=False)
@@ -144,23 +125,21 @@ def _by_case(values: Values) -> list[tuple[Any, Any]]:
     return list(zip(values.results, values.gradients, strict=True))
 
 
-def _runs() -> Iterator[Any]:
-    """Yield each case by both sources in float64, and kinks and ties in float32 as well.
+def _runs() -> Iterator[tuple[str, str, str, torch.dtype]]:
+    """Yield each case in float64, and kinks and ties in float32 by Relax's rules as well.
 
-    In float32, quick tests use only Relax's rules, which have constants of a dtype.
+    These rules have constants of a dtype.
     """
     for kind, name in NAMES:
-        for joint in sources(name):
-            marks = [pytest.mark.slow] if when_asked(kind, name, joint) else []
-            yield pytest.param(kind, name, joint, torch.float64, marks=marks)
-            if kind in ("kinks", "ties"):
-                marks = [] if joint == "relax" else [pytest.mark.slow]
-                yield pytest.param(kind, name, joint, torch.float32, marks=marks)
+        for joint in sources(kind, name):
+            yield kind, name, joint, torch.float64
+            if kind in ("kinks", "ties") and joint == "relax":
+                yield kind, name, joint, torch.float32
 
 
 @pytest.mark.parametrize(("kind", "name", "joint", "dtype"), list(_runs()))
 def test_gradient_is_pytorchs(kind: str, name: str, joint: str, dtype: torch.dtype) -> None:
-    found = together(kind, joint, dtype, when_asked(kind, name, joint))
+    found = together(kind, joint, dtype)
     if name in found:
         assert found[name] is None, found[name]
         return
@@ -176,4 +155,4 @@ def test_the_source_is_known(kind: str, name: str) -> None:
     run = run_group(call, [case_of(kind, name, torch.float64)], "auto", admit=False)
     assert differences(run) == [None]
     (specialization,) = run.report.specializations
-    assert specialization.joint == sources(name)[0]
+    assert specialization.joint == sources(kind, name)[0]

@@ -11,8 +11,7 @@ from tests.gradients.cases import integers, mask, normal
 X, Y = normal(3, 4), normal(3, 4, seed=1)
 POSITIVE = X.abs() + 0.1
 INSIDE = X.tanh() * 0.9
-LINE, IMAGE, VOLUME = normal(2, 4, 9), normal(2, 4, 7, 6), normal(1, 2, 4, 5, 3)
-GRID = normal(2, 5, 4, 2, seed=2).clamp(-1.3, 1.3)
+LINE, IMAGE = normal(2, 4, 9), normal(2, 4, 7, 6)
 PLACES = torch.tensor([[0, 2, 1, 0], [1, 0, 2, 1]])
 ROWS = torch.tensor([2, 0])
 
@@ -160,65 +159,4 @@ STOPS: Cases = {
         (X,),
     ),
     "a factor counted from a mask": (lambda x, m: x / m.sum() + m.cumsum(1) * x, (X, mask(3, 4))),
-}
-
-LAYERS: Cases = {
-    "layer norm": (
-        lambda x, w: (functional.layer_norm(x, (4,), w[0], w[1]), functional.layer_norm(x, (3, 4))),
-        (X, Y),
-    ),
-    "rms norm": (lambda x, w: functional.rms_norm(x, (4,), w[0], eps=0.1), (X, Y)),
-    "batch norm in evaluation": (
-        lambda x, w: functional.batch_norm(
-            x, torch.arange(4.0).double(), torch.ones(4).double(), w[0], w[2]
-        ),
-        (IMAGE, Y),
-    ),
-    "instance norm": (
-        lambda x, w: functional.instance_norm(x, weight=w[0], bias=w[1], eps=0.1),
-        (IMAGE, Y),
-    ),
-    "group norm with weights": (
-        lambda x, w: functional.group_norm(x, 2, w[0], w[1]),
-        (IMAGE, Y),
-    ),
-    "convolutions in 1 dimension": (
-        lambda x, w: (
-            functional.conv1d(x, w, w[:, 0, 0], 2, 1, 2),
-            functional.conv_transpose1d(x, w[:4], None, 2, 1, 1),
-        ),
-        (LINE, normal(5, 4, 3)),
-    ),
-    "convolutions in 3 dimensions": (
-        lambda x, w: (
-            functional.conv3d(x, w, padding=1),
-            functional.conv_transpose3d(x, w[:2], stride=2),
-        ),
-        (VOLUME, normal(3, 2, 2, 2, 2)),
-    ),
-    "nearest and bicubic interpolation": (
-        lambda x: (
-            functional.interpolate(x, scale_factor=2),
-            functional.interpolate(x, size=(5, 9)),
-            functional.interpolate(x, size=(5, 9), mode="bicubic"),
-            functional.interpolate(x, scale_factor=1.7, mode="bilinear"),
-        ),
-        (IMAGE,),
-    ),
-    "pools": (
-        lambda x: (
-            functional.adaptive_avg_pool2d(x, (3, 4)),
-            functional.adaptive_max_pool2d(x, 2),
-            functional.avg_pool1d(x[0], 3, 2, ceil_mode=True),
-            functional.lp_pool2d(x.abs(), 2, 2),
-        ),
-        (IMAGE,),
-    ),
-    "grid_sample": (
-        lambda x, g: (
-            functional.grid_sample(x, g, align_corners=False),
-            functional.grid_sample(x, g, "bilinear", "border", align_corners=True),
-        ),
-        (IMAGE, GRID),
-    ),
 }

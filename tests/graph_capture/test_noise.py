@@ -28,10 +28,8 @@ class Applied(nn.Module):
 
 # tests/test_dropout.py has the other forms of dropout.
 RANDOM: dict[str, Callable[[torch.Tensor, bool], torch.Tensor]] = {
-    "dropout": lambda x, t: F.dropout(x, 0.3, t),
     "dropout twice": lambda x, t: F.dropout(x, 0.3, t) + F.dropout(x, 0.6, t),
     "dropout of a transpose": lambda x, t: F.dropout(x.transpose(0, 2), 0.3, t),
-    "feature alpha dropout": lambda x, t: F.feature_alpha_dropout(x, 0.4, t),
     "rand_like": lambda x, t: x * torch.rand_like(x),
     "randn of a shape": lambda x, t: x + torch.randn(x.shape, dtype=x.dtype),
     "randint": lambda x, t: x * torch.randint(0, 9, x.shape),
@@ -40,7 +38,6 @@ RANDOM: dict[str, Callable[[torch.Tensor, bool], torch.Tensor]] = {
     "normal_": lambda x, t: x + torch.empty_like(x).normal_(1, 3),
     "bernoulli_": lambda x, t: x * torch.empty_like(x).bernoulli_(0.3),
     "exponential_": lambda x, t: x + torch.empty_like(x).exponential_(2.0),
-    "attention dropout": lambda x, t: F.scaled_dot_product_attention(x, x, x, dropout_p=0.2 * t),
     "mixed": lambda x, t: F.dropout(x * torch.rand_like(x), 0.2, t) + torch.randn_like(x),
 }
 

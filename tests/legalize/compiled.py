@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import tvm
 from tvm import relax
 
+from tests.relax_helpers import build_main
 from tvmbridge.legalize import LEGALIZE_MAP
 from tvmbridge.schedules import schedule_for_cpu
 from tvmbridge.schedules.target import host_target
@@ -58,6 +61,17 @@ def compile_module(mod: tvm.IRModule, *, scheduled: bool = True) -> Callable[...
 def run(graph: Callable[..., relax.Expr], *inputs: torch.Tensor) -> torch.Tensor:
     """Compile ``graph`` for the inputs and return its result."""
     return compile_module(build_module(graph, inputs))(*inputs)
+
+
+def run_all(*calls: tuple[Any, ...]) -> list[torch.Tensor]:
+    """Return the result of each call, a graph and its inputs; all are compiled as one module."""
+    tensors = [tensor for _, *given in calls for tensor in given]
+
+    def together(*variables: relax.Expr) -> list[relax.Expr]:
+        rest = iter(variables)
+        return [graph(*itertools.islice(rest, len(given))) for graph, *given in calls]
+
+    return list(compile_module(build_main(tensors, together))(*tensors))
 
 
 def ulps(result: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import pytest
 import torch
 from tvm.relax import op
 
-from tests.legalize.compiled import build_module, compile_module, run, ulps
-from tests.thinned import thinned
+from tests.legalize.compiled import build_module, compile_module, run, run_all, ulps
 
 TINY = torch.finfo(torch.float32).tiny
 SPECIAL = [0.0, -0.0, math.inf, -math.inf, math.nan, 1.0, -1.0, 3.4e38, -3.4e38]
@@ -38,28 +36,30 @@ def everywhere() -> torch.Tensor:
     return torch.cat([size, -size, torch.tensor(SPECIAL)])
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_float32_is_within_its_bound_everywhere(name: str) -> None:
-    function, reference, bound = FUNCTIONS[name]
+def test_float32_is_within_its_bound_everywhere() -> None:
     x = everywhere()
-    result, exact, eager = run(function, x), reference(x.double()), reference(x)
-    torch.testing.assert_close(result.isnan(), eager.isnan())
-    infinite = eager.isinf()
-    torch.testing.assert_close(result[infinite], eager[infinite])
-    # If PyTorch's float32 result underflows, for example because 1 + e^-x overflows, ours may have
-    # the same error.
-    normal = torch.isfinite(eager) & (eager.abs() >= TINY)
-    assert ulps(result, exact)[normal].max() <= bound
-    small = torch.isfinite(eager) & (eager.abs() < TINY)
-    allowed = (eager.double() - exact).abs().clamp_min(1.5e-45)
-    assert ((result.double() - exact).abs() <= allowed)[small].all()
+    results = run_all(*((function, x) for function, _, _ in FUNCTIONS.values()))
+    for (name, (_, reference, bound)), result in zip(FUNCTIONS.items(), results, strict=True):
+        exact, eager = reference(x.double()), reference(x)
+        torch.testing.assert_close(result.isnan(), eager.isnan())
+        infinite = eager.isinf()
+        torch.testing.assert_close(result[infinite], eager[infinite])
+        # If PyTorch's float32 result underflows, for example because 1 + e^-x overflows, ours may
+        # have the same error.
+        normal = torch.isfinite(eager) & (eager.abs() >= TINY)
+        assert ulps(result, exact)[normal].max() <= bound, name
+        small = torch.isfinite(eager) & (eager.abs() < TINY)
+        allowed = (eager.double() - exact).abs().clamp_min(1.5e-45)
+        assert ((result.double() - exact).abs() <= allowed)[small].all(), name
 
 
-@pytest.mark.parametrize("name", ["exp", "log", "erf", "tanh"])
-def test_float32_special_values_are_torch_s(name: str) -> None:
-    function, reference, _ = FUNCTIONS[name]
+def test_float32_special_values_are_torch_s() -> None:
+    names = ("exp", "log", "erf", "tanh")
     x = torch.tensor([0.0, math.inf, -math.inf, math.nan] * 9)
-    torch.testing.assert_close(run(function, x), reference(x), equal_nan=True, rtol=0, atol=0)
+    results = run_all(*((FUNCTIONS[name][0], x) for name in names))
+    for name, result in zip(names, results, strict=True):
+        expected = FUNCTIONS[name][1](x)
+        torch.testing.assert_close(result, expected, equal_nan=True, rtol=0, atol=0)
 
 
 def test_signed_zero_is_kept() -> None:
@@ -73,13 +73,13 @@ def test_erf_is_within_2e_7() -> None:
     assert (run(op.erf, x).double() - torch.erf(x.double())).abs().max() <= 2e-7
 
 
-@pytest.mark.parametrize("approximate", ["none", "tanh"])
-def test_gelu_is_within_one_and_a_half_eps_of_its_argument(approximate: str) -> None:
+def test_gelu_is_within_one_and_a_half_eps_of_its_argument() -> None:
     x = torch.cat([torch.linspace(-12, 12, 200001), torch.tensor([1e-30, -1e-30, 1e30])])
-    function = op.nn.gelu if approximate == "none" else op.nn.gelu_tanh
-    exact = torch.nn.functional.gelu(x.double(), approximate=approximate)
-    error = (run(function, x).double() - exact).abs()
-    assert (error <= 1.5 * torch.finfo(torch.float32).eps * x.double().abs()).all()
+    results = run_all((op.nn.gelu, x), (op.nn.gelu_tanh, x))
+    for approximate, result in zip(("none", "tanh"), results, strict=True):
+        exact = torch.nn.functional.gelu(x.double(), approximate=approximate)
+        error = (result.double() - exact).abs()
+        assert (error <= 1.5 * torch.finfo(torch.float32).eps * x.double().abs()).all()
 
 
 def test_gelu_of_nan_infinite_and_large() -> None:
@@ -88,30 +88,33 @@ def test_gelu_of_nan_infinite_and_large() -> None:
     assert result[[0, 3, 4]].isnan().all()
 
 
-HALVES = itertools.product((*FUNCTIONS, "gelu", "gelu_tanh"), (torch.float16, torch.bfloat16))
+def _of_all(dtype: torch.dtype) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Return name, argument and result of each function, compiled as one module."""
+    names = (*FUNCTIONS, "gelu", "gelu_tanh")
+    x = torch.linspace(-9, 9, 1003, dtype=torch.float64).to(dtype)
+    given = [x.abs() + 0.01 if name in ("log", "rsqrt", "sqrt") else x for name in names]
+    results = run_all(*((_pair(name)[0], y) for name, y in zip(names, given, strict=True)))
+    return list(zip(names, given, results, strict=True))
 
 
-@pytest.mark.parametrize(("name", "dtype"), thinned(HALVES, 3))
-def test_halves_are_rounded_float32(name: str, dtype: torch.dtype) -> None:
-    function, reference = _pair(name)
-    x = (torch.linspace(-9, 9, 1001)).to(dtype)
-    x = x.abs() + 0.01 if name in ("log", "rsqrt", "sqrt") else x
-    result, exact = run(function, x), reference(x.double())
-    # Half a unit of rounding plus the error in float32, which for gelu is relative to its argument.
-    allowed = torch.finfo(dtype).eps / 2 * exact.abs() + 2e-7 * (exact.abs() + x.double().abs())
-    allowed = allowed + torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / 2
-    assert ((result.double() - exact).abs() <= allowed).all()
-    assert result.dtype == dtype
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_halves_are_rounded_float32(dtype: torch.dtype) -> None:
+    eps = torch.finfo(dtype).eps
+    for name, x, result in _of_all(dtype):
+        exact = _pair(name)[1](x.double())
+        # Half a unit of rounding plus the error in float32, which for gelu is relative to its
+        # argument.
+        allowed = eps / 2 * exact.abs() + 2e-7 * (exact.abs() + x.double().abs())
+        allowed = allowed + torch.finfo(dtype).smallest_normal * eps / 2
+        assert ((result.double() - exact).abs() <= allowed).all(), name
+        assert result.dtype == dtype
 
 
-@pytest.mark.parametrize("name", [*FUNCTIONS, "gelu", "gelu_tanh"])
-def test_float64_is_exact(name: str) -> None:
-    function, reference = _pair(name)
-    x = torch.linspace(-9, 9, 1003, dtype=torch.float64)
-    x = x.abs() + 0.01 if name in ("log", "rsqrt", "sqrt") else x
-    # gelu's error is relative to its argument: in PyTorch too, 1 + erf cancels for negative x.
-    error = (run(function, x) - reference(x)).abs()
-    assert (error <= 2e-15 * reference(x).abs() + 1e-16 * x.abs()).all()
+def test_float64_is_exact() -> None:
+    for name, x, result in _of_all(torch.float64):
+        exact = _pair(name)[1](x)
+        # gelu's error is relative to its argument: in PyTorch too, 1 + erf cancels for negative x.
+        assert ((result - exact).abs() <= 2e-15 * exact.abs() + 1e-16 * x.abs()).all(), name
 
 
 def _pair(name: str) -> tuple:

@@ -9,18 +9,18 @@ import torch
 from torch.nn import functional
 from tvm.relax import op
 
-from tests.legalize.compiled import run
+from tests.legalize.compiled import run, run_all
 
 SHAPES = [(4, 16), (7, 13), (3, 5, 77), (2, 1), (1, 130), (14, 768)]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_softmax(shape: tuple[int, ...]) -> None:
-    x = torch.randn(shape) * 4
-    for axis in range(len(shape)):
-        result = run(lambda v, a=axis: op.nn.softmax(v, a), x)
+def test_softmax() -> None:
+    cases = [(torch.randn(shape) * 4, axis) for shape in SHAPES for axis in range(len(shape))]
+    results = run_all(*((lambda v, a=axis: op.nn.softmax(v, a), x) for x, axis in cases))
+    for (x, axis), result in zip(cases, results, strict=True):
         torch.testing.assert_close(result.double(), x.double().softmax(axis), rtol=2e-6, atol=1e-7)
-        result = run(lambda v, a=axis: op.nn.log_softmax(v, a), x)
+    results = run_all(*((lambda v, a=axis: op.nn.log_softmax(v, a), x) for x, axis in cases))
+    for (x, axis), result in zip(cases, results, strict=True):
         exact = x.double().log_softmax(axis)
         torch.testing.assert_close(result.double(), exact, rtol=1e-6, atol=2e-6)
 
@@ -39,24 +39,25 @@ def test_softmax_of_large_values() -> None:
     torch.testing.assert_close(run(lambda v: op.nn.softmax(v, -1), x), x.softmax(-1))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_softmax_in_other_dtypes(dtype: torch.dtype) -> None:
-    x = torch.randn(5, 40).to(dtype)
-    result = run(lambda v: op.nn.softmax(v, -1), x)
-    tolerance = 1e-14 if dtype == torch.float64 else torch.finfo(dtype).eps / 2 * 1.01
-    exact = x.double().softmax(-1)
-    torch.testing.assert_close(result.double(), exact, rtol=tolerance, atol=1e-7 * tolerance)
+def test_softmax_in_other_dtypes() -> None:
+    given = [torch.randn(5, 40).to(t) for t in (torch.float16, torch.bfloat16, torch.float64)]
+    results = run_all(*((lambda v: op.nn.softmax(v, -1), x) for x in given))
+    for x, result in zip(given, results, strict=True):
+        tolerance = 1e-14 if x.dtype == torch.float64 else torch.finfo(x.dtype).eps / 2 * 1.01
+        exact = x.double().softmax(-1)
+        torch.testing.assert_close(result.double(), exact, rtol=tolerance, atol=1e-7 * tolerance)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_layer_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    x = torch.randn(shape).to(dtype)
-    w, b = torch.randn(shape[-1:]).to(dtype), torch.randn(shape[-1:]).to(dtype)
-    result = run(lambda v, g, c: op.nn.layer_norm(v, g, c, -1, 1e-5), x, w, b)
-    exact = functional.layer_norm(x.double(), shape[-1:], w.double(), b.double())
+def test_layer_norm(dtype: torch.dtype) -> None:
+    cases = [
+        [torch.randn(s).to(dtype) for s in (shape, shape[-1:], shape[-1:])] for shape in SHAPES
+    ]
+    results = run_all(*((lambda v, g, c: op.nn.layer_norm(v, g, c, -1, 1e-5), *c) for c in cases))
     tolerance = 4e-6 if dtype == torch.float32 else 8e-3
-    torch.testing.assert_close(result.double(), exact, rtol=tolerance, atol=tolerance)
+    for (x, w, b), result in zip(cases, results, strict=True):
+        exact = functional.layer_norm(x.double(), x.shape[-1:], w.double(), b.double())
+        torch.testing.assert_close(result.double(), exact, rtol=tolerance, atol=tolerance)
 
 
 def test_layer_norm_over_two_axes() -> None:

@@ -10,30 +10,18 @@ import torch
 from tests.random_sizes.models import MODELS
 from tests.random_sizes.sequences import difference, drawn, run
 
+# One sequence of each model. In 19 and 29, tokens after a cache of even length were once read from
+# the wrong row. Number 10 has lengths of 16 n + 1, which once made code read out of bounds.
+NUMBERS = [*range(len(MODELS)), 10, 19, 29]
+
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("number", range(len(MODELS)))
+@pytest.mark.parametrize("number", NUMBERS)
 def test_sequences_of_sizes_agree_with_eager(number: int) -> None:
     outcome = run(drawn(number))
     assert outcome.result == "right", outcome.reason
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("number", [19, 29])
-def test_remainders_that_are_the_same_at_all_points(number: int) -> None:
-    """Tokens after a cache of even length were once read from the wrong row."""
-    outcome = run(drawn(number))
-    assert outcome.result == "right", outcome.reason
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_a_length_less_one_that_vectors_divide_at_all_points() -> None:
-    """Lengths of one more than a multiple of sixteen once made code read out of bounds."""
-    outcome = run(drawn(10))
-    assert (outcome.result, outcome.served) == ("right", outcome.calls), outcome.reason
+    assert number != 10 or outcome.served == outcome.calls
 
 
 def test_sequences_are_the_same_for_a_number_and_differences_are_told() -> None:

@@ -149,8 +149,6 @@ def _replaced(name: str) -> Callable[[Any], object]:
 
 
 _CHANGES: dict[str, Callable[[Any], object]] = {
-    "a tie of two weights": lambda m: setattr(m.part.a, "weight", m.part.b.weight),
-    "a weight that is a view": lambda m: setattr(m.part.a.weight, "data", m.part.b.weight.data),
     "a shared submodule": lambda m: setattr(m.part, "a", m.part.b),
     "a function replaced": _replaced("named"),
     "a function behind it replaced": _replaced("_deeper"),
@@ -163,28 +161,19 @@ _CHANGES: dict[str, Callable[[Any], object]] = {
     "a method of a class": lambda m: setattr(type(m.part), "forward", lambda self, x: x),
     "a method of a base": lambda m: setattr(sys.modules[NAME].Base, "helper", lambda self, x: x),
     "an attribute of the class": lambda m: setattr(type(m), "level", 8),
-    "an attribute that is new": lambda m: setattr(m, "extra", 1),
-    "a value of an option": lambda m: setattr(m.options, "scale", 9.0),
     "a method of an object": lambda m: setattr(m.options, "applied", lambda x: x),
     "a bound method of another object": lambda m: setattr(m, "bound", type(m.options)(2.0).applied),
     "an entry of a nested mapping": lambda m: m.table["k"].__setitem__(1, (9.0, 3.0)),
     "a subclass of a mapping": lambda m: setattr(
         m, "table", collections.defaultdict(list, m.table)
     ),
-    "a hook before the module": lambda m: m.register_forward_pre_hook(lambda *a: None),
-    "a hook after a layer": lambda m: m.layers[1].register_forward_hook(lambda *a: a[2] * 2),
     "a hook of backward": lambda m: m.layers[0].register_full_backward_hook(lambda *a: None),
     "weight_norm": lambda m: nn.utils.weight_norm(m.part.a),
     "a parametrization": lambda m: nn.utils.parametrize.register_parametrization(
         m.part.a, "weight", nn.Tanh()
     ),
     "a pruned weight": lambda m: prune.l1_unstructured(m.part.a, "weight", 3),  # type: ignore[no-untyped-call]
-    "a buffer of other strides": lambda m: setattr(m, "shift", torch.ones(16)[::2]),
-    "a weight without bias": lambda m: m.part.b.register_parameter("bias", None),
-    "dropout in training": lambda m: m.part.drop.train(),
-    "a weight of another dtype": lambda m: m.part.a.to(torch.float64),
     "the layers reversed": lambda m: setattr(m, "layers", nn.ModuleList(list(m.layers)[::-1])),
-    "another class of a layer": lambda m: setattr(m.part.norm, "__class__", nn.Identity),
     "another normalized shape": lambda m: setattr(m.part.norm, "normalized_shape", (4, 8)),
 }
 
@@ -229,17 +218,12 @@ def _threads() -> Iterator[None]:
 
 
 _AROUND: dict[str, Callable[[], Any]] = {
-    "gradients": lambda: torch.enable_grad(),
-    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
     "a default device": _default_device,
     "the number of threads": _threads,
     "a module of a layer": _set(nn.modules.linear, "F", torch),
     "a default of PyTorch": _set(nn.functional.layer_norm, "__defaults__", (None, None, 1.0)),
     "torch.clamp": _set(torch, "clamp", _first),
-    "layer_norm": _set(nn.functional, "layer_norm", _first),
-    "Tensor.to": _set(torch.Tensor, "to", _first),
     "Tensor.__add__": _set(torch.Tensor, "__add__", _first),
-    "LayerNorm.forward": _set(nn.LayerNorm, "forward", _first),
     "one function of PyTorch for another": _set(nn.functional, "layer_norm", nn.functional.gelu),
     "ModuleList.__iter__": _set(nn.ModuleList, "__iter__", lambda self: iter(())),
 }
@@ -249,6 +233,6 @@ _AROUND: dict[str, Callable[[], Any]] = {
 def test_a_change_around_the_module_is_a_miss(change: str, folder: Path) -> None:
     model = _model(folder)
     with _AROUND[change]():
-        compiled, why = _look(model, _sample(), grad=change == "gradients")
+        compiled, why = _look(model, _sample())
     assert compiled is None
     assert why

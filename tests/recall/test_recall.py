@@ -97,14 +97,10 @@ def test_an_unchanged_module_is_not_captured(folder: Path, monkeypatch: pytest.M
 
 _EDITS: dict[str, tuple[str, str]] = {
     "a line of forward": ("+ self.shift", "- self.shift"),
-    "a line of a function": ("x * SCALE + offset", "x * SCALE - offset"),
     "a default": ("offset=0.5", "offset=0.75"),
     "a line of a decorator": ("return function(*args, **kwargs) * by", "return by"),
     "what a decorator closes over": ("@decorated(3.0)", "@decorated(4.0)"),
     "a global": ("SCALE = 2.0", "SCALE = 3.0"),
-    "an entry of a table": ('"act": F.gelu', '"act": F.silu'),
-    "a class attribute": ("bias = 0.25", "bias = 0.5"),
-    "a property": ("bias = 0.25", "bias = property(lambda self: 0.25)"),
     "an own call": ("    bias = 0.25", "    __call__ = None\n    bias = 0.25"),
 }
 

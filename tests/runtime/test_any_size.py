@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from tests.random_sizes.models import MODELS
 from tvmbridge import add_tvm_dispatch, dispatch_report
 from tvmbridge.compiler.partial_backwards import PartialBackwards
 from tvmbridge.runtime import family
@@ -64,21 +63,11 @@ class First(nn.Module):
         return x[: min(x.shape[0], 30)] * 2
 
 
-def _ids(*shape: int) -> torch.Tensor:
-    return torch.randint(0, 50, shape)
-
-
 def _images(count: int) -> torch.Tensor:
     return torch.randn(count, 3, 8, 8)
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[..., torch.Tensor], Sizes, bool]] = {
-    "language model": (
-        MODELS["language"].build,
-        _ids,
-        [(4, 12), (5, 20), (4, 33), (3, 16), (9, 64)],
-        True,
-    ),
     "batch norm": (Convolutions, _images, [(8,), (3,), (16,), (5,)], True),
     "rows of one more": (
         Longer,
@@ -110,10 +99,7 @@ def _assert_same(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -
         torch.testing.assert_close(mine.double(), other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[pytest.mark.slow] if n == "language model" else []) for n in CASES],
-)
+@pytest.mark.parametrize("name", CASES)
 def test_results_at_other_sizes_are_those_of_eager_in_float64(name: str) -> None:
     make, arguments, sizes, trains = CASES[name]
     torch.manual_seed(0)
@@ -191,20 +177,6 @@ def test_sizes_that_forward_relates_are_served_where_they_are_so(
         x, more = torch.randn(3, length), torch.randn(rows, length)
         torch.testing.assert_close(module(x, more), Halves()(x, more))
     assert (len(compiled), dispatch_report(module).tvm_calls) == (2, len(sizes))
-
-
-def test_parameters_stay_live_and_copies_have_code_of_their_own() -> None:
-    module = nn.Linear(4, 2).eval()
-    add_tvm_dispatch(module, torch.randn(3, 4), dynamic_shapes="auto")
-    x = torch.randn(6, 4)
-    module(x)
-    twin = copy.deepcopy(module)
-    with torch.no_grad():
-        module.weight.add_(1)
-    for each in (module, twin):
-        expected = nn.functional.linear(x, each.weight, each.bias)
-        torch.testing.assert_close(each(x), expected)
-        assert dispatch_report(each).tvm_calls > 0
 
 
 class Eight(nn.Module):
@@ -301,18 +273,6 @@ def test_an_epoch_and_an_evaluation_ask_for_three_compilations(
         expected = functional.linear(x, twin.linear.weight, twin.linear.bias).log_softmax(-1)
         torch.testing.assert_close(twin(x)[0], expected)
     assert compiled == ["Compiler", "Family", "Family"]
-
-
-def test_without_the_option_other_sizes_run_in_eager() -> None:
-    module = nn.Linear(4, 2).eval()
-    add_tvm_dispatch(module, torch.randn(3, 4), on_fallback="silent")
-    module(torch.randn(6, 4))
-    assert dispatch_report(module).tvm_calls == 0
-
-
-def test_other_words_are_refused() -> None:
-    with pytest.raises(ValueError, match="dynamic_shapes"):
-        add_tvm_dispatch(nn.Linear(4, 2), torch.randn(3, 4), dynamic_shapes="always")  # type: ignore[arg-type]
 
 
 class Diagonal(nn.Module):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import logging
-import threading
 from typing import Any
 
 import pytest
@@ -14,7 +12,6 @@ from torch.overrides import TorchFunctionMode
 
 from tests.dispatch_helpers import assert_same_step, eager, make_block, sample
 from tvmbridge import CaptureError, FallbackError, add_tvm_dispatch, dispatch_report
-from tvmbridge.runtime import entry_compiler as compiler
 
 CONSTANT = "an argument that is not a tensor differs"
 
@@ -106,39 +103,6 @@ def test_a_number_that_changes_is_not_compiled_for_again_and_again(compilations:
     assert dispatch_report(module).tvm_calls == 7
 
 
-def test_what_cannot_be_compiled_is_tried_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    tried = []
-
-    def failing(*_: object, **__: object) -> None:
-        tried.append(1)
-        raise MemoryError("there is none")
-
-    module = add_tvm_dispatch(make_block().eval())
-    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "tvmbridge"):
-        patch.setattr(compiler, "compile_module", failing)
-        for _ in range(3):
-            with torch.no_grad():
-                torch.testing.assert_close(module(sample()), eager(module)(sample()))
-    (warning,) = caplog.records
-    assert "eval: there is none" in warning.getMessage()
-    assert tried == [1]
-    assert dispatch_report(module).fallbacks == {"eval: there is none": 3}
-
-
-def test_a_module_that_cannot_be_captured_says_so_at_its_first_call() -> None:
-    class Branches(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x if x.sum() > 0 else -x
-
-    module = add_tvm_dispatch(Branches().eval(), on_fallback="silent")
-    for _ in range(2):
-        torch.testing.assert_close(module(sample()), Branches()(sample()))
-    ((reason, count),) = dispatch_report(module).fallbacks.items()
-    assert (count, "test_first_call.py" in reason) == (2, True)
-
-
 def test_what_passes_does_not_hinder_later_calls(compilations: list[str]) -> None:
     module = add_tvm_dispatch(make_block(dtype=torch.float32).eval())
     x = sample(dtype=torch.float32)
@@ -154,30 +118,6 @@ def test_what_passes_does_not_hinder_later_calls(compilations: list[str]) -> Non
         1,
         {"a function mode is active", "a submodule has hooks"},
     )
-
-
-def test_threads_compile_once(compilations: list[str]) -> None:
-    module = add_tvm_dispatch(make_block().eval())
-    expected = eager(module)(sample())
-    found: list[torch.Tensor] = []
-    threads = [threading.Thread(target=lambda: found.append(module(sample()))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(compilations) == 1
-    for each in found:
-        torch.testing.assert_close(each, expected)
-    assert dispatch_report(module).tvm_calls == 4
-
-
-def test_a_copy_compiles_for_itself(compilations: list[str]) -> None:
-    module = add_tvm_dispatch(make_block().eval(), on_fallback="raise")
-    copied = copy.deepcopy(module)
-    torch.testing.assert_close(copied(sample()), eager(module)(sample()))
-    assert (dispatch_report(copied).tvm_calls, dispatch_report(module).tvm_calls) == (1, 0)
-    with pytest.raises(FallbackError, match="function mode"), AnyMode():
-        copied(sample())
 
 
 def test_what_is_refused_at_sight_is_refused_at_dispatch() -> None:

@@ -25,7 +25,6 @@ from tests.dispatch_helpers import sample
 from tvmbridge import BridgeError, add_tvm_dispatch, dispatch_report
 
 SERVED = ""
-TRACED = "the module is being traced"
 TRANSFORM = "a function transform is active"
 MODE = "a dispatch mode is active"
 NOT_PLAIN = "an argument is not a plain tensor"
@@ -223,7 +222,6 @@ USES: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "subclass cotangent": (_cotangent(lambda: sample().as_subclass(Sub)), SERVED),
     "functionalize": (lambda m: torch.func.functionalize(m)(sample()), TRANSFORM),
     "func.grad": (lambda m: torch.func.grad(lambda x: m(x).sum())(sample()), TRANSFORM),
-    "jacrev": (lambda m: torch.func.jacrev(m)(sample(2, 24)), TRANSFORM),
     "left func.grad": (lambda m: m(_left_a_transform()), "an argument has left a function"),
     "buffer that left func.grad": (
         lambda m: (setattr(m, "mask", _left_a_transform(24)), _step(m))[1],
@@ -234,7 +232,6 @@ USES: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "compile": (lambda m: _step(cast(nn.Module, torch.compile(m, backend="aot_eager"))), SERVED),
     "Module.compile": (lambda m: (m.compile(backend="eager"), _step(m))[1], SERVED),
     "fx": (lambda m: torch.fx.symbolic_trace(m)(sample()), SERVED),
-    "export": (lambda m: torch.export.export(m, (sample(),)).module()(sample()), TRACED),
     "pickle": (lambda m: _step(pickle.loads(pickle.dumps(m))), SERVED),
     "saved and assigned": (_saved, SERVED),
     "to and back": (_with(lambda m: m.float().double()), SERVED),

@@ -11,12 +11,10 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from torch import nn
 
-import tvmbridge.compiler.cached_build
 from tests.dispatch_helpers import eager
 from tvmbridge import BuildError, add_tvm_dispatch, capture, dispatch_report
 from tvmbridge.calls.standins import as_captured
@@ -136,19 +134,6 @@ def test_a_forked_process_runs_the_own_forward() -> None:
     assert dispatch_report(module).tvm_calls == 2
 
 
-def test_a_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any, **__: Any) -> Any:
-        raise OSError(28, "No space left on device")
-
-    module = add_tvm_dispatch(_net().eval(), _x())
-    module.train()
-    with monkeypatch.context() as patch:
-        patch.setattr(tvmbridge.compiler.cached_build, "compile_code", full)
-        torch.testing.assert_close(module(_x()), eager(module)(_x()))
-    (reason,) = dispatch_report(module).fallbacks
-    assert "No space left on device" in reason
-
-
 def test_specialisations_not_used_for_longest_are_dropped() -> None:
     module = nn.ReLU().eval()
     for rows in range(1, 7):
@@ -169,29 +154,6 @@ def test_modules_and_tensors_are_let_go() -> None:
     del x, output, module
     gc.collect()
     assert [r() for r in references] == [None] * 4
-
-
-@pytest.mark.slow
-def test_ten_thousand_calls_do_not_grow() -> None:
-    module = add_tvm_dispatch(_net().train(), _x().requires_grad_())
-
-    def steps(count: int) -> int:
-        for _ in range(count):
-            module(_x().requires_grad_()).sum().backward()
-            module.zero_grad()
-        gc.collect()
-        return psutil.Process().memory_info().rss
-
-    before = steps(1000)
-    assert steps(10_000) - before < 2_000_000
-
-
-@pytest.mark.slow
-def test_two_hundred_shapes_in_a_row() -> None:
-    module = nn.ReLU().eval()
-    for rows in range(1, 201):
-        add_tvm_dispatch(module, _x(rows), options={"max_specializations": 4})
-    assert dispatch_report(module).dropped == 196
 
 
 def test_a_module_that_calls_itself() -> None:

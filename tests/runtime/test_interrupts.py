@@ -87,7 +87,7 @@ def test_an_interrupt_within_tvm_is_not_taken_for_a_failure() -> None:
 @pytest.mark.parametrize("name", ["inference", "batch-norm"])
 def test_calls_with_kernels_of_pytorch_survive_interrupts(name: str) -> None:
     with SUBJECTS[name]() as subject:
-        assert storm(subject, seconds=1.5).interrupts > 10
+        assert storm(subject, seconds=1.5).interrupts > 2  # hundreds on a machine at rest
 
 
 @pytest.mark.slow

@@ -50,24 +50,6 @@ def test_a_written_input_is_written() -> None:
     assert dispatch_report(module).tvm_calls == 1
 
 
-def test_a_counter_in_a_buffer_counts() -> None:
-    class Counts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.calls += 1  # type: ignore[assignment, operator]
-            return x * self.calls  # type: ignore[operator]
-
-    module = add_tvm_dispatch(Counts().eval(), sample())
-    assert module.calls == 0
-    for expected in (1, 2, 3):
-        torch.testing.assert_close(module(sample()), sample() * expected)
-    assert module.calls == 3
-    assert dispatch_report(module).tvm_calls == 3
-
-
 class Replaces(nn.Module):
     """Backward reads a value of a buffer that forward replaced or wrote into afterwards.
 
@@ -192,34 +174,3 @@ def test_a_parameter_that_is_not_used_gets_no_gradient() -> None:
     assert_same_step(module, eager(module), sample())
     assert module.frozen.grad is None
     assert dispatch_report(module).tvm_calls == 2
-
-
-def test_detached_parts_get_no_gradient() -> None:
-    class Detached(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            with torch.no_grad():
-                scale = x.abs().sum()
-            return x * x.detach() / scale
-
-    module = add_tvm_dispatch(Detached().train(), sample().requires_grad_())
-    assert_same_step(module, eager(module), sample())
-    assert dispatch_report(module).tvm_calls == 1
-
-
-def test_a_module_of_dispatched_modules() -> None:
-    network = nn.Sequential(nn.Linear(24, 24), nn.GELU(), nn.Linear(24, 24)).double().train()
-    add_tvm_dispatch(network[0], sample().requires_grad_())
-    add_tvm_dispatch(network[2], sample().requires_grad_())
-    assert_same_step(network, eager_all(network), sample())
-    assert dispatch_report(network[0]).tvm_calls == 1
-    add_tvm_dispatch(network, sample().requires_grad_())
-    assert_same_step(network, eager_all(network), sample())
-    assert dispatch_report(network).tvm_calls == 1
-    assert dispatch_report(network[0]).tvm_calls == 1
-
-
-def eager_all(module: nn.Module) -> nn.Module:
-    duplicate = eager(module)
-    for child in duplicate.modules():
-        child.__dict__.pop("forward", None)
-    return duplicate

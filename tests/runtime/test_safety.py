@@ -154,27 +154,6 @@ def test_a_result_that_equals_its_input_is_new_memory(training: bool) -> None:
     assert torch.equal(x, sample())
 
 
-def test_a_changed_output_is_noticed_by_backward() -> None:
-    class Exponential(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.exp(x)
-
-    module = add_tvm_dispatch(Exponential().train(), sample().requires_grad_())
-    output = module(sample().requires_grad_())
-    assert dispatch_report(module).tvm_calls == 1
-    output.detach().zero_()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        output.sum().backward()
-
-
-def test_a_changed_parameter_is_noticed_by_backward(trained: nn.Module) -> None:
-    output = trained(sample().requires_grad_())
-    with torch.no_grad():
-        trained.inner.weight.add_(0)  # type: ignore[union-attr, operator]
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        output.sum().backward()
-
-
 def test_a_changed_parameter_is_noticed_where_hooks_keep_it(trained: nn.Module) -> None:
     """A saved parameter was written: an error, unless hooks packed it.
 
@@ -225,33 +204,6 @@ def test_hooks_may_put_values_back_where_they_were(trained: nn.Module) -> None:
     ours = copy.deepcopy(trained)
     torch.testing.assert_close(gradients(ours), gradients(eager(ours)), rtol=1e-11, atol=1e-12)
     assert dispatch_report(ours).tvm_calls == 1
-
-
-def test_backward_twice_needs_retain_graph(trained: nn.Module) -> None:
-    x = sample().requires_grad_()
-    output = trained(x).sum()
-    output.backward(retain_graph=True)
-    first = x.grad.clone()  # type: ignore[union-attr]
-    output.backward()
-    torch.testing.assert_close(x.grad, 2 * first)
-    with pytest.raises(RuntimeError, match="second time"):
-        output.backward()
-
-
-def test_only_part_of_the_outputs_may_be_used() -> None:
-    class Two(nn.Module):
-        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-            return {"sine": torch.sin(x), "argmax": x.argmax(-1), "square": x * x}
-
-    module = add_tvm_dispatch(Two().train(), sample().requires_grad_())
-    x = sample().requires_grad_()
-    outputs = module(x)
-    assert list(outputs) == ["sine", "argmax", "square"]
-    assert not outputs["argmax"].requires_grad
-    assert torch.equal(outputs["argmax"], x.argmax(-1))
-    outputs["square"].sum().backward()
-    torch.testing.assert_close(x.grad, 2 * x.detach())
-    assert dispatch_report(module).tvm_calls == 1
 
 
 def test_a_bad_index_raises_and_the_module_goes_on() -> None:

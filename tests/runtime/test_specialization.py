@@ -128,30 +128,3 @@ def test_code_that_another_thread_renews_is_waited_for(monkeypatch: pytest.Monke
     monkeypatch.setattr(policy, "compiling", then_renewed_by_another)
     with torch.no_grad():
         torch.testing.assert_close(module(x), module.forward.code.original(x))
-
-
-class Growing(nn.Module):
-    """Multiplies by positions in a buffer, which grows to the largest number of rows so far."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.known = 2
-        self.register_buffer("positions", torch.arange(2.0), persistent=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.shape[0] > self.known:
-            self.known = x.shape[0]
-            self.positions = torch.arange(float(self.known))
-        return x * self.positions[: x.shape[0], None]
-
-
-def test_a_buffer_that_the_first_call_makes_larger() -> None:
-    plain, x = Growing().eval(), torch.randn(5, 3)
-    module = add_tvm_dispatch(Growing().eval(), x)
-    assert module.known == 2
-    for _ in range(2):
-        torch.testing.assert_close(module(x), plain(x))
-    assert module.known == 5
-    report = dispatch_report(module)
-    assert report.tvm_calls == 1
-    assert report.fallbacks == {"the shape of a parameter or buffer changed": 1}

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-import itertools
 
 import pytest
 import torch
 import tvm
 from torch import nn
 
-from tests.thinned import thinned
 from tvmbridge import add_tvm_dispatch, dispatch_report, schedules
 
 
@@ -51,16 +49,29 @@ def test_a_norm_in_evaluation(extents: tuple[int, int], scheduled: list[str]) ->
     assert not any("%" in line and "//" in line for line in loads), loads
 
 
-@pytest.mark.parametrize(("extents", "batch"), thinned(itertools.product(PLANES, (1, 3, 4)), 2))
-def test_a_norm_in_training(extents: tuple[int, int], batch: int) -> None:
-    eager = nn.Sequential(nn.BatchNorm2d(5), nn.Tanh()).double().train()
-    mine = torch.randn(batch, 5, *extents, dtype=torch.float64, requires_grad=True)
-    theirs = mine.detach().clone().requires_grad_()
-    ours = add_tvm_dispatch(copy.deepcopy(eager), mine)
-    for module, x in ((ours, mine), (eager, theirs)):
-        module(x).sin().sum().backward()
+class Norms(nn.Module):
+    """A norm by channels and an activation for each input."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        norms = (nn.Sequential(nn.BatchNorm2d(5), nn.Tanh()) for _ in range(count))
+        self.norms = nn.ModuleList(norms)
+
+    def forward(self, *images: torch.Tensor) -> list[torch.Tensor]:
+        return [norm(x) for norm, x in zip(self.norms, images, strict=True)]
+
+
+@pytest.mark.parametrize("batch", [1, 3, 4])
+def test_a_norm_in_training(batch: int) -> None:
+    planes = PLANES[batch % 2 :: 2]
+    eager = Norms(len(planes)).double().train()
+    mine = [torch.randn(batch, 5, *p, dtype=torch.float64, requires_grad=True) for p in planes]
+    theirs = [x.detach().clone().requires_grad_() for x in mine]
+    ours = add_tvm_dispatch(copy.deepcopy(eager), tuple(mine))
+    for module, images in ((ours, mine), (eager, theirs)):
+        sum(y.sin().sum() for y in module(*images)).backward()
     assert dispatch_report(ours).tvm_calls == 1
-    pairs = zip([mine, *ours.parameters()], [theirs, *eager.parameters()], strict=True)
+    pairs = zip([*mine, *ours.parameters()], [*theirs, *eager.parameters()], strict=True)
     for a, b in pairs:
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-9, atol=1e-10)
     for a, b in zip(ours.buffers(), eager.buffers(), strict=True):

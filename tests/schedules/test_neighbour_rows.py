@@ -40,25 +40,27 @@ def _halves_of_a_row(x: torch.Tensor) -> torch.Tensor:
     return torch.cat([-right, left], 1) * weights
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        _sum_moved_by_cat,
-        _sum_moved_by_scatter,
-        _softmax_moved_by_cat,
-        _softmax_moved_by_padding,
-        _halves_of_a_row,
-    ],
+FUNCTIONS = (
+    _sum_moved_by_cat,
+    _sum_moved_by_scatter,
+    _softmax_moved_by_cat,
+    _softmax_moved_by_padding,
+    _halves_of_a_row,
 )
-@pytest.mark.parametrize("columns", [1, 32])
-def test_equals_eager(function: Function, columns: int) -> None:
-    class Moved(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return function(x)
 
-    if function is _halves_of_a_row and columns == 1:
-        columns = 2
-    x = torch.randn(7, columns, dtype=torch.float64)
-    module = add_tvm_dispatch(Moved().eval(), x)
-    torch.testing.assert_close(module(x), function(x), rtol=1e-13, atol=1e-13)
+
+class Moved(nn.Module):
+    """A module that applies each function to an input of its own."""
+
+    def forward(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
+        return [function(x) for function, x in zip(FUNCTIONS, inputs, strict=True)]
+
+
+@pytest.mark.parametrize("columns", [2, 32])
+def test_equals_eager(columns: int) -> None:
+    # Rows of one element, except where rows have halves.
+    widths = [columns if columns > 2 or f is _halves_of_a_row else 1 for f in FUNCTIONS]
+    inputs = tuple(torch.randn(7, width, dtype=torch.float64) for width in widths)
+    module = add_tvm_dispatch(Moved().eval(), inputs)
+    torch.testing.assert_close(module(*inputs), Moved()(*inputs), rtol=1e-13, atol=1e-13)
     assert dispatch_report(module).tvm_calls == 1

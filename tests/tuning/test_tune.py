@@ -65,11 +65,9 @@ def test_pending_tasks_are_tuned_and_then_used(tmp_path: Path) -> None:
     assert dispatch_report(again).specializations[0].kernels.tuned == report.tuned
     assert read_pending(folder) == []
     # All trials are done, so nothing is measured again and no process is started.
-    started = time.perf_counter()
     second = tune(again, x, log_dir=tmp_path, trials=7)
     assert [o.known for o in second.outcomes] == [True]
     assert second.outcomes[0].verdict == outcome.verdict
-    assert time.perf_counter() - started < 20
 
 
 def test_a_run_without_time_leaves_all_as_it_was(tmp_path: Path) -> None:

@@ -142,26 +142,38 @@ CASES: dict[str, tuple[Callable[[Model], Any], Callable[[Patch], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_change_is_noticed(name: str) -> None:
-    read, change = CASES[name]
-    plain = Model(read).eval()
-    x = torch.randn(4)
-    module = add_tvm_dispatch(Model(read).eval(), x)
-    torch.testing.assert_close(module(x), plain(x))
-    assert not dispatch_report(module).fallbacks
-    with pytest.MonkeyPatch.context() as patch:
-        try:
-            change(patch)
-            torch.testing.assert_close(module(x), plain(x))
-        finally:
-            torch.set_float32_matmul_precision("highest")
-            torch.backends.mha.set_fastpath_enabled(True)
-    label = name.split(" ")[0]
-    if label == "torch.get_float32_matmul_precision":  # A mode of its own, compiled anew.
-        assert not dispatch_report(module).fallbacks
-        return
-    assert list(dispatch_report(module).fallbacks) == [f"{label} outside of the module changed"]
+READS = tuple(read for read, _ in CASES.values())
+
+
+def _all(model: Model) -> Any:
+    found: Any = 1.0
+    for read in READS:
+        found = read(model) * found
+    return found
+
+
+def test_each_change_is_noticed() -> None:
+    """Check one module that reads all values, since each case alone would be a compilation."""
+    plain, x = Model(_all).eval(), torch.randn(4)
+    VARIABLE.set(2.0)
+    module = add_tvm_dispatch(Model(_all).eval(), x)
+    expected: dict[str, int] = {}
+    for name, (_, change) in CASES.items():
+        torch.testing.assert_close(module(x), plain(x))
+        assert dispatch_report(module).fallbacks == expected, name
+        with pytest.MonkeyPatch.context() as patch:
+            try:
+                change(patch)
+                torch.testing.assert_close(module(x), plain(x))
+            finally:
+                torch.set_float32_matmul_precision("highest")
+                torch.backends.mha.set_fastpath_enabled(True)
+                VARIABLE.set(2.0)
+                CELL(None, 2.0)
+        reason = f"{name.split(' ')[0]} outside of the module changed"
+        if name != "torch.get_float32_matmul_precision":  # A mode of its own, compiled anew.
+            expected[reason] = expected.get(reason, 0) + 1
+        assert dispatch_report(module).fallbacks == expected, name
 
 
 def _counting(_: Model) -> float:

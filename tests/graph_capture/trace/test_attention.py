@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 import tvmbridge
-from tests.thinned import thinned
 
 SHAPES = {"heads": (2, 4, 16, 32), "no heads": (4, 16, 32)}
 
@@ -38,16 +35,17 @@ def _inputs(shape: tuple[int, ...], dtype: torch.dtype, mask: str) -> tuple[torc
     return (*tensors, torch.rand(shape[-2], shape[-2]) > 0.3) if mask == "bool" else tensors
 
 
-# Of 32 runs, quick tests keep seven, in which each value of each choice occurs.
-HALVES = itertools.product(
-    (torch.float16, torch.bfloat16),
-    SHAPES,
-    (True, False),
-    ("none", "added", "bool", "causal"),
-)
+# Each value of each choice occurs.
+HALVES = [
+    (torch.float16, "heads", True, "none"),
+    (torch.float16, "no heads", False, "added"),
+    (torch.bfloat16, "heads", False, "bool"),
+    (torch.bfloat16, "no heads", True, "causal"),
+    (torch.bfloat16, "heads", True, "added"),
+]
 
 
-@pytest.mark.parametrize(("dtype", "shape", "grad_mode", "mask"), thinned(HALVES, 5))
+@pytest.mark.parametrize(("dtype", "shape", "grad_mode", "mask"), HALVES)
 def test_half_precision_rounds_the_result_alone(
     dtype: torch.dtype, shape: str, grad_mode: bool, mask: str
 ) -> None:

@@ -4,36 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from tvmbridge import CompileOptions, add_tvm_dispatch, dispatch_report
+from tvmbridge import add_tvm_dispatch, dispatch_report
 from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.graph_capture.trace.function_table import FunctionTable
-
-_OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"num_layers": 2, "bidirectional": True, "batch_first": True, "bias": False},
-    {"num_layers": 2, "dropout": 0.4, "proj_size": 3},
-]
-
-
-def _assert_trains_like_eager(options: dict[str, Any], joint: Literal["auto", "aot"]) -> None:
-    torch.manual_seed(0)
-    module, x = nn.LSTM(5, 4, **options), torch.randn(2, 2, 5)
-    other = copy.deepcopy(module)
-    add_tvm_dispatch(module, x, options=CompileOptions(joint=joint))
-    results = []
-    for trained in (module, other):
-        torch.manual_seed(1)
-        output, (hidden, cell) = trained(x)
-        loss = output.square().sum() + hidden.sum() + (cell * 2).sum()
-        results.append((output, hidden, cell, *torch.autograd.grad(loss, trained.parameters())))
-    torch.testing.assert_close(*results)
-    assert dispatch_report(module).tvm_calls == 1
 
 
 class _Chain(nn.Module):
@@ -72,13 +51,6 @@ def test_long_sequences_train_like_eager_without_a_kernel_a_step() -> None:
         for backward in ("", "_backward")
     }
     assert sum(report.specializations[0].native_operators.values()) < 200
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", _OPTIONS)
-@pytest.mark.parametrize("joint", ["auto", "aot"])
-def test_lstms_train_like_eager(options: dict[str, Any], joint: Literal["auto", "aot"]) -> None:
-    _assert_trains_like_eager(options, joint)
 
 
 class _OneDNN(nn.Module):

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.inspect.compare.models import bert_layer
 from tvmbridge import NumericsError, add_tvm_dispatch, dispatch_report
 
 
@@ -68,12 +67,11 @@ def train(module: nn.Module, x: torch.Tensor, steps: int = 3) -> dict[str, torch
 @pytest.mark.parametrize(
     ("module", "x"),
     [
-        pytest.param(bert_layer("eager"), torch.randn(2, 6, 64), marks=pytest.mark.slow),
         (convolutions(), torch.randn(3, 2, 6, 6)),
         (Counting(), torch.randn(4, 6)),
         (Centered(), torch.randn(4, 6)),
     ],
-    ids=["bert", "convolutions", "counting", "centered"],
+    ids=["convolutions", "counting", "centered"],
 )
 def test_steps_leave_what_unchecked_ones_leave(module: nn.Module, x: torch.Tensor) -> None:
     checked = add_tvm_dispatch(module, x, options={"check": "always"})

@@ -32,9 +32,9 @@ def block_and_input() -> tuple[nn.Module, torch.Tensor]:
 def bert_layer(attention: str = "sdpa") -> nn.Module:
     """Return a small BertLayer with dropout, in train mode."""
     config = BertConfig(
-        hidden_size=64,
-        num_attention_heads=4,
-        intermediate_size=128,
+        hidden_size=32,
+        num_attention_heads=2,
+        intermediate_size=64,
         attn_implementation=attention,
     )
     layer: nn.Module = BertLayer(config)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.inspect.compare.models import Block, bert_layer, norm_network
+from tests.inspect.compare.models import Block, norm_network
 from tvmbridge import ComparisonReport, NumericsError, add_tvm_dispatch, compare
 
 
@@ -24,22 +24,6 @@ def right(module: nn.Module, x: torch.Tensor, **arguments: Any) -> ComparisonRep
     for figure in report.figures:
         assert figure.verdict in ("agrees", "rounding")
     return report
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("joint", ["relax", pytest.param("aot", marks=pytest.mark.slow)])
-def test_a_bert_layer_in_training(joint: str) -> None:
-    x = torch.randn(2, 8, 64, requires_grad=True)
-    layer = bert_layer("sdpa" if joint == "aot" else "eager")
-    stages = ("captured", "imported", "compiled")
-    report = right(layer, x, options={"joint": joint}, stages=stages)
-    gradients = {f"gradient of {name}" for name, _ in layer.named_parameters()}
-    assert set(report.values) == {"output", "gradient of input 0"} | gradients
-    # The gradient of the key's bias is rounding error alone, which is no mistake either.
-    for figure in [f for f in report.figures if f.stage == "compiled"]:
-        assert figure.error < 1e-5
-        assert figure.error_float64 is not None
-        assert figure.error_float64 < 1e-14
 
 
 @pytest.mark.parametrize("joint", ["relax", "aot"])
@@ -68,7 +52,7 @@ def test_inference() -> None:
     assert report.departures[-1].verdict == "rounding"
 
 
-@pytest.mark.parametrize("training", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("training", [False, True])
 def test_batch_norm(training: bool) -> None:
     network = norm_network().train(training)
     report = right(network, torch.randn(6, 8), stages=("captured", "imported", "compiled"))

@@ -56,11 +56,9 @@ def mistake(module: nn.Module, x: torch.Tensor, **arguments: Any) -> Departure:
     return report.first
 
 
-@pytest.mark.parametrize("backward", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_gelu_by_tanh(plant: Callable[..., None], x: torch.Tensor, backward: bool) -> None:
+def test_gelu_by_tanh(plant: Callable[..., None], x: torch.Tensor) -> None:
     plant(aten.gelu.default, lambda ctx, node, x, **_: relax.op.nn.gelu_tanh(ctx.value(x)))
-    stages = ("compiled", *GRAPHS) if backward else GRAPHS
-    found = mistake(Block(), x, backward=backward, stages=stages)
+    found = mistake(Block(), x, backward=False, stages=GRAPHS)
     assert (found.value, found.stage) == ("output", "imported")
     assert found.operator == "aten.gelu.default"
     assert found.becomes.startswith("relax.nn.gelu_tanh")
@@ -178,18 +176,16 @@ class _Halver(PyExprMutator):
         return relax.op.tanh(self.builder_.emit(relax.op.multiply(call.args[0], half)))
 
 
-@pytest.mark.parametrize("backward", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_wrong_pass_of_the_users(x: torch.Tensor, backward: bool) -> None:
-    found = mistake(Block(), x, backward=backward, stages=GRAPHS, passes=[HalveTanh()])
+def test_a_wrong_pass_of_the_users(x: torch.Tensor) -> None:
+    found = mistake(Block(), x, backward=False, stages=GRAPHS, passes=[HalveTanh()])
     assert (found.value, found.stage, found.operator) == ("output", "HalveTanh", "relax.tanh")
     assert found.becomes.startswith("relax.multiply, relax.tanh")
     assert "torch.tanh(self.second(hidden))" in found.source
 
 
-@pytest.mark.parametrize("backward", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch, x: torch.Tensor, backward: bool) -> None:
+def test_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch, x: torch.Tensor) -> None:
     monkeypatch.setitem(LEGALIZE_MAP, "relax.tanh", unary_float("sigmoid"))
-    found = mistake(Block(), x, backward=backward, stages=("captured", "passes", "compiled"))
+    found = mistake(Block(), x, backward=False, stages=("captured", "passes", "compiled"))
     assert (found.value, found.stage, found.operator) == ("output", "compiled", "relax.tanh")
     assert "torch.tanh(self.second(hidden))" in found.source
     # The report lists the kernels that lead to the value, including the wrong kernel.

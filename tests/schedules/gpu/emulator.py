@@ -277,6 +277,24 @@ def run_all(
     return run_module(build_main(inputs, formula), *inputs)
 
 
+def run_each(
+    formula: Callable[..., relax.Expr | Sequence[relax.Expr]], *cases: Sequence[torch.Tensor]
+) -> list[list[torch.Tensor]]:
+    """Return the results of ``formula`` on the inputs of each case, all compiled as one module."""
+    counts: list[int] = []
+
+    def together(*variables: relax.Expr) -> list[relax.Expr]:
+        rest, results = iter(variables), list[relax.Expr]()
+        for case in cases:
+            found = formula(*itertools.islice(rest, len(case)))
+            results += [found] if isinstance(found, relax.Expr) else found
+            counts.append(len(results))
+        return results
+
+    flat = run_all(together, *itertools.chain.from_iterable(cases))
+    return [flat[begin:end] for begin, end in itertools.pairwise([0, *counts])]
+
+
 def run_module(mod: tvm.IRModule, *inputs: torch.Tensor) -> list[torch.Tensor]:
     """Return the results of a module's ``main``, by emulated kernels."""
     mod = with_some_loops(schedule(compiled.fuse(mod), gpu_target()))
@@ -284,4 +302,12 @@ def run_module(mod: tvm.IRModule, *inputs: torch.Tensor) -> list[torch.Tensor]:
     return [torch.from_dlpack(r) for r in result]
 
 
-__all__ = ["emulate_gpu", "emulated", "gpu_target", "run_all", "run_module", "source_of"]
+__all__ = [
+    "emulate_gpu",
+    "emulated",
+    "gpu_target",
+    "run_all",
+    "run_each",
+    "run_module",
+    "source_of",
+]

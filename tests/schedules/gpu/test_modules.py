@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn import functional
 
 import tvmbridge
-from benchmarks import layers
 from tests.frontend.helpers import Function
 from tests.gpu.blocks import Block, LlamaBlock
 from tests.gpu.helpers import errors
@@ -71,24 +70,9 @@ def test_forward_and_backward(name: str, kernels: list[Any]) -> None:
     assert kernels
 
 
-@pytest.mark.slow
-def test_bert_layer(kernels: list[Any]) -> None:
-    module, x = layers.bert_training()
-    for part in module.modules():
-        if isinstance(part, nn.Dropout):
-            part.p = 0.0
-    _assert_learns_alike(module, x[:1, :16].detach().contiguous())
-    assert len(kernels) > 20
-
-
 @pytest.mark.parametrize(
     ("block", "dtype"),
-    [
-        ("gpt2", torch.bfloat16),
-        ("llama", torch.float16),
-        pytest.param("gpt2", torch.float16, marks=pytest.mark.slow),
-        pytest.param("llama", torch.bfloat16, marks=pytest.mark.slow),
-    ],
+    [("gpt2", torch.bfloat16), ("llama", torch.float16)],
     ids=str,
 )
 def test_half_precision(block: str, dtype: torch.dtype, kernels: list[Any]) -> None:
