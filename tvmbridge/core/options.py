@@ -68,6 +68,10 @@ class CompileOptions:
         freeze: treat the weights as constants in evaluation mode (see ``add_tvm_dispatch``).
         cuda_graphs: on a GPU, record the launches of a call once and replay them, if that is safe
             (docs/gpu.md).
+        gradient_parts: the number of parts that backward runs in. Gradients of the last layers are
+            handed out after the first part, so that hooks and DistributedDataParallel can use them
+            meanwhile (docs/data_parallel.md). None: one part, but several under
+            DistributedDataParallel if the gradients are large.
         tuning_records: apply tuning records, if there are any for the target (docs/tuning.md).
         tuning_logs: an existing directory of tuning records, which is searched before the others;
             kernels without a record are added to its pending list. The environment variable
@@ -112,6 +116,7 @@ class CompileOptions:
     measure_kernels: bool = True
     combine_matmuls: str = "auto"
     cuda_graphs: bool = True
+    gradient_parts: int | None = None
     tuning_records: bool = True
     tuning_logs: str | None = None
     cache: bool = True
@@ -144,6 +149,8 @@ class CompileOptions:
         if not isinstance(self.fx_passes, tuple | None):
             raise TypeError(f"CompileOptions.fx_passes is {self.fx_passes!r}; give a tuple")
         check_fx_passes(self.fx_passes or (), "CompileOptions.fx_passes")
+        if self.gradient_parts is not None and self.gradient_parts < 1:
+            raise ValueError("CompileOptions.gradient_parts must be at least 1, or None")
         if self.max_specializations < 1:
             raise ValueError("CompileOptions.max_specializations must be at least 1")
         if not isinstance(self.background, bool | int | float) or not self.background >= 0:
