@@ -105,7 +105,8 @@ def _trained(module: nn.Module, setting: Setting, events: list[str]) -> list[tor
     wrapper = {"find_unused_parameters": True, **setting.wrapper}
     parallel: Any = DistributedDataParallel(module, bucket_cap_mb=_BUCKET, **wrapper)
     if setting.hook:
-        parallel.register_comm_hook(events, _compressed)
+        # PyTorch compares the annotations of a function, which are strings here.
+        parallel.register_comm_hook(events, lambda events, bucket: _compressed(events, bucket))
     used = list(module.parameters())
     optimizer = torch.optim.SGD(used, lr=0.1, momentum=0.9)
     if setting.optimizer_in_hook:
@@ -122,18 +123,20 @@ def _trained(module: nn.Module, setting: Setting, events: list[str]) -> list[tor
     return [torch.tensor(losses), *(p.detach().clone() for p in module.parameters())]
 
 
-def compared(rank: int) -> dict[str, tuple[float, int, list[str]]]:
-    """Train with each of the settings.
+def compared(rank: int, parts: int | None = None) -> dict[str, tuple[float, int, list[str]]]:
+    """Train with each of the settings; ``parts`` is the option ``gradient_parts``.
 
     Return, by setting, the largest difference from eager training, the calls that compiled code
     served, and the events in their order: parts of backward that begin, and buckets that a hook
     exchanges.
     """
-    dist.init_process_group("gloo")
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
     torch.manual_seed(0)
     eager = Net().double().train()
     sample = torch.zeros(2, 5, dtype=torch.int64)
-    dispatched = add_tvm_dispatch(copy.deepcopy(eager), sample, options={"only_if_faster": False})
+    options = {"only_if_faster": False, "gradient_parts": parts}
+    dispatched = add_tvm_dispatch(copy.deepcopy(eager), sample, options=options)
     found = {}
     for name, setting in SETTINGS.items():
         events: list[str] = []
