@@ -28,6 +28,7 @@ _SWITCHES = (
     "freeze",
     "only_if_faster",
     "recall",
+    "compiler_collectives",
 )
 
 
@@ -93,6 +94,12 @@ class CompileOptions:
             let the faster one serve all later calls (docs/when_it_pays.md). False: compiled code
             serves every call that it can. ``TVMBRIDGE_ONLY_IF_FASTER``, if set when a module is
             dispatched, overrides the option.
+        compiler_collectives: whether the ranks of the default process group compile together. Rank
+            0 measures and compiles, the others receive choices and code, and all run the module's
+            own forward if one rank is refused. All ranks must reach the same compilations, as with
+            PyTorch's setting ``enable_compiler_collectives`` (docs/data_parallel.md). Calls are
+            then not timed beside the module's own forward. False: each rank decides for itself,
+            and no message is sent.
         recall: serve a module that an earlier process has captured from disk, without capture
             (docs/caching.md). False: each process captures. ``TVMBRIDGE_RECALL``, if set, overrides
             the option.
@@ -127,6 +134,7 @@ class CompileOptions:
     background: bool | float = False
     only_if_faster: bool = True
     recall: bool = True
+    compiler_collectives: bool = False
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -156,6 +164,11 @@ class CompileOptions:
         if not isinstance(self.background, bool | int | float) or not self.background >= 0:
             raise ValueError(
                 f"CompileOptions.background is {self.background!r}; give True, False or seconds"
+            )
+        if self.compiler_collectives and self.budget is not None:
+            raise ValueError(
+                "CompileOptions.compiler_collectives needs background=False: ranks wait for each "
+                "other's code"
             )
         if self.tuning_logs is not None:
             if not isinstance(self.tuning_logs, str | os.PathLike):
