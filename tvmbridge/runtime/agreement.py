@@ -23,7 +23,7 @@ import torch
 from tvmbridge.cache import Kept
 from tvmbridge.cache.received import received_from
 from tvmbridge.cache.store import formatted, parse_file
-from tvmbridge.core.errors import BuildError, first_line
+from tvmbridge.core.errors import BridgeError, BuildError, first_line
 from tvmbridge.core.torch_private import default_store
 from tvmbridge.kernels.table import answered_by, surroundings
 
@@ -101,8 +101,12 @@ class Event:
             with received_from(self), answered_by(self.answer):
                 result = body()
         except BaseException as error:
-            # This rank need not wait: whatever the others find, it has no code.
             self._publish(first_line(error) or type(error).__name__)
+            if isinstance(error, BridgeError):
+                # This rank runs the module's own forward, and waits in its next exchange for a
+                # rank that still compiles: better here, without the timeout of a collective.
+                self._await_all()
+                self._forget()
             raise
         self._publish("")
         self._await_all()
