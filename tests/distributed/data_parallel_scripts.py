@@ -89,9 +89,7 @@ def _backward(parallel: Any, setting: Setting, batches: list[torch.Tensor]) -> l
     return [float(loss.detach()) for loss in losses]
 
 
-def _compressed(
-    events: list[str], bucket: dist.GradBucket
-) -> torch.futures.Future[torch.Tensor]:
+def _compressed(events: list[str], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket as bfloat16 would carry it; PyTorch's own hook needs NCCL."""
     events.append("bucket")
     buffer = bucket.buffer()

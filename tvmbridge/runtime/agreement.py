@@ -178,7 +178,7 @@ class Event:
         if not self._awaited(lambda: self._missing(range(self.size))):
             missing = ", ".join(map(str, self._missing(range(self.size))))
             logger.warning(
-                "%s: the ranks %s do not compile it, so this rank decides alone", self.label, missing
+                "%s: the ranks %s do not compile it; this rank decides alone", self.label, missing
             )
 
     def _missing(self, ranks: Sequence[int]) -> list[int]:

@@ -367,9 +367,7 @@ def _run_backward(
     return backward(values, len(flowing), bound)
 
 
-def _filled(
-    call: TrainingCall, cotangents: Sequence[torch.Tensor | None]
-) -> list[torch.Tensor]:
+def _filled(call: TrainingCall, cotangents: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
     """Return the cotangents that compiled backward takes, zeros in place of absent ones."""
     arriving = [cotangents[number] for number in call.parts.cotangent_of]
     specs = zip(arriving, call.cotangent_specs, strict=True)
