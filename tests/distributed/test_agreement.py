@@ -41,7 +41,7 @@ def test_a_slow_rank_and_a_refusal_change_nothing(strategy: str) -> None:
 @pytest.mark.slow
 def test_ranks_that_compile_together_decide_alike() -> None:
     """One rank is slower than a collective's timeout, and another refuses one of the blocks."""
-    outcomes = values(run_ranks(scripts.together, 3, 8.0, 7.0))
+    outcomes = values(run_ranks(scripts.together, 4, 8.0, 7.0))
     for rank, found in enumerate(outcomes):
         assert found["furthest"] <= 1e-5
         first, second, last = found["calls"]

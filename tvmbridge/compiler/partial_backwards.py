@@ -233,14 +233,22 @@ class PartialBackwards:
             packed: the names of the parameters of each packed weight, by the name of its primal.
             part_bytes: a part ends as soon as its gradients have this size.
         """
-        with compiling():
-            if part_bytes not in self._cuts:
-                try:
-                    self._cuts[part_bytes] = self._cut(packed, part_bytes)
-                except BridgeError as error:
-                    logger.info("backward is not cut into parts: %s", first_line(error))
-                    self._cuts[part_bytes] = ()
-            return self._cuts[part_bytes]
+        found = self._cuts.get(part_bytes)
+        if found is None:
+            with compiling():
+                found = self._cuts[part_bytes] = self._cut_or_whole(packed, part_bytes)
+        return found
+
+    def _cut_or_whole(
+        self, packed: Mapping[str, Sequence[str]], part_bytes: float
+    ) -> tuple[BackwardPart, ...]:
+        try:
+            return self._cut(packed, part_bytes)
+        except BridgeError as error:
+            logger.info("backward is not cut into parts: %s", first_line(error))
+        except Exception as error:  # The whole backward serves the call all the same.
+            logger.warning("backward cannot be cut into parts: %s", first_line(error))
+        return ()
 
     def _cut(
         self, packed: Mapping[str, Sequence[str]], part_bytes: float

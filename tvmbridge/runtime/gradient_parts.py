@@ -12,6 +12,7 @@ send gradients meanwhile::
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -56,6 +57,7 @@ class GradientParts:
             for name, d in zip(split.primals, primals_of(compiled), strict=False)
             if d.kind is InputKind.PARAMETER
         }
+        self._members: dict[BackwardPart, list[int]] = {}
         self._bytes = sum(specs[name].nbytes for name in split.wanted if name in specs)
 
     def now(self) -> tuple[BackwardPart, ...]:
@@ -78,10 +80,11 @@ class GradientParts:
     def _of(self, part_bytes: float) -> tuple[BackwardPart, ...]:
         if self._partial is None or not self._bytes:
             return ()
-        return self._partial.cut(self._packed(), part_bytes)
+        return self._partial.cut(self._packed, part_bytes)
 
+    @functools.cached_property
     def _packed(self) -> dict[str, list[str]]:
-        """Return the names of the parameters of each packed weight, by the name of its primal."""
+        """The names of the parameters of each packed weight, by the name of its primal."""
         assert self._compiled.split is not None
         primals = self._compiled.split.primals
         first = len(primals) - len(self._compiled.packs)
@@ -92,11 +95,15 @@ class GradientParts:
 
     def members(self, part: BackwardPart) -> list[int]:
         """Return the numbers of the gradients whose parameters ``part`` reads in packed weights."""
-        assert self._compiled.split is not None
-        split, packed = self._compiled.split, self._packed()
-        read = [split.reads[i] for i in part.reads if i < len(split.reads)]
-        names = {name for each in read for name in packed.get(each, ())}
-        return [i for i, name in enumerate(split.wanted) if name in names]
+        found = self._members.get(part)
+        if found is None:
+            split = self._compiled.split
+            assert split is not None
+            read = [split.reads[i] for i in part.reads if i < len(split.reads)]
+            names = {name for each in read for name in self._packed.get(each, ())}
+            found = [i for i, name in enumerate(split.wanted) if name in names]
+            self._members[part] = found
+        return found
 
 
 def _bytes_of(parallel: Any) -> int:
