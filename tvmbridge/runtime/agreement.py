@@ -66,8 +66,11 @@ def decided_together(label: str, body: Callable[[], Result]) -> Result:
     number = _begun[label]
     _begun[label] += 1
     name = hashlib.sha256(label.encode()).hexdigest()[:24]
+    # Not imported with this module: a build of PyTorch may be without it.
+    from torch.distributed.distributed_c10d import PrefixStore
+
     distributed = torch.distributed
-    store = distributed.PrefixStore(f"tvmbridge/compile/{name}/{number}", default_store())
+    store = PrefixStore(f"tvmbridge/compile/{name}/{number}", default_store())
     return Event(store, distributed.get_rank(), distributed.get_world_size(), label).run(body)
 
 
@@ -81,7 +84,7 @@ class Event:
         label: what is compiled, for messages.
     """
 
-    def __init__(self, store: torch.distributed.Store, rank: int, size: int, label: str) -> None:
+    def __init__(self, store: Any, rank: int, size: int, label: str) -> None:
         self.store = store
         self.rank = rank
         self.size = size

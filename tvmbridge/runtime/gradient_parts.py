@@ -69,7 +69,7 @@ class GradientParts:
         wanted = self._compiled.gradient_parts
         if wanted is not None:
             return () if wanted == 1 else self._of(self._bytes / wanted)
-        parallel = active_data_parallel()
+        parallel = active_data_parallel()  # type: ignore[no-untyped-call]
         if parallel is None or not parallel.require_backward_grad_sync:
             return ()
         if parallel.process_group.size() == 1:
@@ -240,7 +240,7 @@ class LaterPart(torch.autograd.Function):
         return torch.empty(0, device=device)
 
     @staticmethod
-    def backward(ctx: Any, link: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, link: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if autocast_now():
             return with_autocast_off(LaterPart.backward, ctx, link)
         handed: Handed = link.handed  # type: ignore[attr-defined]
