@@ -11,7 +11,7 @@ from tvmbridge.cache.key import CacheKey
 from tvmbridge.cache.store import Kept
 
 
-class Source(Protocol):
+class CodeSource(Protocol):
     """Another process that compiles the same code, or that waits for the code of this one."""
 
     def received(self, digest: str) -> Kept | None:
@@ -21,16 +21,16 @@ class Source(Protocol):
         """Offer code to the other processes."""
 
 
-_now: ContextVar[Source | None] = ContextVar("source", default=None)
+_now: ContextVar[CodeSource | None] = ContextVar("source", default=None)
 
 
-def source_now() -> Source | None:
+def source_now() -> CodeSource | None:
     """Return the source of the compilation that is running; None: it has none."""
     return _now.get()
 
 
 @contextmanager
-def received_from(source: Source) -> Iterator[None]:
+def received_from(source: CodeSource) -> Iterator[None]:
     """Let compilations within this context get code from ``source``."""
     token = _now.set(source)
     try:

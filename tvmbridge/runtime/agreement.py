@@ -75,7 +75,7 @@ def decided_together(label: str, body: Callable[[], Result]) -> Result:
 
 
 class Event:
-    """One compilation of all ranks; a :class:`~tvmbridge.cache.received.Source` of code.
+    """One compilation of all ranks; a :class:`~tvmbridge.cache.received.CodeSource` of code.
 
     Args:
         store: a store that all ranks share, without keys of another event.
