@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -88,6 +89,32 @@ def test_a_rank_that_does_not_come_is_waited_for_in_vain(
         assert event.run(lambda e=event: e.answer("fast?", (), lambda: "here")) == "here"
         assert f"the ranks {1 - rank} do not compile it" in caplog.text
     assert "waiting for rank 1 for 0 s, which has not reached it" in caplog.text
+
+
+def test_a_rank_that_is_killed_while_it_compiles_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(agreement, "LOST_SECONDS", 0.3)
+    store = dist.HashStore()
+    store.add("begun/0", 1)
+    event = Event(store, 1, 2, "a module")
+    start = time.monotonic()
+    for question in ("fast?", "faster?", "fastest?"):
+        assert event.answer(question, (), lambda: "here") == "here"
+    assert time.monotonic() - start < 0.6
+    event.run(lambda: None)
+    assert "the ranks 0 do not compile it" in caplog.text
+
+
+def test_a_rank_that_gives_signs_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "LOST_SECONDS", 0.5)
+    monkeypatch.setattr(agreement, "_SIGN_SECONDS", 0.05)
+
+    def slow(event: Event) -> str:
+        time.sleep(1.5)
+        return event.answer("fast?", (), lambda: "yes")
+
+    assert run_in_threads(slow, lambda event: event.answer("fast?", (), refuse)) == ["yes", "yes"]
 
 
 def test_without_a_group_there_is_one_rank() -> None:

@@ -12,9 +12,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -33,8 +34,12 @@ Result = TypeVar("Result")
 
 # Seconds that the ranks wait for one that has not reached the compilation: its call may be another.
 JOIN_SECONDS = 120.0
-# Seconds that the ranks wait for one that compiles.
-COMPILE_SECONDS = 3600.0
+# Seconds that the ranks wait for a sign of one that compiles. It gives one every five seconds, but
+# TVM may hold Python's lock for longer.
+LOST_SECONDS = 180.0
+_SIGN_SECONDS = 5.0
+# Seconds until a value that the store has is here.
+_STORE_SECONDS = 300.0
 _POLL_SECONDS = 0.02
 _LOG_SECONDS = 15.0
 # A value of the store may have 8 MiB.
@@ -89,6 +94,8 @@ class Event:
         self.rank = rank
         self.size = size
         self.label = label
+        # Whether this rank has waited for rank 0 in vain.
+        self._first_is_lost = False
         self._given: list[str] = []
         self._surroundings = surroundings()
 
@@ -99,9 +106,8 @@ class Event:
             BuildError: another rank was refused.
             Exception: ``body`` has raised it.
         """
-        self.store.set(f"begun/{self.rank}", "1")
         try:
-            with received_from(self), answered_by(self.answer):
+            with self._signs(), received_from(self), answered_by(self.answer):
                 result = body()
         except BaseException as error:
             self._publish(first_line(error) or type(error).__name__)
@@ -121,6 +127,25 @@ class Event:
                     f"rank {rank} has no compiled code, and all ranks decide alike: {reason}"
                 )
         return result
+
+    @contextlib.contextmanager
+    def _signs(self) -> Iterator[None]:
+        """Count up within this context, so that other ranks see that this one is alive."""
+        ended = threading.Event()
+
+        def count() -> None:
+            with contextlib.suppress(RuntimeError):  # the store has ended
+                while not ended.wait(_SIGN_SECONDS):
+                    self.store.add(f"begun/{self.rank}", 1)
+
+        self.store.add(f"begun/{self.rank}", 1)
+        thread = threading.Thread(target=count, name="tvmbridge compiles", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
 
     def _publish(self, reason: str) -> None:
         """Report the end of this rank's compilation; ``reason`` is empty if it has code."""
@@ -169,13 +194,16 @@ class Event:
         return bool(self.store.check([key]))
 
     def _get(self, key: str) -> bytes:
-        self.store.wait([key], timedelta(seconds=COMPILE_SECONDS))
+        self.store.wait([key], timedelta(seconds=_STORE_SECONDS))
         return bytes(self.store.get(key))
 
     def _comes(self, key: str) -> bool:
         """Wait for a value of rank 0; return False if rank 0 ends without it, or does not come."""
-        arrived = self._awaited(lambda: [] if self._has(key) else self._missing([0]))
-        return arrived and self._has(key)
+        if not self._first_is_lost:
+            self._first_is_lost = not self._awaited(
+                lambda: [] if self._has(key) else self._missing([0])
+            )
+        return self._has(key)
 
     def _await_all(self) -> None:
         if not self._awaited(lambda: self._missing(range(self.size))):
@@ -191,21 +219,25 @@ class Event:
         return self._has(f"outcome/{rank}")
 
     def _awaited(self, missing: Callable[[], list[int]]) -> bool:
-        """Wait until ``missing()`` is empty; return False if that takes too long."""
-        start = logged = time.monotonic()
+        """Wait until ``missing()`` is empty; return False if those ranks give no sign."""
+        start = logged = alive = time.monotonic()
+        signs: list[int] = []
         while ranks := missing():
-            waited = time.monotonic() - start
-            begun = [rank for rank in ranks if self._has(f"begun/{rank}")]
-            if waited > (COMPILE_SECONDS if begun else JOIN_SECONDS):
+            seen = [self.store.add(f"begun/{rank}", 0) for rank in ranks]
+            now = time.monotonic()
+            if seen != signs:
+                signs, alive = seen, now
+            if now - alive > (LOST_SECONDS if any(seen) else JOIN_SECONDS):
                 return False
-            if time.monotonic() - logged > _LOG_SECONDS:
-                logged = time.monotonic()
+            if now - logged > _LOG_SECONDS:
+                logged = now
                 names = ", ".join(map(str, ranks))
+                state = "compiles" if any(seen) else "has not reached it"
                 logger.warning(
                     "%s: waiting for rank %s for %.0f s, which %s",
-                    self.label, names, waited, "compiles" if begun else "has not reached it",
+                    self.label, names, now - start, state,
                 )  # fmt: skip
-            time.sleep(_POLL_SECONDS)
+            time.sleep(min(0.25, _POLL_SECONDS + (now - start) / 20))
         return True
 
     def _forget(self) -> None:
