@@ -25,6 +25,7 @@ from tests.distributed.sharded_scripts import Block
 from tvmbridge import add_tvm_dispatch, dispatch_report
 from tvmbridge.compiler import cached_build
 from tvmbridge.core.errors import BuildError
+from tvmbridge.distributed import PipelineRunner
 from tvmbridge.kernels import table
 from tvmbridge.runtime import entry_compiler
 
@@ -279,16 +280,17 @@ def pretrain(rank: int, strategy: str, folder: str, steps: int, killed: int | No
     from examples import pretrain as script
 
     counted = iter(range(steps))
-    genuine = nn.utils.clip_grad_norm_
+    clips: Any = PipelineRunner if strategy == "pipeline" else nn.utils
+    genuine = clips.clip_grad_norm_
 
     def clipped(*args: Any, **kwargs: Any) -> Any:
         if next(counted) == killed and rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         return genuine(*args, **kwargs)
 
-    given = ["--strategy", strategy, "--layers", "1", "--steps", str(steps), "--every", "2"]
+    given = ["--strategy", strategy, "--layers", "2", "--steps", str(steps), "--every", "2"]
     given += ["--width", "32", "--length", "8", *(["--folder", folder] if folder else [])]
-    with mock.patch.object(nn.utils, "clip_grad_norm_", clipped):
+    with mock.patch.object(clips, "clip_grad_norm_", clipped):
         losses = script.train(script.arguments(given))
     dist.destroy_process_group()
     return losses

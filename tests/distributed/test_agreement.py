@@ -66,7 +66,7 @@ def test_tensor_parallel_layers_run_eagerly_beside_compiled_ones() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pipeline"])
 def test_training_resumes_after_a_killed_rank(strategy: str, tmp_path: Path) -> None:
     (whole, _) = values(run_ranks(scripts.pretrain, 2, strategy, "", 4, None))
     first, second = run_ranks(scripts.pretrain, 2, strategy, str(tmp_path), 4, 3)
