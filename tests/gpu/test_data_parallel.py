@@ -31,7 +31,8 @@ tvm = copy.deepcopy(eager)
 torch.manual_seed(1 + rank)
 batches = torch.randn(12, 32, 64, device="cuda")
 parts = int(sys.argv[1])
-add_tvm_dispatch(tvm, batches[0].clone(), options={"gradient_parts": parts, "only_if_faster": False})
+options = {"gradient_parts": parts, "only_if_faster": False}
+add_tvm_dispatch(tvm, batches[0].clone(), options=options)
 pair = [DistributedDataParallel(m, device_ids=[rank]) for m in (tvm, eager)]
 optimizers = [torch.optim.SGD(m.parameters(), lr=1e-2) for m in pair]
 for x in batches:

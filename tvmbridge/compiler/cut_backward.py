@@ -68,7 +68,8 @@ def cut_backward(
     done = [0]
     size, left = 0, sum(map(graph.nbytes, order))
     for number in order:
-        if size >= part_bytes and left >= part_bytes / 2:
+        # A part without operators of its own would only hand out what is computed already.
+        if size >= part_bytes and left >= part_bytes / 2 and needs[number] & ~done[-1]:
             done.append(done[-1])
             size = 0
         done[-1] |= needs[number]
