@@ -164,6 +164,19 @@ def test_a_write_into_what_a_later_part_reads_raises(
             used(module(data()), "both").backward()
 
 
+def test_backward_of_checked_calls_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = count_parts(monkeypatch)
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    x = torch.randn(2, 4)
+    options = CompileOptions(gradient_parts=2, check="first", only_if_faster=False)
+    add_tvm_dispatch(module, x, options=options)
+    ran.clear()
+    for count in (0, 2):
+        module(x).sum().backward()
+        assert len(ran) == count
+    assert dispatch_report(module).tvm_calls == 2
+
+
 def test_the_number_of_parts_must_be_positive() -> None:
     with pytest.raises(ValueError, match="gradient_parts must be at least 1"):
         CompileOptions(gradient_parts=0)

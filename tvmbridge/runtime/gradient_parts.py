@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -36,6 +38,18 @@ _PARTS = 8
 
 # The bytes of the gradients that a DistributedDataParallel module exchanges.
 _exchanged: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+_whole: ContextVar[bool] = ContextVar("whole", default=False)
+
+
+@contextmanager
+def whole_backward() -> Iterator[None]:
+    """Let calls within this context run backward whole: one autograd node has all gradients."""
+    token = _whole.set(True)
+    try:
+        yield
+    finally:
+        _whole.reset(token)
 
 
 class GradientParts:
@@ -78,7 +92,7 @@ class GradientParts:
         return self._of(part_bytes) if self._bytes >= 2 * part_bytes else ()
 
     def _of(self, part_bytes: float) -> tuple[BackwardPart, ...]:
-        if self._partial is None or not self._bytes:
+        if self._partial is None or not self._bytes or _whole.get():
             return ()
         return self._partial.cut(self._packed, part_bytes)
 
