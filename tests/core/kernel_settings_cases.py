@@ -64,9 +64,9 @@ UNCHANGED = ("CUDA's products ieee", "oneDNN")
 
 @pytest.mark.parametrize("name", [n for n in CHANGES if n not in UNCHANGED])
 def test_each_setting_is_in_keys_and_tables(name: str) -> None:
-    before = kernel_settings.kernel_settings(), table._surroundings()
+    before = kernel_settings.kernel_settings(), table.surroundings()
     CHANGES[name]()
-    after = kernel_settings.kernel_settings(), table._surroundings()
+    after = kernel_settings.kernel_settings(), table.surroundings()
     assert before[0] != after[0]
     assert before[1] != after[1]
     json.dumps(after[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -22,10 +23,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.distributed.sharded_scripts import Block
 from tvmbridge import add_tvm_dispatch, dispatch_report
+from tvmbridge.compiler import cached_build
 from tvmbridge.core.errors import BuildError
+from tvmbridge.distributed import PipelineRunner
+from tvmbridge.kernels import table
 from tvmbridge.runtime import entry_compiler
 
 _GENUINE = entry_compiler.compile_module
+_CHOICE = table.Table.choice
+_COMPILE_CODE = cached_build.compile_code
 
 
 def _unlike(rank: int, seconds: float) -> Any:
@@ -89,6 +95,75 @@ def _trained(
     reports = [dispatch_report(block) for block in blocks] if seconds is not None else []
     fallbacks = sum(sum(r.fallbacks.values()) for r in reports)
     return [torch.tensor(losses), *weights], sum(r.tvm_calls for r in reports), fallbacks
+
+
+def together(rank: int, seconds: float, timeout: float) -> dict[str, Any]:
+    """Train under DDP with blocks that all ranks compile together.
+
+    Rank 1 compiles ``seconds`` longer, and rank 2 refuses the last block alone. A collective fails
+    after ``timeout`` seconds. Return the difference from eager, the calls and reasons of each
+    block, the kernels that this rank has measured, and the modules that it has compiled.
+    """
+    # The ranks' connections are made before the time runs.
+    dist.init_process_group("gloo")
+    dist.barrier()
+    group = dist.new_group(timeout=timedelta(seconds=timeout))
+    measured: list[str] = []
+    built: list[str] = []
+
+    def choice(self: Any, question: str, among: Any, measure: Any) -> str:
+        return _CHOICE(self, question, among, lambda: (measured.append(question), measure())[1])
+
+    def code(*args: Any, **kwargs: Any) -> Any:
+        built.append("code")
+        return _COMPILE_CODE(*args, **kwargs)
+
+    def compiled(request: Any, *args: Any, **kwargs: Any) -> Any:
+        if rank == 1:
+            time.sleep(seconds)
+        if rank == 2 and isinstance(request.module, nn.Sequential):
+            raise BuildError("a planted refusal")
+        return _GENUINE(request, *args, **kwargs)
+
+    def trained(tvm: bool) -> tuple[list[torch.Tensor], list[Any]]:
+        torch.manual_seed(0)
+        last = nn.Sequential(nn.Linear(128, 128), nn.GELU())
+        model: Any = nn.Sequential(_Layer(), _Layer(), last).train()
+        blocks = list(model)
+        for block in blocks if tvm else ():
+            options = {"compiler_collectives": True}
+            add_tvm_dispatch(block, options=options, on_fallback="silent")
+        model = DistributedDataParallel(model, process_group=group)
+        generator = torch.Generator().manual_seed(rank)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            model(torch.randn(64, 128, generator=generator)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        reports = [dispatch_report(block) for block in blocks] if tvm else []
+        found = [(r.tvm_calls, tuple(r.fallbacks)) for r in reports]
+        return [p.detach().clone() for p in model.parameters()], found
+
+    eager, _ = trained(False)
+    with (
+        mock.patch.object(entry_compiler, "compile_module", compiled),
+        mock.patch.object(table.Table, "choice", choice),
+        mock.patch.object(cached_build, "compile_code", code),
+    ):
+        ours, calls = trained(True)
+    furthest = max(float((a - b).abs().max()) for a, b in zip(eager, ours, strict=True))
+    dist.barrier()
+    dist.destroy_process_group()
+    return {"furthest": furthest, "calls": calls, "measured": measured, "built": built}
+
+
+class _Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(128, 128), nn.LayerNorm(128)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(self.norm(x)))
 
 
 class Exchanging(nn.Module):
@@ -205,16 +280,17 @@ def pretrain(rank: int, strategy: str, folder: str, steps: int, killed: int | No
     from examples import pretrain as script
 
     counted = iter(range(steps))
-    genuine = nn.utils.clip_grad_norm_
+    clips: Any = PipelineRunner if strategy == "pipeline" else nn.utils
+    genuine = clips.clip_grad_norm_
 
     def clipped(*args: Any, **kwargs: Any) -> Any:
         if next(counted) == killed and rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         return genuine(*args, **kwargs)
 
-    given = ["--strategy", strategy, "--layers", "1", "--steps", str(steps), "--every", "2"]
+    given = ["--strategy", strategy, "--layers", "2", "--steps", str(steps), "--every", "2"]
     given += ["--width", "32", "--length", "8", *(["--folder", folder] if folder else [])]
-    with mock.patch.object(nn.utils, "clip_grad_norm_", clipped):
+    with mock.patch.object(clips, "clip_grad_norm_", clipped):
         losses = script.train(script.arguments(given))
     dist.destroy_process_group()
     return losses

@@ -39,6 +39,22 @@ def test_a_slow_rank_and_a_refusal_change_nothing(strategy: str) -> None:
 
 
 @pytest.mark.slow
+def test_ranks_that_compile_together_decide_alike() -> None:
+    """One rank is slower than a collective's timeout, and another refuses one of the blocks."""
+    outcomes = values(run_ranks(scripts.together, 4, 8.0, 7.0))
+    for rank, found in enumerate(outcomes):
+        assert found["furthest"] <= 1e-5
+        first, second, last = found["calls"]
+        assert first == second == (3, ())
+        calls, (reason,) = last
+        assert not calls
+        assert "a planted refusal" in reason
+        assert rank == 2 or "rank 2 has no compiled code" in reason
+        # Rank 0 measures and compiles for all.
+        assert bool(found["measured"]) == bool(found["built"]) == (rank == 0), rank
+
+
+@pytest.mark.slow
 def test_tensor_parallel_layers_run_eagerly_beside_compiled_ones() -> None:
     for found in values(run_ranks(scripts.tensor_parallel, 2)):
         assert max(furthest for furthest, _, _ in found.values()) <= 1e-12
@@ -50,7 +66,7 @@ def test_tensor_parallel_layers_run_eagerly_beside_compiled_ones() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pipeline"])
 def test_training_resumes_after_a_killed_rank(strategy: str, tmp_path: Path) -> None:
     (whole, _) = values(run_ranks(scripts.pretrain, 2, strategy, "", 4, None))
     first, second = run_ranks(scripts.pretrain, 2, strategy, str(tmp_path), 4, 3)

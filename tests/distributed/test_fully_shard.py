@@ -58,7 +58,7 @@ def test_steps_are_those_of_eager_on_other_numbers_of_ranks(ranks: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp", "pipeline"])
 def test_the_example_resumes_with_the_losses_of_eager(strategy: str, tmp_path: Path) -> None:
     def last_loss(*arguments: str) -> float:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

@@ -111,7 +111,7 @@ class Store:
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._refuse_shared()
-            content = _formatted(key, kept)
+            content = formatted(key, kept)
             if len(content) > min(self.most, MOST_BYTES):
                 return "it is larger than the cache"
             replace_file(self.path(key), content)
@@ -186,7 +186,8 @@ class Store:
         return "nothing is kept for this graph" if best is None else f"other {', '.join(best)}"
 
 
-def _formatted(key: CacheKey, kept: Kept) -> bytes:
+def formatted(key: CacheKey, kept: Kept) -> bytes:
+    """Return the content of the file for ``key``, which :func:`parse_file` reads."""
     described = {"key": dict(key.entries), "description": dict(kept.description)}
     text = json.dumps(described).encode()
     rest = len(text).to_bytes(_LENGTH, "big") + text + kept.library

@@ -19,6 +19,7 @@ import tvm
 from tvmbridge.backends import backend_for
 from tvmbridge.cache import CacheKey, Kept, Store
 from tvmbridge.cache.key import digest_of
+from tvmbridge.cache.received import source_now
 from tvmbridge.cache.surroundings import records_entry, surroundings, unusable
 from tvmbridge.cache.tally import count_code, disk_text
 from tvmbridge.compiler.build import (
@@ -45,6 +46,7 @@ from tvmbridge.records.library import EMPTY, named_log_dir
 logger = logging.getLogger(__name__)
 
 HIT = "hit"
+RECEIVED = "received from another rank"
 BOUND = "inputs and results"
 
 
@@ -99,22 +101,31 @@ class CachedBuild:
             BuildError: TVM cannot compile it for the target.
         """
         make_ready(self.target)
-        off = self.unused()
-        if off is not None:
+        off, source = self.unused(), source_now()
+        if off is not None and source is None:
             code = compile_(records)
             module = code.executable
             return load_code(code, module, self.target, self.device, f"off: {off}")
         store, compiled_of = Store.of_now(), entries()
         key = self.key(compiled_of)
         with region("compile: read the cache"):
-            found = store.read(key)
+            found = store.read(key) if off is None else f"off: {off}"
         if isinstance(found, Kept):
             built = self._loaded(found, records)
             if isinstance(built, Built):
+                if source is not None:
+                    source.give(key, found)
                 count_code(from_disk=True)
                 logger.info("compiled code: %s; %s", built.cache, disk_text())
                 return replace(built, key=key.digest, source=compiled_of)
             found = built
+        kept = None if source is None else source.received(key.digest)
+        if kept is not None:
+            built = self._loaded(kept, records)
+            if isinstance(built, Built):
+                refusal = store.write(key, kept) if off is None else "off"
+                digest = key.digest if refusal is None else ""
+                return replace(built, cache=RECEIVED, key=digest, source=compiled_of)
         mine: list[PassRecord] = []
         code = compile_(mine)
         records += mine
@@ -213,8 +224,12 @@ class CachedBuild:
                 # Tasks are large, and needed only if there is a list of pending tasks.
                 noted = named_log_dir(self.options.tuning_logs) is not None
                 missing = code.missing if noted else {}
-                description = description_of(code, missing, passes, library)
-                refusal = store.write(key, Kept(description, library))
+                kept = Kept(description_of(code, missing, passes, library), library)
+                source = source_now()
+                if source is not None:
+                    source.give(key, kept)
+                # Without a cache on disk the code is exported for other processes alone.
+                refusal = store.write(key, kept) if self.unused() is None else "it is off"
                 digest = key.digest if refusal is None else ""
             else:
                 refusal = "settings have changed meanwhile"

@@ -64,6 +64,7 @@ class CompiledModule:
     - ``seconds``: the duration of each compilation stage.
     - ``partial_backwards``: backwards for calls without some cotangents; None in inference.
     - ``cuda_graphs``: whether calls are replayed as CUDA graphs if that is safe.
+    - ``gradient_parts``: the number of parts that backward runs in; None: as the call requires.
     - ``cache``: ``hit``, or the reason why the code was compiled and not loaded from the cache.
     - ``key``: the name of the code in the cache; empty if it is not there.
     - ``reuse``: how much memory the buffers of each function share, if its sizes are numbers.
@@ -93,6 +94,7 @@ class CompiledModule:
     seconds: Mapping[str, float]
     partial_backwards: PartialBackwards | NoPartialBackwards | None = None
     cuda_graphs: bool = False
+    gradient_parts: int | None = None
     cache: str = ""
     key: str = ""
     reuse: Mapping[str, Reuse] = field(default_factory=dict)
@@ -208,6 +210,7 @@ def build_lowered(
     return replace(
         assembled(lowered, mod, parts, built, records, stages),
         cuda_graphs=options.cuda_graphs and backend_of(device).replays,
+        gradient_parts=options.gradient_parts,
         partial_backwards=partial_backwards,
     )
 

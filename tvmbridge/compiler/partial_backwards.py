@@ -22,15 +22,18 @@ import tvm
 
 from tvmbridge.calls.layouts import Layout
 from tvmbridge.compiler.build import Built
+from tvmbridge.compiler.cut_backward import PartFunction, cut_backward, memory_of
 from tvmbridge.compiler.executable import Bound, LoadedModule
+from tvmbridge.compiler.pieces import Pieces
 from tvmbridge.compiler.split import SplitModule, build_function
-from tvmbridge.core.errors import LEAVE_TO_EAGER, BridgeError
+from tvmbridge.core.errors import LEAVE_TO_EAGER, BridgeError, first_line
 from tvmbridge.core.torch_private import has_storage
 from tvmbridge.core.turns import compiling
 from tvmbridge.differentiation.custom_functions import called
 from tvmbridge.passes.base import flat_results
 from tvmbridge.passes.relax.drop_cotangents import DropCotangents
 from tvmbridge.passes.relax.remove_borders import RemoveBorders
+from tvmbridge.passes.relax.return_whole import ReturnWhole, wholes_of
 from tvmbridge.passes.relax.zero_zapp import ZeroZapp
 from tvmbridge.pipeline import AnyPass, run_passes, tidy_passes
 
@@ -86,7 +89,7 @@ class PartialBackward:
     def results(self, values: Sequence[Any], bound: Bound | None = None) -> list[torch.Tensor]:
         """Return only the gradients that this backward computes; arguments as in a call."""
         results = self.loaded.run("backward", values, self.copied, bound)
-        for number, result in zip(self.gradients, results, strict=True):
+        for number, result in zip(self.gradients, results, strict=False):
             if number in self.layouts:
                 self.layouts[number].put_on(result)
         return results
@@ -97,6 +100,24 @@ class PartialBackward:
         for number, result in zip(self.gradients, results, strict=True):
             placed[number] = result
         return placed
+
+
+@dataclass(frozen=True, eq=False)
+class BackwardPart(PartialBackward):
+    """One of several parts of backward, see :mod:`~tvmbridge.compiler.cut_backward`.
+
+    Each part returns values for later parts after its gradients. Places count these values over
+    all parts.
+
+    - ``reads``: the numbers of the primals, among those that backward reads, that it reads.
+    - ``takes``: the places of the values that it takes as its last arguments; empty in the first
+      part, which takes the cotangents.
+    - ``done``: the places of the values that no later part takes.
+    """
+
+    reads: tuple[int, ...]
+    takes: tuple[int, ...]
+    done: tuple[int, ...]
 
 
 class NoPartialBackwards:
@@ -147,6 +168,7 @@ class PartialBackwards:
         self._device = device
         self._backward = backward or (lambda: parts.mod["backward"])
         self._patterns: dict[frozenset[int], PartialBackward] = {}
+        self._cuts: dict[float, tuple[BackwardPart, ...]] = {}
         self._asked: Counter[frozenset[int]] = Counter()
 
     def known(self, absent: frozenset[int]) -> PartialBackward | None:
@@ -202,6 +224,57 @@ class PartialBackwards:
                 self.compiled += 1
             return self._patterns[absent]
 
+    def cut(
+        self, packed: Mapping[str, Sequence[str]], part_bytes: float
+    ) -> tuple[BackwardPart, ...]:
+        """Return backward as several parts, compiled at the first call; none if that does not pay.
+
+        Args:
+            packed: the names of the parameters of each packed weight, by the name of its primal.
+            part_bytes: a part ends as soon as its gradients have this size.
+        """
+        found = self._cuts.get(part_bytes)
+        if found is None:
+            with compiling():
+                found = self._cuts[part_bytes] = self._cut_or_whole(packed, part_bytes)
+        return found
+
+    def _cut_or_whole(
+        self, packed: Mapping[str, Sequence[str]], part_bytes: float
+    ) -> tuple[BackwardPart, ...]:
+        try:
+            return self._cut(packed, part_bytes)
+        except BridgeError as error:
+            logger.info("backward is not cut into parts: %s", first_line(error))
+        except Exception as error:  # The whole backward serves the call all the same.
+            logger.warning("backward cannot be cut into parts: %s", first_line(error))
+        return ()
+
+    def _cut(
+        self, packed: Mapping[str, Sequence[str]], part_bytes: float
+    ) -> tuple[BackwardPart, ...]:
+        parts = self._parts
+        mod = tvm.IRModule({"backward": self._backward()})
+        passes: list[AnyPass] = [RemoveBorders()] if parts.functions else []
+        function = run_passes(mod, [*passes, *tidy_passes()], [])["backward"]
+        memory = memory_of(parts.reads, parts.wanted, packed)
+        cut = cut_backward(function, len(parts.cotangent_of), memory, part_bytes)
+        last = {place: number for number, part in enumerate(cut) for place in part.takes}
+        found = tuple(
+            self._part(part, tuple(p for p, n in last.items() if n == number))
+            for number, part in enumerate(cut)
+        )
+        logger.info("backward has %d parts", len(found) or 1)
+        return found
+
+    def _part(self, part: PartFunction, done: tuple[int, ...]) -> BackwardPart:
+        mod = tvm.IRModule({"backward": part.function})
+        mod = run_passes(mod, [*tidy_passes(), ReturnWhole()], [])
+        loaded, copied = self._loaded(mod)
+        return BackwardPart(
+            loaded, part.gradients, copied, self._layouts, part.reads, part.takes, done
+        )
+
     def _compile(self, absent: frozenset[int]) -> PartialBackward:
         parts = self._parts
         function = self._backward()
@@ -221,12 +294,20 @@ class PartialBackwards:
         )
         passes: list[AnyPass] = [dropped, RemoveBorders(), ZeroZapp(names), *tidy_passes()]
         mod = run_passes(tvm.IRModule({"backward": wanted}), passes, [])
+        loaded, copied = self._loaded(mod)
+        logger.info("compiled a backward without the cotangents %s", sorted(absent))
+        return PartialBackward(loaded, gradients, copied, self._layouts)
+
+    def _loaded(self, mod: tvm.IRModule) -> tuple[LoadedModule, frozenset[int]]:
+        """Return code for a backward function, and the numbers of results that are copied."""
         built = self._build(mod, [], self._parts.bundle)
         if built.key:
             self.keys.append(built.key)
-        loaded = LoadedModule(built.machine, built.unaligned, self._device)
-        logger.info("compiled a backward without the cotangents %s", sorted(absent))
-        return PartialBackward(loaded, gradients, built.shared["backward"], self._layouts)
+        copied = built.shared["backward"]
+        pieces = Pieces.of_function(mod["backward"]) if wholes_of(mod["backward"]) else None
+        if pieces is not None:
+            copied = pieces.places(copied)
+        return LoadedModule(built.machine, built.unaligned, self._device, pieces), copied
 
 
 def all_finite(gradients: Sequence[torch.Tensor]) -> bool:

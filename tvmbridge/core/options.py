@@ -28,6 +28,7 @@ _SWITCHES = (
     "freeze",
     "only_if_faster",
     "recall",
+    "compiler_collectives",
 )
 
 
@@ -68,6 +69,10 @@ class CompileOptions:
         freeze: treat the weights as constants in evaluation mode (see ``add_tvm_dispatch``).
         cuda_graphs: on a GPU, record the launches of a call once and replay them, if that is safe
             (docs/gpu.md).
+        gradient_parts: the number of parts that backward runs in. Gradients of the last layers are
+            handed out after the first part, so that hooks and DistributedDataParallel can use them
+            meanwhile (docs/data_parallel.md). None: one part, but several under
+            DistributedDataParallel if the gradients are large.
         tuning_records: apply tuning records, if there are any for the target (docs/tuning.md).
         tuning_logs: an existing directory of tuning records, which is searched before the others;
             kernels without a record are added to its pending list. The environment variable
@@ -89,6 +94,12 @@ class CompileOptions:
             let the faster one serve all later calls (docs/when_it_pays.md). False: compiled code
             serves every call that it can. ``TVMBRIDGE_ONLY_IF_FASTER``, if set when a module is
             dispatched, overrides the option.
+        compiler_collectives: whether the ranks of the default process group compile together. Rank
+            0 measures and compiles, the others receive choices and code, and all run the module's
+            own forward if one rank is refused. All ranks must reach the same compilations, as with
+            PyTorch's setting ``enable_compiler_collectives`` (docs/data_parallel.md). Calls are
+            then not timed beside the module's own forward. False: each rank decides for itself,
+            and no message is sent.
         recall: serve a module that an earlier process has captured from disk, without capture
             (docs/caching.md). False: each process captures. ``TVMBRIDGE_RECALL``, if set, overrides
             the option.
@@ -112,6 +123,7 @@ class CompileOptions:
     measure_kernels: bool = True
     combine_matmuls: str = "auto"
     cuda_graphs: bool = True
+    gradient_parts: int | None = None
     tuning_records: bool = True
     tuning_logs: str | None = None
     cache: bool = True
@@ -122,6 +134,7 @@ class CompileOptions:
     background: bool | float = False
     only_if_faster: bool = True
     recall: bool = True
+    compiler_collectives: bool = False
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -144,11 +157,18 @@ class CompileOptions:
         if not isinstance(self.fx_passes, tuple | None):
             raise TypeError(f"CompileOptions.fx_passes is {self.fx_passes!r}; give a tuple")
         check_fx_passes(self.fx_passes or (), "CompileOptions.fx_passes")
+        if self.gradient_parts is not None and self.gradient_parts < 1:
+            raise ValueError("CompileOptions.gradient_parts must be at least 1, or None")
         if self.max_specializations < 1:
             raise ValueError("CompileOptions.max_specializations must be at least 1")
         if not isinstance(self.background, bool | int | float) or not self.background >= 0:
             raise ValueError(
                 f"CompileOptions.background is {self.background!r}; give True, False or seconds"
+            )
+        if self.compiler_collectives and self.budget is not None:
+            raise ValueError(
+                "CompileOptions.compiler_collectives needs background=False: ranks wait for each "
+                "other's code"
             )
         if self.tuning_logs is not None:
             if not isinstance(self.tuning_logs, str | os.PathLike):

@@ -16,7 +16,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -149,6 +149,25 @@ def ask_elsewhere(ask: Callable[[str, Sequence[str], Callable[[], str]], str]) -
     _elsewhere = ask
 
 
+# Gives the answers on which several processes agree, if set; the third argument decides here.
+_agreed: Callable[[str, Sequence[str], Callable[[], str]], str] | None = None
+
+
+@contextlib.contextmanager
+def answered_by(ask: Callable[[str, Sequence[str], Callable[[], str]], str]) -> Iterator[None]:
+    """Make :func:`choice` return the answers of ``ask`` within this context.
+
+    Args:
+        ask: called with the question, the possible answers, and a function that decides here.
+    """
+    global _agreed
+    before, _agreed = _agreed, ask
+    try:
+        yield
+    finally:
+        _agreed = before
+
+
 def choice(question: str, among: Sequence[str], measure: Callable[[], str]) -> str:
     """Return the answer to ``question`` on this machine, measured unless it is known.
 
@@ -159,7 +178,16 @@ def choice(question: str, among: Sequence[str], measure: Callable[[], str]) -> s
     """
     if _elsewhere is not None:
         measure = functools.partial(_elsewhere, question, among, measure)
-    return _table_of_now().choice(_on_threads(question), among, measure)
+    asked, table = _on_threads(question), _table_of_now()
+    decide = functools.partial(table.choice, asked, among, measure)
+    if _agreed is None:
+        return decide()
+    found = _agreed(asked, among, decide)
+    if found not in among:
+        return decide()
+    if table.known(asked) != found:
+        table.keep(asked, found)
+    return found
 
 
 def known_answer(question: str) -> str | None:
@@ -173,7 +201,7 @@ def keep_answer(question: str, answer: str) -> None:
 
 
 def _table_of_now() -> Table:
-    path = None if caching_is_off() else cache_folder() / f"choices-{_surroundings()}.json"
+    path = None if caching_is_off() else cache_folder() / f"choices-{surroundings()}.json"
     return _tables.setdefault(path, Table(path))
 
 
@@ -192,7 +220,7 @@ def clear_tables(folder: Path) -> int:
     return count
 
 
-def _surroundings() -> str:
+def surroundings() -> str:
     """Return a digest of the machine, PyTorch build and settings that choices depend on."""
     variables = sorted((n, v) for n, v in os.environ.items() if n.upper().startswith(_PREFIXES))
     backends = torch.backends

@@ -155,7 +155,8 @@ def _bound(caller: Caller, kept: Kept, describer: Describer) -> CompiledModule:
     built = build.recalled(plan.source, records)
     if isinstance(built, str):
         raise UndescribableError(f"code that is not kept: {built}")
-    return compiled_of(plan, captured, built, build, records, kept.library)
+    compiled = compiled_of(plan, captured, built, build, records, kept.library)
+    return replace(compiled, gradient_parts=caller.options.gradient_parts)
 
 
 def keep(caller: Caller, key: CacheKey | None, compiled: CompiledModule) -> str | None:

@@ -21,6 +21,7 @@ from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.core.torch_private import backward_keeps_graph
 from tvmbridge.core.types import TensorSpec
 from tvmbridge.runtime.cuda_graphs import Replayed
+from tvmbridge.runtime.gradient_parts import GradientParts, Handed, link_of, linked
 from tvmbridge.runtime.guards.watch import watch
 from tvmbridge.runtime.output_hooks import let_hooks_wait
 from tvmbridge.runtime.primals import overwritten_by, packed_into, picker, refuse_hooks
@@ -30,7 +31,7 @@ from tvmbridge.runtime.siblings import Watched
 from tvmbridge.runtime.step import ConvertedTensors, TrainingStep
 
 # The number of arguments of the autograd function before its tensors.
-_BEFORE_SOURCES = 1
+_BEFORE_SOURCES = 2
 _CALLED_ALONE = Reason(Kind.AGAIN_ALONE)
 _numbers = itertools.count(1)
 
@@ -78,6 +79,7 @@ class TrainingCall:
         self.readers = compiled.siblings
         self.versions = SavedVersions(compiled, self.reads, self.overwritten)
         self.cotangent_specs = [computed[i].spec for i in parts.cotangent_of]
+        self.gradient_parts = GradientParts(compiled)
 
     def __call__(
         self,
@@ -97,8 +99,13 @@ class TrainingCall:
             replayed: the results of a CUDA graph that has replayed forward; None: run forward.
         """
         step = TrainingStep(self, primals, strides, again, held, replayed)
-        sources = self.sources_of(primals)
-        results: tuple[torch.Tensor, ...] = _CompiledFunction.apply(step, *sources)  # type: ignore[no-untyped-call]
+        sources, link = self.sources_of(primals), None
+        step.parts = self.gradient_parts.now()
+        if step.parts:
+            step.sources = sources
+            link = linked(step.parts, sources, self.compiled.captured.device)
+            sources = [sources[i] for i in step.parts[0].gradients]
+        results: tuple[torch.Tensor, ...] = _CompiledFunction.apply(step, link, *sources)  # type: ignore[no-untyped-call]
         step.primals = ()
         if len(self.parts.cotangent_of) > 1:
             let_hooks_wait(results[i] for i in self.parts.cotangent_of)
@@ -173,13 +180,15 @@ class _CompiledFunction(torch.autograd.Function):
     """The autograd node of one call of compiled code; ``step`` holds the state of the call."""
 
     @staticmethod
-    def forward(ctx: Any, step: TrainingStep, *sources: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, step: TrainingStep, link: torch.Tensor | None, *sources: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         *outputs, residuals = step.run()
         ctx.step = step
         ctx.watched = None
         # Not saved for backward: backward does not read their values, and a write into them must
         # not raise.
-        ctx.sources = sources
+        ctx.sources = step.sources if step.parts else sources
         ctx.save_for_backward(*step.to_save(outputs, residuals))
         if step.call.constant_outputs:
             ctx.mark_non_differentiable(*[outputs[i] for i in step.call.constant_outputs])
@@ -198,14 +207,33 @@ class _CompiledFunction(torch.autograd.Function):
             differentiable = _backward_to_differentiate(ctx, cotangents)
             if not backward_keeps_graph():
                 step.free()
-            return (None, *differentiable)
-        gradients = _gradients(step, ctx.saved_tensors, cotangents)
+            return _handed_out(ctx, differentiable, None)
+        gradients, handed = _gradients(ctx, ctx.saved_tensors, cotangents)
         if any(c is None for c in cotangents):
             _refuse_hooks(ctx, gradients)
+        results = _handed_out(ctx, gradients, handed)
         if not backward_keeps_graph():
-            ctx.sources = ()
-            step.forget()
-        return (None, *gradients)
+            ctx.sources = step.sources = ()
+            if handed is None:
+                step.forget()
+        return results
+
+
+def _handed_out(
+    ctx: Any, gradients: Sequence[torch.Tensor | None], handed: Handed | None
+) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradients for autograd; with parts, the first part's and the link to the next.
+
+    ``handed`` is None if all ``gradients`` are computed. Otherwise they are those of the first
+    part.
+    """
+    step: TrainingStep = ctx.step
+    if not step.parts:
+        return (None, None, *gradients)
+    if handed is None:
+        handed = Handed(step, [], (), gradients)
+        gradients = [gradients[i] for i in step.parts[0].gradients]
+    return (None, link_of(step.call.compiled.captured.device, handed), *gradients)
 
 
 def _backward_to_differentiate(
@@ -224,7 +252,7 @@ def _backward_to_differentiate(
     if reason is None:
         gradients = _recorded_gradients(ctx, cotangents)
     else:
-        gradients = without_gradients(_gradients, step, saved, cotangents)
+        gradients = without_gradients(_all_gradients, ctx, saved, cotangents)
     if any(gradient is None for gradient in gradients):
         _refuse_hooks(ctx, gradients)
     if reason is None:
@@ -245,20 +273,49 @@ def _recorded_gradients(
 
 def _wanted(ctx: Any) -> list[int]:
     """Return the positions of the primals whose gradients this backward wants."""
-    asked = ctx.needs_input_grad[_BEFORE_SOURCES:]
-    return [p for p, needed in zip(ctx.step.call.gradient_of, asked, strict=True) if needed]
+    return [p for p, needed in zip(ctx.step.call.gradient_of, _asked(ctx), strict=True) if needed]
+
+
+def _asked(ctx: Any) -> Sequence[bool]:
+    """Return, for each gradient, whether the source requires one."""
+    if ctx.step.parts:
+        return [True] * len(ctx.step.call.gradient_of)
+    asked: Sequence[bool] = ctx.needs_input_grad[_BEFORE_SOURCES:]
+    return asked
 
 
 def _refuse_hooks(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> None:
     call: TrainingCall = ctx.step.call
-    wanted = ctx.needs_input_grad[_BEFORE_SOURCES:]
-    refuse_hooks(call.compiled, call.gradient_of, ctx.sources, gradients, wanted)
+    refuse_hooks(call.compiled, call.gradient_of, ctx.sources, gradients, _asked(ctx))
 
 
 def _gradients(
-    step: TrainingStep, saved: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor | None]
+    ctx: Any, saved: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor | None]
+) -> tuple[Sequence[torch.Tensor | None], Handed | None]:
+    """Run the compiled backward on the tensors that autograd has saved; return the gradients.
+
+    If backward runs in parts, return the gradients of the first part, and the rest of backward.
+    """
+    step: TrainingStep = ctx.step
+    parts = step.call.parts
+    if not step.parts or any(cotangents[number] is None for number in parts.cotangent_of):
+        return _all_gradients(ctx, saved, cotangents), None
+    step.refuse_written(cotangents)
+    with region(f"{step.call.compiled.origin} backward, part 0"):
+        filled = _filled(step.call, cotangents)
+        handed = Handed(step, step.call.as_read(step.restored(saved)), ctx.sources)
+        held = step.unchanged()
+        if held is not None:
+            return handed.first(filled, held), handed
+        with step.call.packing:
+            return handed.first(filled, None), handed
+
+
+def _all_gradients(
+    ctx: Any, saved: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor | None]
 ) -> Sequence[torch.Tensor | None]:
-    """Run the compiled backward on the tensors that autograd has saved; return the gradients."""
+    """Run the whole compiled backward; return all gradients."""
+    step: TrainingStep = ctx.step
     step.refuse_written(cotangents)
     with region(f"{step.call.compiled.origin} backward"):
         held = step.unchanged()
@@ -284,11 +341,7 @@ def _run_backward(
     values = call.as_read(values)
     arriving = [cotangents[number] for number in parts.cotangent_of]
     absent = frozenset(i for i, c in enumerate(arriving) if c is None)
-    specs = zip(arriving, call.cotangent_specs, strict=True)
-    filled = [_zeros(s) if c is None or c._is_zerotensor() else c for c, s in specs]
-    if call.orders:
-        orders = [call.orders.get(number) for number in parts.cotangent_of]
-        filled = [c if o is None else c.permute(o) for c, o in zip(filled, orders, strict=True)]
+    filled = _filled(call, cotangents)
     bound = None if held is None else held.backward
     if not absent:
         gradients = None if held is None or step.lease is None else step.lease.backward(filled)
@@ -312,6 +365,17 @@ def _run_backward(
     if held is not None:
         bound = held.for_partial(backward.loaded, len(values), [call.place_of_residuals])
     return backward(values, len(flowing), bound)
+
+
+def _filled(call: TrainingCall, cotangents: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    """Return the cotangents that compiled backward takes, zeros in place of absent ones."""
+    arriving = [cotangents[number] for number in call.parts.cotangent_of]
+    specs = zip(arriving, call.cotangent_specs, strict=True)
+    filled = [_zeros(s) if c is None or c._is_zerotensor() else c for c, s in specs]
+    if not call.orders:
+        return filled
+    orders = [call.orders.get(number) for number in call.parts.cotangent_of]
+    return [c if o is None else c.permute(o) for c, o in zip(filled, orders, strict=True)]
 
 
 def _zeros(spec: TensorSpec | None) -> torch.Tensor:

@@ -27,6 +27,7 @@ from tvmbridge.core.profiling import region
 from tvmbridge.graph_capture.observe.refusal import raise_if_forward_refuses
 from tvmbridge.graph_capture.surroundings import tracing_here, undisturbed
 from tvmbridge.recall import RECALLED, Caller, keep, recalled
+from tvmbridge.runtime.agreement import decided_together, ranks_now
 from tvmbridge.runtime.background import Background
 from tvmbridge.runtime.changing_attributes import ChangingAttributes
 from tvmbridge.runtime.entry import CompiledEntry
@@ -118,7 +119,12 @@ class Compiler:
         ):
             # Each compilation leaves more variables of PyTorch in the context of its thread.
             context = contextvars.copy_context()
-            entry = context.run(self._tried, signature, mode, args, kwargs, tell)
+            tried = functools.partial(self._tried, signature, mode, args, kwargs, tell)
+            if self.options.compiler_collectives and ranks_now() > 1:
+                label = f"{name} {signature} for {mode}"
+                entry = context.run(decided_together, label, tried)
+            else:
+                entry = context.run(tried)
         compiled = entry.compiled
         for names in compiled.packs:
             self.packing.claim(names)

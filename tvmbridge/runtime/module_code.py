@@ -72,9 +72,10 @@ class ModuleCode(Executor):
         )
         self.policy = Policy(compiler, self.kept)
         self.checker: Checks | None = None
-        # The module's own forward would not keep to a memory budget.
-        unlimited = options.memory_budget is None
-        self._times_calls = unlimited and only_if_faster_now(options.only_if_faster)
+        # The module's own forward would not keep to a memory budget, and two ranks may measure
+        # different times.
+        alike = options.memory_budget is None and not options.compiler_collectives
+        self._times_calls = alike and only_if_faster_now(options.only_if_faster)
 
     def serve(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], again: bool = False

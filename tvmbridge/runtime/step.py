@@ -11,6 +11,7 @@ import torch
 
 from tvmbridge.calls.layouts import Strides
 from tvmbridge.compiler.executable import Bound, LoadedModule, Residuals, tensors_of
+from tvmbridge.compiler.partial_backwards import BackwardPart
 from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.core.torch_private import saved_tensors_hooks_in_force
 from tvmbridge.core.writes import version_of
@@ -19,7 +20,7 @@ from tvmbridge.runtime.guards.watch import Watch, versions_of
 from tvmbridge.runtime.saved_versions import NotedVersion
 from tvmbridge.runtime.second_order import SecondOrderCall
 
-_WRITTEN = (
+WRITTEN = (
     "one of the variables needed for gradient computation has been modified by an inplace "
     "operation: backward reads it, in eager PyTorch too, or hooks on saved tensors kept it without "
     "a copy"
@@ -105,6 +106,9 @@ class TrainingStep:
         # versions of what hooks return, which may be the same memory.
         self.hooked_versions: list[tuple[weakref.ref[torch.Tensor], int]] = []
         self.noted: list[NotedVersion] = []
+        # The parts that backward runs in, and the primals of its gradients; empty: it runs whole.
+        self.parts: Sequence[BackwardPart] = ()
+        self.sources: Sequence[torch.Tensor] = ()
 
     def run(self) -> list[Any]:
         """Run forward; return the outputs followed by the residuals. Called once."""
@@ -174,10 +178,10 @@ class TrainingStep:
             versions = versions_of(held.watched)
             changed = zip(held.readers, versions, self.versions, strict=True)
             if any(a != b and (r is None or r & present) for r, a, b in changed):
-                raise RuntimeError(_WRITTEN)
+                raise RuntimeError(WRITTEN)
         for noted in self.noted:
             if version_of(noted.tensor) != noted.version and noted.readers & present:
-                raise RuntimeError(_WRITTEN)
+                raise RuntimeError(WRITTEN)
 
     def unchanged(self) -> ConvertedTensors | None:
         """Return the converted tensors if their addresses are unchanged; otherwise None."""
@@ -206,4 +210,4 @@ def _refuse_written(
         if original is None or version_of(original) == version:
             continue
         if original.data_ptr() == tensor.data_ptr():
-            raise RuntimeError(_WRITTEN)
+            raise RuntimeError(WRITTEN)

@@ -130,6 +130,9 @@ backward_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 engine_run_backward = torch.autograd.graph._engine_run_backward
 queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 
+# Distributed
+active_data_parallel = torch.nn.parallel.DistributedDataParallel._get_active_ddp_module
+
 
 def storage_key(tensor: torch.Tensor) -> int:
     """Return a key that two tensors share exactly if they share a storage, while one is alive."""

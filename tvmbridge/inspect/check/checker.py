@@ -29,6 +29,7 @@ from tvmbridge.inspect.check.judge import Judge
 from tvmbridge.inspect.check.twin import Twin, generator_states, observed_call
 from tvmbridge.inspect.compare.stages import title
 from tvmbridge.runtime.entry import CompiledEntry
+from tvmbridge.runtime.gradient_parts import whole_backward
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +135,8 @@ class _Check:
         results: list[Sequence[torch.Tensor]] = []
 
         def compiled(*args: Any, **kwargs: Any) -> Any:
-            results.append(self._entry.results(leaves, tensors))
+            with whole_backward():
+                results.append(self._entry.results(leaves, tensors))
             return self._entry.assemble(results[0], leaves, tensors, (args, kwargs))
 
         outcome = observed_call(compiled, self._module, arguments, leaves)

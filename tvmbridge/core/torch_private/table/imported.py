@@ -337,6 +337,11 @@ IMPORTED = (
         _ends_last,
     ),
     PrivateName(
+        "torch.nn.parallel.DistributedDataParallel._get_active_ddp_module",
+        "handing out gradients in parts under DistributedDataParallel",
+        lambda active: active() is None,
+    ),
+    PrivateName(
         "torch.distributed._functional_collectives",
         "whether collectives have a gradient",
         has("wait_tensor", "all_to_all_single_autograd"),

@@ -1,0 +1,39 @@
+"""Code that a compilation gets from another process, which compiles the same graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Protocol
+
+from tvmbridge.cache.key import CacheKey
+from tvmbridge.cache.store import Kept
+
+
+class CodeSource(Protocol):
+    """Another process that compiles the same code, or that waits for the code of this one."""
+
+    def received(self, digest: str) -> Kept | None:
+        """Return the code whose key has this digest; None: compile it here."""
+
+    def give(self, key: CacheKey, kept: Kept) -> None:
+        """Offer code to the other processes."""
+
+
+_now: ContextVar[CodeSource | None] = ContextVar("source", default=None)
+
+
+def source_now() -> CodeSource | None:
+    """Return the source of the compilation that is running; None: it has none."""
+    return _now.get()
+
+
+@contextmanager
+def received_from(source: CodeSource) -> Iterator[None]:
+    """Let compilations within this context get code from ``source``."""
+    token = _now.set(source)
+    try:
+        yield
+    finally:
+        _now.reset(token)
