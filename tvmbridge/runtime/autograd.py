@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from tvmbridge.core.torch_private import backward_keeps_graph
 from tvmbridge.core.types import TensorSpec
 from tvmbridge.runtime.cuda_graphs import Replayed
 from tvmbridge.runtime.guards.watch import watch
+from tvmbridge.runtime.halves import BackwardHalves
 from tvmbridge.runtime.output_hooks import let_hooks_wait
 from tvmbridge.runtime.primals import overwritten_by, packed_into, picker, refuse_hooks
 from tvmbridge.runtime.saved_versions import SavedVersions
@@ -77,6 +79,7 @@ class TrainingCall:
         ]
         self.readers = compiled.siblings
         self.versions = SavedVersions(compiled, self.reads, self.overwritten)
+        self.halves = BackwardHalves.of(compiled, self.gradient_of)
         self.cotangent_specs = [computed[i].spec for i in parts.cotangent_of]
 
     def __call__(
@@ -152,6 +155,20 @@ class TrainingCall:
             values[i] = values[i].reshape(shape) if order is None else values[i].permute(order)
         return values
 
+    def filled(self, cotangents: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+        """Return the cotangents that backward takes, in the orders that it reads; zeros for None.
+
+        Args:
+            cotangents: one for each output, None if it did not arrive.
+        """
+        numbers = self.parts.cotangent_of
+        specs = zip((cotangents[number] for number in numbers), self.cotangent_specs, strict=True)
+        filled = [_zeros(s) if c is None or c._is_zerotensor() else c for c, s in specs]
+        if not self.orders:
+            return filled
+        orders = [self.orders.get(number) for number in numbers]
+        return [c if o is None else c.permute(o) for c, o in zip(filled, orders, strict=True)]
+
     def marks(self) -> tuple[torch.Tensor, ...]:
         """Return a marker tensor to save first inside a checkpoint; nothing outside of one.
 
@@ -199,13 +216,22 @@ class _CompiledFunction(torch.autograd.Function):
             if not backward_keeps_graph():
                 step.free()
             return (None, *differentiable)
-        gradients = _gradients(step, ctx.saved_tensors, cotangents)
-        if any(c is None for c in cotangents):
-            _refuse_hooks(ctx, gradients)
+        whole, halves = partial(_whole_gradients, ctx, cotangents), step.halves
+        gradients = whole() if halves is None else halves.gradients(ctx, cotangents, whole)
         if not backward_keeps_graph():
             ctx.sources = ()
             step.forget()
         return (None, *gradients)
+
+
+def _whole_gradients(
+    ctx: Any, cotangents: Sequence[torch.Tensor | None]
+) -> Sequence[torch.Tensor | None]:
+    """Return all gradients."""
+    gradients = _gradients(ctx.step, ctx.saved_tensors, cotangents)
+    if any(c is None for c in cotangents):
+        _refuse_hooks(ctx, gradients)
+    return gradients
 
 
 def _backward_to_differentiate(
@@ -280,29 +306,25 @@ def _run_backward(
     without a gradient, but would apply zeros.
     """
     call = step.call
-    parts, partial = call.parts, call.compiled.partial_backwards
+    parts, partials = call.parts, call.compiled.partial_backwards
     values = call.as_read(values)
-    arriving = [cotangents[number] for number in parts.cotangent_of]
-    absent = frozenset(i for i, c in enumerate(arriving) if c is None)
-    specs = zip(arriving, call.cotangent_specs, strict=True)
-    filled = [_zeros(s) if c is None or c._is_zerotensor() else c for c, s in specs]
-    if call.orders:
-        orders = [call.orders.get(number) for number in parts.cotangent_of]
-        filled = [c if o is None else c.permute(o) for c, o in zip(filled, orders, strict=True)]
+    numbers = enumerate(parts.cotangent_of)
+    absent = frozenset(i for i, number in numbers if cotangents[number] is None)
+    filled = call.filled(cotangents)
     bound = None if held is None else held.backward
     if not absent:
         gradients = None if held is None or step.lease is None else step.lease.backward(filled)
         return call.compiled.backward([*values, *filled], bound) if gradients is None else gradients
-    assert partial is not None
+    assert partials is not None
     flowing = [bool(reads - absent) for reads in parts.gradient_reads]
     if not any(flowing):
         return [None] * len(flowing)
-    backward = partial.known(absent)
+    backward = partials.known(absent)
     if backward is None:
         gradients = call.compiled.backward([*values, *filled], bound)
         if all_finite([g for g, flows in zip(gradients, flowing, strict=True) if flows]):
             return [g if flows else None for g, flows in zip(gradients, flowing, strict=True)]
-        backward = partial.without(absent)
+        backward = partials.without(absent)
     arrived = [c for i, c in enumerate(filled) if i not in absent]
     if held is not None and step.lease is not None:
         results = step.lease.backward(arrived, backward)

@@ -16,6 +16,7 @@ from tvmbridge.core.torch_private import saved_tensors_hooks_in_force
 from tvmbridge.core.writes import version_of
 from tvmbridge.runtime.cuda_graphs import Replayed
 from tvmbridge.runtime.guards.watch import Watch, versions_of
+from tvmbridge.runtime.halves import BackwardHalves, Waiting, weights_follow
 from tvmbridge.runtime.saved_versions import NotedVersion
 from tvmbridge.runtime.second_order import SecondOrderCall
 
@@ -105,6 +106,13 @@ class TrainingStep:
         # versions of what hooks return, which may be the same memory.
         self.hooked_versions: list[tuple[weakref.ref[torch.Tensor], int]] = []
         self.noted: list[NotedVersion] = []
+        # Runs backward in halves; None: a whole backward runs, whatever the engine asks for.
+        self.halves: BackwardHalves | None = call.halves
+        # What the gradients of weights need after those of inputs; None: nothing is computed.
+        self.waiting: Waiting | None = None
+        # Whether residuals are freed between the halves of backward, and whether they were.
+        self.frees = self.halves is not None and weights_follow()
+        self.freed = False
 
     def run(self) -> list[Any]:
         """Run forward; return the outputs followed by the residuals. Called once."""
@@ -184,9 +192,15 @@ class TrainingStep:
         held = self.held
         return held if held is not None and held.addresses.unchanged() else None
 
+    def free_residuals(self) -> None:
+        """Free the residuals, of which the gradients of weights hold what they read."""
+        self.residuals = None
+        self.freed = True
+
     def free(self) -> None:
         """Free the residuals, and release the CUDA graph's memory for the next call."""
         self.residuals = None
+        self.waiting = None
         self.noted = []
         if self.lease is not None:
             self.lease.end()
