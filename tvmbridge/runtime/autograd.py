@@ -82,6 +82,11 @@ class TrainingCall:
         self.halves = BackwardHalves.of(compiled, self.gradient_of)
         self.cotangent_specs = [computed[i].spec for i in parts.cotangent_of]
 
+    @property
+    def half_runs(self) -> Mapping[str, int]:
+        """How often the code of each half of backward ran; see :class:`BackwardHalves`."""
+        return {} if self.halves is None else self.halves.runs
+
     def __call__(
         self,
         primals: Sequence[Any],
