@@ -172,6 +172,22 @@ def in_halves(
     Raises:
         UnsupportedOperatorError: a value that the gradients of weights read cannot be kept.
     """
+    joint = as_joint(parts, backward, inputs)
+    coloring = color_backward(joint)
+    position = {p: i for i, p in enumerate(joint.mod["joint"].params)}
+    halved = split(joint, coloring)
+    halved = replace(halved, mod=run_passes(halved.mod, [ReturnWhole()], []))
+    return halved, tuple(position[v] for v in coloring.reads)
+
+
+def as_joint(
+    parts: SplitModule, backward: relax.Function, inputs: Sequence[int]
+) -> JointModule:
+    """Return a backward function as a joint function without cotangents.
+
+    Its outputs are the gradients of inputs, its gradients are those of weights; arguments as for
+    :func:`in_halves`.
+    """
     mod = tvm.IRModule({"backward": backward})
     backward = run_passes(mod, [RemoveBorders(), *tidy_passes()], [])["backward"]
     weights = _others(parts, inputs)
@@ -180,7 +196,7 @@ def in_halves(
     function = build_function(
         "joint", backward.params, bindings, [results[i] for i in (*inputs, *weights)]
     )
-    joint = JointModule(
+    return JointModule(
         mod=tvm.IRModule({"joint": function}),
         primals=tuple(p.name for p in function.params),
         cotangents=(),
@@ -191,11 +207,6 @@ def in_halves(
         # The engine may write into gradients of inputs, so that the second function reads copies.
         saved=SavedMemory({}, {}, frozenset(), frozenset(range(len(inputs)))),
     )
-    coloring = color_backward(joint)
-    position = {p: i for i, p in enumerate(function.params)}
-    halved = split(joint, coloring)
-    halved = replace(halved, mod=run_passes(halved.mod, [ReturnWhole()], []))
-    return halved, tuple(position[v] for v in coloring.reads)
 
 
 def _others(parts: SplitModule, inputs: Sequence[int]) -> tuple[int, ...]:
