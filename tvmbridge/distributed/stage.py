@@ -172,7 +172,8 @@ class EngineStage(ZeroBubbleStage):
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run backward of one micro-batch; send zeros where a gradient is None."""
-        with self._mark("B", bwd_chunk_id), self._named("backward", bwd_chunk_id):
+        kind = "B" if kwargs.get("full_backward", True) else "I"
+        with self._mark(kind, bwd_chunk_id), self._named("backward", bwd_chunk_id):
             received = self.args_recv_info[bwd_chunk_id]
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         gradients = self.bwd_cache.get(bwd_chunk_id)
