@@ -1,4 +1,4 @@
-"""Stages of PyTorch's engine under the schedules without bubbles, and the same steps by one module."""
+"""Stages of PyTorch's engine under schedules without bubbles, and the same steps in one process."""
 
 from __future__ import annotations
 

@@ -180,9 +180,7 @@ def in_halves(
     return halved, tuple(position[v] for v in coloring.reads)
 
 
-def as_joint(
-    parts: SplitModule, backward: relax.Function, inputs: Sequence[int]
-) -> JointModule:
+def as_joint(parts: SplitModule, backward: relax.Function, inputs: Sequence[int]) -> JointModule:
     """Return a backward function as a joint function without cotangents.
 
     Its outputs are the gradients of inputs, its gradients are those of weights; arguments as for
