@@ -299,7 +299,7 @@ def report_of(code: ModuleCode) -> DispatchReport:
             eager_functions=dict(entry.compiled.eager_functions),
             passes=entry.compiled.records,
             partial_backwards=0 if (p := entry.compiled.partial_backwards) is None else p.compiled,
-            backward_halves={} if (t := entry.training) is None else dict(t.half_runs),
+            backward_halves={} if (c := entry.training) is None else dict(c.half_runs),
             second_order_backwards=entry.second_order.backwards,
             gradients=entry.gradients,
             graph_replays=entry.graph_replays.total(),

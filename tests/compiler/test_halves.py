@@ -18,7 +18,7 @@ from tvmbridge.coloring.operators import is_view
 from tvmbridge.compiler.halves import as_joint, in_halves
 from tvmbridge.compiler.split import SplitModule, split
 from tvmbridge.dispatch import _code_of
-from tvmbridge.passes.base import bindings_of, flat_results, storage_roots
+from tvmbridge.passes.base import bindings_of, flat_results
 from tvmbridge.pipeline import run_passes, tidy_passes
 from tvmbridge.runtime.halves import BackwardHalves
 
@@ -137,16 +137,3 @@ def halves_of(module: nn.Module) -> BackwardHalves:
     assert entry.training is not None
     assert entry.training.halves is not None
     return entry.training.halves
-
-
-def test_residuals_of_the_second_half_are_not_memory_of_the_user() -> None:
-    module = dispatched(Whole().double(), x=torch.randn(3, 4, dtype=torch.float64))
-    halves = halves_of(module)
-    (specialization,) = _code_of(module).policy.specializations()
-    ((_, entry),) = specialization.compiled()
-    parts = entry.compiled.split
-    assert parts is not None
-    halved, _ = in_halves(parts, parts.mod["backward"], halves.inputs)
-    # The gradient of the input is that of ``inner``: a residual too, which the build copies.
-    roots = storage_roots(halved.mod["forward"])
-    assert set(roots[: halved.num_outputs]) & set(roots[halved.num_outputs :])
