@@ -29,6 +29,7 @@ from tvmbridge.differentiation.saved import SavedMemory
 from tvmbridge.passes.base import flat_results
 from tvmbridge.passes.relax.remove_borders import RemoveBorders
 from tvmbridge.passes.relax.return_whole import ReturnWhole
+from tvmbridge.passes.relax.separate_convolution_gradients import SeparateConvolutionGradients
 from tvmbridge.pipeline import run_passes, tidy_passes
 
 logger = logging.getLogger(__name__)
@@ -187,7 +188,8 @@ def as_joint(parts: SplitModule, backward: relax.Function, inputs: Sequence[int]
     :func:`in_halves`.
     """
     mod = tvm.IRModule({"backward": backward})
-    backward = run_passes(mod, [RemoveBorders(), *tidy_passes()], [])["backward"]
+    passes = [RemoveBorders(), SeparateConvolutionGradients(), *tidy_passes()]
+    backward = run_passes(mod, passes, [])["backward"]
     weights = _others(parts, inputs)
     results = flat_results(backward)
     bindings = [b for block in backward.body.blocks for b in block.bindings]
