@@ -213,6 +213,8 @@ def test_residuals_are_freed_between_the_halves_of_a_zero_bubble_stage(made: Dis
     assert len(step.waiting.values) < len(step.call.parts.residuals) + len(step.call.reads) + 2
     with pytest.raises(RuntimeError, match="ZeroBubbleStage"):
         case.grad([case.x, *case.weights], keep=True)
+    with pytest.raises(RuntimeError, match="ZeroBubbleStage"):
+        case.of_inputs()
     found += case.of_weights()
     assert step.waiting is None
     torch.testing.assert_close(found, in_halves(Case(made.eager)), rtol=1e-12, atol=1e-12)

@@ -30,7 +30,7 @@ from tvmbridge.passes.base import flat_results
 from tvmbridge.passes.relax.remove_borders import RemoveBorders
 from tvmbridge.passes.relax.return_whole import ReturnWhole
 from tvmbridge.passes.relax.separate_convolution_gradients import SeparateConvolutionGradients
-from tvmbridge.pipeline import run_passes, tidy_passes
+from tvmbridge.pipeline import AnyPass, run_passes, tidy_passes
 
 logger = logging.getLogger(__name__)
 
@@ -188,7 +188,7 @@ def as_joint(parts: SplitModule, backward: relax.Function, inputs: Sequence[int]
     :func:`in_halves`.
     """
     mod = tvm.IRModule({"backward": backward})
-    passes = [RemoveBorders(), SeparateConvolutionGradients(), *tidy_passes()]
+    passes: list[AnyPass] = [RemoveBorders(), SeparateConvolutionGradients(), *tidy_passes()]
     backward = run_passes(mod, passes, [])["backward"]
     weights = _others(parts, inputs)
     results = flat_results(backward)

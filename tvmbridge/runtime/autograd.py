@@ -290,6 +290,7 @@ def _gradients(
     step: TrainingStep, saved: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor | None]
 ) -> Sequence[torch.Tensor | None]:
     """Run the compiled backward on the tensors that autograd has saved; return the gradients."""
+    step.refuse_freed()
     step.refuse_written(cotangents)
     with region(f"{step.call.compiled.origin} backward"):
         held = step.unchanged()

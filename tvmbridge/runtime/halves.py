@@ -27,11 +27,6 @@ from tvmbridge.core.writes import version_of
 
 Gradients = Sequence[torch.Tensor | None]
 
-_FREED = (
-    "backward has computed the gradients of the inputs, and has freed what other gradients than "
-    "those of the weights need: forward ran in a ZeroBubbleStage. Ask for the gradients of the "
-    "weights alone, with the same gradients of the outputs, or use PyTorch's PipelineStage"
-)
 _weights_follow = ContextVar("tvmbridge_weights_follow", default=False)
 
 
@@ -141,8 +136,7 @@ class BackwardHalves:
         asked = self._asked(ctx.next_functions, weights_first=waiting is None)
         if asked is Asked.WEIGHTS and waiting is not None and waiting.fits(cotangents):
             return self._second(ctx, waiting)
-        if step.freed:
-            raise RuntimeError(_FREED)
+        step.refuse_freed()
         step.waiting = None
         if asked is Asked.INPUTS:
             return self._first(ctx, cotangents, whole)

@@ -27,6 +27,13 @@ _WRITTEN = (
 )
 
 
+_FREED = (
+    "backward has computed the gradients of the inputs, and has freed what other gradients than "
+    "those of the weights need: forward ran in a ZeroBubbleStage. Ask for the gradients of the "
+    "weights alone, with the same gradients of the outputs, or use PyTorch's PipelineStage"
+)
+
+
 @dataclass(frozen=True, eq=False)
 class ConvertedTensors:
     """The tensors of a module, converted for compiled code once for many calls.
@@ -196,6 +203,15 @@ class TrainingStep:
         """Free the residuals, of which the gradients of weights hold what they read."""
         self.residuals = None
         self.freed = True
+
+    def refuse_freed(self) -> None:
+        """Check that the residuals are there, which a whole backward reads.
+
+        Raises:
+            RuntimeError: they were freed between the halves of backward.
+        """
+        if self.freed:
+            raise RuntimeError(_FREED)
 
     def free(self) -> None:
         """Free the residuals, and release the CUDA graph's memory for the next call."""
