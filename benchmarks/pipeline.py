@@ -26,6 +26,7 @@ from benchmarks.pipeline_equal import BOUNDS, equal
 from benchmarks.pipeline_memory import peak_activations
 from benchmarks.pipeline_models import MODELS, cross_entropy, model_of
 from benchmarks.pipeline_start import join, measured, start_rows
+from benchmarks.pipeline_zero import zero_bubble
 from tvmbridge import add_tvm_dispatch
 from tvmbridge.distributed import PipelineRunner, plan_pipeline
 
@@ -189,6 +190,7 @@ def memory(options: argparse.Namespace) -> Iterator[Row]:
 ROWS = {
     "equal": equal,
     "idle": idle,
+    "zero_bubble": zero_bubble,
     "throughput": throughput,
     "bare": bare,
     "memory": memory,

@@ -51,6 +51,9 @@ class SpecializationReport:
     - ``checked``, ``checked_gradients``: calls and backwards that agreed with the module's own
       forward (``CompileOptions.check``).
     - ``partial_backwards``: backwards compiled for calls with unused outputs.
+    - ``backward_halves``: runs of backward for which autograd asked for a part of the gradients:
+      ``inputs`` and ``weights`` count the code of each half. ``whole`` counts runs of the whole
+      backward, whose other gradients are kept until autograd asks for them.
     - ``second_order_backwards``: backwards that PyTorch computed from the module's own forward,
       because they must be differentiable themselves (``create_graph=True``).
     - ``gradients``: names of the inputs and parameters whose gradients the code computes.
@@ -87,6 +90,7 @@ class SpecializationReport:
     checked: int = 0
     checked_gradients: int = 0
     partial_backwards: int = 0
+    backward_halves: Mapping[str, int] = field(default_factory=dict)
     second_order_backwards: int = 0
     gradients: tuple[str, ...] = ()
     graph_replays: int = 0
@@ -243,6 +247,10 @@ class DispatchReport:
         partial = sum(s.partial_backwards for s in self.specializations)
         if partial:
             console.print(f"backward compiled again without outputs that nothing used: {partial}")
+        halves = sum((Counter(s.backward_halves) for s in self.specializations), Counter[str]())
+        if halves:
+            counts = ", ".join(f"{name} {count}" for name, count in sorted(halves.items()))
+            console.print(f"backward in halves: {counts}", highlight=False)
         second = sum(s.second_order_backwards for s in self.specializations)
         if second:
             console.print(f"backward by PyTorch, for create_graph=True: {second}")
@@ -291,6 +299,7 @@ def report_of(code: ModuleCode) -> DispatchReport:
             eager_functions=dict(entry.compiled.eager_functions),
             passes=entry.compiled.records,
             partial_backwards=0 if (p := entry.compiled.partial_backwards) is None else p.compiled,
+            backward_halves={} if (c := entry.training) is None else dict(c.half_runs),
             second_order_backwards=entry.second_order.backwards,
             gradients=entry.gradients,
             graph_replays=entry.graph_replays.total(),

@@ -45,6 +45,7 @@ def train(rank: int, settings: dict[str, Any], steps: int = 3) -> dict[str, Any]
         "eager": {s.stage: s.eager for s in report.stages},
         "equal_to": {s.stage: s.equal_to for s in report.stages},
         "share": report.share,
+        "halves": {s.stage: s.halves for s in report.stages},
         "tied": runner.plan.tied,
         "own": list(runner.state_dict()),
     }

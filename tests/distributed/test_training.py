@@ -28,6 +28,9 @@ def test_tied_parameters_and_clipping(schedule: str, stages: int) -> None:
         assert_equal(found, *expected(tied=True, clip=0.5))
         assert found["share"] == 1.0
         assert len(found["tied"]) == 1
+        # Three steps of four micro-batches; the first stage has no gradients of inputs.
+        once = {"inputs": 12, "weights": 12} if schedule == "zero_bubble" else {}
+        assert found["halves"] == {stage: once if stage else {} for stage in range(stages)}
     first, second = (set(found["own"]) for found in outcomes)
     assert first | second == set(Language(tied=True).state_dict())
     assert first & second == {"embedding.weight", "head.weight"}

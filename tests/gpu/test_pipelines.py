@@ -35,6 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
     "interleaved": {"schedule": "interleaved"},
     "simple, two stages a device": {"schedule": "simple", "stages": 4},
     "interleaved, two stages a device": {"schedule": "interleaved", "stages": 4},
+    "zero bubble, two stages a device": {"schedule": "zero_bubble", "stages": 4},
     "tied, two stages a device": {"schedule": "interleaved", "stages": 4, "tied": True},
 }
 TIMEOUT = 20.0

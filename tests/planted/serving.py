@@ -117,6 +117,22 @@ SERVING = (
         ("tests/runtime/test_gradient_parts.py", "-k", "hooks_may_step"),
     ),
     Plant(
+        "the gradients of weights for other cotangents",
+        "runtime",
+        "tvmbridge.runtime.halves",
+        "        if not all(a is b for a, b in zip(self.cotangents, cotangents, strict=True)):",
+        "        if len(self.cotangents) != len(cotangents):",
+        ("tests/runtime/test_halves.py", "-k", "another"),
+    ),
+    Plant(
+        "cotangents that are written between the halves of backward",
+        "runtime",
+        "tvmbridge.runtime.halves",
+        "return _versions(cotangents) == self.versions",
+        "return True",
+        ("tests/runtime/test_halves.py", "-k", "written"),
+    ),
+    Plant(
         "a saved buffer overwritten",
         "runtime",
         "tvmbridge.runtime.autograd",

@@ -71,6 +71,31 @@ def test_training_without_capture(folder: Path) -> None:
     assert report.specializations[0].partial_backwards == 1
 
 
+@pytest.mark.slow
+def test_backward_in_halves_without_capture(folder: Path) -> None:
+    """Check halves that are compiled from the backward on disk."""
+    add_tvm_dispatch(_model(folder), (_x().requires_grad_(),), options=_OPTIONS)
+    module = _model(folder)
+    eager = copy.deepcopy(module)
+    add_tvm_dispatch(module, (_x().requires_grad_(),), options=_OPTIONS)
+    for _ in range(4):
+        found = [_halves(module), _halves(eager)]
+        torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
+    (report,) = dispatch_report(module).specializations
+    assert report.recalled == RECALLED
+    assert report.backward_halves == {"whole": 1, "inputs": 3, "weights": 3}
+
+
+def _halves(module: nn.Module) -> list[torch.Tensor]:
+    torch.manual_seed(5)
+    x = _x().requires_grad_()
+    z, sums = module(x)
+    outputs = [z, sums["sum"]]
+    cotangents = [torch.cos(o.detach()) for o in outputs]
+    found = torch.autograd.grad(outputs, [x], cotangents, retain_graph=True)
+    return [*found, *torch.autograd.grad(outputs, list(module.parameters()), cotangents)]
+
+
 class _Sets(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls = 1

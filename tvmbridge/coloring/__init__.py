@@ -3,13 +3,14 @@
 The forward color has all bindings that the outputs depend on. The backward color has all other
 bindings that the gradients depend on, and the forward bindings that backward computes again. A
 forward value that is kept for backward is a *residual*. A policy chooses the values that backward
-computes itself; each policy has a file of its own.
+computes itself; each policy has a file of its own. A third color divides backward once more, into
+the gradients of inputs and the gradients of weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
@@ -21,7 +22,7 @@ from tvmbridge.coloring.graph import JointGraph, tensor_bytes
 from tvmbridge.coloring.keep_casts import keep_casts
 from tvmbridge.coloring.keep_operands import keep_operands
 from tvmbridge.coloring.min_cut import min_cut
-from tvmbridge.coloring.operators import check_names
+from tvmbridge.coloring.operators import check_names, is_view
 from tvmbridge.coloring.recompute_cheap import recompute_cheap
 from tvmbridge.coloring.save_all import save_all
 from tvmbridge.core.decisions import Rule, decided
@@ -112,15 +113,48 @@ def color(
     repeated = frozenset(bindings[i].var for i in chosen)
     if memory_budget is not None:
         graph = JointGraph(joint, recompute, whatever=True)
+    coloring = _divided(graph, list(bindings), repeated)
+    if memory_budget is None:
+        return coloring
+    return replace(coloring, recomputation=predicted(joint, repeated, memory_budget))
+
+
+def color_backward(joint: JointModule) -> Coloring:
+    """Divide a backward function into the gradients of inputs and the gradients of weights.
+
+    The forward color has all bindings that the gradients of inputs depend on, and the backward
+    color has all other bindings. Only rearrangements, fills and constants are in both: no value is
+    computed twice. The residuals are the values that the gradients of weights read.
+
+    Args:
+        joint: the backward function. Its primals are all its parameters, its outputs are the
+            gradients of inputs, and its gradients are those of weights.
+
+    Raises:
+        UnsupportedOperatorError: a gradient of weights reads a value that is not a tensor.
+    """
+    graph = JointGraph(joint)
+    free = {v for v in graph.forward if is_view(graph.bound[v]) or _is_tuple(graph.bound[v])}
+    bindings = joint.mod["joint"].body.blocks[0].bindings
+    return _divided(graph, list(bindings), graph.early | free)
+
+
+def _is_tuple(value: relax.Expr) -> bool:
+    return isinstance(value, relax.Tuple)
+
+
+def _divided(
+    graph: JointGraph, bindings: list[relax.Binding], repeated: Collection[relax.Var]
+) -> Coloring:
+    """Return the coloring in which backward computes ``repeated`` itself."""
     kept = graph.kept(repeated)
     forward = graph.with_forward(v for v in kept if v in graph.bound)
     return Coloring(
         forward=tuple(b for b in bindings if b.var in forward),
-        backward=_backward(graph, list(bindings), repeated),
+        backward=_backward(graph, bindings, repeated),
         residuals=tuple(v for v in graph.bound if v in kept),
         reads=tuple(p for p in graph.primals if p in kept),
         drawn=tuple(p for p in graph.primals if p in kept and p in graph.drawn),
-        recomputation=None if memory_budget is None else predicted(joint, repeated, memory_budget),
     )
 
 
@@ -157,6 +191,7 @@ __all__ = [
     "JointGraph",
     "Recomputation",
     "color",
+    "color_backward",
     "policy_for",
     "tensor_bytes",
 ]

@@ -38,11 +38,11 @@ def prepare(tensor: Any, anywhere: bool = False) -> Any:
     """Return ``tensor`` if compiled code can read its memory, else a dense, aligned copy.
 
     Args:
-        tensor: a tensor, or residuals: a TVM array, which is returned unchanged, or a tuple of
-            tensors.
+        tensor: a tensor, or residuals: a TVM array or an item of it, which is returned unchanged,
+            or a tuple of tensors.
         anywhere: whether only PyTorch's kernels read it, which take unaligned addresses.
     """
-    if isinstance(tensor, tvm_ffi.Array):
+    if isinstance(tensor, tvm_ffi.Array | tvm_ffi.Tensor):
         return tensor
     if isinstance(tensor, tuple):
         return tuple(map(prepare, tensor))

@@ -24,6 +24,7 @@ from tvmbridge.calls.layouts import Layout
 from tvmbridge.compiler.build import Built
 from tvmbridge.compiler.cut_backward import PartFunction, cut_backward, memory_of
 from tvmbridge.compiler.executable import Bound, LoadedModule
+from tvmbridge.compiler.halves import CompiledHalves
 from tvmbridge.compiler.pieces import Pieces
 from tvmbridge.compiler.split import SplitModule, build_function
 from tvmbridge.core.errors import LEAVE_TO_EAGER, BridgeError, first_line
@@ -124,6 +125,7 @@ class NoPartialBackwards:
     """The partial backwards of symbolic code: none, only zeros for absent cotangents if exact."""
 
     compiled = 0
+    halves = None
 
     def known(self, absent: frozenset[int]) -> PartialBackward | None:
         """Return None: there is no partial backward."""
@@ -147,6 +149,9 @@ class PartialBackwards:
         layouts: the layouts of gradients that are not contiguous, by number.
         device: the device of the module's tensors.
         backward: returns the backward function; None: ``parts`` has it.
+
+    Attributes:
+        halves: the gradients of inputs and those of weights in two functions.
     """
 
     def __init__(
@@ -167,6 +172,7 @@ class PartialBackwards:
         self._layouts = layouts
         self._device = device
         self._backward = backward or (lambda: parts.mod["backward"])
+        self.halves = CompiledHalves(parts, build, layouts, device, self._backward)
         self._patterns: dict[frozenset[int], PartialBackward] = {}
         self._cuts: dict[float, tuple[BackwardPart, ...]] = {}
         self._asked: Counter[frozenset[int]] = Counter()

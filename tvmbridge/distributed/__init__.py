@@ -8,11 +8,13 @@ from tvmbridge.distributed.drawing import draw_timelines
 from tvmbridge.distributed.orders import Timeline
 from tvmbridge.distributed.plan import Plan, plan_pipeline
 from tvmbridge.distributed.runner import PipelineRunner
+from tvmbridge.distributed.stage import ZeroBubbleStage
 
 __all__ = [
     "PipelineRunner",
     "Plan",
     "Timeline",
+    "ZeroBubbleStage",
     "draw_timelines",
     "load_checkpoint",
     "pipeline",

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from tvmbridge.backends import is_on_host
 from tvmbridge.core.errors import BridgeError, first_line
-from tvmbridge.dispatch import add_tvm_dispatch, remove_tvm_dispatch
+from tvmbridge.dispatch import add_tvm_dispatch, codes_of, remove_tvm_dispatch
 from tvmbridge.distributed.control import Control
 from tvmbridge.distributed.measuring import sample_of
 from tvmbridge.distributed.splitting import StageModule
+
+
+@dataclass(frozen=True)
+class CompileSettings:
+    """How the stages of a pipeline are compiled.
+
+    - ``options``, ``target``: as for :func:`tvmbridge.add_tvm_dispatch`.
+    - ``halves``: whether the schedule separates the gradients of inputs and of weights.
+    """
+
+    options: Any
+    target: Any
+    halves: bool
 
 
 def compile_stages(
@@ -20,8 +34,7 @@ def compile_stages(
     leaves: Sequence[Any],
     device: torch.device,
     control: Control,
-    options: Any,
-    target: Any,
+    settings: CompileSettings,
 ) -> tuple[dict[int, str], dict[int, int]]:
     """Dispatch the stages of this rank.
 
@@ -41,7 +54,7 @@ def compile_stages(
         refused = {}
         for stage in turn:
             if firsts[stage.index] not in reasons:
-                refused.update(_refusal(stage, leaves, device, options, target))
+                refused.update(_refusal(stage, leaves, device, settings))
         for part in control.gather(refused, "to compile the stages"):
             reasons.update(part)
     for index in merged:
@@ -70,13 +83,24 @@ def _turns(
 
 
 def _refusal(
-    stage: StageModule, leaves: Sequence[Any], device: torch.device, options: Any, target: Any
+    stage: StageModule, leaves: Sequence[Any], device: torch.device, settings: CompileSettings
 ) -> dict[int, str]:
     """Dispatch one stage; return its number and the reason if it is refused."""
     given = [leaves[i] for i in stage.used_inputs]
     try:
         sample = (*sample_of(stage, device), *given)
-        add_tvm_dispatch(stage.module, sample, target=target, options=options)
+        add_tvm_dispatch(stage.module, sample, target=settings.target, options=settings.options)
+        if settings.halves:
+            _compile_halves(stage)
     except BridgeError as error:
         return {stage.index: f"{type(error).__name__}: {first_line(error)}"}
     return {}
+
+
+def _compile_halves(stage: StageModule) -> None:
+    """Compile the gradients of inputs and of weights separately, before a rank waits for others."""
+    for code in codes_of(stage.module).values():
+        for specialization in code.policy.specializations():
+            for _, entry in specialization.compiled():
+                if entry.training is not None and entry.training.halves is not None:
+                    entry.training.halves.compile()

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from tvmbridge.distributed.orders import Span, Work
 from tvmbridge.distributed.stage import EngineStage
 
-_NAME = re.compile(r"([FBW])(\d+)\.(\d+)")
+_NAME = re.compile(r"([FBIW])(\d+)\.(\d+)")
 _MARK = "tvmbridge.pipeline.mark"
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -18,7 +19,8 @@ class StageReport:
     """One stage: the calls that TVM served, and why the others ran in eager PyTorch.
 
     ``cache`` says whether the code came from the cache on disk. ``fallbacks`` counts the calls of
-    the stage's own forward by reason.
+    the stage's own forward by reason. ``halves`` counts the runs of backward that computed the
+    gradients of ``inputs`` or of ``weights`` alone, see :class:`SpecializationReport`.
     """
 
     stage: int
@@ -29,6 +31,7 @@ class StageReport:
     tvm_calls: int
     fallbacks: dict[str, int]
     cache: tuple[str, ...]
+    halves: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -80,10 +83,13 @@ def report_of(
         eager = reasons.get(stage.index)
         served, fallbacks = 0, dict[str, int]()
         cache: tuple[str, ...] = ()
+        halves: Counter[str] = Counter()
         if eager is None:
             told = dispatch_report(stage.module)
             served, fallbacks = told.tvm_calls, dict(told.fallbacks)
             cache = tuple(s.cache for s in told.specializations)
+            for specialization in told.specializations:
+                halves.update(specialization.backward_halves)
         mine.append(
             StageReport(
                 stage=stage.index,
@@ -94,6 +100,7 @@ def report_of(
                 tvm_calls=served,
                 fallbacks=fallbacks,
                 cache=cache,
+                halves=dict(halves),
             )
         )
     parts = control.gather(mine, "for their reports")

@@ -19,7 +19,7 @@ from tvmbridge.distributed.batches import (
     digest,
     split,
 )
-from tvmbridge.distributed.compiling import compile_stages
+from tvmbridge.distributed.compiling import CompileSettings, compile_stages
 from tvmbridge.distributed.control import Control
 from tvmbridge.distributed.graph import PipelineGraph
 from tvmbridge.distributed.orders import Timeline, engine_class
@@ -89,7 +89,11 @@ class PipelineRunner:
         self.equal_to: dict[int, int] = {i: i for i in range(len(plan.stages))}
         if settings.tvm:
             self.eager, self.equal_to = compile_stages(
-                self.stages, leaves, device, control, settings.options, settings.target
+                self.stages,
+                leaves,
+                device,
+                control,
+                CompileSettings(settings.options, settings.target, plan.schedule == "zero_bubble"),
             )
         else:
             self.eager = dict.fromkeys(range(len(plan.stages)), "tvm=False")

@@ -15,6 +15,7 @@ from torch.profiler import record_function
 from tvmbridge.core.devices import gpus_of
 from tvmbridge.core.errors import PipelineError, first_line
 from tvmbridge.distributed.splitting import OutputSource, StageModule
+from tvmbridge.runtime.halves import weights_follow_inputs
 
 # Multiplying by odd numbers mixes the seeds; 63 bits keep them valid for PyTorch.
 _MIXERS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)
@@ -83,7 +84,22 @@ def with_constants(outputs: Sequence[OutputSource], tensors: Sequence[torch.Tens
     return [s.value if s.kind == "constant" else next(rest) for s in outputs]
 
 
-class EngineStage(PipelineStage):
+class ZeroBubbleStage(PipelineStage):
+    """A stage of PyTorch's engine whose compiled code frees residuals between halves of backward.
+
+    Schedules without bubbles ask for the gradients of a stage's inputs first and for those of its
+    weights later. Residuals that only the first need are freed after them. PyTorch's own class
+    works with dispatched modules as well, and keeps these residuals until the gradients of weights.
+    Arguments are those of ``torch.distributed.pipelining.PipelineStage``.
+    """
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Run forward of one micro-batch."""
+        with weights_follow_inputs():
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+
+class EngineStage(ZeroBubbleStage):
     """A stage of PyTorch's engine that records its micro-batch and what it waits for.
 
     - ``waits_for``: the value that it asked for last, for error messages.
@@ -156,7 +172,8 @@ class EngineStage(PipelineStage):
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run backward of one micro-batch; send zeros where a gradient is None."""
-        with self._mark("B", bwd_chunk_id), self._named("backward", bwd_chunk_id):
+        kind = "B" if kwargs.get("full_backward", True) else "I"
+        with self._mark(kind, bwd_chunk_id), self._named("backward", bwd_chunk_id):
             received = self.args_recv_info[bwd_chunk_id]
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         gradients = self.bwd_cache.get(bwd_chunk_id)

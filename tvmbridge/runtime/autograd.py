@@ -23,6 +23,7 @@ from tvmbridge.core.types import TensorSpec
 from tvmbridge.runtime.cuda_graphs import Replayed
 from tvmbridge.runtime.gradient_parts import GradientParts, Handed, link_of, linked
 from tvmbridge.runtime.guards.watch import watch
+from tvmbridge.runtime.halves import BackwardHalves
 from tvmbridge.runtime.output_hooks import let_hooks_wait
 from tvmbridge.runtime.primals import overwritten_by, packed_into, picker, refuse_hooks
 from tvmbridge.runtime.saved_versions import SavedVersions
@@ -78,8 +79,14 @@ class TrainingCall:
         ]
         self.readers = compiled.siblings
         self.versions = SavedVersions(compiled, self.reads, self.overwritten)
+        self.halves = BackwardHalves.of(compiled, self.gradient_of)
         self.cotangent_specs = [computed[i].spec for i in parts.cotangent_of]
         self.gradient_parts = GradientParts(compiled)
+
+    @property
+    def half_runs(self) -> Mapping[str, int]:
+        """How often the code of each half of backward ran; see :class:`BackwardHalves`."""
+        return {} if self.halves is None else self.halves.runs
 
     def __call__(
         self,
@@ -159,6 +166,20 @@ class TrainingCall:
             values[i] = values[i].reshape(shape) if order is None else values[i].permute(order)
         return values
 
+    def filled(self, cotangents: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+        """Return the cotangents that backward takes, in the orders that it reads; zeros for None.
+
+        Args:
+            cotangents: one for each output, None if it did not arrive.
+        """
+        numbers = self.parts.cotangent_of
+        specs = zip((cotangents[number] for number in numbers), self.cotangent_specs, strict=True)
+        filled = [_zeros(s) if c is None or c._is_zerotensor() else c for c, s in specs]
+        if not self.orders:
+            return filled
+        orders = [self.orders.get(number) for number in numbers]
+        return [c if o is None else c.permute(o) for c, o in zip(filled, orders, strict=True)]
+
     def marks(self) -> tuple[torch.Tensor, ...]:
         """Return a marker tensor to save first inside a checkpoint; nothing outside of one.
 
@@ -208,9 +229,13 @@ class _CompiledFunction(torch.autograd.Function):
             if not backward_keeps_graph():
                 step.free()
             return _handed_out(ctx, differentiable, None)
-        gradients, handed = _gradients(ctx, ctx.saved_tensors, cotangents)
-        if any(c is None for c in cotangents):
-            _refuse_hooks(ctx, gradients)
+        halves, handed = step.halves, None
+        if halves is None or step.parts:
+            gradients, handed = _whole_gradients(ctx, cotangents)
+        else:
+            gradients = halves.gradients(
+                ctx, cotangents, lambda: _whole_gradients(ctx, cotangents)[0]
+            )
         results = _handed_out(ctx, gradients, handed)
         if not backward_keeps_graph():
             ctx.sources = step.sources = ()
@@ -234,6 +259,16 @@ def _handed_out(
         handed = Handed(step, [], (), gradients)
         gradients = [gradients[i] for i in step.parts[0].gradients]
     return (None, link_of(step.call.compiled.captured.device, handed), *gradients)
+
+
+def _whole_gradients(
+    ctx: Any, cotangents: Sequence[torch.Tensor | None]
+) -> tuple[Sequence[torch.Tensor | None], Handed | None]:
+    """Return all gradients, or those of the first part and what the next part needs."""
+    gradients, handed = _gradients(ctx, ctx.saved_tensors, cotangents)
+    if any(c is None for c in cotangents):
+        _refuse_hooks(ctx, gradients)
+    return gradients, handed
 
 
 def _backward_to_differentiate(
@@ -302,7 +337,7 @@ def _gradients(
         return _all_gradients(ctx, saved, cotangents), None
     step.refuse_written(cotangents)
     with region(f"{step.call.compiled.origin} backward, part 0"):
-        filled = _filled(step.call, cotangents)
+        filled = step.call.filled(cotangents)
         handed = Handed(step, step.call.as_read(step.restored(saved)), ctx.sources)
         held = step.unchanged()
         if held is not None:
@@ -316,6 +351,7 @@ def _all_gradients(
 ) -> Sequence[torch.Tensor | None]:
     """Run the whole compiled backward; return all gradients."""
     step: TrainingStep = ctx.step
+    step.refuse_freed()
     step.refuse_written(cotangents)
     with region(f"{step.call.compiled.origin} backward"):
         held = step.unchanged()
@@ -337,25 +373,25 @@ def _run_backward(
     without a gradient, but would apply zeros.
     """
     call = step.call
-    parts, partial = call.parts, call.compiled.partial_backwards
+    parts, partials = call.parts, call.compiled.partial_backwards
     values = call.as_read(values)
-    arriving = [cotangents[number] for number in parts.cotangent_of]
-    absent = frozenset(i for i, c in enumerate(arriving) if c is None)
-    filled = _filled(call, cotangents)
+    numbers = enumerate(parts.cotangent_of)
+    absent = frozenset(i for i, number in numbers if cotangents[number] is None)
+    filled = call.filled(cotangents)
     bound = None if held is None else held.backward
     if not absent:
         gradients = None if held is None or step.lease is None else step.lease.backward(filled)
         return call.compiled.backward([*values, *filled], bound) if gradients is None else gradients
-    assert partial is not None
+    assert partials is not None
     flowing = [bool(reads - absent) for reads in parts.gradient_reads]
     if not any(flowing):
         return [None] * len(flowing)
-    backward = partial.known(absent)
+    backward = partials.known(absent)
     if backward is None:
         gradients = call.compiled.backward([*values, *filled], bound)
         if all_finite([g for g, flows in zip(gradients, flowing, strict=True) if flows]):
             return [g if flows else None for g, flows in zip(gradients, flowing, strict=True)]
-        backward = partial.without(absent)
+        backward = partials.without(absent)
     arrived = [c for i, c in enumerate(filled) if i not in absent]
     if held is not None and step.lease is not None:
         results = step.lease.backward(arrived, backward)
@@ -365,17 +401,6 @@ def _run_backward(
     if held is not None:
         bound = held.for_partial(backward.loaded, len(values), [call.place_of_residuals])
     return backward(values, len(flowing), bound)
-
-
-def _filled(call: TrainingCall, cotangents: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-    """Return the cotangents that compiled backward takes, zeros in place of absent ones."""
-    arriving = [cotangents[number] for number in call.parts.cotangent_of]
-    specs = zip(arriving, call.cotangent_specs, strict=True)
-    filled = [_zeros(s) if c is None or c._is_zerotensor() else c for c, s in specs]
-    if not call.orders:
-        return filled
-    orders = [call.orders.get(number) for number in call.parts.cotangent_of]
-    return [c if o is None else c.permute(o) for c, o in zip(filled, orders, strict=True)]
 
 
 def _zeros(spec: TensorSpec | None) -> torch.Tensor:

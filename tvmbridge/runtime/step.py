@@ -17,6 +17,7 @@ from tvmbridge.core.torch_private import saved_tensors_hooks_in_force
 from tvmbridge.core.writes import version_of
 from tvmbridge.runtime.cuda_graphs import Replayed
 from tvmbridge.runtime.guards.watch import Watch, versions_of
+from tvmbridge.runtime.halves import BackwardHalves, Waiting, weights_follow
 from tvmbridge.runtime.saved_versions import NotedVersion
 from tvmbridge.runtime.second_order import SecondOrderCall
 
@@ -24,6 +25,13 @@ WRITTEN = (
     "one of the variables needed for gradient computation has been modified by an inplace "
     "operation: backward reads it, in eager PyTorch too, or hooks on saved tensors kept it without "
     "a copy"
+)
+
+
+_FREED = (
+    "backward has computed the gradients of the inputs, and has freed what other gradients than "
+    "those of the weights need: forward ran in a ZeroBubbleStage. Ask for the gradients of the "
+    "weights alone, with the same gradients of the outputs, or use PyTorch's PipelineStage"
 )
 
 
@@ -109,6 +117,13 @@ class TrainingStep:
         # The parts that backward runs in, and the primals of its gradients; empty: it runs whole.
         self.parts: Sequence[BackwardPart] = ()
         self.sources: Sequence[torch.Tensor] = ()
+        # Runs backward in halves; None: a whole backward runs, whatever the engine asks for.
+        self.halves: BackwardHalves | None = call.halves
+        # What the gradients of weights need after those of inputs; None: nothing is computed.
+        self.waiting: Waiting | None = None
+        # Whether residuals are freed between the halves of backward, and whether they were.
+        self.frees = self.halves is not None and weights_follow()
+        self.freed = False
 
     def run(self) -> list[Any]:
         """Run forward; return the outputs followed by the residuals. Called once."""
@@ -188,9 +203,24 @@ class TrainingStep:
         held = self.held
         return held if held is not None and held.addresses.unchanged() else None
 
+    def free_residuals(self) -> None:
+        """Free the residuals, of which the gradients of weights hold what they read."""
+        self.residuals = None
+        self.freed = True
+
+    def refuse_freed(self) -> None:
+        """Check that the residuals are there, which a whole backward reads.
+
+        Raises:
+            RuntimeError: they were freed between the halves of backward.
+        """
+        if self.freed:
+            raise RuntimeError(_FREED)
+
     def free(self) -> None:
         """Free the residuals, and release the CUDA graph's memory for the next call."""
         self.residuals = None
+        self.waiting = None
         self.noted = []
         if self.lease is not None:
             self.lease.end()

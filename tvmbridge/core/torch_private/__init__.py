@@ -127,6 +127,7 @@ creation_meta = torch._C._autograd._get_creation_meta
 saved_tensors_hooks_in_force = torch._C._autograd._top_saved_tensors_default_hooks
 generated_sources = torch.fx.graph_module._loader
 backward_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+will_engine_execute = torch._C._will_engine_execute_node
 engine_run_backward = torch.autograd.graph._engine_run_backward
 queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 

@@ -199,6 +199,8 @@ class _Check:
     def _await_backward(self, results: Sequence[torch.Tensor]) -> None:
         for node in {r.grad_fn for r in results if r.grad_fn is not None}:
             node.register_hook(self._compare_backward)
+            if (step := getattr(node, "step", None)) is not None:
+                step.halves = None  # all gradients are compared
 
     def _compare_backward(
         self, gradients: Sequence[torch.Tensor | None], cotangents: Sequence[torch.Tensor | None]

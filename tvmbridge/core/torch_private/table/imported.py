@@ -64,6 +64,29 @@ def _keeps_graph(ask: Any) -> bool:
     return seen == [True, False]
 
 
+def _executes(ask: Any) -> bool:
+    """Whether a backward that was asked for one gradient says so of each node that follows."""
+    seen: list[bool | str] = []
+
+    def asked(node: Any) -> bool | str:
+        try:
+            return bool(ask(node))
+        except RuntimeError:
+            return "leaf"
+
+    x, w = weight(), weight()
+    middle = x * 2
+    product = middle * w
+    node = product.grad_fn
+    assert node is not None
+    of_middle, of_w = (following for following, _ in node.next_functions)
+    node.register_prehook(lambda _: seen.extend(map(asked, (of_middle, of_w))))
+    for wanted in (middle, x, w):
+        torch.autograd.grad(product.sum(), [wanted], retain_graph=True)
+    product.sum().backward()
+    return seen == [True, False, True, False, False, "leaf", True, True]
+
+
 def _ends_last(queue: Any) -> bool:
     seen: list[str] = []
     x = weight()
@@ -325,6 +348,11 @@ IMPORTED = (
         "torch._C._autograd._get_current_graph_task_keep_graph",
         "letting go of what no second backward will need",
         _keeps_graph,
+    ),
+    PrivateName(
+        "torch._C._will_engine_execute_node",
+        "backward in halves: the gradients of inputs or of weights alone",
+        _executes,
     ),
     PrivateName(
         "torch.autograd.graph._engine_run_backward",

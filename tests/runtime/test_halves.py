@@ -1,0 +1,231 @@
+"""Backward in halves: autograd may ask for gradients of inputs and of weights in any order."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tvmbridge import CompileOptions, add_tvm_dispatch, dispatch_report
+from tvmbridge.dispatch import _code_of
+from tvmbridge.runtime.autograd import TrainingCall
+from tvmbridge.runtime.halves import weights_follow_inputs
+
+Tensors = list[torch.Tensor]
+
+
+class Two(nn.Module):
+    """Two layers with two outputs, the second of one layer alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.second = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = torch.tanh(self.first(x))
+        return self.second(hidden), hidden.sin()
+
+
+class Dispatched:
+    """A module, its dispatched copy, and the code that serves the copy."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.eager = Two().double()
+        self.ours = copy.deepcopy(self.eager)
+        x = torch.zeros(5, 4, dtype=torch.float64, requires_grad=True)
+        add_tvm_dispatch(self.ours, (x,), options=CompileOptions(only_if_faster=False))
+        (specialization,) = _code_of(self.ours).policy.specializations()
+        ((_, entry),) = specialization.compiled()
+        assert entry.training is not None
+        self.call: TrainingCall = entry.training
+
+    @property
+    def runs(self) -> Counter[str]:
+        return Counter(self.call.half_runs)
+
+
+@pytest.fixture(scope="module")
+def made() -> Dispatched:
+    return Dispatched()
+
+
+class Case:
+    """One call of forward, cotangents of its outputs, and the tensors that gradients are of.
+
+    Args:
+        module: the module.
+        count: the number of outputs that backward starts from.
+    """
+
+    def __init__(self, module: nn.Module, count: int = 2) -> None:
+        generator = torch.Generator().manual_seed(4)
+        x = torch.randn(5, 4, generator=generator, dtype=torch.float64)
+        self.x = x.requires_grad_()
+        self.source = self.x * 1  # no leaf, so that it may be written in place
+        self.outputs = module(self.source)[:count]
+        self.cotangents = [torch.sin(o.detach() + 1) for o in self.outputs]
+        self.weights = list(module.parameters())
+
+    def grad(self, wanted: Tensors, keep: bool = False) -> Tensors:
+        return [*torch.autograd.grad(self.outputs, wanted, self.cotangents, retain_graph=keep)]
+
+    def of_inputs(self, keep: bool = True) -> Tensors:
+        return self.grad([self.x], keep)
+
+    def of_weights(self, keep: bool = False) -> Tensors:
+        return self.grad(self.weights, keep)
+
+    def backward(self) -> Tensors:
+        for tensor in (self.x, *self.weights):
+            tensor.grad = None
+        torch.autograd.backward(self.outputs, self.cotangents)
+        return [tensor.grad for tensor in (self.x, *self.weights) if tensor.grad is not None]
+
+
+def written(case: Case) -> Tensors:
+    before = case.of_inputs()
+    case.cotangents[0].mul_(2)
+    return [*before, *case.of_weights()]
+
+
+def with_another_cotangent(case: Case) -> Tensors:
+    before = case.of_inputs()
+    case.cotangents[0] = case.cotangents[0] + 1
+    return [*before, *case.of_weights()]
+
+
+def accumulated(case: Case) -> Tensors:
+    """Write into what was returned, and ask again."""
+    found = case.of_inputs()
+    for gradient in (first := case.of_weights(keep=True)):
+        gradient.add_(1)
+    return [*found, *first, *case.of_weights()]
+
+
+def in_halves(case: Case) -> Tensors:
+    return [*case.of_inputs(), *case.of_weights()]
+
+
+PATTERNS: dict[str, Callable[[Case], Tensors]] = {
+    "inputs alone": lambda c: c.of_inputs(keep=False),
+    "inputs, weights": in_halves,
+    "inputs twice, weights": lambda c: [*c.of_inputs(), *c.of_inputs(), *c.of_weights()],
+    "inputs, weights twice": lambda c: [*c.of_inputs(), *c.of_weights(True), *c.of_weights()],
+    "inputs, all": lambda c: [*c.of_inputs(), *c.backward()],
+    "inputs, weights, all": lambda c: [*c.of_inputs(), *c.of_weights(True), *c.backward()],
+    "weights, inputs": lambda c: [*c.of_weights(True), *c.of_inputs(False)],
+    "inputs and one weight": lambda c: c.grad([c.x, c.weights[1]]),
+    "one weight after inputs": lambda c: [*c.of_inputs(), *c.grad(c.weights[1:2])],
+    "written": written,
+    "another cotangent": with_another_cotangent,
+    "accumulated": accumulated,
+}
+
+
+@pytest.mark.parametrize("outputs", [1, 2])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_gradients_in_any_order_are_those_of_eager(
+    made: Dispatched, name: str, outputs: int
+) -> None:
+    """Check the first rounds, in which one backward computes all, and rounds with halves."""
+    pattern = PATTERNS[name]
+    for _ in range(2):
+        found, expected = pattern(Case(made.ours, outputs)), pattern(Case(made.eager, outputs))
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_each_half_runs_once_and_only_when_asked(made: Dispatched) -> None:
+    for _ in range(3):
+        in_halves(Case(made.ours))
+    before = made.runs
+    in_halves(Case(made.ours))
+    assert made.runs - before == Counter(inputs=1, weights=1)
+    before = made.runs
+    Case(made.ours).of_inputs(keep=False)
+    assert made.runs - before == Counter(inputs=1)
+    before = made.runs
+    Case(made.ours).backward()
+    assert made.runs == before
+
+
+def test_without_halves_one_backward_computes_all_once(
+    made: Dispatched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check code that has no halves, such as symbolic code."""
+    monkeypatch.setattr(made.call.halves, "_compiled", None)
+    for name in ("inputs, weights", "accumulated", "inputs, all"):
+        before = made.runs
+        found, expected = PATTERNS[name](Case(made.ours)), PATTERNS[name](Case(made.eager))
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        assert made.runs - before == Counter(whole=1)
+
+
+def test_a_write_between_the_halves_raises_as_in_eager(made: Dispatched) -> None:
+    assert made.call.halves is not None
+    assert made.call.halves.compile()
+    for module in (made.eager, made.ours):
+        case = Case(module)
+        case.of_inputs()
+        with torch.no_grad():
+            case.source.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            case.of_weights()
+
+
+def test_a_checkpoint_between_the_halves(made: Dispatched) -> None:
+    found = []
+    for module in (made.ours, made.eager):
+        case = Case(module)
+        case.outputs = checkpoint(module, case.source, use_reentrant=False)
+        found.append(in_halves(case))
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+
+
+def test_hooks_run_once_for_each_gradient(made: Dispatched) -> None:
+    counts = []
+    for module in (made.ours, made.eager):
+        seen: Counter[str] = Counter()
+        case = Case(module)
+        handles = [w.register_hook(lambda g, s=seen: s.update(["w"])) for w in case.weights]
+        handles.append(case.source.register_hook(lambda g, s=seen: s.update(["x"])))
+        in_halves(case)
+        for handle in handles:
+            handle.remove()
+        counts.append(seen)
+    assert counts[0] == counts[1]
+
+
+def test_residuals_are_freed_between_the_halves_of_a_zero_bubble_stage(made: Dispatched) -> None:
+    with weights_follow_inputs():
+        case = Case(made.ours)
+    node: Any = case.outputs[0].grad_fn
+    step = node.step
+    found = case.of_inputs()
+    assert step.residuals is None
+    assert len(step.waiting.values) < len(step.call.parts.residuals) + len(step.call.reads) + 2
+    with pytest.raises(RuntimeError, match="ZeroBubbleStage"):
+        case.grad([case.x, *case.weights], keep=True)
+    with pytest.raises(RuntimeError, match="ZeroBubbleStage"):
+        case.of_inputs()
+    found += case.of_weights()
+    assert step.waiting is None
+    torch.testing.assert_close(found, in_halves(Case(made.eager)), rtol=1e-12, atol=1e-12)
+
+
+def test_checked_calls_compare_all_gradients(made: Dispatched) -> None:
+    ours = copy.deepcopy(made.eager)
+    x = torch.zeros(5, 4, dtype=torch.float64, requires_grad=True)
+    add_tvm_dispatch(ours, (x,), options=CompileOptions(only_if_faster=False, check="always"))
+    found, expected = in_halves(Case(ours)), in_halves(Case(made.eager))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    (report,) = dispatch_report(ours).specializations
+    assert report.checked_gradients == 2
+    assert report.backward_halves == {}

@@ -1,0 +1,236 @@
+"""Backward in halves: the gradients of inputs when the engine asks for these alone, others later.
+
+``torch.autograd.grad(loss, inputs)`` does not need the gradients of weights. The schedules of
+PyTorch's pipelines without bubbles ask for the gradients of a stage's inputs so, with
+``retain_graph=True``, and for the gradients of its weights later, with the same cotangents. Then
+what the first half has computed is not computed again.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tvmbridge.compiler.compiled import CompiledModule
+from tvmbridge.compiler.halves import CompiledHalves, Halves
+from tvmbridge.core.profiling import region
+from tvmbridge.core.torch_private import backward_keeps_graph, will_engine_execute
+from tvmbridge.core.types import InputKind
+from tvmbridge.core.writes import version_of
+
+Gradients = Sequence[torch.Tensor | None]
+
+_weights_follow = ContextVar("tvmbridge_weights_follow", default=False)
+
+
+@contextmanager
+def weights_follow_inputs() -> Iterator[None]:
+    """Let backward free residuals between its halves, for the forward calls in this context.
+
+    After the gradients of inputs alone, the caller may ask once for the gradients of weights alone,
+    with the same cotangents, and for nothing else.
+    """
+    token = _weights_follow.set(True)
+    try:
+        yield
+    finally:
+        _weights_follow.reset(token)
+
+
+def weights_follow() -> bool:
+    """Whether the calling thread is inside of :func:`weights_follow_inputs`."""
+    return _weights_follow.get()
+
+
+class Asked(enum.Enum):
+    """The gradients that the engine asks a node for."""
+
+    ALL = enum.auto()
+    INPUTS = enum.auto()
+    WEIGHTS = enum.auto()
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """The first half of a backward is done, and the gradients of weights are not asked for yet.
+
+    - ``cotangents``, ``versions``: the cotangents of the first half, and their versions.
+    - ``values``: what the gradients of weights are computed from; None if they are computed.
+    - ``gradients``: the gradients of weights, if they are computed.
+    """
+
+    cotangents: Gradients
+    versions: tuple[int, ...]
+    values: list[Any] | None
+    gradients: Gradients
+
+    def fits(self, cotangents: Gradients) -> bool:
+        """Whether these are the same cotangents, which nobody has written since."""
+        if not all(a is b for a, b in zip(self.cotangents, cotangents, strict=True)):
+            return False
+        return _versions(cotangents) == self.versions
+
+
+class BackwardHalves:
+    """Runs the backward of a compiled module in halves, if the engine asks for them.
+
+    Args:
+        compiled: the compiled halves; None: they cannot be compiled, and a whole backward runs.
+        inputs: the numbers of the gradients that belong to inputs.
+        weights: the numbers of the other gradients.
+
+    Attributes:
+        runs: how often the code for the gradients of ``inputs`` and of ``weights`` ran, and how
+            often a ``whole`` backward ran although the engine asked for a part.
+    """
+
+    def __init__(
+        self, compiled: CompiledHalves | None, inputs: Sequence[int], weights: Sequence[int]
+    ) -> None:
+        self.inputs = tuple(inputs)
+        self.weights = tuple(weights)
+        self.runs: Counter[str] = Counter()
+        self._compiled = compiled
+        # Whether a backward came in halves before. The first one may be a lone gradient of inputs.
+        self._both_came = False
+
+    @classmethod
+    def of(cls, compiled: CompiledModule, gradient_of: Sequence[int]) -> BackwardHalves | None:
+        """Return the halves of a module; None if all gradients are of inputs, or of weights.
+
+        Args:
+            compiled: the compiled module.
+            gradient_of: for each gradient, the number of its primal.
+        """
+        users = sum(d.kind is InputKind.USER for d in compiled.captured.inputs)
+        inputs = [i for i, position in enumerate(gradient_of) if position < users]
+        weights = [i for i, position in enumerate(gradient_of) if position >= users]
+        partial = compiled.partial_backwards
+        if not inputs or not weights or partial is None:
+            return None
+        return cls(partial.halves, inputs, weights)
+
+    def compile(self) -> bool:
+        """Compile the halves now; return whether that was possible."""
+        return self._known(at_once=True) is not None
+
+    def gradients(self, ctx: Any, cotangents: Gradients, whole: Callable[[], Gradients]) -> Any:
+        """Return the gradients that the engine asks for, and None for the others.
+
+        Args:
+            ctx: the node of autograd's graph.
+            cotangents: one for each output, None if it did not arrive.
+            whole: runs the whole backward.
+
+        Raises:
+            RuntimeError: the values are freed that the gradients would be computed from.
+        """
+        step, waiting = ctx.step, ctx.step.waiting
+        asked = self._asked(ctx.next_functions, weights_first=waiting is None)
+        if asked is Asked.WEIGHTS and waiting is not None and waiting.fits(cotangents):
+            return self._second(ctx, waiting)
+        step.refuse_freed()
+        step.waiting = None
+        if asked is Asked.INPUTS:
+            return self._first(ctx, cotangents, whole)
+        return whole()
+
+    def _asked(self, following: Sequence[tuple[Any, int]], *, weights_first: bool) -> Asked:
+        """Return which gradients the engine will pass on.
+
+        Args:
+            following: for each gradient, the node that takes it.
+            weights_first: whether to look at the weights first. PyTorch raises an error, which
+                takes 90 us, for a leaf that it returns the gradient of.
+        """
+        groups = [(self.weights, Asked.INPUTS), (self.inputs, Asked.WEIGHTS)]
+        for numbers, others in groups if weights_first else reversed(groups):
+            if not any(_takes(following[i][0]) for i in numbers):
+                return others
+        return Asked.ALL
+
+    def _first(self, ctx: Any, cotangents: Gradients, whole: Callable[[], Gradients]) -> Gradients:
+        """Return the gradients of inputs; note what the gradients of weights need, if they come."""
+        step = ctx.step
+        # Hooks on saved tensors have the residuals, or a cotangent is absent: one whole backward.
+        simple = step.residuals is not None and _all_arrive(step, cotangents)
+        halves = self._known(at_once=step.frees or self._both_came) if simple else None
+        values: list[Any] | None = None
+        ready: Gradients = ()
+        if halves is None:
+            self.runs["whole"] += 1
+            gradients = whole()
+            found = [gradients[i] for i in self.inputs]
+            ready = [gradients[i] for i in self.weights]
+        else:
+            self.runs["inputs"] += 1
+            found, values = self._compute(ctx, halves, cotangents)
+        if backward_keeps_graph():
+            step.waiting = Waiting(cotangents, _versions(cotangents), values, ready)
+            if step.frees and halves is not None:
+                step.free_residuals()
+        return self._placed(self.inputs, found)
+
+    def _known(self, *, at_once: bool) -> Halves | None:
+        if self._compiled is None:
+            return None
+        return self._compiled.known(self.inputs, at_once=at_once)
+
+    def _compute(
+        self, ctx: Any, halves: Halves, cotangents: Gradients
+    ) -> tuple[list[Any], list[Any]]:
+        """Run the code for the gradients of inputs."""
+        step = ctx.step
+        call = step.call
+        step.refuse_written(cotangents)
+        with region(f"{call.compiled.origin} backward of inputs"), call.packing:
+            *values, residuals = call.as_read(step.restored(ctx.saved_tensors))
+            return halves.of_inputs([*values, *residuals, *call.filled(cotangents)])
+
+    def _second(self, ctx: Any, waiting: Waiting) -> Gradients:
+        """Return the gradients of weights from what the first half has left."""
+        step = ctx.step
+        call = step.call
+        self._both_came = True
+        if waiting.values is None:
+            # The caller may write into the gradients, so they are returned once.
+            step.waiting = None
+            return self._placed(self.weights, waiting.gradients)
+        step.refuse_written(waiting.cotangents)
+        step.restored(ctx.saved_tensors)  # raises if a tensor that autograd saved was written
+        halves = self._known(at_once=True)
+        assert halves is not None
+        self.runs["weights"] += 1
+        with region(f"{call.compiled.origin} backward of weights"), call.packing:
+            return self._placed(self.weights, halves.of_weights(waiting.values))
+
+    def _placed(self, numbers: Sequence[int], gradients: Gradients) -> Gradients:
+        placed: list[torch.Tensor | None] = [None] * (len(self.inputs) + len(self.weights))
+        for number, gradient in zip(numbers, gradients, strict=True):
+            placed[number] = gradient
+        return placed
+
+
+def _all_arrive(step: Any, cotangents: Gradients) -> bool:
+    return all(cotangents[number] is not None for number in step.call.parts.cotangent_of)
+
+
+def _versions(cotangents: Gradients) -> tuple[int, ...]:
+    return tuple(version_of(c) for c in cotangents if c is not None)
+
+
+def _takes(node: Any) -> bool:
+    """Whether the running backward passes a gradient on to ``node``, or returns it."""
+    if node is None:
+        return False
+    try:
+        return bool(will_engine_execute(node))
+    except RuntimeError:  # the leaf of a tensor whose gradient torch.autograd.grad returns
+        return True
