@@ -20,7 +20,7 @@ After::
 
 Requires: kernels are TIR functions without a schedule; a target is set.
 Guarantees: a kernel and a reader of its result are merged if the schedule rule for loops computes
-both in one loop nest, row by row. A value that only the two kernels read is no longer a result.
+both in one loop nest, row by row; a backend may have another rule. A value that only the two kernels read is no longer a result.
 Kernels of tvmbridge and of PyTorch stay as they are.
 Runs after: FuseTIR, RewriteDataflowReshape. Runs before: schedules.
 """
@@ -28,7 +28,7 @@ Runs after: FuseTIR, RewriteDataflowReshape. Runs before: schedules.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -43,7 +43,7 @@ from tvmbridge.passes.relax.merged_functions import (
     renamed,
     share_variables,
 )
-from tvmbridge.schedules import is_one_nest, parse_one_nest
+from tvmbridge.schedules import is_one_nest, is_scheduled
 from tvmbridge.schedules.kernel import Kernel, parse
 
 # Longer loop bodies take long to compile, and need more registers than the machine has.
@@ -51,12 +51,24 @@ _MOST_STAGES = 48
 _LONGEST_NAME = 200
 
 
+Rule: TypeAlias = Callable[[Kernel, tuple[Kernel, ...], tvm.target.Target], bool]
+
+
+def _is_one_nest(kernel: Kernel, _: tuple[Kernel, ...], target: tvm.target.Target) -> bool:
+    return is_one_nest(kernel, target)
+
+
 @dataclass(frozen=True)
 class MergeKernels(RelaxPass):
-    """Merge kernels with readers of their results, if one loop nest computes both."""
+    """Merge kernels with readers of their results, if one loop nest computes both.
+
+    ``rule`` returns whether a function, merged of some parts or of none, is one loop nest.
+    """
+
+    rule: Rule = _is_one_nest
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
-        merging = _Merging(mod, tvm.target.Target.current())
+        merging = _Merging(mod, tvm.target.Target.current(), self.rule)
         functions = dict(mod.functions_items())
         for name, function in functions.items():
             if isinstance(function, relax.Function):
@@ -146,8 +158,10 @@ class _Line:
 class _Merging:
     """Merges the kernels of a module; ``made`` has the functions of the merged kernels."""
 
-    def __init__(self, mod: tvm.IRModule, target: tvm.target.Target) -> None:
-        self.mod, self.target, self.count = mod, target, 0
+    def __init__(
+        self, mod: tvm.IRModule, target: tvm.target.Target, rule: Rule = _is_one_nest
+    ) -> None:
+        self.mod, self.target, self.rule, self.count = mod, target, rule, 0
         self.builder = relax.BlockBuilder(mod)
         self.made: dict[tvm.ir.GlobalVar, tirx.PrimFunc] = {}
         self._known: dict[Any, tvm.ir.GlobalVar | None] = {}
@@ -253,7 +267,7 @@ class _Merging:
             other = parse(renamed(self._function(second)))
             assert other is not None
         kernel = merged_kernel(one, other, given, kept)
-        return kernel if is_one_nest(kernel, self.target) else None
+        return kernel if self.rule(kernel, (one, other), self.target) else None
 
     def _added(
         self,
@@ -275,7 +289,10 @@ class _Merging:
     def _parse(self, callee: tvm.ir.GlobalVar) -> Kernel | None:
         if callee not in self._parsed:
             function = self._function(callee)
-            self._parsed[callee] = parse_one_nest(function, self.target, most=_MOST_STAGES)
+            kernel = None if is_scheduled(function) else parse(function)
+            small = kernel is not None and len(kernel.stages) <= _MOST_STAGES
+            fits = kernel is not None and small and self.rule(kernel, (), self.target)
+            self._parsed[callee] = kernel if fits else None
         return self._parsed[callee]
 
 

@@ -7,13 +7,13 @@ from tvm.ir import IRModule
 from tvm.s_tir import SBlock, SBlockRealize, dlight
 from tvm.target import Target
 
-from tvmbridge.schedules import is_scheduled, marked_scheduled
+from tvmbridge.schedules import is_reshape, is_scheduled, marked_scheduled
 from tvmbridge.schedules.bfloat16 import rounded_by_cuda
 from tvmbridge.schedules.bool_buffers import kept_as_bytes
 from tvmbridge.schedules.gpu.doubles import exact_doubles
 from tvmbridge.schedules.gpu.elementwise import emit_elementwise, emit_transpose
 from tvmbridge.schedules.gpu.reductions import emit_gpu_reduction
-from tvmbridge.schedules.gpu.rows import emit_gpu_rows
+from tvmbridge.schedules.gpu.rows import emit_gpu_rows, fits_registers
 from tvmbridge.schedules.kernel import Kernel, parse
 from tvmbridge.schedules.loops import sequence
 from tvmbridge.schedules.machine import Machine
@@ -68,6 +68,32 @@ def schedule_function(func: tirx.PrimFunc) -> tirx.PrimFunc | None:
     return marked_scheduled(func.with_body(SBlockRealize([], True, root)))
 
 
+def is_one_kernel(kernel: Kernel, parts: tuple[Kernel, ...], _: Target) -> bool:
+    """Whether scheduling a function gives one kernel, in which its parts lose no threads.
+
+    Rows with reductions keep their number, and elementwise functions get one thread for each
+    element, so that a merged kernel fills a GPU like its parts.
+
+    Args:
+        kernel: the function.
+        parts: the functions that ``kernel`` is made of; empty if it was not merged.
+    """
+    nest = _row_nest(kernel)
+    if nest is None or nest.is_elementwise or not parts:
+        return nest is not None
+    others = [_row_nest(part) for part in parts]
+    rows = {other.rows for other in others if other is not None and not other.is_elementwise}
+    return rows == {nest.rows} and fits_registers(nest)
+
+
+def _row_nest(kernel: Kernel) -> RowNest | None:
+    """Return the only loop nest of a function if it runs row by row; None otherwise."""
+    if is_reshape(kernel):
+        return None
+    nests = plan(kernel, _MACHINE)
+    return nests[0] if len(nests) == 1 and isinstance(nests[0], RowNest) else None
+
+
 def _kernels(kernel: Kernel) -> list[tirx.Stmt]:
     nests = plan(kernel, _MACHINE)
     shared = shared_buffers(kernel, nests)
@@ -88,4 +114,4 @@ def _kernels(kernel: Kernel) -> list[tirx.Stmt]:
     return statements
 
 
-__all__ = ["schedule_for_gpu", "schedule_function"]
+__all__ = ["is_one_kernel", "schedule_for_gpu", "schedule_function"]

@@ -32,6 +32,8 @@ from tvmbridge.schedules.values import Evaluator, Memory, TooLargeError
 # Columns of one thread that registers hold.
 _REGISTERS = 32
 _SHARED_BYTES = 40_000
+# Values between passes that a thread of a merged kernel holds; a thread has 255 registers at most.
+_MOST_HELD = 96
 _SMALLEST_BLOCK = 128
 # The longest row for a single warp, and the same if at least `_MANY` rows fill the GPU with warps.
 _WARP_COLUMNS = 256
@@ -77,7 +79,7 @@ class GpuRowEmitter:
         if rows % self.teams:
             # Teams without a row repeat the last row, because all threads must reach barriers.
             own = tirx.Min(own, integer(rows - 1))
-        statements: list[tirx.Stmt] = [tirx.Bind(row, own), *self._allocations()]
+        statements: list[tirx.Stmt] = [tirx.Bind(row, own), *self.allocations()]
         self._redirect(row)
         for time in sorted({member.time for member in self.nest.members}):
             members = [m for m in self.nest.members if m.time == time]
@@ -91,7 +93,8 @@ class GpuRowEmitter:
                 statements.append(barrier())
         return statements
 
-    def _allocations(self) -> list[tirx.Stmt]:
+    def allocations(self) -> list[tirx.Stmt]:
+        """Allocate registers and shared memory for values that later passes read."""
         statements, shared_bytes = [], 0
         for member in self.nest.members:
             stage, buffer = member.stage, member.stage.buffer
@@ -249,3 +252,14 @@ def _team_size(columns: int, rows: int) -> int:
 def emit_gpu_rows(nest: RowNest, shared: set[Any], memory: Memory) -> list[tirx.Stmt]:
     """Return the kernel of ``nest``; ``shared`` are the buffers that are read outside of it."""
     return GpuRowEmitter(nest, shared, memory).emit()
+
+
+def fits_registers(nest: RowNest) -> bool:
+    """Whether a thread's registers and a block's shared memory hold the values between passes."""
+    emitter = GpuRowEmitter(nest, set(), Memory())
+    try:
+        emitter.allocations()
+    except TooLargeError:
+        return False
+    held = sum(int(buffer.shape[0]) for buffer in emitter.local.values())
+    return held <= _MOST_HELD
