@@ -88,14 +88,14 @@ class _Kernel:
     - ``callee``: the function.
     - ``args``: the arguments without the results.
     - ``results``: the variables of the results, in order.
-    - ``binding``: the binding of the call in the module; None for a merged kernel.
+    - ``bindings``: the bindings of the call and its results; empty for a merged kernel.
     """
 
     callee: tvm.ir.GlobalVar
     args: tuple[relax.Expr, ...]
     results: tuple[relax.Var, ...]
     span: Any
-    binding: relax.Binding | None = None
+    bindings: tuple[relax.Binding, ...] = ()
 
     @cached_property
     def reads(self) -> Counter[relax.Var]:
@@ -184,9 +184,8 @@ class _Merging:
 
     def _block(self, block: relax.DataflowBlock, uses: Counter[relax.Var]) -> relax.DataflowBlock:
         line = _Line()
-        for binding in block.bindings:
-            kernel = _kernel(binding)
-            line.extend([binding] if kernel is None else self._grown(line, kernel, uses))
+        for node in _nodes(block, uses):
+            line.extend(self._grown(line, node, uses) if isinstance(node, _Kernel) else [node])
         nodes = line.behind(-1)
         return relax.DataflowBlock([b for node in nodes for b in _bindings(node, self.builder)])
 
@@ -296,21 +295,60 @@ class _Merging:
         return self._parsed[callee]
 
 
-def _kernel(binding: relax.Binding) -> _Kernel | None:
-    """Return the call of a TIR function with one result that ``binding`` binds, or None."""
-    call = binding.value
-    if not isinstance(call, relax.Call) or getattr(call.op, "name", "") != "relax.call_tir":
+def _nodes(block: relax.DataflowBlock, uses: Counter[relax.Var]) -> list[_Node]:
+    """Return the bindings of a block; a call of a TIR function and its results are one node."""
+    fields: dict[relax.Var, list[relax.Binding]] = {}
+    for binding in block.bindings:
+        if isinstance(binding.value, relax.TupleGetItem):
+            fields.setdefault(binding.value.tuple_value, []).append(binding)
+    kernels: dict[relax.Var, _Kernel] = {}
+    nodes: list[_Node] = []
+    for binding in block.bindings:
+        value = binding.value
+        if isinstance(value, relax.TupleGetItem) and value.tuple_value in kernels:
+            continue
+        kernel = _kernel(binding, fields.get(binding.var, []), uses)
+        nodes.append(kernel or binding)
+        if kernel is not None:
+            kernels[binding.var] = kernel
+    return nodes
+
+
+def _kernel(
+    binding: relax.Binding, fields: list[relax.Binding], uses: Counter[relax.Var]
+) -> _Kernel | None:
+    """Return the call of a TIR function that ``binding`` binds, or None.
+
+    ``fields`` bind the call's results, if there are several. None if the tuple of the results is
+    read as a whole, or a result is bound twice.
+    """
+    call, type_ = binding.value, binding.var.ty
+    if not _is_tir_call(call):
         return None
-    if len(call.args) != 2 or not isinstance(call.args[1], relax.Tuple):
-        return None
-    if not isinstance(binding.var.ty, relax.TensorType):
-        return None
-    return _Kernel(call.args[0], tuple(call.args[1].fields), (binding.var,), call.span, binding)
+    results = [binding.var]
+    if isinstance(type_, relax.TupleType):
+        bound = {field.value.index: field.var for field in fields}
+        if not len(bound) == len(fields) == uses[binding.var]:
+            return None
+        results = [
+            bound[number] if number in bound else relax.DataflowVar("unread", field)
+            for number, field in enumerate(type_.fields)
+        ]
+    args = tuple(call.args[1].fields)
+    return _Kernel(call.args[0], args, tuple(results), call.span, (binding, *fields))
+
+
+def _is_tir_call(value: relax.Expr) -> bool:
+    if not isinstance(value, relax.Call) or getattr(value.op, "name", "") != "relax.call_tir":
+        return False
+    return len(value.args) == 2 and isinstance(value.args[1], relax.Tuple)
 
 
 def _reads(node: _Node) -> Counter[relax.Var]:
     if isinstance(node, _Kernel):
         return node.reads
+    if _is_tir_call(node.value):
+        return Counter(arg for arg in node.value.args[1].fields if isinstance(arg, relax.Var))
     return Counter(relax.analysis.free_vars(node.value))
 
 
@@ -323,7 +361,7 @@ def _uses(function: relax.Function) -> Counter[relax.Var]:
     uses: Counter[relax.Var] = Counter(relax.analysis.free_vars(function.body.body))
     for block in function.body.blocks:
         for binding in block.bindings:
-            uses.update(_reads(_kernel(binding) or binding))
+            uses.update(_reads(binding))
             if not isinstance(binding.var, relax.DataflowVar):
                 uses[binding.var] += 1
     return uses
@@ -332,8 +370,8 @@ def _uses(function: relax.Function) -> Counter[relax.Var]:
 def _bindings(node: _Node, builder: relax.BlockBuilder) -> list[relax.Binding]:
     if not isinstance(node, _Kernel):
         return [node]
-    if node.binding is not None:
-        return [node.binding]
+    if node.bindings:
+        return list(node.bindings)
     types = [var.ty for var in node.results]
     call = with_span(relax.call_tir(node.callee, list(node.args), types), node.span)
     call = builder.normalize(call)  # infers the type

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import tvm
 import tvm_ffi
+from tvm import relax
 
 from tvmbridge.backends.base import Backend, kernel_passes
 from tvmbridge.backends.cuda.bits import register_bits
@@ -60,7 +61,8 @@ def _kernel_passes(measure: bool) -> list[AnyPass]:
         fuse=FuseOps(MOST_ON_GPUS),
     )
     # MergeKernels decides by sizes which kernels to merge.
-    merging = [] if sizes_vary() else [MergeKernels(is_one_kernel), DeadCodeElimination()]
+    merges = MergeKernels(is_one_kernel), DeadCodeElimination()
+    merging = [] if sizes_vary() else [relax.transform.CanonicalizeBindings(), *merges]
     return [*ours, *shared, *merging]
 
 

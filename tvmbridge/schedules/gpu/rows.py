@@ -11,9 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import tvm_ffi
 from tvm import tirx
 from tvm.ir import Expr
 
+from tvmbridge.schedules.gpu.elementwise import memory_dtypes
 from tvmbridge.schedules.gpu.threads import (
     MOST_THREADS,
     WARP,
@@ -23,6 +25,7 @@ from tvmbridge.schedules.gpu.threads import (
     launch,
     when,
 )
+from tvmbridge.schedules.gpu.vectors import lanes_for, side_by_side
 from tvmbridge.schedules.indexing import Indexer, index_var, integer
 from tvmbridge.schedules.loops import load, loop, store
 from tvmbridge.schedules.reader import Buffer
@@ -49,6 +52,7 @@ class GpuRowEmitter:
     - ``teams``: the number of teams in a block.
     - ``local``: the register arrays that hold values between passes, by buffer.
     - ``tile``: the shared-memory arrays that hold rows between passes, by buffer.
+    - ``dtypes``: the dtypes of the arrays in memory that may be read or written as vectors.
     """
 
     def __init__(self, nest: RowNest, shared: set[Any], memory: Memory) -> None:
@@ -60,8 +64,9 @@ class GpuRowEmitter:
         self.teams = _SMALLEST_BLOCK // self.size if self.size <= WARP else 1
         self.local: dict[Any, Buffer] = {}
         self.tile: dict[Any, Buffer] = {}
-        # The variable of a thread's column in the current pass, and its step of the loop.
-        self.step_of: tuple[tirx.Var | None, Expr] = None, integer(0)
+        self.dtypes = memory_dtypes(nest, shared)
+        # A thread's column in the current pass, and the number of its register.
+        self.register_of: tuple[Expr | None, Expr] = None, integer(0)
 
     def emit(self) -> list[tirx.Stmt]:
         """Return the kernel of the loop nest, as a list of one statement."""
@@ -108,16 +113,23 @@ class GpuRowEmitter:
                 name = f"{stage.name}_row"
                 self.tile[buffer], room = allocate_in("shared", count, stage.dtype, name)
                 statements.append(room)
-            elif self._steps(member.columns) <= _REGISTERS:
-                name, count = f"{stage.name}_own", self._steps(member.columns)
+            elif self._registers(member.columns) <= _REGISTERS:
+                name, count = f"{stage.name}_own", self._registers(member.columns)
                 self.local[buffer], room = allocate_in("local", count, stage.dtype, name)
                 statements.append(room)
             elif buffer not in self.shared:
                 raise TooLargeError
         return statements
 
+    def _lanes(self, columns: int) -> int:
+        """Return the number of neighbouring columns of a thread: the widest that occupies all."""
+        return lanes_for(self.dtypes, columns, self.size)
+
     def _steps(self, columns: int) -> int:
-        return -(-columns // self.size)
+        return -(-columns // (self.size * self._lanes(columns)))
+
+    def _registers(self, columns: int) -> int:
+        return self._steps(columns) * self._lanes(columns)
 
     def _redirect(self, row: Expr) -> None:
         """Redirect reads of values of earlier passes to registers or shared memory."""
@@ -129,15 +141,16 @@ class GpuRowEmitter:
                 self.evaluator.places[buffer] = self._in_tile(member, row)
 
     def _in_registers(self, member: Member, row: Expr) -> Callable[[Expr], Expr]:
-        local = self.local[member.stage.buffer]
-        columns, size = integer(member.columns), integer(self.size)
+        local, lanes = self.local[member.stage.buffer], integer(self._lanes(member.columns))
+        columns, width = integer(member.columns), integer(self.size) * lanes
 
         def place(offset: Expr) -> Expr:
             column = self.indexer.simplify(offset - row * columns)
-            known, step = self.step_of
-            if known is not None and column.same_as(known):
-                return load(local, step)
-            return load(local, self.indexer.simplify(column // size))
+            known, register = self.register_of
+            if known is not None and tvm_ffi.structural_equal(column, known):
+                return load(local, register)
+            number = column // width * lanes + column % lanes
+            return load(local, self.indexer.simplify(number))
 
         return place
 
@@ -176,18 +189,30 @@ class GpuRowEmitter:
             sums[stage.buffer], room = allocate_in("local", 1, stage.dtype, f"{stage.name}_sum")
             statements += [room, store(sums[stage.buffer], stage.reduction.init, integer(0))]
 
+        lanes = self._lanes(columns)
+        groups = columns // lanes
+
         def step(i: Expr) -> list[tirx.Stmt]:
             if isinstance(i, tirx.Var):
                 self.indexer.bind(i, self._steps(columns))
             own = self.indexer.simplify(i * integer(size) + self.rank)
-            if columns % size == 0:
+            if lanes == 1 and columns % size == 0:
                 return self._column(members, sums, row, own, i)
             # A variable with a known range: the simplifier cannot find the range in the expression.
-            column = index_var("column")
-            self.indexer.bind(column, columns)
-            self.step_of = column, i
-            body = [tirx.Bind(column, own), *self._column(members, sums, row, column, i)]
-            return when(own < integer(columns), body)
+            group = index_var("column")
+            self.indexer.bind(group, groups)
+
+            def element(column: Expr, lane: Expr) -> list[tirx.Stmt]:
+                register = self.indexer.simplify(i * integer(lanes) + lane)
+                self.register_of = column, register
+                return self._column(members, sums, row, column, register)
+
+            if lanes == 1:
+                elements = element(group, integer(0))
+            else:
+                elements = side_by_side(self.indexer, lanes, group * integer(lanes), element)
+            inside = None if groups % size == 0 else own < integer(groups)
+            return when(inside, [tirx.Bind(group, own), *elements])
 
         statements.append(loop(self._steps(columns), step))
         for member in reducing:
@@ -198,7 +223,7 @@ class GpuRowEmitter:
         return statements
 
     def _column(
-        self, members: Sequence[Member], sums: Any, row: Expr, column: Expr, step: Expr
+        self, members: Sequence[Member], sums: Any, row: Expr, column: Expr, register: Expr
     ) -> list[tirx.Stmt]:
         """Return the statements that compute the elements of all members at one column."""
         evaluator, indexer = self.evaluator.fork(), self.indexer
@@ -213,7 +238,7 @@ class GpuRowEmitter:
                 continue
             indices = [integer(0) if v is None else at[v] for v in stage.dims]
             evaluator.remember(stage.buffer, indexer.flat(stage.buffer, indices), value)
-            self._keep(member, evaluator, row, column, step, value)
+            self._keep(member, evaluator, row, column, register, value)
         return evaluator.take()
 
     def _keep(
@@ -222,7 +247,7 @@ class GpuRowEmitter:
         evaluator: Evaluator,
         row: Expr,
         column: Expr,
-        step: Expr,
+        register: Expr,
         value: Expr,
     ) -> None:
         """Add the statements that store an element in all places where it is read later."""
@@ -232,7 +257,7 @@ class GpuRowEmitter:
         if buffer in self.shared:
             evaluator.store(buffer, offset, value)
         if buffer in self.local:
-            evaluator.statements.append(store(self.local[buffer], value, step))
+            evaluator.statements.append(store(self.local[buffer], value, register))
         elif buffer in self.tile:
             at = self.indexer.simplify(self.place * integer(member.columns) + column)
             evaluator.statements.append(store(self.tile[buffer], value, at))
@@ -256,7 +281,7 @@ def emit_gpu_rows(nest: RowNest, shared: set[Any], memory: Memory) -> list[tirx.
 
 def fits_registers(nest: RowNest) -> bool:
     """Whether a thread's registers and a block's shared memory hold the values between passes."""
-    emitter = GpuRowEmitter(nest, set(), Memory())
+    emitter = GpuRowEmitter(nest, nest.kernel.outputs, Memory())
     try:
         emitter.allocations()
     except TooLargeError:
