@@ -42,7 +42,8 @@ COMPILED: dict[str, Compile] = {
 }
 # Operators that are compiled for GPUs too: their loops run over rows of few arrays, or move
 # elements by a fixed pattern.
-FOR_GPUS = frozenset(NORMS) | {"aten.slice_scatter.default", "aten.diagonal.default"}
+_MOVED_BY_PATTERN = ("aten.slice_scatter.default", "aten.diagonal.default", "aten.roll.default")
+FOR_GPUS = frozenset(NORMS) | frozenset(_MOVED_BY_PATTERN)
 
 
 def compile_aten_call(bb: relax.BlockBuilder, call: Call, content: dict[str, Any]) -> Expr:
