@@ -20,7 +20,8 @@ After::
 
 Requires: kernels are TIR functions without a schedule; a target is set.
 Guarantees: a kernel and a reader of its result are merged if the schedule rule for loops computes
-both in one loop nest, row by row; a backend may have another rule. A value that only the two kernels read is no longer a result.
+both in one loop nest, row by row; a backend may have another rule. A value that only the two
+kernels read is no longer a result.
 Kernels of tvmbridge and of PyTorch stay as they are.
 Runs after: FuseTIR, RewriteDataflowReshape. Runs before: schedules.
 """

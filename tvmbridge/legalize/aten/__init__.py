@@ -25,6 +25,7 @@ from tvmbridge.legalize.aten.scatters import SCATTERS
 from tvmbridge.legalize.aten.sorts import SORTS
 from tvmbridge.legalize.aten.upsample import UPSAMPLE
 from tvmbridge.legalize.aten.windows import WINDOWS
+from tvmbridge.legalize.aten.windows_last import pool_with_channels_last
 
 COMPILED: dict[str, Compile] = {
     **POINTWISE,
@@ -48,7 +49,10 @@ FOR_GPUS = frozenset(NORMS) | frozenset(_MOVED_BY_PATTERN)
 
 def compile_aten_call(bb: relax.BlockBuilder, call: Call, content: dict[str, Any]) -> Expr:
     """Emit loops for a marked ATen call by ``bb``; ``content`` is the parsed spec of the call."""
-    arguments = Arguments.of(content, tensors_of(call))
+    tensors = tensors_of(call)
+    arguments = Arguments.of(content, tensors)
+    if content.get("channels_last"):
+        return pool_with_channels_last(bb, call, arguments, tensors[0])
     return COMPILED[content["op"]](bb, call, arguments)
 
 

@@ -224,9 +224,7 @@ def _emitted(
         fields = [
             bb.emit(relax.TupleGetItem(made, i)) if several else made for i in range(len(group))
         ]
-        results += [
-            _shaped(bb, field, type_) for field, type_ in zip(fields, types, strict=True)
-        ]
+        results += [_shaped(bb, field, type_) for field, type_ in zip(fields, types, strict=True)]
     return relax.Tuple(results)
 
 
