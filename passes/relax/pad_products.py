@@ -76,7 +76,6 @@ class _PadMutator(PyExprMutator):
         if more is None:
             return call
         self.report.rewrote()
-        more_rows, more_depth, more_columns = more
         product = self.builder_.emit(padded_product(self.builder_, call, stored, more))
         more_rows, _, more_columns = more
         if not more_rows and not more_columns:

@@ -125,10 +125,10 @@ def _product(result: relax.Expr, bound: Mapping[relax.Var, relax.Expr]) -> _Prod
         value = bound.get(chain[-1])
     bias = None
     if is_call(value, "relax.add"):
-        for product, bias in (value.args, value.args[::-1]):
+        for product, other in (value.args, value.args[::-1]):
             if sizes_of(bound.get(product)) is not None:
                 chain.append(product)
-                value = bound[product]
+                value, bias = bound[product], other
                 break
     sizes = sizes_of(value)
     if sizes is None or not shape or shape[-1] != sizes[2]:
