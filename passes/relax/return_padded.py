@@ -94,6 +94,12 @@ class _Product:
     bias: relax.Expr | None
     more: tuple[int, int, int]
 
+    @property
+    def pitch(self) -> int:
+        """The length of the product's padded rows."""
+        columns: int = self.call.args[1].ty.shape.values[1].value
+        return columns + self.more[2]
+
     def emit(self, builder: relax.BlockBuilder) -> relax.Var:
         """Emit the product, and its sum with the bias, with padded rows."""
         product = builder.emit(padded_product(builder, self.call, self.stored, self.more))
@@ -120,7 +126,7 @@ def _products(function: relax.Function, kept: Collection[int]) -> dict[int, _Pro
 
 def _product(result: relax.Expr, bound: Mapping[relax.Var, relax.Expr]) -> _Product | None:
     shape, value, chain = shape_of(result), bound.get(result), [result]
-    if is_call(value, "relax.reshape"):
+    if value is not None and is_call(value, "relax.reshape"):
         chain.append(value.args[0])
         value = bound.get(chain[-1])
     bias = None
@@ -131,7 +137,7 @@ def _product(result: relax.Expr, bound: Mapping[relax.Var, relax.Expr]) -> _Prod
                 value, bias = bound[product], other
                 break
     sizes = sizes_of(value)
-    if sizes is None or not shape or shape[-1] != sizes[2]:
+    if value is None or sizes is None or not shape or shape[-1] != sizes[2]:
         return None
     if bias is not None and shape_of(bias) != (sizes[2],):
         return None
@@ -158,10 +164,6 @@ def _returning(function: relax.Function, products: Mapping[int, _Product]) -> re
             ]
             output = builder.emit_output(relax.Tuple(fields))
         builder.emit_func_output(output)
-    padded = {
-        n: (shape_of(results[n]), shape_of(field)[-1])
-        for n, field in enumerate(fields)
-        if n in products
-    }
+    padded = {n: (shape_of(results[n]), p.pitch) for n, p in products.items()}
     whole = builder.get()[name].with_attr(_ATTRIBUTE, json.dumps(padded))
     return copy_with_new_vars(whole)

@@ -81,3 +81,29 @@ def test_gradients_of_residual_and_norms(kernels: list[Any]) -> None:
         torch.testing.assert_close(ours.double(), truth, rtol=1e-5, atol=1e-5)
     # The three sums of the norms' parameters go down columns, each in a kernel of its own.
     assert _launches(kernels) == 1 + 1 + 3
+
+
+class _Sums(nn.Module):
+    """Sums down columns and along a long row, rounded to half precision, scaled and reshaped."""
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        down = x.float().sum(0)
+        total = x.float().sum()
+        return (down * scale.float()).to(x.dtype).view(1, -1), (total / 3).to(x.dtype)
+
+
+@pytest.mark.parametrize("shape", [(70, 33), (1200, 64)], ids=str)
+@torch.no_grad()
+def test_sums_are_rounded_where_they_are_computed(
+    shape: tuple[int, ...], kernels: list[Any]
+) -> None:
+    torch.manual_seed(0)
+    x, scale = torch.randn(shape).bfloat16(), torch.randn(shape[1]).bfloat16()
+    module = _Sums().eval()
+    tvmbridge.add_tvm_dispatch(module, (x, scale))
+    kernels.clear()
+    found, wanted = module(x, scale), _Sums()(x.double(), scale.double())
+    # The parts of a reduction are combined by a second launch.
+    assert _launches(kernels) <= 4
+    for ours, truth in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours.double(), truth, rtol=2**-7, atol=1e-3)

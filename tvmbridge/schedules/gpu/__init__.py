@@ -14,6 +14,7 @@ from tvmbridge.schedules.gpu.doubles import exact_doubles
 from tvmbridge.schedules.gpu.elementwise import emit_elementwise, emit_transpose
 from tvmbridge.schedules.gpu.reductions import emit_gpu_reduction
 from tvmbridge.schedules.gpu.rows import emit_gpu_rows, fits_registers
+from tvmbridge.schedules.gpu.tails import with_tails
 from tvmbridge.schedules.kernel import Kernel, parse
 from tvmbridge.schedules.loops import sequence
 from tvmbridge.schedules.machine import Machine
@@ -78,24 +79,30 @@ def is_one_kernel(kernel: Kernel, parts: tuple[Kernel, ...], _: Target) -> bool:
         kernel: the function.
         parts: the functions that ``kernel`` is made of; empty if it was not merged.
     """
-    nest = _row_nest(kernel)
-    if nest is None or nest.is_elementwise or not parts:
+    nest = _only_nest(kernel)
+    if nest is None or not parts:
         return nest is not None
-    others = [_row_nest(part) for part in parts]
-    rows = {other.rows for other in others if other is not None and not other.is_elementwise}
+    if isinstance(nest, ReductionNest):
+        return nest.tail is not None
+    if nest.is_elementwise:
+        return True
+    others = [_only_nest(part) for part in parts]
+    if any(isinstance(other, ReductionNest) for other in others):
+        return False
+    rows = {o.rows for o in others if isinstance(o, RowNest) and not o.is_elementwise}
     return rows == {nest.rows} and fits_registers(nest)
 
 
-def _row_nest(kernel: Kernel) -> RowNest | None:
-    """Return the only loop nest of a function if it runs row by row; None otherwise."""
+def _only_nest(kernel: Kernel) -> RowNest | ReductionNest | None:
+    """Return the only loop nest of a function, unless it is a transpose or a reshape."""
     if is_reshape(kernel):
         return None
-    nests = plan(kernel, _MACHINE)
-    return nests[0] if len(nests) == 1 and isinstance(nests[0], RowNest) else None
+    nests = with_tails(kernel, plan(kernel, _MACHINE))
+    return nests[0] if len(nests) == 1 and not isinstance(nests[0], TileNest) else None
 
 
 def _kernels(kernel: Kernel) -> list[tirx.Stmt]:
-    nests = plan(kernel, _MACHINE)
+    nests = with_tails(kernel, plan(kernel, _MACHINE))
     shared = shared_buffers(kernel, nests)
     memory = Memory(cells="local")
     for stage in kernel.stages:
