@@ -32,6 +32,8 @@ from tvmbridge.schedules.reader import Buffer
 from tvmbridge.schedules.rows import Member, RowNest, element_at
 from tvmbridge.schedules.values import Evaluator, Memory, TooLargeError
 
+# Neighbouring columns of one thread. More would only lengthen the kernel, and its compilation.
+_MOST_LANES = 4
 # Columns of one thread that registers hold.
 _REGISTERS = 32
 _SHARED_BYTES = 40_000
@@ -122,8 +124,8 @@ class GpuRowEmitter:
         return statements
 
     def _lanes(self, columns: int) -> int:
-        """Return the number of neighbouring columns of a thread: the widest that occupies all."""
-        return lanes_for(self.dtypes, columns, self.size)
+        """Return the number of neighbouring columns of a thread, such that no thread is idle."""
+        return min(_MOST_LANES, lanes_for(self.dtypes, columns, self.size))
 
     def _steps(self, columns: int) -> int:
         return -(-columns // (self.size * self._lanes(columns)))
