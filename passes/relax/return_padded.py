@@ -79,7 +79,7 @@ class ReturnPadded(RelaxPass):
 
 
 @dataclass(frozen=True)
-class _Product:
+class _PaddedProduct:
     """A result that is a product with unaligned rows.
 
     - ``chain``: the variables of the product, of its sum with a bias if there is one, and of the
@@ -109,7 +109,7 @@ class _Product:
         return builder.emit(relax.op.add(product, wide))
 
 
-def _products(function: relax.Function, kept: Collection[int]) -> dict[int, _Product]:
+def _products(function: relax.Function, kept: Collection[int]) -> dict[int, _PaddedProduct]:
     """Return the results that are padded products, by number."""
     bound, results = bindings_of(function), flat_results(function)
     uses: Counter[relax.Expr] = Counter(results)
@@ -124,7 +124,7 @@ def _products(function: relax.Function, kept: Collection[int]) -> dict[int, _Pro
     return found
 
 
-def _product(result: relax.Expr, bound: Mapping[relax.Var, relax.Expr]) -> _Product | None:
+def _product(result: relax.Expr, bound: Mapping[relax.Var, relax.Expr]) -> _PaddedProduct | None:
     shape, value, chain = shape_of(result), bound.get(result), [result]
     if value is not None and is_call(value, "relax.reshape"):
         chain.append(value.args[0])
@@ -145,10 +145,10 @@ def _product(result: relax.Expr, bound: Mapping[relax.Var, relax.Expr]) -> _Prod
     more = padding_of(*sizes, stored)
     if more is None or more[0] or not more[2]:
         return None
-    return _Product(tuple(reversed(chain)), value, stored, bias, more)
+    return _PaddedProduct(tuple(reversed(chain)), value, stored, bias, more)
 
 
-def _returning(function: relax.Function, products: Mapping[int, _Product]) -> relax.Function:
+def _returning(function: relax.Function, products: Mapping[int, _PaddedProduct]) -> relax.Function:
     left_out = {var for product in products.values() for var in product.chain}
     results = flat_results(function)
     builder = relax.BlockBuilder()
