@@ -107,3 +107,20 @@ def test_sums_are_rounded_where_they_are_computed(
     assert _launches(kernels) <= 4
     for ours, truth in zip(found, wanted, strict=True):
         torch.testing.assert_close(ours.double(), truth, rtol=2**-7, atol=1e-3)
+
+
+class _Differences(nn.Module):
+    """Sums down columns, minus the same sums in reverse order."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        sums = x.sum(0)
+        return sums - sums.flip(0)
+
+
+@torch.no_grad()
+def test_results_are_read_at_their_own_position_alone(kernels: list[Any]) -> None:
+    x = torch.randn(40, 33)
+    module = _Differences().eval()
+    tvmbridge.add_tvm_dispatch(module, x)
+    torch.testing.assert_close(module(x).double(), _Differences()(x.double()), rtol=0, atol=1e-4)
+    assert kernels
