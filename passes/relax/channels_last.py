@@ -42,6 +42,7 @@ from tvmbridge.kernels.aten_call import (
     tensors_of,
 )
 from tvmbridge.kernels.convolution import Convolution, is_convolution
+from tvmbridge.legalize.aten.windows_last import pools_by_chains
 from tvmbridge.passes.base import (
     PERMUTATION,
     PassReport,
@@ -194,9 +195,11 @@ class _LayoutMutator(PyExprMutator):
         content = spec_of(call)
         if content["results"] not in (None, [0]):
             return None
+        by_loops = pools_by_chains(content)
         first, *rest = content["args"]
         content |= {"args": [{"channels_last": first["tensor"]}, *rest], "channels_last": True}
         content.pop("compiled", None)
+        content |= {"compiled": True} if by_loops else {}
         (type_,) = call.ty_args
         fields = type_.fields if isinstance(type_, relax.TupleType) else [type_]
         moved = [

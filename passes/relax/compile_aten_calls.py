@@ -18,7 +18,9 @@ before: FuseOps.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import tvm
 from tvm import relax
@@ -34,7 +36,8 @@ class CompileAtenCalls(RelaxPass):
     """Replace marked ATen calls by loops.
 
     Args:
-        operators: names of the operators whose calls are replaced; None: all operators.
+        operators: names of the operators whose calls are replaced, beside marked poolings with
+            channels last; None: all operators.
     """
 
     operators: frozenset[str] | None = None
@@ -59,10 +62,12 @@ class _AtenCallMutator(PyExprMutator):
     def visit_call_(self, call: relax.Call) -> relax.Expr:
         call = self.builder_.normalize(super().visit_call_(call))
         content = compiled_call(call)
-        if content is None or not self._chosen(content["op"]):
+        if content is None or not self._chosen(content):
             return call
         self.report.rewrote()
         return compile_aten_call(self.builder_, call, content)
 
-    def _chosen(self, operator: str) -> bool:
-        return self.operators is None or operator in self.operators
+    def _chosen(self, content: Mapping[str, Any]) -> bool:
+        if self.operators is None or content.get("channels_last"):
+            return True
+        return content["op"] in self.operators

@@ -20,7 +20,8 @@ After::
 
 Requires: kernels are TIR functions without a schedule; a target is set.
 Guarantees: a kernel and a reader of its result are merged if the schedule rule for loops computes
-both in one loop nest, row by row. A value that only the two kernels read is no longer a result.
+both in one loop nest, row by row; a backend may have another rule. A value that only the two
+kernels read is no longer a result.
 Kernels of tvmbridge and of PyTorch stay as they are.
 Runs after: FuseTIR, RewriteDataflowReshape. Runs before: schedules.
 """
@@ -28,7 +29,7 @@ Runs after: FuseTIR, RewriteDataflowReshape. Runs before: schedules.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -43,7 +44,7 @@ from tvmbridge.passes.relax.merged_functions import (
     renamed,
     share_variables,
 )
-from tvmbridge.schedules import is_one_nest, parse_one_nest
+from tvmbridge.schedules import is_one_nest, is_scheduled
 from tvmbridge.schedules.kernel import Kernel, parse
 
 # Longer loop bodies take long to compile, and need more registers than the machine has.
@@ -51,12 +52,24 @@ _MOST_STAGES = 48
 _LONGEST_NAME = 200
 
 
+Rule: TypeAlias = Callable[[Kernel, tuple[Kernel, ...], tvm.target.Target], bool]
+
+
+def _is_one_nest(kernel: Kernel, _: tuple[Kernel, ...], target: tvm.target.Target) -> bool:
+    return is_one_nest(kernel, target)
+
+
 @dataclass(frozen=True)
 class MergeKernels(RelaxPass):
-    """Merge kernels with readers of their results, if one loop nest computes both."""
+    """Merge kernels with readers of their results, if one loop nest computes both.
+
+    ``rule`` returns whether a function, merged of some parts or of none, is one loop nest.
+    """
+
+    rule: Rule = _is_one_nest
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
-        merging = _Merging(mod, tvm.target.Target.current())
+        merging = _Merging(mod, tvm.target.Target.current(), self.rule)
         functions = dict(mod.functions_items())
         for name, function in functions.items():
             if isinstance(function, relax.Function):
@@ -76,14 +89,14 @@ class _Kernel:
     - ``callee``: the function.
     - ``args``: the arguments without the results.
     - ``results``: the variables of the results, in order.
-    - ``binding``: the binding of the call in the module; None for a merged kernel.
+    - ``bindings``: the bindings of the call and its results; empty for a merged kernel.
     """
 
     callee: tvm.ir.GlobalVar
     args: tuple[relax.Expr, ...]
     results: tuple[relax.Var, ...]
     span: Any
-    binding: relax.Binding | None = None
+    bindings: tuple[relax.Binding, ...] = ()
 
     @cached_property
     def reads(self) -> Counter[relax.Var]:
@@ -146,8 +159,10 @@ class _Line:
 class _Merging:
     """Merges the kernels of a module; ``made`` has the functions of the merged kernels."""
 
-    def __init__(self, mod: tvm.IRModule, target: tvm.target.Target) -> None:
-        self.mod, self.target, self.count = mod, target, 0
+    def __init__(
+        self, mod: tvm.IRModule, target: tvm.target.Target, rule: Rule = _is_one_nest
+    ) -> None:
+        self.mod, self.target, self.rule, self.count = mod, target, rule, 0
         self.builder = relax.BlockBuilder(mod)
         self.made: dict[tvm.ir.GlobalVar, tirx.PrimFunc] = {}
         self._known: dict[Any, tvm.ir.GlobalVar | None] = {}
@@ -170,9 +185,8 @@ class _Merging:
 
     def _block(self, block: relax.DataflowBlock, uses: Counter[relax.Var]) -> relax.DataflowBlock:
         line = _Line()
-        for binding in block.bindings:
-            kernel = _kernel(binding)
-            line.extend([binding] if kernel is None else self._grown(line, kernel, uses))
+        for node in _nodes(block, uses):
+            line.extend(self._grown(line, node, uses) if isinstance(node, _Kernel) else [node])
         nodes = line.behind(-1)
         return relax.DataflowBlock([b for node in nodes for b in _bindings(node, self.builder)])
 
@@ -253,7 +267,7 @@ class _Merging:
             other = parse(renamed(self._function(second)))
             assert other is not None
         kernel = merged_kernel(one, other, given, kept)
-        return kernel if is_one_nest(kernel, self.target) else None
+        return kernel if self.rule(kernel, (one, other), self.target) else None
 
     def _added(
         self,
@@ -275,25 +289,67 @@ class _Merging:
     def _parse(self, callee: tvm.ir.GlobalVar) -> Kernel | None:
         if callee not in self._parsed:
             function = self._function(callee)
-            self._parsed[callee] = parse_one_nest(function, self.target, most=_MOST_STAGES)
+            kernel = None if is_scheduled(function) else parse(function)
+            small = kernel is not None and len(kernel.stages) <= _MOST_STAGES
+            fits = kernel is not None and small and self.rule(kernel, (), self.target)
+            self._parsed[callee] = kernel if fits else None
         return self._parsed[callee]
 
 
-def _kernel(binding: relax.Binding) -> _Kernel | None:
-    """Return the call of a TIR function with one result that ``binding`` binds, or None."""
-    call = binding.value
-    if not isinstance(call, relax.Call) or getattr(call.op, "name", "") != "relax.call_tir":
+def _nodes(block: relax.DataflowBlock, uses: Counter[relax.Var]) -> list[_Node]:
+    """Return the bindings of a block; a call of a TIR function and its results are one node."""
+    fields: dict[relax.Var, list[relax.Binding]] = {}
+    for binding in block.bindings:
+        if isinstance(binding.value, relax.TupleGetItem):
+            fields.setdefault(binding.value.tuple_value, []).append(binding)
+    kernels: dict[relax.Var, _Kernel] = {}
+    nodes: list[_Node] = []
+    for binding in block.bindings:
+        value = binding.value
+        if isinstance(value, relax.TupleGetItem) and value.tuple_value in kernels:
+            continue
+        kernel = _kernel(binding, fields.get(binding.var, []), uses)
+        nodes.append(kernel or binding)
+        if kernel is not None:
+            kernels[binding.var] = kernel
+    return nodes
+
+
+def _kernel(
+    binding: relax.Binding, fields: list[relax.Binding], uses: Counter[relax.Var]
+) -> _Kernel | None:
+    """Return the call of a TIR function that ``binding`` binds, or None.
+
+    ``fields`` bind the call's results, if there are several. None if the tuple of the results is
+    read as a whole, or a result is bound twice.
+    """
+    call, type_ = binding.value, binding.var.ty
+    if not _is_tir_call(call):
         return None
-    if len(call.args) != 2 or not isinstance(call.args[1], relax.Tuple):
-        return None
-    if not isinstance(binding.var.ty, relax.TensorType):
-        return None
-    return _Kernel(call.args[0], tuple(call.args[1].fields), (binding.var,), call.span, binding)
+    results = [binding.var]
+    if isinstance(type_, relax.TupleType):
+        bound = {field.value.index: field.var for field in fields}
+        if not len(bound) == len(fields) == uses[binding.var]:
+            return None
+        results = [
+            bound[number] if number in bound else relax.DataflowVar("unread", field)
+            for number, field in enumerate(type_.fields)
+        ]
+    args = tuple(call.args[1].fields)
+    return _Kernel(call.args[0], args, tuple(results), call.span, (binding, *fields))
+
+
+def _is_tir_call(value: relax.Expr) -> bool:
+    if not isinstance(value, relax.Call) or getattr(value.op, "name", "") != "relax.call_tir":
+        return False
+    return len(value.args) == 2 and isinstance(value.args[1], relax.Tuple)
 
 
 def _reads(node: _Node) -> Counter[relax.Var]:
     if isinstance(node, _Kernel):
         return node.reads
+    if _is_tir_call(node.value):
+        return Counter(arg for arg in node.value.args[1].fields if isinstance(arg, relax.Var))
     return Counter(relax.analysis.free_vars(node.value))
 
 
@@ -306,7 +362,7 @@ def _uses(function: relax.Function) -> Counter[relax.Var]:
     uses: Counter[relax.Var] = Counter(relax.analysis.free_vars(function.body.body))
     for block in function.body.blocks:
         for binding in block.bindings:
-            uses.update(_reads(_kernel(binding) or binding))
+            uses.update(_reads(binding))
             if not isinstance(binding.var, relax.DataflowVar):
                 uses[binding.var] += 1
     return uses
@@ -315,8 +371,8 @@ def _uses(function: relax.Function) -> Counter[relax.Var]:
 def _bindings(node: _Node, builder: relax.BlockBuilder) -> list[relax.Binding]:
     if not isinstance(node, _Kernel):
         return [node]
-    if node.binding is not None:
-        return [node.binding]
+    if node.bindings:
+        return list(node.bindings)
     types = [var.ty for var in node.results]
     call = with_span(relax.call_tir(node.callee, list(node.args), types), node.span)
     call = builder.normalize(call)  # infers the type

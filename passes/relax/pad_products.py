@@ -67,45 +67,70 @@ class _PadMutator(PyExprMutator):
 
     def visit_call_(self, call: relax.Call) -> relax.Expr:
         call = self.builder_.normalize(super().visit_call_(call))
-        if getattr(call.op, "name", "") != "relax.matmul" or dtype_of(call) not in _HALVES:
+        sizes = sizes_of(call)
+        if sizes is None:
             return call
-        left, right = call.args
-        shape, other = shape_of(left), shape_of(right)
-        if shape is None or other is None or not len(shape) == len(other) == 2:
-            return call
-        if not dtype_of(left) == dtype_of(right) == dtype_of(call):
-            return call
-        (rows, depth), columns = shape, other[1]
+        rows, depth, columns = sizes
         stored = tuple(transposed_of(operand, self.lookup_binding) for operand in call.args)
-        more = _padding(rows, depth, columns, stored)
+        more = padding_of(rows, depth, columns, stored)
         if more is None:
             return call
         self.report.rewrote()
-        more_rows, more_depth, more_columns = more
-        emit = self.builder_.emit
-        product = emit(
-            op.matmul(
-                self._padded(left, stored[0], more_rows, more_depth),
-                self._padded(right, stored[1], more_depth, more_columns),
-            )
-        )
+        product = self.builder_.emit(padded_product(self.builder_, call, stored, more))
+        more_rows, _, more_columns = more
         if not more_rows and not more_columns:
             return product
         return op.strided_slice(product, [0, 1], [0, 0], [rows, columns])
 
-    def _padded(
-        self, operand: relax.Expr, stored: relax.Expr | None, more_rows: int, more_columns: int
-    ) -> relax.Expr:
-        """Return an operand, or the transpose of ``stored``, with more rows and columns of 0."""
-        if not more_rows and not more_columns:
-            return operand
-        if stored is None:
-            return self.builder_.emit(op.nn.pad(operand, [0, more_rows, 0, more_columns]))
-        wide = self.builder_.emit(op.nn.pad(stored, [0, more_columns, 0, more_rows]))
-        return self.builder_.emit(op.permute_dims(wide, [1, 0]))
+
+def sizes_of(call: relax.Expr | None) -> tuple[int, int, int] | None:
+    """Return the rows, depth and columns of a product of two matrices in one half precision."""
+    if not isinstance(call, relax.Call) or getattr(call.op, "name", "") != "relax.matmul":
+        return None
+    left, right = call.args
+    shape, other = shape_of(left), shape_of(right)
+    if shape is None or other is None or not len(shape) == len(other) == 2:
+        return None
+    if dtype_of(call) not in _HALVES or not dtype_of(left) == dtype_of(right) == dtype_of(call):
+        return None
+    return (*shape, other[1])
 
 
-def _padding(
+def padded_product(
+    builder: relax.BlockBuilder,
+    call: relax.Call,
+    stored: tuple[relax.Expr | None, ...],
+    more: tuple[int, int, int],
+) -> relax.Call:
+    """Return a product with padded operands, which ``builder`` emits.
+
+    ``stored`` and ``more`` are as for, and as returned by, :func:`padding_of`.
+    """
+    more_rows, more_depth, more_columns = more
+    left, right = call.args
+    return op.matmul(
+        _padded(builder, left, stored[0], more_rows, more_depth),
+        _padded(builder, right, stored[1], more_depth, more_columns),
+    )
+
+
+def _padded(
+    builder: relax.BlockBuilder,
+    operand: relax.Expr,
+    stored: relax.Expr | None,
+    more_rows: int,
+    more_columns: int,
+) -> relax.Expr:
+    """Return an operand, or the transpose of ``stored``, with more rows and columns of 0."""
+    if not more_rows and not more_columns:
+        return operand
+    if stored is None:
+        return builder.emit(op.nn.pad(operand, [0, more_rows, 0, more_columns]))
+    wide = builder.emit(op.nn.pad(stored, [0, more_columns, 0, more_rows]))
+    return builder.emit(op.permute_dims(wide, [1, 0]))
+
+
+def padding_of(
     rows: int,
     depth: int,
     columns: int,

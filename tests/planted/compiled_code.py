@@ -85,4 +85,12 @@ COMPILED_CODE = (
         "tirx.Select(value >= edge, value, edge)",
         ("tests/frontend/test_traps.py", _LEGALIZE, "-k", "nan"),
     ),
+    Plant(
+        "a reduction on a GPU read beside its own position",
+        "kernels",
+        "tvmbridge.schedules.gpu.tails",
+        "same = size == 1 or all(",
+        "same = size == 1 or any(",
+        ("tests/schedules/gpu/test_merged_kernels.py", "-k", "own_position"),
+    ),
 )

@@ -23,7 +23,7 @@ GPU = (
         "outputs in the memory of a graph",
         "runtime",
         "tvmbridge.runtime.cuda_graphs",
-        "return [*_copied(self.results[: self.copies]), *self._kept()]",
+        "return [*_copied(self.results[: self.copies], self._padded), *self._kept()]",
         "return [*self.results[: self.copies], *self._kept()]",
         (_GRAPHS, "-k", "earlier_calls or held_over"),
     ),

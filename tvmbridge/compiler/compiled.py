@@ -27,9 +27,11 @@ from tvmbridge.compiler.request import CompileRequest
 from tvmbridge.compiler.siblings import siblings_of
 from tvmbridge.compiler.split import SplitModule
 from tvmbridge.core.captured_graph import CapturedGraph
+from tvmbridge.core.decisions import sizes_vary
 from tvmbridge.core.options import CompileOptions
-from tvmbridge.core.types import PassRecord, ValueDescriptor
+from tvmbridge.core.types import OutputKind, PassRecord, ValueDescriptor
 from tvmbridge.passes.relax.remove_borders import RemoveBorders
+from tvmbridge.passes.relax.return_padded import ReturnPadded
 from tvmbridge.passes.relax.return_whole import ReturnWhole, wholes_of
 from tvmbridge.pipeline import run_passes, tidy_passes
 from tvmbridge.records import Coverage
@@ -104,7 +106,12 @@ class CompiledModule:
     pieces: Pieces | None = None
 
     def forward(
-        self, primals: Sequence[Any], strides: Strides = None, bound: Bound | None = None
+        self,
+        primals: Sequence[Any],
+        strides: Strides = None,
+        bound: Bound | None = None,
+        *,
+        copied: bool = False,
     ) -> list[Any]:
         """Run forward, and return its outputs followed by the residuals.
 
@@ -112,8 +119,13 @@ class CompiledModule:
             primals: the arguments of ``forward``.
             strides: strides by the number of an output, if they differ from the sample's.
             bound: arguments that were converted before.
+            copied: whether the caller copies the outputs, which may have padded rows then.
         """
         results = self.loaded.run("forward", primals, self.copied_outputs, bound)
+        if self.layouts.padded:
+            self.layouts.cut(results)
+            for number in () if copied else self.layouts.padded:
+                results[number] = results[number].contiguous()
         if self.layouts.outputs or strides:
             put_on(self.layouts.outputs, results, strides)
         return results
@@ -192,8 +204,12 @@ def build_lowered(
     mod, parts = lay_out_functions(lowered.mod, lowered.split, lowered.layouts, records)
     if parts is not None and parts.functions:
         mod = run_passes(mod, [RemoveBorders(), *tidy_passes()], records)
-    mod = run_passes(mod, [ReturnWhole()], records)
     device = lowered.captured.device
+    replays = options.cuda_graphs and backend_of(device).replays
+    mod = run_passes(mod, [ReturnWhole()], records)
+    if parts is None and replays and not sizes_vary():
+        kept = frozenset(lowered.layouts.outputs) | _not_returned(lowered.captured)
+        mod = run_passes(mod, [ReturnPadded(kept)], records)
     with stages.measure("build"):
         build = building(lowered.target, options, device)
         if isinstance(build, CachedBuild):
@@ -209,10 +225,16 @@ def build_lowered(
         partial_backwards = PartialBackwards(parts, build, lowered.layouts.gradients, device)
     return replace(
         assembled(lowered, mod, parts, built, records, stages),
-        cuda_graphs=options.cuda_graphs and backend_of(device).replays,
+        cuda_graphs=replays,
         gradient_parts=options.gradient_parts,
         partial_backwards=partial_backwards,
     )
+
+
+def _not_returned(captured: CapturedGraph) -> frozenset[int]:
+    """Return the numbers of computed outputs that are more than results of forward."""
+    computed = [output for output in captured.outputs if output.is_computed]
+    return frozenset(n for n, o in enumerate(computed) if o.kind is not OutputKind.USER)
 
 
 def assembled(
@@ -250,7 +272,7 @@ def assembled(
         num_outputs=lowered.num_outputs,
         copied_outputs=copied_outputs,
         copied_gradients=copied_gradients,
-        layouts=lowered.layouts,
+        layouts=lowered.layouts.with_padded(mod["forward"]),
         joint=None if derivation is None else derivation.source,
         joint_reason="" if derivation is None else derivation.reason,
         native_calls=imported.native_calls,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 import tvm
@@ -13,6 +14,7 @@ from tvmbridge.calls.views import laid_out
 from tvmbridge.compiler.split import SplitModule
 from tvmbridge.core.types import PassRecord
 from tvmbridge.passes.relax.lay_out import Permuted
+from tvmbridge.passes.relax.return_padded import padded_results
 from tvmbridge.pipeline import layout_passes, run_passes
 
 
@@ -22,10 +24,28 @@ class Layouts:
 
     - ``outputs``: the layouts of forward's outputs.
     - ``gradients``: the layouts of the gradients.
+    - ``padded``: outputs with padded rows, which are contiguous in eager PyTorch: the shape without
+      the padding, and the strides in the tensor that compiled code returns.
     """
 
     outputs: Mapping[int, Layout]
     gradients: Mapping[int, Layout]
+    padded: Mapping[int, Layout] = field(default_factory=dict)
+
+    def with_padded(self, function: tvm.relax.Function) -> Layouts:
+        """Return these layouts with the padded results of ``function``."""
+        padded = {}
+        for number, (shape, pitch) in padded_results(function).items():
+            extents = [*shape[1:-1], pitch]
+            strides = [math.prod(extents[place:]) for place in range(len(extents))]
+            order = tuple(range(len(shape)))
+            padded[number] = Layout(shape, (*strides, 1), order)
+        return replace(self, padded=padded) if padded else self
+
+    def cut(self, results: list[torch.Tensor]) -> None:
+        """Replace padded results by views of them without the padding."""
+        for number, layout in self.padded.items():
+            results[number] = results[number].as_strided(layout.shape, layout.stride)
 
 
 def put_on(

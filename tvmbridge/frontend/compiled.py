@@ -115,6 +115,13 @@ def _move(ctx: Importer, node: fx.Node, x: fx.Node, *rest: Any, **_: Any) -> Any
     return ctx.compiled_call(node)
 
 
+@converts(aten.roll.default, dtypes=MOVED)
+def _roll(ctx: Importer, node: fx.Node, x: fx.Node, *_: Any) -> Any:
+    if not math.prod(shape_of(x)) or not shape_of(x):
+        raise Declined("a 0-d tensor, or an empty one")
+    return ctx.compiled_call(node)
+
+
 @converts(aten.argmax.default, aten.argmin.default, dtypes=NUMBERS)
 def _argument(ctx: Importer, node: fx.Node, x: fx.Node, *_: Any, **__: Any) -> Any:
     if not shape_of(x):

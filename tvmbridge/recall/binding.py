@@ -94,6 +94,7 @@ def _refuse_misfit(plan: CodePlan, module: nn.Module, leaves: Sequence[Any]) -> 
             raise ValueError(f"the input {each.name} is not there as it was")
     computed = [each for each in plan.outputs if each.is_computed]
     numbers = {*plan.copied_outputs, *plan.siblings, *plan.cotangent_of, *plan.layouts.outputs}
+    numbers |= {*plan.layouts.padded}
     numbers |= {number for number, _ in plan.kept_outputs}
     if plan.num_outputs != len(computed) or not numbers <= set(range(plan.num_outputs)):
         raise ValueError("the numbers of outputs disagree")

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from tvmbridge.calls.layouts import dense_strides
 from tvmbridge.core.borrowed import borrowed
 from tvmbridge.core.called_in_mode import without_gradients
 from tvmbridge.core.devices import gpu_index
@@ -101,6 +102,8 @@ class ReplayedCall:
         self._precision = ""
         self._graph: torch.cuda.CUDAGraph | None = None
         self._failed = ""
+        # The numbers of results with padded rows.
+        self._padded: frozenset[int] = frozenset()
 
     def __call__(self, inputs: Tensors) -> list[Any] | None:
         """Replay the graph; return its results, or None if the caller has to call ``run``.
@@ -125,7 +128,7 @@ class ReplayedCall:
             held.copy_(given)
         graph.replay()
         self.replayed[self.name] += 1
-        return [*_copied(self.results[: self.copies]), *self._kept()]
+        return [*_copied(self.results[: self.copies], self._padded), *self._kept()]
 
     def _kept(self) -> list[Any]:
         return [] if self.copies is None else self.results[self.copies :]
@@ -155,6 +158,11 @@ class ReplayedCall:
                 with torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):
                     results = self.run(self.inputs)
                 free_cublas_workspaces()
+                self._padded = frozenset(
+                    number
+                    for number, result in enumerate(results[: self.copies])
+                    if dense_strides(result) not in (None, result.stride())
+                )
                 self.results = self._without_copied(results)
         except Exception as error:
             first_line = (str(error).splitlines() or [""])[0]
@@ -193,11 +201,15 @@ def _end_failed_capture(current: torch.cuda.Stream) -> None:
     torch.cuda.set_stream(current)
 
 
-def _copied(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Copy tensors with their strides; one kernel launch copies all tensors of a dtype."""
+def _copied(tensors: list[torch.Tensor], padded: frozenset[int]) -> list[torch.Tensor]:
+    """Copy tensors with their strides; one kernel launch copies all tensors of a dtype.
+
+    The copies of tensors with ``padded`` numbers are contiguous. Each of them is a launch of its
+    own: PyTorch would otherwise copy all tensors one by one.
+    """
     groups: dict[torch.dtype, list[int]] = {}
     for number, tensor in enumerate(tensors):
-        if tensor.dtype is not torch.bool and tensor.numel():
+        if tensor.dtype is not torch.bool and tensor.numel() and number not in padded:
             groups.setdefault(tensor.dtype, []).append(number)
     copies: list[Any] = [None] * len(tensors)
     for dtype, numbers in groups.items():
@@ -206,6 +218,8 @@ def _copied(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
             made = foreach_mul([tensors[n] for n in numbers], one)
             for number, copy in zip(numbers, made, strict=True):
                 copies[number] = copy
+    for number in padded:
+        copies[number] = tensors[number].clone(memory_format=torch.contiguous_format)
     return [t.clone() if c is None else c for t, c in zip(tensors, copies, strict=True)]
 
 

@@ -63,7 +63,8 @@ class GraphedCode:
         """Run forward; return its results, and the primals that it has read."""
         primals = self.primals_of(inputs, self.tensors)
         primals += [None] * len(self.compiled.packs)
-        return self.compiled.forward(primals, self.strides, bound), primals
+        # Outputs are copied out of the graph's memory.
+        return self.compiled.forward(primals, self.strides, bound, copied=True), primals
 
     def call(
         self,

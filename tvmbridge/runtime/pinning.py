@@ -95,7 +95,10 @@ def _pinned_path(
 def _direct(entry: CompiledEntry, bound: Bound, leaves: int) -> Direct | None:
     """Return a function that only runs the code; None if the entry needs more around the code."""
     compiled, build = entry.compiled, entry.outputs.plain
-    if entry.autocast or compiled.copied_outputs or compiled.layouts.outputs or build is None:
+    layouts = compiled.layouts
+    if entry.autocast or compiled.copied_outputs or layouts.outputs or layouts.padded:
+        return None
+    if build is None:
         return None
     if entry.frozen is not None:
         return None

@@ -35,7 +35,7 @@ def schedule_function(func: tirx.PrimFunc, target: Target) -> tirx.PrimFunc | No
     if is_product(func):
         return marked_scheduled(schedule_product(func, Machine.of(target)))
     kernel = parse(func)
-    if kernel is None or _is_reshape(kernel):
+    if kernel is None or is_reshape(kernel):
         return None
     try:
         statements = _loops(kernel, Machine.of(target))
@@ -49,8 +49,8 @@ def schedule_function(func: tirx.PrimFunc, target: Target) -> tirx.PrimFunc | No
     return marked_scheduled(func.with_body(SBlockRealize([], True, root)))
 
 
-def _is_reshape(kernel: Kernel) -> bool:
-    """Whether a function copies a tensor in order; later passes turn calls of it into views."""
+def is_reshape(kernel: Kernel) -> bool:
+    """Whether a function copies a tensor in order: later passes turn calls of it into views."""
     stage = kernel.stages[0]
     if (
         len(kernel.stages) > 1
@@ -64,20 +64,9 @@ def _is_reshape(kernel: Kernel) -> bool:
     return tvm_ffi.structural_equal(read, indexer.flat(stage.buffer, here))
 
 
-def parse_one_nest(func: tirx.PrimFunc, target: Target, most: int) -> Kernel | None:
-    """Return the parsed ``func``, if :func:`is_one_nest` holds for it.
-
-    None if ``func`` is scheduled already, or has more than ``most`` stages.
-    """
-    kernel = None if is_scheduled(func) else parse(func)
-    if kernel is None or len(kernel.stages) > most:
-        return None
-    return kernel if is_one_nest(kernel, target) else None
-
-
 def is_one_nest(kernel: Kernel, target: Target) -> bool:
     """Whether scheduling a function would give a single loop nest that reads its rows once."""
-    if _is_reshape(kernel):
+    if is_reshape(kernel):
         return False
     nests = plan(kernel, Machine.of(target))
     return len(nests) == 1 and not isinstance(nests[0], TileNest)
@@ -141,9 +130,9 @@ def cpu_schedule_pass(target: Target) -> tvm.ir.transform.Pass:
 __all__ = [
     "cpu_schedule_pass",
     "is_one_nest",
+    "is_reshape",
     "is_scheduled",
     "marked_scheduled",
-    "parse_one_nest",
     "schedule_for_cpu",
     "schedule_function",
 ]

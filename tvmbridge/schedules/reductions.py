@@ -37,6 +37,7 @@ class ReductionNest:
     - ``stage``: the reduction.
     - ``columns``: the number of contiguous columns; 1 for a reduction along rows.
     - ``members``: the reduction, as the only member.
+    - ``tail``: an elementwise stage that is computed with each result, in place of storing it.
     """
 
     kernel: Kernel
@@ -45,6 +46,7 @@ class ReductionNest:
     rows: int
     columns: int
     members: list[Member] = field(default_factory=list)
+    tail: KernelStage | None = None
 
     def __post_init__(self) -> None:
         axes = self.stage.spatial, self.stage.reduced

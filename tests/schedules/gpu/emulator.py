@@ -266,7 +266,10 @@ def schedule(mod: tvm.IRModule, _: tvm.target.Target) -> tvm.IRModule:
 def emulate_gpu(patch: pytest.MonkeyPatch) -> None:
     """Patch the compiler: modules on the CPU are compiled as for a GPU, with emulated kernels."""
     cpu, gpu = BACKENDS["cpu"], BACKENDS["cuda"]
-    backend = replace(cpu, kernel_passes=gpu.kernel_passes, schedule=schedule, tuned=False)
+    passes, loops = gpu.kernel_passes, gpu.norms_in_loops
+    backend = replace(
+        cpu, kernel_passes=passes, norms_in_loops=loops, schedule=schedule, tuned=False
+    )
     patch.setitem(BACKENDS, "cpu", backend)
 
 

@@ -15,7 +15,6 @@ import tvmbridge
 from tests.frontend.helpers import Function
 from tests.gpu.blocks import Block, LlamaBlock
 from tests.gpu.helpers import errors
-from tests.schedules.gpu.emulator import EmulatedFunction
 
 
 def _loss(x: torch.Tensor) -> torch.Tensor:
@@ -33,20 +32,6 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "cross entropy": (lambda: Function(_loss), (77, 33)),
     "gelu": (lambda: nn.Sequential(nn.Linear(20, 70), nn.GELU(), nn.Linear(70, 3)), (33, 20)),
 }
-
-
-@pytest.fixture
-def kernels(_gpu: None, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Return the list of emulated functions that are called."""
-    called: list[Any] = []
-    genuine = EmulatedFunction.__call__
-
-    def noted(self: EmulatedFunction, *tensors: Any) -> None:
-        called.append(self.lowered)
-        genuine(self, *tensors)
-
-    monkeypatch.setattr(EmulatedFunction, "__call__", noted)
-    return called
 
 
 def _assert_learns_alike(module: nn.Module, x: torch.Tensor) -> None:

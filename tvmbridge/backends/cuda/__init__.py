@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import tvm
 import tvm_ffi
+from tvm import relax
 
 from tvmbridge.backends.base import Backend, kernel_passes
 from tvmbridge.backends.cuda.bits import register_bits
@@ -18,6 +19,7 @@ from tvmbridge.backends.cuda.identity import gpu_identity
 from tvmbridge.backends.cuda.rocm import register_rocm
 from tvmbridge.backends.cuda.source import arch_of, register_compiler
 from tvmbridge.core.attention_kernels import attention_switched_off
+from tvmbridge.core.decisions import sizes_vary
 from tvmbridge.core.devices import gpu_index
 from tvmbridge.core.kernel_settings import precision_reader
 from tvmbridge.core.torch_private import current_raw_stream
@@ -28,16 +30,18 @@ from tvmbridge.passes.relax.cast_first import CastFirst
 from tvmbridge.passes.relax.channels_last import ChannelsLast
 from tvmbridge.passes.relax.collapse_views import CollapseViews
 from tvmbridge.passes.relax.compile_aten_calls import CompileAtenCalls
+from tvmbridge.passes.relax.dead_code_elimination import DeadCodeElimination
 from tvmbridge.passes.relax.dispatch_kernels import DispatchKernels
 from tvmbridge.passes.relax.few_row_products import FewRowProducts
 from tvmbridge.passes.relax.fuse_cross_entropy import FuseCrossEntropy
 from tvmbridge.passes.relax.fuse_ops import MOST_ON_GPUS, FuseOps
+from tvmbridge.passes.relax.merge_kernels import MergeKernels
 from tvmbridge.passes.relax.pad_products import PadProducts
 from tvmbridge.passes.relax.read_views import ReadViews
 from tvmbridge.passes.relax.repeat_casts import CHEAP_ON_GPUS, RepeatCasts
 from tvmbridge.passes.relax.table_gradients import TableGradients
 from tvmbridge.pipeline import AnyPass, tidy_passes
-from tvmbridge.schedules.gpu import schedule_for_gpu
+from tvmbridge.schedules.gpu import is_one_kernel, schedule_for_gpu
 from tvmbridge.schedules.target import host_target
 
 
@@ -56,7 +60,10 @@ def _kernel_passes(measure: bool) -> list[AnyPass]:
         casts=RepeatCasts(CHEAP_ON_GPUS),
         fuse=FuseOps(MOST_ON_GPUS),
     )
-    return [*ours, *shared]
+    # MergeKernels decides by sizes which kernels to merge.
+    merges = MergeKernels(is_one_kernel), DeadCodeElimination()
+    merging = [] if sizes_vary() else [relax.transform.CanonicalizeBindings(), *merges]
+    return [*ours, *shared, *merging]
 
 
 def _graph_passes(has_backward: bool) -> list[AnyPass]:

@@ -25,6 +25,7 @@ from tvmbridge.legalize.aten.scatters import SCATTERS
 from tvmbridge.legalize.aten.sorts import SORTS
 from tvmbridge.legalize.aten.upsample import UPSAMPLE
 from tvmbridge.legalize.aten.windows import WINDOWS
+from tvmbridge.legalize.aten.windows_last import pool_with_channels_last
 
 COMPILED: dict[str, Compile] = {
     **POINTWISE,
@@ -42,12 +43,16 @@ COMPILED: dict[str, Compile] = {
 }
 # Operators that are compiled for GPUs too: their loops run over rows of few arrays, or move
 # elements by a fixed pattern.
-FOR_GPUS = frozenset(NORMS) | {"aten.slice_scatter.default", "aten.diagonal.default"}
+_MOVED_BY_PATTERN = ("aten.slice_scatter.default", "aten.diagonal.default", "aten.roll.default")
+FOR_GPUS = frozenset(NORMS) | frozenset(_MOVED_BY_PATTERN)
 
 
 def compile_aten_call(bb: relax.BlockBuilder, call: Call, content: dict[str, Any]) -> Expr:
     """Emit loops for a marked ATen call by ``bb``; ``content`` is the parsed spec of the call."""
-    arguments = Arguments.of(content, tensors_of(call))
+    tensors = tensors_of(call)
+    arguments = Arguments.of(content, tensors)
+    if content.get("channels_last"):
+        return pool_with_channels_last(bb, call, arguments, tensors[0])
     return COMPILED[content["op"]](bb, call, arguments)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
 
 from tvm import relax, te, tirx
 from tvm.ir import Call, Expr
@@ -112,10 +113,43 @@ def _slice_scatter(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> 
     return _moved(bb, call, "slice_scatter", [arguments["self"], arguments["src"]], element)
 
 
+def _roll(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
+    """Emit the input with its elements moved along dimensions, around their ends.
+
+    Without dimensions, the elements move in the order of memory.
+    """
+    x, shifts, dims = arguments["self"], arguments["shifts"], arguments["dims"]
+    shape = shape_of(x)
+    if not dims:
+        flat = bb.emit(relax.op.reshape(x, [prod(shape)]))
+        return relax.op.reshape(_rolled(bb, flat, {0: shifts[0]}), shape)
+    moved: dict[int, int] = {}
+    for shift, dim in zip(shifts, dims, strict=True):
+        axis = dim % len(shape)
+        moved[axis] = moved.get(axis, 0) + shift
+    return _rolled(bb, x, moved)
+
+
+def _rolled(bb: relax.BlockBuilder, x: Expr, moved: Mapping[int, int]) -> Expr:
+    """Emit ``x`` with its elements moved by ``moved`` along each axis."""
+    shape = shape_of(x)
+
+    def element(tensors: Sequence[te.Tensor], i: tuple[Expr, ...]) -> Expr:
+        places = list(i)
+        for axis, shift in moved.items():
+            first = -shift % shape[axis]
+            if first:
+                places[axis] = tirx.floormod(i[axis] + constant(first, "int64"), shape[axis])
+        return tensors[0](*places)
+
+    return bb.emit(_moved(bb, x, "roll", [x], element))
+
+
 MOVES: dict[str, Compile] = {
     "aten.index.Tensor": _index,
     "aten.gather.default": _gather,
     "aten.index_select.default": _index_select,
     "aten.diagonal.default": _diagonal,
     "aten.slice_scatter.default": _slice_scatter,
+    "aten.roll.default": _roll,
 }

@@ -29,8 +29,7 @@ _ZERO = constant(0, "int64")
 
 def _layer_norm(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
     x, epsilon = arguments["input"], float(arguments["eps"])
-    columns = prod(arguments["normalized_shape"])
-    flat = _flat(bb, x, columns)
+    rows = _rows(bb, x, arguments)
     parameters = [p for p in (arguments["weight"], arguments["bias"]) if p is not None]
     has = [arguments[name] is not None for name in ("weight", "bias")]
 
@@ -39,32 +38,32 @@ def _layer_norm(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Exp
         weight, bias = (next(left) if there else None for there in has)
         acc = accumulator_dtype(str(x.dtype))
         wide = cast(x, acc)
-        mean = mean_of(wide, [1], True)
-        var = variance_of(wide, mean, [1], True)
+        mean = mean_of(wide, _last(x), True)
+        var = variance_of(wide, mean, _last(x), True)
         inverse = te.compute(
             var.shape,
             lambda *i: FUNCTIONS["rsqrt"](var(*i) + constant(epsilon, acc)),
             name="T_rsqrt",
         )
 
-        def element(row: Expr, column: Expr) -> Expr:
-            value = (wide(row, column) - mean(row, _ZERO)) * inverse(row, _ZERO)
+        def element(*at: Expr) -> Expr:
+            value = (wide(*at) - _of_row(mean, at)) * _of_row(inverse, at)
             if weight is not None:
-                value = value * tirx.Cast(acc, weight(column))
+                value = value * tirx.Cast(acc, weight(at[-1]))
             if bias is not None:
-                value = value + tirx.Cast(acc, bias(column))
+                value = value + tirx.Cast(acc, bias(at[-1]))
             return tirx.Cast(str(x.dtype), value)
 
         return [te.compute(x.shape, element, name="T_layer_norm"), mean, inverse]
 
-    operands = [flat, *[_flat(bb, p) for p in parameters]]
-    return _emitted(bb, call, arguments, "layer_norm", compute, operands)
+    operands = [rows, *[_flat(bb, p) for p in parameters]]
+    read = arguments.results or (0, 1, 2)
+    return _emitted(bb, call, [read], "layer_norm", compute, operands)
 
 
 def _layer_norm_backward(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
-    columns = prod(arguments["normalized_shape"])
-    rows = [_flat(bb, arguments[name], columns) for name in ("grad_out", "input")]
-    statistics = [_flat(bb, arguments[name], 1) for name in ("mean", "rstd")]
+    rows = [_rows(bb, arguments[name], arguments) for name in ("grad_out", "input")]
+    statistics = [_rows(bb, arguments[name], arguments) for name in ("mean", "rstd")]
     weights = [] if arguments["weight"] is None else [_flat(bb, arguments["weight"])]
 
     def compute(
@@ -73,7 +72,8 @@ def _layer_norm_backward(bb: relax.BlockBuilder, call: Call, arguments: Argument
         return _gradients(dy, x, mean, inverse, weight)
 
     operands = [*rows, *statistics, *weights]
-    return _emitted(bb, call, arguments, "layer_norm_backward", compute, operands)
+    groups = _alone(arguments)
+    return _emitted(bb, call, groups, "layer_norm_backward", compute, operands)
 
 
 def _gradients(
@@ -87,42 +87,42 @@ def _gradients(
     dtype = str(x.dtype)
     acc = accumulator_dtype(dtype)
 
-    def normal(row: Expr, column: Expr) -> Expr:
-        value = tirx.Cast(acc, x(row, column))
-        return (value if mean is None else value - mean(row, _ZERO)) * inverse(row, _ZERO)
+    def normal(*at: Expr) -> Expr:
+        value = tirx.Cast(acc, x(*at))
+        return (value if mean is None else value - _of_row(mean, at)) * _of_row(inverse, at)
 
-    def scaled(row: Expr, column: Expr) -> Expr:
-        value = tirx.Cast(acc, dy(row, column))
-        return value * tirx.Cast(acc, weight[0](column)) if weight else value
+    def scaled(*at: Expr) -> Expr:
+        value = tirx.Cast(acc, dy(*at))
+        return value * tirx.Cast(acc, weight[0](at[-1])) if weight else value
 
-    def product(row: Expr, column: Expr) -> Expr:
-        return scaled(row, column) * normal(row, column)
+    def product(*at: Expr) -> Expr:
+        return scaled(*at) * normal(*at)
 
-    def of_weight(row: Expr, column: Expr) -> Expr:
-        return tirx.Cast(acc, dy(row, column)) * normal(row, column)
+    def of_weight(*at: Expr) -> Expr:
+        return tirx.Cast(acc, dy(*at)) * normal(*at)
 
     slope = te.compute(x.shape, scaled, name="T_scaled")
-    flat_part = None if mean is None else mean_of(slope, [1], True)
-    tilted = mean_of(te.compute(x.shape, product, name="T_product"), [1], True)
+    flat_part = None if mean is None else mean_of(slope, _last(x), True)
+    tilted = mean_of(te.compute(x.shape, product, name="T_product"), _last(x), True)
 
-    def element(row: Expr, column: Expr) -> Expr:
+    def element(*at: Expr) -> Expr:
         lets = Lets()
-        level = slope(row, column)
+        level = slope(*at)
         if flat_part is not None:
-            level = lets.bind(level - flat_part(row, _ZERO), "level")
-        tilt = lets.bind(normal(row, column) * tilted(row, _ZERO), "tilt")
-        return lets.close(tirx.Cast(dtype, (level - tilt) * inverse(row, _ZERO)))
+            level = lets.bind(level - _of_row(flat_part, at), "level")
+        tilt = lets.bind(normal(*at) * _of_row(tilted, at), "tilt")
+        return lets.close(tirx.Cast(dtype, (level - tilt) * _of_row(inverse, at)))
 
+    outer = list(range(len(x.shape) - 1))
     grad_x = te.compute(x.shape, element, name="T_layer_norm_backward")
-    grad_weight = plain_sum(te.compute(x.shape, of_weight, name="T_of_weight"), [0], False)
-    grad_bias = plain_sum(cast(dy, acc), [0], False)
+    grad_weight = plain_sum(te.compute(x.shape, of_weight, name="T_of_weight"), outer, False)
+    grad_bias = plain_sum(cast(dy, acc), outer, False)
     return [grad_x, grad_weight, grad_bias]
 
 
 def _rms_norm(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
-    columns = prod(arguments["normalized_shape"])
     x, weight = arguments["input"], arguments["weight"]
-    operands = [_flat(bb, x, columns), *([] if weight is None else [_flat(bb, weight)])]
+    operands = [_rows(bb, x, arguments), *([] if weight is None else [_flat(bb, weight)])]
 
     def compute(x: te.Tensor, *weight: te.Tensor) -> list[te.Tensor]:
         acc = accumulator_dtype(str(x.dtype))
@@ -130,43 +130,60 @@ def _rms_norm(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
         epsilon = float(np.finfo(acc).eps if epsilon is None else epsilon)
         wide = cast(x, acc)
         square = te.compute(x.shape, lambda *i: wide(*i) * wide(*i), name="T_square")
-        mean = mean_of(square, [1], True)
+        mean = mean_of(square, _last(x), True)
         inverse = te.compute(
             mean.shape,
             lambda *i: FUNCTIONS["rsqrt"](mean(*i) + constant(epsilon, acc)),
             name="T_rsqrt",
         )
 
-        def element(row: Expr, column: Expr) -> Expr:
-            value = wide(row, column) * inverse(row, _ZERO)
+        def element(*at: Expr) -> Expr:
+            value = wide(*at) * _of_row(inverse, at)
             if weight:
-                value = value * tirx.Cast(acc, weight[0](column))
+                value = value * tirx.Cast(acc, weight[0](at[-1]))
             return tirx.Cast(str(x.dtype), value)
 
         return [te.compute(x.shape, element, name="T_rms_norm"), inverse]
 
-    return _emitted(bb, call, arguments, "rms_norm", compute, operands)
+    read = arguments.results or (0, 1)
+    return _emitted(bb, call, [read], "rms_norm", compute, operands)
 
 
 def _rms_norm_backward(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
-    columns = prod(arguments["normalized_shape"])
-    rows = [_flat(bb, arguments[name], columns) for name in ("grad_out", "input")]
+    rows = [_rows(bb, arguments[name], arguments) for name in ("grad_out", "input")]
     weights = [] if arguments["weight"] is None else [_flat(bb, arguments["weight"])]
-    operands = [*rows, _flat(bb, arguments["rstd"], 1), *weights]
+    operands = [*rows, _rows(bb, arguments["rstd"], arguments), *weights]
 
     def compute(
         dy: te.Tensor, x: te.Tensor, inverse: te.Tensor, *weight: te.Tensor
     ) -> list[te.Tensor]:
         return _gradients(dy, x, None, inverse, weight)[:2]
 
-    return _emitted(bb, call, arguments, "rms_norm_backward", compute, operands)
+    groups = _alone(arguments)
+    return _emitted(bb, call, groups, "rms_norm_backward", compute, operands)
 
 
-def _flat(bb: relax.BlockBuilder, x: Expr, columns: int | None = None) -> Expr:
-    """Return ``x`` as a matrix of ``columns`` columns; as a vector if that is None."""
-    count = prod(shape_of(x))
-    shape = (count,) if columns is None else (count // columns, columns)
-    return bb.emit(relax.op.reshape(x, shape))
+def _rows(bb: relax.BlockBuilder, x: Expr, arguments: Arguments) -> Expr:
+    """Return ``x`` with one dimension in place of the normalized ones, and at least one before."""
+    shape = shape_of(x)
+    outer = shape[: len(shape) - len(arguments["normalized_shape"])] or (1,)
+    rows = (*outer, prod(shape) // prod(outer) if prod(outer) else 0)
+    return x if rows == tuple(shape) else bb.emit(relax.op.reshape(x, rows))
+
+
+def _flat(bb: relax.BlockBuilder, x: Expr) -> Expr:
+    """Return ``x`` as a vector."""
+    shape = (prod(shape_of(x)),)
+    return x if shape == tuple(shape_of(x)) else bb.emit(relax.op.reshape(x, shape))
+
+
+def _last(x: te.Tensor) -> list[int]:
+    return [len(x.shape) - 1]
+
+
+def _of_row(scalars: te.Tensor, at: tuple[Expr, ...]) -> Expr:
+    """Return the scalar of the row that holds the position ``at``."""
+    return scalars(*at[:-1], _ZERO)
 
 
 def _dtype(type_: relax.TensorType) -> str:
@@ -174,32 +191,46 @@ def _dtype(type_: relax.TensorType) -> str:
     return str(type_.dtype.dtype)
 
 
+def _alone(arguments: Arguments) -> list[tuple[int, ...]]:
+    """Return the gradients that are read, each alone: they are different loops over the rows."""
+    return [(number,) for number in arguments.results or (0, 1, 2)]
+
+
 def _emitted(
     bb: relax.BlockBuilder,
     call: Call,
-    arguments: Arguments,
+    groups: list[tuple[int, ...]],
     name: str,
     compute: Any,
     operands: list[Expr],
 ) -> Expr:
-    """Emit the results of ``compute`` that ``call`` returns, in their shapes."""
-    read = arguments.results or (0, 1, 2)
+    """Emit the results of ``compute`` that ``call`` returns, in their shapes.
 
-    declared = list(call.ty.fields)
+    ``groups`` are the numbers of the results that one function computes.
+    """
+    declared = iter(call.ty.fields)
+    results = []
+    for group in groups:
+        types = [next(declared) for _ in group]
 
-    def chosen(*tensors: te.Tensor) -> list[te.Tensor]:
-        results = compute(*tensors)
-        return [cast(results[n], _dtype(t)) for n, t in zip(read, declared, strict=True)]
+        def chosen(
+            *tensors: te.Tensor, group: tuple[int, ...] = group, types: Any = types
+        ) -> list[te.Tensor]:
+            computed = compute(*tensors)
+            return [cast(computed[n], _dtype(t)) for n, t in zip(group, types, strict=True)]
 
-    made = bb.emit(bb.call_te(chosen, *operands, primfunc_name_hint=name))
-    several = len(read) > 1
-    fields = [bb.emit(relax.TupleGetItem(made, i)) if several else made for i in range(len(read))]
-    return relax.Tuple(
-        [
-            bb.emit(relax.op.reshape(field, list(type_.shape.values)))
-            for field, type_ in zip(fields, declared, strict=True)
+        made = bb.emit(bb.call_te(chosen, *operands, primfunc_name_hint=name))
+        several = len(group) > 1
+        fields = [
+            bb.emit(relax.TupleGetItem(made, i)) if several else made for i in range(len(group))
         ]
-    )
+        results += [_shaped(bb, field, type_) for field, type_ in zip(fields, types, strict=True)]
+    return relax.Tuple(results)
+
+
+def _shaped(bb: relax.BlockBuilder, x: Expr, type_: relax.TensorType) -> Expr:
+    shape = list(type_.shape.values)
+    return x if list(x.ty.shape.values) == shape else bb.emit(relax.op.reshape(x, shape))
 
 
 NORMS: dict[str, Compile] = {

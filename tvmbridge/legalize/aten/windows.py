@@ -38,10 +38,10 @@ class _Windows:
 
     @classmethod
     def of(cls, arguments: Arguments, count: int) -> _Windows:
-        size = _each(arguments["kernel_size"], count)
+        size = each(arguments["kernel_size"], count)
         spread = arguments.values.get("dilation", 1)
         step = arguments["stride"] or size
-        rest = (_each(v, count) for v in (step, arguments["padding"], spread))
+        rest = (each(v, count) for v in (step, arguments["padding"], spread))
         return cls(size, *rest)
 
     @property
@@ -53,7 +53,8 @@ class _Windows:
         return all(n == 1 for n in self.spread) and not sizes_vary()
 
 
-def _each(value: Any, count: int) -> list[int]:
+def each(value: Any, count: int) -> list[int]:
+    """Return one number for each of ``count`` dimensions; a single number holds for all."""
     listed = [value] if isinstance(value, int) else list(value)
     return listed * count if len(listed) == 1 else listed
 

@@ -7,13 +7,14 @@ from tvm.ir import IRModule
 from tvm.s_tir import SBlock, SBlockRealize, dlight
 from tvm.target import Target
 
-from tvmbridge.schedules import is_scheduled, marked_scheduled
+from tvmbridge.schedules import is_reshape, is_scheduled, marked_scheduled
 from tvmbridge.schedules.bfloat16 import rounded_by_cuda
 from tvmbridge.schedules.bool_buffers import kept_as_bytes
 from tvmbridge.schedules.gpu.doubles import exact_doubles
 from tvmbridge.schedules.gpu.elementwise import emit_elementwise, emit_transpose
 from tvmbridge.schedules.gpu.reductions import emit_gpu_reduction
-from tvmbridge.schedules.gpu.rows import emit_gpu_rows
+from tvmbridge.schedules.gpu.rows import emit_gpu_rows, fits_registers
+from tvmbridge.schedules.gpu.tails import with_tails
 from tvmbridge.schedules.kernel import Kernel, parse
 from tvmbridge.schedules.loops import sequence
 from tvmbridge.schedules.machine import Machine
@@ -68,8 +69,40 @@ def schedule_function(func: tirx.PrimFunc) -> tirx.PrimFunc | None:
     return marked_scheduled(func.with_body(SBlockRealize([], True, root)))
 
 
+def is_one_kernel(kernel: Kernel, parts: tuple[Kernel, ...], _: Target) -> bool:
+    """Whether scheduling a function gives one kernel, in which its parts lose no threads.
+
+    Rows with reductions keep their number, and elementwise functions get one thread for each
+    element, so that a merged kernel fills a GPU like its parts.
+
+    Args:
+        kernel: the function.
+        parts: the functions that ``kernel`` is made of; empty if it was not merged.
+    """
+    nest = _only_nest(kernel)
+    if nest is None or not parts:
+        return nest is not None
+    if isinstance(nest, ReductionNest):
+        return nest.tail is not None
+    if nest.is_elementwise:
+        return True
+    others = [_only_nest(part) for part in parts]
+    if any(isinstance(other, ReductionNest) for other in others):
+        return False
+    rows = {o.rows for o in others if isinstance(o, RowNest) and not o.is_elementwise}
+    return rows == {nest.rows} and fits_registers(nest)
+
+
+def _only_nest(kernel: Kernel) -> RowNest | ReductionNest | None:
+    """Return the only loop nest of a function, unless it is a transpose or a reshape."""
+    if is_reshape(kernel):
+        return None
+    nests = with_tails(kernel, plan(kernel, _MACHINE))
+    return nests[0] if len(nests) == 1 and not isinstance(nests[0], TileNest) else None
+
+
 def _kernels(kernel: Kernel) -> list[tirx.Stmt]:
-    nests = plan(kernel, _MACHINE)
+    nests = with_tails(kernel, plan(kernel, _MACHINE))
     shared = shared_buffers(kernel, nests)
     memory = Memory(cells="local")
     for stage in kernel.stages:
@@ -88,4 +121,4 @@ def _kernels(kernel: Kernel) -> list[tirx.Stmt]:
     return statements
 
 
-__all__ = ["schedule_for_gpu", "schedule_function"]
+__all__ = ["is_one_kernel", "schedule_for_gpu", "schedule_function"]

@@ -43,13 +43,21 @@ def emit_elementwise(nest: RowNest, shared: set[Any], memory: Memory) -> list[ti
                 evaluator.store(stage.buffer, position, named)
         return evaluator.take()
 
+    return [over_elements(indexer, total, element, memory_dtypes(nest, shared))]
+
+
+def memory_dtypes(nest: RowNest, shared: set[Any]) -> list[str]:
+    """Return the dtypes of the arrays that a loop nest reads or writes in memory.
+
+    ``shared`` are the buffers that are read outside of the loop nest.
+    """
     buffers = {m.stage.buffer for m in nest.members if m.stage.buffer in shared}
     for member in nest.members:
         for stage in virtual_stages(nest.kernel, nest.stored, member.stage):
             buffers |= {
                 load.buffer for load in stage.loads if nest.kernel.producer(load.buffer) is None
             }
-    return [over_elements(indexer, total, element, [str(buffer.dtype) for buffer in buffers])]
+    return [str(buffer.dtype) for buffer in buffers]
 
 
 def emit_transpose(nest: TileNest, memory: Memory) -> list[tirx.Stmt]:

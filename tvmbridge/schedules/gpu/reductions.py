@@ -11,12 +11,12 @@ from tvm.ir import Expr
 from tvmbridge.schedules.gpu.elementwise import over_elements
 from tvmbridge.schedules.gpu.threads import WARP, Team, allocate_in, barrier, launch, when
 from tvmbridge.schedules.gpu.vectors import side_by_side
-from tvmbridge.schedules.indexing import Indexer, integer
+from tvmbridge.schedules.indexing import Indexer, index_var, integer, unravel
 from tvmbridge.schedules.loops import load, loop, store
 from tvmbridge.schedules.machine import Machine
 from tvmbridge.schedules.reader import Buffer
 from tvmbridge.schedules.reductions import ReductionEmitter, ReductionNest
-from tvmbridge.schedules.values import Lane, Memory
+from tvmbridge.schedules.values import Evaluator, Lane, Memory
 
 _LONG_TEAM = 512
 _HEIGHT = 16
@@ -41,11 +41,27 @@ class _Parts:
         shape = [integer(count * self.total)]
         self.buffer = tirx.decl_buffer(shape, e.stage.dtype, f"{e.stage.name}_parts")
 
-    def put(self, part: Expr, position: Expr, value: Expr) -> tirx.Stmt:
-        """Return the statement that stores ``value`` of ``part`` for the result at ``position``."""
+    def put(self, part: Expr, position: Expr, value: Expr) -> list[tirx.Stmt]:
+        """Return the statements that store ``value`` of ``part`` for the result at ``position``."""
         if self.count == 1:
-            return self.e.memory.store(self.e.stage.buffer, position, value)
-        return store(self.buffer, value, part * integer(self.total) + position)
+            return self._final(position, value, self.e.indexer)
+        return [store(self.buffer, value, part * integer(self.total) + position)]
+
+    def _final(self, position: Expr, value: Expr, indexer: Indexer) -> list[tirx.Stmt]:
+        """Return the statements that store a result, or the value of the reduction's tail."""
+        nest, memory = self.e.nest, self.e.memory
+        if nest.tail is None:
+            return [memory.store(nest.stage.buffer, position, value)]
+        evaluator = Evaluator(nest.kernel, nest.stored, indexer, memory)
+        named = evaluator.name(value, nest.stage.name)
+        evaluator.places[nest.stage.buffer] = lambda _: named
+        place = index_var("place")
+        indexer.bind(place, self.total)
+        evaluator.statements.append(tirx.Bind(place, position))
+        at = unravel(place, nest.tail.spatial, indexer)
+        result = evaluator.name(evaluator.element(nest.tail, at), nest.tail.name)
+        evaluator.store(nest.tail.buffer, place, result)
+        return evaluator.take()
 
     def around(self, kernel: tirx.Stmt) -> list[tirx.Stmt]:
         """Return ``kernel``, and then the kernel that combines the parts if there are several."""
@@ -61,8 +77,8 @@ class _Parts:
                 return [accumulate(total, e, other)]
 
             begin = store(total, e.reduction.init, integer(0))
-            end = e.memory.store(e.stage.buffer, position, load(total, integer(0)))
-            return [room, begin, loop(self.count, add), end]
+            end = self._final(position, load(total, integer(0)), indexer)
+            return [room, begin, loop(self.count, add), *end]
 
         room = tirx.AllocBuffer(self.buffer)
         return [room, kernel, over_elements(indexer, self.total, element)]
@@ -162,7 +178,7 @@ def _over_heights(
     position = row * integer(e.nest.columns) + column
     stored = parts.put(part, position, load(total, integer(0)))
     begin = store(total, e.reduction.init, integer(0))
-    return [room, begin, loop(_HEIGHT, add), *when(inside, [stored])]
+    return [room, begin, loop(_HEIGHT, add), *when(inside, stored)]
 
 
 def _strided(
@@ -228,7 +244,7 @@ def _along_rows(e: ReductionEmitter) -> list[tirx.Stmt]:
             store(total, e.reduction.init, integer(0)),
             _strided(e, total, (begin, end), count, row, integer(0), _LONG_TEAM),
             *team.all_reduce(total, e.reduction, e.stage.dtype),
-            *when(thread.equal(integer(0)), [parts.put(part, row, load(total, integer(0)))]),
+            *when(thread.equal(integer(0)), parts.put(part, row, load(total, integer(0)))),
         ]
 
     return parts.around(launch(e.indexer, nest.rows * parts.count, _LONG_TEAM, body))

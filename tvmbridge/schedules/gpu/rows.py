@@ -11,9 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import tvm_ffi
 from tvm import tirx
 from tvm.ir import Expr
 
+from tvmbridge.schedules.gpu.elementwise import memory_dtypes
 from tvmbridge.schedules.gpu.threads import (
     MOST_THREADS,
     WARP,
@@ -23,15 +25,20 @@ from tvmbridge.schedules.gpu.threads import (
     launch,
     when,
 )
+from tvmbridge.schedules.gpu.vectors import lanes_for, side_by_side
 from tvmbridge.schedules.indexing import Indexer, index_var, integer
 from tvmbridge.schedules.loops import load, loop, store
 from tvmbridge.schedules.reader import Buffer
 from tvmbridge.schedules.rows import Member, RowNest, element_at
 from tvmbridge.schedules.values import Evaluator, Memory, TooLargeError
 
+# Neighbouring columns of one thread. More would only lengthen the kernel, and its compilation.
+_MOST_LANES = 4
 # Columns of one thread that registers hold.
 _REGISTERS = 32
 _SHARED_BYTES = 40_000
+# Values between passes that a thread of a merged kernel holds; a thread has 255 registers at most.
+_MOST_HELD = 96
 _SMALLEST_BLOCK = 128
 # The longest row for a single warp, and the same if at least `_MANY` rows fill the GPU with warps.
 _WARP_COLUMNS = 256
@@ -47,6 +54,7 @@ class GpuRowEmitter:
     - ``teams``: the number of teams in a block.
     - ``local``: the register arrays that hold values between passes, by buffer.
     - ``tile``: the shared-memory arrays that hold rows between passes, by buffer.
+    - ``dtypes``: the dtypes of the arrays in memory that may be read or written as vectors.
     """
 
     def __init__(self, nest: RowNest, shared: set[Any], memory: Memory) -> None:
@@ -58,8 +66,9 @@ class GpuRowEmitter:
         self.teams = _SMALLEST_BLOCK // self.size if self.size <= WARP else 1
         self.local: dict[Any, Buffer] = {}
         self.tile: dict[Any, Buffer] = {}
-        # The variable of a thread's column in the current pass, and its step of the loop.
-        self.step_of: tuple[tirx.Var | None, Expr] = None, integer(0)
+        self.dtypes = memory_dtypes(nest, shared)
+        # A thread's column in the current pass, and the number of its register.
+        self.register_of: tuple[Expr | None, Expr] = None, integer(0)
 
     def emit(self) -> list[tirx.Stmt]:
         """Return the kernel of the loop nest, as a list of one statement."""
@@ -77,7 +86,7 @@ class GpuRowEmitter:
         if rows % self.teams:
             # Teams without a row repeat the last row, because all threads must reach barriers.
             own = tirx.Min(own, integer(rows - 1))
-        statements: list[tirx.Stmt] = [tirx.Bind(row, own), *self._allocations()]
+        statements: list[tirx.Stmt] = [tirx.Bind(row, own), *self.allocations()]
         self._redirect(row)
         for time in sorted({member.time for member in self.nest.members}):
             members = [m for m in self.nest.members if m.time == time]
@@ -91,7 +100,8 @@ class GpuRowEmitter:
                 statements.append(barrier())
         return statements
 
-    def _allocations(self) -> list[tirx.Stmt]:
+    def allocations(self) -> list[tirx.Stmt]:
+        """Allocate registers and shared memory for values that later passes read."""
         statements, shared_bytes = [], 0
         for member in self.nest.members:
             stage, buffer = member.stage, member.stage.buffer
@@ -105,16 +115,23 @@ class GpuRowEmitter:
                 name = f"{stage.name}_row"
                 self.tile[buffer], room = allocate_in("shared", count, stage.dtype, name)
                 statements.append(room)
-            elif self._steps(member.columns) <= _REGISTERS:
-                name, count = f"{stage.name}_own", self._steps(member.columns)
+            elif self._registers(member.columns) <= _REGISTERS:
+                name, count = f"{stage.name}_own", self._registers(member.columns)
                 self.local[buffer], room = allocate_in("local", count, stage.dtype, name)
                 statements.append(room)
             elif buffer not in self.shared:
                 raise TooLargeError
         return statements
 
+    def _lanes(self, columns: int) -> int:
+        """Return the number of neighbouring columns of a thread, such that no thread is idle."""
+        return min(_MOST_LANES, lanes_for(self.dtypes, columns, self.size))
+
     def _steps(self, columns: int) -> int:
-        return -(-columns // self.size)
+        return -(-columns // (self.size * self._lanes(columns)))
+
+    def _registers(self, columns: int) -> int:
+        return self._steps(columns) * self._lanes(columns)
 
     def _redirect(self, row: Expr) -> None:
         """Redirect reads of values of earlier passes to registers or shared memory."""
@@ -126,15 +143,16 @@ class GpuRowEmitter:
                 self.evaluator.places[buffer] = self._in_tile(member, row)
 
     def _in_registers(self, member: Member, row: Expr) -> Callable[[Expr], Expr]:
-        local = self.local[member.stage.buffer]
-        columns, size = integer(member.columns), integer(self.size)
+        local, lanes = self.local[member.stage.buffer], integer(self._lanes(member.columns))
+        columns, width = integer(member.columns), integer(self.size) * lanes
 
         def place(offset: Expr) -> Expr:
             column = self.indexer.simplify(offset - row * columns)
-            known, step = self.step_of
-            if known is not None and column.same_as(known):
-                return load(local, step)
-            return load(local, self.indexer.simplify(column // size))
+            known, register = self.register_of
+            if known is not None and tvm_ffi.structural_equal(column, known):
+                return load(local, register)
+            number = column // width * lanes + column % lanes
+            return load(local, self.indexer.simplify(number))
 
         return place
 
@@ -173,18 +191,30 @@ class GpuRowEmitter:
             sums[stage.buffer], room = allocate_in("local", 1, stage.dtype, f"{stage.name}_sum")
             statements += [room, store(sums[stage.buffer], stage.reduction.init, integer(0))]
 
+        lanes = self._lanes(columns)
+        groups = columns // lanes
+
         def step(i: Expr) -> list[tirx.Stmt]:
             if isinstance(i, tirx.Var):
                 self.indexer.bind(i, self._steps(columns))
             own = self.indexer.simplify(i * integer(size) + self.rank)
-            if columns % size == 0:
+            if lanes == 1 and columns % size == 0:
                 return self._column(members, sums, row, own, i)
             # A variable with a known range: the simplifier cannot find the range in the expression.
-            column = index_var("column")
-            self.indexer.bind(column, columns)
-            self.step_of = column, i
-            body = [tirx.Bind(column, own), *self._column(members, sums, row, column, i)]
-            return when(own < integer(columns), body)
+            group = index_var("column")
+            self.indexer.bind(group, groups)
+
+            def element(column: Expr, lane: Expr) -> list[tirx.Stmt]:
+                register = self.indexer.simplify(i * integer(lanes) + lane)
+                self.register_of = column, register
+                return self._column(members, sums, row, column, register)
+
+            if lanes == 1:
+                elements = element(group, integer(0))
+            else:
+                elements = side_by_side(self.indexer, lanes, group * integer(lanes), element)
+            inside = None if groups % size == 0 else own < integer(groups)
+            return when(inside, [tirx.Bind(group, own), *elements])
 
         statements.append(loop(self._steps(columns), step))
         for member in reducing:
@@ -195,7 +225,7 @@ class GpuRowEmitter:
         return statements
 
     def _column(
-        self, members: Sequence[Member], sums: Any, row: Expr, column: Expr, step: Expr
+        self, members: Sequence[Member], sums: Any, row: Expr, column: Expr, register: Expr
     ) -> list[tirx.Stmt]:
         """Return the statements that compute the elements of all members at one column."""
         evaluator, indexer = self.evaluator.fork(), self.indexer
@@ -210,7 +240,7 @@ class GpuRowEmitter:
                 continue
             indices = [integer(0) if v is None else at[v] for v in stage.dims]
             evaluator.remember(stage.buffer, indexer.flat(stage.buffer, indices), value)
-            self._keep(member, evaluator, row, column, step, value)
+            self._keep(member, evaluator, row, column, register, value)
         return evaluator.take()
 
     def _keep(
@@ -219,7 +249,7 @@ class GpuRowEmitter:
         evaluator: Evaluator,
         row: Expr,
         column: Expr,
-        step: Expr,
+        register: Expr,
         value: Expr,
     ) -> None:
         """Add the statements that store an element in all places where it is read later."""
@@ -229,7 +259,7 @@ class GpuRowEmitter:
         if buffer in self.shared:
             evaluator.store(buffer, offset, value)
         if buffer in self.local:
-            evaluator.statements.append(store(self.local[buffer], value, step))
+            evaluator.statements.append(store(self.local[buffer], value, register))
         elif buffer in self.tile:
             at = self.indexer.simplify(self.place * integer(member.columns) + column)
             evaluator.statements.append(store(self.tile[buffer], value, at))
@@ -249,3 +279,14 @@ def _team_size(columns: int, rows: int) -> int:
 def emit_gpu_rows(nest: RowNest, shared: set[Any], memory: Memory) -> list[tirx.Stmt]:
     """Return the kernel of ``nest``; ``shared`` are the buffers that are read outside of it."""
     return GpuRowEmitter(nest, shared, memory).emit()
+
+
+def fits_registers(nest: RowNest) -> bool:
+    """Whether a thread's registers and a block's shared memory hold the values between passes."""
+    emitter = GpuRowEmitter(nest, nest.kernel.outputs, Memory())
+    try:
+        emitter.allocations()
+    except TooLargeError:
+        return False
+    held = sum(int(buffer.shape[0]) for buffer in emitter.local.values())
+    return held <= _MOST_HELD
