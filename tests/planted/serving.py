@@ -384,4 +384,12 @@ SERVING = (
         "if False:",
         ("tests/graph_capture/observe/test_frozen.py",),
     ),
+    Plant(
+        "properties that hide attributes not watched",
+        "guard",
+        "tvmbridge.runtime.guards.class_entries",
+        "(any_hides or _is_first(now) or _is_first(expected))",
+        "any_hides",
+        ("tests/runtime/guards/test_class_entries.py",),
+    ),
 )

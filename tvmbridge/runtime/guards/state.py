@@ -7,6 +7,7 @@ Parameters that were replaced, tied, loaded or optimised are therefore always no
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -134,6 +135,7 @@ class ModuleState:
         children = self._modules[1:]
         self._members = [copied(m) for m in self._modules]
         self._types = [type(m) for m in self._modules]
+        self._attributes_of = [dict_of(m, "") for m in self._modules]
         self._hooks = [dict_of(m, name) for m in children for name in HOOKS if name in m.__dict__]
         self._hooks += GLOBAL_HOOKS if children else ()
         self._hookable = [copied(m) for m in children]
@@ -271,6 +273,8 @@ class ModuleState:
             if list(map(class_before, self._members)) != self._types:
                 return Reason(Kind.CHANGED, "the class of a submodule")
             self._types = list(map(type, self._members))
+        if not all(map(operator.is_, map(vars, self._members), self._attributes_of)):
+            return Reason(Kind.CHANGED, "the __dict__ of a submodule")
         for class_, forward in self._classes:
             if class_.forward is not forward:
                 return PATCHED
