@@ -267,8 +267,8 @@ class Kind(enum.Enum):
     AGAIN_FREED = "backward has run", "call backward with retain_graph=True", _ONCE
     AGAIN_ALONE = _once("the code was called alone")
     AGAIN_DRAWS = _once("forward draws random numbers on another device than the CPU")
-    AGAIN_WRITES = _once("forward writes into buffers or arguments")
-    AGAIN_LEAVES = _once("forward leaves values in attributes of the module")
+    AGAIN_WRITES = _once("forward writes into arguments")
+    AGAIN_LARGE = _once("its results depend on buffers of more than a megabyte that forward writes")
     AGAIN_EPILOGUE = _once("a part of forward runs eagerly after the compiled code")
     AGAIN_COMPLEX = _once("it has complex inputs")
     AGAIN_EXCHANGED = _once("a tensor of the module was exchanged since")

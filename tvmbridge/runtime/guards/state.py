@@ -202,6 +202,14 @@ class ModuleState:
         for attributes, name, value in self._assignments:
             attributes[name] = value
 
+    def set_numbers(self, copied: nn.Module, numbers: Mapping[int, torch.Tensor]) -> None:
+        """Set the attributes of ``copied``, a copy of the module, whose numbers are inputs.
+
+        ``numbers`` are the values, by the position of the input in :attr:`names`.
+        """
+        for i, value in numbers.items():
+            self._numbers.set_in(copied, self.names[i], value)
+
     def leave(self, values: Iterable[Any]) -> None:
         """Set the attributes in which forward leaves computed ``values``."""
         remaining = iter(values)
