@@ -86,6 +86,7 @@ class Kind(enum.Enum):
         "an argument that is not a tensor differs",
         f"if it is a number that changes, pass a 0-dimensional tensor; otherwise {_ADD}",
     )
+    CHOICE = "a string, a bool or None differs", _SAME
     NUMBER = "a number is none that the code takes as an input", _SAME
     UNSEEN = (
         "an argument is an object whose tensors PyTorch does not see",
@@ -197,8 +198,9 @@ class Kind(enum.Enum):
     FAILED = "{}", _EXPLAIN
     STATE_WRITTEN = (
         "forward changes state at each call: {}",
-        "keep the state in a buffer and write into it (buffer.add_(1)), or dispatch submodules "
-        "that keep none",
+        "keep the state in a buffer and write into it (buffer.add_(1)), leave results in "
+        "attributes of modules, also in hooks (layer.out = output), or dispatch submodules that "
+        "keep no state",
     )
     NOT_COMPILED = "nothing is compiled", _EXPLAIN
     NO_SYMBOLIC = "no code for any size: {}", _EXPLAIN
