@@ -242,6 +242,7 @@ class ValueGuard:
         slots = [(h, n, v) for h, n, v, _ in self._slots if id(h) not in watched]
         names = [h.owner.__dict__ for h, *_ in slots if isinstance(h, _Names)]
         dicts = [c.dictionary for c in self._containers if c.dictionary is not None]
+        holding: list[Container | WatchedPart] = [*self._parts, *self._containers]
         return Beyond(
             dicts=[*names, *dicts],
             places=[place for p in self._parts if not p.part.asks for place in p.places()],
@@ -251,7 +252,7 @@ class ValueGuard:
                 *((vars(p.value), p.holds, None) for p in self._parts if p.part.asks),
                 *self._classes.asked(),
             ],
-            objects=[each.value for each in (*self._parts, *self._containers) if each.has_dict],
+            objects=[each.value for each in holding if each.has_dict],
         )
 
     def changed(self) -> str | None:
