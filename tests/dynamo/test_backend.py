@@ -104,6 +104,15 @@ def test_training_steps(kind: type[nn.Module]) -> None:
     assert sum(graph.calls for graph in report.graphs) == 4
 
 
+def test_a_report_without_graphs_says_why() -> None:
+    torch.compiler.reset()
+    layers = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    layers.compile(backend="tvmbridge")
+    layers(inputs())
+    report = " ".join(str(tvmbridge.compile_report()).split())
+    assert "module.compile() has no effect if the module's forward is PyTorch's own" in report
+
+
 def test_written_arguments() -> None:
     assert_same(Writing(), [[inputs(), torch.zeros(8)] for _ in range(3)])
     assert tvmbridge.compile_report().whole

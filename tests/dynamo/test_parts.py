@@ -46,6 +46,24 @@ class Masked(nn.Module):
         return (z * y).sum(-1) + z[:, 0].sin()
 
 
+class Averaged(nn.Module):
+    """Forward averages weights by assignments to ``.data``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.online, self.target = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.target.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        earlier = self.target.weight.data.clone()
+        with torch.no_grad():
+            for p, q in zip(self.target.parameters(), self.online.parameters(), strict=True):
+                p.data = p.data * 0.9 + q.data * 0.1
+            self.online.bias.data = self.online.bias.data.clamp(-0.2, 0.2)
+        step = (self.target.weight - earlier).abs().sum()
+        return self.online(x).tanh() * 2 - self.target(x).sin() + step
+
+
 class Tiny(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + 1 if x.sum().item() > 0 else x
@@ -119,6 +137,18 @@ def test_values_that_a_mask_chooses_are_written() -> None:
     assert_like_eager(twin, copy.deepcopy(reference), [rows()])
     assert dispatch_report(module).share == dispatch_report(twin).share == 1
     assert dispatch_report(twin).tvm_calls == 1
+
+
+def test_assignments_to_data() -> None:
+    module, reference = pair(Averaged)
+    kept = [each.state_dict() for each in (module, reference)]
+    assert_like_eager(module, reference, [rows(), rows(count=5), rows()])
+    torch.testing.assert_close(*[list(each.parameters()) for each in (module, reference)])
+    # An alias that was taken before keeps the old memory, as in eager PyTorch.
+    torch.testing.assert_close(*kept)
+    report = dispatch_report(module)
+    assert "assigns to .data" in str(report.cut)
+    assert report.share == 1
 
 
 def test_parts_that_are_too_small() -> None:

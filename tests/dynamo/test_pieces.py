@@ -66,6 +66,14 @@ def pieces_of(
         return torch.compile(function, backend=backend)(x, y), len(served), cut
 
 
+def _without_gradients(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        scale = x.sin()
+        scale[x > 0] = y
+        scale = scale * 2 + x
+    return scale * x.cos()
+
+
 @pytest.mark.parametrize(
     ("function", "pieces"),
     [
@@ -74,6 +82,7 @@ def pieces_of(
         (_with_a_gradient, 2),
         (_of_experts, 5),
         (_of_different_values, 2),
+        (_without_gradients, 2),
     ],
 )
 def test_pieces(function: Callable[..., torch.Tensor], pieces: int) -> None:

@@ -180,3 +180,18 @@ def test_an_object_with_tensors_is_named_with_what_to_pass_instead(compilations:
     assert not compilations
     with pytest.raises(CaptureError, match="argument 0 is a Holds"):
         add_tvm_dispatch(module, (Holds(torch.ones(2)),))
+
+
+def test_four_strings_are_compiled_and_a_fifth_is_named() -> None:
+    class Chooses(nn.Module):
+        def forward(self, x: torch.Tensor, name: str = "sin") -> torch.Tensor:
+            return getattr(torch, name)(x)
+
+    module, x = add_tvm_dispatch(Chooses().eval()), sample()
+    names = ["sin", "cos", "tanh", "exp", "neg"]
+    for name in names * 2:
+        torch.testing.assert_close(module(x, name), getattr(torch, name)(x))
+    report = dispatch_report(module)
+    assert report.tvm_calls == 8
+    assert report.fallbacks == {"a string, a bool or None differs": 2}
+    assert "the same kinds" in report.reasons["a string, a bool or None differs"].advice

@@ -36,7 +36,9 @@ def in_process(name: str, door: str, seconds: float = 900.0) -> Found:
 
 def _row(script: Script, door: str, found: Found) -> bool:
     right = found.right(script)
-    good = right and found.share >= script.least
+    # TorchDynamo captures nothing of a module whose class is PyTorch's own.
+    uncaptured = door == "compile" and not found.calls
+    good = right and (uncaptured or found.share >= script.least_of(door))
     verdict = "right" if right else "WRONG"
     cells = f"{found.calls} | {found.share:.0%} | {found.compiled} | {found.difference:.0e}"
     print(f"| `{script.name}` | {door} | {cells} | {verdict} | {found.seconds:.0f} |", flush=True)

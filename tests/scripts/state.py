@@ -242,16 +242,15 @@ class _Queue(nn.Module):
         return F.cross_entropy(logits, labels), logits
 
 
-# Refused: an assignment to .data.
-@script(least=0.0)
+# Compiled in parts: forward assigns to .data. One graph of torch.compile cannot do that.
+@script(compiled=0.2)
 def moco(door: Door) -> Iterator[list[Any]]:
     model = door(_Queue(False))
     for out in steps(model, lambda m, i: list(m(torch.randn(4, 12), torch.randn(4, 12)))):
         yield [*out, model.queue]
 
 
-# Refused: an assignment to .data.
-@script(least=0.0)
+@script(compiled=0.0)
 def moco_python_pointer(door: Door) -> Iterator[list[Any]]:
     model = door(_Queue(True))
     for out in steps(model, lambda m, i: list(m(torch.randn(4, 12), torch.randn(4, 12)))):

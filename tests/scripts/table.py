@@ -14,6 +14,7 @@ _FILES = (
     "graph_networks",
     "language",
     "vision",
+    "changes",
 )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import torch.nn.utils.prune
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

@@ -86,6 +86,7 @@ class Kind(enum.Enum):
         "an argument that is not a tensor differs",
         f"if it is a number that changes, pass a 0-dimensional tensor; otherwise {_ADD}",
     )
+    CHOICE = "a string, a bool or None differs", _SAME
     NUMBER = "a number is none that the code takes as an input", _SAME
     UNSEEN = (
         "an argument is an object whose tensors PyTorch does not see",
@@ -197,8 +198,9 @@ class Kind(enum.Enum):
     FAILED = "{}", _EXPLAIN
     STATE_WRITTEN = (
         "forward changes state at each call: {}",
-        "keep the state in a buffer and write into it (buffer.add_(1)), or dispatch submodules "
-        "that keep none",
+        "keep the state in a buffer and write into it (buffer.add_(1)), leave results in "
+        "attributes of modules, also in hooks (layer.out = output), or dispatch submodules that "
+        "keep no state",
     )
     NOT_COMPILED = "nothing is compiled", _EXPLAIN
     NO_SYMBOLIC = "no code for any size: {}", _EXPLAIN
@@ -267,8 +269,8 @@ class Kind(enum.Enum):
     AGAIN_FREED = "backward has run", "call backward with retain_graph=True", _ONCE
     AGAIN_ALONE = _once("the code was called alone")
     AGAIN_DRAWS = _once("forward draws random numbers on another device than the CPU")
-    AGAIN_WRITES = _once("forward writes into buffers or arguments")
-    AGAIN_LEAVES = _once("forward leaves values in attributes of the module")
+    AGAIN_WRITES = _once("forward writes into arguments")
+    AGAIN_LARGE = _once("its results depend on buffers of more than a megabyte that forward writes")
     AGAIN_EPILOGUE = _once("a part of forward runs eagerly after the compiled code")
     AGAIN_COMPLEX = _once("it has complex inputs")
     AGAIN_EXCHANGED = _once("a tensor of the module was exchanged since")

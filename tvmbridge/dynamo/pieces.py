@@ -8,9 +8,9 @@ After::
 
     piece 0 (v): v.log()    piece 1 (x, mask, y): x[mask] = y    piece 2 (x): x.sin()
 
-There are three kinds of such functions. The number of elements that a mask selects, or that
+There are four kinds of such functions. The number of elements that a mask selects, or that
 ``nonzero`` returns, is known only during a call. A write into a tensor with a gradient history must
-be recorded by PyTorch's autograd.
+be recorded by PyTorch's autograd. An assignment to ``.data`` gives a tensor other memory.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from tvmbridge.core.torch_private import skipped_frame, symbolic_shapes
+from tvmbridge.core.torch_private import set_grad_enabled, skipped_frame, symbolic_shapes
 
 _Run = Callable[..., Any]
+# TorchDynamo's function that keeps the version of a tensor whose ``.data`` is assigned.
+_LOWERS = "_lower_version_count_by_1"
 
 
 @dataclass
@@ -34,6 +36,7 @@ class _Piece:
 
     - ``nodes``: the nodes.
     - ``is_eager``: whether PyTorch runs them.
+    - ``gradients``: whether gradients are on before the first node, and after the last one.
     - ``inputs``: the nodes before them that they use.
     - ``outputs``: those of the nodes that later nodes use.
     - ``last``: the values that no later piece uses, and that the graph does not return.
@@ -41,6 +44,7 @@ class _Piece:
 
     nodes: list[fx.Node]
     is_eager: bool
+    gradients: tuple[bool, bool]
     inputs: list[fx.Node] = field(default_factory=list)
     outputs: list[fx.Node] = field(default_factory=list)
     last: list[fx.Node] = field(default_factory=list)
@@ -66,7 +70,7 @@ def in_pieces(graph_module: fx.GraphModule, serve: Callable[[fx.GraphModule], _R
     steps = []
     for piece in pieces:
         part = _module_of(graph_module, piece)
-        steps.append((part.forward if piece.is_eager else serve(part), piece))
+        steps.append((_eager(part, piece) if piece.is_eager else serve(part), piece))
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     (output,) = graph_module.graph.find_nodes(op="output")
     constants = {n: n for n in output.all_input_nodes if n.op == "get_attr"}
@@ -89,15 +93,21 @@ def _cut(graph: fx.Graph) -> list[_Piece]:
     """Return the pieces of a graph in order, with their inputs and outputs."""
     pieces: list[_Piece] = []
     piece_of: dict[fx.Node, _Piece] = {}
-    for node in graph.nodes:
+    on = torch.is_grad_enabled()
+    for node in _exchanges_together(graph):
         if node.op in ("placeholder", "get_attr", "output"):
             continue
         current = pieces[-1] if pieces else None
-        eager = runs_by_itself(node, piece_of, current)
-        if current is None or current.is_eager or eager:
-            current = _Piece([], eager)
+        exchanges = _exchanges(node)
+        eager = exchanges or runs_by_itself(node, piece_of, current)
+        goes_on = exchanges and current is not None and _exchanges(current.nodes[-1])
+        if current is None or ((current.is_eager or eager) and not goes_on):
+            current = _Piece([], eager, (on, on))
             pieces.append(current)
         current.nodes.append(node)
+        if node.target is set_grad_enabled:
+            on = bool(node.args[0])
+            current.gradients = current.gradients[0], on
         piece_of[node] = current
     for piece in pieces:
         used = {n: None for node in piece.nodes for n in node.all_input_nodes}
@@ -113,14 +123,22 @@ def _cut(graph: fx.Graph) -> list[_Piece]:
 
 
 def _module_of(graph_module: fx.GraphModule, piece: _Piece) -> fx.GraphModule:
-    """Return the graph of a piece, which returns a tuple of its outputs."""
+    """Return the graph of a piece, which returns a tuple of its outputs.
+
+    A piece sets the mode of gradients that earlier pieces have set, and sets it back at the end.
+    """
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    outside, (before, after) = torch.is_grad_enabled(), piece.gradients
     for node in piece.inputs:
         copies[node] = graph.placeholder(node.name)
         copies[node].meta = dict(node.meta)
     held = {n: None for node in piece.nodes for n in node.all_input_nodes if n.op == "get_attr"}
+    if before is not outside:
+        graph.call_function(set_grad_enabled, (before,))
     for node in (*held, *piece.nodes):
         copies[node] = graph.node_copy(node, copies.__getitem__)
+    if after is not outside:
+        graph.call_function(set_grad_enabled, (outside,))
     graph.output(tuple(copies[node] for node in piece.outputs))
     return fx.GraphModule(graph_module, graph, type(graph_module).__name__)
 
@@ -142,6 +160,34 @@ def runs_by_itself(
         return False
     is_from_before = current is None or current.is_eager or piece_of.get(written) is not current
     return _chooses_by_mask(node) or (is_from_before and _carries_a_gradient(written))
+
+
+def _eager(part: fx.GraphModule, piece: _Piece) -> _Run:
+    """Return the function that runs a piece in eager PyTorch."""
+    forward: _Run = part.forward
+    return torch.no_grad()(forward) if _exchanges(piece.nodes[0]) else forward
+
+
+def _exchanges_together(graph: fx.Graph) -> Iterator[fx.Node]:
+    """Yield the nodes of a graph in an order that cuts it as little as possible.
+
+    An exchange of a tensor's memory waits until a node reads the tensor.
+    """
+    waiting: dict[fx.Node, None] = {}
+    for node in graph.nodes:
+        if _exchanges(node):
+            waiting[node] = None
+            continue
+        changed = {*waiting, *(n for w in waiting for n in w.all_input_nodes[:1])}
+        if node.op == "output" or not changed.isdisjoint(node.all_input_nodes):
+            yield from waiting
+            waiting = {}
+        yield node
+
+
+def _exchanges(node: fx.Node) -> bool:
+    """Whether ``node`` is part of an assignment to ``.data``, which gives a tensor other memory."""
+    return node.target is torch.Tensor.set_ or _LOWERS in getattr(node.target, "__name__", "")
 
 
 def assumed_by(node: fx.Node) -> str | None:

@@ -77,6 +77,13 @@ class GraphReport:
         return None if text is None else reasons[text].advice
 
 
+_NO_GRAPH = (
+    "TorchDynamo has given no graph to this backend: has the compiled module been called? "
+    "module.compile() has no effect if the module's forward is PyTorch's own, as that of "
+    'nn.Sequential is; call torch.compile(module, backend="tvmbridge") instead'
+)
+
+
 @dataclass(frozen=True)
 class CompileReport:
     """The graphs of this process since ``torch.compiler.reset()``.
@@ -128,6 +135,8 @@ class CompileReport:
             f"{served}",
             highlight=False,
         )
+        if not self.graphs:
+            console.print(_NO_GRAPH, highlight=False)
         if self.timed_calls:
             console.print(f"calls by PyTorch, to time it: {self.timed_calls}", highlight=False)
         if self.aside_calls:

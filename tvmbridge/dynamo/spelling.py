@@ -25,6 +25,28 @@ def leave(region: torch.autocast) -> None:
     region.__exit__(None, None, None)
 
 
+def data_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor.data``."""
+    return tensor.data
+
+
+def assign_data(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Assign to ``tensor.data``; return ``tensor``."""
+    tensor.data = value
+    return tensor
+
+
+def itself(value: Any) -> Any:
+    """Return ``value``: an assignment to ``.data`` leaves the version of the tensor as it is."""
+    return value
+
+
+# By the name of a function of TorchDynamo, which does a part of what user code writes.
+_NAMED: dict[str, Callable[..., Any]] = {
+    "_get_data_attr": data_of,
+    "set_": assign_data,
+    "_lower_version_count_by_1": itself,
+}
 _SPELLED: dict[Callable[..., Any], Callable[..., Any]] = {
     enter_autocast: enter,
     exit_autocast: leave,
@@ -50,6 +72,9 @@ def as_python_writes(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.op == "call_function" and node.target in _SPELLED:
             node.target = _SPELLED[node.target]
+        elif node.op == "call_function":
+            name = getattr(node.target, "__name__", "")
+            node.target = _NAMED.get(name.rpartition(".")[2], node.target)
         node.args = fx.node.map_aggregate(node.args, _literal)
         node.kwargs = fx.node.map_aggregate(node.kwargs, _literal)
 

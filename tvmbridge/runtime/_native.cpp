@@ -1,4 +1,4 @@
-// The native part of guards/watch.py: checks in one call that dictionaries, classes of objects and tensors
+// The native part of guards/watch.py: checks in one call that dictionaries, objects and tensors
 // are unchanged. core/compiled_half.py compiles it; if that is not possible, the same checks run in Python.
 //
 // Dictionaries are compared by a version: up to Python 3.11 the one that CPython counts (PEP 509), from 3.12
@@ -152,12 +152,16 @@ struct Part {
     uint64_t version;        // the dictionary's version when the entries were last found unchanged
 };
 
+PyObject *no_dict = nullptr; // for objects without a dictionary
+
 struct Watched {
     std::vector<const uint64_t *> counters; // addresses of the versions of `dicts`, in order
     std::vector<uint64_t> versions;
     std::vector<PyObject *> compared; // dictionaries whose entries are compared as well
     std::vector<Part> parts;
     std::vector<PyTypeObject *> types;
+    std::vector<PyObject **> places; // where each of `objects` has its dictionary
+    std::vector<PyObject *> holders; // the dictionaries there, borrowed: compared, never read
     std::vector<Properties> tensors;
     std::vector<uintptr_t> addresses;
 };
@@ -360,8 +364,14 @@ PyObject *watch_new(PyTypeObject *type, PyObject *args, PyObject *) {
             return nullptr;
         }
     }
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(objects); i++)
-        self->watched->types.push_back(Py_TYPE(PyTuple_GET_ITEM(objects, i)));
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(objects); i++) {
+        PyObject *object = PyTuple_GET_ITEM(objects, i);
+        self->watched->types.push_back(Py_TYPE(object));
+        // The address is fixed while the object lives, and `objects` keeps it alive.
+        PyObject **place = _PyObject_GetDictPtr(object);
+        self->watched->places.push_back(place == nullptr ? &no_dict : place);
+        self->watched->holders.push_back(place == nullptr ? nullptr : *place);
+    }
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tensors); i++) {
         PyObject *tensor = PyTuple_GET_ITEM(tensors, i);
         if (!is_plain(tensor)) {
@@ -389,7 +399,8 @@ PyObject *watch_unchanged(Watch *self, PyObject *) {
         changed |= *before.counters[i] ^ before.versions[i];
     PyObject **items = reinterpret_cast<PyTupleObject *>(self->objects)->ob_item;
     for (size_t i = 0; i < before.types.size(); i++)
-        changed |= uint64_t(Py_TYPE(items[i]) != before.types[i]);
+        changed |= uint64_t(Py_TYPE(items[i]) != before.types[i]) |
+                   uint64_t(*before.places[i] != before.holders[i]);
     if (changed || !entries_hold(self))
         Py_RETURN_FALSE;
     for (Part &part : before.parts)

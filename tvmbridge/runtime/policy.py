@@ -28,8 +28,8 @@ from tvmbridge.runtime.parts import Cut
 from tvmbridge.runtime.specialization import Specialization
 from tvmbridge.runtime.specializations import Specializations
 
-# Limits on signatures that calls compile: four in all, of which two may differ in a Python
-# constant alone, since each value of a number is another signature.
+# Limits on signatures that calls compile: four in all, of which two may differ in a number alone,
+# since each value of a number is another signature.
 _MOST_AT_CALLS = 4
 _MOST_VALUES = 2
 # How often calls may compile because the module has changed, for each reason.

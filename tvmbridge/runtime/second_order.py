@@ -25,10 +25,10 @@ from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.core.structure import opened, unflatten
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.core.types import InputKind, OutputKind
-from tvmbridge.runtime.guards.forwards import own_forward
 from tvmbridge.runtime.guards.mode import Mode
 from tvmbridge.runtime.guards.state import ModuleState
 from tvmbridge.runtime.guards.watch import versions_of
+from tvmbridge.runtime.replay import Replay
 
 _Mismatch = Callable[[Sequence[Any], Sequence[Any]], Reason | None]
 
@@ -48,14 +48,17 @@ class SecondOrder:
 
     def __init__(self, state: ModuleState, captured: CapturedGraph, mismatch: _Mismatch) -> None:
         users = [d.position or 0 for d in captured.inputs if d.kind is InputKind.USER]
-        returned = [o for o in captured.outputs if o.kind is OutputKind.USER]
+        place = iter(range(len(captured.outputs)))
+        places = [(o, next(place) if o.kind is OutputKind.USER else None) for o in captured.outputs]
         self._state = state
         self._captured = captured
         self._mismatch = mismatch
         self._positions = users
-        # Positions of the computed outputs among the leaves of forward's return value.
-        self._places = [i for i, o in enumerate(returned) if o.is_computed]
-        self._refused = _refused(captured)
+        # Positions of the computed outputs among the leaves of forward's return value; None for
+        # what a call writes.
+        self._places = [i for o, i in places if o.is_computed]
+        self.replay = Replay(state, captured)
+        self._refused = _refused(captured, self.replay)
         self.draws = bool(captured.noise)
         self.backwards = 0
 
@@ -80,8 +83,8 @@ class SecondOrder:
 
     def changed(self, leaves: Sequence[Any], tensors: Sequence[Any]) -> Reason | None:
         """Return why forward would compute something else now than at the call; or None."""
-        now = self._state.tensors()
-        if any(a is not b for a, b in zip(now, tensors, strict=True)):
+        pairs = enumerate(zip(self._state.tensors(), tensors, strict=True))
+        if any(a is not b for i, (a, b) in pairs if i not in self.replay.renewed):
             return Reason(Kind.AGAIN_EXCHANGED)
         return refused_now() or self._mismatch(leaves, tensors)
 
@@ -97,18 +100,29 @@ class SecondOrder:
         """Return the primals that may have gradients: user inputs, then the module's tensors."""
         return (*[leaves[p] for p in self._positions], *tensors)
 
-    def outputs(self, leaves: Sequence[Any], generator: torch.Tensor | None) -> list[torch.Tensor]:
+    def outputs(
+        self,
+        leaves: Sequence[Any],
+        tensors: Sequence[Any],
+        kept: Mapping[int, torch.Tensor],
+        generator: torch.Tensor | None,
+    ) -> list[torch.Tensor | None]:
         """Run the module's own forward; return the outputs that compiled code computes.
+
+        Values that forward writes are None: no gradient arrives at them.
 
         Args:
             leaves: the leaves of the arguments.
+            tensors: the module's tensors at the call.
+            kept: copies of tensors that the call has written.
             generator: the state of PyTorch's random generator to start from; None: forward draws
                 no random numbers.
         """
-        own, convention = own_forward(self._state.module), self._captured.convention
-        forward = WithBases(lambda *a, **k: opened(own(*a, **k)), convention.bases)
+        convention = self._captured.convention
         args, kwargs = unflatten(marked(leaves, convention.numbers), convention.in_spec)
         with ExitStack() as stack:
+            own = stack.enter_context(self.replay.forward(tensors, kept))
+            forward = WithBases(lambda *a, **k: opened(own(*a, **k)), convention.bases)
             stack.enter_context(without_autocast())
             stack.enter_context(under_autocast(self._captured.assumptions.autocast))
             stack.enter_context(torch.enable_grad())
@@ -117,7 +131,7 @@ class SecondOrder:
                 torch.set_rng_state(generator)
             results = pytree.tree_leaves(forward(*args, **kwargs))
         self.backwards += 1
-        return [results[place] for place in self._places]
+        return [None if place is None else results[place] for place in self._places]
 
 
 @dataclass(frozen=True)
@@ -150,21 +164,27 @@ class SecondOrderCall:
         self._tensors = tensors
         self._primals = own.primals(leaves, tensors)
         self._pinned = pinned
+        self._kept = own.replay.keep(tensors)
+        first = len(self._primals) - len(tensors)
+        self._unwritten = [
+            i for i in range(len(self._primals)) if i - first not in own.replay.renewed
+        ]
         self._versions = self._versions_now()
         self._given = [t.data_ptr() for t in self._primals[: len(self._primals) - len(tensors)]]
         self._generator = torch.get_rng_state() if own.draws else None
 
     def _versions_now(self) -> tuple[int, ...] | None:
-        """Return the versions of all primals; None if a primal has none."""
+        """Return the versions of the primals that no call writes; None if a primal has none."""
         try:
-            return versions_of(self._primals)
+            return versions_of(tuple(self._primals[i] for i in self._unwritten))
         except RuntimeError:  # tensors created in inference mode have no version
             return None
 
     def _is_written(self) -> bool:
         if self._versions is None or self._versions != self._versions_now():
             return True
-        return [*self._given, *self._pinned.pointers] != [t.data_ptr() for t in self._primals]
+        before = [*self._given, *self._pinned.pointers]
+        return any(before[i] != self._primals[i].data_ptr() for i in self._unwritten)
 
     def refused(self, wanted: Sequence[int]) -> Reason | None:
         """Return why forward cannot run again for gradients of the primals ``wanted``; or None."""
@@ -193,13 +213,14 @@ class SecondOrderCall:
             # The inner differentiation ends at views, so that hooks of arguments run only once.
             views = {id(t): t.view_as(t) for t in primals if id(t) not in kept and t.requires_grad}
         leaves = [views.get(id(leaf), leaf) for leaf in self._leaves]
-        outputs = self._own.outputs(leaves, self._generator)
+        outputs = self._own.outputs(leaves, self._tensors, self._kept, self._generator)
         sources = {id(primals[i]): views.get(id(primals[i]), primals[i]) for i in wanted}
-        arriving = {n: c for n, c in cotangents.items() if outputs[n].requires_grad}
+        pairs = [(outputs[n], c) for n, c in cotangents.items()]
+        arriving = [(o, c) for o, c in pairs if o is not None and o.requires_grad]
         found = torch.autograd.grad(
-            [outputs[n] for n in arriving],
+            [output for output, _ in arriving],
             list(sources.values()),
-            list(arriving.values()),
+            [cotangent for _, cotangent in arriving],
             create_graph=True,
             allow_unused=True,
         )
@@ -208,16 +229,16 @@ class SecondOrderCall:
         return [gradients.pop(id(primals[i]), None) for i in wanted]
 
 
-def _refused(captured: CapturedGraph) -> Reason | None:
+def _refused(captured: CapturedGraph, replay: Replay) -> Reason | None:
     """Return why the own forward cannot repeat the computation of a call; None if it can."""
     if captured.noise and not backend_of(captured.device).redraws:
         return Reason(Kind.AGAIN_DRAWS)
     if captured.convention.changed_arguments or any(
-        o.kind is not OutputKind.USER for o in captured.outputs
+        o.kind is OutputKind.INPUT_MUTATION for o in captured.outputs
     ):
         return Reason(Kind.AGAIN_WRITES)
-    if captured.convention.left:
-        return Reason(Kind.AGAIN_LEAVES)
+    if replay.keeps_too_much:
+        return Reason(Kind.AGAIN_LARGE)
     if captured.epilogue is not None:
         return Reason(Kind.AGAIN_EPILOGUE)
     if any(d.spec.dtype.is_complex for d in captured.inputs):

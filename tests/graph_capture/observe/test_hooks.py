@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 from tests.dispatch_helpers import assert_same_step, eager, make_block, sample
 from tvmbridge import add_tvm_dispatch, dispatch_report
@@ -96,3 +97,24 @@ def test_a_frozen_embedding_whose_output_requires_a_gradient_trains() -> None:
         torch.testing.assert_close(module.eval()(tokens), reference.eval()(tokens))
     report = dispatch_report(module)
     assert (report.tvm_calls, report.fallbacks) == (3, {})
+
+
+def test_layers_are_pruned_before_and_after_the_dispatch() -> None:
+    module = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)).train()
+    reference = copy.deepcopy(module)
+    for each in (module, reference):
+        prune.l1_unstructured(each[0], "weight", amount=0.4)
+    add_tvm_dispatch(module)
+    x = torch.randn(4, 6)
+    for amount in (0.0, 0.5):
+        for each in (module, reference):
+            if amount:
+                prune.l1_unstructured(each[2], "weight", amount=amount)
+        for _ in range(2):
+            results = []
+            for each in (module, reference):
+                each.zero_grad()
+                each(x).square().sum().backward()
+                results.append([each(x), each[0].weight, *(p.grad for p in each.parameters())])
+            torch.testing.assert_close(*results)
+    assert not dispatch_report(module).fallbacks

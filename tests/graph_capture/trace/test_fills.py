@@ -47,3 +47,29 @@ def test_learned_values_are_written_and_get_their_gradient() -> None:
     few[:, :2] = True
     with pytest.raises(RuntimeError, match="shape mismatch"):
         module(x, v, few)
+
+
+class Pointer(nn.Module):
+    """Writes a number that depends on a size, by an index and by a slice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("place", torch.zeros(3, dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.place[0] = x.shape[0] * 2
+        self.place[1:] = x.shape[0]
+        return x * self.place[0]
+
+
+def test_integers_that_depend_on_a_size_are_written() -> None:
+    module = Pointer().eval()
+    plain = copy.deepcopy(module)
+    add_tvm_dispatch(module, dynamic_shapes="auto")
+    for rows in (5, 8, 11, 9, 7, 6, 10):
+        x = torch.randn(rows, 4)
+        torch.testing.assert_close(module(x), plain(x))
+        torch.testing.assert_close(module.place, plain.place)
+    report = dispatch_report(module)
+    assert report.tvm_calls == 7
+    assert not report.fallbacks

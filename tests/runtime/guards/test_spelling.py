@@ -15,6 +15,7 @@ from tvmbridge import add_tvm_dispatch, dispatch_report
 
 STRUCTURE = "the structure of the arguments differs"
 CONSTANT = "an argument that is not a tensor differs"
+CHOICE = "a string, a bool or None differs"
 TENSOR = "an argument is a tensor, and was none"
 
 
@@ -53,7 +54,7 @@ OTHERS: list[tuple[str, str, Callable[[nn.Module], torch.Tensor]]] = [
     (CONSTANT, "argument `scale`: 2.0, compiled for 1.0", lambda m: m(sample(), scale=2.0)),
     (CONSTANT, "argument `scale`: 1, compiled for 1.0", lambda m: m(sample(), scale=1)),
     (CONSTANT, "argument `scale`: 0.5, compiled for 1.0", lambda m: m(sample(), None, 0.5)),
-    (CONSTANT, "argument `name`: 'bb', compiled for 'a'", lambda m: m(sample(), name="bb")),
+    (CHOICE, "argument `name`: 'bb', compiled for 'a'", lambda m: m(sample(), name="bb")),
     (TENSOR, "argument `mask`: a tensor (6, 24) float64", lambda m: m(sample(), sample() + 1)),
 ]
 SAMPLES: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -77,7 +78,7 @@ def test_what_means_the_same_is_one_call(
         assert dispatch_report(module).fallbacks == {}
         for _, _, call in OTHERS:
             torch.testing.assert_close(call(module), call(reference))
-    assert dispatch_report(module).fallbacks == {CONSTANT: 4, TENSOR: 1}
+    assert dispatch_report(module).fallbacks == {CONSTANT: 3, CHOICE: 1, TENSOR: 1}
     assert OTHERS[0][1] in dispatch_report(module).examples[CONSTANT]
     assert dispatch_report(module).tvm_calls == 2 * len(SAME)
     assert compilations == ["Masked"]

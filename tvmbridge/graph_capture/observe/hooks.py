@@ -7,11 +7,12 @@ has the computation of a traced hook, and a guard checks that the hook is still 
 from __future__ import annotations
 
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from torch import nn
 from torch.nn.modules import module as nn_module
+from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
@@ -25,8 +26,8 @@ GLOBAL_HOOK_DICTS = tuple(f"_global{name}" for name in HOOKS)
 GLOBAL_HOOKS = tuple(getattr(nn_module, name) for name in GLOBAL_HOOK_DICTS)
 # trace/old_norms.py traces and guards these hooks.
 _OLD_NORMS = (WeightNorm, SpectralNorm)
-# A hook's function, and a text of its kind and of whether it gets keyword arguments.
-TracedHook: TypeAlias = tuple[types.FunctionType, str]
+# A hook, and a text of its kind and of whether it gets keyword arguments.
+TracedHook: TypeAlias = tuple[Callable[..., Any], str]
 
 
 def hooked_submodule(module: nn.Module) -> str | None:
@@ -44,12 +45,22 @@ def hooked_submodule(module: nn.Module) -> str | None:
 
 
 def traced_hooks(module: nn.Module) -> list[TracedHook]:
-    """Return the forward hooks of a submodule that are plain functions and can be traced."""
+    """Return the forward hooks of a submodule that can be traced: plain functions, and pruning."""
     held: Mapping[str, Any] = module.__dict__
     always = held.get("_forward_hooks_always_called", ())
     return [
         (hook, f"{table} {key in held.get(table + '_with_kwargs', ())}")
         for table in _TRACED
         for key, hook in held.get(table, {}).items()
-        if isinstance(hook, types.FunctionType) and key not in always and acts([hook])
+        if _is_plain(hook) and key not in always and acts([hook])
     ]
+
+
+def _is_plain(hook: Any) -> bool:
+    """Whether ``hook`` is a plain function, or a hook of PyTorch that multiplies by a mask."""
+    if isinstance(hook, types.FunctionType):
+        return True
+    return isinstance(hook, BasePruningMethod) and all(
+        getattr(type(hook), name) is getattr(BasePruningMethod, name)
+        for name in ("__call__", "apply_mask")
+    )

@@ -122,6 +122,8 @@ class OutsideReads:
                     self._look_at(each)
 
         for hook in [h for m in module.modules() for h, _ in traced_hooks(m)]:
+            if not isinstance(hook, types.FunctionType):
+                continue
             held = {"": hook}
             self._keep(defaults(hook))
             self._keep([exactly(Source(held, held, "", f"the hook {hook.__name__}", hook))])

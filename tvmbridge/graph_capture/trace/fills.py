@@ -3,6 +3,9 @@
 PyTorch's gradient for the values in ``x[mask] = value`` and ``index_fill`` uses ``nonzero`` and
 ``unique``, whose shapes are data-dependent. With a scalar value both writes become ``masked_fill``,
 whose gradient is a masked sum. A write of several values becomes one opaque operator.
+
+``x[0] = n`` of an integer becomes ``x[0].fill_(n)``: PyTorch would make a constant tensor of the
+integer, which cannot depend on a size.
 """
 
 from __future__ import annotations
@@ -26,6 +29,9 @@ def _written(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if call.function not in _FILLS:
         functional = _put if call.function in _PUTS else _assigned
     result = None if "out" in kwargs else functional(*args, **kwargs)
+    if call.function is torch.Tensor.__setitem__ and _is_of_integer(*args):
+        args[0][args[1]].fill_(args[2])
+        return None
     if result is None:
         return call(*args, **kwargs)
     if call.function not in _IN_PLACE:
@@ -33,6 +39,21 @@ def _written(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target = args[0] if args else kwargs["input"]
     target.copy_(result)
     return None if call.function is torch.Tensor.__setitem__ else target
+
+
+def _is_of_integer(tensor: Any, index: Any, value: Any) -> bool:
+    """Whether an integer is written to all elements of a view of ``tensor``."""
+    places = index if isinstance(index, tuple) else (index,)
+    return (
+        type(value) is int
+        and all(type(place) in (int, slice, type(None), type(...)) for place in places)
+        and all(
+            type(bound) in (int, type(None))
+            for place in places
+            if isinstance(place, slice)
+            for bound in (place.start, place.stop, place.step)
+        )
+    )
 
 
 def _is_learned(tensor: Any, value: Any) -> bool:

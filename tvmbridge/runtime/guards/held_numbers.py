@@ -29,6 +29,7 @@ class HeldNumbers:
             name: (module.get_submodule(path), attribute, known)
             for name, ((path, attribute), known) in held.items()
         }
+        self._keys = {name: key for name, (key, _) in held.items()}
         self._labels = {
             name: "the attribute " + ".".join(filter(None, key)) for name, (key, _) in held.items()
         }
@@ -70,6 +71,11 @@ class HeldNumbers:
     def changed(self) -> str | None:
         """Return the label of an attribute whose value is not served; None if all are served."""
         return next((self._labels[name] for name in self._held if self.get(name) is None), None)
+
+    def set_in(self, module: nn.Module, name: str, value: torch.Tensor) -> None:
+        """Set the attribute of the input ``name`` in ``module``, a copy of the dispatched one."""
+        path, attribute = self._keys[name]
+        module.get_submodule(path).__dict__[attribute] = value.item()
 
     def places(self) -> list[tuple[dict[str, Any], str]]:
         """Return the dictionaries and keys of the attributes."""

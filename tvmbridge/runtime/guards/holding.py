@@ -28,6 +28,7 @@ class Container:
     - ``value``: the container.
     - ``watched``: the watched values that it is part of.
     - ``dictionary``: the dictionary that holds all its contents; None if there is no such one.
+    - ``has_dict``: whether this is the ``__dict__`` of the container.
     """
 
     def __init__(self, value: Any) -> None:
@@ -40,7 +41,8 @@ class Container:
         # state_of returns new objects each time, so they are compared by value.
         self._same = same_value if self._read is state_of else operator.is_
         self.dictionary: dict[Any, Any] | None = None
-        if type(value) is dict or self._read is vars:
+        self.has_dict = self._read is vars
+        if type(value) is dict or self.has_dict:
             self.dictionary = now
 
     def changed(self) -> bool:
@@ -59,6 +61,8 @@ class WatchedPart:
     - ``watched``: the watched values that it is part of.
     - ``part``: the class of the object and the attributes that matter.
     """
+
+    has_dict = True
 
     def __init__(self, value: Any, part: PartOf) -> None:
         self.value = value
@@ -103,7 +107,7 @@ class Beyond:
     - ``slots``: values that are looked up and compared by identity at each call.
     - ``containers``: containers without a dictionary, such as lists.
     - ``asked``: dictionaries, each with a function that compares the entries that matter.
-    - ``objects``: objects whose class must not change.
+    - ``objects``: objects of which the class and the ``__dict__`` must stay the same.
     """
 
     dicts: list[dict[Any, Any]]

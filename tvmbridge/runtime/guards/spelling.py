@@ -187,10 +187,17 @@ class Parameters:
         return Spelling(tuple(sources[i] for i in range(count)), named, tuple(extras))
 
 
+# Arguments of these types have few values, each of which may have code of its own.
+_CHOICES = (str, bool, type(None), torch.dtype, torch.device)
+
+
 def other_constant(name: str, given: Any, expected: Any, more: str = "") -> Reason:
     """Return the mismatch for an argument that is a constant in the sample."""
     detail = f"argument `{name}`: {shown(given)}, compiled for {shown(expected)}{more}"
-    return Reason(Kind.TENSOR if isinstance(given, torch.Tensor) else Kind.CONSTANT, detail)
+    if isinstance(given, torch.Tensor):
+        return Reason(Kind.TENSOR, detail)
+    chooses = all(isinstance(value, _CHOICES) for value in (given, expected))
+    return Reason(Kind.CHOICE if chooses else Kind.CONSTANT, detail)
 
 
 def shown(value: Any) -> str:

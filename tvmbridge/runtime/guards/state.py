@@ -7,6 +7,7 @@ Parameters that were replaced, tied, loaded or optimised are therefore always no
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -134,6 +135,7 @@ class ModuleState:
         children = self._modules[1:]
         self._members = [copied(m) for m in self._modules]
         self._types = [type(m) for m in self._modules]
+        self._attributes_of = [dict_of(m, "") for m in self._modules]
         self._hooks = [dict_of(m, name) for m in children for name in HOOKS if name in m.__dict__]
         self._hooks += GLOBAL_HOOKS if children else ()
         self._hookable = [copied(m) for m in children]
@@ -199,6 +201,14 @@ class ModuleState:
         """Set the attributes to which forward assigns the same constants at each call."""
         for attributes, name, value in self._assignments:
             attributes[name] = value
+
+    def set_numbers(self, copied: nn.Module, numbers: Mapping[int, torch.Tensor]) -> None:
+        """Set the attributes of ``copied``, a copy of the module, whose numbers are inputs.
+
+        ``numbers`` are the values, by the position of the input in :attr:`names`.
+        """
+        for i, value in numbers.items():
+            self._numbers.set_in(copied, self.names[i], value)
 
     def leave(self, values: Iterable[Any]) -> None:
         """Set the attributes in which forward leaves computed ``values``."""
@@ -271,6 +281,8 @@ class ModuleState:
             if list(map(class_before, self._members)) != self._types:
                 return Reason(Kind.CHANGED, "the class of a submodule")
             self._types = list(map(type, self._members))
+        if not all(map(operator.is_, map(vars, self._members), self._attributes_of)):
+            return Reason(Kind.CHANGED, "the __dict__ of a submodule")
         for class_, forward in self._classes:
             if class_.forward is not forward:
                 return PATCHED

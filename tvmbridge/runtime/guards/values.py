@@ -22,6 +22,7 @@ from tvmbridge.core.contents import (
 )
 from tvmbridge.graph_capture.observe.attributes import own_names
 from tvmbridge.graph_capture.observe.data import is_of_users
+from tvmbridge.runtime.guards.class_entries import ClassEntries, registered_names
 from tvmbridge.runtime.guards.forwards import StandsForForward, stands_for
 from tvmbridge.runtime.guards.holding import Beyond, Container, WatchedPart
 
@@ -158,8 +159,9 @@ class ValueGuard:
     The contents of objects are compared to a depth of four; deeper changes are not noticed.
     """
 
-    def __init__(self, watched: list[_Watched]) -> None:
+    def __init__(self, watched: list[_Watched], classes: ClassEntries) -> None:
         self._watched = watched
+        self._classes = classes
         self._refresh()
 
     @classmethod
@@ -197,14 +199,22 @@ class ValueGuard:
             )
             for v in outside
         ]
-        return cls([*watched.values(), *beside])
+        classes = ClassEntries()
+        for path, each_module in module.named_modules():
+            names = [n for (p, n), value in expected.items() if p == path and value is not MISSING]
+            classes.add(type(each_module), names, registered_names(each_module))
+        guard = cls([*watched.values(), *beside], classes)
+        for part in guard._parts:
+            if not part.part.asks:
+                classes.add(part.part.kind, part.part.attributes)
+        return guard
 
     def rebound(self, memo: Mapping[int, Any]) -> ValueGuard:
         """Return a guard with the same expectations for a deep copy of the module.
 
         ``memo`` is the memo of :func:`copy.deepcopy`.
         """
-        return ValueGuard([watched.of_copy(memo) for watched in self._watched])
+        return ValueGuard([watched.of_copy(memo) for watched in self._watched], self._classes)
 
     def _refresh(self) -> None:
         for watched in self._watched:
@@ -232,17 +242,23 @@ class ValueGuard:
         slots = [(h, n, v) for h, n, v, _ in self._slots if id(h) not in watched]
         names = [h.owner.__dict__ for h, *_ in slots if isinstance(h, _Names)]
         dicts = [c.dictionary for c in self._containers if c.dictionary is not None]
+        holding: list[Container | WatchedPart] = [*self._parts, *self._containers]
         return Beyond(
             dicts=[*names, *dicts],
             places=[place for p in self._parts if not p.part.asks for place in p.places()],
             slots=[slot for slot in slots if not isinstance(slot[0], _Names)],
             containers=[c for c in self._containers if c.dictionary is None],
-            asked=[(vars(p.value), p.holds, None) for p in self._parts if p.part.asks],
-            objects=[p.value for p in self._parts],
+            asked=[
+                *((vars(p.value), p.holds, None) for p in self._parts if p.part.asks),
+                *self._classes.asked(),
+            ],
+            objects=[each.value for each in holding if each.has_dict],
         )
 
     def changed(self) -> str | None:
         """Return the name of a value that has changed; None if none has."""
+        if hiding := self._classes.changed():
+            return hiding
         suspects = [w for d, name, last, w in self._slots if d.get(name, MISSING) is not last]
         holding: list[Container | WatchedPart] = [*self._containers, *self._parts]
         for container in holding:

@@ -1,4 +1,4 @@
-"""Watches: whether dictionaries, classes of objects and tensors are unchanged.
+"""Watches: whether dictionaries, objects and tensors are unchanged.
 
 A module's structure, attributes and hooks live in dictionaries. As long as the dictionaries are
 unchanged, all tensors found in them earlier are still right, and a call looks nothing up. The
@@ -33,6 +33,7 @@ Code: TypeAlias = tuple[types.FunctionType, types.CodeType, tuple[Any, ...] | No
 _ALIGNMENT_MASK = 63
 _data_ptr = torch.Tensor.data_ptr
 _version = operator.attrgetter("_version")
+_dict_of = operator.attrgetter("__dict__")
 
 
 @functools.cache
@@ -42,7 +43,7 @@ def _native() -> Any:
 
 
 class Watch(Protocol):
-    """Remembers dictionaries, classes and tensors as they are when it is created."""
+    """Remembers dictionaries, objects and tensors as they are when it is created."""
 
     def unchanged(self) -> bool:
         """Whether everything is unchanged since then."""
@@ -53,7 +54,7 @@ class PythonWatch:
 
     Args:
         dicts: dictionaries that are compared as a whole.
-        objects: objects whose classes are compared.
+        objects: objects of which the class and the ``__dict__`` must stay the same.
         tensors: tensors that are compared in all but their values, addresses included.
         places: single entries of dictionaries, each with the expected object.
         functions: functions, each with its expected code and defaults.
@@ -76,6 +77,8 @@ class PythonWatch:
         self._keys = list(chain.from_iterable(self._dicts))
         self._values = list(chain.from_iterable(map(dict.values, self._dicts)))
         self._types = list(map(type, self._objects))
+        self._with_dict = [o for o in self._objects if hasattr(o, "__dict__")]
+        self._dicts_of = list(map(_dict_of, self._with_dict))
         self._pointers = list(map(_data_ptr, self._tensors))
         self._once = tuple({id(t): t for t in self._tensors}.values())
         self._guards = _tensor_guards(self._once)
@@ -88,6 +91,7 @@ class PythonWatch:
         return (
             list(map(len, self._dicts)) == self._sizes
             and list(map(type, self._objects)) == self._types
+            and _same(map(_dict_of, self._with_dict), self._dicts_of)
             and _same(chain.from_iterable(self._dicts), self._keys)
             and _same(chain.from_iterable(map(dict.values, self._dicts)), self._values)
             and all(d.get(key, MISSING) is value for d, key, value in self._places)
@@ -124,7 +128,7 @@ def watch(
 
     Args:
         dicts: dictionaries that are compared as a whole.
-        objects: objects whose classes are compared.
+        objects: objects of which the class and the ``__dict__`` must stay the same.
         tensors: tensors that are compared in all but their values, addresses included.
         places: single entries of dictionaries in which other entries do not matter.
         functions: functions, each with its code and defaults.
