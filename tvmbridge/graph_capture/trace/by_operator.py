@@ -1,0 +1,367 @@
+"""Decompose an exported program operator by operator, each distinct call once.
+
+``run_decompositions`` of PyTorch runs the whole program twice more, under a stack of modes that
+makes a node cost milliseconds. Most nodes are calls that the program has made before: a model of
+48 equal layers makes each call of a layer 48 times. Here the decomposition of a call is traced
+once, with PyTorch's own tracer and the same kernels and table, and its nodes are copied for every
+further call of the same operator on operands with the same metadata.
+
+    linear(x, w0, b0)               permute, mm, add for (x, w0, b0): traced
+    linear(y, w1, b1), same shapes  permute, mm, add for (y, w1, b1): copied
+
+A program that this cannot decompose as PyTorch would is left to ``run_decompositions``: one that
+writes, has subgraphs, sizes that are symbols, or tensors that are not plain.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from torch.export.graph_signature import (
+    ExportGraphSignature,
+    InputKind,
+    OutputKind,
+    TensorArgument,
+)
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from tvmbridge.core.torch_private import (
+    DispatchKey,
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    enable_python_dispatcher,
+    exclude_dispatch_keys,
+    export_trace,
+    exported_program,
+    functional_tensors,
+    pytree,
+    storage_key,
+)
+
+logger = logging.getLogger(__name__)
+
+Table: TypeAlias = dict[Any, Callable[..., Any]]
+
+# What PyTorch copies from a node to the nodes of its decomposition, as far as it is read later.
+_COPIED = ("nn_module_stack", "stack_trace", "source_fn_stack", "custom")
+_INPUTS = (
+    InputKind.USER_INPUT,
+    InputKind.PARAMETER,
+    InputKind.BUFFER,
+    InputKind.CONSTANT_TENSOR,
+)
+
+
+class _NotByOperatorError(Exception):
+    """The program must be decomposed as a whole."""
+
+
+def decomposed(program: ExportedProgram, table: Table) -> ExportedProgram:
+    """Return ``program.run_decompositions(table)``, operator by operator where that is the same."""
+    try:
+        return _by_operator(program, table)
+    except _NotByOperatorError as reason:
+        logger.debug("the program is decomposed as a whole: %s", reason)
+    return program.run_decompositions(table)
+
+
+def _by_operator(program: ExportedProgram, table: Table) -> ExportedProgram:
+    _refuse_unlike(program)
+    with _as_run_decompositions(program, table) as (mode, decompositions):
+        graph = _Copier(_Traces(mode, decompositions)).copied(program.graph)
+    graph.eliminate_dead_code()
+    module = fx.GraphModule({}, graph)
+    module.meta.update(program.graph_module.meta)
+    return ExportedProgram(
+        root=module,
+        graph=graph,
+        graph_signature=_signature(program.graph_signature, graph),
+        state_dict=program.state_dict,
+        range_constraints={},
+        module_call_graph=program.module_call_graph,
+        example_inputs=program.example_inputs,
+        constants=program.constants,
+    )
+
+
+def _refuse_unlike(program: ExportedProgram) -> None:
+    """Refuse a program with a node whose decomposition may depend on other nodes.
+
+    Raises:
+        _NotByOperatorError: it has one.
+    """
+    signature = program.graph_signature
+    kinds = {spec.kind for spec in signature.output_specs}
+    if kinds - {OutputKind.USER_OUTPUT} or program.range_constraints:
+        raise _NotByOperatorError("it writes, or has symbols")
+    if any(spec.kind not in _INPUTS for spec in signature.input_specs):
+        raise _NotByOperatorError("an input is neither a tensor nor a constant")
+    called = [entry.signature for entry in program.module_call_graph]
+    if any(each is not None and (each.inputs or each.outputs) for each in called):
+        raise _NotByOperatorError("it keeps the signatures of modules")
+    for node in program.graph.nodes:
+        if node.op not in ("placeholder", "call_function", "output"):
+            raise _NotByOperatorError(f"{node.op} {node.target}")
+        if node.op != "call_function":
+            continue
+        if not isinstance(node.target, OpOverload):
+            if node.target is not operator.getitem:
+                raise _NotByOperatorError(f"a call of {node.target}")
+        elif node.target._schema.is_mutable:
+            raise _NotByOperatorError(f"{node.target} writes")
+        elif not all(map(_is_plain, pytree.tree_leaves(node.meta.get("val")))):
+            raise _NotByOperatorError(f"a result of {node.target} is not a plain tensor")
+    for node in program.graph.find_nodes(op="placeholder"):
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor | torch.SymInt) and not _is_plain(value):
+            raise _NotByOperatorError(f"the input {node.name} is not a plain tensor")
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether ``value`` is a fake tensor that its metadata describes, or None."""
+    return value is None or (
+        type(value) in (FakeTensor, torch.nn.Parameter)
+        and isinstance(value, FakeTensor)
+        and value.layout is torch.strided
+        and value.constant is None
+        and all(type(n) is int for n in (*value.shape, *value.stride()))
+        and not (value.is_conj() or value.is_neg() or value.is_quantized)
+    )
+
+
+@contextmanager
+def _as_run_decompositions(
+    program: ExportedProgram, table: Table
+) -> Iterator[tuple[FakeTensorMode, Table]]:
+    """Enter the contexts that ``run_decompositions`` traces in.
+
+    Yield the mode of the program's fake tensors, and the table without the composite operators,
+    which are decomposed by kernels instead.
+    """
+    composites, decompositions = exported_program._split_decomp_table_to_cia_and_python_decomp(
+        dict(table)
+    )
+    mode = exported_program._detect_fake_mode_from_gm(program.graph_module)
+    if mode is None:
+        raise _NotByOperatorError("it has no tensors")
+    trace = export_trace()
+    with (
+        mode,
+        exported_program._override_composite_implicit_decomp(composites),
+        trace._ignore_backend_decomps(),
+        trace._compiling_state_context(),
+        torch.no_grad(),
+    ):
+        yield mode, decompositions
+
+
+@dataclass(frozen=True)
+class _Trace:
+    """The decomposition of one call.
+
+    - ``graph``: its operators; the placeholders are the tensors among the operands.
+    - ``views``: the nodes whose result shares memory with an operand or an earlier result.
+    """
+
+    graph: fx.Graph
+    views: frozenset[fx.Node]
+
+
+@dataclass
+class _Traces:
+    """The decompositions of the calls of a program, by operator and metadata of the operands.
+
+    Args:
+        mode: the mode of the program's fake tensors.
+        table: the decompositions that are no kernels of composite operators.
+    """
+
+    mode: FakeTensorMode
+    table: Table
+    known: dict[Any, _Trace] = field(default_factory=dict)
+
+    def of(self, func: OpOverload, leaves: Sequence[Any], structure: Any) -> _Trace:
+        """Return the decomposition of a call.
+
+        Args:
+            func: the operator.
+            leaves: the leaves of its positional and keyword arguments.
+            structure: the structure of the arguments.
+        """
+        numbers: dict[int, int] = {}
+        described = [_described(leaf, numbers) for leaf in leaves]
+        key = (func, structure, *described)
+        try:
+            found = self.known.get(key)
+        except TypeError as error:
+            raise _NotByOperatorError(f"an argument of {func} has no hash") from error
+        if found is None:
+            found = self.known[key] = self._traced(func, leaves, structure)
+        return found
+
+    def _traced(self, func: OpOverload, leaves: Sequence[Any], structure: Any) -> _Trace:
+        tensors = list({id(leaf): leaf for leaf in leaves if _is_tensor(leaf)}.values())
+        positions = {id(tensor): i for i, tensor in enumerate(tensors)}
+        functional = functional_tensors()
+
+        def wrapped(tensor: Any) -> Any:
+            return functional.FunctionalTensor.to_functional(tensor)
+
+        def unwrapped(result: Any) -> Any:
+            if not isinstance(result, functional.FunctionalTensor):
+                return result
+            torch._sync(result)
+            return torch._from_functional_tensor(result.elem)
+
+        def call(*given: Any) -> Any:
+            with exclude_dispatch_keys(DispatchKey.Functionalize):
+                held = [wrapped(tensor) for tensor in given]
+                put = [held[positions[id(leaf)]] if _is_tensor(leaf) else leaf for leaf in leaves]
+                args, kwargs = pytree.tree_unflatten(put, structure)
+                return pytree.tree_map(unwrapped, func(*args, **kwargs))
+
+        modes = functional.FunctionalTensorMode(
+            pre_dispatch=False, export=True, _allow_token_discovery=True
+        )
+        with enable_python_dispatcher(), modes:
+            traced = make_fx(call, self.table, pre_dispatch=False)(*tensors)
+        return _Trace(traced.graph, _views(traced.graph))
+
+
+def _is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor)
+
+
+def _described(leaf: Any, numbers: dict[int, int]) -> Any:
+    """Return what a decomposition may depend on; ``numbers`` counts the distinct tensors."""
+    if not isinstance(leaf, torch.Tensor):
+        return type(leaf), leaf, repr(leaf) if isinstance(leaf, float | complex) else None
+    number = numbers.setdefault(id(leaf), len(numbers))
+    offset, records = leaf.storage_offset(), leaf.requires_grad
+    where = (leaf.device, offset, number, records, isinstance(leaf, torch.nn.Parameter))
+    return (tuple(leaf.shape), leaf.stride(), leaf.dtype, *where)
+
+
+def _views(graph: fx.Graph) -> frozenset[fx.Node]:
+    """Return the nodes whose result shares memory with the value of a node before, or is unknown.
+
+    Raises:
+        _NotByOperatorError: a node is no operator, or a result is not a plain tensor.
+    """
+    seen: set[int] = set()
+    views = set()
+    for node in graph.nodes:
+        if node.op == "output":
+            continue
+        value = node.meta.get("val")
+        if node.op not in ("placeholder", "call_function"):
+            raise _NotByOperatorError(f"a decomposition has {node.op} {node.target}")
+        if not isinstance(node.target, OpOverload | str) and node.target is not operator.getitem:
+            raise _NotByOperatorError(f"a decomposition calls {node.target}")
+        if not all(map(_is_plain, pytree.tree_leaves(value))):
+            raise _NotByOperatorError(f"a result of {node.target} is not a plain tensor")
+        storages = {storage_key(v) for v in pytree.tree_leaves(value) if v is not None}
+        if "val" not in node.meta or not storages.isdisjoint(seen):
+            views.add(node)
+        seen |= storages
+    return frozenset(views)
+
+
+class _Copier:
+    """Builds the graph of a decomposed program."""
+
+    def __init__(self, traces: _Traces) -> None:
+        self._traces = traces
+        self._graph = fx.Graph()
+        # By node of the program: its nodes here, in the structure of its value.
+        self._nodes: dict[fx.Node, Any] = {}
+        # By node here: its fake value.
+        self._values: dict[fx.Node, Any] = {}
+
+    def copied(self, graph: fx.Graph) -> fx.Graph:
+        """Return ``graph`` with its calls decomposed."""
+        for node in graph.nodes:
+            if node.op == "call_function":
+                self._nodes[node] = self._called(node)
+            elif node.op == "placeholder":
+                self._nodes[node] = copy = self._graph.node_copy(node)
+                self._values[copy] = node.meta.get("val")
+            else:
+                results = fx.map_arg(node.args[0], self._nodes.__getitem__)
+                found = [r for r in pytree.tree_leaves(results) if isinstance(r, fx.Node)]
+                if any(r.op == "placeholder" for r in found):
+                    raise _NotByOperatorError("an input is returned")
+                self._graph.output(results).meta = dict(node.meta)
+        return self._graph
+
+    def _called(self, node: fx.Node) -> Any:
+        if node.target is operator.getitem:
+            operand, index = node.args
+            return self._nodes[operand][index]  # type: ignore[index]
+        nodes, structure = pytree.tree_flatten((tuple(node.args), dict(node.kwargs)))
+        here = [self._nodes[n] if isinstance(n, fx.Node) else n for n in nodes]
+        leaves = [self._values[n] if isinstance(n, fx.Node) else n for n in here]
+        trace = self._traces.of(node.target, leaves, structure)
+        operands = list({id(n): n for n in here if isinstance(n, fx.Node)}.values())
+        return self._inlined(trace, operands, node)
+
+    def _inlined(self, trace: _Trace, operands: Sequence[fx.Node], source: fx.Node) -> Any:
+        meta = {name: source.meta[name] for name in _COPIED if name in source.meta}
+        given = iter(operands)
+        made: dict[fx.Node, fx.Node] = {}
+        for node in trace.graph.nodes:
+            if node.op == "placeholder":
+                made[node] = next(given)
+            elif node.op == "output":
+                return fx.map_arg(node.args[0], made.__getitem__)
+            else:
+                args = fx.map_arg(node.args, made.__getitem__)
+                kwargs = fx.map_arg(node.kwargs, made.__getitem__)
+                made[node] = copy = self._graph.create_node(
+                    "call_function", node.target, args, kwargs, _name(node.target)
+                )
+                copy.meta = dict(meta)
+                self._values[copy] = value = self._value(node, copy, trace)
+                if "val" in node.meta:  # PyTorch records no value for a list of tensors.
+                    copy.meta["val"] = value
+        raise AssertionError("a graph without results")
+
+    def _value(self, node: fx.Node, copy: fx.Node, trace: _Trace) -> Any:
+        """Return a fake value for ``copy``, a node made from ``node``."""
+        if node not in trace.views:
+            return pytree.tree_map_only(torch.Tensor, _like, node.meta["val"])
+        args, kwargs = fx.map_arg((copy.args, copy.kwargs), self._values.__getitem__)
+        return copy.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _name(target: Any) -> str | None:
+    """Return the name that PyTorch's tracer gives to a call; None: the one of fx."""
+    return target.overloadpacket.__name__ if isinstance(target, OpOverload) else None
+
+
+def _like(fake: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
+
+
+def _signature(
+    signature: ExportGraphSignature, graph: fx.Graph
+) -> ExportGraphSignature:
+    """Return ``signature`` with the names of the results of ``graph``."""
+    specs = []
+    for spec, result in zip(
+        signature.output_specs, graph.output_node().args[0], strict=True  # type: ignore[arg-type]
+    ):
+        if isinstance(spec.arg, TensorArgument):
+            assert isinstance(result, fx.Node)
+            spec = replace(spec, arg=TensorArgument(result.name))
+        specs.append(spec)
+    return ExportGraphSignature(list(signature.input_specs), specs)
