@@ -9,8 +9,10 @@ further call of the same operator on operands with the same metadata.
     linear(x, w0, b0)               permute, mm, add for (x, w0, b0): traced
     linear(y, w1, b1), same shapes  permute, mm, add for (y, w1, b1): copied
 
-A program that this cannot decompose as PyTorch would is left to ``run_decompositions``: one that
-writes, has subgraphs, sizes that are symbols, or tensors that are not plain.
+An operator may write into a tensor that no other value shares memory with: the new value takes the
+place of the old one. A program that this cannot decompose as PyTorch would is left to
+``run_decompositions``: one that writes otherwise, has subgraphs, sizes that are symbols, or tensors
+that are not plain.
 """
 
 from __future__ import annotations
@@ -51,6 +53,7 @@ logger = logging.getLogger(__name__)
 
 Table: TypeAlias = dict[Any, Callable[..., Any]]
 
+_DETACH = torch.ops.aten.detach_.default
 # What PyTorch copies from a node to the nodes of its decomposition, as far as it is read later.
 _COPIED = ("nn_module_stack", "stack_trace", "source_fn_stack", "custom")
 _INPUTS = (
@@ -116,8 +119,6 @@ def _refuse_unlike(program: ExportedProgram) -> None:
         if not isinstance(node.target, OpOverload):
             if node.target is not operator.getitem:
                 raise _NotByOperatorError(f"a call of {node.target}")
-        elif node.target._schema.is_mutable:
-            raise _NotByOperatorError(f"{node.target} writes")
         elif not all(map(_is_plain, pytree.tree_leaves(node.meta.get("val")))):
             raise _NotByOperatorError(f"a result of {node.target} is not a plain tensor")
     for node in program.graph.find_nodes(op="placeholder"):
@@ -132,7 +133,6 @@ def _is_plain(value: Any) -> bool:
         type(value) in (FakeTensor, torch.nn.Parameter)
         and isinstance(value, FakeTensor)
         and value.layout is torch.strided
-        and value.constant is None
         and all(type(n) is int for n in (*value.shape, *value.stride()))
         and not (value.is_conj() or value.is_neg() or value.is_quantized)
     )
@@ -227,7 +227,12 @@ class _Traces:
                 held = [wrapped(tensor) for tensor in given]
                 put = [held[positions[id(leaf)]] if _is_tensor(leaf) else leaf for leaf in leaves]
                 args, kwargs = pytree.tree_unflatten(put, structure)
-                return pytree.tree_map(unwrapped, func(*args, **kwargs))
+                results = func(*args, **kwargs)
+                unwritten = held[1:] if func._schema.is_mutable else held
+                # Batch norm writes its running statistics, which its schema does not declare.
+                if any(torch._functionalize_has_data_mutation(h.elem) for h in unwritten):
+                    raise _NotByOperatorError(f"{func} writes into an operand")
+                return pytree.tree_map(unwrapped, results)
 
         modes = functional.FunctionalTensorMode(
             pre_dispatch=False, export=True, _allow_token_discovery=True
@@ -286,15 +291,21 @@ class _Copier:
         self._nodes: dict[fx.Node, Any] = {}
         # By node here: its fake value.
         self._values: dict[fx.Node, Any] = {}
+        self._writes: dict[fx.Node, list[fx.Node]] = {}
 
     def copied(self, graph: fx.Graph) -> fx.Graph:
         """Return ``graph`` with its calls decomposed."""
+        self._writes = _writes(graph)
         for node in graph.nodes:
             if node.op == "call_function":
-                self._nodes[node] = self._called(node)
+                self._nodes[node] = result = self._called(node)
+                self._nodes.update(dict.fromkeys(self._writes.get(node, ()), result))
             elif node.op == "placeholder":
                 self._nodes[node] = copy = self._graph.node_copy(node)
-                self._values[copy] = node.meta.get("val")
+                value = node.meta.get("val")
+                if isinstance(value, FakeTensor) and value.constant is not None:
+                    copy.meta["val"] = value = _like(value)  # its number may differ at a call
+                self._values[copy] = value
             else:
                 results = fx.map_arg(node.args[0], self._nodes.__getitem__)
                 found = [r for r in pytree.tree_leaves(results) if isinstance(r, fx.Node)]
@@ -307,6 +318,8 @@ class _Copier:
         if node.target is operator.getitem:
             operand, index = node.args
             return self._nodes[operand][index]  # type: ignore[index]
+        if node.target is _DETACH:  # The tensor has no gradient.
+            return self._nodes[node.args[0]]  # type: ignore[index]
         nodes, structure = pytree.tree_flatten((tuple(node.args), dict(node.kwargs)))
         here = [self._nodes[n] if isinstance(n, fx.Node) else n for n in nodes]
         leaves = [self._values[n] if isinstance(n, fx.Node) else n for n in here]
@@ -341,6 +354,51 @@ class _Copier:
             return pytree.tree_map_only(torch.Tensor, _like, node.meta["val"])
         args, kwargs = fx.map_arg((copy.args, copy.kwargs), self._values.__getitem__)
         return copy.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _writes(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """Return, for each node that writes, the earlier nodes whose value it changes.
+
+    Raises:
+        _NotByOperatorError: a node writes into other memory than that of its first operand, or a
+            value that is read later shares this memory as a view, or is an input.
+    """
+    positions = {node: i for i, node in enumerate(graph.nodes)}
+    sharing: dict[int, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if node.op != "output":
+            for leaf in pytree.tree_leaves(node.meta.get("val")):
+                if isinstance(leaf, torch.Tensor):
+                    sharing.setdefault(storage_key(leaf), []).append(node)
+    same: dict[fx.Node, list[fx.Node]] = {}
+    for node in filter(_is_write, graph.nodes):
+        written = node.args[0] if node.args else None
+        if not isinstance(written, fx.Node) or not _writes_first(node.target):
+            raise _NotByOperatorError(f"{node.target} writes")
+        chain = same.setdefault(written, [written])
+        others = sharing[storage_key(written.meta["val"])]
+        if others[0] is not chain[0] or chain[0].op != "call_function":
+            raise _NotByOperatorError(f"{node.target} writes into a view or an input")
+        for other in others:
+            if other not in chain and positions[other] < positions[node]:
+                if any(positions[user] > positions[node] for user in other.users):
+                    raise _NotByOperatorError(f"{node.target} writes into what {other} views")
+        same[node] = [*chain, node]
+        same.update(dict.fromkeys(chain, same[node]))
+    return {node: chain[: chain.index(node)] for node, chain in same.items() if _is_write(node)}
+
+
+def _is_write(node: fx.Node) -> bool:
+    """Whether a node writes elements of a tensor; ``detach_`` writes none."""
+    func = node.target
+    return isinstance(func, OpOverload) and func._schema.is_mutable and func is not _DETACH
+
+
+def _writes_first(func: OpOverload) -> bool:
+    """Whether ``func`` writes its first argument alone, and returns it."""
+    written = [a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments]
+    returned = [r.alias_info is not None and r.alias_info.is_write for r in func._schema.returns]
+    return written[0] and not any(written[1:]) and returned == [True]
 
 
 def _name(target: Any) -> str | None:
