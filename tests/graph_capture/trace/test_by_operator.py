@@ -23,7 +23,7 @@ from tvmbridge.graph_capture.trace import by_operator
 class Stack(nn.Module):
     """Equal layers, of which ``change`` may make one different."""
 
-    def __init__(self, change: Callable[[list[TransformerLayer]], Any] = lambda layers: None):
+    def __init__(self, change: Callable[[list[TransformerLayer]], Any] = len) -> None:
         super().__init__()
         layers = [TransformerLayer() for _ in range(2)]
         change(layers)

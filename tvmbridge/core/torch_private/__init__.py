@@ -147,19 +147,6 @@ def export_trace() -> Any:
     return importlib.import_module("torch.export._trace")
 
 
-def functional_tensors() -> Any:
-    """Return the module ``torch._subclasses.functional_tensor``, whose mode removes writes."""
-    return importlib.import_module("torch._subclasses.functional_tensor")
-
-
-def exclude_dispatch_keys(*keys: Any) -> Any:
-    """Return a context in which the calling thread's operators skip these dispatch keys."""
-    excluded = torch._C.DispatchKeySet(keys[0])
-    for key in keys[1:]:
-        excluded = excluded.add(key)
-    return torch._C._ExcludeDispatchKeyGuard(excluded)
-
-
 def proxy_tensor() -> Any:
     """Return the module ``torch.fx.experimental.proxy_tensor``, which records operators."""
     return importlib.import_module("torch.fx.experimental.proxy_tensor")

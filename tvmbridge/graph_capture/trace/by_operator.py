@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -33,20 +32,12 @@ from torch.export.graph_signature import (
     OutputKind,
     TensorArgument,
 )
-from torch.fx.experimental.proxy_tensor import make_fx
 
-from tvmbridge.core.torch_private import (
-    DispatchKey,
-    FakeTensor,
-    FakeTensorMode,
-    OpOverload,
-    enable_python_dispatcher,
-    exclude_dispatch_keys,
-    export_trace,
-    exported_program,
-    functional_tensors,
-    pytree,
-    storage_key,
+from tvmbridge.core.torch_private import FakeTensor, OpOverload, pytree, storage_key
+from tvmbridge.core.torch_private.decomposing import (
+    WritesOperandError,
+    as_run_decompositions,
+    traced_without_writes,
 )
 
 logger = logging.getLogger(__name__)
@@ -79,8 +70,10 @@ def decomposed(program: ExportedProgram, table: Table) -> ExportedProgram:
 
 def _by_operator(program: ExportedProgram, table: Table) -> ExportedProgram:
     _refuse_unlike(program)
-    with _as_run_decompositions(program, table) as (mode, decompositions):
-        graph = _Copier(_Traces(mode, decompositions)).copied(program.graph)
+    with as_run_decompositions(program.graph_module, table) as (mode, decompositions):
+        if mode is None:
+            raise _NotByOperatorError("it has no tensors")
+        graph = _Copier(_Traces(decompositions)).copied(program.graph)
     graph.eliminate_dead_code()
     module = fx.GraphModule({}, graph)
     module.meta.update(program.graph_module.meta)
@@ -138,32 +131,6 @@ def _is_plain(value: Any) -> bool:
     )
 
 
-@contextmanager
-def _as_run_decompositions(
-    program: ExportedProgram, table: Table
-) -> Iterator[tuple[FakeTensorMode, Table]]:
-    """Enter the contexts that ``run_decompositions`` traces in.
-
-    Yield the mode of the program's fake tensors, and the table without the composite operators,
-    which are decomposed by kernels instead.
-    """
-    composites, decompositions = exported_program._split_decomp_table_to_cia_and_python_decomp(
-        dict(table)
-    )
-    mode = exported_program._detect_fake_mode_from_gm(program.graph_module)
-    if mode is None:
-        raise _NotByOperatorError("it has no tensors")
-    trace = export_trace()
-    with (
-        mode,
-        exported_program._override_composite_implicit_decomp(composites),
-        trace._ignore_backend_decomps(),
-        trace._compiling_state_context(),
-        torch.no_grad(),
-    ):
-        yield mode, decompositions
-
-
 @dataclass(frozen=True)
 class _Trace:
     """The decomposition of one call.
@@ -181,11 +148,9 @@ class _Traces:
     """The decompositions of the calls of a program, by operator and metadata of the operands.
 
     Args:
-        mode: the mode of the program's fake tensors.
         table: the decompositions that are no kernels of composite operators.
     """
 
-    mode: FakeTensorMode
     table: Table
     known: dict[Any, _Trace] = field(default_factory=dict)
 
@@ -211,35 +176,19 @@ class _Traces:
     def _traced(self, func: OpOverload, leaves: Sequence[Any], structure: Any) -> _Trace:
         tensors = list({id(leaf): leaf for leaf in leaves if _is_tensor(leaf)}.values())
         positions = {id(tensor): i for i, tensor in enumerate(tensors)}
-        functional = functional_tensors()
-
-        def wrapped(tensor: Any) -> Any:
-            return functional.FunctionalTensor.to_functional(tensor)
-
-        def unwrapped(result: Any) -> Any:
-            if not isinstance(result, functional.FunctionalTensor):
-                return result
-            torch._sync(result)
-            return torch._from_functional_tensor(result.elem)
 
         def call(*given: Any) -> Any:
-            with exclude_dispatch_keys(DispatchKey.Functionalize):
-                held = [wrapped(tensor) for tensor in given]
-                put = [held[positions[id(leaf)]] if _is_tensor(leaf) else leaf for leaf in leaves]
-                args, kwargs = pytree.tree_unflatten(put, structure)
-                results = func(*args, **kwargs)
-                unwritten = held[1:] if func._schema.is_mutable else held
-                # Batch norm writes its running statistics, which its schema does not declare.
-                if any(torch._functionalize_has_data_mutation(h.elem) for h in unwritten):
-                    raise _NotByOperatorError(f"{func} writes into an operand")
-                return pytree.tree_map(unwrapped, results)
+            put = [given[positions[id(leaf)]] if _is_tensor(leaf) else leaf for leaf in leaves]
+            args, kwargs = pytree.tree_unflatten(put, structure)
+            return func(*args, **kwargs)
 
-        modes = functional.FunctionalTensorMode(
-            pre_dispatch=False, export=True, _allow_token_discovery=True
-        )
-        with enable_python_dispatcher(), modes:
-            traced = make_fx(call, self.table, pre_dispatch=False)(*tensors)
-        return _Trace(traced.graph, _views(traced.graph))
+        try:
+            written = int(func._schema.is_mutable)
+            graph = traced_without_writes(call, tensors, self.table, written)
+        except WritesOperandError as error:
+            # Batch norm writes its running statistics, which its schema does not declare.
+            raise _NotByOperatorError(f"{func} writes into an operand") from error
+        return _Trace(graph, _views(graph))
 
 
 def _is_tensor(leaf: Any) -> bool:
@@ -302,6 +251,7 @@ class _Copier:
                 self._nodes.update(dict.fromkeys(self._writes.get(node, ()), result))
             elif node.op == "placeholder":
                 self._nodes[node] = copy = self._graph.node_copy(node)
+                copy.name = node.name  # fx gives another name to ``input`` and ``max``
                 value = node.meta.get("val")
                 if isinstance(value, FakeTensor) and value.constant is not None:
                     copy.meta["val"] = value = _like(value)  # its number may differ at a call
@@ -324,8 +274,9 @@ class _Copier:
         here = [self._nodes[n] if isinstance(n, fx.Node) else n for n in nodes]
         leaves = [self._values[n] if isinstance(n, fx.Node) else n for n in here]
         trace = self._traces.of(node.target, leaves, structure)
-        operands = list({id(n): n for n in here if isinstance(n, fx.Node)}.values())
-        return self._inlined(trace, operands, node)
+        # By value, as the tensors of a trace are told apart.
+        operands = {id(self._values[n]): n for n in here if isinstance(n, fx.Node)}
+        return self._inlined(trace, list(operands.values()), node)
 
     def _inlined(self, trace: _Trace, operands: Sequence[fx.Node], source: fx.Node) -> Any:
         meta = {name: source.meta[name] for name in _COPIED if name in source.meta}
@@ -380,9 +331,9 @@ def _writes(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
         if others[0] is not chain[0] or chain[0].op != "call_function":
             raise _NotByOperatorError(f"{node.target} writes into a view or an input")
         for other in others:
-            if other not in chain and positions[other] < positions[node]:
-                if any(positions[user] > positions[node] for user in other.users):
-                    raise _NotByOperatorError(f"{node.target} writes into what {other} views")
+            before = other not in chain and positions[other] < positions[node]
+            if before and any(positions[user] > positions[node] for user in other.users):
+                raise _NotByOperatorError(f"{node.target} writes into what {other} views")
         same[node] = [*chain, node]
         same.update(dict.fromkeys(chain, same[node]))
     return {node: chain[: chain.index(node)] for node, chain in same.items() if _is_write(node)}
@@ -410,13 +361,13 @@ def _like(fake: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
 
 
-def _signature(
-    signature: ExportGraphSignature, graph: fx.Graph
-) -> ExportGraphSignature:
+def _signature(signature: ExportGraphSignature, graph: fx.Graph) -> ExportGraphSignature:
     """Return ``signature`` with the names of the results of ``graph``."""
     specs = []
     for spec, result in zip(
-        signature.output_specs, graph.output_node().args[0], strict=True  # type: ignore[arg-type]
+        signature.output_specs,
+        graph.output_node().args[0],
+        strict=True,  # type: ignore[arg-type]
     ):
         if isinstance(spec.arg, TensorArgument):
             assert isinstance(result, fx.Node)

@@ -37,14 +37,6 @@ def _knows_device(handlers: Any) -> bool:
     return bool(handlers[torch.ops.prim.device.default]((fake,)) == torch.device("cpu"))
 
 
-def _is_functional(module: Any) -> bool:
-    with module.FunctionalTensorMode(pre_dispatch=False, export=True, _allow_token_discovery=True):
-        held = module.FunctionalTensor.to_functional(torch.ones(2))
-        held.add_(1)
-        torch._sync(held)
-    return bool(torch._from_functional_tensor(held.elem).sum() == 4)
-
-
 def _is_raised(kind: Any) -> bool:
     mode = torch._subclasses.fake_tensor.FakeTensorMode()
     fake = mode.from_tensor(torch.ones(()))
@@ -273,33 +265,6 @@ IMPORTED = (
         "torch._subclasses.fake_tensor._DISPATCH_META_HANDLERS",
         "the device of a fake tensor, without the other modes",
         _knows_device,
-    ),
-    PrivateName(
-        "torch._subclasses.functional_tensor",
-        "decomposing an operator without writes",
-        _is_functional,
-    ),
-    PrivateName(
-        "torch._C._ExcludeDispatchKeyGuard",
-        "decomposing an operator without writes",
-        lambda guard: within(
-            guard(torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)), lambda: True
-        ),
-    ),
-    PrivateName(
-        "torch.export.exported_program._split_decomp_table_to_cia_and_python_decomp",
-        "decomposing a program operator by operator",
-        takes({}),
-    ),
-    PrivateName(
-        "torch.export.exported_program._detect_fake_mode_from_gm",
-        "decomposing a program operator by operator",
-        takes(None),
-    ),
-    PrivateName(
-        "torch.export._trace._compiling_state_context",
-        "decomposing a program operator by operator",
-        takes(),
     ),
     PrivateName(
         "torch._subclasses.fake_tensor.DataDependentOutputException",
