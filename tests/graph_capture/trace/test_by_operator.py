@@ -17,7 +17,7 @@ from tests.models import TransformerLayer
 from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.graph_capture import capture as capturing
 from tvmbridge.graph_capture.capture import capture
-from tvmbridge.graph_capture.trace import by_operator
+from tvmbridge.graph_capture.trace import operator_traces
 
 
 class Stack(nn.Module):
@@ -234,13 +234,13 @@ def test_other_writes_are_left_to_pytorch(kind: type[nn.Module], whole: list[str
 
 def test_equal_calls_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     traced: list[str] = []
-    genuine = by_operator._Traces._traced
+    genuine = operator_traces.Traces._traced
 
     def noted(traces: Any, func: Any, *args: Any) -> Any:
         traced.append(str(func))
         return genuine(traces, func, *args)
 
-    monkeypatch.setattr(by_operator._Traces, "_traced", noted)
+    monkeypatch.setattr(operator_traces.Traces, "_traced", noted)
     capture(Stack().eval(), torch.randn(2, 5, 8))
     products = traced.count("aten.linear.default")
     assert products == 3  # of 8 features into 8, of 8 into 16, and of 16 into 8

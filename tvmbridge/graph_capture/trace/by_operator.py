@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -33,18 +33,20 @@ from torch.export.graph_signature import (
     TensorArgument,
 )
 
-from tvmbridge.core.torch_private import FakeTensor, OpOverload, pytree, storage_key
-from tvmbridge.core.torch_private.decomposing import (
-    WritesOperandError,
-    as_run_decompositions,
-    traced_without_writes,
+from tvmbridge.core.torch_private import FakeTensor, OpOverload, pytree
+from tvmbridge.core.torch_private.decomposing import as_run_decompositions
+from tvmbridge.graph_capture.trace.operator_traces import (
+    NotByOperatorError,
+    Table,
+    Trace,
+    Traces,
+    is_plain,
 )
+from tvmbridge.graph_capture.trace.own_writes import DETACH, writes_of
 
 logger = logging.getLogger(__name__)
 
-Table: TypeAlias = dict[Any, Callable[..., Any]]
 
-_DETACH = torch.ops.aten.detach_.default
 # What PyTorch copies from a node to the nodes of its decomposition, as far as it is read later.
 _COPIED = ("nn_module_stack", "stack_trace", "source_fn_stack", "custom")
 _INPUTS = (
@@ -55,15 +57,11 @@ _INPUTS = (
 )
 
 
-class _NotByOperatorError(Exception):
-    """The program must be decomposed as a whole."""
-
-
 def decomposed(program: ExportedProgram, table: Table) -> ExportedProgram:
     """Return ``program.run_decompositions(table)``, operator by operator where that is the same."""
     try:
         return _by_operator(program, table)
-    except _NotByOperatorError as reason:
+    except NotByOperatorError as reason:
         logger.debug("the program is decomposed as a whole: %s", reason)
     return program.run_decompositions(table)
 
@@ -72,8 +70,8 @@ def _by_operator(program: ExportedProgram, table: Table) -> ExportedProgram:
     _refuse_unlike(program)
     with as_run_decompositions(program.graph_module, table) as (mode, decompositions):
         if mode is None:
-            raise _NotByOperatorError("it has no tensors")
-        graph = _Copier(_Traces(decompositions)).copied(program.graph)
+            raise NotByOperatorError("it has no tensors")
+        graph = _Copier(Traces(decompositions)).copied(program.graph)
     graph.eliminate_dead_code()
     module = fx.GraphModule({}, graph)
     module.meta.update(program.graph_module.meta)
@@ -93,147 +91,37 @@ def _refuse_unlike(program: ExportedProgram) -> None:
     """Refuse a program with a node whose decomposition may depend on other nodes.
 
     Raises:
-        _NotByOperatorError: it has one.
+        NotByOperatorError: it has one.
     """
     signature = program.graph_signature
     kinds = {spec.kind for spec in signature.output_specs}
     if kinds - {OutputKind.USER_OUTPUT} or program.range_constraints:
-        raise _NotByOperatorError("it writes, or has symbols")
+        raise NotByOperatorError("it writes, or has symbols")
     if any(spec.kind not in _INPUTS for spec in signature.input_specs):
-        raise _NotByOperatorError("an input is neither a tensor nor a constant")
+        raise NotByOperatorError("an input is neither a tensor nor a constant")
     called = [entry.signature for entry in program.module_call_graph]
     if any(each is not None and (each.inputs or each.outputs) for each in called):
-        raise _NotByOperatorError("it keeps the signatures of modules")
+        raise NotByOperatorError("it keeps the signatures of modules")
     for node in program.graph.nodes:
         if node.op not in ("placeholder", "call_function", "output"):
-            raise _NotByOperatorError(f"{node.op} {node.target}")
+            raise NotByOperatorError(f"{node.op} {node.target}")
         if node.op != "call_function":
             continue
         if not isinstance(node.target, OpOverload):
             if node.target is not operator.getitem:
-                raise _NotByOperatorError(f"a call of {node.target}")
-        elif not all(map(_is_plain, pytree.tree_leaves(node.meta.get("val")))):
-            raise _NotByOperatorError(f"a result of {node.target} is not a plain tensor")
+                raise NotByOperatorError(f"a call of {node.target}")
+        elif not all(map(is_plain, pytree.tree_leaves(node.meta.get("val")))):
+            raise NotByOperatorError(f"a result of {node.target} is not a plain tensor")
     for node in program.graph.find_nodes(op="placeholder"):
         value = node.meta.get("val")
-        if isinstance(value, torch.Tensor | torch.SymInt) and not _is_plain(value):
-            raise _NotByOperatorError(f"the input {node.name} is not a plain tensor")
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether ``value`` is a fake tensor that its metadata describes, or None."""
-    return value is None or (
-        type(value) in (FakeTensor, torch.nn.Parameter)
-        and isinstance(value, FakeTensor)
-        and value.layout is torch.strided
-        and all(type(n) is int for n in (*value.shape, *value.stride()))
-        and not (value.is_conj() or value.is_neg() or value.is_quantized)
-    )
-
-
-@dataclass(frozen=True)
-class _Trace:
-    """The decomposition of one call.
-
-    - ``graph``: its operators; the placeholders are the tensors among the operands.
-    - ``views``: the nodes whose result shares memory with an operand or an earlier result.
-    """
-
-    graph: fx.Graph
-    views: frozenset[fx.Node]
-
-
-@dataclass
-class _Traces:
-    """The decompositions of the calls of a program, by operator and metadata of the operands.
-
-    Args:
-        table: the decompositions that are no kernels of composite operators.
-    """
-
-    table: Table
-    known: dict[Any, _Trace] = field(default_factory=dict)
-
-    def of(self, func: OpOverload, leaves: Sequence[Any], structure: Any) -> _Trace:
-        """Return the decomposition of a call.
-
-        Args:
-            func: the operator.
-            leaves: the leaves of its positional and keyword arguments.
-            structure: the structure of the arguments.
-        """
-        numbers: dict[int, int] = {}
-        described = [_described(leaf, numbers) for leaf in leaves]
-        key = (func, structure, *described)
-        try:
-            found = self.known.get(key)
-        except TypeError as error:
-            raise _NotByOperatorError(f"an argument of {func} has no hash") from error
-        if found is None:
-            found = self.known[key] = self._traced(func, leaves, structure)
-        return found
-
-    def _traced(self, func: OpOverload, leaves: Sequence[Any], structure: Any) -> _Trace:
-        tensors = list({id(leaf): leaf for leaf in leaves if _is_tensor(leaf)}.values())
-        positions = {id(tensor): i for i, tensor in enumerate(tensors)}
-
-        def call(*given: Any) -> Any:
-            put = [given[positions[id(leaf)]] if _is_tensor(leaf) else leaf for leaf in leaves]
-            args, kwargs = pytree.tree_unflatten(put, structure)
-            return func(*args, **kwargs)
-
-        try:
-            written = int(func._schema.is_mutable)
-            graph = traced_without_writes(call, tensors, self.table, written)
-        except WritesOperandError as error:
-            # Batch norm writes its running statistics, which its schema does not declare.
-            raise _NotByOperatorError(f"{func} writes into an operand") from error
-        return _Trace(graph, _views(graph))
-
-
-def _is_tensor(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor)
-
-
-def _described(leaf: Any, numbers: dict[int, int]) -> Any:
-    """Return what a decomposition may depend on; ``numbers`` counts the distinct tensors."""
-    if not isinstance(leaf, torch.Tensor):
-        return type(leaf), leaf, repr(leaf) if isinstance(leaf, float | complex) else None
-    number = numbers.setdefault(id(leaf), len(numbers))
-    offset, records = leaf.storage_offset(), leaf.requires_grad
-    where = (leaf.device, offset, number, records, isinstance(leaf, torch.nn.Parameter))
-    return (tuple(leaf.shape), leaf.stride(), leaf.dtype, *where)
-
-
-def _views(graph: fx.Graph) -> frozenset[fx.Node]:
-    """Return the nodes whose result shares memory with the value of a node before, or is unknown.
-
-    Raises:
-        _NotByOperatorError: a node is no operator, or a result is not a plain tensor.
-    """
-    seen: set[int] = set()
-    views = set()
-    for node in graph.nodes:
-        if node.op == "output":
-            continue
-        value = node.meta.get("val")
-        if node.op not in ("placeholder", "call_function"):
-            raise _NotByOperatorError(f"a decomposition has {node.op} {node.target}")
-        if not isinstance(node.target, OpOverload | str) and node.target is not operator.getitem:
-            raise _NotByOperatorError(f"a decomposition calls {node.target}")
-        if not all(map(_is_plain, pytree.tree_leaves(value))):
-            raise _NotByOperatorError(f"a result of {node.target} is not a plain tensor")
-        storages = {storage_key(v) for v in pytree.tree_leaves(value) if v is not None}
-        if "val" not in node.meta or not storages.isdisjoint(seen):
-            views.add(node)
-        seen |= storages
-    return frozenset(views)
+        if isinstance(value, torch.Tensor | torch.SymInt) and not is_plain(value):
+            raise NotByOperatorError(f"the input {node.name} is not a plain tensor")
 
 
 class _Copier:
     """Builds the graph of a decomposed program."""
 
-    def __init__(self, traces: _Traces) -> None:
+    def __init__(self, traces: Traces) -> None:
         self._traces = traces
         self._graph = fx.Graph()
         # By node of the program: its nodes here, in the structure of its value.
@@ -244,7 +132,7 @@ class _Copier:
 
     def copied(self, graph: fx.Graph) -> fx.Graph:
         """Return ``graph`` with its calls decomposed."""
-        self._writes = _writes(graph)
+        self._writes = writes_of(graph)
         for node in graph.nodes:
             if node.op == "call_function":
                 self._nodes[node] = result = self._called(node)
@@ -260,7 +148,7 @@ class _Copier:
                 results = fx.map_arg(node.args[0], self._nodes.__getitem__)
                 found = [r for r in pytree.tree_leaves(results) if isinstance(r, fx.Node)]
                 if any(r.op == "placeholder" for r in found):
-                    raise _NotByOperatorError("an input is returned")
+                    raise NotByOperatorError("an input is returned")
                 self._graph.output(results).meta = dict(node.meta)
         return self._graph
 
@@ -268,7 +156,7 @@ class _Copier:
         if node.target is operator.getitem:
             operand, index = node.args
             return self._nodes[operand][index]  # type: ignore[index]
-        if node.target is _DETACH:  # The tensor has no gradient.
+        if node.target is DETACH:  # The tensor has no gradient.
             return self._nodes[node.args[0]]  # type: ignore[index]
         nodes, structure = pytree.tree_flatten((tuple(node.args), dict(node.kwargs)))
         here = [self._nodes[n] if isinstance(n, fx.Node) else n for n in nodes]
@@ -278,7 +166,7 @@ class _Copier:
         operands = {id(self._values[n]): n for n in here if isinstance(n, fx.Node)}
         return self._inlined(trace, list(operands.values()), node)
 
-    def _inlined(self, trace: _Trace, operands: Sequence[fx.Node], source: fx.Node) -> Any:
+    def _inlined(self, trace: Trace, operands: Sequence[fx.Node], source: fx.Node) -> Any:
         meta = {name: source.meta[name] for name in _COPIED if name in source.meta}
         given = iter(operands)
         made: dict[fx.Node, fx.Node] = {}
@@ -299,57 +187,12 @@ class _Copier:
                     copy.meta["val"] = value
         raise AssertionError("a graph without results")
 
-    def _value(self, node: fx.Node, copy: fx.Node, trace: _Trace) -> Any:
+    def _value(self, node: fx.Node, copy: fx.Node, trace: Trace) -> Any:
         """Return a fake value for ``copy``, a node made from ``node``."""
         if node not in trace.views:
             return pytree.tree_map_only(torch.Tensor, _like, node.meta["val"])
         args, kwargs = fx.map_arg((copy.args, copy.kwargs), self._values.__getitem__)
         return copy.target(*args, **kwargs)  # type: ignore[operator]
-
-
-def _writes(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """Return, for each node that writes, the earlier nodes whose value it changes.
-
-    Raises:
-        _NotByOperatorError: a node writes into other memory than that of its first operand, or a
-            value that is read later shares this memory as a view, or is an input.
-    """
-    positions = {node: i for i, node in enumerate(graph.nodes)}
-    sharing: dict[int, list[fx.Node]] = {}
-    for node in graph.nodes:
-        if node.op != "output":
-            for leaf in pytree.tree_leaves(node.meta.get("val")):
-                if isinstance(leaf, torch.Tensor):
-                    sharing.setdefault(storage_key(leaf), []).append(node)
-    same: dict[fx.Node, list[fx.Node]] = {}
-    for node in filter(_is_write, graph.nodes):
-        written = node.args[0] if node.args else None
-        if not isinstance(written, fx.Node) or not _writes_first(node.target):
-            raise _NotByOperatorError(f"{node.target} writes")
-        chain = same.setdefault(written, [written])
-        others = sharing[storage_key(written.meta["val"])]
-        if others[0] is not chain[0] or chain[0].op != "call_function":
-            raise _NotByOperatorError(f"{node.target} writes into a view or an input")
-        for other in others:
-            before = other not in chain and positions[other] < positions[node]
-            if before and any(positions[user] > positions[node] for user in other.users):
-                raise _NotByOperatorError(f"{node.target} writes into what {other} views")
-        same[node] = [*chain, node]
-        same.update(dict.fromkeys(chain, same[node]))
-    return {node: chain[: chain.index(node)] for node, chain in same.items() if _is_write(node)}
-
-
-def _is_write(node: fx.Node) -> bool:
-    """Whether a node writes elements of a tensor; ``detach_`` writes none."""
-    func = node.target
-    return isinstance(func, OpOverload) and func._schema.is_mutable and func is not _DETACH
-
-
-def _writes_first(func: OpOverload) -> bool:
-    """Whether ``func`` writes its first argument alone, and returns it."""
-    written = [a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments]
-    returned = [r.alias_info is not None and r.alias_info.is_write for r in func._schema.returns]
-    return written[0] and not any(written[1:]) and returned == [True]
 
 
 def _name(target: Any) -> str | None:
@@ -364,11 +207,8 @@ def _like(fake: torch.Tensor) -> torch.Tensor:
 def _signature(signature: ExportGraphSignature, graph: fx.Graph) -> ExportGraphSignature:
     """Return ``signature`` with the names of the results of ``graph``."""
     specs = []
-    for spec, result in zip(
-        signature.output_specs,
-        graph.output_node().args[0],
-        strict=True,  # type: ignore[arg-type]
-    ):
+    results: Any = graph.output_node().args[0]
+    for spec, result in zip(signature.output_specs, results, strict=True):
         if isinstance(spec.arg, TensorArgument):
             assert isinstance(result, fx.Node)
             spec = replace(spec, arg=TensorArgument(result.name))
