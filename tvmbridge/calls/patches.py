@@ -35,6 +35,12 @@ class _Installed:
     users: int = 0
     local: threading.local = field(default_factory=threading.local)
 
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        stack = getattr(self.local, "stack", None)
+        if stack:
+            return stack[-1](self.genuine, *args, **kwargs)
+        return self.genuine(*args, **kwargs)
+
 
 _INSTALLED: dict[tuple[int, str], _Installed] = {}
 
@@ -78,7 +84,8 @@ def _called_over(
 
 def code_of_stubs() -> tuple[CodeType, ...]:
     """Return the code objects that run in all threads when a patched function is called."""
-    return (_calling(_Installed(None, None)).__code__,)
+    stub = _calling(_Installed(None, None))
+    return stub.__code__, _Installed.call.__code__
 
 
 # The original code of the functions that ``answers_here`` has changed.
@@ -186,14 +193,8 @@ def _answer() -> Any:
 
 
 def _calling(installed: _Installed) -> Callable[..., Any]:
-    # Stubs are called hundreds of thousands of times in a trace.
-    genuine, local = installed.genuine, installed.local
-
     def stub(*args: Any, **kwargs: Any) -> Any:
-        stack = getattr(local, "stack", None)
-        if stack:
-            return stack[-1](genuine, *args, **kwargs)
-        return genuine(*args, **kwargs)
+        return installed.call(*args, **kwargs)
 
     return stub
 
