@@ -13,6 +13,7 @@ import torch._subclasses.functional_tensor
 import torch.export.exported_program
 from torch.fx.experimental.proxy_tensor import make_fx
 
+_untyped: Any = torch
 _FunctionalTensor = torch._subclasses.functional_tensor.FunctionalTensor
 _FunctionalTensorMode = torch._subclasses.functional_tensor.FunctionalTensorMode
 
@@ -66,7 +67,7 @@ def traced_without_writes(
         with torch._C._ExcludeDispatchKeyGuard(functionalize):
             held: list[Any] = [_FunctionalTensor.to_functional(tensor) for tensor in given]
             results = function(*held)
-            if any(torch._functionalize_has_data_mutation(h.elem) for h in held[may_write:]):
+            if any(_untyped._functionalize_has_data_mutation(h.elem) for h in held[may_write:]):
                 raise WritesOperandError
             return torch.utils._pytree.tree_map(_value_of, results)
 
@@ -82,5 +83,5 @@ def traced_without_writes(
 def _value_of(result: Any) -> Any:
     if not isinstance(result, _FunctionalTensor):
         return result
-    torch._sync(result)
-    return torch._from_functional_tensor(result.elem)
+    _untyped._sync(result)
+    return _untyped._from_functional_tensor(result.elem)

@@ -158,6 +158,7 @@ class _Copier:
             return self._nodes[operand][index]  # type: ignore[index]
         if node.target is DETACH:  # The tensor has no gradient.
             return self._nodes[node.args[0]]  # type: ignore[index]
+        assert isinstance(node.target, OpOverload)
         nodes, structure = pytree.tree_flatten((tuple(node.args), dict(node.kwargs)))
         here = [self._nodes[n] if isinstance(n, fx.Node) else n for n in nodes]
         leaves = [self._values[n] if isinstance(n, fx.Node) else n for n in here]
