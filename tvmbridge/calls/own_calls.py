@@ -7,10 +7,12 @@ something that makes such a change.
 
 from __future__ import annotations
 
+import builtins
 import inspect
 import random
 import sys
 import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import BuiltinFunctionType, FrameType
@@ -33,6 +35,7 @@ _SETTERS = (
     "_set_warnAlways",
     "set_anomaly",
 )
+_CONTAINERS = frozenset({bytes, deque, dict, list, set, str, tuple, type})
 _PYTHON_SETTERS = ("_set_", "set_")
 _GENERATOR = (
     (random.random.__self__, "random"),  # type: ignore[attr-defined]
@@ -71,6 +74,9 @@ class OwnCalls:
 
     def note_builtin(self, function: Any) -> None:
         """Note a builtin function that is called."""
+        owner = getattr(function, "__self__", None)
+        if type(owner) in _CONTAINERS or owner is builtins:  # nearly all calls
+            return
         self.note_value(function)
         if getattr(function, "__name__", "").startswith(_SETTERS):
             self._note_setter()

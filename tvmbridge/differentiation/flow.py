@@ -10,7 +10,12 @@ import torch
 from torch.overrides import TorchFunctionMode, enable_reentrant_dispatch
 
 from tvmbridge.core.custom_operator import refuse_numbers
-from tvmbridge.core.torch_private import TorchDispatchMode, pytree
+from tvmbridge.core.torch_private import (
+    METADATA_OF_FAKES,
+    FakeTensor,
+    TorchDispatchMode,
+    pytree,
+)
 from tvmbridge.core.writes import written_by
 from tvmbridge.differentiation.draws import eager_draw
 from tvmbridge.gradients.operators import has_same_derivative
@@ -18,6 +23,7 @@ from tvmbridge.graph_capture.hoist import is_random
 from tvmbridge.graph_capture.observe.effects import switches_gradients
 from tvmbridge.graph_capture.trace.attention import attention
 
+_DEVICE = torch.ops.prim.device.default
 # Operators that read no values of their operand: a result without a gradient is no stop.
 _CREATES = frozenset(
     {
@@ -98,6 +104,8 @@ class FlowWatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is _DEVICE and type(args[0]) is FakeTensor:
+            return METADATA_OF_FAKES[func](args)
         if func.namespace == "prim" or func._schema.name in _CREATES:
             return self._drawing(func, args, kwargs)
         refuse_numbers(func)

@@ -57,6 +57,7 @@ from tvmbridge.graph_capture.symbols import dynamic_shapes, has_odd_names, spell
 from tvmbridge.graph_capture.trace.answers import small_buffers
 from tvmbridge.graph_capture.trace.autocast import casts_recorded
 from tvmbridge.graph_capture.trace.backends import only_switched_off
+from tvmbridge.graph_capture.trace.by_operator import decomposed
 from tvmbridge.graph_capture.trace.composites import composites_prepared_for
 from tvmbridge.graph_capture.trace.decompositions import (
     decomposition_table,
@@ -325,7 +326,7 @@ def _taken_apart(program: ExportedProgram, table: dict[Any, Callable[..., Any]])
     # Without fallback_random, PyTorch removes random draws that nothing reads.
     without_drops = inductor_config().patch(fallback_random=True)
     with without_drops, composites_prepared_for(program), strides_of_kernels():
-        program = program.run_decompositions(table)
+        program = decomposed(program, table)
     drop_empty_operands(program.graph)
     tidy_draws(program)
     device = device_of(program)

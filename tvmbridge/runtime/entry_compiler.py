@@ -21,6 +21,7 @@ from tvmbridge.compiler.compiled import CompiledModule, compile_module
 from tvmbridge.compiler.durations import stages_told_to
 from tvmbridge.compiler.packing import ModulePacks
 from tvmbridge.compiler.request import CompileRequest
+from tvmbridge.core.collection import full_collections_put_off
 from tvmbridge.core.errors import BridgeError, BuildError, NotApartError, first_line
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.profiling import region
@@ -116,6 +117,7 @@ class Compiler:
             progress(f"compiling {name} for {mode}", waiting) as tell,
             stages_told_to(tell),
             region(f"compile {name}"),
+            full_collections_put_off(),
         ):
             # Each compilation leaves more variables of PyTorch in the context of its thread.
             context = contextvars.copy_context()

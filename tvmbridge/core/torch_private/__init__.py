@@ -82,6 +82,7 @@ BatchNorm = torch.nn.modules.batchnorm._BatchNorm
 # Fake tensors
 FakeTensor = torch._subclasses.fake_tensor.FakeTensor
 FakeTensorMode = torch._subclasses.fake_tensor.FakeTensorMode
+METADATA_OF_FAKES: dict[Any, Any] = torch._subclasses.fake_tensor._DISPATCH_META_HANDLERS
 DataDependentOutputException = torch._subclasses.fake_tensor.DataDependentOutputException
 MetaTensorDescriber = torch._subclasses.meta_utils.MetaTensorDescriber
 

@@ -9,16 +9,24 @@ from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
 
+import torch
+
 from tvmbridge.calls.callers import calling_python_module
 from tvmbridge.calls.own_calls import OwnCalls
 from tvmbridge.core.libraries import KEEPS_BOOKS
-from tvmbridge.core.torch_private import FakeTensor, TorchDispatchMode, dispatch_modes
+from tvmbridge.core.torch_private import (
+    METADATA_OF_FAKES,
+    FakeTensor,
+    TorchDispatchMode,
+    dispatch_modes,
+)
 from tvmbridge.graph_capture.observe.names import Names, names_of
 
 # Functions of these packages need no guards: the settings that they read are watched elsewhere,
 # and their other globals do not change results.
 _LIBRARIES = frozenset({"functorch", "mpmath", "numpy", "sympy", "torch", "torchgen", "triton"})
 _LIBRARIES |= {"tvm", "tvmbridge", "typing_extensions"}
+_DEVICE = torch.ops.prim.device.default
 _IMPORTING = "<frozen importlib._bootstrap>"
 
 
@@ -90,6 +98,9 @@ class _Unprofiled(TorchDispatchMode):
         self._alone = all(is_library(type(mode).__module__) for mode in dispatch_modes())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # More than half of the operators ask for the device of a fake tensor.
+        if self._alone and func is _DEVICE and type(args[0]) is FakeTensor:
+            return METADATA_OF_FAKES[func](args)
         kwargs = kwargs or {}
         own = self._alone and func.namespace == "aten" and all(t is FakeTensor for t in types)
         if not own or sys.getprofile() is not self._called:

@@ -15,6 +15,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import torch
@@ -115,6 +116,7 @@ def _dispatched(
     return pytree.tree_unflatten(laid, structure_of_results)
 
 
+@lru_cache(maxsize=4096)
 def _takes_out(func: Any) -> bool:
     if not isinstance(func, OpOverload) or func.namespace != "aten":
         return False
@@ -143,6 +145,7 @@ def _note(func: Any) -> None:
         noted[str(func)] = None
 
 
+@lru_cache(maxsize=4096)
 def _may_be_asked(func: Any) -> bool:
     if not isinstance(func, OpOverload) or not (func.namespace == "aten" or is_function(func)):
         return False
@@ -167,9 +170,14 @@ def _may_differ(operands: Sequence[torch.Tensor], results: Sequence[torch.Tensor
     tensors = (*operands, *results)
     if not all(type(t) in (FakeTensor, torch.Tensor) and _has_strides(t) for t in tensors):
         return False
-    if all(t.stride() == make_contiguous_strides_for(t.shape) for t in tensors):
+    if all(t.stride() == _dense(tuple(t.shape)) for t in tensors):
         return False
     return all(map(_is_plain, tensors))
+
+
+@lru_cache(maxsize=4096)
+def _dense(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(make_contiguous_strides_for(shape))
 
 
 def _has_strides(tensor: torch.Tensor) -> bool:

@@ -31,6 +31,12 @@ def _fakes(kind: Any) -> bool:
     return bool(fake.fake_mode is mode)
 
 
+def _knows_device(handlers: Any) -> bool:
+    mode = torch._subclasses.fake_tensor.FakeTensorMode()
+    fake = mode.from_tensor(torch.ones(2))
+    return bool(handlers[torch.ops.prim.device.default]((fake,)) == torch.device("cpu"))
+
+
 def _is_raised(kind: Any) -> bool:
     mode = torch._subclasses.fake_tensor.FakeTensorMode()
     fake = mode.from_tensor(torch.ones(()))
@@ -277,6 +283,11 @@ IMPORTED = (
     ),
     PrivateName(
         "torch._subclasses.fake_tensor.FakeTensorMode", "running forward without data", _fakes
+    ),
+    PrivateName(
+        "torch._subclasses.fake_tensor._DISPATCH_META_HANDLERS",
+        "the device of a fake tensor, without the other modes",
+        _knows_device,
     ),
     PrivateName(
         "torch._subclasses.fake_tensor.DataDependentOutputException",

@@ -60,6 +60,12 @@ _KINDS: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("func", (False,)),
 )
 
+
+def _is_functional(module: Any) -> bool:
+    mode = module.FunctionalTensorMode(pre_dispatch=False, export=True, _allow_token_discovery=True)
+    return bool(within(mode, lambda: callable(module.FunctionalTensor.to_functional)))
+
+
 TRANSFORMS = (
     PrivateName(
         "torch._C._functorch.get_dynamic_layer_stack_depth",
@@ -116,5 +122,39 @@ TRANSFORMS = (
         "torch.fx._symbolic_trace.is_fx_symbolic_tracing",
         "other threads, which trace nothing",
         lambda ask: not ask(),
+    ),
+    PrivateName(
+        "torch._subclasses.functional_tensor",
+        "decomposing an operator without writes",
+        _is_functional,
+    ),
+    PrivateName("torch._sync", "decomposing an operator without writes", callable),
+    PrivateName(
+        "torch._from_functional_tensor", "decomposing an operator without writes", callable
+    ),
+    PrivateName(
+        "torch._functionalize_has_data_mutation", "decomposing an operator without writes", callable
+    ),
+    PrivateName(
+        "torch._C._ExcludeDispatchKeyGuard",
+        "decomposing an operator without writes",
+        lambda guard: within(
+            guard(torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)), lambda: True
+        ),
+    ),
+    PrivateName(
+        "torch.export.exported_program._split_decomp_table_to_cia_and_python_decomp",
+        "decomposing a program operator by operator",
+        takes({}),
+    ),
+    PrivateName(
+        "torch.export.exported_program._detect_fake_mode_from_gm",
+        "decomposing a program operator by operator",
+        takes(None),
+    ),
+    PrivateName(
+        "torch.export._trace._compiling_state_context",
+        "decomposing a program operator by operator",
+        takes(),
     ),
 )

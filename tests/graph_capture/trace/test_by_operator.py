@@ -1,0 +1,247 @@
+"""Programs decomposed operator by operator, against PyTorch's ``run_decompositions``."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.export import ExportedProgram
+from torch.nn import functional
+from torch.utils import _pytree as pytree
+
+from tests.models import TransformerLayer
+from tvmbridge.core.captured_graph import CapturedGraph
+from tvmbridge.graph_capture import capture as capturing
+from tvmbridge.graph_capture.capture import capture
+from tvmbridge.graph_capture.trace import operator_traces
+
+
+class Stack(nn.Module):
+    """Equal layers, of which ``change`` may make one different."""
+
+    def __init__(self, change: Callable[[list[TransformerLayer]], Any] = len) -> None:
+        super().__init__()
+        layers = [TransformerLayer() for _ in range(2)]
+        change(layers)
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def _tie(layers: list[TransformerLayer]) -> None:
+    layers[1].query.weight = layers[0].query.weight
+    layers[1].key = layers[1].value
+
+
+def _hook(layers: list[TransformerLayer]) -> None:
+    layers[1].register_forward_hook(lambda module, args, result: result * 2)
+
+
+def _other_constant(layers: list[TransformerLayer]) -> None:
+    layers[1].first.eps = 1e-3
+    layers[1].dropout.p = 0.5
+
+
+def _bfloat16(layers: list[TransformerLayer]) -> None:
+    for layer in layers:
+        layer.to(torch.bfloat16)
+
+
+class Various(nn.Module):
+    """Lists of results, scalars of both signs of zero, strides, equal and different operands."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.register_buffer("scale", torch.tensor([1.0, 2.0, 3.0, 4.0]), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        first, second = x.split(2, dim=1)
+        square, product = torch.matmul(x, x), torch.matmul(x, self.weight)
+        signs = torch.clamp(x, min=-0.0) + torch.clamp(x, min=0.0)
+        lasts = functional.softmax(square.t(), -1) + functional.softmax(square, -1)
+        constant = torch.tensor([1.0, 0.5, 0.25, 0.0])
+        kinds = x * 2 + x * 2.0 + (x > 0) * True
+        parts = torch.cat([first, second * self.scale[:2]], 1).unbind(0)
+        return signs, lasts + product, parts[1], kinds * constant, torch.std(x, dim=1)
+
+
+class Convolutions(nn.Module):
+    """Two equal blocks with batch norm in evaluation, and an interpolation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3), nn.SiLU())
+            for _ in range(2)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return functional.interpolate(x, scale_factor=2.0, mode="bilinear").flatten(1)
+
+
+class InPlace(nn.Module):
+    """Writes into tensors of its own, whose views are read before."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu_(x * 2)
+        z = y.view(-1) + 1
+        y += 3
+        y *= y + z.view(y.shape)
+        w = y.clone().clamp_(0, 1)
+        dropped = functional.dropout(w, inplace=True)
+        return functional.relu(dropped, inplace=True) + y + (w[0] + 1)
+
+
+class ReadAfter(nn.Module):
+    """Reads a view of a tensor after it has written into the tensor."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        row = y[0]
+        y += 3
+        return row + y
+
+
+class IntoView(nn.Module):
+    """Writes into a view, and reads the view's base."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        y[0] += 3
+        return y + 1
+
+
+class IntoArgument(nn.Module):
+    """Writes into its argument."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x += 1
+        return x * 2
+
+
+class Statistics(nn.Module):
+    """Writes buffers by an operator whose schema does not declare it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("variance", torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.batch_norm(x, self.mean, self.variance, training=True)
+
+
+@pytest.fixture
+def whole(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list that receives the name of each program that PyTorch decomposes as a whole."""
+    found: list[str] = []
+    genuine = ExportedProgram.run_decompositions
+
+    def noted(program: ExportedProgram, *args: Any) -> Any:
+        found.append("program")
+        return genuine(program, *args)
+
+    monkeypatch.setattr(ExportedProgram, "run_decompositions", noted)
+    return found
+
+
+def _described(graph: CapturedGraph) -> list[Any]:
+    """Return all that is read of a captured program, with the nodes by their numbers.
+
+    PyTorch also records, and then removes, views that it does not read.
+    """
+    program = graph.program
+    numbers = {node.name: f"node {i}" for i, node in enumerate(program.graph.nodes)}
+    nodes = [
+        (node.op, str(node.target), fx.map_arg((node.args, node.kwargs), lambda n: numbers[n.name]))
+        for node in program.graph.nodes
+    ]
+    signature = program.graph_signature
+    results = [numbers.get(getattr(s.arg, "name", ""), s) for s in signature.output_specs]
+    outputs = [(o.kind, o.spec, o.target, o.value, o.alias) for o in graph.outputs]
+    given = [str(spec) for spec in signature.input_specs]
+    names = [sorted(program.constants), sorted(program.state_dict)]
+    meta = [_meta(node) for node in program.graph.nodes]
+    return [nodes, meta, results, given, names, graph.inputs, outputs, len(graph.noise)]
+
+
+def _meta(node: fx.Node) -> tuple[Any, ...]:
+    if node.op == "output":
+        return ()
+    value = pytree.tree_map_only(torch.Tensor, _metadata, node.meta.get("val"))
+    return value, node.meta.get("nn_module_stack"), node.meta.get("stack_trace")
+
+
+def _metadata(tensor: torch.Tensor) -> Any:
+    laid = (tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+    return (*laid, tensor.dtype, tensor.device, tensor.requires_grad, type(tensor).__name__)
+
+
+def _as_whole(program: ExportedProgram, table: Any) -> ExportedProgram:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return program.run_decompositions(table)
+
+
+CASES = {
+    "tied": (lambda: Stack(_tie), (2, 5, 8), True),
+    "hook": (lambda: Stack(_hook), (2, 5, 8), False),
+    "constant": (lambda: Stack(_other_constant), (2, 5, 8), True),
+    "bfloat16": (lambda: Stack(_bfloat16), (2, 5, 8), False),
+    "various": (Various, (4, 4), True),
+    "in place": (InPlace, (4, 4), True),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_program_is_the_one_of_pytorch(
+    case: str, whole: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, shape, training = CASES[case]
+    module = make().train(training)
+    x = torch.randn(*shape, dtype=torch.bfloat16 if case == "bfloat16" else None)
+    found = capture(module, x, needs_grad=training)
+    assert not whole
+    monkeypatch.setattr(capturing, "decomposed", _as_whole)
+    assert _described(found) == _described(capture(module, x, needs_grad=training))
+    assert whole
+
+
+def test_convolutions_in_evaluation(whole: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    module, x = Convolutions().eval(), torch.randn(1, 3, 6, 6)
+    x = x.contiguous(memory_format=torch.channels_last)
+    found = capture(module, x)
+    assert not whole
+    monkeypatch.setattr(capturing, "decomposed", _as_whole)
+    assert _described(found) == _described(capture(module, x))
+
+
+@pytest.mark.parametrize("kind", [ReadAfter, IntoView, IntoArgument, Statistics])
+def test_other_writes_are_left_to_pytorch(kind: type[nn.Module], whole: list[str]) -> None:
+    capture(kind().eval(), torch.randn(4, 4), needs_grad=False)
+    assert whole
+
+
+def test_equal_calls_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced: list[str] = []
+    genuine = operator_traces.Traces._traced
+
+    def noted(traces: Any, func: Any, *args: Any) -> Any:
+        traced.append(str(func))
+        return genuine(traces, func, *args)
+
+    monkeypatch.setattr(operator_traces.Traces, "_traced", noted)
+    capture(Stack().eval(), torch.randn(2, 5, 8))
+    products = traced.count("aten.linear.default")
+    assert products == 3  # of 8 features into 8, of 8 into 16, and of 16 into 8
+    assert len(traced) < 20

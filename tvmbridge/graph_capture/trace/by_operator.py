@@ -1,0 +1,217 @@
+"""Decompose an exported program operator by operator, each distinct call once.
+
+``run_decompositions`` of PyTorch runs the whole program twice more, under a stack of modes that
+makes a node cost milliseconds. Most nodes are calls that the program has made before: a model of
+48 equal layers makes each call of a layer 48 times. Here the decomposition of a call is traced
+once, with PyTorch's own tracer and the same kernels and table, and its nodes are copied for every
+further call of the same operator on operands with the same metadata.
+
+    linear(x, w0, b0)               permute, mm, add for (x, w0, b0): traced
+    linear(y, w1, b1), same shapes  permute, mm, add for (y, w1, b1): copied
+
+An operator may write into a tensor that no other value shares memory with: the new value takes the
+place of the old one. A program that this cannot decompose as PyTorch would is left to
+``run_decompositions``: one that writes otherwise, has subgraphs, sizes that are symbols, or tensors
+that are not plain.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from torch.export.graph_signature import (
+    ExportGraphSignature,
+    InputKind,
+    OutputKind,
+    TensorArgument,
+)
+
+from tvmbridge.core.torch_private import FakeTensor, OpOverload, pytree
+from tvmbridge.core.torch_private.decomposing import as_run_decompositions
+from tvmbridge.graph_capture.trace.operator_traces import (
+    NotByOperatorError,
+    Table,
+    Trace,
+    Traces,
+    is_plain,
+)
+from tvmbridge.graph_capture.trace.own_writes import DETACH, writes_of
+
+logger = logging.getLogger(__name__)
+
+
+# What PyTorch copies from a node to the nodes of its decomposition, as far as it is read later.
+_COPIED = ("nn_module_stack", "stack_trace", "source_fn_stack", "custom")
+_INPUTS = (
+    InputKind.USER_INPUT,
+    InputKind.PARAMETER,
+    InputKind.BUFFER,
+    InputKind.CONSTANT_TENSOR,
+)
+
+
+def decomposed(program: ExportedProgram, table: Table) -> ExportedProgram:
+    """Return ``program.run_decompositions(table)``, operator by operator where that is the same."""
+    try:
+        return _by_operator(program, table)
+    except NotByOperatorError as reason:
+        logger.debug("the program is decomposed as a whole: %s", reason)
+    return program.run_decompositions(table)
+
+
+def _by_operator(program: ExportedProgram, table: Table) -> ExportedProgram:
+    _refuse_unlike(program)
+    with as_run_decompositions(program.graph_module, table) as (mode, decompositions):
+        if mode is None:
+            raise NotByOperatorError("it has no tensors")
+        graph = _Copier(Traces(decompositions)).copied(program.graph)
+    graph.eliminate_dead_code()
+    module = fx.GraphModule({}, graph)
+    module.meta.update(program.graph_module.meta)
+    return ExportedProgram(
+        root=module,
+        graph=graph,
+        graph_signature=_signature(program.graph_signature, graph),
+        state_dict=program.state_dict,
+        range_constraints={},
+        module_call_graph=program.module_call_graph,
+        example_inputs=program.example_inputs,
+        constants=program.constants,
+    )
+
+
+def _refuse_unlike(program: ExportedProgram) -> None:
+    """Refuse a program with a node whose decomposition may depend on other nodes.
+
+    Raises:
+        NotByOperatorError: it has one.
+    """
+    signature = program.graph_signature
+    kinds = {spec.kind for spec in signature.output_specs}
+    if kinds - {OutputKind.USER_OUTPUT} or program.range_constraints:
+        raise NotByOperatorError("it writes, or has symbols")
+    if any(spec.kind not in _INPUTS for spec in signature.input_specs):
+        raise NotByOperatorError("an input is neither a tensor nor a constant")
+    called = [entry.signature for entry in program.module_call_graph]
+    if any(each is not None and (each.inputs or each.outputs) for each in called):
+        raise NotByOperatorError("it keeps the signatures of modules")
+    for node in program.graph.nodes:
+        if node.op not in ("placeholder", "call_function", "output"):
+            raise NotByOperatorError(f"{node.op} {node.target}")
+        if node.op != "call_function":
+            continue
+        if not isinstance(node.target, OpOverload):
+            if node.target is not operator.getitem:
+                raise NotByOperatorError(f"a call of {node.target}")
+        elif not all(map(is_plain, pytree.tree_leaves(node.meta.get("val")))):
+            raise NotByOperatorError(f"a result of {node.target} is not a plain tensor")
+    for node in program.graph.find_nodes(op="placeholder"):
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor | torch.SymInt) and not is_plain(value):
+            raise NotByOperatorError(f"the input {node.name} is not a plain tensor")
+
+
+class _Copier:
+    """Builds the graph of a decomposed program."""
+
+    def __init__(self, traces: Traces) -> None:
+        self._traces = traces
+        self._graph = fx.Graph()
+        # By node of the program: its nodes here, in the structure of its value.
+        self._nodes: dict[fx.Node, Any] = {}
+        # By node here: its fake value.
+        self._values: dict[fx.Node, Any] = {}
+        self._writes: dict[fx.Node, list[fx.Node]] = {}
+
+    def copied(self, graph: fx.Graph) -> fx.Graph:
+        """Return ``graph`` with its calls decomposed."""
+        self._writes = writes_of(graph)
+        for node in graph.nodes:
+            if node.op == "call_function":
+                self._nodes[node] = result = self._called(node)
+                self._nodes.update(dict.fromkeys(self._writes.get(node, ()), result))
+            elif node.op == "placeholder":
+                self._nodes[node] = copy = self._graph.node_copy(node)
+                copy.name = node.name  # fx gives another name to ``input`` and ``max``
+                value = node.meta.get("val")
+                if isinstance(value, FakeTensor) and value.constant is not None:
+                    copy.meta["val"] = value = _like(value)  # its number may differ at a call
+                self._values[copy] = value
+            else:
+                results = fx.map_arg(node.args[0], self._nodes.__getitem__)
+                found = [r for r in pytree.tree_leaves(results) if isinstance(r, fx.Node)]
+                if any(r.op == "placeholder" for r in found):
+                    raise NotByOperatorError("an input is returned")
+                self._graph.output(results).meta = dict(node.meta)
+        return self._graph
+
+    def _called(self, node: fx.Node) -> Any:
+        if node.target is operator.getitem:
+            operand, index = node.args
+            return self._nodes[operand][index]  # type: ignore[index]
+        if node.target is DETACH:  # The tensor has no gradient.
+            return self._nodes[node.args[0]]  # type: ignore[index]
+        assert isinstance(node.target, OpOverload)
+        nodes, structure = pytree.tree_flatten((tuple(node.args), dict(node.kwargs)))
+        here = [self._nodes[n] if isinstance(n, fx.Node) else n for n in nodes]
+        leaves = [self._values[n] if isinstance(n, fx.Node) else n for n in here]
+        trace = self._traces.of(node.target, leaves, structure)
+        # By value, as the tensors of a trace are told apart.
+        operands = {id(self._values[n]): n for n in here if isinstance(n, fx.Node)}
+        return self._inlined(trace, list(operands.values()), node)
+
+    def _inlined(self, trace: Trace, operands: Sequence[fx.Node], source: fx.Node) -> Any:
+        meta = {name: source.meta[name] for name in _COPIED if name in source.meta}
+        given = iter(operands)
+        made: dict[fx.Node, fx.Node] = {}
+        for node in trace.graph.nodes:
+            if node.op == "placeholder":
+                made[node] = next(given)
+            elif node.op == "output":
+                return fx.map_arg(node.args[0], made.__getitem__)
+            else:
+                args = fx.map_arg(node.args, made.__getitem__)
+                kwargs = fx.map_arg(node.kwargs, made.__getitem__)
+                made[node] = copy = self._graph.create_node(
+                    "call_function", node.target, args, kwargs, _name(node.target)
+                )
+                copy.meta = dict(meta)
+                self._values[copy] = value = self._value(node, copy, trace)
+                if "val" in node.meta:  # PyTorch records no value for a list of tensors.
+                    copy.meta["val"] = value
+        raise AssertionError("a graph without results")
+
+    def _value(self, node: fx.Node, copy: fx.Node, trace: Trace) -> Any:
+        """Return a fake value for ``copy``, a node made from ``node``."""
+        if node not in trace.views:
+            return pytree.tree_map_only(torch.Tensor, _like, node.meta["val"])
+        args, kwargs = fx.map_arg((copy.args, copy.kwargs), self._values.__getitem__)
+        return copy.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _name(target: Any) -> str | None:
+    """Return the name that PyTorch's tracer gives to a call; None: the one of fx."""
+    return target.overloadpacket.__name__ if isinstance(target, OpOverload) else None
+
+
+def _like(fake: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
+
+
+def _signature(signature: ExportGraphSignature, graph: fx.Graph) -> ExportGraphSignature:
+    """Return ``signature`` with the names of the results of ``graph``."""
+    specs = []
+    results: Any = graph.output_node().args[0]
+    for spec, result in zip(signature.output_specs, results, strict=True):
+        if isinstance(spec.arg, TensorArgument):
+            assert isinstance(result, fx.Node)
+            spec = replace(spec, arg=TensorArgument(result.name))
+        specs.append(spec)
+    return ExportGraphSignature(list(signature.input_specs), specs)

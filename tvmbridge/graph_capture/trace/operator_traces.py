@@ -1,0 +1,130 @@
+"""The decompositions of the calls of a program, each distinct call traced once."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx
+
+from tvmbridge.core.torch_private import FakeTensor, OpOverload, pytree, storage_key
+from tvmbridge.core.torch_private.decomposing import WritesOperandError, traced_without_writes
+
+Table: TypeAlias = dict[Any, Callable[..., Any]]
+
+
+class NotByOperatorError(Exception):
+    """The program must be decomposed as a whole."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The decomposition of one call.
+
+    - ``graph``: its operators; the placeholders are the tensors among the operands.
+    - ``views``: the nodes whose result shares memory with an operand or an earlier result.
+    """
+
+    graph: fx.Graph
+    views: frozenset[fx.Node]
+
+
+@dataclass
+class Traces:
+    """The decompositions of the calls of a program, by operator and metadata of the operands.
+
+    Args:
+        table: the decompositions that are no kernels of composite operators.
+    """
+
+    table: Table
+    known: dict[Any, Trace] = field(default_factory=dict)
+
+    def of(self, func: OpOverload, leaves: Sequence[Any], structure: Any) -> Trace:
+        """Return the decomposition of a call.
+
+        Args:
+            func: the operator.
+            leaves: the leaves of its positional and keyword arguments.
+            structure: the structure of the arguments.
+        """
+        numbers: dict[int, int] = {}
+        described = [_described(leaf, numbers) for leaf in leaves]
+        key = (func, structure, *described)
+        try:
+            found = self.known.get(key)
+        except TypeError as error:
+            raise NotByOperatorError(f"an argument of {func} has no hash") from error
+        if found is None:
+            found = self.known[key] = self._traced(func, leaves, structure)
+        return found
+
+    def _traced(self, func: OpOverload, leaves: Sequence[Any], structure: Any) -> Trace:
+        tensors = list({id(leaf): leaf for leaf in leaves if _is_tensor(leaf)}.values())
+        positions = {id(tensor): i for i, tensor in enumerate(tensors)}
+
+        def call(*given: Any) -> Any:
+            put = [given[positions[id(leaf)]] if _is_tensor(leaf) else leaf for leaf in leaves]
+            args, kwargs = pytree.tree_unflatten(put, structure)
+            return func(*args, **kwargs)
+
+        try:
+            written = int(func._schema.is_mutable)
+            graph = traced_without_writes(call, tensors, self.table, written)
+        except WritesOperandError as error:
+            # Batch norm writes its running statistics, which its schema does not declare.
+            raise NotByOperatorError(f"{func} writes into an operand") from error
+        return Trace(graph, _views(graph))
+
+
+def _is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor)
+
+
+def _described(leaf: Any, numbers: dict[int, int]) -> Any:
+    """Return what a decomposition may depend on; ``numbers`` counts the distinct tensors."""
+    if not isinstance(leaf, torch.Tensor):
+        return type(leaf), leaf, repr(leaf) if isinstance(leaf, float | complex) else None
+    number = numbers.setdefault(id(leaf), len(numbers))
+    offset, records = leaf.storage_offset(), leaf.requires_grad
+    where = (leaf.device, offset, number, records, isinstance(leaf, torch.nn.Parameter))
+    return (tuple(leaf.shape), leaf.stride(), leaf.dtype, *where)
+
+
+def _views(graph: fx.Graph) -> frozenset[fx.Node]:
+    """Return the nodes whose result shares memory with the value of a node before, or is unknown.
+
+    Raises:
+        NotByOperatorError: a node is no operator, or a result is not a plain tensor.
+    """
+    seen: set[int] = set()
+    views = set()
+    for node in graph.nodes:
+        if node.op == "output":
+            continue
+        value = node.meta.get("val")
+        if node.op not in ("placeholder", "call_function"):
+            raise NotByOperatorError(f"a decomposition has {node.op} {node.target}")
+        if not isinstance(node.target, OpOverload | str) and node.target is not operator.getitem:
+            raise NotByOperatorError(f"a decomposition calls {node.target}")
+        if not all(map(is_plain, pytree.tree_leaves(value))):
+            raise NotByOperatorError(f"a result of {node.target} is not a plain tensor")
+        storages = {storage_key(v) for v in pytree.tree_leaves(value) if v is not None}
+        if "val" not in node.meta or not storages.isdisjoint(seen):
+            views.add(node)
+        seen |= storages
+    return frozenset(views)
+
+
+def is_plain(value: Any) -> bool:
+    """Whether ``value`` is a fake tensor that its metadata describes, or None."""
+    return value is None or (
+        type(value) in (FakeTensor, torch.nn.Parameter)
+        and isinstance(value, FakeTensor)
+        and value.layout is torch.strided
+        and all(type(n) is int for n in (*value.shape, *value.stride()))
+        and not (value.is_conj() or value.is_neg() or value.is_quantized)
+    )
