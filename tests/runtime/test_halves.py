@@ -104,6 +104,12 @@ def with_other_memory(case: Case) -> Tensors:
     return [*before, *case.of_weights()]
 
 
+def with_other_strides(case: Case) -> Tensors:
+    before = case.of_inputs()
+    case.cotangents[0] = case.cotangents[0].as_strided((5, 3), (1, 5))
+    return [*before, *case.of_weights()]
+
+
 def with_another_cotangent(case: Case) -> Tensors:
     before = case.of_inputs()
     case.cotangents[0] = case.cotangents[0] + 1
@@ -135,6 +141,7 @@ PATTERNS: dict[str, Callable[[Case], Tensors]] = {
     "written": written,
     "another cotangent": with_another_cotangent,
     "accumulated": accumulated,
+    "another view of a cotangent": with_other_strides,
     "another memory of a cotangent": with_other_memory,
 }
 
@@ -225,14 +232,15 @@ def test_a_checkpoint_between_the_halves_refuses_written_weights(made: Dispatche
 
 
 class ReadsOutputs(nn.Module):
-    """Backward reads the output."""
+    """The gradient of the weight reads an output."""
 
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 4))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.exp(x * self.scale)
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = torch.tanh(x)
+        return hidden, hidden * self.scale
 
 
 @pytest.mark.parametrize("cotangent", ["own", "output", "function of the output"])
@@ -241,13 +249,14 @@ def test_a_graph_that_waits_for_its_second_half_is_freed(cotangent: str) -> None
     x = torch.ones(3, 4, dtype=torch.float64, requires_grad=True)
     add_tvm_dispatch(module, (x,), options=CompileOptions(only_if_faster=False))
     for _ in range(4):
-        output = module(x * 1)
-        node: Any = output.grad_fn
+        outputs = module(x * 1)
+        node: Any = outputs[0].grad_fn
         step = weakref.ref(node.step)
-        given = {"own": torch.ones_like(output), "output": output}.get(cotangent, output * 2)
-        torch.autograd.grad(output, [x], given, retain_graph=True)
+        own = [torch.ones_like(o) for o in outputs]
+        given = {"own": own, "output": outputs}.get(cotangent, [o * 2 for o in outputs])
+        torch.autograd.grad(outputs, [x], given, retain_graph=True)
         assert node.step.waiting is not None
-        del output, node, given
+        del outputs, node, given
         gc.collect()
         assert step() is None
 
