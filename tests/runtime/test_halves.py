@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -96,6 +98,18 @@ def written(case: Case) -> Tensors:
     return [*before, *case.of_weights()]
 
 
+def with_other_memory(case: Case) -> Tensors:
+    before = case.of_inputs()
+    case.cotangents[0].data = case.cotangents[0] * 2
+    return [*before, *case.of_weights()]
+
+
+def with_other_strides(case: Case) -> Tensors:
+    before = case.of_inputs()
+    case.cotangents[0] = case.cotangents[0].as_strided((5, 3), (1, 5))
+    return [*before, *case.of_weights()]
+
+
 def with_another_cotangent(case: Case) -> Tensors:
     before = case.of_inputs()
     case.cotangents[0] = case.cotangents[0] + 1
@@ -127,6 +141,8 @@ PATTERNS: dict[str, Callable[[Case], Tensors]] = {
     "written": written,
     "another cotangent": with_another_cotangent,
     "accumulated": accumulated,
+    "another view of a cotangent": with_other_strides,
+    "another memory of a cotangent": with_other_memory,
 }
 
 
@@ -168,16 +184,81 @@ def test_without_halves_one_backward_computes_all_once(
         assert made.runs - before == Counter(whole=1)
 
 
-def test_a_write_between_the_halves_raises_as_in_eager(made: Dispatched) -> None:
+@pytest.mark.parametrize("written", ["input", "weight"])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_write_between_the_halves_raises_as_in_eager(
+    made: Dispatched, monkeypatch: pytest.MonkeyPatch, compiled: bool, written: str
+) -> None:
+    """Check halves, and one backward that has computed all gradients before the write."""
     assert made.call.halves is not None
-    assert made.call.halves.compile()
+    if compiled:
+        assert made.call.halves.compile()
+    else:
+        monkeypatch.setattr(made.call.halves, "_compiled", None)
     for module in (made.eager, made.ours):
         case = Case(module)
         case.of_inputs()
         with torch.no_grad():
-            case.source.add_(1)
+            (case.source if written == "input" else module.second.weight).add_(0)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             case.of_weights()
+
+
+def checkpointed_around_write(module: nn.Module, name: str) -> Tensors:
+    """Write a parameter between the halves of a checkpoint, and restore it at the end."""
+    parameter = module.get_parameter(name)
+    before = parameter.detach().clone()
+    case = Case(module)
+    case.outputs = checkpoint(module, case.source, use_reentrant=False)
+    gradients = case.of_inputs()
+    try:
+        with torch.no_grad():
+            parameter.mul_(1.5)
+        return [*gradients, *case.of_weights()]
+    finally:
+        with torch.no_grad():
+            parameter.copy_(before)
+
+
+def test_a_checkpoint_between_the_halves_reads_what_was_written(made: Dispatched) -> None:
+    found = [checkpointed_around_write(m, "first.bias") for m in (made.ours, made.eager)]
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+
+
+def test_a_checkpoint_between_the_halves_refuses_written_weights(made: Dispatched) -> None:
+    """The memory of a weight is what hooks return: compiled code cannot tell old from new."""
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        checkpointed_around_write(made.ours, "second.weight")
+
+
+class ReadsOutputs(nn.Module):
+    """The gradient of the weight reads an output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 4))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = torch.tanh(x)
+        return hidden, hidden * self.scale
+
+
+@pytest.mark.parametrize("cotangent", ["own", "output", "function of the output"])
+def test_a_graph_that_waits_for_its_second_half_is_freed(cotangent: str) -> None:
+    module = ReadsOutputs().double()
+    x = torch.ones(3, 4, dtype=torch.float64, requires_grad=True)
+    add_tvm_dispatch(module, (x,), options=CompileOptions(only_if_faster=False))
+    for _ in range(4):
+        outputs = module(x * 1)
+        node: Any = outputs[0].grad_fn
+        step = weakref.ref(node.step)
+        own = [torch.ones_like(o) for o in outputs]
+        given = {"own": own, "output": outputs}.get(cotangent, [o * 2 for o in outputs])
+        torch.autograd.grad(outputs, [x], given, retain_graph=True)
+        assert node.step.waiting is not None
+        del outputs, node, given
+        gc.collect()
+        assert step() is None
 
 
 def test_a_checkpoint_between_the_halves(made: Dispatched) -> None:

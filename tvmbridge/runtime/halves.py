@@ -9,6 +9,7 @@ what the first half has computed is not computed again.
 from __future__ import annotations
 
 import enum
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -61,21 +62,38 @@ class Asked(enum.Enum):
 class Waiting:
     """The first half of a backward is done, and the gradients of weights are not asked for yet.
 
-    - ``cotangents``, ``versions``: the cotangents of the first half, and their versions.
+    The step holds this, and an output's autograd node holds the step. A reference to a tensor of
+    the same graph would be a cycle, which Python cannot free.
+
+    - ``cotangents``: weak references to the cotangents of the first half; None for absent ones.
+    - ``marks``: the versions and addresses of these cotangents.
     - ``values``: what the gradients of weights are computed from; None if they are computed.
     - ``gradients``: the gradients of weights, if they are computed.
     """
 
-    cotangents: Gradients
-    versions: tuple[int, ...]
+    cotangents: tuple[weakref.ref[torch.Tensor] | None, ...]
+    marks: tuple[tuple[int, int], ...]
     values: list[Any] | None
     gradients: Gradients
 
+    @classmethod
+    def after(
+        cls, cotangents: Gradients, values: Sequence[Any] | None, gradients: Gradients
+    ) -> Waiting:
+        """Return the state after the first half; arguments are the attributes of this class."""
+        return cls(
+            cotangents=tuple(None if c is None else weakref.ref(c) for c in cotangents),
+            marks=_marks(cotangents),
+            values=None if values is None else [_outside_graph(v) for v in values],
+            gradients=gradients,
+        )
+
     def fits(self, cotangents: Gradients) -> bool:
         """Whether these are the same cotangents, which nobody has written since."""
-        if not all(a is b for a, b in zip(self.cotangents, cotangents, strict=True)):
+        before = (None if c is None else c() for c in self.cotangents)
+        if not all(a is b for a, b in zip(before, cotangents, strict=True)):
             return False
-        return _versions(cotangents) == self.versions
+        return _marks(cotangents) == self.marks
 
 
 class BackwardHalves:
@@ -134,8 +152,9 @@ class BackwardHalves:
         """
         step, waiting = ctx.step, ctx.step.waiting
         asked = self._asked(ctx.next_functions, weights_first=waiting is None)
-        if asked is Asked.WEIGHTS and waiting is not None and waiting.fits(cotangents):
-            return self._second(ctx, waiting)
+        fits = waiting is not None and waiting.fits(cotangents) and step.rereads_unwritten()
+        if asked is Asked.WEIGHTS and fits:
+            return self._second(ctx, cotangents, waiting)
         step.refuse_freed()
         step.waiting = None
         if asked is Asked.INPUTS:
@@ -173,7 +192,7 @@ class BackwardHalves:
             self.runs["inputs"] += 1
             found, values = self._compute(ctx, halves, cotangents)
         if backward_keeps_graph():
-            step.waiting = Waiting(cotangents, _versions(cotangents), values, ready)
+            step.waiting = Waiting.after(cotangents, values, ready)
             if step.frees and halves is not None:
                 step.free_residuals()
         return self._placed(self.inputs, found)
@@ -194,17 +213,18 @@ class BackwardHalves:
             *values, residuals = call.as_read(step.restored(ctx.saved_tensors))
             return halves.of_inputs([*values, *residuals, *call.filled(cotangents)])
 
-    def _second(self, ctx: Any, waiting: Waiting) -> Gradients:
+    def _second(self, ctx: Any, cotangents: Gradients, waiting: Waiting) -> Gradients:
         """Return the gradients of weights from what the first half has left."""
         step = ctx.step
         call = step.call
         self._both_came = True
+        step.refuse_written(cotangents)
+        if waiting.values is not None or step.residuals is not None:
+            step.restored(ctx.saved_tensors)  # raises if a tensor that autograd saved was written
         if waiting.values is None:
             # The caller may write into the gradients, so they are returned once.
             step.waiting = None
             return self._placed(self.weights, waiting.gradients)
-        step.refuse_written(waiting.cotangents)
-        step.restored(ctx.saved_tensors)  # raises if a tensor that autograd saved was written
         halves = self._known(at_once=True)
         assert halves is not None
         self.runs["weights"] += 1
@@ -222,8 +242,15 @@ def _all_arrive(step: Any, cotangents: Gradients) -> bool:
     return all(cotangents[number] is not None for number in step.call.parts.cotangent_of)
 
 
-def _versions(cotangents: Gradients) -> tuple[int, ...]:
-    return tuple(version_of(c) for c in cotangents if c is not None)
+def _marks(cotangents: Gradients) -> tuple[tuple[int, int], ...]:
+    return tuple((version_of(c), c.data_ptr()) for c in cotangents if c is not None)
+
+
+def _outside_graph(value: Any) -> Any:
+    """Return ``value`` without its autograd node; a leaf is returned itself."""
+    if not isinstance(value, torch.Tensor) or value.grad_fn is None:
+        return value
+    return value.detach()
 
 
 def _takes(node: Any) -> bool:

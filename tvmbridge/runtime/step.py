@@ -152,7 +152,10 @@ class TrainingStep:
             self.residuals = residuals
             return [*call.versions.noted(self, call.reads, read, outputs, kept), *guards]
         self.marks = call.marks()
-        self.hooked_versions = [(weakref.ref(t), version_of(t)) for t in read]
+        reads = set(call.reads)
+        others = [p for i, p in enumerate(self.primals) if i not in reads]
+        originals = (t for t in (*read, *others) if isinstance(t, torch.Tensor))
+        self.hooked_versions = [(weakref.ref(t), version_of(t)) for t in originals]
         return [*self.marks, *read, *kept, *tensors_of(residuals), *guards]
 
     def restored(self, saved: Sequence[torch.Tensor]) -> list[Any]:
@@ -197,6 +200,16 @@ class TrainingStep:
         for noted in self.noted:
             if version_of(noted.tensor) != noted.version and noted.readers & present:
                 raise RuntimeError(WRITTEN)
+
+    def rereads_unwritten(self) -> bool:
+        """Whether nobody has written this module's tensors since forward, if hooks saved them.
+
+        A checkpoint would compute residuals again, from the values that were written.
+        """
+        return all(
+            (tensor := reference()) is None or version_of(tensor) == version
+            for reference, version in self.hooked_versions
+        )
 
     def unchanged(self) -> ConvertedTensors | None:
         """Return the converted tensors if their addresses are unchanged; otherwise None."""
