@@ -119,11 +119,11 @@ def test_decisions_of_several_sizes_are_brought_together() -> None:
         with recorded_decisions() as decisions:
             decide(size)
         recorded.append(decisions)
-    with repeated_decisions(agreed(recorded)):
+    with repeated_decisions(agreed(recorded)[0]):
         assert decide(7) == [4, 32, True, False]
-    with pytest.raises(BuildError, match="less is decided"), repeated_decisions(agreed(recorded)):
+    with pytest.raises(BuildError, match="less is decided"), repeated_decisions(agreed(recorded)[0]):
         decided(Rule.LEAST, lambda: 1)
-    with pytest.raises(BuildError, match="other things"), repeated_decisions(agreed(recorded)):
+    with pytest.raises(BuildError, match="other things"), repeated_decisions(agreed(recorded)[0]):
         decided(Rule.MOST, lambda: 1)
 
 
@@ -148,7 +148,7 @@ def test_results_are_made_again_only_where_the_decisions_for_all_sizes_differ() 
     again = ["size"], ["size"], []
     for size, kept, expected in zip((32, 448, 7), results, again, strict=True):
         made.clear()
-        with repeated_decisions(agreed(recorded), kept):
+        with repeated_decisions(agreed(recorded)[0], kept):
             assert both(size) == [("size", False, 4), ("fixed", True, 8)]
         assert made == expected
 
@@ -166,7 +166,7 @@ def test_what_divides_a_size_at_the_points_alone_does_not_divide_it() -> None:
         recorded.append(decisions)
     for content, expected in ((sizes.content, True), (None, False)):
         given = () if content is None else (content,)
-        with repeated_decisions(agreed(recorded, *given)):
+        with repeated_decisions(agreed(recorded, *given)[0]):
             assert decide(20, 3) == [False, False, expected, True]
     assert divides(16, 32)
     assert not divides(16, 33)
