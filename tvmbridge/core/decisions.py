@@ -28,6 +28,7 @@ class Rule(enum.Enum):
     - ``MIDDLE``: take the decision at common sizes: every decision is correct, and this one fast.
     - ``MOST``: take the decision at the largest sizes.
     - ``ALWAYS``: yes if it is yes at all samples.
+    - ``FACT``: take the decision at common sizes, see :func:`simplifies`.
     - ``DIVIDES``: whether a number divides another for all sizes; at the samples it may do so by
       chance.
     """
@@ -36,6 +37,7 @@ class Rule(enum.Enum):
     MIDDLE = "middle"
     MOST = "most"
     ALWAYS = "always"
+    FACT = "fact"
     DIVIDES = "divides"
 
 
@@ -154,9 +156,27 @@ def decided(rule: Rule, decide: Callable[[], _T]) -> _T:
         finally:
             _now.reset(token)
 
-    caller = sys._getframe(1 if rule is not Rule.DIVIDES else 2)
+    caller = sys._getframe(2 if rule in (Rule.DIVIDES, Rule.FACT) else 1)
     decision: _T = now.follow(rule, (caller.f_code.co_filename, caller.f_lineno), alone)
     return decision
+
+
+def simplifies(here: bool) -> bool:
+    """Whether to use a fact about a value, such as that a factor is one, to simplify the code.
+
+    A fact that is true at the first sample sizes must be true at all; one that is true at others
+    alone is not used.
+
+    Args:
+        here: whether the fact is true at these sizes.
+
+    Raises:
+        BuildError: the fact is true at the first sample sizes, and not at these.
+    """
+    chosen = decided(Rule.FACT, lambda: here)
+    if chosen and not here:
+        raise BuildError("what simplifies the code at some sizes is not true at others")
+    return chosen
 
 
 def divides(divisor: int, extent: int) -> bool:
@@ -239,7 +259,7 @@ def followed(
             break
         if made.rule is Rule.MOST and made.is_like(at_most):
             made = at_most
-        elif made.rule is not Rule.MIDDLE:
+        elif made.rule not in (Rule.MIDDLE, Rule.FACT):
             made = made._replace(value=_OPEN)
         found.append(made)
     return found
@@ -290,4 +310,4 @@ def _for_all(rule: Rule, decisions: Sequence[Any], content: Callable[[Sequence[i
     if rule is Rule.LEAST and small != common:
         # Only a decision that is itself a size may be no power of two; round it down.
         return 1 << small.bit_length() - 1
-    return {Rule.LEAST: small, Rule.MIDDLE: common, Rule.MOST: large}[rule]
+    return {Rule.LEAST: small, Rule.MOST: large}.get(rule, common)
