@@ -8,6 +8,7 @@ import tvm
 from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
+from tvmbridge.core.decisions import simplifies
 from tvmbridge.passes.base import PassReport, dtype_of, shape_of
 from tvmbridge.passes.relax.constants import uniform_value
 
@@ -66,6 +67,7 @@ class NeutralElementMutator(PyExprMutator):
             sides.append((left, right))
         for operand, other in sides:
             number = uniform_value(operand, self.lookup_binding)
-            if number == self.neutral and not self.changes(before, number):
+            # A number that is computed from sizes, such as a count, may be one at some sizes.
+            if simplifies(number == self.neutral and not self.changes(before, number)):
                 return other
         return None

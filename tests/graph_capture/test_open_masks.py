@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from tests.dispatch_helpers import eager
 from tvmbridge import add_tvm_dispatch, dispatch_report
+from tvmbridge.core.decisions import recorded_decisions, repeated_decisions
 from tvmbridge.graph_capture import open_masks
 from tvmbridge.graph_capture.capture import capture
 from tvmbridge.graph_capture.open_masks import drop_open_masks
@@ -151,3 +152,23 @@ def test_saved_tensors_may_be_detached(same: bool, monkeypatch: pytest.MonkeyPat
     assert (forward.args[3] is None) == same
     assert (forward.args[3], forward.args[4], forward.args[6]) == expected
     assert (backward.args[8], backward.args[9], backward.args[11]) == expected
+
+
+def _is_dropped(mask: Mask, size: int) -> bool:
+    with torch.no_grad():
+        graph = capture(Attention(mask).eval(), torch.ones(1, 1, size, 4)).program.graph
+    (node,) = (n for n in graph.nodes if "scaled_dot_product_attention" in str(n.target))
+    given = dict(zip([a.name for a in node.target._schema.arguments], node.args, strict=False))
+    return (given | node.kwargs).get("attn_mask") is None
+
+
+def test_an_open_mask_of_any_size_is_dropped_where_it_repeats_a_small_one() -> None:
+    assert _is_dropped(_open, 1 << 14)
+
+
+def test_masks_that_are_open_at_some_sizes_alone_are_kept() -> None:
+    assert _is_dropped(_window, 3)
+    with recorded_decisions() as decisions:
+        assert not _is_dropped(_window, 7)
+    with repeated_decisions(decisions):
+        assert not _is_dropped(_window, 3)

@@ -84,3 +84,40 @@ def test_a_size_that_forward_cannot_have_as_a_symbol_leaves_the_others_served() 
         x = torch.randn(*size, 6)
         torch.testing.assert_close(module(x), Shifted()(x))
     assert dispatch_report(module).tvm_calls == len(sizes)
+
+
+class Sums(nn.Module):
+    """Sums in several orders, and a variance: at two columns, its count less one is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x = x * self.scale
+        return x.sum(), x.sum(0), x.sum(1), x.var(1)
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_sums_that_begin_at_the_least_sizes_are_served_at_all(train: bool) -> None:
+    torch.manual_seed(0)
+    module = Sums().train(train)
+    exact = copy.deepcopy(module).double()
+    shapes = {"x": {0: Dim.AUTO, 1: Dim.AUTO}}
+    add_tvm_dispatch(module, dynamic_shapes=shapes, on_fallback="silent")
+    sizes = ((2, 2), (3, 5), (7, 7), (2, 31), (17, 2), (8, 16))
+    for size in sizes:
+        x = torch.randn(size)
+        with torch.set_grad_enabled(train):
+            found = module(x), exact(x.double())
+        for mine, other in zip(*found, strict=True):
+            torch.testing.assert_close(mine.double(), other, rtol=1e-4, atol=1e-5)
+        if train:
+            for results in found:
+                sum(each.sum() for each in results).backward()
+    if train:
+        torch.testing.assert_close(
+            module.scale.grad.double(), exact.scale.grad, rtol=1e-4, atol=1e-4
+        )
+    report = dispatch_report(module)
+    assert report.tvm_calls == len(sizes), report.fallbacks

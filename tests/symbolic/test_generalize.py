@@ -13,14 +13,17 @@ import tvm_ffi
 from tvm import relax, te, tirx
 
 from tvmbridge.core.decisions import (
+    Decision,
     Results,
     Rule,
     agreed,
     decided,
     divides,
+    followed,
     recorded_decisions,
     remembered,
     repeated_decisions,
+    simplifies,
 )
 from tvmbridge.core.errors import BuildError
 from tvmbridge.symbolic.generalize import generalize
@@ -78,7 +81,11 @@ def looped(size: int, factor: float) -> tvm.IRModule:
 
 
 @pytest.mark.parametrize(
-    "form", [lambda n: 1.0 / n, lambda n: n / (n - 1.0), lambda n: 1.0 / (n - 1.0), float]
+    "form",
+    [
+        *(lambda n: 1.0 / n, lambda n: n / (n - 1.0), lambda n: 1.0 / (n - 1.0), float),
+        *(lambda n: n - 1.0, lambda n: 2.0 / (n - 1.0), lambda n: -3.0 / n),
+    ],
 )
 def test_factors_of_means_and_variances_follow_the_size(form: Callable[[int], float]) -> None:
     def factor(size: int) -> float:
@@ -119,12 +126,50 @@ def test_decisions_of_several_sizes_are_brought_together() -> None:
         with recorded_decisions() as decisions:
             decide(size)
         recorded.append(decisions)
-    with repeated_decisions(agreed(recorded)):
+    for_all, agree = agreed(recorded)
+    assert agree
+    with repeated_decisions(for_all):
         assert decide(7) == [4, 32, True, False]
-    with pytest.raises(BuildError, match="less is decided"), repeated_decisions(agreed(recorded)):
+    with pytest.raises(BuildError, match="less is decided"), repeated_decisions(for_all):
+        pass
+    # The first decision is of the same rule; another place makes it.
+    with pytest.raises(BuildError, match="other things"), repeated_decisions(for_all):
         decided(Rule.LEAST, lambda: 1)
-    with pytest.raises(BuildError, match="other things"), repeated_decisions(agreed(recorded)):
-        decided(Rule.MOST, lambda: 1)
+
+
+def test_decisions_after_one_that_differs_are_recorded_again() -> None:
+    def decide(size: int) -> list[object]:
+        if decided(Rule.ALWAYS, lambda: size <= 8):
+            return [decided(Rule.LEAST, lambda: min(size, 4))]
+        return [decided(Rule.MIDDLE, lambda: size), decided(Rule.LEAST, lambda: min(size, 16))]
+
+    for_all: list[Decision] = []
+    for known, expected in ((0, False), (1, True)):
+        assert len(for_all) == known
+        recorded: list[list[Decision]] = []
+        for size in (32, 448, 7):
+            with recorded_decisions(followed(recorded, for_all)) as decisions:
+                decide(size)
+            recorded.append(decisions)
+        for_all, agree = agreed(recorded, known=for_all)
+        assert agree is expected
+    with repeated_decisions(for_all):
+        assert decide(7) == [32, 4]
+
+
+def test_a_fact_that_is_true_at_some_sizes_alone_simplifies_nothing() -> None:
+    def is_one(size: int) -> bool:
+        return simplifies(size - 1 == 1)
+
+    with recorded_decisions() as decisions:
+        assert not is_one(31)
+    with repeated_decisions(decisions):
+        assert not is_one(2)
+    with recorded_decisions() as decisions:
+        assert is_one(2)
+    with pytest.raises(BuildError, match="not true"), repeated_decisions(decisions):
+        is_one(31)
+    assert simplifies(True)
 
 
 def test_results_are_made_again_only_where_the_decisions_for_all_sizes_differ() -> None:
@@ -148,7 +193,7 @@ def test_results_are_made_again_only_where_the_decisions_for_all_sizes_differ() 
     again = ["size"], ["size"], []
     for size, kept, expected in zip((32, 448, 7), results, again, strict=True):
         made.clear()
-        with repeated_decisions(agreed(recorded), kept):
+        with repeated_decisions(agreed(recorded)[0], kept):
             assert both(size) == [("size", False, 4), ("fixed", True, 8)]
         assert made == expected
 
@@ -166,7 +211,7 @@ def test_what_divides_a_size_at_the_points_alone_does_not_divide_it() -> None:
         recorded.append(decisions)
     for content, expected in ((sizes.content, True), (None, False)):
         given = () if content is None else (content,)
-        with repeated_decisions(agreed(recorded, *given)):
+        with repeated_decisions(agreed(recorded, *given)[0]):
             assert decide(20, 3) == [False, False, expected, True]
     assert divides(16, 32)
     assert not divides(16, 33)

@@ -70,3 +70,10 @@ def test_a_narrow_bound_leaves_points_with_a_smaller_bottom() -> None:
     assert points.least[1] < 5
     assert 8 <= points.most[1] <= 16
     assert len(set(points.all)) == len(points.all)
+
+
+def test_several_symbols_of_small_sizes_may_have_their_least_size_together() -> None:
+    points = points_for((3, 4, 3), (5, 6, 5), [1000, 64, 64], avoided={2, 3, 4}, floors=[2, 2, 2])
+    assert points is not None
+    assert all(map(int.__le__, points.least, (3, 4, 3)))
+    assert len(set(points.all)) == len(points.all)

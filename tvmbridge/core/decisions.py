@@ -9,6 +9,8 @@ combined into decisions that hold for all sizes, and repeated at each sample.
 from __future__ import annotations
 
 import enum
+import itertools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -26,6 +28,7 @@ class Rule(enum.Enum):
     - ``MIDDLE``: take the decision at common sizes: every decision is correct, and this one fast.
     - ``MOST``: take the decision at the largest sizes.
     - ``ALWAYS``: yes if it is yes at all samples.
+    - ``FACT``: take the decision at common sizes, see :func:`simplifies`.
     - ``DIVIDES``: whether a number divides another for all sizes; at the samples it may do so by
       chance.
     """
@@ -34,6 +37,7 @@ class Rule(enum.Enum):
     MIDDLE = "middle"
     MOST = "most"
     ALWAYS = "always"
+    FACT = "fact"
     DIVIDES = "divides"
 
 
@@ -54,10 +58,27 @@ class _Multiple:
         return bool(self) == bool(other)
 
 
+class Decision(NamedTuple):
+    """One decision.
+
+    - ``rule``: how it is combined with the decisions at other sample sizes.
+    - ``place``: the place in the compiler's source that decides.
+    - ``value``: what is decided.
+    """
+
+    rule: Rule
+    place: tuple[str, int]
+    value: Any
+
+    def is_like(self, other: Decision | None) -> bool:
+        """Whether the same place has made both decisions."""
+        return other is not None and (self.rule, self.place) == (other.rule, other.place)
+
+
 class Remembered(NamedTuple):
     """A result, with the decisions that it came from."""
 
-    decisions: list[tuple[Rule, Any]]
+    decisions: list[Decision]
     result: Any
 
 
@@ -66,21 +87,22 @@ Results: TypeAlias = dict[str, Remembered]
 
 
 class _Recorded:
-    def __init__(self, like: Sequence[tuple[Rule, Any]], results: Results) -> None:
-        self.decisions: list[tuple[Rule, Any]] = []
-        self.like = like
+    def __init__(self, like: Sequence[Decision], results: Results) -> None:
+        self.decisions: list[Decision] = []
+        self.like = list(reversed(like))
         self.results = results
 
-    def follow(self, rule: Rule, decide: Callable[[], Any]) -> Any:
+    def follow(self, rule: Rule, place: tuple[str, int], decide: Callable[[], Any]) -> Any:
         """Record and return the decision for all sizes, if it is known, or else ``decide()``."""
-        number = len(self.decisions)
-        decision: Any = _OPEN
-        if number < len(self.like) and self.like[number][0] is rule:
-            decision = self.like[number][1]
-        if decision is _OPEN:
-            decision = decide()
-        self.decisions.append((rule, decision))
-        return decision
+        made = Decision(rule, place, _OPEN)
+        if self.like and made.is_like(self.like[-1]):
+            made = self.like.pop()
+        else:  # from here on, another place may make each decision
+            self.like.clear()
+        if made.value is _OPEN:
+            made = made._replace(value=decide())
+        self.decisions.append(made)
+        return made.value
 
     def remember(self, key: str, make: Callable[[], Any]) -> Any:
         """Return ``make()``, and keep it with the decisions that it makes."""
@@ -91,16 +113,16 @@ class _Recorded:
 
 
 class _Repeated:
-    def __init__(self, decisions: Sequence[tuple[Rule, Any]], results: Results) -> None:
+    def __init__(self, decisions: Sequence[Decision], results: Results) -> None:
         self.left = list(reversed(decisions))
         self.results = results
 
-    def follow(self, rule: Rule, _: Callable[[], Any]) -> Any:
+    def follow(self, rule: Rule, place: tuple[str, int], _: Callable[[], Any]) -> Any:
         """Return the next of the recorded decisions."""
-        known, repeated = self.left.pop() if self.left else (None, None)
-        if known is not rule:
+        known = self.left.pop() if self.left else None
+        if known is None or not Decision(rule, place, _OPEN).is_like(known):
             raise BuildError("compiled for other sizes, other things are decided by them")
-        return repeated
+        return known.value
 
     def remember(self, key: str, make: Callable[[], Any]) -> Any:
         """Return the result kept for ``key`` if its decisions come next, otherwise ``make()``."""
@@ -134,8 +156,27 @@ def decided(rule: Rule, decide: Callable[[], _T]) -> _T:
         finally:
             _now.reset(token)
 
-    decision: _T = now.follow(rule, alone)
+    caller = sys._getframe(2 if rule in (Rule.DIVIDES, Rule.FACT) else 1)
+    decision: _T = now.follow(rule, (caller.f_code.co_filename, caller.f_lineno), alone)
     return decision
+
+
+def simplifies(here: bool) -> bool:
+    """Whether to use a fact about a value, such as that a factor is one, to simplify the code.
+
+    A fact that is true at the first sample sizes must be true at all; one that is true at others
+    alone is not used.
+
+    Args:
+        here: whether the fact is true at these sizes.
+
+    Raises:
+        BuildError: the fact is true at the first sample sizes, and not at these.
+    """
+    chosen = decided(Rule.FACT, lambda: here)
+    if chosen and not here:
+        raise BuildError("what simplifies the code at some sizes is not true at others")
+    return chosen
 
 
 def divides(divisor: int, extent: int) -> bool:
@@ -164,8 +205,8 @@ def sizes_vary() -> bool:
 
 @contextmanager
 def recorded_decisions(
-    like: Sequence[tuple[Rule, Any]] = (), results: Results | None = None
-) -> Iterator[list[tuple[Rule, Any]]]:
+    like: Sequence[Decision] = (), results: Results | None = None
+) -> Iterator[list[Decision]]:
     """Record the decisions made within this context, and yield the list of them.
 
     Args:
@@ -182,7 +223,7 @@ def recorded_decisions(
 
 @contextmanager
 def repeated_decisions(
-    decisions: Sequence[tuple[Rule, Any]], results: Results | None = None
+    decisions: Sequence[Decision], results: Results | None = None
 ) -> Iterator[None]:
     """Repeat ``decisions``, in their order, within this context.
 
@@ -203,19 +244,24 @@ def repeated_decisions(
         raise BuildError("compiled for other sizes, less is decided by them")
 
 
-def followed(recorded: Sequence[Sequence[tuple[Rule, Any]]]) -> list[tuple[Rule, Any]]:
+def followed(
+    recorded: Sequence[Sequence[Decision]], known: Sequence[Decision] = ()
+) -> list[Decision]:
     """Return the decisions that the earlier recordings already fix for all sizes.
 
     The first recording is at common sizes and fixes ``MIDDLE`` decisions. The second is at the
-    largest sizes and fixes ``MOST`` decisions. All others remain open.
+    largest sizes and fixes ``MOST`` decisions. All others remain open, after the ``known`` ones.
     """
-    found: list[tuple[Rule, Any]] = []
-    for number, (rule, decision) in enumerate(recorded[0] if recorded else ()):
-        largest = recorded[1] if len(recorded) > 1 else ()
-        if rule is Rule.MOST and number < len(largest):
-            found.append((rule, largest[number][1]))
-        else:
-            found.append((rule, decision if rule is Rule.MIDDLE else _OPEN))
+    found = list(known)
+    common, largest = [*recorded, (), ()][:2]
+    for made, at_most in itertools.islice(itertools.zip_longest(common, largest), len(known), None):
+        if made is None:
+            break
+        if made.rule is Rule.MOST and made.is_like(at_most):
+            made = at_most
+        elif made.rule not in (Rule.MIDDLE, Rule.FACT):
+            made = made._replace(value=_OPEN)
+        found.append(made)
     return found
 
 
@@ -224,23 +270,34 @@ def _itself(values: Sequence[int]) -> int:
 
 
 def agreed(
-    recorded: Sequence[Sequence[tuple[Rule, Any]]],
+    recorded: Sequence[Sequence[Decision]],
     content: Callable[[Sequence[int]], int] = _itself,
-) -> list[tuple[Rule, Any]]:
+    known: Sequence[Decision] = (),
+) -> tuple[list[Decision], bool]:
     """Combine the decisions recorded at several sample sizes into decisions for all sizes.
+
+    Where a decision differs between the samples, the decisions after it may be of other kinds.
+    Recordings that follow the decisions returned have further decisions in common.
 
     Args:
         recorded: the recordings: first at common sizes, then at the largest, last at the smallest.
         content: takes the values of a number at all samples, and returns a divisor of that number
             at every size.
+        known: the first decisions, which the recordings followed.
 
-    Raises:
-        BuildError: the recordings do not contain the same kinds of decisions.
+    Returns:
+        The decisions up to the first that is of another kind in some recording, and whether these
+        are all decisions.
     """
-    if len({tuple(rule for rule, _ in each) for each in recorded}) > 1:
-        raise BuildError("for other sizes other things are decided by them")
-    together = zip(*recorded, strict=True)
-    return [(each[0][0], _for_all(each[0][0], [v for _, v in each], content)) for each in together]
+    found = list(known)
+    together = itertools.islice(itertools.zip_longest(*recorded), len(known), None)
+    for each in together:
+        first = each[0]
+        if first is None or not all(map(first.is_like, each)):
+            return found, False
+        value = _for_all(first.rule, [other.value for other in each], content)
+        found.append(first._replace(value=value))
+    return found, True
 
 
 def _for_all(rule: Rule, decisions: Sequence[Any], content: Callable[[Sequence[int]], int]) -> Any:
@@ -253,4 +310,4 @@ def _for_all(rule: Rule, decisions: Sequence[Any], content: Callable[[Sequence[i
     if rule is Rule.LEAST and small != common:
         # Only a decision that is itself a size may be no power of two; round it down.
         return 1 << small.bit_length() - 1
-    return {Rule.LEAST: small, Rule.MIDDLE: common, Rule.MOST: large}[rule]
+    return {Rule.LEAST: small, Rule.MOST: large}.get(rule, common)

@@ -14,12 +14,13 @@ import torch
 from torch import fx
 
 from tvmbridge.core.custom_operator import NAMESPACE
+from tvmbridge.core.decisions import simplifies
 from tvmbridge.core.torch_private import OpOverload, pytree
 from tvmbridge.graph_capture.trace.fused_attention import fused_kernel
 from tvmbridge.passes.fx.base import bound_arguments, evaluated
 
-# Constants with more elements are not evaluated.
-_MOST = 1 << 24
+# Constants with more elements are not evaluated, except as views of smaller ones.
+_MOST = 1 << 26
 _CPU = torch.device("cpu")
 _FUSED = f"{NAMESPACE}.fused_attention.default"
 _BACKWARD = f"{NAMESPACE}.fused_attention_backward.default"
@@ -49,10 +50,8 @@ def drop_open_masks(graph: fx.Graph) -> None:
         if not isinstance(mask, fx.Node) or _argument(node, causal_place):
             continue
         value = _constant(mask, known)
-        if value is None:
-            continue
-        causal = _is_causal(value)
-        if not causal and not _is_open(value):
+        causal = simplifies(value is not None and _is_causal(value))
+        if not causal and not simplifies(value is not None and _is_open(value)):
             continue
         kernel = _kernel_without_mask(node, causal) if str(node.target) == _FUSED else None
         backward = _backward_of(node) if str(node.target) == _FUSED else []
@@ -166,7 +165,7 @@ def _may_run(node: fx.Node) -> bool:
         return False
     extents = value.shape if isinstance(value, torch.Tensor) else ()
     return isinstance(value, torch.Tensor) and (
-        all(isinstance(n, int) for n in extents) and value.numel() <= _MOST
+        all(isinstance(n, int) for n in extents) and (target.is_view or value.numel() <= _MOST)
     )
 
 
@@ -181,7 +180,16 @@ def _run(node: fx.Node, known: dict[fx.Node, torch.Tensor | None]) -> torch.Tens
     return result if isinstance(result, torch.Tensor) else None
 
 
+def _unrepeated(mask: torch.Tensor, dimensions: int) -> torch.Tensor:
+    """Return ``mask`` without the repetitions that a view makes along its first dimensions."""
+    for place in range(dimensions):
+        if not mask.stride(place):
+            mask = mask.narrow(place, 0, min(1, mask.shape[place]))
+    return mask
+
+
 def _is_open(mask: torch.Tensor) -> bool:
+    mask = _unrepeated(mask, mask.dim())
     return bool(mask.all()) if mask.dtype is torch.bool else not bool(mask.any())
 
 
@@ -190,6 +198,7 @@ def _is_causal(mask: torch.Tensor) -> bool:
     rows, columns = mask.shape[-2:]
     if rows != columns:
         return False
+    mask = _unrepeated(mask, mask.dim() - 2)
     causal = torch.ones(rows, columns, dtype=torch.bool, device=mask.device).tril()
     if mask.dtype is torch.bool:
         return bool((mask == causal).all())

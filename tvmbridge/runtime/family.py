@@ -233,8 +233,7 @@ class Family:
             # Any error: the module's own forward may serve the call all the same.
             self.demanded.update(getattr(error, "dimensions", ()))
             self.few = max(self.few, getattr(error, "sizes", 0))
-            kind = "" if isinstance(error, BridgeError) else f"{type(error).__name__}: "
-            code = Reason(Kind.NO_SYMBOLIC, f"{kind}{first_line(error)}")
+            code = Reason(Kind.NO_SYMBOLIC, _why_none(error))
             logger.info("%s of %s for %s", code, name, mode)
         self.compilations += 1
         del self._bounds[key]
@@ -342,3 +341,13 @@ class Family:
                 compiler.packing.claim(names)
             self._tried.append(code)
         return entry
+
+
+def _why_none(error: Exception) -> str:
+    """Return why there is no code for any size, without the texts of TVM's own checks."""
+    if isinstance(error, BridgeError):
+        return first_line(error)
+    if type(error).__module__.startswith("tvm"):
+        logger.debug("TVM cannot compile code for any size", exc_info=error)
+        return "TVM cannot compile it at all sample sizes; the log at level DEBUG has TVM's error"
+    return f"{type(error).__name__}: {first_line(error)}"

@@ -26,8 +26,8 @@ from tvmbridge.compiler.build import (
 )
 from tvmbridge.compiler.cached_build import CachedBuild
 from tvmbridge.core.decisions import (
+    Decision,
     Results,
-    Rule,
     agreed,
     followed,
     recorded_decisions,
@@ -142,14 +142,19 @@ def _scheduled(
         return schedule(each, [], bundle=bundle)
 
     both = list(zip(fused, bundles, strict=True))
-    decided: list[list[tuple[Rule, Any]]] = []
-    results: list[Results] = [{} for _ in both]
-    for (each, bundle), made in zip(both, results, strict=True):
-        with recorded_decisions(followed(decided), made) as decisions:
-            run(each, bundle)
-        decided.append(decisions)
-    with refused_as_different():
-        for_all = agreed(decided, sizes.content)
+    for_all: list[Decision] = []
+    agree = False
+    while not agree:
+        decided: list[list[Decision]] = []
+        results: list[Results] = [{} for _ in both]
+        for (each, bundle), made in zip(both, results, strict=True):
+            with recorded_decisions(followed(decided, for_all), made) as decisions:
+                run(each, bundle)
+            decided.append(decisions)
+        known = len(for_all)
+        for_all, agree = agreed(decided, sizes.content, for_all)
+        if not agree and len(for_all) == known:
+            raise DifferentCodeError("for other sizes other things are decided by them")
     found = []
     for (each, bundle), made in zip(both, results, strict=True):
         with refused_as_different(), repeated_decisions(for_all, made):

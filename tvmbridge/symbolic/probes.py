@@ -226,10 +226,14 @@ def _bottoms(low: int, floor: int, taken: set[int], used: set[int], tight: bool)
 
     Several symbols may have their least size at the smallest point; they differ at others.
     """
-    first = low if low in (LEAST_SIZE, floor) else _smallest(low, taken, used, tight)
+    if low in (LEAST_SIZE, floor):
+        yield low
+        return
+    first = _smallest(low, taken, used, tight)
     if first is not None:
         yield first
         yield from (n for n in reversed(_LEAST) if floor <= n < first and n not in taken)
+    yield floor
 
 
 def _smallest(size: int, taken: set[int], used: set[int], tight: bool) -> int | None:

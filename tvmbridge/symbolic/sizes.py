@@ -12,9 +12,9 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from tvm import tirx
 from tvm.ir import Expr
@@ -22,6 +22,7 @@ from tvm.ir import Expr
 from tvmbridge.core.errors import BuildError
 from tvmbridge.kernels.sized import Fields, value_of
 
+_T = TypeVar("_T")
 Point: TypeAlias = tuple[int, ...]
 
 # The greatest power of one symbol in a product of symbols.
@@ -236,9 +237,11 @@ class Sizes:
                     ]
                     yield Size(tuple(t for t in terms if t[0]), atoms=(*atom, *other))
 
-    def only(self, candidates: Iterable[Size]) -> Size | None:
+    def only(
+        self, candidates: Iterable[_T], at: Callable[[Any, Point], object] = Size.at
+    ) -> _T | None:
         """Return a candidate if all candidates are the same function of the symbols, else None."""
-        functions = {tuple(c.at(p) for p in self._elsewhere): c for c in candidates}
+        functions = {tuple(at(c, p) for p in self._elsewhere): c for c in candidates}
         return next(iter(functions.values())) if len(functions) == 1 else None
 
 
