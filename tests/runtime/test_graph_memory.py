@@ -134,3 +134,10 @@ def test_a_borrowed_tensor_has_the_memory_and_strides(shape: tuple[int, ...]) ->
         assert found.data_ptr() == given.data_ptr()
         assert found.is_contiguous() or found.stride() == given.stride()
         assert found.untyped_storage()._cdata != given.untyped_storage()._cdata
+
+
+def test_calls_made_elsewhere_count_before_the_capture(captures: _Captures) -> None:
+    call = _call(GraphMemory(_DEVICE), None, lambda inputs: [inputs[0] + 1])
+    call.count(2)
+    assert call([torch.ones(3)]) is not None
+    assert len(captures.pools) == 1

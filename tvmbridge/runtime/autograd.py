@@ -82,6 +82,8 @@ class TrainingCall:
         self.halves = BackwardHalves.of(compiled, self.gradient_of)
         self.cotangent_specs = [computed[i].spec for i in parts.cotangent_of]
         self.gradient_parts = GradientParts(compiled)
+        # How often the whole backward ran without a CUDA graph.
+        self.backwards = 0
 
     @property
     def half_runs(self) -> Mapping[str, int]:
@@ -381,7 +383,10 @@ def _run_backward(
     bound = None if held is None else held.backward
     if not absent:
         gradients = None if held is None or step.lease is None else step.lease.backward(filled)
-        return call.compiled.backward([*values, *filled], bound) if gradients is None else gradients
+        if gradients is None:
+            gradients = call.compiled.backward([*values, *filled], bound)
+            call.backwards += 1
+        return gradients
     assert partials is not None
     flowing = [bool(reads - absent) for reads in parts.gradient_reads]
     if not any(flowing):

@@ -123,6 +123,10 @@ class ReplayedCall:
             assert self._graph is not None
             return without_gradients(self._replay, self._graph, inputs)
 
+    def count(self, calls: int) -> None:
+        """Count ``calls`` of the function, all without a graph, as calls before the capture."""
+        self._calls = max(self._calls, calls)
+
     def _replay(self, graph: torch.cuda.CUDAGraph, inputs: Tensors) -> list[Any]:
         for held, given in zip(self.inputs, inputs, strict=True):
             held.copy_(given)

@@ -136,6 +136,7 @@ class _Training:
         self._partial: dict[PartialBackward, ReplayedCall] = {}
         self._without_some = without_some
         self._code = code
+        self._call = call
 
     def __call__(self, inputs: Tensors) -> Replayed | None:
         lease = None if self._lease is None else self._lease()
@@ -153,6 +154,7 @@ class _Training:
     def _graph_of(self, partial: PartialBackward | None) -> ReplayedCall:
         """Return the graph of a partial backward, created at its first use; None: the whole."""
         if partial is None:
+            self._backward.count(self._call.backwards)
             return self._backward
         found = self._partial.get(partial)
         if found is None:
