@@ -189,14 +189,6 @@ def tanh(x: Expr) -> Expr:
     return lets.close(copy_sign(size, x))
 
 
-def sigmoid(x: Expr) -> Expr:
-    """Return 1 / (1 + e^-x), with an error below 3 ulp."""
-    lets = Lets()
-    x = lets.bind(x, "x")
-    e = lets.bind(exp(_f32(0.0) - x), "e")
-    return lets.close(_f32(1.0) / (_f32(1.0) + e))
-
-
 def log(x: Expr) -> Expr:
     """Return the natural logarithm, with an error below 1 ulp, also for denormals; -inf for 0."""
     lets = Lets()

@@ -1,8 +1,9 @@
 """Elementary functions of all floating dtypes.
 
 Functions of float32 are polynomials, half precisions are computed in float32, and float64 calls the
-C library. ``FUNCTIONS`` maps a name to a function from a scalar expression of any floating dtype to
-an expression of the same dtype.
+C library. On GPUs, exponentials and tanh of float32 are those of the GPU's own library, as in
+PyTorch's kernels: it uses instructions of special function units. ``FUNCTIONS`` maps a name to a
+function from a scalar expression of any floating dtype to an expression of the same dtype.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable
 
 from tvm import tirx
 from tvm.ir import Expr
+from tvm.target import Target
 
 from tvmbridge.legalize import float32, float32_inverse
 from tvmbridge.legalize.lets import Lets, constant, dtype_of
@@ -52,9 +54,28 @@ def by_dtype(single: ScalarFunction, double: ScalarFunction) -> ScalarFunction:
     return apply
 
 
-def _sigmoid64(x: Expr) -> Expr:
-    one = constant(1.0, "float64")
-    return one / (one + libm("exp")(constant(0.0, "float64") - x))
+def for_target(name: str, formula: ScalarFunction) -> ScalarFunction:
+    """Return a float32 function: ``formula``, or on GPUs ``name`` of the library there."""
+
+    def apply(x: Expr) -> Expr:
+        target = Target.current(allow_none=True)
+        if target is None or "gpu" not in target.keys:
+            return formula(x)
+        return tirx.call_pure_extern("float32", f"{name}f", x)
+
+    return apply
+
+
+def _sigmoid(exp: ScalarFunction) -> ScalarFunction:
+    """Return the function 1 / (1 + e^-x)."""
+
+    def apply(x: Expr) -> Expr:
+        lets, dtype = Lets(), dtype_of(x)
+        x = lets.bind(x, "x")
+        e = lets.bind(exp(constant(0.0, dtype) - x), "e")
+        return lets.close(constant(1.0, dtype) / (constant(1.0, dtype) + e))
+
+    return apply
 
 
 def _gelu64(x: Expr) -> Expr:
@@ -94,15 +115,18 @@ def _rsqrt(x: Expr) -> Expr:
     return constant(1.0, dtype_of(x)) / tirx.sqrt(x)
 
 
+_EXP32 = for_target("exp", float32.exp)
+_TANH32 = for_target("tanh", float32.tanh)
+
 FUNCTIONS: dict[str, ScalarFunction] = {
-    "exp": by_dtype(float32.exp, libm("exp")),
+    "exp": by_dtype(_EXP32, libm("exp")),
     "log": by_dtype(float32.log, libm("log")),
     "erf": by_dtype(float32.erf, libm("erf")),
-    "tanh": by_dtype(float32.tanh, libm("tanh")),
-    "sigmoid": by_dtype(float32.sigmoid, _sigmoid64),
+    "tanh": by_dtype(_TANH32, libm("tanh")),
+    "sigmoid": by_dtype(_sigmoid(_EXP32), _sigmoid(libm("exp"))),
     "gelu": by_dtype(float32.gelu, _gelu64),
-    "gelu_tanh": by_dtype(_gelu_tanh(float32.tanh), _gelu_tanh(libm("tanh"))),
-    "silu": by_dtype(_silu(float32.exp), _silu(libm("exp"))),
+    "gelu_tanh": by_dtype(_gelu_tanh(_TANH32), _gelu_tanh(libm("tanh"))),
+    "silu": by_dtype(_silu(_EXP32), _silu(libm("exp"))),
     "rsqrt": by_dtype(_rsqrt, _rsqrt),
     "sqrt": by_dtype(tirx.sqrt, tirx.sqrt),
     **{

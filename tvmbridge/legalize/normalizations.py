@@ -7,7 +7,7 @@ from tvm.ir import Call, Expr
 
 from tvmbridge.legalize.broadcast import shape_of
 from tvmbridge.legalize.float32 import exp_nonpositive
-from tvmbridge.legalize.functions import FUNCTIONS
+from tvmbridge.legalize.functions import FUNCTIONS, for_target
 from tvmbridge.legalize.lets import constant
 from tvmbridge.legalize.reductions import (
     accumulator_dtype,
@@ -28,8 +28,11 @@ def _at(indices: tuple[Expr, ...], axes: list[int]) -> list[Expr]:
     return [_ZERO if axis in axes else index for axis, index in enumerate(indices)]
 
 
+_EXP32 = for_target("exp", exp_nonpositive)
+
+
 def _exponential(x: Expr, dtype: str) -> Expr:
-    return FUNCTIONS["exp"](x) if dtype == "float64" else exp_nonpositive(x)
+    return FUNCTIONS["exp"](x) if dtype == "float64" else _EXP32(x)
 
 
 def _shifted_exponentials(x: te.Tensor, axes: list[int]) -> tuple[te.Tensor, te.Tensor, te.Tensor]:

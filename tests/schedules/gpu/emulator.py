@@ -300,7 +300,9 @@ def run_each(
 
 def run_module(mod: tvm.IRModule, *inputs: torch.Tensor) -> list[torch.Tensor]:
     """Return the results of a module's ``main``, by emulated kernels."""
-    mod = with_some_loops(schedule(compiled.fuse(mod), gpu_target()))
+    with gpu_target():
+        mod = compiled.fuse(mod)
+    mod = with_some_loops(schedule(mod, gpu_target()))
     result = relax.VirtualMachine(tvm.compile(mod, "llvm"), tvm.cpu())["main"](*inputs)
     return [torch.from_dlpack(r) for r in result]
 

@@ -107,3 +107,15 @@ def test_constants_of_float64_keep_their_bits() -> None:
     found = run_all(lambda v: [op.multiply(v, relax.const(n, "float64")) for n in numbers], x)
     for number, result in zip(numbers, found, strict=True):
         assert torch.equal(result, x * number)
+
+
+def test_exponentials_are_those_of_the_gpu() -> None:
+    edges = torch.tensor([0.0, -0.0, 1e-30, 88.7, 89.0, -88.0, -103.5, -200.0, math.inf, -math.inf])
+    x = torch.cat([edges, torch.tensor([math.nan]), torch.linspace(-12, 12, 1001)])
+    names = ("exp", "tanh", "sigmoid")
+    found = run_all(lambda v: [getattr(op, name)(v) for name in names], x)
+    for name, result in zip(names, found, strict=True):
+        exact = getattr(torch, name)(x.double()).float().double()
+        torch.testing.assert_close(
+            result.double(), exact, rtol=4e-7, atol=1e-45, equal_nan=True, msg=name
+        )
