@@ -116,6 +116,7 @@ def test_exponentials_are_those_of_the_gpu() -> None:
     found = run_all(lambda v: [getattr(op, name)(v) for name in names], x)
     for name, result in zip(names, found, strict=True):
         exact = getattr(torch, name)(x.double()).float().double()
+        # The least denormal: e^x overflows before 1 / (1 + e^x) vanishes, as in PyTorch's kernel.
         torch.testing.assert_close(
-            result.double(), exact, rtol=4e-7, atol=1e-45, equal_nan=True, msg=name
+            result.double(), exact, rtol=4e-7, atol=2e-45, equal_nan=True, msg=name
         )
