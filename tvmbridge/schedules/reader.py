@@ -219,6 +219,11 @@ def is_if(node: Expr) -> bool:
     return isinstance(node, Call) and getattr(node.op, "name", "") == "prim.if_then_else"
 
 
+def chooses(expr: Expr) -> bool:
+    """Whether ``expr`` contains a choice."""
+    return _Contents.of(expr).choices
+
+
 def variables(expr: Expr) -> set[Any]:
     """Return the scalar variables of an expression."""
     found: set[Any] = set()

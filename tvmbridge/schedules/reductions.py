@@ -36,7 +36,7 @@ class ReductionNest:
     - ``stored``: the buffers that are stored in memory.
     - ``stage``: the reduction.
     - ``columns``: the number of contiguous columns; 1 for a reduction along rows.
-    - ``members``: the reduction, as the only member.
+    - ``members``: the reduction, and its tail if there is one.
     - ``tail``: an elementwise stage that is computed with each result, in place of storing it.
     """
 
@@ -51,6 +51,8 @@ class ReductionNest:
     def __post_init__(self) -> None:
         axes = self.stage.spatial, self.stage.reduced
         self.members = [Member(self.stage, self.stage.depth, 0, axes)]
+        if self.tail is not None:
+            self.members.append(Member(self.tail, 1, 1, (self.tail.spatial, [])))
 
     def add(self, stage: KernelStage) -> bool:
         """Return False: no other stage can join."""

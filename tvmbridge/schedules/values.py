@@ -18,7 +18,14 @@ from tvm.ir import Call, Expr, TensorLoad
 from tvmbridge.schedules import bfloat16
 from tvmbridge.schedules.indexing import Indexer, integer
 from tvmbridge.schedules.kernel import Kernel, KernelStage
-from tvmbridge.schedules.reader import Buffer, fresh_lets, is_if, substitute, variables
+from tvmbridge.schedules.reader import (
+    Buffer,
+    chooses,
+    fresh_lets,
+    is_if,
+    substitute,
+    variables,
+)
 
 Indices = tuple[Expr, ...]
 
@@ -154,26 +161,57 @@ class Evaluator:
         )
 
     def _chosen(self, stage: KernelStage, at: Mapping[Any, Expr]) -> Expr:
-        """Return the element of a stage that chooses between values, by a statement."""
-        values: dict[Any, Expr] = dict(at)
+        """Return the element of a stage that chooses between values, by statements."""
+        slots, values = {load.slot for load in stage.loads}, dict(at)
         for load in stage.loads:
-            if not load.guarded:
+            read = set().union(*(variables(index) for index in load.indices))
+            if not load.guarded and read & slots <= values.keys():
                 values[load.slot] = self.load(load.buffer, self._indices(load.indices, values))
-        condition, *branches = stage.value.args
-        condition = self.indexer.simplify(substitute(condition, values))
         cell = self._cell("chosen", str(stage.value.ty.dtype))
+        self._choose(stage, stage.value, values, cell)
+        return tirx.BufferLoad(cell, [integer(0)])
+
+    def _choose(
+        self, stage: KernelStage, value: Expr, values: dict[Any, Expr], cell: Buffer
+    ) -> None:
+        """Add the statements that store ``value`` in ``cell``; each choice is an ``if``.
+
+        A guarded read is evaluated in the innermost branch that contains it alone: the branches of
+        a concatenation's last choice are read beyond their bounds elsewhere.
+        """
+        if not is_if(value):
+            known = self._with_guarded(stage, value, values)
+            result = self._decided(substitute(value, known))
+            self.statements.append(tirx.BufferStore(cell, result, [integer(0)]))
+            return
+        condition, *branches = value.args
+        known = self._with_guarded(stage, condition, values)
         statements = []
         for branch in branches:
-            inner, own = self.fork(), dict(values)
-            for load in stage.loads:
-                if load.guarded and load.slot in variables(branch):
-                    own[load.slot] = inner.load(load.buffer, self._indices(load.indices, own))
-            value = self._decided(substitute(branch, own))
-            inner.statements.append(tirx.BufferStore(cell, value, [integer(0)]))
+            inner = self.fork()
+            inner._choose(stage, branch, known, cell)
             lines = inner.take()
             statements.append(tirx.SeqStmt(lines) if len(lines) > 1 else lines[0])
-        self.statements.append(tirx.IfThenElse(condition, *statements))
-        return tirx.BufferLoad(cell, [integer(0)])
+        decided = self.indexer.simplify(substitute(condition, known))
+        self.statements.append(tirx.IfThenElse(decided, *statements))
+
+    def _with_guarded(
+        self, stage: KernelStage, value: Expr, values: Mapping[Any, Expr]
+    ) -> dict[Any, Expr]:
+        """Return ``values`` and the other reads of ``value``, which is evaluated here.
+
+        If ``value`` contains choices, its reads become parts of its expression.
+        """
+        needed, wanted = variables(value), []
+        for load in reversed(stage.loads):
+            if load.slot in needed and load.slot not in values:
+                wanted.append(load)
+                needed = needed.union(*(variables(index) for index in load.indices))
+        known = dict(values)
+        read = self._inline if chooses(value) else self.load
+        for load in reversed(wanted):
+            known[load.slot] = read(load.buffer, self._indices(load.indices, known))
+        return known
 
     def _decided(self, value: Expr) -> Expr:
         """Return ``value`` with simplified conditions.

@@ -5,6 +5,8 @@
 // The order of threads and of warps can be turned round. A kernel that is right gives the same bits.
 
 #include <math.h>
+#include <setjmp.h>
+#include <signal.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <string.h>
@@ -232,8 +234,35 @@ static void run_block(int threads, bool descending) {
   } while (fibers[0].state != DONE);
 }
 
+// ---- accesses outside of arrays ----
+
+// Pages without access are before and behind each array.
+static sigjmp_buf before_fault;
+
+static void on_fault(int signal) { siglongjmp(before_fault, signal); }
+
+struct FaultHandlers {
+  struct sigaction segv, bus;
+  FaultHandlers() {
+    struct sigaction ours = {};
+    ours.sa_handler = on_fault;
+    sigaction(SIGSEGV, &ours, &segv);
+    sigaction(SIGBUS, &ours, &bus);
+  }
+  ~FaultHandlers() {
+    sigaction(SIGSEGV, &segv, nullptr);
+    sigaction(SIGBUS, &bus, nullptr);
+  }
+};
+
 static const char* run_grid(uint blocks, int threads, bool meets, bool descending) {
   failure[0] = 0;
+  FaultHandlers handlers;
+  if (sigsetjmp(before_fault, 1)) {
+    snprintf(failure, 200, "an access outside of an array, by thread %u of block %u",
+             meets ? (uint)current : threadIdx.x, blockIdx.x);
+    return failure;
+  }
   for (uint i = 0; i < blocks && !failure[0]; ++i) {
     blockIdx.x = descending ? blocks - 1 - i : i;
     if (meets) {

@@ -15,6 +15,10 @@ BAD = {
     "not all threads of a block": "if (threadIdx.x < 32) { __syncthreads(); }",
     "not all threads of a warp": "if (threadIdx.x < 5) { __shfl_xor_sync(0xffffffffu, 1, 1, 32); }",
     "a write beside an array": "x_ptr[threadIdx.x + 1] = 1.0f;",
+    "an access outside of an array, by thread 60 of block 0": "x_ptr[threadIdx.x] = "
+    "x_ptr[threadIdx.x > 59 ? threadIdx.x + 4096 : threadIdx.x];",
+    "an access outside": "__syncthreads(); x_ptr[threadIdx.x] = "
+    "x_ptr[threadIdx.x == 3 ? -4 : (int)threadIdx.x];",
     "threads in another order": "s_ptr[threadIdx.x] = threadIdx.x;"
     "x_ptr[threadIdx.x] = s_ptr[63 - threadIdx.x];",
 }

@@ -98,3 +98,21 @@ def test_rolls(shifts: list[int], dims: list[int]) -> None:
     (found,) = run_module(mod, x)
     expected = x.roll(shifts, dims).reshape(2, 7, 2, 3, 8).permute(0, 2, 1, 3, 4)
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_computed_pieces_are_concatenated(dtype: torch.dtype) -> None:
+    """Check that each piece is read within its bounds alone, also in choices within choices."""
+
+    def graph(*pieces: relax.Expr) -> relax.Expr:
+        emit = relax.BlockBuilder.current().emit
+        made = [emit(op.multiply(x, emit(op.sigmoid(x)))) for x in pieces]
+        whole = emit(op.concat([made[0], made[1], made[0], made[2]], 3))
+        return op.nn.relu(emit(op.concat([whole, op.negative(whole), whole], 0)))
+
+    given = [torch.randn(2, 3, 5, n).to(dtype) for n in (35, 48, 8)]
+    (found,) = run_module(build_main(given, graph), *given)
+    made = [x.double() * x.double().sigmoid() for x in given]
+    whole = torch.cat([made[0], made[1], made[0], made[2]], 3)
+    wanted = torch.cat([whole, -whole, whole]).relu()
+    torch.testing.assert_close(found.double(), wanted, rtol=4 * torch.finfo(dtype).eps, atol=1e-6)

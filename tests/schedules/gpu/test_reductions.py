@@ -71,6 +71,31 @@ def test_dtypes(dtype: str) -> None:
         assert ((total.double() - exact).abs() <= bound).all()
 
 
+def test_stages_after_long_rows_read_each_other() -> None:
+    """Check stages that are computed with a reduction's results, and that other stages read."""
+    cases = [[(torch.randn(2, 16_400) + 1).to(d)] for d in (torch.bfloat16, torch.float32)]
+
+    def graph(v: relax.Expr) -> list[relax.Expr]:
+        total = op.sum(op.tanh(v), -1, keepdims=True)
+        high, low = op.max(v, -1, keepdims=True), op.min(v, -1, keepdims=True)
+        span = op.exp(op.subtract(low, high))
+        return [
+            op.multiply(op.nn.softmax(v, -1), high),
+            op.multiply(op.nn.log_softmax(v, -1), total),
+            op.add(op.multiply(v, span), op.multiply(span, span)),
+            op.subtract(op.sum(op.multiply(v, span), -1, keepdims=True), span),
+        ]
+
+    for (x,), results in zip(cases, run_each(graph, *cases), strict=True):
+        d, unit = x.double(), torch.finfo(x.dtype).eps
+        high, span = d.amax(-1, True), (d.amin(-1, True) - d.amax(-1, True)).exp()
+        exact = [d.softmax(-1) * high, d.log_softmax(-1) * d.tanh().sum(-1, True)]
+        exact += [d * span + span**2, (d * span).sum(-1, True) - span]
+        for result, wanted in zip(results, exact, strict=True):
+            error = (result.double() - wanted).norm() / wanted.norm()
+            assert error < 4 * unit, (x.dtype, x.shape, float(error))
+
+
 SHAPES = [((1500, 70), 0), ((3, 40_003), 1), ((9, 300), 1)]
 
 
