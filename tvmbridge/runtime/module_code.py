@@ -202,12 +202,22 @@ class ModuleCode(Executor):
         path: ServingPath | None
         if trial is not None and trial.steps_aside:
             path = AsidePath(entry, trial, self.run_own, signature, leaves)
-        else:
+        elif (path := self._after_trial(entry)) is None:
             path = fast = renewed_path(entry, signature, leaves)
             if fast is not None and trial is not None and trial.verdict is None:
                 path = TimedPath(fast, trial, self.run_own)
         if path is not None and self.policy.mode(specialization, leaves) == mode:
             self.paths.put_first(path, specialization)
+
+    def _after_trial(self, entry: CompiledEntry) -> ServingPath | None:
+        """Return the fast path of ``entry`` that a trial has timed until now; None: there is none.
+
+        It may have captured CUDA graphs. A new path would capture them again in memory of its own.
+        """
+        if entry.trial is None or entry.trial.verdict is None or entry.slow_calls:
+            return None
+        timed = (path for path, _ in self.paths.known if path.code is entry)
+        return next((path.path for path in timed if isinstance(path, TimedPath)), None)
 
     def _run_in_parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Served | Reason:
         """Serve a call by the compiled parts of the module, with eager PyTorch between them."""
