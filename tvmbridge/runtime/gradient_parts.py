@@ -215,9 +215,15 @@ class Handed:
 
 def link_of(device: torch.device, handed: Handed) -> torch.Tensor:
     """Return the gradient that brings ``handed`` to the node of the next part."""
-    link = torch.empty(0, device=device)
+    link = _empty_link(device)
     link.handed = handed  # type: ignore[attr-defined]
     return link
+
+
+def _empty_link(device: torch.device) -> torch.Tensor:
+    # PyTorch casts a gradient to the dtype of its tensor, and the copy would not have ``handed``.
+    # The default dtype may change between forward and backward.
+    return torch.empty(0, dtype=torch.float32, device=device)
 
 
 def linked(
@@ -251,7 +257,7 @@ class LaterPart(torch.autograd.Function):
         ctx.number = number
         ctx.is_last = link is None
         ctx.set_materialize_grads(False)
-        return torch.empty(0, device=device)
+        return _empty_link(device)
 
     @staticmethod
     def backward(ctx: Any, link: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
