@@ -5,7 +5,7 @@ the gradients, a *link*: an empty gradient for the node of the next part. PyTorc
 gradients before it runs that node, so hooks (those of DistributedDataParallel, for instance) can
 send gradients meanwhile::
 
-    outputs -> _CompiledFunction -> link -> LaterPart -> link -> LaterPart
+    outputs -> CompiledFunction  -> link -> LaterPart -> link -> LaterPart
                  |                            |                     |
                  gradients of part 0          of part 1             of part 2
 """
@@ -21,8 +21,9 @@ from typing import Any
 
 import torch
 
+from tvmbridge.compiler.backward_code import BackwardPart
 from tvmbridge.compiler.compiled import CompiledModule
-from tvmbridge.compiler.partial_backwards import BackwardPart, PartialBackwards
+from tvmbridge.compiler.partial_backwards import PartialBackwards
 from tvmbridge.core.autocast import autocast_now
 from tvmbridge.core.called_in_mode import with_autocast_off
 from tvmbridge.core.profiling import region
@@ -94,7 +95,7 @@ class GradientParts:
     def _of(self, part_bytes: float) -> tuple[BackwardPart, ...]:
         if self._partial is None or not self._bytes or _whole.get():
             return ()
-        return self._partial.cut(self._packed, part_bytes)
+        return self._partial.parts.cut(self._packed, part_bytes)
 
     @functools.cached_property
     def _packed(self) -> dict[str, list[str]]:
@@ -177,11 +178,8 @@ class Handed:
             with region(f"{step.call.compiled.origin} backward, part {number}"):
                 taken = [self._carried[place] for place in part.takes]
                 held = step.unchanged()
-                if held is not None:
+                with step.packing(held):
                     gradients = self._run(part, taken, held)
-                else:
-                    with step.call.packing:
-                        gradients = self._run(part, taken, None)
         if number + 1 == len(step.parts) and not self._keeps:
             step.forget()
         return gradients
