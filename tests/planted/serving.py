@@ -95,7 +95,7 @@ SERVING = (
     Plant(
         "zeros where eager has no gradient",
         "runtime",
-        "tvmbridge.runtime.autograd",
+        "tvmbridge.runtime.backward",
         "return [g if flows else None for g, flows in zip(gradients, flowing, strict=True)]",
         "return gradients",
         ("tests/differentiation/test_joint_sources.py", "-k", "no_gradient_where"),
@@ -103,7 +103,7 @@ SERVING = (
     Plant(
         "zeros for gradients that did not arrive",
         "runtime",
-        "tvmbridge.runtime.autograd",
+        "tvmbridge.runtime.backward",
         "        if all_finite(",
         "        if True or all_finite(",
         ("tests/compiler/test_partial_backwards.py", "-k", "one_backward"),

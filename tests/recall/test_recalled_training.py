@@ -71,6 +71,46 @@ def test_training_without_capture(folder: Path) -> None:
     assert report.specializations[0].partial_backwards == 1
 
 
+_WRITES = """
+import torch
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("scale", torch.ones(8))
+        self.register_buffer("calls", torch.zeros(8))
+
+    def forward(self, x):
+        result = torch.tanh(self.linear(x)) * self.scale.clone()
+        self.scale.mul_(1.5)
+        self.calls.add_(1)
+        return result
+"""
+
+
+def test_second_derivatives_without_capture(folder: Path) -> None:
+    """Check a forward that reads a buffer's value before it writes the buffer."""
+    found = []
+    for name in ("captured", "recalled", "eager"):
+        torch.manual_seed(0)
+        module = load(folder, _WRITES, _NAME).Model().double()
+        if name != "eager":
+            add_tvm_dispatch(module, (_x(),), options=_OPTIONS)
+            told = dispatch_report(module).specializations[0].recalled
+            assert (told == RECALLED) == (name == "recalled")
+        weights = list(module.parameters())
+        for _ in range(2):
+            results = module(_x()).square().sum()
+        first = torch.autograd.grad(results, weights, create_graph=True)
+        second = torch.autograd.grad(sum(g.square().sum() for g in first), weights)
+        found.append([*second, module.scale, module.calls])
+    for ours in found[:2]:
+        torch.testing.assert_close(ours, found[2], rtol=1e-10, atol=1e-12)
+
+
 @pytest.mark.slow
 def test_backward_in_halves_without_capture(folder: Path) -> None:
     """Check halves that are compiled from the backward on disk."""

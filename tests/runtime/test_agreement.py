@@ -12,7 +12,9 @@ import torch.distributed as dist
 
 from tvmbridge import CompileOptions
 from tvmbridge.cache import CacheKey, Kept
+from tvmbridge.cache.store import formatted
 from tvmbridge.core.errors import BuildError
+from tvmbridge.kernels.table import answered_by, choice
 from tvmbridge.runtime import agreement
 from tvmbridge.runtime.agreement import Event, ranks_now
 
@@ -124,3 +126,80 @@ def test_without_a_group_there_is_one_rank() -> None:
 def test_compilations_in_the_background_are_not_decided_together() -> None:
     with pytest.raises(ValueError, match="compiler_collectives needs background=False"):
         CompileOptions(compiler_collectives=True, background=True)
+
+
+@pytest.mark.parametrize("damage", ["count", "huge", "bytes", "missing", "content", "key"])
+def test_damaged_code_of_rank_0_is_compiled_again(damage: str) -> None:
+    content = formatted(CacheKey({"graph": "2"}) if damage == "key" else KEY, KEPT)
+
+    def first(event: Event) -> None:
+        name = f"code/{KEY.digest}"
+        values = {"count": b"-1", "huge": b"9" * 12, "bytes": b"\xff\xfe"}
+        if damage != "missing":
+            event.store.set(f"{name}/0", content[:-9] if damage == "content" else content)
+        event.store.set(name, values.get(damage, b"1"))
+
+    def second(event: Event) -> str:
+        assert event.received(KEY.digest) is None
+        return "compiled"
+
+    assert run_in_threads(first, second) == [None, "compiled"]
+
+
+def test_an_answer_that_is_no_text_is_none_of_the_possible_ones() -> None:
+    class Damaging:
+        def __init__(self, store: Any) -> None:
+            self.store = store
+
+        def set(self, key: str, _: bytes) -> None:
+            self.store.set(key, b"\xff")
+
+    def first(event: Event) -> None:
+        store, event.store = event.store, Damaging(event.store)
+        event.answer("fast?", (), lambda: "yes")
+        event.store = store
+
+    def second(event: Event) -> str:
+        return event.answer("fast?", (), refuse)
+
+    assert run_in_threads(first, second) == [None, "\N{REPLACEMENT CHARACTER}"]
+
+
+class EndedStore:
+    """A store whose process has ended: each request fails."""
+
+    def __getattr__(self, name: str) -> Any:
+        def fails(*_: Any) -> Any:
+            raise dist.DistNetworkError("broken pipe")
+
+        return fails
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_decides_alone_if_the_store_fails(
+    rank: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    def body(event: Event) -> str:
+        assert event.received(KEY.digest) is None
+        event.give(KEY, KEPT)
+        return event.answer("fast?", (), lambda: "here")
+
+    event = Event(EndedStore(), rank, 2, "a module")
+    assert event.run(lambda: body(event)) == "here"
+    assert caplog.text.count("the store of the process group fails") == 1
+    with pytest.raises(BuildError, match="a planted refusal"):
+        Event(EndedStore(), rank, 2, "a module").run(refuse)
+
+
+def test_only_the_thread_that_compiles_gets_agreed_answers() -> None:
+    found = []
+
+    def other() -> None:
+        found.append(choice("of another thread", ("a", "b"), lambda: "a"))
+
+    with answered_by(lambda *_: "b"):
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        assert choice("of this thread", ("a", "b"), refuse) == "b"
+    assert found == ["a"]

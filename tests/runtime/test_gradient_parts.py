@@ -119,6 +119,18 @@ def test_gradients_can_be_differentiated(pair: tuple[nn.Module, nn.Module]) -> N
     assert_close(found[1], found[0])
 
 
+def test_the_default_dtype_may_change_before_backward(pair: tuple[nn.Module, nn.Module]) -> None:
+    found = []
+    for module in pair:
+        loss, before = used(module(data()), "both"), torch.get_default_dtype()
+        torch.set_default_dtype(torch.float16)
+        try:
+            found.append(torch.autograd.grad(loss, list(module.parameters())))
+        finally:
+            torch.set_default_dtype(before)
+    assert_close(found[1], found[0])
+
+
 @pytest.mark.parametrize("versioned", [True, False])
 def test_hooks_may_step_a_parameter_as_soon_as_its_gradient_is_there(
     pair: tuple[nn.Module, nn.Module], versioned: bool, monkeypatch: pytest.MonkeyPatch

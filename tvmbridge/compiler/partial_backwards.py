@@ -14,27 +14,23 @@ import cmath
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 import tvm
 
 from tvmbridge.calls.layouts import Layout
+from tvmbridge.compiler.backward_code import BackwardLoader, PartialBackward
+from tvmbridge.compiler.backward_parts import BackwardParts
 from tvmbridge.compiler.build import Built
-from tvmbridge.compiler.cut_backward import PartFunction, cut_backward, memory_of
-from tvmbridge.compiler.executable import Bound, LoadedModule
 from tvmbridge.compiler.halves import CompiledHalves
-from tvmbridge.compiler.pieces import Pieces
 from tvmbridge.compiler.split import SplitModule, build_function
-from tvmbridge.core.errors import LEAVE_TO_EAGER, BridgeError, first_line
+from tvmbridge.core.errors import LEAVE_TO_EAGER, BridgeError
 from tvmbridge.core.torch_private import has_storage
 from tvmbridge.core.turns import compiling
 from tvmbridge.differentiation.custom_functions import called
 from tvmbridge.passes.base import flat_results
 from tvmbridge.passes.relax.drop_cotangents import DropCotangents
 from tvmbridge.passes.relax.remove_borders import RemoveBorders
-from tvmbridge.passes.relax.return_whole import ReturnWhole, wholes_of
 from tvmbridge.passes.relax.zero_zapp import ZeroZapp
 from tvmbridge.pipeline import AnyPass, run_passes, tidy_passes
 
@@ -58,67 +54,6 @@ _NO_LAYOUT = (
 _MAX_PATTERNS = 16
 # How often gradients are checked before a partial backward is compiled just for speed.
 _LOOKS = 2
-
-
-@dataclass(frozen=True, eq=False)
-class PartialBackward:
-    """Compiled backward for one set of absent cotangents.
-
-    - ``loaded``: the code.
-    - ``gradients``: the numbers of the gradients that it computes.
-    - ``copied``: the numbers of results that share memory with another tensor, and are copied.
-    - ``layouts``: the layouts of gradients that are not contiguous, by number.
-    """
-
-    loaded: LoadedModule
-    gradients: tuple[int, ...]
-    copied: frozenset[int]
-    layouts: Mapping[int, Layout]
-
-    def __call__(
-        self, values: Sequence[Any], count: int, bound: Bound | None = None
-    ) -> list[torch.Tensor | None]:
-        """Return ``count`` gradients; None for each one that this backward does not compute.
-
-        Args:
-            values: the values that backward reads, then the cotangents that arrived.
-            count: the number of gradients of the full backward.
-            bound: arguments that were converted before.
-        """
-        return self.placed(self.results(values, bound), count)
-
-    def results(self, values: Sequence[Any], bound: Bound | None = None) -> list[torch.Tensor]:
-        """Return only the gradients that this backward computes; arguments as in a call."""
-        results = self.loaded.run("backward", values, self.copied, bound)
-        for number, result in zip(self.gradients, results, strict=False):
-            if number in self.layouts:
-                self.layouts[number].put_on(result)
-        return results
-
-    def placed(self, results: Sequence[torch.Tensor], count: int) -> list[torch.Tensor | None]:
-        """Return a list of ``count`` gradients with ``results`` in their places, None elsewhere."""
-        placed: list[torch.Tensor | None] = [None] * count
-        for number, result in zip(self.gradients, results, strict=True):
-            placed[number] = result
-        return placed
-
-
-@dataclass(frozen=True, eq=False)
-class BackwardPart(PartialBackward):
-    """One of several parts of backward, see :mod:`~tvmbridge.compiler.cut_backward`.
-
-    Each part returns values for later parts after its gradients. Places count these values over
-    all parts.
-
-    - ``reads``: the numbers of the primals, among those that backward reads, that it reads.
-    - ``takes``: the places of the values that it takes as its last arguments; empty in the first
-      part, which takes the cotangents.
-    - ``done``: the places of the values that no later part takes.
-    """
-
-    reads: tuple[int, ...]
-    takes: tuple[int, ...]
-    done: tuple[int, ...]
 
 
 class NoPartialBackwards:
@@ -151,6 +86,7 @@ class PartialBackwards:
         backward: returns the backward function; None: ``parts`` has it.
 
     Attributes:
+        parts: the whole backward, cut into parts that run one after another.
         halves: the gradients of inputs and those of weights in two functions.
     """
 
@@ -163,19 +99,22 @@ class PartialBackwards:
         backward: Callable[[], tvm.relax.Function] | None = None,
     ) -> None:
         self.compiled = 0
-        # The names of the partial backwards' code in the cache.
-        self.keys: list[str] = []
         # Whether to compile a partial backward for cotangents that are absent again and again.
         self.for_speed = True
         self._parts = parts
-        self._build = build
         self._layouts = layouts
         self._device = device
         self._backward = backward or (lambda: parts.mod["backward"])
+        self._loaded = BackwardLoader(build, parts, device)
+        self.parts = BackwardParts(parts, self._loaded, layouts, self._backward)
         self.halves = CompiledHalves(parts, build, layouts, device, self._backward)
         self._patterns: dict[frozenset[int], PartialBackward] = {}
-        self._cuts: dict[float, tuple[BackwardPart, ...]] = {}
         self._asked: Counter[frozenset[int]] = Counter()
+
+    @property
+    def keys(self) -> list[str]:
+        """The names of the code in the cache, of partial backwards and of parts."""
+        return self._loaded.keys
 
     def known(self, absent: frozenset[int]) -> PartialBackward | None:
         """Return the partial backward to use at once, or None to try zeros first.
@@ -230,57 +169,6 @@ class PartialBackwards:
                 self.compiled += 1
             return self._patterns[absent]
 
-    def cut(
-        self, packed: Mapping[str, Sequence[str]], part_bytes: float
-    ) -> tuple[BackwardPart, ...]:
-        """Return backward as several parts, compiled at the first call; none if that does not pay.
-
-        Args:
-            packed: the names of the parameters of each packed weight, by the name of its primal.
-            part_bytes: a part ends as soon as its gradients have this size.
-        """
-        found = self._cuts.get(part_bytes)
-        if found is None:
-            with compiling():
-                found = self._cuts[part_bytes] = self._cut_or_whole(packed, part_bytes)
-        return found
-
-    def _cut_or_whole(
-        self, packed: Mapping[str, Sequence[str]], part_bytes: float
-    ) -> tuple[BackwardPart, ...]:
-        try:
-            return self._cut(packed, part_bytes)
-        except BridgeError as error:
-            logger.info("backward is not cut into parts: %s", first_line(error))
-        except Exception as error:  # The whole backward serves the call all the same.
-            logger.warning("backward cannot be cut into parts: %s", first_line(error))
-        return ()
-
-    def _cut(
-        self, packed: Mapping[str, Sequence[str]], part_bytes: float
-    ) -> tuple[BackwardPart, ...]:
-        parts = self._parts
-        mod = tvm.IRModule({"backward": self._backward()})
-        passes: list[AnyPass] = [RemoveBorders()] if parts.functions else []
-        function = run_passes(mod, [*passes, *tidy_passes()], [])["backward"]
-        memory = memory_of(parts.reads, parts.wanted, packed)
-        cut = cut_backward(function, len(parts.cotangent_of), memory, part_bytes)
-        last = {place: number for number, part in enumerate(cut) for place in part.takes}
-        found = tuple(
-            self._part(part, tuple(p for p, n in last.items() if n == number))
-            for number, part in enumerate(cut)
-        )
-        logger.info("backward has %d parts", len(found) or 1)
-        return found
-
-    def _part(self, part: PartFunction, done: tuple[int, ...]) -> BackwardPart:
-        mod = tvm.IRModule({"backward": part.function})
-        mod = run_passes(mod, [*tidy_passes(), ReturnWhole()], [])
-        loaded, copied = self._loaded(mod)
-        return BackwardPart(
-            loaded, part.gradients, copied, self._layouts, part.reads, part.takes, done
-        )
-
     def _compile(self, absent: frozenset[int]) -> PartialBackward:
         parts = self._parts
         function = self._backward()
@@ -303,17 +191,6 @@ class PartialBackwards:
         loaded, copied = self._loaded(mod)
         logger.info("compiled a backward without the cotangents %s", sorted(absent))
         return PartialBackward(loaded, gradients, copied, self._layouts)
-
-    def _loaded(self, mod: tvm.IRModule) -> tuple[LoadedModule, frozenset[int]]:
-        """Return code for a backward function, and the numbers of results that are copied."""
-        built = self._build(mod, [], self._parts.bundle)
-        if built.key:
-            self.keys.append(built.key)
-        copied = built.shared["backward"]
-        pieces = Pieces.of_function(mod["backward"]) if wholes_of(mod["backward"]) else None
-        if pieces is not None:
-            copied = pieces.places(copied)
-        return LoadedModule(built.machine, built.unaligned, self._device, pieces), copied
 
 
 def all_finite(gradients: Sequence[torch.Tensor]) -> bool:

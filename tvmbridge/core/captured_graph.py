@@ -8,6 +8,7 @@ from types import CodeType
 from typing import Any
 
 import torch
+from torch import fx
 from torch.export import ExportedProgram
 
 from tvmbridge.core.assumptions import Answer, Check, OutsideValue, Question
@@ -23,6 +24,7 @@ from tvmbridge.core.types import (
     Left,
     NoiseDescriptor,
     OutputDescriptor,
+    OutputKind,
 )
 
 
@@ -107,6 +109,7 @@ class CapturedGraph:
       ``target`` of their input.
     - ``prologue``: a graph that makes the draws if one of them reads computed values; else None.
     - ``epilogue``: a graph that runs eagerly after the compiled code, on its last outputs, or None.
+    - ``read``: the result of :meth:`read_by_results` if there is no program; otherwise None.
     """
 
     program: ExportedProgram
@@ -119,6 +122,7 @@ class CapturedGraph:
     outside: Mapping[str, torch.Tensor] = field(default_factory=dict)
     prologue: EagerPrologue | None = None
     epilogue: Epilogue | None = None
+    read: frozenset[str] | None = None
 
     @property
     def device(self) -> torch.device:
@@ -126,3 +130,18 @@ class CapturedGraph:
         for descriptor in self.inputs:
             return descriptor.spec.device
         return torch.device("cpu")
+
+    def read_by_results(self) -> frozenset[str]:
+        """Return the names of the inputs that results of forward depend on."""
+        if self.read is not None:
+            return self.read
+        ends: Any = self.program.graph.output_node().args[0]
+        pairs = zip(ends, self.outputs, strict=True)
+        stack = [n for n, o in pairs if isinstance(n, fx.Node) and o.kind is OutputKind.USER]
+        seen = set(stack)
+        while stack:
+            for node in stack.pop().all_input_nodes:
+                if node not in seen:
+                    seen.add(node)
+                    stack.append(node)
+        return frozenset(node.name for node in seen if node.op == "placeholder")

@@ -17,6 +17,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 
 import torch
@@ -149,8 +150,11 @@ def ask_elsewhere(ask: Callable[[str, Sequence[str], Callable[[], str]], str]) -
     _elsewhere = ask
 
 
-# Gives the answers on which several processes agree, if set; the third argument decides here.
-_agreed: Callable[[str, Sequence[str], Callable[[], str]], str] | None = None
+# Gives the answers on which several processes agree; the third argument decides here. Of the
+# thread that compiles alone: another one may compile what other processes do not.
+_agreed: ContextVar[Callable[[str, Sequence[str], Callable[[], str]], str] | None] = ContextVar(
+    "agreed", default=None
+)
 
 
 @contextlib.contextmanager
@@ -160,12 +164,11 @@ def answered_by(ask: Callable[[str, Sequence[str], Callable[[], str]], str]) -> 
     Args:
         ask: called with the question, the possible answers, and a function that decides here.
     """
-    global _agreed
-    before, _agreed = _agreed, ask
+    token = _agreed.set(ask)
     try:
         yield
     finally:
-        _agreed = before
+        _agreed.reset(token)
 
 
 def choice(question: str, among: Sequence[str], measure: Callable[[], str]) -> str:
@@ -180,9 +183,10 @@ def choice(question: str, among: Sequence[str], measure: Callable[[], str]) -> s
         measure = functools.partial(_elsewhere, question, among, measure)
     asked, table = _on_threads(question), _table_of_now()
     decide = functools.partial(table.choice, asked, among, measure)
-    if _agreed is None:
+    agreed = _agreed.get()
+    if agreed is None:
         return decide()
-    found = _agreed(asked, among, decide)
+    found = agreed(asked, among, decide)
     if found not in among:
         return decide()
     if table.known(asked) != found:

@@ -69,6 +69,7 @@ def captured_of(
         constant_tensors={},
         convention=plan.convention,
         assumptions=assumptions,
+        read=plan.read,
     )
 
 

@@ -51,6 +51,7 @@ class CodePlan:
 
     inputs: tuple[InputDescriptor, ...]
     outputs: tuple[OutputDescriptor, ...]
+    read: frozenset[str]
     noise: tuple[NoiseDescriptor, ...]
     convention: CallingConvention
     asks: frozenset[Question]
@@ -125,6 +126,7 @@ def plan_of(compiled: CompiledModule) -> tuple[CodePlan, bytes]:
     plan = CodePlan(
         inputs=captured.inputs,
         outputs=captured.outputs,
+        read=captured.read_by_results(),
         noise=captured.noise,
         convention=captured.convention,
         asks=assumed.asks,

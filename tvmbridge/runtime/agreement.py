@@ -10,6 +10,7 @@ process group, where a rank waits for minutes without the watchdog of a collecti
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import logging
 import threading
@@ -23,7 +24,7 @@ import torch
 
 from tvmbridge.cache import Kept
 from tvmbridge.cache.received import received_from
-from tvmbridge.cache.store import formatted, parse_file
+from tvmbridge.cache.store import MOST_BYTES, formatted, parse_file
 from tvmbridge.core.errors import BridgeError, BuildError, first_line
 from tvmbridge.core.torch_private import default_store
 from tvmbridge.kernels.table import answered_by, surroundings
@@ -44,6 +45,8 @@ _POLL_SECONDS = 0.02
 _LOG_SECONDS = 15.0
 # A value of the store may have 8 MiB.
 _CHUNK = 4 * 2**20
+_MOST_CHUNKS = MOST_BYTES // _CHUNK
+_REASON_LENGTH = 2000
 
 # How many compilations with each label this process has begun.
 _begun: Counter[str] = Counter()
@@ -96,6 +99,8 @@ class Event:
         self.label = label
         # Whether this rank has waited for rank 0 in vain.
         self._first_is_lost = False
+        # Whether the store has failed: its process has ended, or does not answer.
+        self._store_fails = False
         self._given: list[str] = []
         self._surroundings = surroundings()
 
@@ -121,7 +126,7 @@ class Event:
         self._await_all()
         self._forget()
         for rank in range(self.size):
-            reason = self._get(f"outcome/{rank}").decode() if self._ended(rank) else ""
+            reason = self._asked(functools.partial(self._reason, rank), "")
             if reason:
                 raise BuildError(
                     f"rank {rank} has no compiled code, and all ranks decide alike: {reason}"
@@ -138,7 +143,7 @@ class Event:
                 while not ended.wait(_SIGN_SECONDS):
                     self.store.add(f"begun/{self.rank}", 1)
 
-        self.store.add(f"begun/{self.rank}", 1)
+        self._asked(lambda: self.store.add(f"begun/{self.rank}", 1), 0)
         thread = threading.Thread(target=count, name="tvmbridge compiles", daemon=True)
         thread.start()
         try:
@@ -149,7 +154,13 @@ class Event:
 
     def _publish(self, reason: str) -> None:
         """Report the end of this rank's compilation; ``reason`` is empty if it has code."""
-        self.store.set(f"outcome/{self.rank}", reason.encode())
+        content = reason[:_REASON_LENGTH].encode(errors="replace")
+        self._asked(lambda: self.store.set(f"outcome/{self.rank}", content), None)
+
+    def _reason(self, rank: int) -> str:
+        """Return why ``rank`` has no code; empty if it has code, or has not ended."""
+        content = self._get(f"outcome/{rank}") if self._ended(rank) else b""
+        return content.decode(errors="replace")
 
     # What rank 0 gives the others -----------------------------------------------------------------
 
@@ -159,23 +170,43 @@ class Event:
         where = f"{self._surroundings} {question}"
         key = f"choice/{hashlib.sha256(where.encode()).hexdigest()[:32]}"
         if self.rank:
-            return self._get(key).decode() if self._comes(key) else decide()
+            given = self._asked(lambda: self._get(key) if self._comes(key) else None, None)
+            return decide() if given is None else given.decode(errors="replace")
         found = decide()
-        self.store.set(key, found.encode())
+        self._asked(lambda: self.store.set(key, found.encode()), None)
         return found
 
     def received(self, digest: str) -> Kept | None:
         """Return rank 0's code with this key; None on rank 0, or if it has none."""
-        if not self.rank or not self._comes(f"code/{digest}"):
+        if not self.rank:
             return None
-        count = int(self._get(f"code/{digest}"))
-        content = b"".join(self._get(f"code/{digest}/{i}") for i in range(count))
         try:
+            content = self._asked(lambda: self._content(f"code/{digest}"), None)
+            if content is None:
+                return None
             key, kept = parse_file(content)
-        except ValueError as error:
+            if key.digest != digest:
+                raise ValueError("it is of another key")
+        except (ValueError, RecursionError) as error:
             logger.warning("code from rank 0 is not used: %s", error)
             return None
-        return kept if key.digest == digest else None
+        return kept
+
+    def _content(self, name: str) -> bytes | None:
+        """Return the chunks that :meth:`give` has stored under ``name``; None: rank 0 has none.
+
+        Raises:
+            ValueError: the number of chunks is none that :meth:`give` stores, or one is missing.
+        """
+        if not self._comes(name):
+            return None
+        count = self._get(name)
+        if len(count) > 9 or not count.isdigit() or int(count) > _MOST_CHUNKS:
+            raise ValueError("its number of chunks is damaged")
+        keys = [f"{name}/{i}" for i in range(int(count))]
+        if not all(map(self._has, keys)):
+            raise ValueError("a chunk of it is missing")
+        return b"".join(map(self._get, keys))
 
     def give(self, key: Any, kept: Kept) -> None:
         """Offer the code of rank 0 to the others."""
@@ -183,12 +214,32 @@ class Event:
             return
         content, name = formatted(key, kept), f"code/{key.digest}"
         chunks = [content[i : i + _CHUNK] for i in range(0, len(content), _CHUNK)]
+        if len(chunks) > _MOST_CHUNKS:
+            return
         for i, chunk in enumerate(chunks):
-            self.store.set(f"{name}/{i}", chunk)
-        self.store.set(name, str(len(chunks)).encode())
-        self._given += [name, *(f"{name}/{i}" for i in range(len(chunks)))]
+            self._set(f"{name}/{i}", chunk)
+        self._set(name, str(len(chunks)).encode())
+
+    def _set(self, key: str, content: bytes) -> None:
+        """Store a value that :meth:`_forget` removes."""
+        self._given.append(key)
+        self._asked(lambda: self.store.set(key, content), None)
 
     # The store ------------------------------------------------------------------------------------
+
+    def _asked(self, ask: Callable[[], Result], otherwise: Result) -> Result:
+        """Return ``ask()``; return ``otherwise`` if the store fails now, or has failed before."""
+        if self._store_fails:
+            return otherwise
+        try:
+            return ask()
+        except RuntimeError as error:  # of all classes of stores; a timeout is one as well
+            self._store_fails = True
+            logger.warning(
+                "%s: the store of the process group fails, so this rank decides alone: %s",
+                self.label, first_line(error),
+            )  # fmt: skip
+            return otherwise
 
     def _has(self, key: str) -> bool:
         return bool(self.store.check([key]))
@@ -206,10 +257,11 @@ class Event:
         return self._has(key)
 
     def _await_all(self) -> None:
-        if not self._awaited(lambda: self._missing(range(self.size))):
-            missing = ", ".join(map(str, self._missing(range(self.size))))
+        missing = functools.partial(self._missing, range(self.size))
+        if not self._asked(lambda: self._awaited(missing), True):
+            ranks = ", ".join(map(str, self._asked(missing, [])))
             logger.warning(
-                "%s: the ranks %s do not compile it; this rank decides alone", self.label, missing
+                "%s: the ranks %s do not compile it; this rank decides alone", self.label, ranks
             )
 
     def _missing(self, ranks: Sequence[int]) -> list[int]:
@@ -242,7 +294,8 @@ class Event:
 
     def _forget(self) -> None:
         """Remove the code from the store after all ranks have it."""
-        for key in () if self._missing(range(self.size)) else self._given:
+        unfinished = self._asked(lambda: self._missing(range(self.size)), [self.rank])
+        for key in () if unfinished else self._given:
             with contextlib.suppress(RuntimeError, NotImplementedError):
                 self.store.delete_key(key)
         self._given = []

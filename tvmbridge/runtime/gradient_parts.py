@@ -5,7 +5,7 @@ the gradients, a *link*: an empty gradient for the node of the next part. PyTorc
 gradients before it runs that node, so hooks (those of DistributedDataParallel, for instance) can
 send gradients meanwhile::
 
-    outputs -> _CompiledFunction -> link -> LaterPart -> link -> LaterPart
+    outputs -> CompiledFunction  -> link -> LaterPart -> link -> LaterPart
                  |                            |                     |
                  gradients of part 0          of part 1             of part 2
 """
@@ -21,8 +21,9 @@ from typing import Any
 
 import torch
 
+from tvmbridge.compiler.backward_code import BackwardPart
 from tvmbridge.compiler.compiled import CompiledModule
-from tvmbridge.compiler.partial_backwards import BackwardPart, PartialBackwards
+from tvmbridge.compiler.partial_backwards import PartialBackwards
 from tvmbridge.core.autocast import autocast_now
 from tvmbridge.core.called_in_mode import with_autocast_off
 from tvmbridge.core.profiling import region
@@ -94,7 +95,7 @@ class GradientParts:
     def _of(self, part_bytes: float) -> tuple[BackwardPart, ...]:
         if self._partial is None or not self._bytes or _whole.get():
             return ()
-        return self._partial.cut(self._packed, part_bytes)
+        return self._partial.parts.cut(self._packed, part_bytes)
 
     @functools.cached_property
     def _packed(self) -> dict[str, list[str]]:
@@ -177,11 +178,8 @@ class Handed:
             with region(f"{step.call.compiled.origin} backward, part {number}"):
                 taken = [self._carried[place] for place in part.takes]
                 held = step.unchanged()
-                if held is not None:
+                with step.packing(held):
                     gradients = self._run(part, taken, held)
-                else:
-                    with step.call.packing:
-                        gradients = self._run(part, taken, None)
         if number + 1 == len(step.parts) and not self._keeps:
             step.forget()
         return gradients
@@ -215,9 +213,15 @@ class Handed:
 
 def link_of(device: torch.device, handed: Handed) -> torch.Tensor:
     """Return the gradient that brings ``handed`` to the node of the next part."""
-    link = torch.empty(0, device=device)
+    link = _empty_link(device)
     link.handed = handed  # type: ignore[attr-defined]
     return link
+
+
+def _empty_link(device: torch.device) -> torch.Tensor:
+    # PyTorch casts a gradient to the dtype of its tensor, and the copy would not have ``handed``.
+    # The default dtype may change between forward and backward.
+    return torch.empty(0, dtype=torch.float32, device=device)
 
 
 def linked(
@@ -251,7 +255,7 @@ class LaterPart(torch.autograd.Function):
         ctx.number = number
         ctx.is_last = link is None
         ctx.set_materialize_grads(False)
-        return torch.empty(0, device=device)
+        return _empty_link(device)
 
     @staticmethod
     def backward(ctx: Any, link: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -12,9 +12,9 @@ from typing import Any, TypeAlias
 import torch
 
 from tvmbridge.calls.layouts import Strides
+from tvmbridge.compiler.backward_code import PartialBackward
 from tvmbridge.compiler.compiled import CompiledModule
 from tvmbridge.compiler.executable import Bound
-from tvmbridge.compiler.partial_backwards import PartialBackward
 from tvmbridge.runtime.autograd import TrainingCall
 from tvmbridge.runtime.cuda_graphs import GraphMemory, Lease, Replayed, ReplayedCall, Tensors
 from tvmbridge.runtime.step import ConvertedTensors

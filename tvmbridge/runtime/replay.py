@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import fx
 
 from tvmbridge.calls.standins import stand_in, tensors_replaced
 from tvmbridge.core.captured_graph import CapturedGraph
@@ -46,7 +45,7 @@ class Replay:
         attributes = {".".join(filter(None, key)) for key in self._left}
         self._numbers = frozenset(held)
         self.renewed = self.written | held | {i for n, i in names.items() if n in attributes}
-        read = _read_by_results(captured)
+        read = captured.read_by_results()
         specs = {d.target: d.spec for d in captured.inputs if d.name in read}
         self._kept = [i for n, i in names.items() if i in self.written and n in specs]
         sizes = [specs[state.names[i]] for i in self._kept]
@@ -88,18 +87,3 @@ class Replay:
             self._state.set_numbers(actor, {i: tensors[i] for i in self._numbers})
             forward = own_forward(actor)
             yield LeftWatch(forward, actor, self._left) if self._left else forward
-
-
-def _read_by_results(captured: CapturedGraph) -> set[str]:
-    """Return the names of the program's inputs that results of forward depend on."""
-    graph = captured.program.graph
-    ends: Any = graph.output_node().args[0]
-    pairs = zip(ends, captured.outputs, strict=True)
-    stack = [n for n, o in pairs if isinstance(n, fx.Node) and o.kind is OutputKind.USER]
-    seen = set(stack)
-    while stack:
-        for node in stack.pop().all_input_nodes:
-            if node not in seen:
-                seen.add(node)
-                stack.append(node)
-    return {node.name for node in seen if node.op == "placeholder"}

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from tvmbridge.calls.layouts import Strides
+from tvmbridge.compiler.backward_code import BackwardPart
 from tvmbridge.compiler.executable import Bound, LoadedModule, Residuals, tensors_of
-from tvmbridge.compiler.partial_backwards import BackwardPart
 from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.core.torch_private import saved_tensors_hooks_in_force
 from tvmbridge.core.writes import version_of
@@ -27,6 +28,7 @@ WRITTEN = (
     "a copy"
 )
 
+_NOTHING = nullcontext()
 
 _FREED = (
     "backward has computed the gradients of the inputs, and has freed what other gradients than "
@@ -215,6 +217,13 @@ class TrainingStep:
         """Return the converted tensors if their addresses are unchanged; otherwise None."""
         held = self.held
         return held if held is not None and held.addresses.unchanged() else None
+
+    def packing(self, held: ConvertedTensors | None) -> AbstractContextManager[Any]:
+        """Return the context that backward runs in; ``held`` is the result of :meth:`unchanged`.
+
+        Converted tensors keep the old memory of parameters that are moved meanwhile.
+        """
+        return _NOTHING if held is not None else self.call.packing
 
     def free_residuals(self) -> None:
         """Free the residuals, of which the gradients of weights hold what they read."""

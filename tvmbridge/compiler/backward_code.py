@@ -1,0 +1,110 @@
+"""Compiled code of a backward function that computes some of the gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import tvm
+
+from tvmbridge.calls.layouts import Layout
+from tvmbridge.compiler.build import Built
+from tvmbridge.compiler.executable import Bound, LoadedModule
+from tvmbridge.compiler.pieces import Pieces
+from tvmbridge.compiler.split import SplitModule
+from tvmbridge.passes.relax.return_whole import wholes_of
+
+
+@dataclass(frozen=True, eq=False)
+class PartialBackward:
+    """Compiled backward for one set of absent cotangents.
+
+    - ``loaded``: the code.
+    - ``gradients``: the numbers of the gradients that it computes.
+    - ``copied``: the numbers of results that share memory with another tensor, and are copied.
+    - ``layouts``: the layouts of gradients that are not contiguous, by number.
+    """
+
+    loaded: LoadedModule
+    gradients: tuple[int, ...]
+    copied: frozenset[int]
+    layouts: Mapping[int, Layout]
+
+    def __call__(
+        self, values: Sequence[Any], count: int, bound: Bound | None = None
+    ) -> list[torch.Tensor | None]:
+        """Return ``count`` gradients; None for each one that this backward does not compute.
+
+        Args:
+            values: the values that backward reads, then the cotangents that arrived.
+            count: the number of gradients of the full backward.
+            bound: arguments that were converted before.
+        """
+        return self.placed(self.results(values, bound), count)
+
+    def results(self, values: Sequence[Any], bound: Bound | None = None) -> list[torch.Tensor]:
+        """Return only the gradients that this backward computes; arguments as in a call."""
+        results = self.loaded.run("backward", values, self.copied, bound)
+        for number, result in zip(self.gradients, results, strict=False):
+            if number in self.layouts:
+                self.layouts[number].put_on(result)
+        return results
+
+    def placed(self, results: Sequence[torch.Tensor], count: int) -> list[torch.Tensor | None]:
+        """Return a list of ``count`` gradients with ``results`` in their places, None elsewhere."""
+        placed: list[torch.Tensor | None] = [None] * count
+        for number, result in zip(self.gradients, results, strict=True):
+            placed[number] = result
+        return placed
+
+
+@dataclass(frozen=True, eq=False)
+class BackwardPart(PartialBackward):
+    """One of several parts of backward, see :mod:`~tvmbridge.compiler.cut_backward`.
+
+    Each part returns values for later parts after its gradients. Places count these values over
+    all parts.
+
+    - ``reads``: the numbers of the primals, among those that backward reads, that it reads.
+    - ``takes``: the places of the values that it takes as its last arguments; empty in the first
+      part, which takes the cotangents.
+    - ``done``: the places of the values that no later part takes.
+    """
+
+    reads: tuple[int, ...]
+    takes: tuple[int, ...]
+    done: tuple[int, ...]
+
+
+class BackwardLoader:
+    """Compiles backward functions of a module, or finds them in the cache, and loads them.
+
+    Args:
+        build: a :class:`~tvmbridge.compiler.cached_build.CachedBuild` for its target and options.
+        parts: the split functions of the module.
+        device: the device of the module's tensors.
+
+    Attributes:
+        keys: the names of the code in the cache.
+    """
+
+    def __init__(
+        self, build: Callable[..., Built], parts: SplitModule, device: torch.device
+    ) -> None:
+        self.keys: list[str] = []
+        self._build = build
+        self._parts = parts
+        self._device = device
+
+    def __call__(self, mod: tvm.IRModule) -> tuple[LoadedModule, frozenset[int]]:
+        """Return code for a backward function, and the numbers of results that are copied."""
+        built = self._build(mod, [], self._parts.bundle)
+        if built.key:
+            self.keys.append(built.key)
+        copied = built.shared["backward"]
+        pieces = Pieces.of_function(mod["backward"]) if wholes_of(mod["backward"]) else None
+        if pieces is not None:
+            copied = pieces.places(copied)
+        return LoadedModule(built.machine, built.unaligned, self._device, pieces), copied
