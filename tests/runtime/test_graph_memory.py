@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ import torch
 from tvmbridge.core.borrowed import borrowed
 from tvmbridge.runtime import cuda_graphs
 from tvmbridge.runtime.cuda_graphs import GraphMemory, ReplayedCall
+from tvmbridge.runtime.graphed import _Training
 
 _DEVICE = torch.device("cuda", 0)
 Made = list["weakref.ref[torch.Tensor]"]
@@ -141,3 +143,28 @@ def test_calls_made_elsewhere_count_before_the_capture(captures: _Captures) -> N
     call.count(2)
     assert call([torch.ones(3)]) is not None
     assert len(captures.pools) == 1
+
+
+def test_a_forward_of_another_thread_waits_for_the_lease() -> None:
+    """Check that no second forward is replayed before the residuals of the first are leased."""
+    code, call, held = mock.MagicMock(), mock.MagicMock(), mock.MagicMock()
+    call.parts.kept_outputs, call.parts.num_outputs = (), 1
+    code.skips = Counter()
+    training = _Training(code, call, held)
+    entered, ended = threading.Event(), threading.Event()
+
+    def slowly(_: Sequence[torch.Tensor]) -> list[Any]:
+        entered.set()
+        ended.wait(0.2)
+        return [torch.zeros(1), (), ()]
+
+    training._forward = slowly  # type: ignore[assignment]
+    results: list[Any] = []
+    threads = [threading.Thread(target=lambda: results.append(training([]))) for _ in range(2)]
+    threads[0].start()
+    entered.wait()
+    threads[1].start()
+    for thread in threads:
+        thread.join()
+    assert sorted(result is None for result in results) == [False, True]
+    assert code.skips == {"the backward of an earlier call has not run": 1}

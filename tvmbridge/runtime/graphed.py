@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -107,6 +108,8 @@ class _Training:
         self._skips = code.skips
         self._outputs = call.parts.num_outputs
         self._lease: weakref.ref[Lease] | None = None
+        # Another thread's forward would overwrite the residuals before they are leased.
+        self._starting = threading.Lock()
 
         def forward(inputs: Tensors) -> list[Any]:
             (*outputs, residuals), primals = code.run(inputs, held.forward)
@@ -139,6 +142,10 @@ class _Training:
         self._call = call
 
     def __call__(self, inputs: Tensors) -> Replayed | None:
+        with self._starting:
+            return self._started(inputs)
+
+    def _started(self, inputs: Tensors) -> Replayed | None:
         lease = None if self._lease is None else self._lease()
         if lease is not None and lease.active:
             self._skips["the backward of an earlier call has not run"] += 1
