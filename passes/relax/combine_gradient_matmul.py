@@ -25,7 +25,7 @@ function. Runs before: LiftPackedWeights, which takes the concatenated weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import tvm
@@ -56,13 +56,15 @@ class CombineGradientMatmul(RelaxPass):
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
         def rewrite(function: relax.Function) -> relax.Function:
-            plans = self._plans(function, report)
-            return _GradientMutator(plans).visit_expr(function) if plans else function
+            graph = GradientGraph(function)
+            plans = self._plans(graph, report)
+            if not plans:
+                return function
+            return _GradientMutator(plans, graph.operands).visit_expr(function)
 
         return map_functions(mod, rewrite)
 
-    def _plans(self, function: relax.Function, report: PassReport) -> list[_GradientPlan]:
-        graph = GradientGraph(function)
+    def _plans(self, graph: GradientGraph, report: PassReport) -> list[_GradientPlan]:
         plans = []
         for names in self.groups:
             label = f"gradients of {', '.join(names)}"
@@ -105,8 +107,13 @@ def _description(names: tuple[str, ...], flows: Sequence[Flow]) -> ParallelProdu
 
 @mutator
 class _GradientMutator(PyExprMutator):
-    def __init__(self, plans: Sequence[_GradientPlan]) -> None:
+    def __init__(
+        self,
+        plans: Sequence[_GradientPlan],
+        operands: Mapping[relax.Var, Sequence[relax.Var]],
+    ) -> None:
         super().__init__()
+        self.operands = operands
         self.sums = {p.input.root: p for p in plans if p.input is not None}
         self.stacks = {var: p for p in plans for var in p.weight}
         self.parts: dict[relax.Var, relax.Expr] = {}
@@ -123,7 +130,7 @@ class _GradientMutator(PyExprMutator):
             if self.seen.issuperset(plan.weight):
                 self._emit_parts(plan)
                 self._release()
-        elif any(v in self.waiting for v in relax.analysis.free_vars(binding.value)):
+        elif self._waits(var):
             self.waiting[var] = binding
         else:
             self._bind(binding)
@@ -132,13 +139,14 @@ class _GradientMutator(PyExprMutator):
         """Emit the waiting bindings that read no variable that is still to be bound."""
         waiting, self.waiting = self.waiting, {}
         for var, binding in waiting.items():
-            read = relax.analysis.free_vars(binding.value)
-            if var in self.parts or not (
-                var in self.stacks or any(v in self.waiting for v in read)
-            ):
+            if var in self.parts or not (var in self.stacks or self._waits(var)):
                 self._bind(binding)
             else:
                 self.waiting[var] = binding
+
+    def _waits(self, var: relax.Var) -> bool:
+        """Whether the value of ``var`` reads a variable that is still to be bound."""
+        return bool(self.waiting) and any(v in self.waiting for v in self.operands[var])
 
     def _bind(self, binding: relax.VarBinding) -> None:
         plan = self.sums.get(binding.var)

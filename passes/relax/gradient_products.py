@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from tvm import relax
@@ -43,8 +43,10 @@ class GradientGraph:
     - ``parameters``: the parameters by name.
     - ``bound``: the value of each variable; ``order`` its position.
     - ``simple``: whether there is one block, of variable bindings alone.
+    - ``operands``: the variables that the value of each variable reads.
     - ``readers``: the variables whose values read a variable; None stands for the result.
-    - ``products``: the variables that are bound to a matrix product.
+    - ``with_right``: by right operand, the products of matrices with a tensor that is no view.
+    - ``with_transposed``: by view of a tensor, the products whose left operand is its transpose.
     """
 
     def __init__(self, function: relax.Function) -> None:
@@ -55,13 +57,26 @@ class GradientGraph:
         self.simple = len(function.body.blocks) == 1 and all(
             isinstance(b, relax.VarBinding) for b in bindings
         )
+        self.operands = {v: list(relax.analysis.free_vars(e)) for v, e in self.bound.items()}
         self.readers: dict[relax.Var, list[relax.Var | None]] = {}
-        for var, value in self.bound.items():
-            for operand in relax.analysis.free_vars(value):
+        for var, operands in self.operands.items():
+            for operand in operands:
                 self.readers.setdefault(operand, []).append(var)
         for operand in relax.analysis.free_vars(function.body.body):
             self.readers.setdefault(operand, []).append(None)
-        self.products = [v for v, e in self.bound.items() if is_call(e, "relax.matmul")]
+        self.with_right: dict[relax.Expr, list[Flow]] = {}
+        self.with_transposed: dict[Views, list[relax.Var]] = {}
+        for var, value in self.bound.items():
+            if is_call(value, "relax.matmul"):
+                self._sort_product(var, *value.args)
+
+    def _sort_product(self, var: relax.Var, left: relax.Expr, right: relax.Expr) -> None:
+        root, steps = views_of(right, self.bound)
+        if not steps and isinstance(left, relax.Var) and len(shape_of(left) or ()) == 2:
+            self.with_right.setdefault(root, []).append(Flow(var, left, root))
+        transposed = self._transposed(left)
+        if transposed is not None and len(shape_of(right) or ()) == 2:
+            self.with_transposed.setdefault(transposed, []).append(var)
 
     def flows(self, names: tuple[str, ...]) -> list[Flow] | str:
         """Return, for each of the weights ``names``, the product that is the input's gradient.
@@ -75,14 +90,7 @@ class GradientGraph:
         flows = []
         for name in names:
             weight = self.parameters.get(name)
-            found = []
-            for var in self.products:
-                cotangent, right = self.bound[var].args
-                shape = shape_of(cotangent)
-                if weight is None or views_of(right, self.bound) != (weight, ()):
-                    continue
-                if isinstance(cotangent, relax.Var) and shape is not None and len(shape) == 2:
-                    found.append(Flow(var, cotangent, weight))
+            found = [] if weight is None else self.with_right.get(weight, [])
             if len(found) != 1:
                 return f"{len(found)} products with {name} instead of one"
             flows += found
@@ -136,14 +144,12 @@ class GradientGraph:
         inputs = []
         for flow in flows:
             cotangent = views_of(flow.cotangent, self.bound)
-            for var in self.products:
-                left, right = self.bound[var].args
-                if self._transposed(left) == cotangent and len(shape_of(right) or ()) == 2:
-                    found[var] = right
-                    inputs.append(views_of(right, self.bound))
+            for var in self.with_transposed.get(cotangent, ()):
+                found[var] = right = self.bound[var].args[1]
+                inputs.append(views_of(right, self.bound))
         if len(found) != len(flows) or any(i != inputs[0] for i in inputs):
             return "not one product each, with a common input"
-        if any(not self._ancestors(var).isdisjoint(found) for var in found):
+        if self._depend_on_each_other(found):
             return "one depends on another"
         return found
 
@@ -154,12 +160,18 @@ class GradientGraph:
             return None
         return views_of(value.args[0], self.bound)
 
-    def _ancestors(self, var: relax.Var) -> set[relax.Var]:
+    def _depend_on_each_other(self, variables: Iterable[relax.Var]) -> bool:
+        """Whether the value of one of ``variables`` is computed from another one."""
+        wanted = set(variables)
+        first = min(self.order[var] for var in wanted)
         seen: set[relax.Var] = set()
-        pending = [*relax.analysis.free_vars(self.bound[var])]
+        pending = [operand for var in wanted for operand in self.operands[var]]
         while pending:
             one = pending.pop()
-            if one not in seen and one in self.bound:
+            if one in wanted:
+                return True
+            # A value reads only variables that are bound before it.
+            if one not in seen and self.order.get(one, -1) > first:
                 seen.add(one)
-                pending.extend(relax.analysis.free_vars(self.bound[one]))
-        return seen
+                pending.extend(self.operands[one])
+        return False

@@ -193,12 +193,18 @@ class _Copier:
         if node not in trace.views:
             return pytree.tree_map_only(torch.Tensor, _like, node.meta["val"])
         args, kwargs = fx.map_arg((copy.args, copy.kwargs), self._values.__getitem__)
-        return copy.target(*args, **kwargs)  # type: ignore[operator]
+        value = copy.target(*args, **kwargs)  # type: ignore[operator]
+        return pytree.tree_map_only(torch.Tensor, _without_gradient, value)
 
 
 def _name(target: Any) -> str | None:
     """Return the name that PyTorch's tracer gives to a call; None: the one of fx."""
     return target.overloadpacket.__name__ if isinstance(target, OpOverload) else None
+
+
+def _without_gradient(fake: torch.Tensor) -> torch.Tensor:
+    """Return ``fake``; a view of it if it requires a gradient, as views of parameters do."""
+    return fake.detach() if fake.requires_grad else fake
 
 
 def _like(fake: torch.Tensor) -> torch.Tensor:
