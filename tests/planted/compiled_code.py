@@ -93,4 +93,12 @@ COMPILED_CODE = (
         "same = size == 1 or any(",
         ("tests/schedules/gpu/test_merged_kernels.py", "-k", "own_position"),
     ),
+    Plant(
+        "pieces of a concatenation are read outside of their branches",
+        "kernels",
+        "tvmbridge.schedules.values",
+        "if not load.guarded and read & slots",
+        "if read & slots",
+        ("tests/schedules/gpu/test_moves.py", "-k", "pieces"),
+    ),
 )

@@ -16,7 +16,7 @@ import torch
 
 from tvmbridge.core.borrowed import borrowed
 from tvmbridge.runtime import cuda_graphs
-from tvmbridge.runtime.cuda_graphs import GraphMemory, ReplayedCall
+from tvmbridge.runtime.cuda_graphs import GraphMemory, ReplayedCall, _copied
 from tvmbridge.runtime.graphed import _Training
 
 _DEVICE = torch.device("cuda", 0)
@@ -168,3 +168,12 @@ def test_a_forward_of_another_thread_waits_for_the_lease() -> None:
         thread.join()
     assert sorted(result is None for result in results) == [False, True]
     assert code.skips == {"the backward of an earlier call has not run": 1}
+
+
+def test_results_of_every_dtype_are_copied() -> None:
+    values = torch.tensor([1.0, -torch.inf, 2.0])
+    for dtype in (torch.float8_e4m3fn, torch.uint16, torch.complex64, torch.bool, torch.bfloat16):
+        pair = [values.to(dtype), values.flip(0).to(dtype)]
+        for copy, result in zip(_copied(pair, frozenset()), pair, strict=True):
+            assert copy.data_ptr() != result.data_ptr()
+            assert torch.equal(copy.view(torch.uint8), result.view(torch.uint8)), dtype

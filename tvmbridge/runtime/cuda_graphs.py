@@ -32,6 +32,10 @@ from tvmbridge.core.torch_private import (
 
 # Calls without a graph before the capture, in which libraries choose kernels and allocate memory.
 _WARM_UP = 2
+# The dtypes of which PyTorch multiplies several tensors by one in one launch, without a change of
+# any bit. It multiplies no tensors of other dtypes, such as float8, and changes complex infinities.
+_MULTIPLIED = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+_MULTIPLIED |= {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
 
 Tensors = Sequence[torch.Tensor]
 
@@ -213,7 +217,7 @@ def _copied(tensors: list[torch.Tensor], padded: frozenset[int]) -> list[torch.T
     """
     groups: dict[torch.dtype, list[int]] = {}
     for number, tensor in enumerate(tensors):
-        if tensor.dtype is not torch.bool and tensor.numel() and number not in padded:
+        if tensor.dtype in _MULTIPLIED and tensor.numel() and number not in padded:
             groups.setdefault(tensor.dtype, []).append(number)
     copies: list[Any] = [None] * len(tensors)
     for dtype, numbers in groups.items():

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import mmap
 import re
 import shutil
 import subprocess
@@ -30,16 +29,13 @@ from tvm.tirx.build import split_host_device_mods
 
 from tests.legalize import compiled
 from tests.relax_helpers import build_main
+from tests.schedules.gpu.guarded_memory import UNUSED, Room
 from tvmbridge.backends import BACKENDS
 from tvmbridge.compiler.build import COMPILER_CONFIG, with_some_loops
 from tvmbridge.schedules.exact_indices import with_exact_indices
 from tvmbridge.schedules.gpu import schedule_for_gpu
 
 _HEADER = Path(__file__).with_name("emulator.h")
-_MARGIN = 1 << 20
-# The widest vector of a thread in bytes: arrays begin at a multiple of it.
-_ALIGNMENT = 16
-_UNUSED = 0xFF
 _numbers = itertools.count()
 
 
@@ -181,8 +177,8 @@ class EmulatedFunction:
     def _run(self, inputs: Sequence[Any], results: Sequence[Any], descending: bool) -> list[bytes]:
         given = [_bytes(t) for t in inputs]
         sizes = [t.numel() * t.element_size() for t in results]
-        made = (bytes([_UNUSED]) * n for n in (*sizes, *self.lowered.workspaces))
-        rooms = [_Room(data, at_end=descending) for data in (*given, *made)]
+        made = (bytes([UNUSED]) * n for n in (*sizes, *self.lowered.workspaces))
+        rooms = [Room(data, at_end=descending) for data in (*given, *made)]
         for launch in self.lowered.launches:
             run = getattr(self.library, f"run_{launch.kernel}")
             run.restype = ctypes.c_char_p
@@ -193,40 +189,6 @@ class EmulatedFunction:
         for room, data in zip(rooms, given, strict=False):
             assert room.contents() == data, "a kernel writes into an input"
         return [room.contents() for room in rooms[len(given) :]][: len(results)]
-
-
-class _Room:
-    """The memory of an array beside pages without access, which detect accesses outside of it.
-
-    The array begins behind such pages, or ends before them (``at_end``). The rest of its own pages
-    has known bytes, which detect writes.
-    """
-
-    def __init__(self, data: bytes, *, at_end: bool) -> None:
-        self._size = len(data)
-        pages = -(-max(self._size, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._memory = mmap.mmap(-1, pages + 2 * _MARGIN)
-        whole = np.frombuffer(self._memory, np.uint8)
-        self._pages = whole[_MARGIN : _MARGIN + pages]
-        for edge in (0, _MARGIN + pages):
-            _forbid(whole.ctypes.data + edge)
-        self._start = pages - -(-self._size // _ALIGNMENT) * _ALIGNMENT if at_end else 0
-        self.address = self._pages.ctypes.data + self._start
-        self._pages[:] = _UNUSED
-        self._pages[self._start : self._start + self._size] = np.frombuffer(data, np.uint8)
-
-    def contents(self) -> bytes:
-        end = self._start + self._size
-        beside = (self._pages[: self._start], self._pages[end:])
-        assert all((part == _UNUSED).all() for part in beside), "a write beside an array"
-        return self._pages[self._start : end].tobytes()
-
-
-def _forbid(address: int) -> None:
-    """Forbid all access to the margin at ``address``."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    failed = libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(_MARGIN), 0)
-    assert not failed, ctypes.get_errno()
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
