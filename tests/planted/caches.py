@@ -31,6 +31,14 @@ CACHES = (
         quick=True,
     ),
     Plant(
+        "a plan that forgets which buffers results depend on",
+        "guard",
+        "tvmbridge.recall.binding",
+        "read=plan.read,",
+        "read=frozenset(),",
+        ("tests/recall/test_recalled_training.py", "-k", "second_derivatives"),
+    ),
+    Plant(
         "a plan for other code of a helper function",
         "guard",
         "tvmbridge.recall.facts",

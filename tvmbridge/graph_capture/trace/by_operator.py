@@ -37,8 +37,8 @@ from tvmbridge.core.torch_private import FakeTensor, OpOverload, pytree
 from tvmbridge.core.torch_private.decomposing import as_run_decompositions
 from tvmbridge.graph_capture.trace.operator_traces import (
     NotByOperatorError,
+    OperatorTrace,
     Table,
-    Trace,
     Traces,
     is_plain,
 )
@@ -167,7 +167,7 @@ class _Copier:
         operands = {id(self._values[n]): n for n in here if isinstance(n, fx.Node)}
         return self._inlined(trace, list(operands.values()), node)
 
-    def _inlined(self, trace: Trace, operands: Sequence[fx.Node], source: fx.Node) -> Any:
+    def _inlined(self, trace: OperatorTrace, operands: Sequence[fx.Node], source: fx.Node) -> Any:
         meta = {name: source.meta[name] for name in _COPIED if name in source.meta}
         given = iter(operands)
         made: dict[fx.Node, fx.Node] = {}
@@ -188,7 +188,7 @@ class _Copier:
                     copy.meta["val"] = value
         raise AssertionError("a graph without results")
 
-    def _value(self, node: fx.Node, copy: fx.Node, trace: Trace) -> Any:
+    def _value(self, node: fx.Node, copy: fx.Node, trace: OperatorTrace) -> Any:
         """Return a fake value for ``copy``, a node made from ``node``."""
         if node not in trace.views:
             return pytree.tree_map_only(torch.Tensor, _like, node.meta["val"])

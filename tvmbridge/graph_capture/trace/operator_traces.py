@@ -21,7 +21,7 @@ class NotByOperatorError(Exception):
 
 
 @dataclass(frozen=True)
-class Trace:
+class OperatorTrace:
     """The decomposition of one call.
 
     - ``graph``: its operators; the placeholders are the tensors among the operands.
@@ -41,9 +41,9 @@ class Traces:
     """
 
     table: Table
-    known: dict[Any, Trace] = field(default_factory=dict)
+    known: dict[Any, OperatorTrace] = field(default_factory=dict)
 
-    def of(self, func: OpOverload, leaves: Sequence[Any], structure: Any) -> Trace:
+    def of(self, func: OpOverload, leaves: Sequence[Any], structure: Any) -> OperatorTrace:
         """Return the decomposition of a call.
 
         Args:
@@ -62,7 +62,7 @@ class Traces:
             found = self.known[key] = self._traced(func, leaves, structure)
         return found
 
-    def _traced(self, func: OpOverload, leaves: Sequence[Any], structure: Any) -> Trace:
+    def _traced(self, func: OpOverload, leaves: Sequence[Any], structure: Any) -> OperatorTrace:
         tensors = list({id(leaf): leaf for leaf in leaves if _is_tensor(leaf)}.values())
         positions = {id(tensor): i for i, tensor in enumerate(tensors)}
 
@@ -77,7 +77,7 @@ class Traces:
         except WritesOperandError as error:
             # Batch norm writes its running statistics, which its schema does not declare.
             raise NotByOperatorError(f"{func} writes into an operand") from error
-        return Trace(graph, _views(graph))
+        return OperatorTrace(graph, _views(graph))
 
 
 def _is_tensor(leaf: Any) -> bool:
