@@ -23,7 +23,7 @@ from tvmbridge.core.sharding import class_before
 from tvmbridge.core.types import InputKind, Key
 from tvmbridge.core.writes import version_of
 from tvmbridge.graph_capture.observe.hooks import GLOBAL_HOOKS, HOOKS, traced_hooks
-from tvmbridge.graph_capture.trace.left import leave
+from tvmbridge.graph_capture.trace.left import adds_to, leave
 from tvmbridge.graph_capture.trace.old_norms import OldNorms
 from tvmbridge.runtime.guards.answers import AnswerGuard
 from tvmbridge.runtime.guards.entries import PATCHED, REPLACED, entry_of, structure_of
@@ -211,7 +211,10 @@ class ModuleState:
             self._numbers.set_in(copied, self.names[i], value)
 
     def leave(self, values: Iterable[Any]) -> None:
-        """Set the attributes in which forward leaves computed ``values``."""
+        """Set the attributes in which forward leaves computed ``values``.
+
+        :meth:`changed` has checked that the counters and lists exist to which it adds.
+        """
         remaining = iter(values)
         for owner, name, way in self._left:
             leave(owner, name, way, remaining)
@@ -324,7 +327,18 @@ class ModuleState:
 
     def _unserved_number(self) -> Reason | None:
         label = self._numbers.changed()
+        if label is None:
+            fit = (adds_to(owner, name, way) for owner, name, way in self._left)
+            label = None if all(fit) else "a counter or list that forward adds to"
         return Reason(Kind.CHANGED, label) if label else None
+
+    def added_to(self) -> list[tuple[dict[str, Any], str, type]]:
+        """Return the counters and lists that forward adds to: dictionary, key and class of each."""
+        return [
+            (vars(owner), name, list if way.count is None else int)
+            for owner, name, way in self._left
+            if way.count is not None or way.into != "place"
+        ]
 
     def changed_numbers(self) -> frozenset[Key]:
         """Return the attributes of modules that were numbers at the capture and are others now."""
