@@ -26,6 +26,7 @@ from tvmbridge.graph_capture.observe.hooks import GLOBAL_HOOKS, HOOKS, traced_ho
 from tvmbridge.graph_capture.trace.left import adds_to, leave
 from tvmbridge.graph_capture.trace.old_norms import OldNorms
 from tvmbridge.runtime.guards.answers import AnswerGuard
+from tvmbridge.runtime.guards.class_entries import registered_names
 from tvmbridge.runtime.guards.entries import PATCHED, REPLACED, entry_of, structure_of
 from tvmbridge.runtime.guards.forwards import stands_for
 from tvmbridge.runtime.guards.held_numbers import HeldNumbers
@@ -83,6 +84,10 @@ class ModuleState:
             for held in _HELD
             if held in m.__dict__
         ]
+        # An entry of the __dict__ hides a parameter, buffer or submodule of the same name.
+        self._unhidden = [
+            (m, [n for n in registered_names(m) if n not in vars(m)]) for m in self._modules
+        ]
         self._classes = [(c, c.forward) for c in {type(m) for m in self._modules}]
         self._values = ValueGuard.of(module, assumed.values, assumed.outside)
         self._assigned = [
@@ -136,6 +141,7 @@ class ModuleState:
         self._members = [copied(m) for m in self._modules]
         self._types = [type(m) for m in self._modules]
         self._attributes_of = [dict_of(m, "") for m in self._modules]
+        self._hideable = [(dict_of(m, ""), names) for m, names in self._unhidden if names]
         self._hooks = [dict_of(m, name) for m in children for name in HOOKS if name in m.__dict__]
         self._hooks += GLOBAL_HOOKS if children else ()
         self._hookable = [copied(m) for m in children]
@@ -166,6 +172,7 @@ class ModuleState:
         ]
         other._constants = [(t, _written(t) if same else (-1, -1), g) for t, same, g in fresh]
         other.norms = self.norms.rebound(memo)
+        other._unhidden = [(memo[id(m)], names) for m, names in self._unhidden]
         other._sizes = [(memo[id(m)], held, length) for m, held, length in self._sizes]
         return other
 
@@ -235,6 +242,7 @@ class ModuleState:
         named += [place for place in self._found.values() if id(place[0]) in own]
         named += [(place, key) for place, key, *_ in self._entries if id(place) in own]
         named += self._numbers.places()
+        named += [(held, name) for held, names in self._hideable for name in names]
         return [(held, name, held.get(name, MISSING)) for held, name in named]
 
     @property
@@ -286,6 +294,8 @@ class ModuleState:
             self._types = list(map(type, self._members))
         if not all(map(operator.is_, map(vars, self._members), self._attributes_of)):
             return Reason(Kind.CHANGED, "the __dict__ of a submodule")
+        if not all(held.keys().isdisjoint(names) for held, names in self._hideable):
+            return Reason(Kind.CHANGED, "an attribute that hides a parameter, buffer or submodule")
         for class_, forward in self._classes:
             if class_.forward is not forward:
                 return PATCHED
