@@ -290,16 +290,63 @@ def test_large_buffers_that_results_depend_on_are_refused_by_name() -> None:
         slope.sum().backward()
 
 
+def exchange(module: nn.Module) -> None:
+    last = module.last
+    assert isinstance(last, nn.Linear)
+    last.bias = nn.Parameter(last.bias.detach() + 1)
+
+
+def swap(module: nn.Module) -> None:
+    net = module.net
+    assert isinstance(net, nn.Sequential)
+    net[0].bias, net[2].bias = net[2].bias, net[0].bias
+
+
+@pytest.mark.parametrize("change", [exchange, swap])
+def test_parameters_exchanged_since_the_call(change: Callable[[nn.Module], None]) -> None:
+    def step(module: nn.Module) -> list[torch.Tensor]:
+        x, own = rows().requires_grad_(), list(module.parameters())
+        energy = module(x).sum()
+        change(module)
+        (slope,) = torch.autograd.grad(energy, x, create_graph=True)
+        return [slope, *torch.autograd.grad(slope.square().sum(), own[:-1])]
+
+    ours = dispatched(Energy())
+    compared(ours, step)
+    assert backwards(ours) == 1
+
+
+def test_parameters_that_became_one_are_refused_by_name() -> None:
+    ours, x = dispatched(Energy()), rows().requires_grad_()
+    energy = ours(x).sum()
+    ours.net[2].bias = ours.net[0].bias  # type: ignore[index, union-attr]
+    (slope,) = torch.autograd.grad(energy, x, create_graph=True)
+    with pytest.raises(BridgeError, match="was exchanged since"):
+        slope.sum().backward()
+
+
+@pytest.mark.parametrize("kind", [Energy, Tied])
+def test_steps_of_meta_learning_through_functional_call(kind: type[nn.Module]) -> None:
+    def step(module: nn.Module) -> torch.Tensor:
+        fast: dict[str, Any] = dict(module.named_parameters())
+        given = (rows(), rows()) if kind is Tied else (rows(),)
+        for _ in range(2):
+            loss = torch.func.functional_call(module, fast, given).square().mean()
+            slopes = torch.autograd.grad(loss, list(fast.values()), create_graph=True)
+            fast = {n: p - s for (n, p), s in zip(fast.items(), slopes, strict=True)}
+        loss = torch.func.functional_call(module, fast, given).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    ours = dispatched(kind(), *([rows()] * 2 if kind is Tied else []))
+    compared(ours, step)
+    assert backwards(ours)
+
+
 def write_parameter(module: nn.Module, x: torch.Tensor) -> None:
     bias = module.last.bias
     assert isinstance(bias, nn.Parameter)
     bias.data = bias.data + 1
-
-
-def exchange_parameter(module: nn.Module, x: torch.Tensor) -> None:
-    last = module.last
-    assert isinstance(last, nn.Linear)
-    last.bias = nn.Parameter(last.bias.detach() + 1)
 
 
 def hook_parameter(module: nn.Module, x: torch.Tensor) -> None:
@@ -316,7 +363,6 @@ def set_mode(module: nn.Module, x: torch.Tensor) -> None:
     ("change", "reason"),
     [
         (write_parameter, "was written since"),
-        (exchange_parameter, "was exchanged since"),
         (hook_parameter, "has a hook"),
         (set_mode, "another mode"),
         (

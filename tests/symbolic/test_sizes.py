@@ -90,6 +90,27 @@ def test_products_of_what_strides_leave(function: object) -> None:
         assert value_of(*fields, point, found.atom_fields) == found.at(point)
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda b, s: 2 * (b * s + 1) * (b * s + 1),
+        lambda b, s: 12 * b * (s + 3) * (s + 3),
+        lambda b, s: (b * s + 1) * (s + 3),
+        lambda b, s: (b * s + 1) * (b * s + 1) // 16,
+    ],
+)
+def test_products_of_sums_that_were_found(function: object) -> None:
+    sizes = Sizes(POINTS)
+    assert sizes.find(values(function)) is None
+    for known in (lambda b, s: b * s + 1, lambda b, s: s + 3):
+        assert sizes.find(values(known)) is not None
+    sizes.find(values(lambda b, s: (b * s + 1) * (b * s + 1)))
+    found = sizes.find_divided(values(function))
+    assert found is not None
+    for point in ((2, 3), (100, 64), (17, 1000)):
+        assert found.at(point) == function(*point)  # type: ignore[operator]
+
+
 def test_small_numbers_are_no_quotients() -> None:
     """Check 1, 2 and 1: at these sample shapes both -s % 6 and ceil(s / 512) have these values."""
     sizes = Sizes([(83,), (718,), (17,)])

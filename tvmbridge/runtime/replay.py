@@ -6,6 +6,7 @@ stand-in of the module, with the tensors that the call read.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -59,6 +60,19 @@ class Replay:
         """
         return {i: tensors[i].detach().clone() for i in self._kept}
 
+    def can_replace(self, tensors: Sequence[Any]) -> bool:
+        """Whether a stand-in can hold ``tensors``, which a script may have exchanged since.
+
+        ``torch.func.functional_call`` exchanges parameters for one call. Each present tensor must
+        be there, and stand for one tensor of the call.
+        """
+        found: dict[int, Any] = {}
+        return all(
+            now is not None and found.setdefault(id(now), then) is then
+            for i, (now, then) in enumerate(zip(self._state.tensors(), tensors, strict=True))
+            if i not in self.renewed
+        )
+
     @contextmanager
     def forward(
         self, tensors: Sequence[Any], kept: Mapping[int, torch.Tensor]
@@ -72,12 +86,13 @@ class Replay:
             kept: the copies that :meth:`keep` returned before the call.
         """
         module = self._state.module
-        if self._is_plain:
+        present = self._state.tensors()
+        if self._is_plain and all(map(operator.is_, present, tensors)):
             yield own_forward(module)
             return
         actor = stand_in(module) or module
         held = {}
-        for i, (now, then) in enumerate(zip(self._state.tensors(), tensors, strict=True)):
+        for i, (now, then) in enumerate(zip(present, tensors, strict=True)):
             value = kept.get(i, then)
             if i in self.written and i not in kept:  # the results do not depend on its value
                 value = then.detach().clone()

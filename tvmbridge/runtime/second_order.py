@@ -83,8 +83,7 @@ class SecondOrder:
 
     def changed(self, leaves: Sequence[Any], tensors: Sequence[Any]) -> Reason | None:
         """Return why forward would compute something else now than at the call; or None."""
-        pairs = enumerate(zip(self._state.tensors(), tensors, strict=True))
-        if any(a is not b for i, (a, b) in pairs if i not in self.replay.renewed):
+        if not self.replay.can_replace(tensors):
             return Reason(Kind.AGAIN_EXCHANGED)
         return refused_now() or self._mismatch(leaves, tensors)
 

@@ -60,6 +60,25 @@ class Size:
         """The atoms in the form that :func:`.value_of` takes."""
         return [(a.terms, a.divisor, a.remainder) for a in self.atoms]
 
+    def times(self, other: Size) -> Size:
+        """Return the product with ``other``; both must be polynomials."""
+        assert self.divisor == other.divisor == 1
+        symbols = len(self.terms[0][1]) - len(self.atoms)
+        atoms = tuple(dict.fromkeys((*self.atoms, *other.atoms)))
+        found: dict[tuple[int, ...], int] = {}
+        for (a, one), (b, two) in itertools.product(self.terms, other.terms):
+            powers = [x + y for x, y in zip(one[:symbols], two[:symbols], strict=True)]
+            for atom in atoms:
+                powers.append(
+                    sum(
+                        of[symbols + each.atoms.index(atom)]
+                        for each, of in ((self, one), (other, two))
+                        if atom in each.atoms
+                    )
+                )
+            found[tuple(powers)] = found.get(tuple(powers), 0) + a * b
+        return Size(tuple((n, powers) for powers, n in found.items() if n), atoms=atoms)
+
     def at(self, point: Sequence[int]) -> int:
         """Return the value at ``point``."""
         return value_of(self.terms, self.divisor, self.remainder, point, self.atom_fields)
@@ -96,8 +115,10 @@ class Sizes:
         self.symbols = len(points[0])
         self._found: dict[tuple[int, ...], Size] = {}
         self._atoms: tuple[Size, ...] = ()
-        # Values for which nothing was found, with the number of atoms known at that time.
-        self._missed: set[tuple[tuple[int, ...], int]] = set()
+        # Sums that were found, each with its values at the points.
+        self._sums_found: dict[Size, tuple[int, ...]] = {}
+        # Values for which nothing was found, with the numbers of atoms and sums known at that time.
+        self._missed: set[tuple[tuple[int, ...], int, int]] = set()
         powers = itertools.product(range(_MOST_POWER + 1), repeat=self.symbols)
         self._monomials = sorted(powers, key=sum)
         self._values = {
@@ -107,15 +128,15 @@ class Sizes:
 
     def find(self, values: tuple[int, ...]) -> Size | None:
         """Return the size with these values at the points; None if there is none, or several."""
-        sought = values, len(self._atoms)
+        sought = values, len(self._atoms), len(self._sums_found)
         if values not in self._found and sought not in self._missed:
             size = self._polynomial(values) or self.only(self._of_atoms(values))
             if size is None and min(values) >= _LEAST_QUOTIENT:
-                size = self.only(self._with_borders(values))
+                size = self.only(self._with_borders(values)) or self.only(self._products(values))
             if size is None:
                 self._missed.add(sought)
             else:
-                self._found[values] = size
+                self._add(values, size)
         return self._found.get(values)
 
     def find_divided(self, values: tuple[int, ...]) -> Size | None:
@@ -127,10 +148,15 @@ class Sizes:
         whole -= {s for s in whole if _begins_last_vector(s, whole)}
         size = self.only(_divided(whole, values, self.points))
         if size is not None:
-            self._found[values] = size
+            self._add(values, size)
             if _is_extent(size):
                 self._atoms += (size,)
         return size
+
+    def _add(self, values: tuple[int, ...], size: Size) -> None:
+        self._found[values] = size
+        if size.divisor == 1 and len(size.terms) > 1:
+            self._sums_found[size] = values
 
     def content(self, values: Sequence[int]) -> int:
         """Return an integer that divides a number of the code at every size.
@@ -236,6 +262,39 @@ class Sizes:
                         for p, q in quotients
                     ]
                     yield Size(tuple(t for t in terms if t[0]), atoms=(*atom, *other))
+
+    def _products(self, values: tuple[int, ...]) -> Iterable[Size]:
+        """Yield products of one or two known sums, a product of symbols, and an integer.
+
+        The strides of attention's scores are an example, for images of ``h * w`` patches and one
+        more token: ``2 * (h * w + 1) * (h * w + 1)``.
+        """
+        dividing = [
+            (size, [v // x for v, x in zip(values, at, strict=True)])
+            for size, at in self._sums_found.items()
+            if min(at) > 1 and not any(v % x for v, x in zip(values, at, strict=True))
+        ]
+        for size, rest in dividing:
+            factor = self._product_of_symbols(rest)
+            if factor is not None:
+                yield factor.times(size)
+            for other, _ in dividing:
+                at = self._sums_found[other]
+                if any(v % x for v, x in zip(rest, at, strict=True)):
+                    continue
+                factor = self._product_of_symbols(
+                    [v // x for v, x in zip(rest, at, strict=True)]
+                )
+                if factor is not None:
+                    yield factor.times(size).times(other)
+
+    def _product_of_symbols(self, values: Sequence[int]) -> Size | None:
+        """Return the multiple of a product of symbols with these values; None if there is none."""
+        for monomial, at in self._values.items():
+            factor, rest = divmod(values[0], at[0])
+            if not rest and all(factor * x == v for x, v in zip(at, values, strict=True)):
+                return Size(((factor, monomial),))
+        return None
 
     def only(
         self, candidates: Iterable[_T], at: Callable[[Any, Point], object] = Size.at

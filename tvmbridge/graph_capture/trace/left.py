@@ -202,6 +202,16 @@ def objects_of(module: nn.Module, arguments: Any) -> Iterator[Any]:
             yield value
 
 
+def adds_to(owner: nn.Module, name: str, way: Left) -> bool:
+    """Whether the attribute has what ``way`` adds to, a number or a list.
+
+    Forward may create both in its first call, or anew after the script has deleted them.
+    """
+    if way.count is not None:
+        return type(getattr(owner, name, MISSING)) in (int, float)
+    return way.into == "place" or type(owner.__dict__.get(name)) is list
+
+
 def leave(owner: nn.Module, name: str, way: Left, values: Iterator[Any]) -> None:
     """Give the attribute ``name`` of ``owner`` the value that a call leaves behind in it.
 

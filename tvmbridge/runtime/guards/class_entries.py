@@ -17,6 +17,8 @@ from tvmbridge.core.contents import MISSING
 from tvmbridge.runtime.guards.watch import Asked, dict_of_class
 
 _REGISTERED = ("_parameters", "_buffers", "_modules")
+# Methods by which Python looks up an attribute and calls an instance.
+_LOOK_UPS = ("__getattribute__", "__getattr__", "__call__")
 _EVERY: frozenset[type] = frozenset((nn.Module, object))
 
 
@@ -41,7 +43,7 @@ class ClassEntries:
             known = self._expected.setdefault(each, {})
             for name in names:
                 known.setdefault(name, (each.__dict__.get(name, MISSING), False))
-            for name in registered:
+            for name in (*registered, *(_LOOK_UPS if registered else ())):
                 known[name] = each.__dict__.get(name, MISSING), True
 
     def changed(self) -> str | None:

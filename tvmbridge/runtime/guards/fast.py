@@ -239,6 +239,9 @@ class FastGuard:
                 dicts[id(held)] = held
                 defaults = f"{self._name('own', own.function)}.__kwdefaults__"
                 self._refuse_if(f"{defaults} is not {self._name('held', held)}")
+        for held, name, kind in state.added_to():
+            found = f"{self._name('added_to', held)}.get({self._scope.literal(name, 'key')})"
+            self._refuse_if(f"type({found}) is not {kind.__name__}")
         missing = self._name("missing", MISSING) if beyond.slots else ""
         for holder, name, value in beyond.slots:
             if isinstance(holder, Codes):

@@ -23,9 +23,10 @@ from tvmbridge.core.sharding import class_before
 from tvmbridge.core.types import InputKind, Key
 from tvmbridge.core.writes import version_of
 from tvmbridge.graph_capture.observe.hooks import GLOBAL_HOOKS, HOOKS, traced_hooks
-from tvmbridge.graph_capture.trace.left import leave
+from tvmbridge.graph_capture.trace.left import adds_to, leave
 from tvmbridge.graph_capture.trace.old_norms import OldNorms
 from tvmbridge.runtime.guards.answers import AnswerGuard
+from tvmbridge.runtime.guards.class_entries import registered_names
 from tvmbridge.runtime.guards.entries import PATCHED, REPLACED, entry_of, structure_of
 from tvmbridge.runtime.guards.forwards import stands_for
 from tvmbridge.runtime.guards.held_numbers import HeldNumbers
@@ -83,6 +84,10 @@ class ModuleState:
             for held in _HELD
             if held in m.__dict__
         ]
+        # An entry of the __dict__ hides a parameter, buffer or submodule of the same name.
+        self._unhidden = [
+            (m, [n for n in registered_names(m) if n not in vars(m)]) for m in self._modules
+        ]
         self._classes = [(c, c.forward) for c in {type(m) for m in self._modules}]
         self._values = ValueGuard.of(module, assumed.values, assumed.outside)
         self._assigned = [
@@ -136,6 +141,7 @@ class ModuleState:
         self._members = [copied(m) for m in self._modules]
         self._types = [type(m) for m in self._modules]
         self._attributes_of = [dict_of(m, "") for m in self._modules]
+        self._hideable = [(dict_of(m, ""), names) for m, names in self._unhidden if names]
         self._hooks = [dict_of(m, name) for m in children for name in HOOKS if name in m.__dict__]
         self._hooks += GLOBAL_HOOKS if children else ()
         self._hookable = [copied(m) for m in children]
@@ -166,6 +172,7 @@ class ModuleState:
         ]
         other._constants = [(t, _written(t) if same else (-1, -1), g) for t, same, g in fresh]
         other.norms = self.norms.rebound(memo)
+        other._unhidden = [(memo[id(m)], names) for m, names in self._unhidden]
         other._sizes = [(memo[id(m)], held, length) for m, held, length in self._sizes]
         return other
 
@@ -211,7 +218,10 @@ class ModuleState:
             self._numbers.set_in(copied, self.names[i], value)
 
     def leave(self, values: Iterable[Any]) -> None:
-        """Set the attributes in which forward leaves computed ``values``."""
+        """Set the attributes in which forward leaves computed ``values``.
+
+        :meth:`changed` has checked that the counters and lists exist to which it adds.
+        """
         remaining = iter(values)
         for owner, name, way in self._left:
             leave(owner, name, way, remaining)
@@ -232,6 +242,7 @@ class ModuleState:
         named += [place for place in self._found.values() if id(place[0]) in own]
         named += [(place, key) for place, key, *_ in self._entries if id(place) in own]
         named += self._numbers.places()
+        named += [(held, name) for held, names in self._hideable for name in names]
         return [(held, name, held.get(name, MISSING)) for held, name in named]
 
     @property
@@ -283,6 +294,8 @@ class ModuleState:
             self._types = list(map(type, self._members))
         if not all(map(operator.is_, map(vars, self._members), self._attributes_of)):
             return Reason(Kind.CHANGED, "the __dict__ of a submodule")
+        if not all(held.keys().isdisjoint(names) for held, names in self._hideable):
+            return Reason(Kind.CHANGED, "an attribute that hides a parameter, buffer or submodule")
         for class_, forward in self._classes:
             if class_.forward is not forward:
                 return PATCHED
@@ -324,7 +337,18 @@ class ModuleState:
 
     def _unserved_number(self) -> Reason | None:
         label = self._numbers.changed()
+        if label is None:
+            fit = (adds_to(owner, name, way) for owner, name, way in self._left)
+            label = None if all(fit) else "a counter or list that forward adds to"
         return Reason(Kind.CHANGED, label) if label else None
+
+    def added_to(self) -> list[tuple[dict[str, Any], str, type]]:
+        """Return the counters and lists that forward adds to: dictionary, key and class of each."""
+        return [
+            (vars(owner), name, list if way.count is None else int)
+            for owner, name, way in self._left
+            if way.count is not None or way.into != "place"
+        ]
 
     def changed_numbers(self) -> frozenset[Key]:
         """Return the attributes of modules that were numbers at the capture and are others now."""

@@ -134,22 +134,20 @@ class _Watched:
 
 
 def _of_class(cls: type[nn.Module], name: str, label: str) -> list[_Watched]:
-    """Watch a class attribute that forward reads because the instance has none, if it is data.
+    """Watch what forward reads in a class because the instance has none.
 
-    Classes earlier in the method resolution order are watched too, since an attribute of theirs
-    would hide it. PyTorch's classes are not watched: they have no data of users.
+    Data is watched itself, and methods are watched elsewhere. An attribute of a class earlier in
+    the method resolution order would hide either. PyTorch's classes have no data of users.
     """
     classes = cls.__mro__
     place = next((i for i, c in enumerate(classes) if name in c.__dict__), None)
-    if place is None:
-        own = [c for c in classes if is_of_users(c)]
-        return [_Watched(c, name, label, MISSING) for c in own]
-    if classes[place].__module__.startswith("torch."):
-        return []
+    own = [c for c in classes[:place] if is_of_users(c)]
+    hidden = [_Watched(c, name, label, MISSING) for c in own]
+    if place is None or classes[place].__module__.startswith("torch."):
+        return hidden
     value = classes[place].__dict__[name]
     if not is_constant(value) and not isinstance(value, CONTAINERS):
-        return []
-    hidden = [_Watched(c, name, label, MISSING) for c in classes[:place]]
+        return hidden
     return [*hidden, _Watched(classes[place], name, label, copy.deepcopy(value))]
 
 
