@@ -74,6 +74,10 @@ class Decision(NamedTuple):
         """Whether the same place has made both decisions."""
         return other is not None and (self.rule, self.place) == (other.rule, other.place)
 
+    def with_value(self, value: Any) -> Decision:
+        """Return the same decision with another value."""
+        return Decision(self.rule, self.place, value)
+
 
 class Remembered(NamedTuple):
     """A result, with the decisions that it came from."""
@@ -100,7 +104,7 @@ class _Recorded:
         else:  # from here on, another place may make each decision
             self.like.clear()
         if made.value is _OPEN:
-            made = made._replace(value=decide())
+            made = made.with_value(decide())
         self.decisions.append(made)
         return made.value
 
@@ -260,7 +264,7 @@ def followed(
         if made.rule is Rule.MOST and made.is_like(at_most):
             made = at_most
         elif made.rule not in (Rule.MIDDLE, Rule.FACT):
-            made = made._replace(value=_OPEN)
+            made = made.with_value(_OPEN)
         found.append(made)
     return found
 
@@ -296,7 +300,7 @@ def agreed(
         if first is None or not all(map(first.is_like, each)):
             return found, False
         value = _for_all(first.rule, [other.value for other in each], content)
-        found.append(first._replace(value=value))
+        found.append(first.with_value(value))
     return found, True
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.pipelining import PipelineStage
 from torch.profiler import record_function
 
@@ -93,10 +94,30 @@ class ZeroBubbleStage(PipelineStage):
     Arguments are those of ``torch.distributed.pipelining.PipelineStage``.
     """
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # By micro-batch: what keeps the graph of its forward alive between the halves of backward.
+        # The engine detaches the outputs, and a node that Python defines does not keep itself.
+        self._graphs: dict[int, list[GradientEdge]] = {}
+
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run forward of one micro-batch."""
         with weights_follow_inputs():
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Compute the gradients of the inputs of one micro-batch, or all gradients."""
+        if not kwargs.get("full_backward", True):
+            outputs = self.fwd_cache[bwd_chunk_id][0]
+            self._graphs[bwd_chunk_id] = [get_gradient_edge(t) for t in outputs if t.requires_grad]
+        return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Compute the gradients of the weights of one micro-batch."""
+        try:
+            return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+        finally:
+            self._graphs.pop(bwd_chunk_id, None)
 
 
 class EngineStage(ZeroBubbleStage):

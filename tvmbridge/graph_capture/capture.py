@@ -320,8 +320,10 @@ def _taken_apart(program: ExportedProgram, table: dict[Any, Callable[..., Any]])
     _name_buffers_once(program)
     drop_open_masks(program.graph)
     reshape_instead_of_view(program)
-    if not any(isinstance(x, nn.Module) for x in pytree.tree_leaves(program.example_inputs)):
-        # With them, PyTorch writes checks of arguments as source, where PyTorch 2.11 has no nan.
+    modules = any(isinstance(x, nn.Module) for x in pytree.tree_leaves(program.example_inputs))
+    if not program.range_constraints and not modules:
+        # With them, PyTorch writes checks of arguments as source, where PyTorch 2.11 has no nan. If
+        # sizes are symbols, these checks hold what forward demands of them.
         program.example_inputs = None
     # Without fallback_random, PyTorch removes random draws that nothing reads.
     without_drops = inductor_config().patch(fallback_random=True)

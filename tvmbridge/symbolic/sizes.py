@@ -282,9 +282,7 @@ class Sizes:
                 at = self._sums_found[other]
                 if any(v % x for v, x in zip(rest, at, strict=True)):
                     continue
-                factor = self._product_of_symbols(
-                    [v // x for v, x in zip(rest, at, strict=True)]
-                )
+                factor = self._product_of_symbols([v // x for v, x in zip(rest, at, strict=True)])
                 if factor is not None:
                     yield factor.times(size).times(other)
 
