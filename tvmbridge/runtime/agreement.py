@@ -259,7 +259,8 @@ class Event:
     def _await_all(self) -> None:
         missing = functools.partial(self._missing, range(self.size))
         if not self._asked(lambda: self._awaited(missing), True):
-            ranks = ", ".join(map(str, self._asked(missing, [])))
+            nobody: list[int] = []
+            ranks = ", ".join(map(str, self._asked(missing, nobody)))
             logger.warning(
                 "%s: the ranks %s do not compile it; this rank decides alone", self.label, ranks
             )
