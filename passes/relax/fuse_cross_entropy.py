@@ -24,7 +24,7 @@ The kernels of ``nll_loss`` read and write tensors as large as the logits, in fl
 would keep for backward. The rest is functions of single elements, which backward computes again.
 
 Under autocast PyTorch rounds the logarithms to half precision, and the kernels read them cast back.
-These casts are functions of single elements too, and are computed again as well.
+The casts are functions of single elements too, which backward computes again as well.
 
 Requires: targets are classes, without weights of the classes. ``gather`` checks them on the device,
 as ``nll_loss`` does. Guarantees: logarithms are computed by the formula of PyTorch's log_softmax.

@@ -37,7 +37,7 @@ from typing import Any, TypeAlias
 import tvm
 from tvm import relax, tirx
 
-from tvmbridge.passes.base import PassReport, RelaxPass, with_span
+from tvmbridge.passes.base import PassReport, RelaxPass, is_call, with_span
 from tvmbridge.passes.relax.merged_functions import (
     merged,
     merged_kernel,
@@ -340,9 +340,11 @@ def _kernel(
 
 
 def _is_tir_call(value: relax.Expr) -> bool:
-    if not isinstance(value, relax.Call) or getattr(value.op, "name", "") != "relax.call_tir":
-        return False
-    return len(value.args) == 2 and isinstance(value.args[1], relax.Tuple)
+    return (
+        is_call(value, "relax.call_tir")
+        and len(value.args) == 2
+        and isinstance(value.args[1], relax.Tuple)
+    )
 
 
 def _reads(node: _Node) -> Counter[relax.Var]:

@@ -33,6 +33,7 @@ from tvmbridge.passes.base import (
     PassReport,
     RelaxPass,
     dtype_of,
+    is_call,
     shape_of,
     transposed_of,
     with_functions,
@@ -85,7 +86,7 @@ class _PadMutator(PyExprMutator):
 
 def sizes_of(call: relax.Expr | None) -> tuple[int, int, int] | None:
     """Return the rows, depth and columns of a product of two matrices in one half precision."""
-    if not isinstance(call, relax.Call) or getattr(call.op, "name", "") != "relax.matmul":
+    if not is_call(call, "relax.matmul"):
         return None
     left, right = call.args
     shape, other = shape_of(left), shape_of(right)

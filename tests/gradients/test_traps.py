@@ -128,7 +128,7 @@ def _by_case(values: Values) -> list[tuple[Any, Any]]:
 def _runs() -> Iterator[tuple[str, str, str, torch.dtype]]:
     """Yield each case in float64, and kinks and ties in float32 by Relax's rules as well.
 
-    These rules have constants of a dtype.
+    Relax's rules have constants of a dtype.
     """
     for kind, name in NAMES:
         for joint in sources(kind, name):

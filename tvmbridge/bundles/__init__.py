@@ -94,8 +94,6 @@ def _keys(code: CompiledModule) -> Iterator[str]:
         yield code.key
     if isinstance(code.partial_backwards, PartialBackwards):
         yield from code.partial_backwards.keys
-        if code.partial_backwards.halves.key:
-            yield code.partial_backwards.halves.key
 
 
 def _description(module: nn.Module) -> dict[str, Any]:

@@ -12,9 +12,21 @@ import tvm
 from tvmbridge.calls.layouts import Layout
 from tvmbridge.compiler.build import Built
 from tvmbridge.compiler.executable import Bound, LoadedModule
+from tvmbridge.compiler.laying_out import put_on_some
 from tvmbridge.compiler.pieces import Pieces
 from tvmbridge.compiler.split import SplitModule
+from tvmbridge.passes.relax.bundle_residuals import BundleResiduals
 from tvmbridge.passes.relax.return_whole import wholes_of
+
+
+def placed(
+    numbers: Sequence[int], gradients: Sequence[torch.Tensor | None], count: int
+) -> list[torch.Tensor | None]:
+    """Return a list of ``count`` gradients: those with these ``numbers``, and None elsewhere."""
+    found: list[torch.Tensor | None] = [None] * count
+    for number, gradient in zip(numbers, gradients, strict=True):
+        found[number] = gradient
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,17 +59,12 @@ class PartialBackward:
     def results(self, values: Sequence[Any], bound: Bound | None = None) -> list[torch.Tensor]:
         """Return only the gradients that this backward computes; arguments as in a call."""
         results = self.loaded.run("backward", values, self.copied, bound)
-        for number, result in zip(self.gradients, results, strict=False):
-            if number in self.layouts:
-                self.layouts[number].put_on(result)
+        put_on_some(self.layouts, self.gradients, results)
         return results
 
     def placed(self, results: Sequence[torch.Tensor], count: int) -> list[torch.Tensor | None]:
         """Return a list of ``count`` gradients with ``results`` in their places, None elsewhere."""
-        placed: list[torch.Tensor | None] = [None] * count
-        for number, result in zip(self.gradients, results, strict=True):
-            placed[number] = result
-        return placed
+        return placed(self.gradients, results, count)
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +95,7 @@ class BackwardLoader:
 
     Attributes:
         keys: the names of the code in the cache.
+        device: the device of the module's tensors.
     """
 
     def __init__(
@@ -96,15 +104,20 @@ class BackwardLoader:
         self.keys: list[str] = []
         self._build = build
         self._parts = parts
-        self._device = device
+        self.device = device
+
+    def built(self, mod: tvm.IRModule, bundle: BundleResiduals) -> Built:
+        """Compile functions of the backward, and note the key of their code."""
+        built = self._build(mod, [], bundle)
+        if built.key:
+            self.keys.append(built.key)
+        return built
 
     def __call__(self, mod: tvm.IRModule) -> tuple[LoadedModule, frozenset[int]]:
         """Return code for a backward function, and the numbers of results that are copied."""
-        built = self._build(mod, [], self._parts.bundle)
-        if built.key:
-            self.keys.append(built.key)
+        built = self.built(mod, self._parts.bundle)
         copied = built.shared["backward"]
         pieces = Pieces.of_function(mod["backward"]) if wholes_of(mod["backward"]) else None
         if pieces is not None:
             copied = pieces.places(copied)
-        return LoadedModule(built.machine, built.unaligned, self._device, pieces), copied
+        return LoadedModule(built.machine, built.unaligned, self.device, pieces), copied

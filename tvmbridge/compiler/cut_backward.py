@@ -89,7 +89,7 @@ class _Backward:
     """The data dependencies of a backward function; sets of bindings are bits of an integer.
 
     Cheap values that depend on no cotangent, such as casts and views of parameters, are *repeated*:
-    each part that reads one computes it. They are in no set.
+    each part that reads one computes it. A repeated value is in no set.
     """
 
     def __init__(self, function: relax.Function, num_cotangents: int) -> None:

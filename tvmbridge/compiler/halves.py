@@ -18,8 +18,9 @@ from tvm import relax
 
 from tvmbridge.calls.layouts import Layout
 from tvmbridge.coloring import color_backward
-from tvmbridge.compiler.build import Built
+from tvmbridge.compiler.backward_code import BackwardLoader, PartialBackward
 from tvmbridge.compiler.executable import LoadedModule
+from tvmbridge.compiler.laying_out import put_on_some
 from tvmbridge.compiler.pieces import Pieces
 from tvmbridge.compiler.split import SplitModule, build_function, split
 from tvmbridge.core.errors import BridgeError
@@ -47,20 +48,18 @@ class Halves:
       residuals one by one, and returns the gradients of inputs, then its own residuals as a tuple.
       Its function ``backward`` takes the arguments in ``reads``, then these residuals, and returns
       the gradients of weights.
-    - ``inputs``, ``weights``: the numbers of the gradients that each function returns.
+    - ``inputs``: the numbers of the gradients that ``forward`` returns.
+    - ``copied``: the numbers of results of ``forward`` that share memory with another tensor, and
+      are copied.
     - ``reads``: which arguments of ``forward`` are arguments of ``backward`` too.
-    - ``copied_inputs``, ``copied_weights``: the numbers of results that share memory with another
-      tensor, and are copied.
-    - ``layouts``: the layouts of gradients that are not contiguous, by number.
+    - ``weights``: the function ``backward``.
     """
 
     loaded: LoadedModule
     inputs: tuple[int, ...]
-    weights: tuple[int, ...]
+    copied: frozenset[int]
     reads: tuple[int, ...]
-    copied_inputs: frozenset[int]
-    copied_weights: frozenset[int]
-    layouts: Mapping[int, Layout]
+    weights: PartialBackward
 
     def of_inputs(self, values: Sequence[Any]) -> tuple[list[torch.Tensor], list[Any]]:
         """Return the gradients of inputs, and the arguments for :meth:`of_weights`.
@@ -70,22 +69,14 @@ class Halves:
         """
         values = self.loaded.prepare("forward", values)
         *gradients, residuals = self.loaded.call("forward", values)
-        for i in self.copied_inputs:
+        for i in self.copied:
             gradients[i] = gradients[i].clone()
-        return self._laid_out(self.inputs, gradients), [*(values[i] for i in self.reads), residuals]
+        put_on_some(self.weights.layouts, self.inputs, gradients)
+        return gradients, [*(values[i] for i in self.reads), residuals]
 
     def of_weights(self, values: Sequence[Any]) -> list[torch.Tensor]:
         """Return the gradients of weights from the values that :meth:`of_inputs` returned."""
-        gradients = self.loaded.run("backward", values, self.copied_weights)
-        return self._laid_out(self.weights, gradients)
-
-    def _laid_out(
-        self, numbers: Sequence[int], gradients: list[torch.Tensor]
-    ) -> list[torch.Tensor]:
-        for number, gradient in zip(numbers, gradients, strict=True):
-            if number in self.layouts:
-                self.layouts[number].put_on(gradient)
-        return gradients
+        return self.weights.results(values)
 
 
 class CompiledHalves:
@@ -93,28 +84,23 @@ class CompiledHalves:
 
     Args:
         parts: the split functions of the module.
-        build: a :class:`~tvmbridge.compiler.cached_build.CachedBuild` for its target and options.
+        loader: compiles functions of its backward.
         layouts: the layouts of gradients that are not contiguous, by number.
-        device: the device of the module's tensors.
         backward: returns the whole backward function.
     """
 
     def __init__(
         self,
         parts: SplitModule,
-        build: Callable[..., Built],
+        loader: BackwardLoader,
         layouts: Mapping[int, Layout],
-        device: torch.device,
         backward: Callable[[], relax.Function],
     ) -> None:
-        # The name of the code in the cache; empty if it is not there.
-        self.key = ""
         # Why the halves cannot be compiled; empty if they can.
         self.refused = ""
         self._parts = parts
-        self._build = build
+        self._loader = loader
         self._layouts = layouts
-        self._device = device
         self._backward = backward
         self._asked = 0
         self._halves: Halves | None = None
@@ -142,18 +128,17 @@ class CompiledHalves:
 
     def _compile(self, inputs: tuple[int, ...]) -> Halves:
         halved, reads = in_halves(self._parts, self._backward(), inputs)
-        built = self._build(halved.mod, [], halved.bundle)
-        self.key = built.key
+        built = self._loader.built(halved.mod, halved.bundle)
         pieces = Pieces.of_function(halved.mod["backward"])
+        loaded = LoadedModule(built.machine, built.unaligned, self._loader.device, pieces)
+        weights, copied = _others(self._parts, inputs), pieces.places(built.shared["backward"])
         logger.info("compiled the gradients of inputs and those of weights separately")
         return Halves(
-            loaded=LoadedModule(built.machine, built.unaligned, self._device, pieces),
+            loaded=loaded,
             inputs=inputs,
-            weights=_others(self._parts, inputs),
+            copied=built.shared["forward"].intersection(range(len(inputs))),
             reads=reads,
-            copied_inputs=built.shared["forward"].intersection(range(len(inputs))),
-            copied_weights=pieces.places(built.shared["backward"]),
-            layouts=self._layouts,
+            weights=PartialBackward(loaded, weights, copied, self._layouts),
         )
 
 
@@ -210,4 +195,5 @@ def as_joint(parts: SplitModule, backward: relax.Function, inputs: Sequence[int]
 
 
 def _others(parts: SplitModule, inputs: Sequence[int]) -> tuple[int, ...]:
-    return tuple(i for i in range(len(parts.wanted)) if i not in set(inputs))
+    of_inputs = set(inputs)
+    return tuple(i for i in range(len(parts.wanted)) if i not in of_inputs)

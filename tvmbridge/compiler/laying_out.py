@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -62,6 +62,15 @@ def put_on(
         layout.put_on(results[number])
     for number, stride in (strides or {}).items():
         results[number] = laid_out(results[number], stride)
+
+
+def put_on_some(
+    layouts: Mapping[int, Layout], numbers: Sequence[int], results: Sequence[torch.Tensor]
+) -> None:
+    """Do the same to the first ``results`` of a function, which have these ``numbers``."""
+    for number, result in zip(numbers, results, strict=False):
+        if number in layouts:
+            layouts[number].put_on(result)
 
 
 def lay_out_functions(

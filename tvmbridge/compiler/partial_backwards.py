@@ -103,17 +103,16 @@ class PartialBackwards:
         self.for_speed = True
         self._parts = parts
         self._layouts = layouts
-        self._device = device
         self._backward = backward or (lambda: parts.mod["backward"])
         self._loaded = BackwardLoader(build, parts, device)
         self.parts = BackwardParts(parts, self._loaded, layouts, self._backward)
-        self.halves = CompiledHalves(parts, build, layouts, device, self._backward)
+        self.halves = CompiledHalves(parts, self._loaded, layouts, self._backward)
         self._patterns: dict[frozenset[int], PartialBackward] = {}
         self._asked: Counter[frozenset[int]] = Counter()
 
     @property
     def keys(self) -> list[str]:
-        """The names of the code in the cache, of partial backwards and of parts."""
+        """The names of the code in the cache, of partial backwards, parts and halves."""
         return self._loaded.keys
 
     def known(self, absent: frozenset[int]) -> PartialBackward | None:
@@ -184,7 +183,7 @@ class PartialBackwards:
             names,
             tuple(names[number] for number in sorted(absent)),
             called(parts.functions, absent),
-            str(self._device),
+            str(self._loaded.device),
         )
         passes: list[AnyPass] = [dropped, RemoveBorders(), ZeroZapp(names), *tidy_passes()]
         mod = run_passes(tvm.IRModule({"backward": wanted}), passes, [])

@@ -103,7 +103,7 @@ class ReplayedCall:
         self._index = gpu_index(memory.device)
         self._calls = 0
         self._stream = 0
-        self._precision = ""
+        self._settings: tuple[Any, ...] = ()
         self._graph: torch.cuda.CUDAGraph | None = None
         self._failed = ""
         # The numbers of results with padded rows.

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from tvmbridge.compiler.backward_code import placed
 from tvmbridge.compiler.compiled import CompiledModule
 from tvmbridge.compiler.halves import CompiledHalves, Halves
 from tvmbridge.core.profiling import region
@@ -232,10 +233,7 @@ class BackwardHalves:
             return self._placed(self.weights, halves.of_weights(waiting.values))
 
     def _placed(self, numbers: Sequence[int], gradients: Gradients) -> Gradients:
-        placed: list[torch.Tensor | None] = [None] * (len(self.inputs) + len(self.weights))
-        for number, gradient in zip(numbers, gradients, strict=True):
-            placed[number] = gradient
-        return placed
+        return placed(numbers, gradients, len(self.inputs) + len(self.weights))
 
 
 def _all_arrive(step: Any, cotangents: Gradients) -> bool:

@@ -278,13 +278,13 @@ class Sizes:
             factor = self._product_of_symbols(rest)
             if factor is not None:
                 yield factor.times(size)
-            for other, _ in dividing:
-                at = self._sums_found[other]
-                if any(v % x for v, x in zip(rest, at, strict=True)):
-                    continue
-                factor = self._product_of_symbols([v // x for v, x in zip(rest, at, strict=True)])
-                if factor is not None:
-                    yield factor.times(size).times(other)
+        for (size, rest), (other, _) in itertools.combinations_with_replacement(dividing, 2):
+            at = self._sums_found[other]
+            if any(v % x for v, x in zip(rest, at, strict=True)):
+                continue
+            factor = self._product_of_symbols([v // x for v, x in zip(rest, at, strict=True)])
+            if factor is not None:
+                yield factor.times(size).times(other)
 
     def _product_of_symbols(self, values: Sequence[int]) -> Size | None:
         """Return the multiple of a product of symbols with these values; None if there is none."""

@@ -111,7 +111,8 @@ def _assert_same(module: nn.Module, x: torch.Tensor) -> None:
         torch.testing.assert_close(one, other)
 
 
-# These cut the graph or need a class of their own; one module reads all others.
+# A read of one of the names in ALONE cuts the graph or needs a class of its own. One module makes
+# all other reads.
 ALONE = ("index", "item", "default")
 TOGETHER = tuple(name for name in READS if name not in ALONE)
 

@@ -159,7 +159,7 @@ def _table_with(differentiated: bool, registered: tuple[str, ...]) -> dict[Any, 
         table[aten.silu.default] = _of_halves(table[aten.silu.default])
     else:
         table[sdpa] = attention_with_dropout
-        # Its parts read a table of indices. They have a gradient rule, which the operator lacks.
+        # Its parts read a table of indices; unlike the operator, the parts have a gradient rule.
         table.pop(aten.roll.default, None)
     table[aten.rrelu.default] = _rrelu
     table[EXTREMUM] = extremum_taken_apart
