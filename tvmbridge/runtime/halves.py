@@ -68,12 +68,14 @@ class Waiting:
 
     - ``cotangents``: weak references to the cotangents of the first half; None for absent ones.
     - ``marks``: the versions and addresses of these cotangents.
+    - ``layouts``: their shapes and dtypes; None for absent ones.
     - ``values``: what the gradients of weights are computed from; None if they are computed.
     - ``gradients``: the gradients of weights, if they are computed.
     """
 
     cotangents: tuple[weakref.ref[torch.Tensor] | None, ...]
     marks: tuple[tuple[int, int], ...]
+    layouts: tuple[tuple[torch.Size, torch.dtype] | None, ...]
     values: list[Any] | None
     gradients: Gradients
 
@@ -85,6 +87,7 @@ class Waiting:
         return cls(
             cotangents=tuple(None if c is None else weakref.ref(c) for c in cotangents),
             marks=_marks(cotangents),
+            layouts=_layouts(cotangents),
             values=None if values is None else [_outside_graph(v) for v in values],
             gradients=gradients,
         )
@@ -95,6 +98,17 @@ class Waiting:
         if not all(a is b for a, b in zip(before, cotangents, strict=True)):
             return False
         return _marks(cotangents) == self.marks
+
+    def equals(self, cotangents: Gradients) -> bool:
+        """Whether the cotangents of the first half live, are unwritten, and have these values.
+
+        This waits for a GPU.
+        """
+        before = [None if c is None else c() for c in self.cotangents]
+        if _marks(before) != self.marks or _layouts(cotangents) != self.layouts:
+            return False
+        pairs = zip(before, cotangents, strict=True)
+        return all(b is None or torch.equal(a, b) for a, b in pairs if a is not None)
 
 
 class BackwardHalves:
@@ -119,6 +133,8 @@ class BackwardHalves:
         self._compiled = compiled
         # Whether a backward came in halves before. The first one may be a lone gradient of inputs.
         self._both_came = False
+        # Whether the caller's copies of cotangents were compared, and had the same values.
+        self._copies_agree = False
 
     @classmethod
     def of(cls, compiled: CompiledModule, gradient_of: Sequence[int]) -> BackwardHalves | None:
@@ -153,14 +169,29 @@ class BackwardHalves:
         """
         step, waiting = ctx.step, ctx.step.waiting
         asked = self._asked(ctx.next_functions, weights_first=waiting is None)
-        fits = waiting is not None and waiting.fits(cotangents) and step.rereads_unwritten()
-        if asked is Asked.WEIGHTS and fits:
-            return self._second(ctx, cotangents, waiting)
+        if asked is Asked.WEIGHTS and waiting is not None:
+            if self._fits(step, waiting, cotangents) and step.rereads_unwritten():
+                return self._second(ctx, cotangents, waiting)
         step.refuse_freed()
         step.waiting = None
         if asked is Asked.INPUTS:
             return self._first(ctx, cotangents, whole)
         return whole()
+
+    def _fits(self, step: Any, waiting: Waiting, cotangents: Gradients) -> bool:
+        """Whether these are the cotangents of the first half.
+
+        Schedules of PyTorch 2.11 hand on copies. In a :class:`ZeroBubbleStage` the values of copies
+        are compared once for this code, since each comparison waits for a GPU.
+        """
+        if waiting.fits(cotangents):
+            return True
+        if not step.frees:
+            return False
+        if self._copies_agree:
+            return _layouts(cotangents) == waiting.layouts
+        self._copies_agree = waiting.equals(cotangents)
+        return self._copies_agree
 
     def _asked(self, following: Sequence[tuple[Any, int]], *, weights_first: bool) -> Asked:
         """Return which gradients the engine will pass on.
@@ -242,6 +273,10 @@ def _all_arrive(step: Any, cotangents: Gradients) -> bool:
 
 def _marks(cotangents: Gradients) -> tuple[tuple[int, int], ...]:
     return tuple((version_of(c), c.data_ptr()) for c in cotangents if c is not None)
+
+
+def _layouts(cotangents: Gradients) -> tuple[tuple[torch.Size, torch.dtype] | None, ...]:
+    return tuple(None if c is None else (c.shape, c.dtype) for c in cotangents)
 
 
 def _outside_graph(value: Any) -> Any:
