@@ -169,9 +169,9 @@ class BackwardHalves:
         """
         step, waiting = ctx.step, ctx.step.waiting
         asked = self._asked(ctx.next_functions, weights_first=waiting is None)
-        if asked is Asked.WEIGHTS and waiting is not None:
-            if self._fits(step, waiting, cotangents) and step.rereads_unwritten():
-                return self._second(ctx, cotangents, waiting)
+        fits = waiting is not None and self._fits(step, waiting, cotangents)
+        if asked is Asked.WEIGHTS and fits and step.rereads_unwritten():
+            return self._second(ctx, cotangents, waiting)
         step.refuse_freed()
         step.waiting = None
         if asked is Asked.INPUTS:
