@@ -1,0 +1,219 @@
+"""A training step under DDP and under FSDP2, beside eager PyTorch and torch.compile.
+
+``torchrun --nproc-per-node 2 -m benchmarks.data_parallel`` needs GPUs. With ``--small`` it runs
+toys on CPUs, to try the script. Candidates take turns; a step takes as long as on its slowest rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import tvmbridge
+from benchmarks.common import Row, parser, report
+from benchmarks.pipeline_common import wait
+from examples.pretrain import Llama, loss_of
+
+KINDS = ("eager", "torch.compile", "tvmbridge")
+
+
+@dataclass
+class Candidate:
+    """One way to run a training step.
+
+    - ``dispatched``: a module that tvmbridge serves, if any.
+    - ``run``: runs a step; its argument says whether DDP exchanges gradients.
+    """
+
+    dispatched: nn.Module | None
+    run: Callable[[bool], torch.Tensor]
+
+
+def seconds(candidates: dict[str, Candidate], rounds: int, exchange: bool) -> dict[str, float]:
+    """Return the median seconds of a step of each candidate, in turns."""
+    taken: dict[str, list[float]] = {kind: [] for kind in candidates}
+    for _ in range(rounds):
+        for kind, candidate in candidates.items():
+            wait()
+            dist.barrier()
+            start = time.perf_counter()
+            candidate.run(exchange)
+            wait()
+            slowest = torch.tensor(time.perf_counter() - start, device=_device())
+            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+            taken[kind].append(float(slowest))
+    return {kind: statistics.median(each) for kind, each in taken.items()}
+
+
+def warmed_up(kinds: tuple[str, ...], make: Callable[[str], Candidate]) -> dict[str, Candidate]:
+    """Make the candidates, and run steps of each until all graphs are captured."""
+    made = {}
+    for kind in kinds:
+        start = time.perf_counter()
+        made[kind] = make(kind)
+        losses = [float(made[kind].run(True)) for _ in range(6)]
+        for _ in range(6):
+            made[kind].run(False)
+        wait()
+        if dist.get_rank() == 0:
+            print(f"{kind}: {time.perf_counter() - start:.0f} s, losses", losses, flush=True)
+            if made[kind].dispatched is not None:
+                print(tvmbridge.dispatch_report(made[kind].dispatched), flush=True)
+    return made
+
+
+def ddp(options: argparse.Namespace) -> Iterator[Row]:
+    """Measure BERT-large, 32 sequences of 128 tokens, under autocast to bfloat16."""
+    candidates = warmed_up(options.peers, lambda kind: _bert(kind, options.small))
+    whole = seconds(candidates, options.rounds, exchange=True)
+    alone = seconds(candidates, options.rounds, exchange=False)
+    for kind in candidates:
+        yield Row(f"DDP, {kind}: step", whole[kind] * 1e3, "ms")
+        yield Row(f"DDP, {kind}: exposed exchange", (whole[kind] - alone[kind]) * 1e3, "ms")
+    if len(candidates) == len(KINDS):
+        least = min(whole["eager"], whole["torch.compile"])
+        yield Row("DDP, step over the better of both", whole["tvmbridge"] / least, "", 0.9)
+        exposed = {kind: whole[kind] - alone[kind] for kind in KINDS}
+        over = exposed["tvmbridge"] / exposed["eager"]
+        yield Row("DDP, exposed exchange over eager's", over, "", 1.0)
+
+
+def _bert(kind: str, small: bool) -> Candidate:
+    from transformers import BertConfig, BertForMaskedLM
+
+    width, layers, batch, length = (64, 2, 4, 16) if small else (1024, 24, 32, 128)
+    torch.manual_seed(0)
+    heads = width // 64
+    config = BertConfig(
+        hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads,
+        intermediate_size=4 * width,
+    )  # fmt: skip
+    device = _device()
+    model = BertForMaskedLM(config).to(device).train()
+    if kind == "tvmbridge":
+        tvmbridge.add_tvm_dispatch(model)
+    parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    called = torch.compile(parallel) if kind == "torch.compile" else parallel
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    words = torch.randint(config.vocab_size, (batch, length), generator=generator).to(device)
+
+    def run(exchange: bool) -> torch.Tensor:
+        with nullcontext() if exchange else parallel.no_sync():
+            with torch.autocast(device.type, torch.bfloat16):
+                loss: torch.Tensor = called(input_ids=words, labels=words).loss
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return Candidate(model if kind == "tvmbridge" else None, run)
+
+
+def fsdp(options: argparse.Namespace) -> Iterator[Row]:
+    """Measure a Llama of a billion weights, each block sharded, 4 sequences of 2,048 tokens."""
+    candidates = warmed_up(options.peers, lambda kind: _llama(kind, options.small, False))
+    whole = seconds(candidates, options.rounds, exchange=True)
+    for kind in candidates:
+        yield Row(f"FSDP2, {kind}: step", whole[kind] * 1e3, "ms")
+    for other, bound in (("eager", 0.8), ("torch.compile", 0.97)):
+        if other in whole and "tvmbridge" in whole:
+            ratio = whole["tvmbridge"] / whole[other]
+            yield Row(f"FSDP2, step over {other}", ratio, "", bound)
+
+
+def memory(options: argparse.Namespace) -> Iterator[Row]:
+    """Measure the peak memory of a step of the same Llama with checkpointed blocks."""
+    peaks = {}
+    for kind in options.peers:
+        candidates = warmed_up((kind,), lambda kind: _llama(kind, options.small, True))
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+            candidates[kind].run(True)
+            wait()
+            peaks[kind] = torch.cuda.max_memory_allocated() / 2**20
+            yield Row(f"FSDP2 with checkpointing, {kind}: peak", peaks[kind], "MiB")
+    if {"eager", "tvmbridge"} <= peaks.keys():
+        over = peaks["tvmbridge"] / peaks["eager"]
+        yield Row("FSDP2 with checkpointing, peak over eager's", over, "", 1.0)
+
+
+def _llama(kind: str, small: bool, checkpointing: bool) -> Candidate:
+    words, width, layers, batch, length = (
+        (500, 64, 2, 2, 16) if small else (32_000, 2048, 16, 4, 2048)
+    )
+    torch.manual_seed(0)
+    device = _device()
+    model = Llama(words, width, layers, width // 64, checkpointing).to(device).train()
+    for block in model.blocks:
+        if kind == "tvmbridge":
+            tvmbridge.add_tvm_dispatch(block)
+        elif kind == "torch.compile":
+            block.compile()
+    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    mesh = dist.device_mesh.init_device_mesh(device.type, (dist.get_world_size(),))
+    for part in (*model.blocks, model):
+        fully_shard(part, mesh=mesh, mp_policy=half)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    given = torch.randint(words, (batch, length + 1), generator=generator).to(device)
+
+    def run(exchange: bool) -> torch.Tensor:
+        loss = loss_of(model(given[:, :-1]), given[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return Candidate(model.blocks[0] if kind == "tvmbridge" else None, run)
+
+
+def _device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+
+
+ROWS: dict[str, Callable[[Any], Iterator[Row]]] = {"ddp": ddp, "fsdp": fsdp, "memory": memory}
+
+
+def main() -> int:
+    arguments = parser(__doc__)
+    arguments.add_argument("--rows", nargs="+", choices=[*ROWS], default=[*ROWS])
+    arguments.add_argument("--peers", nargs="+", choices=KINDS, default=KINDS)
+    arguments.add_argument("--rounds", type=int, default=15)
+    arguments.add_argument("--small", action="store_true")
+    options = arguments.parse_args()
+    if torch.cuda.is_available():
+        torch.cuda.set_device(_device())
+        torch.set_float32_matmul_precision("high")
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    rows = []
+    for name in options.rows:
+        for row in ROWS[name](options):
+            rows.append(row)
+            if dist.get_rank() == 0:
+                print(f"{row.name}: {row.value:.3g} {row.unit}", flush=True)
+    status = 0
+    if dist.get_rank() == 0:
+        status = report("Data parallel", rows, check=not options.no_check)
+    dist.barrier()
+    dist.destroy_process_group()
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
