@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import re
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,8 @@ from tests.dispatch_helpers import assert_same_step, eager, make_block, sample, 
 from tvmbridge import add_tvm_dispatch, dispatch_report
 from tvmbridge.compiler.executable import LoadedModule
 from tvmbridge.kernels.table import clear_tables
-from tvmbridge.runtime import speed_trial
+from tvmbridge.runtime import module_code, speed_trial, timed_path
+from tvmbridge.runtime.module_code import ModuleCode
 from tvmbridge.runtime.speed_trial import SpeedTrial
 from tvmbridge.runtime.timed_path import AsidePath, TimedPath
 
@@ -28,10 +28,29 @@ TRIAL = 13
 SECONDS = 0.03
 
 
+class Clock:
+    """A clock that only sleeping moves, so that verdicts do not depend on the machine's load."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        self.now += 1e-6  # a call takes no less
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+CLOCK = Clock()
+
+
 @pytest.fixture(autouse=True)
 def _timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TVMBRIDGE_ONLY_IF_FASTER", "1")
     monkeypatch.setattr(speed_trial, "_LONG", math.inf)  # calls in these tests sleep
+    for timing in (speed_trial, timed_path, module_code):
+        monkeypatch.setattr(timing, "time", CLOCK)
 
 
 def slow_code(monkeypatch: pytest.MonkeyPatch, function: str) -> None:
@@ -40,18 +59,21 @@ def slow_code(monkeypatch: pytest.MonkeyPatch, function: str) -> None:
 
     def call(loaded: LoadedModule, name: str, values: Sequence[Any]) -> list[torch.Tensor]:
         if name == function:
-            time.sleep(SECONDS)
+            CLOCK.sleep(SECONDS)
         return genuine(loaded, name, values)
 
     monkeypatch.setattr(LoadedModule, "call", call)
 
 
-class Slow(nn.Module):
-    """A module whose own forward sleeps, so that its compiled code is faster."""
+def slow_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the module's own forward sleep, so that compiled code is faster."""
+    genuine = ModuleCode.run_own
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        time.sleep(SECONDS)
-        return x.sin()
+    def run_own(code: ModuleCode, arguments: Any) -> Any:
+        CLOCK.sleep(SECONDS)
+        return genuine(code, arguments)
+
+    monkeypatch.setattr(ModuleCode, "run_own", run_own)
 
 
 def path_of(module: nn.Module) -> Any:
@@ -101,8 +123,16 @@ def test_slower_code_steps_aside(
     assert dispatch_report(module).aside_calls == 8
 
 
-def test_faster_code_serves_by_the_same_path_as_without_a_trial() -> None:
-    module = add_tvm_dispatch(Slow(), torch.ones(3))
+def test_faster_code_serves_by_the_same_path_as_without_a_trial(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slow_own(monkeypatch)
+    checked_in_full = []
+    serve = ModuleCode.serve
+    monkeypatch.setattr(
+        ModuleCode, "serve", lambda *args: checked_in_full.append(1) or serve(*args)
+    )
+    module = add_tvm_dispatch(nn.Tanh(), torch.ones(3))
     timed = []
     for _ in range(12):
         module(torch.ones(3))
@@ -110,6 +140,7 @@ def test_faster_code_serves_by_the_same_path_as_without_a_trial() -> None:
             timed.append(path.path)
     # It keeps what was prepared during the trial, such as CUDA graphs.
     assert path_of(module) is timed[-1]
+    assert len(checked_in_full) == 1
     report = dispatch_report(module)
     # If the difference is clear, the trial ends early.
     assert (report.tvm_calls, report.timed_calls, report.aside_calls) == (8, 4, 0)
@@ -233,8 +264,8 @@ def test_torch_compile_times_its_graphs(monkeypatch: pytest.MonkeyPatch) -> None
     calls: list[float] = []
     with torch.no_grad():
         for _ in range(TRIAL + 8):
-            started = time.perf_counter()
+            started = CLOCK.now
             torch.testing.assert_close(compiled(sample()), reference(sample()))
-            calls.append(time.perf_counter() - started)
+            calls.append(CLOCK.now - started)
     assert min(calls[-6:]) < SECONDS
     torch._dynamo.reset()

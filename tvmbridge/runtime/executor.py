@@ -18,10 +18,11 @@ from torch import nn
 
 from tvmbridge.calls.arguments import Arguments
 from tvmbridge.core.reasons import Reason
+from tvmbridge.runtime.entry import CompiledEntry
 from tvmbridge.runtime.fallbacks import Tally, forget_summaries
 from tvmbridge.runtime.guards.forwards import original_forward
 from tvmbridge.runtime.specialization import Specialization
-from tvmbridge.runtime.timed_path import ServingPath
+from tvmbridge.runtime.timed_path import ServingPath, TimedPath
 
 # The most fast guards that a call checks before the full guards.
 _MOST_FAST = 4
@@ -49,6 +50,16 @@ class FastPaths:
         others = [known for known in self.known if known[0].code is not path.code]
         self.known = ((path, specialization), *others[: _MOST_FAST - 1])
         specialization.put_first(path.code)
+
+    def end_timing(self, code: CompiledEntry) -> None:
+        """Keep the fast path of ``code`` that a trial has timed, without its timing.
+
+        It may have captured CUDA graphs. A new path would capture them again in memory of its own.
+        """
+        self.known = tuple(
+            (p.path if isinstance(p, TimedPath) and p.code is code else p, specialization)
+            for p, specialization in self.known
+        )
 
     def forget(self) -> None:
         """Drop the fast paths, so that the full guards check the next call."""

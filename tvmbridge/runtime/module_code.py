@@ -26,7 +26,7 @@ from tvmbridge.runtime.pinning import renewed_path
 from tvmbridge.runtime.policy import GivenCall, Policy, Unserved, Wanted
 from tvmbridge.runtime.specialization import USES
 from tvmbridge.runtime.specializations import Specializations
-from tvmbridge.runtime.speed_trial import SpeedTrial, only_if_faster_now
+from tvmbridge.runtime.speed_trial import SpeedTrial, SpeedVerdict, only_if_faster_now
 from tvmbridge.runtime.timed_path import AsidePath, ServingPath, TimedPath
 
 
@@ -191,9 +191,15 @@ class ModuleCode(Executor):
             return None
         if entry.trial is None:
             what = f"{mode} {specialization.signature}"
-            conclude = functools.partial(self.tally.note_verdict, what)
+            conclude = functools.partial(self._conclude, what, entry)
             entry.trial = SpeedTrial(entry.question, entry.compiled.captured.device, conclude)
         return entry.trial
+
+    def _conclude(self, what: str, entry: CompiledEntry, verdict: SpeedVerdict) -> None:
+        """Take the verdict of a speed trial of ``entry``; ``what`` describes its calls."""
+        self.tally.note_verdict(what, verdict)
+        if verdict.pays:
+            self.paths.end_timing(entry)
 
     def _remember(self, wanted: Wanted, entry: CompiledEntry, trial: SpeedTrial | None) -> None:
         """Give ``entry`` a fast path, if it can have one, and check that path first from now on."""
@@ -202,22 +208,12 @@ class ModuleCode(Executor):
         path: ServingPath | None
         if trial is not None and trial.steps_aside:
             path = AsidePath(entry, trial, self.run_own, signature, leaves)
-        elif (path := self._after_trial(entry)) is None:
+        else:
             path = fast = renewed_path(entry, signature, leaves)
             if fast is not None and trial is not None and trial.verdict is None:
                 path = TimedPath(fast, trial, self.run_own)
         if path is not None and self.policy.mode(specialization, leaves) == mode:
             self.paths.put_first(path, specialization)
-
-    def _after_trial(self, entry: CompiledEntry) -> ServingPath | None:
-        """Return the fast path of ``entry`` that a trial has timed until now; None: there is none.
-
-        It may have captured CUDA graphs. A new path would capture them again in memory of its own.
-        """
-        if entry.trial is None or entry.trial.verdict is None or entry.slow_calls:
-            return None
-        timed = (path for path, _ in self.paths.known if path.code is entry)
-        return next((path.path for path in timed if isinstance(path, TimedPath)), None)
 
     def _run_in_parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Served | Reason:
         """Serve a call by the compiled parts of the module, with eager PyTorch between them."""
