@@ -79,8 +79,9 @@ class Llama(nn.Module):
         positions = torch.arange(words.shape[1], device=words.device, dtype=torch.float32)
         steps = torch.arange(self.half, device=words.device, dtype=torch.float32)
         angles = positions[:, None] * 10_000.0 ** (-steps / self.half)
-        cos, sin = angles.cos(), angles.sin()
         x = self.embedding(words)
+        # FSDP would cast them before a block runs, but not before a checkpoint repeats it.
+        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         for block in self.blocks:
             if self.checkpointing and self.training:
                 x = recomputed(block, x, cos, sin, use_reentrant=False)
