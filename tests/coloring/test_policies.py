@@ -5,10 +5,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 import tvm
+from torch import nn
 from tvm.script import ir as I
 from tvm.script import relax as R
 
+import tvmbridge
 from tvmbridge.coloring import POLICIES, Coloring, JointGraph, color
 from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.differentiation.differentiate import JointModule
@@ -350,3 +353,24 @@ def test_values_without_elements(policy: str) -> None:
     coloring = color(joint_of(Empty), policy)
     assert [b.var.name for b in coloring.forward] == ["y"]
     assert not coloring.drawn
+
+
+class Gated(nn.Module):
+    """A gated activation behind attention, whose backward is a kernel of PyTorch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(16, 32), nn.Linear(16, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.scaled_dot_product_attention(x, x, x)
+        return nn.functional.silu(self.gate(x)) * self.up(x)
+
+
+def test_behind_attention_activations_are_computed_again() -> None:
+    module = Gated().bfloat16().train()
+    x = torch.randn(2, 2, 8, 16, dtype=torch.bfloat16, requires_grad=True)
+    tvmbridge.add_tvm_dispatch(module, x)
+    (found,) = tvmbridge.dispatch_report(module).specializations
+    assert any("attention" in name for name in found.aten_operators)
+    assert "relax.sigmoid" not in {r.made_by for r in found.residuals}

@@ -51,7 +51,23 @@ _SMOOTH_ATEN_NAMES = (
     "slice_scatter select_scatter constant_pad_nd cumsum avg_pool2d avg_pool2d_backward "
     "_adaptive_avg_pool2d _adaptive_avg_pool2d_backward upsample_bilinear2d "
     "upsample_bilinear2d_backward upsample_nearest2d upsample_nearest2d_backward "
-    "max_pool2d_with_indices_backward"
+    "max_pool2d_with_indices_backward "
+    "_fused_rms_norm _fused_rms_norm_backward cudnn_batch_norm_backward batch_norm_backward "
+    "_softmax_backward_data _log_softmax_backward_data gelu_backward silu_backward "
+    "_weight_norm_interface _weight_norm_interface_backward addmv baddbmm dot linear_backward "
+    "avg_pool3d avg_pool3d_backward _adaptive_avg_pool3d _adaptive_avg_pool3d_backward "
+    "upsample_linear1d upsample_linear1d_backward upsample_bicubic2d upsample_bicubic2d_backward "
+    "upsample_trilinear3d upsample_trilinear3d_backward upsample_nearest1d "
+    "upsample_nearest1d_backward upsample_nearest3d upsample_nearest3d_backward "
+    "reflection_pad1d reflection_pad1d_backward reflection_pad2d reflection_pad2d_backward "
+    "replication_pad2d replication_pad2d_backward _fft_r2c _fft_c2r _fft_c2c logcumsumexp cumprod"
+)
+# Their forward kernels may draw a dropout mask.
+_ATTENTION_BACKWARD_NAMES = (
+    "_scaled_dot_product_flash_attention_for_cpu_backward "
+    "_scaled_dot_product_flash_attention_backward "
+    "_scaled_dot_product_efficient_attention_backward "
+    "_scaled_dot_product_cudnn_attention_backward"
 )
 _ATTENTION_NAMES = (
     "attention fused_attention fused_attention_backward fused_attention_backward_with_bias"
@@ -61,6 +77,7 @@ _MAY_DRAW = "tvmbridge.fused_attention"
 _SMOOTH_ATEN = frozenset(
     ["aten.index.Tensor"]
     + [f"aten.{name}.default" for name in _SMOOTH_ATEN_NAMES.split()]
+    + [f"aten.{name}.default" for name in _ATTENTION_BACKWARD_NAMES.split()]
     + [f"tvmbridge.{name}.default" for name in _ATTENTION_NAMES.split()]
 )
 
