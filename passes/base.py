@@ -148,12 +148,7 @@ def permutation(call: relax.Call) -> list[int]:
 def transposed_of(
     operand: relax.Expr, lookup: Callable[[relax.Var], relax.Expr | None]
 ) -> relax.Expr | None:
-    """Return the matrix of static shape that ``operand`` is the transpose of, or None.
-
-    Args:
-        operand: an operand of a call.
-        lookup: returns the value of a variable, such as ``lookup_binding`` of a mutator.
-    """
+    """Return the matrix of static shape that ``operand`` is the transpose of, or None."""
     value = lookup(operand) if isinstance(operand, relax.Var) else None
     if not is_call(value, PERMUTATION):
         return None
@@ -182,12 +177,7 @@ def flat_results(function: relax.Function) -> list[relax.Expr]:
 
 
 def storage_root(result: relax.Expr, bound: Mapping[relax.Var, relax.Expr]) -> relax.Var | None:
-    """Return the variable whose memory ``result`` has, through views; None for a constant.
-
-    Args:
-        result: a variable or constant.
-        bound: the values of the function's variables.
-    """
+    """Return the variable whose memory ``result`` has, through views; None for a constant."""
     while isinstance(result, relax.Var):
         value = bound.get(result)
         if isinstance(value, relax.Var | tvm.ir.GenericConst):

@@ -137,7 +137,6 @@ def sort(
     The placeholders stay first, the output last.
 
     Args:
-        graph: the graph, which is reordered in place.
         priority: of the nodes that may come next, the one with the least priority does.
         chains: lists of nodes that keep their order.
 

@@ -68,10 +68,6 @@ def concatenated_parameters(
 ) -> tuple[tuple[str, ...], ...]:
     """Return the groups of parameters that ``function`` concatenates along the first dimension.
 
-    Args:
-        function: the function.
-        allowed: names of the parameters that may be in a group.
-
     Returns:
         For each group the names of its parameters, in order.
     """

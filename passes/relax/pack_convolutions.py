@@ -56,10 +56,6 @@ def packable_convolutions(
     """Return the name of the weight and the form of each two-dimensional convolution.
 
     If the weight of one cannot be packed, return the reason.
-
-    Args:
-        forward: the function.
-        frozen: names of the parameters whose values do not change.
     """
     found = []
     for value in bindings_of(forward).values():

@@ -140,9 +140,6 @@ def padding_of(
     """Return by how much to pad rows, depth and columns; None if padding does not pay.
 
     Args:
-        rows: the rows of the left operand.
-        depth: its columns.
-        columns: the columns of the right operand.
         stored: the matrices that the operands are the transposes of, or None.
     """
     left, right = stored

@@ -89,12 +89,9 @@ def find_groups(
     """Return the groups of products in ``function`` that may be combined.
 
     Args:
-        function: the function.
-        min_products: the smallest number of different right operands in a group.
         weight_refusal: called with the name of a parameter; returns why it must not be
             concatenated, or None. If it is given, other right operands are declined.
         group_refusal: called with a group; returns why combining it is not worth it, or None.
-        report: records the products and groups that are declined.
     """
     if not isinstance(function.body, relax.SeqExpr):
         return []

@@ -33,11 +33,7 @@ _IMPORTED = time.time()
 
 
 def unusable(option: bool) -> Reason | None:
-    """Return why the cache is neither read nor written; None if it is used.
-
-    Args:
-        option: the value of the option ``cache``.
-    """
+    """Return why the cache is neither read nor written; None if it is used."""
     if passes_are_observed():
         return Reason(Kind.OBSERVED)
     if not option:
@@ -77,11 +73,6 @@ def records_entry(option: str | None, used: bool, target: Target) -> str:
 
     It has the digest of the files that compilation reads, and the directory in which compilation
     lists untuned tasks.
-
-    Args:
-        option: the option ``tuning_logs``.
-        used: whether compilation uses tuning records.
-        target: the target to compile for.
     """
     if not used:
         return "not used"

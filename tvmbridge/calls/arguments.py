@@ -112,10 +112,7 @@ def rebuild(
 
     Args:
         flat: the leaves that the compiled code returns; the last ones are results of ``checks``.
-        out_spec: the structure of the leaves.
         changed: the positions and keywords of the containers that forward mutates.
-        arguments: ``(args, kwargs)`` of the call.
-        checks: the errors of the checks of values.
 
     Raises:
         Exception: a check did not pass; the error is the one that the check names.

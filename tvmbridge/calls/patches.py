@@ -54,8 +54,6 @@ def patched_here(
     Yield the genuine function.
 
     Args:
-        owner: a module or a class.
-        name: the name of a function or method of ``owner``.
         replacement: called with the genuine function first, then with the arguments.
         over: whether ``replacement`` receives the thread's previous replacement, if it has one, in
             place of the genuine function.
@@ -135,8 +133,6 @@ def forward_patched_here(
     Args:
         module: the traced module. If a submodule holds the forward of ``kind`` as its own
             attribute, this attribute is replaced too.
-        kind: a class of modules.
-        replacement: as for :func:`patched_here`.
     """
     with ExitStack() as stack:
         genuine = stack.enter_context(patched_here(kind, "forward", replacement))
@@ -168,11 +164,7 @@ def patches(owner: Any, name: str) -> Callable[[_Replacement], _Replacement]:
 
 @contextmanager
 def table_patched_here(module: nn.Module) -> Iterator[None]:
-    """Apply all registered replacements in this thread within the context.
-
-    Args:
-        module: the traced module; see :func:`forward_patched_here`.
-    """
+    """Apply all registered replacements in this thread within the context."""
     with ExitStack() as stack:
         for owner, name, replacement in _TABLE:
             if name == "forward":

@@ -85,7 +85,6 @@ def color(
     """Divide the bindings of ``joint`` into forward and backward, as a policy chooses.
 
     Args:
-        joint: the joint function.
         policy: a key of :data:`POLICIES`.
         recompute: operators that backward may compute again in addition to the cheap ones; used
             by the policies that solve a minimum cut.

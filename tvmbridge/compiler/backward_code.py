@@ -51,8 +51,6 @@ class PartialBackward:
 
         Args:
             values: the values that backward reads, then the cotangents that arrived.
-            count: the number of gradients of the full backward.
-            bound: arguments that were converted before.
         """
         return self.placed(self.results(values, bound), count)
 

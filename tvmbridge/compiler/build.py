@@ -198,12 +198,7 @@ def build(
     """Compile ``mod`` and load it.
 
     Args:
-        mod: the module of pure Relax functions.
-        target: the target.
-        records: receives a record of each pass.
         measure: whether kernels may be chosen by measurement.
-        library: the tuning records. A function without a record gets the schedule of a rule.
-        device: the device that the code runs on.
         bundle: the pass that makes one result, and one argument, of all residuals; None: no
             residuals.
 
@@ -312,11 +307,7 @@ def load_code(
     """Start a virtual machine for compiled code.
 
     Args:
-        code: the compiled code.
         module: the executable of ``code``, or the module that was loaded from its exported form.
-        target: its target.
-        device: the device that the code runs on.
-        cache: whether it came from the cache, see :class:`Built`.
     """
     machine = relax.VirtualMachine(module, backend_for(target).device(device))
     unaligned, shared = code.unaligned, code.shared

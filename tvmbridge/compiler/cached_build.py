@@ -68,8 +68,6 @@ class CachedBuild:
         """Load code for ``mod`` from the cache, or compile it.
 
         Args:
-            mod: the graphs.
-            records: receives a record of each pass.
             bundle: the pass that makes one result of all residuals; None: there are none.
 
         Raises:
@@ -94,8 +92,6 @@ class CachedBuild:
 
         Args:
             entries: returns the entries of the cache key that identify the source of the code.
-            compile_: compiles the code; called with a list that receives the records of passes.
-            records: receives the records of passes that ran now, or when the code was compiled.
 
         Raises:
             BuildError: TVM cannot compile it for the target.
@@ -141,7 +137,6 @@ class CachedBuild:
 
         Args:
             compiled_of: the entries of the cache key that identify the graph.
-            records: receives the records of passes that ran when the code was compiled.
         """
         make_ready(self.target)
         compiled_of = {**compiled_of, BOUND: self.bound}

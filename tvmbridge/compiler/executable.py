@@ -92,9 +92,7 @@ class LoadedModule:
         """Wrap the functions of ``vm``.
 
         Args:
-            vm: the virtual machine with the loaded executable.
             unaligned: for each function, which arguments need not be aligned.
-            device: the device of the tensors.
             gradients: how to cut the results of backward into gradients; None: they need no cut.
         """
         self._vm = vm
@@ -132,7 +130,6 @@ class LoadedModule:
         converted, since its values may change between calls.
 
         Args:
-            name: the function.
             held: the tensors by the position of the argument.
             count: the number of arguments of the function.
             as_they_are: positions of arguments that are results of compiled code, which need no

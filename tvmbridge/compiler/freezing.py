@@ -87,9 +87,6 @@ def freeze(
     """Freeze the weights of a module that was lowered for inference.
 
     Args:
-        lowered: the module.
-        options: how to compile.
-        records: receives a record of each pass.
         alone: whether the code must run without a library for products. Weights are then not
             packed for a library; weights of products are transposed once.
         live: the places, among the bindings of :func:`folded`, of values that each call computes.

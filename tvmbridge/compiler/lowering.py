@@ -103,8 +103,6 @@ def lower_module(
     """Capture a module and run the graph passes, up to the functions that are built.
 
     Args:
-        request: the module and the arguments.
-        records: receives a record of each pass.
         measure: entered around each stage with its name.
         passes: run behind the graph passes of the pipeline and the extra ones of the options,
             before a joint function is split.

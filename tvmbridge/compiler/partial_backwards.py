@@ -121,9 +121,6 @@ class PartialBackwards:
         It is used at once if it is compiled already, or if the module has custom autograd
         functions. It is also used if ``absent`` was seen often enough to compile it for speed.
 
-        Args:
-            absent: the numbers of the absent cotangents.
-
         Raises:
             BridgeError: the module has custom autograd functions, and :meth:`without` raised.
         """
@@ -145,9 +142,6 @@ class PartialBackwards:
 
     def without(self, absent: frozenset[int]) -> PartialBackward:
         """Return the partial backward without these cotangents; compile it now if necessary.
-
-        Args:
-            absent: the numbers of the absent cotangents.
 
         Raises:
             BridgeError: it cannot be compiled, or would not be exact; the message says why.

@@ -21,9 +21,6 @@ _NAMESPACES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"
 def refuse_exchange(operator: Any) -> None:
     """Refuse an operator that exchanges tensors with other processes.
 
-    Args:
-        operator: an overload that is about to run, or the target of a node of a graph.
-
     Raises:
         CaptureError: ``operator`` is a collective, or sends or receives a tensor.
     """

@@ -171,9 +171,6 @@ def simplifies(here: bool) -> bool:
     A fact that is true at the first sample sizes must be true at all; one that is true at others
     alone is not used.
 
-    Args:
-        here: whether the fact is true at these sizes.
-
     Raises:
         BuildError: the fact is true at the first sample sizes, and not at these.
     """
@@ -215,7 +212,6 @@ def recorded_decisions(
 
     Args:
         like: decisions from :func:`followed`, which replace new ones if they are known already.
-        results: receives what :func:`remembered` makes.
     """
     recorded = _Recorded(like, {} if results is None else results)
     token = _now.set(recorded)
@@ -232,7 +228,6 @@ def repeated_decisions(
     """Repeat ``decisions``, in their order, within this context.
 
     Args:
-        decisions: the decisions.
         results: the results of a recording of the same code, for :func:`remembered`.
 
     Raises:

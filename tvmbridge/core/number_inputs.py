@@ -112,8 +112,6 @@ class NumberRange:
 
         Args:
             computed: returns the compared number for a value of the input.
-            comparison: a function of :mod:`operator`.
-            other: the number on the right side.
         """
         outcome = bool(comparison(computed(self.sample), other))
         self.conditions.append(Condition(computed, comparison, other, outcome))

@@ -62,11 +62,7 @@ def model_folder() -> str:
 
 
 def load_bert(attention: str = "sdpa") -> nn.Module:
-    """Return a new ``BertModel`` with the trained weights, in eval mode.
-
-    Args:
-        attention: the attention implementation of transformers, ``"sdpa"`` or ``"eager"``.
-    """
+    """Return a new ``BertModel`` with the trained weights, in eval mode."""
     bert: nn.Module = _transformers().BertModel.from_pretrained(
         model_folder(), attn_implementation=attention, local_files_only=True
     )

@@ -57,11 +57,6 @@ def trace_joint(
 ) -> TracedJoint:
     """Record the joint function of a module, with PyTorch's derivatives.
 
-    Args:
-        rehearsal: replays the module's forward.
-        facts: which outputs have a cotangent, and which primals a gradient.
-        records: receives a record of each pass.
-
     Raises:
         UnsupportedOperatorError: an operator of forward or backward cannot be compiled.
     """

@@ -23,9 +23,6 @@ def reached_by_gradients(
     """Return, for each wanted primal, the numbers of the ``outputs`` that send it a gradient.
 
     Args:
-        rehearsal: the eager replay that computed the outputs.
-        leaves: the primals of the replay.
-        outputs: outputs of the replay that require a gradient.
         layouts: receives, by the primal's position, the memory layout of its gradient. If several
             outputs send one, the first output's counts.
 

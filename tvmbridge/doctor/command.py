@@ -124,11 +124,7 @@ def verdict(findings: list[CheckResult]) -> str:
 
 
 def examine(probe: Probe | None = None) -> list[CheckResult]:
-    """Run all checks, and return their results in the order of :data:`CHECKS`.
-
-    Args:
-        probe: runs a probe by its name; None is :func:`run_probe`.
-    """
+    """Run all checks, and return their results in the order of :data:`CHECKS`."""
     chosen = run_probe if probe is None else probe
     with ThreadPoolExecutor(max_workers=2) as pool:
         return [f for found in pool.map(lambda check: check(chosen), CHECKS) for f in found]

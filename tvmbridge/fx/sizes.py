@@ -36,8 +36,6 @@ def sizes_check(
     """Return a function that says whether the sizes of a call's leaves fit a traced graph.
 
     Args:
-        leaves: the leaves of the sample.
-        relations: the relations between their sizes; None if no argument is a tensor.
         shapes: returns the shapes of the traced arguments, given the leaves of a call.
         degenerate: positions of the traced arguments whose sizes may also be 0 or 1, which symbols
             exclude.

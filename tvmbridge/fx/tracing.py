@@ -80,10 +80,6 @@ def trace(
     """Trace ``module`` in the mode that it is in, train or eval.
 
     Args:
-        module: the module whose forward is traced.
-        args: positional arguments of the sample call.
-        kwargs: keyword arguments of the sample call.
-        needs_grad: whether autograd records the call.
         any_size: whether symbols replace the sizes of the sample.
 
     Raises:

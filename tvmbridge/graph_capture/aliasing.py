@@ -61,7 +61,6 @@ def aliases_of(
     """Return the memory that the outputs share with inputs, the module's state and one another.
 
     Args:
-        outputs: the leaves of the value that forward returned.
         inputs: the tensor arguments of forward, by position; no two of them share memory.
         state: parameters, buffers and tensor attributes after forward, by name.
         views: the record of the view operators that ran; None if no gradient is needed.
@@ -132,12 +131,6 @@ def with_exchanged(
 ) -> Sharing:
     """Return ``sharing`` with the rebound buffers that share memory with an input or state.
 
-    Args:
-        sharing: the memory that the outputs share.
-        names: the names of the buffers that forward rebound to other tensors.
-        inputs: as for :func:`aliases_of`.
-        state: as for :func:`aliases_of`.
-
     Raises:
         UnsupportedOperatorError: forward rebound two buffers to tensors that share memory.
     """
@@ -172,8 +165,6 @@ def refuse_exchanged(
 
     Args:
         before: the former tensors of the rebound buffers, by name.
-        outputs: the leaves of the value that forward returned.
-        sharing: the memory that the outputs share.
 
     Raises:
         UnsupportedOperatorError: an output shares memory with a buffer's former tensor, or a tensor
@@ -259,12 +250,8 @@ def _relate(
     have its own memory.
 
     Args:
-        members: the numbers of the outputs and rebound tensors that have the storage.
-        returned: the members that are outputs; only these can give the base.
-        outputs: all outputs and rebound tensors.
         found: gets the aliases of the members, by number.
         new_number: the number of an intermediate base.
-        differentiated: whether gradients are needed.
 
     Raises:
         UnsupportedOperatorError: members overlap, but no tensor can be their base.

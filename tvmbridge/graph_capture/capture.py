@@ -140,13 +140,6 @@ def capture_staged(
 ) -> CapturedGraph:
     """Export the module of ``stage``, as :func:`capture` does for a user's module.
 
-    Args:
-        stage: the stand-in to be traced, with its observation.
-        args: positional arguments of the sample.
-        kwargs: keyword arguments of the sample.
-        needs_grad: whether the graph will be differentiated.
-        records: a list to which the records of the stage's fx passes are appended, or None.
-
     Raises:
         CaptureError: forward raises for the sample or cannot be observed, or torch.export cannot
             capture it.

@@ -317,7 +317,6 @@ def try_epilogue(epilogue: Epilogue, flat: Sequence[Any]) -> None:
     """Check that the epilogue is pure, by one run on copies of the tensors that it reads.
 
     Args:
-        epilogue: the epilogue.
         flat: the leaves that the compiled code returns; the last of them are for the epilogue.
 
     Raises:

@@ -204,8 +204,6 @@ def mask_descriptor(
     """Return the descriptor of a boolean mask with the strides of ``like``.
 
     Args:
-        name: the name of the draw.
-        like: a tensor with the shape and the strides of the mask.
         keep: the probability that an element is True.
         drop_probability: the probability of dropout; None if the mask is not for dropout.
     """

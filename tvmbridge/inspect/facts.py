@@ -24,15 +24,7 @@ def facts_of(
     expr: relax.Expr | None,
     seconds: Mapping[relax.Var, float],
 ) -> dict[str, Any]:
-    """Return the known facts about a value by name; unknown facts are left out.
-
-    Args:
-        title: the name of the operator.
-        detail: the operator's attributes as text.
-        var: the variable that the value is bound to, if any.
-        expr: the expression that computes the value, if any.
-        seconds: the measured times of variables.
-    """
+    """Return the known facts about a value by name; unknown facts are left out."""
     known: dict[str, Any] = {"operator": title, "attributes": detail}
     if var is not None:
         known |= {"variable": var.name, "type": full_type_text(var.ty), "bytes": nbytes(var.ty)}

@@ -107,11 +107,6 @@ def picture_of(
     """Return the picture that :func:`visualize` draws, as data.
 
     Args:
-        mod_or_function: as for :func:`visualize`, as the next four arguments.
-        collapse_small: as for :func:`visualize`.
-        node_attr_dict: as for :func:`visualize`.
-        coloring: as for :func:`visualize`.
-        groups: as for :func:`visualize`.
         seconds: for each variable whose time was measured, the seconds that its call takes.
         gradients: for each result that is a gradient, by its number, the name of its parameter or
             input.

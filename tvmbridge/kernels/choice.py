@@ -50,9 +50,7 @@ def faster_with_onednn(
 
     Args:
         left: the shape of the first operand in memory, and its view as a matrix.
-        right: the same for the second operand.
         result: the shape of the product. Batches are never measured and give False.
-        biased: whether a bias row is added.
     """
     if len(result) != 2 or min(result) < 2 or not torch.backends.mkldnn.is_available():
         return False
@@ -136,10 +134,7 @@ def as_precise(
     its operands to fewer digits has an error a thousand times as large.
 
     Args:
-        found: the result to check.
-        usual: the result of the kernel that PyTorch uses.
         exact: the first rows of the result in float64.
-        times: the factor.
     """
     rows = exact.shape[0]
     errors = [(r[:rows].double() - exact).abs().max() for r in (found, usual)]
@@ -171,14 +166,7 @@ def race(candidates: Sequence[Callable[[], Any]]) -> list[float]:
 
 
 def product_kernel(measure: bool, dtype: str, spec: str, shapes: Sequence[Any]) -> str:
-    """Return the name of oneDNN's kernel if it is faster for a product, else "".
-
-    Args:
-        measure: whether kernels may be measured.
-        dtype: the dtype of the product.
-        spec: the spec of the product (:func:`.matmul.matmul_spec`).
-        shapes: the shapes of both operands, and of the bias if there is one.
-    """
+    """Return the name of oneDNN's kernel if it is faster for a product, else ""."""
     if not measure or dtype != "float32":
         return ""
     content = json.loads(spec)
@@ -194,8 +182,6 @@ def packing_of(rows: int, depth: int, columns: int, transposed: bool, measure: b
     """Return the library whose layout a frozen float32 weight is packed in; "" for no packing.
 
     Args:
-        rows: the number of rows of the other operand.
-        depth, columns: the product is (rows, depth) by (depth, columns).
         transposed: whether the weight is in memory as (columns, depth).
         measure: whether candidates may be measured; otherwise nothing is packed.
     """

@@ -29,7 +29,6 @@ def load_functions(source: str, names: Sequence[str]) -> list[int]:
 
     Args:
         source: definitions, without the ``target`` lines that name the machine.
-        names: the functions whose addresses are returned.
 
     Raises:
         OSError: no temporary file can be written.

@@ -176,7 +176,6 @@ def choice(question: str, among: Sequence[str], measure: Callable[[], str]) -> s
 
     Args:
         question: a text that describes the choice. PyTorch's number of threads is added to it.
-        among: the possible answers.
         measure: returns the answer. It can be pickled, because another process may call it.
     """
     if _elsewhere is not None:

@@ -67,9 +67,6 @@ def note_missing(
     """Add untuned tasks to the list in the user's log directory, if the user named one.
 
     Args:
-        missing: the tasks, and how often each is called.
-        log_dir: :attr:`tvmbridge.CompileOptions.tuning_logs`.
-        target: the target of the compilation.
         origin: the module that the tasks were found in, for people.
     """
     directory = named_log_dir(log_dir)

@@ -47,10 +47,6 @@ def converts(
 ) -> Callable[[ConverterFn], ConverterFn]:
     """Register the decorated converter for ``overloads``.
 
-    Args:
-        *overloads: the ATen overloads that it converts.
-        dtypes: the dtypes that the converter knows.
-
     Returns:
         The decorator, which returns the converter unchanged.
     """

@@ -63,10 +63,6 @@ def ranks_now() -> int:
 def decided_together(label: str, body: Callable[[], Result]) -> Result:
     """Return ``body()`` if it returns on every rank; all ranks call this in the same order.
 
-    Args:
-        label: what is compiled; equal on all ranks.
-        body: the compilation.
-
     Raises:
         BuildError: another rank was refused; the message names it and its reason.
         Exception: ``body`` has raised it on this rank.

@@ -56,11 +56,6 @@ _FAR, _NEAR = 8, 64
 def sizes_to_serve(module: nn.Module, given: Any, sample: Arguments | None) -> Any:
     """Check the argument ``dynamic_shapes`` of ``add_tvm_dispatch``.
 
-    Args:
-        module: the module to be dispatched.
-        given: the value of the argument.
-        sample: the sample arguments; None: there is no sample.
-
     Returns:
         A spec as for torch.export, ``"auto"``, or None for no symbols.
 

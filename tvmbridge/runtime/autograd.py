@@ -95,10 +95,7 @@ class TrainingCall:
         """Return the outputs of forward, connected to ``primals`` in autograd's graph.
 
         Args:
-            primals: user inputs, module state, random draws and packed weights, in order.
-            strides: the strides of the outputs at this call; None: the strides of the sample.
             again: computes gradients that can be differentiated, or says why there are none.
-            held: the module's tensors, converted for compiled code; None: not converted yet.
             replayed: the results of a CUDA graph that has replayed forward; None: run forward.
         """
         step = TrainingStep(self, primals, strides, again, held, replayed)
@@ -123,7 +120,6 @@ class TrainingCall:
         """Convert the primals that stay the same from call to call, once for all calls.
 
         Args:
-            primals: by position, all tensors of the module and its packed weights.
             as_they_are: positions of primals that compiled code can read without a copy.
         """
         parts, loaded = self.parts, self.compiled.loaded
@@ -164,9 +160,6 @@ class TrainingCall:
 
     def filled(self, cotangents: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         """Return the cotangents that backward takes, in the orders that it reads; zeros for None.
-
-        Args:
-            cotangents: one for each output, None if it did not arrive.
         """
         numbers = self.parts.cotangent_of
         specs = zip((cotangents[number] for number in numbers), self.cotangent_specs, strict=True)

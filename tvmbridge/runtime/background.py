@@ -95,7 +95,6 @@ class Background:
         ``body`` runs here at once if there is no budget, or if a child process cannot compile.
 
         Args:
-            what: a description of the compilation, for messages.
             about: an object that identifies the compilation together with ``key``.
             key: the mode and the flags that it compiles for, and what else identifies it.
             body: the compilation; it must create the same graphs in the child and here.

@@ -28,15 +28,7 @@ class Checks(Protocol):
         tensors: Sequence[Any],
         arguments: Arguments,
     ) -> Any:
-        """Serve one call by ``entry``, checked or not, and return its results.
-
-        Args:
-            module: the dispatched module.
-            entry: the compiled entry for the call.
-            leaves: the leaves of the call's arguments.
-            tensors: the module's tensors.
-            arguments: the positional and keyword arguments.
-        """
+        """Serve one call by ``entry``, checked or not, and return its results."""
 
     def renewed(self) -> Checks:
         """Return an object with the same settings for a copy of the module."""

@@ -243,7 +243,6 @@ class Lease:
         """Return the gradients; None if backward has to be called without a graph.
 
         Args:
-            cotangents: the cotangents that arrived.
             partial: the :class:`PartialBackward` for exactly these cotangents; None: all arrived.
         """
         return self._graphs(partial)(cotangents) if self.active else None

@@ -101,9 +101,6 @@ class FrozenWeights:
     def held(self, held: Mapping[int, torch.Tensor]) -> tuple[dict[int, torch.Tensor], int]:
         """Return the arguments of ``forward`` that are the same at each call.
 
-        Args:
-            held: the primals that are the same at each call, by position.
-
         Returns:
             The arguments by position, and the number of all arguments of ``forward``.
         """

@@ -227,13 +227,7 @@ def _empty_link(device: torch.device) -> torch.Tensor:
 def linked(
     parts: Sequence[BackwardPart], sources: Sequence[torch.Tensor], device: torch.device
 ) -> torch.Tensor | None:
-    """Return a tensor whose autograd nodes run all of ``parts`` but the first; None without any.
-
-    Args:
-        parts: the parts of a call's backward.
-        sources: the primals that the gradients are of.
-        device: the device of the call; autograd runs the nodes on its stream.
-    """
+    """Return a tensor whose autograd nodes run all of ``parts`` but the first; None without any."""
     link: torch.Tensor | None = None
     for number in range(len(parts) - 1, 0, -1):
         of_part = [sources[i] for i in parts[number].gradients]

@@ -78,9 +78,6 @@ class GraphedCode:
         """Wrap ``run`` in a :class:`ReplayedCall`.
 
         Args:
-            name: the name under which replays are counted.
-            run: the function to capture.
-            memory: the memory that its graph shares with others.
             copies: how many of the first results are returned as copies; None: all of them.
             read: the numbers of the copied results that other graphs read.
         """

@@ -125,7 +125,6 @@ class BackwardHalves:
         """Return the halves of a module; None if all gradients are of inputs, or of weights.
 
         Args:
-            compiled: the compiled module.
             gradient_of: for each gradient, the number of its primal.
         """
         users = sum(d.kind is InputKind.USER for d in compiled.captured.inputs)
@@ -142,11 +141,6 @@ class BackwardHalves:
 
     def gradients(self, ctx: Any, cotangents: Gradients, whole: Callable[[], Gradients]) -> Any:
         """Return the gradients that the engine asks for, and None for the others.
-
-        Args:
-            ctx: the node of autograd's graph.
-            cotangents: one for each output, None if it did not arrive.
-            whole: runs the whole backward.
 
         Raises:
             RuntimeError: the values are freed that the gradients would be computed from.

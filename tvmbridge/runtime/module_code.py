@@ -83,8 +83,6 @@ class ModuleCode(Executor):
         """Serve a call; compile code for it first if it has none and may add it.
 
         Args:
-            args: the positional arguments.
-            kwargs: the keyword arguments.
             again: whether code was added for this call, which then adds no more.
         """
         policy, call = self.policy, GivenCall(args, kwargs, self.kept.known)

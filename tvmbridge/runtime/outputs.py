@@ -64,12 +64,7 @@ class Outputs:
         self.writes = len(returned) < len(outputs)
 
     def mismatch(self, leaves: Sequence[Any], tensors: Sequence[Any]) -> Reason | None:
-        """Return why the outputs cannot be rebuilt for this call; None if they can.
-
-        Args:
-            leaves: the leaves of the call's arguments.
-            tensors: the module's tensors.
-        """
+        """Return why the outputs cannot be rebuilt for this call; None if they can."""
         if self._written and self._overlap(leaves, tensors):
             return Reason(Kind.WRITTEN_SHARED)
         for alias in self._views:
@@ -117,12 +112,6 @@ class Outputs:
         arguments: Arguments,
     ) -> Any:
         """Write mutations back, and rebuild forward's return value from the computed ``results``.
-
-        Args:
-            results: the computed outputs, in order.
-            leaves: the leaves of the call's arguments.
-            tensors: the module's tensors.
-            arguments: the call's positional and keyword arguments, some of which forward changes.
         """
         if self._is_plain:
             return self._build(list(results[: self._num_returned]))

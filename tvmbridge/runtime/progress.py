@@ -22,10 +22,6 @@ def progress(what: str, why: str = "") -> Iterator[Callable[[str], None]]:
     after ``PATIENCE`` seconds and disappears at the end. If standard error is not a terminal,
     nothing is shown.
 
-    Args:
-        what: the work, as text.
-        why: the reason, as text that is appended.
-
     Yields:
         A function to be called with the name of each stage as it begins.
     """

@@ -82,7 +82,6 @@ class Replay:
         It returns ``(results, left)`` if forward leaves values in attributes.
 
         Args:
-            tensors: the module's tensors at the call.
             kept: the copies that :meth:`keep` returned before the call.
         """
         module = self._state.module

@@ -89,10 +89,7 @@ class SavedVersions:
         it that has no version check.
 
         Args:
-            step: the :class:`~.step.TrainingStep` that keeps the noted versions.
-            places: the positions of the primals ``read``.
             read: the primals that backward reads.
-            outputs: all outputs of forward.
             kept: the outputs that backward reads.
         """
         if not self._any:

@@ -68,8 +68,6 @@ class SecondOrder:
         """Record a call, so that forward can run again for its backward.
 
         Args:
-            leaves: the leaves of the call's arguments.
-            tensors: the module's tensors.
             pinned: addresses and mode that a fast guard has checked; None: read them now.
 
         Returns:
@@ -111,8 +109,6 @@ class SecondOrder:
         Values that forward writes are None: no gradient arrives at them.
 
         Args:
-            leaves: the leaves of the arguments.
-            tensors: the module's tensors at the call.
             kept: copies of tensors that the call has written.
             generator: the state of PyTorch's random generator to start from; None: forward draws
                 no random numbers.
@@ -200,12 +196,7 @@ class SecondOrderCall:
     def gradients(
         self, wanted: Sequence[int], cotangents: Mapping[int, torch.Tensor]
     ) -> list[torch.Tensor | None]:
-        """Return differentiable gradients of the primals ``wanted``; None if none reaches one.
-
-        Args:
-            wanted: the numbers of primals that require a gradient.
-            cotangents: the cotangents that arrived, by the number of the computed output.
-        """
+        """Return differentiable gradients of the primals ``wanted``; None if none reaches one."""
         primals = self._primals
         kept = {id(t) for t in self._tensors}
         with torch.enable_grad():

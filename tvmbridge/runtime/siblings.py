@@ -57,9 +57,6 @@ class Watched:
     def refuse_hooks(self, cotangents: Sequence[torch.Tensor | None]) -> None:
         """Raise if a hook on a watched output would miss a gradient.
 
-        Args:
-            cotangents: one for each output; None if it did not arrive.
-
         Raises:
             BridgeError: an output has a hook, and an output computed from it has a cotangent.
         """
@@ -75,9 +72,6 @@ class Watched:
 
         The gradient would miss the part that flows through ``reader``. The compiled backward
         does not run in that case, so a hook of ``reader`` makes this check.
-
-        Args:
-            reader: the number of an output that a cotangent has arrived for.
 
         Raises:
             BridgeError: the running backward has such an input.

@@ -69,8 +69,6 @@ class ConvertedTensors:
         """Return the converted arguments of a backward without some of the cotangents.
 
         Args:
-            loaded: the code of that backward.
-            count: the number of its arguments.
             given: the positions of arguments that are results of compiled code.
         """
         bound = self.partial.get(loaded)
@@ -181,9 +179,6 @@ class TrainingStep:
 
     def refuse_written(self, cotangents: Sequence[torch.Tensor | None]) -> None:
         """Check that no tensor that this backward reads was written since forward.
-
-        Args:
-            cotangents: one for each output, None if it did not arrive; they decide what is read.
 
         Raises:
             RuntimeError: a tensor was written, as in eager PyTorch.

@@ -212,12 +212,8 @@ def _transposed(
     """Return a loop that transposes a matrix into ``copy``.
 
     Args:
-        rows: the matrix, with ``depth`` columns.
         copy: the buffer (depth, padded).
-        count: the number of rows of the matrix.
         padded: the number of columns of ``copy``; columns after ``count`` become zero.
-        depth: the number of columns of the matrix.
-        machine: the machine to generate code for.
     """
     lanes = machine.lanes
 

@@ -198,7 +198,6 @@ def _earliest(source: Member, looped: bool, same: bool) -> int:
     """Return the first time at which a stage that reads ``source`` can run.
 
     Args:
-        source: the member that is read.
         looped: whether the reading stage runs in a pass over columns.
         same: whether it reads only its own column.
     """

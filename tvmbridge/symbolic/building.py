@@ -54,11 +54,6 @@ def build_for_all(
 
     Args:
         graphs: for each point of ``sizes``, the module, and how its residuals are bundled.
-        sizes: finds the functions of the symbols.
-        target: the target.
-        options: how to compile.
-        device: the device that the code runs on.
-        records: receives a record of each pass.
 
     Raises:
         DifferentCodeError: the code at the points differs in more than sizes.
@@ -102,9 +97,7 @@ def code_for_all(
 
     Args:
         graphs: for each point of ``sizes``, the module, and how its residuals are bundled.
-        sizes: finds the functions of the symbols.
         prepare_one: chooses the kernels of a module, and fuses its functions.
-        records: receives a record of each pass.
 
     Raises:
         DifferentCodeError: the code at the points differs in more than sizes.

@@ -73,12 +73,8 @@ def points_within(
     """Return sample points at which all relations hold that forward assumes of sizes.
 
     Args:
-        trace: the module traced with symbols, with the relations that forward assumes of sizes.
-        symbols: the symbolic dimensions.
-        sample: arguments of some size.
         smallest: candidates for the smallest point, in order of preference.
         largest: the largest size of each symbol that calls had.
-        names: the names of the leaves of the arguments for messages.
         refused: numbers that no size may be. The trace's static numbers are avoided where the
             code is for as small sizes without them.
 
@@ -172,9 +168,6 @@ def points_for(
     """Return sample points whose range contains the given sizes and many others.
 
     Args:
-        smallest: the smallest size of each symbol that calls had.
-        largest: the largest size of each symbol that calls had.
-        bounds: the upper bound of each symbol.
         tight: whether to stay close to the smallest sizes.
         avoided: numbers that no size may be, except a smallest size if calls have no larger one.
         refused: numbers that no size may be, except a smallest size of 2.

@@ -33,9 +33,6 @@ def related(
     A unit is an integer: all sizes of the symbol grow in steps of it.
 
     Args:
-        symbols: one symbol for each group of dimensions with equal sizes.
-        relations: the relations between sizes that forward assumes.
-        sample: arguments of some size.
         seen: the sizes of the symbols in known calls.
     """
     merged = _merged(symbols, relations)
@@ -96,9 +93,6 @@ def divided(
     product of symbols.
 
     Args:
-        symbols: the symbols.
-        trace: the trace of the module with symbols.
-        sample: arguments of some size.
         seen: the sizes of the symbols in known calls; they must be multiples of the units.
 
     Returns:

@@ -65,10 +65,6 @@ def set_up(module: str, target: str) -> list[float]:
     """Prepare to measure schedules of a function; return the times of its kernel by rule.
 
     The kernel by rule is the function as tvmbridge schedules it without a tuning record.
-
-    Args:
-        module: the JSON of a module with the function ``main``.
-        target: the text of the target.
     """
     global _bench
     torch.set_grad_enabled(False)

@@ -30,7 +30,6 @@ def merge(sources: Sequence[Path], out: Path | None = None) -> Path:
     """Merge the records of several folders; keep the best record of each tuned task.
 
     Args:
-        sources: folders of one target, or log directories with the folder of a single target.
         out: the folder to write; None: the first of ``sources``.
 
     Returns:

@@ -47,10 +47,6 @@ class Adoption:
 
         If forward derived a found tensor from another tensor (``t.data``), the result has the
         other tensor.
-
-        Args:
-            module: the user's module.
-            leaves: the leaves of the sample's arguments.
         """
         own = tensors_of(module)
         device = _device_of([*leaves, *own.values()])

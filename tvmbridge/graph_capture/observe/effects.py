@@ -49,11 +49,7 @@ class StateBefore:
         return (*(name for name in before if name not in after), *changed)
 
     def rebound(self, after: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return, by name, the former tensors that forward replaced by others.
-
-        Args:
-            after: the tensors of the module after forward, by name.
-        """
+        """Return, by name, the former tensors that forward replaced by others."""
         return {n: t for n, t in self._places.items() if after.get(n, t) is not t}
 
     def writes_by_two_names(self) -> Iterator[str]:
@@ -69,11 +65,7 @@ class StateBefore:
                 yield "writes into {}, which is {} too".format(*names[id(tensor)])
 
     def has_written_other_tensors(self, held: Iterable[torch.Tensor]) -> bool:
-        """Whether forward wrote into a tensor of ``held`` that is no parameter or buffer.
-
-        Args:
-            held: the tensors that the module holds after forward.
-        """
+        """Whether forward wrote into a tensor of ``held`` that is no parameter or buffer."""
         # A tensor that forward has assigned to a buffer counts as a buffer.
         made = {id(t) for t in self._module.buffers() if id(t) not in self._versions}
         others = (t for t in held if id(t) not in self._writable | made)

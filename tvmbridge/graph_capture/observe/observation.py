@@ -127,12 +127,7 @@ def observe(
     """Run forward on fake tensors with the shapes of the arguments, and record what it does.
 
     Args:
-        module: the module whose forward runs.
-        arguments: the positional and the keyword arguments of forward.
-        needs_grad: whether autograd records.
         within: further contexts, for forward alone.
-        is_compiling: what ``torch.compiler.is_compiling()`` returns.
-        autocast: the autocast state that forward runs under.
         left: the attributes in which forward leaves values, as (submodule's name, attribute's
             name); None: the run finds them.
         adoption: collects the unregistered tensors that forward reads, even if this function
@@ -254,11 +249,7 @@ class _Run:
         return structure
 
     def sharing(self, after: Mapping[str, torch.Tensor]) -> Sharing:
-        """Return the memory that the results share.
-
-        Args:
-            after: the module's tensors after forward, by dotted name.
-        """
+        """Return the memory that the results share."""
         if self._records:
             return aliases_of(self.results, self.given(), after, self.views)
         sharing = aliases_of(self.results, self.given(), after, None)

@@ -133,11 +133,6 @@ def refuse_at_sight(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[st
 def refuse_what_is_asked(module: nn.Module, arguments: Any, asks: Collection[Question]) -> None:
     """Refuse a sample whose tensors have a property that forward reads and a trace changes.
 
-    Args:
-        module: the user's module.
-        arguments: the sample's arguments.
-        asks: the properties of tensors that forward reads.
-
     Raises:
         CaptureError: such a property differs in a trace.
     """

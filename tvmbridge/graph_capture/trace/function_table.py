@@ -40,7 +40,6 @@ def replaces(*functions: Any, order: int = 0) -> HandlerT:
     """Register the decorated handler for ``functions``.
 
     Args:
-        functions: torch functions, as ``__torch_function__`` receives them.
         order: if a function has several handlers, the one with the lowest order is called first.
     """
 

@@ -174,9 +174,7 @@ def _way(now: Any, watched: Any, before: Any, known: set[int]) -> tuple[Left | N
     The first is None if the attribute did not change, or if compiled code cannot give it the value.
 
     Args:
-        now: the attribute's value after forward.
         watched: the value or stand-in that the attribute had during forward.
-        before: the attribute's value before forward.
         known: the ids of objects that forward did not create.
     """
     if type(now) is Count:

@@ -30,9 +30,7 @@ def numbers_traced(
     """Yield a function that calls forward with traced numbers among its arguments.
 
     Args:
-        module: the module whose forward is called.
         ranges: by the position of a leaf, the values of the number; the call narrows them.
-        held: the numbers in attributes that are traced too; the call narrows their values.
     """
     of = NumbersOfCall({**ranges, **held.by_leaf()})
 

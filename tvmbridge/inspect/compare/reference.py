@@ -51,10 +51,6 @@ def run_eager(sample: Sample, *, backward: bool) -> Reference:
     """Run ``sample`` in eager PyTorch, once as it is, and several times with random rounding.
 
     The first run draws the random numbers and the cotangents, and stores them in the sample.
-
-    Args:
-        sample: the module and its arguments.
-        backward: whether to compute gradients too, of all parameters and inputs that require one.
     """
     trace, unwritten = _run(sample, Recorder(sample.draws), backward)
     generator = torch.Generator().manual_seed(17)

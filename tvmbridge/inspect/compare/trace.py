@@ -58,9 +58,6 @@ class Trace:
         """Record a value, and return the number of its step.
 
         Args:
-            value: the value.
-            operator: the operator that computed it; empty for an input.
-            operands: the operands of the operator.
             source: the user's source line; empty if it is unknown.
         """
         numbers = dict.fromkeys(n for n in map(self.number, operands) if n is not None)

@@ -59,7 +59,6 @@ class Measure:
         """Compute scale and bound of a value.
 
         Args:
-            reference: the value in eager PyTorch.
             noise: how far rounding moves the value, absolute.
             eps: the largest unit of rounding among the dtypes of the computation.
         """

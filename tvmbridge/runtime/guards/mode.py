@@ -44,13 +44,7 @@ class Mode(NamedTuple):
 
     @classmethod
     def of_now(cls, training: bool, needs_grad: bool, autocast: Autocast | None = None) -> Mode:
-        """Return the mode of a call made now.
-
-        Args:
-            training: the module's training flag.
-            needs_grad: whether autograd records the call.
-            autocast: the autocast state; None: the present state.
-        """
+        """Return the mode of a call made now."""
         deterministic = torch.are_deterministic_algorithms_enabled()
         dtype = torch.get_default_dtype()
         state = autocast_now() if autocast is None else autocast

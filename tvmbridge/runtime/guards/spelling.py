@@ -119,10 +119,6 @@ class Parameters:
         """Return the position or keyword of each parameter's argument in a call.
 
         None: forward raises a TypeError for such a call.
-
-        Args:
-            count: the number of positional arguments of the call.
-            keywords: the keywords of the call.
         """
         try:
             bound = self._signature.bind(*range(count), **{name: name for name in keywords})
@@ -160,7 +156,6 @@ class Parameters:
 
         Args:
             sample: the number of positional arguments and the keywords of the sample.
-            call: the same of the call.
         """
         expected, given = self.bound(*sample), self.bound(*call)
         if expected is None or given is None:

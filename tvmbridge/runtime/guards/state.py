@@ -314,12 +314,7 @@ class ModuleState:
         return None
 
     def changed(self, tensors: Sequence[torch.Tensor | None], *, check_grad: bool) -> Reason | None:
-        """Return why compiled code does not fit the module as it is now; None if it does.
-
-        Args:
-            tensors: the module's present tensors.
-            check_grad: whether ``requires_grad`` is compared as well.
-        """
+        """Return why compiled code does not fit the module as it is now; None if it does."""
         reason = self._restructured() or self._unserved_number()
         reason = reason or self.kinds.changed(tensors, check_grad)
         return reason or self._changed_beside(check_grad)

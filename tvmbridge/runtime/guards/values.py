@@ -172,10 +172,8 @@ class ValueGuard:
         """Return a guard of ``module``'s attributes and of other values that forward reads.
 
         Args:
-            module: the dispatched module.
             expected: values by (submodule's name, attribute's name), as :func:`values_read`
                 returns them; mutable objects among them must be copies.
-            outside: values outside of the module, such as globals.
         """
         watched: dict[tuple[int, str], _Watched] = {}
         for (path, name), value in expected.items():

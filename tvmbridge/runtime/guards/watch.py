@@ -127,9 +127,7 @@ def watch(
     """Return a watch of the given objects, in native code if possible.
 
     Args:
-        dicts: dictionaries that are compared as a whole.
         objects: objects of which the class and the ``__dict__`` must stay the same.
-        tensors: tensors that are compared in all but their values, addresses included.
         places: single entries of dictionaries in which other entries do not matter.
         functions: functions, each with its code and defaults.
         asked: dictionaries, each with a function that compares the entries that matter.

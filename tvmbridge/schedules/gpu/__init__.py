@@ -76,7 +76,6 @@ def is_one_kernel(kernel: Kernel, parts: tuple[Kernel, ...], _: Target) -> bool:
     element, so that a merged kernel fills a GPU like its parts.
 
     Args:
-        kernel: the function.
         parts: the functions that ``kernel`` is made of; empty if it was not merged.
     """
     nest = _only_nest(kernel)
