@@ -159,8 +159,7 @@ class TrainingCall:
         return values
 
     def filled(self, cotangents: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-        """Return the cotangents that backward takes, in the orders that it reads; zeros for None.
-        """
+        """Return the cotangents that backward takes, in the orders that it reads; zero for None."""
         numbers = self.parts.cotangent_of
         specs = zip((cotangents[number] for number in numbers), self.cotangent_specs, strict=True)
         filled = [_zeros(s) if c is None or c._is_zerotensor() else c for c, s in specs]

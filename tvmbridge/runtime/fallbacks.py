@@ -27,8 +27,7 @@ _SERVES_ANYWAY = "only_if_faster=False has compiled code serve them (docs/when_i
 
 
 def worst(counts: Mapping[str, int], reasons: Mapping[str, Reason]) -> str | None:
-    """Return the most frequent reason that the user can do something about; None if there is none.
-    """
+    """Return the most frequent reason for which there is advice; None if there is none."""
     open_ones = [text for text in counts if text in reasons and reasons[text].advice]
     return max(open_ones, key=lambda text: counts[text], default=None)
 

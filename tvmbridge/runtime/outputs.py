@@ -111,8 +111,7 @@ class Outputs:
         tensors: Sequence[Any],
         arguments: Arguments,
     ) -> Any:
-        """Write mutations back, and rebuild forward's return value from the computed ``results``.
-        """
+        """Write mutations back, and rebuild forward's return value from ``results``."""
         if self._is_plain:
             return self._build(list(results[: self._num_returned]))
         captured = self._captured
