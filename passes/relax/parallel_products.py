@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tvm import relax
 
-from tvmbridge.passes.base import PassReport, dtype_of, shape_of
+from tvmbridge.passes.base import PassReport, dtype_of, is_call, shape_of
 
 # An operand as a view: the tensor that is viewed, and the reshapes and transposes, in order.
 _Step = tuple[str, tuple[int, ...]]
@@ -72,11 +72,6 @@ class ProductGroup:
 
     products: tuple[Product, ...]
     different: tuple[Product, ...]
-
-
-def is_call(expr: relax.Expr | None, name: str) -> bool:
-    """Whether ``expr`` calls the Relax operator ``name``."""
-    return isinstance(expr, relax.Call) and getattr(expr.op, "name", "") == name
 
 
 def find_groups(
