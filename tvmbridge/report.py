@@ -158,10 +158,7 @@ class DispatchReport:
 
     @property
     def timed_calls(self) -> int:
-        """Return the number of calls that the module's own forward served to be timed.
-
-        Such a call is no fallback.
-        """
+        """Return the number of calls, no fallbacks, that the own forward served to be timed."""
         return sum(s.timed_calls for s in self.specializations)
 
     @property

@@ -102,10 +102,7 @@ def _writes(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def ordered(graph: fx.Graph) -> list[fx.Node]:
-    """Return the nodes that must keep their order.
-
-    A node must keep it if it has a side effect, or reads or returns a tensor that is written.
-    """
+    """Return the nodes to keep in order: with a side effect, or on a tensor that is written."""
     reached = written(graph)
     return [
         node

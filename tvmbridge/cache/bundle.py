@@ -128,10 +128,7 @@ def _check_digest(file: BinaryIO, size: int, path: Path) -> None:
 
 
 def _next_part(file: BinaryIO, end: int, path: Path) -> Part | None:
-    """Read the part at the current position of ``file``; return None after the last part.
-
-    ``end`` is the position at which the parts must end.
-    """
+    """Read the part at the current position of ``file``, before ``end``; None after the last."""
     damaged = BundleError(f"{path} is damaged: a part of it has no valid header")
     length = int.from_bytes(file.read(_LENGTH), "big")
     if length == 0:

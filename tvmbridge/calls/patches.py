@@ -150,10 +150,7 @@ _Replacement = TypeVar("_Replacement", bound=Callable[..., Any])
 
 
 def patches(owner: Any, name: str) -> Callable[[_Replacement], _Replacement]:
-    """Register the decorated replacement of ``owner.name`` for every trace of forward.
-
-    The replacement is called as for :func:`patched_here`.
-    """
+    """Register the replacement of ``owner.name``, as in :func:`patched_here`, for every trace."""
 
     def enter(replacement: _Replacement) -> _Replacement:
         _TABLE.append((owner, name, replacement))
@@ -211,10 +208,7 @@ def _stub(owner: Any, name: str, installed: _Installed) -> Any:
 
 
 def unpatched(value: Any, default: Any) -> Any:
-    """Return the owner's own attribute behind ``value``, which may be a patch.
-
-    Return ``default`` if the owner had no such attribute before the patch.
-    """
+    """Return the owner's own attribute behind ``value``, which may be a patch; else ``default``."""
     installed = getattr(value, "installed", None) if type(value) is FunctionType else None
     if not isinstance(installed, _Installed):
         return value

@@ -58,10 +58,7 @@ class Combining:
         return cls(targets, packing, options, records)
 
     def inference(self, mod: tvm.IRModule) -> tuple[tvm.IRModule, Packs]:
-        """Return ``mod`` with combined products, and the packs.
-
-        The packed weights become the last parameters of ``main``.
-        """
+        """Return ``mod`` with combined products, and the packs: the last parameters of ``main``."""
         if self.options.combine_matmuls == "never" or self.packing is None:
             return mod, ()
         combine = CombineParallelBatchMatmul(
@@ -71,10 +68,7 @@ class Combining:
         return self._lift(mod, "main", None)
 
     def joint(self, joint: JointModule) -> tuple[JointModule, Packs]:
-        """Return ``joint`` with combined products, and the packs.
-
-        The packed weights become its last primals.
-        """
+        """Return ``joint`` with combined products, and the packs, which become its last primals."""
         if self.options.combine_matmuls == "never" or self.packing is None:
             return joint, ()
         combine = CombineParallelBatchMatmul(

@@ -110,10 +110,7 @@ def aliases_of(
 
 
 def _is_more(output: torch.Tensor, held: torch.Tensor) -> bool:
-    """Whether ``output`` shares memory with ``held`` but cannot be a view of it.
-
-    It cannot if it has elements that ``held`` lacks, or if it alone requires a gradient.
-    """
+    """Whether ``output`` shares memory with ``held``, but has more elements or alone a gradient."""
     if not _is_strided(held) or not output.numel() or storage_key(output) != storage_key(held):
         return False
     return (output.requires_grad and not held.requires_grad) or not covers(held, output)

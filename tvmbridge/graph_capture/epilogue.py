@@ -153,10 +153,7 @@ class _Recorder(TracerBase):
         return _Deferred(node, self)
 
     def create_arg(self, a: Any) -> Any:
-        """Return an argument's form in the graph.
-
-        A tensor becomes a placeholder, and one more output of forward.
-        """
+        """Return an argument's form: a tensor is a placeholder, and one more output of forward."""
         if type(a) is _Deferred:
             return a.node
         if not isinstance(a, torch.Tensor):

@@ -264,10 +264,7 @@ def base_name(op: Any) -> str:
 
 
 def memory_order(tensor: torch.Tensor | TensorSpec) -> tuple[int, ...]:
-    """Return the strides of the dimensions with more than one element.
-
-    The order of random numbers in a tensor depends on these strides.
-    """
+    """Return the strides of dimensions with several elements, which decide the order of draws."""
     stride = tensor.stride if isinstance(tensor, TensorSpec) else tensor.stride()
     return tuple(s for s, extent in zip(stride, tensor.shape, strict=True) if extent > 1)
 

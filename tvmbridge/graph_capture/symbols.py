@@ -47,10 +47,7 @@ def dynamic_shapes(
     kwargs: dict[str, Any],
     symbolic: Mapping[int, Mapping[int, Any]],
 ) -> Any:
-    """Return the ``dynamic_shapes`` argument of torch.export.
-
-    ``symbolic`` maps the number of an argument's leaf to its symbolic dimensions.
-    """
+    """Return torch.export's ``dynamic_shapes`` for the ``symbolic`` dimensions of each leaf."""
     shapes = torch.export.ShapesCollection()
     leaves = pytree.tree_leaves((args, kwargs))
     for number, dimensions in symbolic.items():

@@ -97,10 +97,7 @@ def library_product(
 def written(
     multiply: Callable[..., None], a: torch.Tensor, b: torch.Tensor, shape: tuple[int, ...]
 ) -> Callable[[], torch.Tensor]:
-    """Return a function that calls ``multiply(a, b, out)`` and returns ``out``.
-
-    Every call writes into the same tensor ``out`` of shape ``shape``.
-    """
+    """Return a function that calls ``multiply(a, b, out)`` on one ``out`` of ``shape``."""
     out = torch.empty(shape, dtype=a.dtype, device="cpu")
 
     def run() -> torch.Tensor:
@@ -111,10 +108,7 @@ def written(
 
 
 def exactly(left: Operand, right: Operand, operands: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the first rows of the product in float64, or the first matrices of a batch.
-
-    Operands after the first two are added to the product.
-    """
+    """Return the product's first rows, or matrices, in float64, plus any further operands."""
     (a, b), rest = operands[:2], operands[2:]
     a, b = (_viewed(t, o[1]).double() for t, o in ((a, left), (b, right)))
     first = a[:_MOST_ROWS] @ (b if b.dim() == 2 else b[:_MOST_ROWS])

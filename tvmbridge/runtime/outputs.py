@@ -149,10 +149,7 @@ class Outputs:
         return returned
 
     def before_epilogue(self, results: Sequence[torch.Tensor], leaves: Sequence[Any]) -> list[Any]:
-        """Return the inputs of the epilogue, which runs in eager PyTorch after compiled code.
-
-        Nothing is written. ``results`` are the computed outputs.
-        """
+        """Return the inputs of the epilogue from the computed ``results``; nothing is written."""
         computed = iter(results)
         outputs = self._captured.outputs
         values = [(o.kind, next(computed) if o.is_computed else o.value) for o in outputs]

@@ -61,10 +61,7 @@ def _copies_right(form: Form) -> bool:
 
 
 def product(form: Form, machine: Machine) -> tirx.PrimFunc:
-    """Return the TIR function that computes a product for which :func:`fits` is true.
-
-    Its parameters are the two operands and the result.
-    """
+    """Return the TIR function (operands, result) of a product for which :func:`fits` is true."""
     left, right, out = (
         tirx.decl_buffer([integer(n) for n in shape], DTYPE, name)
         for shape, name in zip(form.shapes, ("left", "right", "out"), strict=True)

@@ -217,10 +217,7 @@ def extent_of(axes: Sequence[Axis]) -> int:
 
 
 def row_axes(stage: KernelStage, rows: int) -> SplitAxes | None:
-    """Split a stage's axes into row axes, with ``rows`` elements in all, and column axes.
-
-    Reduced axes are columns. None if there is no such split.
-    """
+    """Split axes into row axes of ``rows`` elements and columns, with all reduced axes; or None."""
     if stage.reduction is not None:
         return (stage.spatial, stage.reduced) if stage.size == rows else None
     return split_axes(stage.spatial, rows)

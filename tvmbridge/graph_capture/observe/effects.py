@@ -53,10 +53,7 @@ class StateBefore:
         return {n: t for n, t in self._places.items() if after.get(n, t) is not t}
 
     def writes_by_two_names(self) -> Iterator[str]:
-        """Yield a complaint for each tensor with two names that forward wrote into.
-
-        A trace cannot follow a write into such a tensor.
-        """
+        """Yield a complaint for each written tensor of two names: no trace can follow the write."""
         names: dict[int, list[str]] = {}
         for name, tensor in self._places.items():
             names.setdefault(id(tensor), []).append(name)

@@ -266,10 +266,7 @@ class _Run:
         return {i: t for i, t in enumerate(self._fakes.given) if isinstance(t, torch.Tensor)}
 
     def complaints(self) -> list[str]:
-        """Return descriptions of the uses of tensors and settings that compiled code cannot repeat.
-
-        Call it after :meth:`run`.
-        """
+        """Return, after :meth:`run`, the uses of tensors and settings that code cannot repeat."""
         found = [f"leaves {name} changed" for name in self._left_changed]
         if self._reshaped:
             found.append("changes the shape or strides of an argument or a weight in place")

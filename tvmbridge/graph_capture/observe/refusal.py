@@ -131,11 +131,7 @@ def refuse_at_sight(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[st
 
 
 def refuse_what_is_asked(module: nn.Module, arguments: Any, asks: Collection[Question]) -> None:
-    """Refuse a sample whose tensors have a property that forward reads and a trace changes.
-
-    Raises:
-        CaptureError: such a property differs in a trace.
-    """
+    """Raise a CaptureError if a tensor has a property that forward reads and a trace changes."""
     reason = other_answer(asks, pytree.tree_leaves(arguments), tensors_of(module).values())
     if reason is not None:
         raise CaptureError(f"{type(module).__name__} cannot be captured: {reason}; {reason.advice}")

@@ -214,10 +214,7 @@ def _rrelu(
     training: bool = False,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """Decompose ``rrelu`` into ``rrelu_with_noise``.
-
-    The noise argument receives a slope for each element, which is 1 for positive elements.
-    """
+    """Decompose ``rrelu`` into ``rrelu_with_noise``; the noise is 1 for positive elements."""
     if not training:
         return aten.leaky_relu(x, (lower + upper) / 2)
     slopes = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -242,10 +239,7 @@ def kept_whole_under_autograd() -> Iterator[None]:
 
 
 def joint_decomposition_table() -> dict[Any, Callable[..., Any]]:
-    """Return a map from overload to decomposition for a joint graph of AOTAutograd.
-
-    An operator that is not in the map stays an ATen operator with PyTorch's own kernel.
-    """
+    """Return the decompositions for a joint graph of AOTAutograd; other overloads stay ATen's."""
     whole = core_aten_decompositions()
     table = {op: whole[op] for op in _JOINT_TAKEN_APART}
     losses = (aten.mse_loss.default, aten.mse_loss_backward.default)
@@ -270,10 +264,7 @@ def sort_as_eager(x: torch.Tensor, dim: int = -1, descending: bool = False) -> A
 
 
 def _view(x: torch.Tensor, shape: Sequence[int]) -> Any:
-    """Decompose ``view`` into a copy if the strides of ``x`` allow no view.
-
-    Another decomposition may have given ``x`` such strides.
-    """
+    """Decompose ``view`` into a copy if another decomposition gave ``x`` strides without a view."""
     with disable_current_modes():
         meta = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
         try:

@@ -233,10 +233,7 @@ def _asked(
 
 
 def _filled(leaf: Any, fill: int) -> Any:
-    """Return a real tensor of zeros or ones with the sizes and strides of a fake one.
-
-    Any other leaf is returned as it is.
-    """
+    """Return zeros or ones with the sizes and strides of a fake tensor; any other leaf as it is."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     steps = zip(leaf.shape, leaf.stride(), strict=True)

@@ -159,10 +159,7 @@ def data_dependent_assigned() -> AbstractContextManager[Any]:
 
 
 def _watched(value: Any) -> Any:
-    """Return a stand-in for an integer or a list that records whether it is read.
-
-    Any other value is returned as it is.
-    """
+    """Return a stand-in that records reads of an integer or a list; any other value as it is."""
     if type(value) is int:
         return Count(value)
     return Grown(value) if type(value) is list else value

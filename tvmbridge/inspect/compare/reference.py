@@ -123,10 +123,7 @@ def output_names(value: Any) -> list[str]:
 def named_bases(
     outputs: Mapping[str, Any], bases: Sequence[IntermediateBase]
 ) -> dict[str, torch.Tensor]:
-    """Return the intermediate view bases of ``outputs``, by name.
-
-    Such a base is a tensor that is no output itself, but that outputs are views of.
-    """
+    """Return the tensors that are no outputs, but that outputs are views of, by name."""
     names = list(outputs)
     found = bases_of(list(outputs.values()), bases)
     return {f"base of {names[b.output]}": t for b, t in zip(bases, found, strict=True)}

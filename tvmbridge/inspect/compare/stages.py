@@ -123,10 +123,7 @@ class Lowering:
         return [self._draws[n.name] for n in noise if (n.drop_probability is not None) is masks]
 
     def primals(self, *, masks: bool = True, packed: bool = True) -> list[torch.Tensor]:
-        """Return inputs, state, random draws, masks and packed weights in calling order.
-
-        Packed weights are weights of several products, concatenated for one product.
-        """
+        """Return inputs, state, random draws, masks and packed weights in calling order."""
         values = [*map(self._value, self._inputs), *self._noise(masks=False)]
         if masks:
             values += self._noise(masks=True)

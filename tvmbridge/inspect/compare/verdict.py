@@ -71,10 +71,7 @@ class Measure:
         return cls(reference, noise, scale, bound)
 
     def departure(self, value: torch.Tensor | None, other: torch.Tensor | None = None) -> float:
-        """Return the departure of ``value`` from ``other``, by default from the reference.
-
-        It is infinite if the value is absent, or has another shape or dtype.
-        """
+        """Return how far ``value`` is from the reference or ``other``; inf if absent or unlike."""
         against = self.reference if other is None else other
         if value is None or value.shape != against.shape or value.dtype != against.dtype:
             return math.inf

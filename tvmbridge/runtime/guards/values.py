@@ -95,10 +95,7 @@ class _Watched:
         return type(now) in (int, float) and type(self.expected) in (int, float)
 
     def of_copy(self, memo: Mapping[int, Any]) -> _Watched:
-        """Return the same watched value of a deep copy of the module.
-
-        ``memo`` is the memo of :func:`copy.deepcopy`.
-        """
+        """Return the watched value of a module's deep copy, by the ``memo`` of copy.deepcopy."""
         if self.owner is None:
             return _Watched(
                 None,
