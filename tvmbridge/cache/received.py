@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Protocol
 
 from tvmbridge.cache.key import CacheKey
 from tvmbridge.cache.store import Kept
+from tvmbridge.core.set_within import set_within
 
 
 class CodeSource(Protocol):
@@ -29,11 +29,6 @@ def source_now() -> CodeSource | None:
     return _now.get()
 
 
-@contextmanager
-def received_from(source: CodeSource) -> Iterator[None]:
+def received_from(source: CodeSource) -> AbstractContextManager[object]:
     """Let compilations within this context get code from ``source``."""
-    token = _now.set(source)
-    try:
-        yield
-    finally:
-        _now.reset(token)
+    return set_within(_now, source)

@@ -17,6 +17,7 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from tvmbridge.core.errors import BuildError
+from tvmbridge.core.set_within import set_within
 
 _T = TypeVar("_T")
 
@@ -154,11 +155,8 @@ def decided(rule: Rule, decide: Callable[[], _T]) -> _T:
         return decide()
 
     def alone() -> _T:
-        token = _now.set(None)
-        try:
+        with set_within(_now, None):
             return decide()
-        finally:
-            _now.reset(token)
 
     caller = sys._getframe(2 if rule in (Rule.DIVIDES, Rule.FACT) else 1)
     decision: _T = now.follow(rule, (caller.f_code.co_filename, caller.f_lineno), alone)
@@ -214,11 +212,8 @@ def recorded_decisions(
         like: decisions from :func:`followed`, which replace new ones if they are known already.
     """
     recorded = _Recorded(like, {} if results is None else results)
-    token = _now.set(recorded)
-    try:
+    with set_within(_now, recorded):
         yield recorded.decisions
-    finally:
-        _now.reset(token)
 
 
 @contextmanager
@@ -234,11 +229,8 @@ def repeated_decisions(
         BuildError: the code within the context makes more, fewer or other decisions.
     """
     repeated = _Repeated(decisions, {} if results is None else results)
-    token = _now.set(repeated)
-    try:
+    with set_within(_now, repeated):
         yield
-    finally:
-        _now.reset(token)
     if repeated.left:
         raise BuildError("compiled for other sizes, less is decided by them")
 

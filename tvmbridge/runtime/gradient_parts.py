@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
@@ -27,6 +27,7 @@ from tvmbridge.compiler.partial_backwards import PartialBackwards
 from tvmbridge.core.autocast import autocast_now
 from tvmbridge.core.called_in_mode import with_autocast_off
 from tvmbridge.core.profiling import region
+from tvmbridge.core.set_within import set_within
 from tvmbridge.core.torch_private import active_data_parallel, backward_keeps_graph
 from tvmbridge.core.types import InputKind
 from tvmbridge.core.writes import version_of
@@ -43,14 +44,9 @@ _exchanged: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 _whole: ContextVar[bool] = ContextVar("whole", default=False)
 
 
-@contextmanager
-def whole_backward() -> Iterator[None]:
+def whole_backward() -> AbstractContextManager[object]:
     """Let calls within this context run backward whole: one autograd node has all gradients."""
-    token = _whole.set(True)
-    try:
-        yield
-    finally:
-        _whole.reset(token)
+    return set_within(_whole, True)
 
 
 class GradientParts:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import enum
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,7 @@ from tvmbridge.compiler.backward_code import placed
 from tvmbridge.compiler.compiled import CompiledModule
 from tvmbridge.compiler.halves import CompiledHalves, Halves
 from tvmbridge.core.profiling import region
+from tvmbridge.core.set_within import set_within
 from tvmbridge.core.torch_private import backward_keeps_graph, will_engine_execute
 from tvmbridge.core.types import InputKind
 from tvmbridge.core.writes import version_of
@@ -32,18 +33,13 @@ Gradients = Sequence[torch.Tensor | None]
 _weights_follow = ContextVar("tvmbridge_weights_follow", default=False)
 
 
-@contextmanager
-def weights_follow_inputs() -> Iterator[None]:
+def weights_follow_inputs() -> AbstractContextManager[object]:
     """Let backward free residuals between its halves, for the forward calls in this context.
 
     After the gradients of inputs alone, the caller may ask once for the gradients of weights alone,
     with the same cotangents, and for nothing else.
     """
-    token = _weights_follow.set(True)
-    try:
-        yield
-    finally:
-        _weights_follow.reset(token)
+    return set_within(_weights_follow, True)
 
 
 def weights_follow() -> bool:
