@@ -15,12 +15,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import graphviz
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TimeElapsedColumn
 from torch import nn
 
-from tvmbridge import CompileOptions, add_tvm_dispatch, dispatch_report
+from tvmbridge import (
+    add_tvm_dispatch,
+    capture,
+    dispatch_report,
+    to_relax,
+    visualize,
+)
+from tvmbridge.coloring import color, policy_for
+from tvmbridge.core.options import CompileOptions
+from tvmbridge.core.types import PassRecord
 from tvmbridge.demo.figures import Figures
 from tvmbridge.demo.learning import (
     Learner,
@@ -29,8 +39,9 @@ from tvmbridge.demo.learning import (
     largest_weight_difference,
 )
 from tvmbridge.demo.minilm import Batch, embed, load_bert, load_tokenizer, tokenize
-from tvmbridge.demo.pictures import draw_layer
 from tvmbridge.demo.remarks import Remarks, load_remarks
+from tvmbridge.differentiation.differentiate import differentiate
+from tvmbridge.pipeline import lowering_passes, run_passes
 
 # The timed calls of embedding stop after this time, for slow or busy machines.
 _TIMING_SECONDS = 15.0
@@ -168,3 +179,39 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         yield
+
+
+def draw_layer(layer: nn.Module, hidden_states: torch.Tensor, folder: Path) -> list[Path]:
+    """Draw the graphs of a layer in train mode, and return the files that were written.
+
+    - ``layer_before_passes``: the Relax function of the captured graph.
+    - ``layer_after_passes``: the same with dropout and layer norm lowered to simpler operators.
+    - ``joint_colored``: forward and backward in one function. Forward is red, values that it keeps
+      for backward are yellow, backward is blue, and values that both compute are dashed.
+
+    The files are SVGs, or graphviz sources (``.dot``) if the program ``dot`` is not installed.
+    """
+    captured = capture(layer, hidden_states)
+    before = to_relax(captured)
+    records: list[PassRecord] = []
+    after = run_passes(before, lowering_passes(), records)
+    wanted = [d.name for d in captured.inputs if d.requires_grad]
+    joint = differentiate(before, wanted, [0], records)
+    coloring = color(joint, policy_for(CompileOptions().residual_policy, hidden_states.device))
+    graphs = {
+        "layer_before_passes": visualize(before),
+        "layer_after_passes": visualize(after),
+        "joint_colored": visualize(joint.mod["joint"], coloring=coloring),
+    }
+    return [_write(graph, folder / name) for name, graph in graphs.items()]
+
+
+def _write(graph: graphviz.Digraph, stem: Path) -> Path:
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    path = stem.with_suffix(".svg")
+    try:
+        path.write_bytes(graph.pipe(format="svg"))
+    except graphviz.ExecutableNotFound:
+        path = stem.with_suffix(".dot")
+        path.write_text(graph.source, encoding="utf-8")
+    return path
