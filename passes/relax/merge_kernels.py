@@ -38,12 +38,7 @@ import tvm
 from tvm import relax, tirx
 
 from tvmbridge.passes.base import PassReport, RelaxPass, is_call, with_body, with_span
-from tvmbridge.passes.relax.merged_functions import (
-    merged,
-    merged_kernel,
-    renamed,
-    share_variables,
-)
+from tvmbridge.passes.relax.merged_functions import merged, merged_kernel, renamed, share_variables
 from tvmbridge.schedules import is_one_nest, is_scheduled
 from tvmbridge.schedules.kernel import Kernel, parse
 

@@ -30,13 +30,7 @@ from tvmbridge.differentiation.rehearsal import Rehearsal
 from tvmbridge.frontend import ImportedModule, import_graph
 from tvmbridge.graph_capture.capture import capture_staged
 from tvmbridge.graph_capture.observe.staging import StagedModule, staged
-from tvmbridge.pipeline import (
-    AnyPass,
-    fx_passes_of,
-    inference_passes,
-    run_extra_passes,
-    run_passes,
-)
+from tvmbridge.pipeline import AnyPass, fx_passes_of, inference_passes, run_extra_passes, run_passes
 
 logger = logging.getLogger(__name__)
 

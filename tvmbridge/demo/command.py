@@ -21,13 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TimeElapsedColumn
 from torch import nn
 
-from tvmbridge import (
-    add_tvm_dispatch,
-    capture,
-    dispatch_report,
-    to_relax,
-    visualize,
-)
+from tvmbridge import add_tvm_dispatch, capture, dispatch_report, to_relax, visualize
 from tvmbridge.coloring import color, policy_for
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.types import PassRecord

@@ -17,11 +17,7 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 
-from tvmbridge.calls.standins import (
-    attributes_put_back,
-    without_hooks,
-    without_repetitions,
-)
+from tvmbridge.calls.standins import attributes_put_back, without_hooks, without_repetitions
 from tvmbridge.calls.surroundings import refused_now
 from tvmbridge.core.autocast import autocast_now, without_autocast
 from tvmbridge.core.captured_graph import Assumptions, CallingConvention, CapturedGraph

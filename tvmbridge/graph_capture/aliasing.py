@@ -15,12 +15,7 @@ from typing import Any
 import torch
 
 from tvmbridge.calls.bases import bases_of, covers, intermediate_base, overlap
-from tvmbridge.calls.views import (
-    ViewWatch,
-    has_other_history,
-    shares_elements,
-    viewed,
-)
+from tvmbridge.calls.views import ViewWatch, has_other_history, shares_elements, viewed
 from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.core.torch_private import storage_key
 from tvmbridge.core.types import InputKind, IntermediateBase, OutputAlias

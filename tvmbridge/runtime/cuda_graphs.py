@@ -24,11 +24,7 @@ from tvmbridge.core.borrowed import borrowed
 from tvmbridge.core.called_in_mode import without_gradients
 from tvmbridge.core.devices import gpu_index
 from tvmbridge.core.kernel_settings import gpu_settings
-from tvmbridge.core.torch_private import (
-    current_raw_stream,
-    foreach_mul,
-    free_cublas_workspaces,
-)
+from tvmbridge.core.torch_private import current_raw_stream, foreach_mul, free_cublas_workspaces
 
 # Calls without a graph before the capture, in which libraries choose kernels and allocate memory.
 _WARM_UP = 2

@@ -15,14 +15,7 @@ from typing import Any
 import tvm_ffi
 from tvm.ir import Expr
 
-from tvmbridge.schedules.indexing import (
-    Indexer,
-    cut_axes,
-    index_var,
-    integer,
-    split_axes,
-    unravel,
-)
+from tvmbridge.schedules.indexing import Indexer, cut_axes, index_var, integer, split_axes, unravel
 from tvmbridge.schedules.kernel import Kernel, KernelStage
 from tvmbridge.schedules.reader import Axis, Buffer, substitute, variables
 from tvmbridge.schedules.values import reads

@@ -15,15 +15,7 @@ import torch
 import tvm
 
 from tvmbridge.cache.key import digest_of
-from tvmbridge.compiler.build import (
-    Built,
-    Code,
-    Fused,
-    Scheduled,
-    compile_code,
-    prepare,
-    schedule,
-)
+from tvmbridge.compiler.build import Built, Code, Fused, Scheduled, compile_code, prepare, schedule
 from tvmbridge.compiler.cached_build import CachedBuild
 from tvmbridge.core.decisions import (
     Decision,

@@ -30,12 +30,7 @@ from tvmbridge.core.structure import unflatten
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.core.types import Left
 from tvmbridge.core.writes import version_of
-from tvmbridge.graph_capture.aliasing import (
-    Sharing,
-    aliases_of,
-    refuse_exchanged,
-    with_exchanged,
-)
+from tvmbridge.graph_capture.aliasing import Sharing, aliases_of, refuse_exchanged, with_exchanged
 from tvmbridge.graph_capture.observe import leaks
 from tvmbridge.graph_capture.observe.adoption import Adoption
 from tvmbridge.graph_capture.observe.attributes import (

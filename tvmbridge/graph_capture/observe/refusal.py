@@ -14,12 +14,7 @@ import torch
 from torch import nn
 
 from tvmbridge.calls.plain import other_answer, unusual_in
-from tvmbridge.calls.standins import (
-    has_own_call,
-    stand_in,
-    tensors_of,
-    tensors_replaced,
-)
+from tvmbridge.calls.standins import has_own_call, stand_in, tensors_of, tensors_replaced
 from tvmbridge.core.assumptions import Question
 from tvmbridge.core.autocast import Autocast
 from tvmbridge.core.errors import CaptureError

@@ -16,12 +16,7 @@ import torch
 from torch import nn
 
 from tvmbridge.calls.copies import copied_values, modules_held
-from tvmbridge.calls.standins import (
-    stand_in,
-    tensors_of,
-    without_inference_state,
-    without_own_call,
-)
+from tvmbridge.calls.standins import stand_in, tensors_of, without_inference_state, without_own_call
 from tvmbridge.core.assumptions import Question
 from tvmbridge.core.autocast import Autocast
 from tvmbridge.core.contents import same_value

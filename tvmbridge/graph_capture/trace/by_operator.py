@@ -26,12 +26,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch.export import ExportedProgram
-from torch.export.graph_signature import (
-    ExportGraphSignature,
-    InputKind,
-    OutputKind,
-    TensorArgument,
-)
+from torch.export.graph_signature import ExportGraphSignature, InputKind, OutputKind, TensorArgument
 
 from tvmbridge.core.torch_private import FakeTensor, OpOverload, pytree, storage_key
 from tvmbridge.core.torch_private.decomposing import as_run_decompositions

@@ -18,13 +18,7 @@ from tvmbridge.core.number_inputs import NumberRange, as_tensor, is_number, mark
 from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.core.structure import unflatten
 from tvmbridge.core.torch_private import has_storage, pytree
-from tvmbridge.runtime.guards.spelling import (
-    NOT_TAKEN,
-    Parameters,
-    Spelling,
-    other_constant,
-    shown,
-)
+from tvmbridge.runtime.guards.spelling import NOT_TAKEN, Parameters, Spelling, other_constant, shown
 
 # The most call forms of a signature that are kept. Calls in further forms are bound to forward's
 # parameters each time, and no fast guard accepts them.
