@@ -115,10 +115,7 @@ def ordered(graph: fx.Graph) -> list[fx.Node]:
 
 
 def needs(graph: fx.Graph, chains: Sequence[Sequence[fx.Node]]) -> dict[fx.Node, set[fx.Node]]:
-    """Return, for each node, its predecessors: the nodes it reads, and its neighbour in a chain.
-
-    ``chains`` are lists of nodes that must keep their order.
-    """
+    """Return each node's predecessors: the nodes that it reads, its neighbour in a chain."""
     before: dict[fx.Node, set[fx.Node]] = {n: set(n.all_input_nodes) for n in graph.nodes}
     for chain in chains:
         for earlier, later in pairwise(n for n in chain if n in before):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -89,8 +89,8 @@ class LoweredModule:
 def lower_module(
     request: CompileRequest,
     *,
-    records: list[PassRecord],
-    measure: Callable[[str], AbstractContextManager[None]],
+    records: list[PassRecord] | None = None,
+    measure: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
     passes: Sequence[AnyPass] = (),
     known: Known = NOTHING_KNOWN,
 ) -> LoweredModule:
@@ -108,6 +108,7 @@ def lower_module(
     """
     module, args, kwargs = request.module, request.args, request.kwargs
     needs_grad, options = request.needs_grad, request.options
+    records = [] if records is None else records
     passes = [*options.extra_passes, *passes]
     with measure("capture"):
         stage = known.stage or staged(

@@ -37,10 +37,7 @@ def _in_words(op: Any, drawn: TensorSpec, operands: Sequence[TensorSpec]) -> str
 
 
 def _nesting(order: tuple[int, ...]) -> list[int]:
-    """Return the dimensions from outermost to innermost in memory.
-
-    A mask's random numbers depend on this order alone.
-    """
+    """Return the dimensions from outermost to innermost in memory: they decide the numbers."""
     return sorted(range(len(order)), key=lambda dim: -order[dim])
 
 

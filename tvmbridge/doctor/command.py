@@ -101,11 +101,7 @@ def main() -> int:
 
 
 def build() -> int:
-    """Compile the missing compiled halves, and print a line for each half.
-
-    A compiled half is an optional C++ module that replaces Python code. Return 1 if one is still
-    missing afterwards, otherwise 0.
-    """
+    """Compile the missing halves, and print a line for each; return 1 if one is missing still."""
     result = run_probe("build_halves", BUILD_SECONDS)
     if result.error is not None:
         print(f"the compiled halves cannot be compiled: {result.error}")

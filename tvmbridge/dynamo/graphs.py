@@ -67,10 +67,7 @@ class DynamoGraph:
         return self.module_class.__name__
 
     def module(self, tensors: Sequence[torch.Tensor]) -> nn.Module:
-        """Return a module that holds ``tensors`` and runs the graph.
-
-        The graph has the model's mode built in, so the module is always in eval mode.
-        """
+        """Return a module, always in eval mode, that holds ``tensors`` and runs the graph."""
         module = self.module_class()
         for name, value in self.constants.items():
             _hold(module, name, value)
@@ -83,10 +80,7 @@ class DynamoGraph:
         return _picker(self.held)
 
     def given_with(self, tensors: Sequence[torch.Tensor]) -> Given:
-        """Return a function that picks forward's arguments from a call's arguments.
-
-        The function returns None if the call's parameters and buffers are not ``tensors``.
-        """
+        """Return a function that picks forward's arguments of a call; None for other tensors."""
         scope = Scope()
         held = zip(self.held, tensors, strict=True)
         same = [f"args[{place}] is {scope.bind('t', tensor)}" for place, tensor in held]

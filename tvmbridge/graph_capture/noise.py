@@ -157,10 +157,7 @@ def dropout_arguments(node: fx.Node) -> tuple[fx.Node, float, bool]:
 
 
 def is_active_dropout(node: fx.Node) -> bool:
-    """Whether a node is dropout for which eager PyTorch draws a mask.
-
-    PyTorch draws none if p is 0 or 1, outside training, or if the input is empty.
-    """
+    """Whether eager PyTorch draws a mask: in training, for 0 < p < 1 and an input with elements."""
     if node.target not in _DROPOUT:
         return False
     x, p, train = dropout_arguments(node)
@@ -248,10 +245,7 @@ def _describe_draw(node: fx.Node) -> NoiseDescriptor:
 
 
 def describe_rrelu(node: fx.Node) -> NoiseDescriptor:
-    """Return the descriptor of the slopes that ``rrelu`` draws.
-
-    The draw is named after the getitem node that reads the slopes, if there is one.
-    """
+    """Return the descriptor of ``rrelu``'s slopes, named after the getitem that reads them."""
     x, noise, *rest = node.args
     name = next((u.name for u in node.users if u.args[1] == 1), node.name)
     spec = spec_of_node(noise)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
@@ -163,14 +163,8 @@ class Stages:
                 needs_grad=self.needs_grad,
                 options=self.options,
                 packing=None if self.needs_grad else ModulePacks(self.sample.module),
-            ),
-            records=[],
-            measure=_unmeasured,
+            )
         )
-
-
-def _unmeasured(_stage: str) -> AbstractContextManager[None]:
-    return nullcontext()
 
 
 #: The stages by their names, in order.

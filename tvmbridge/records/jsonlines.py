@@ -121,12 +121,3 @@ def append_lines(path: Path, values: Iterable[Any]) -> None:
         file.write(text.encode())
         file.flush()
         os.fsync(file.fileno())
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Write a whole file so that a reader sees the old one or the new one, never a part.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    own_files.replace_file(path, text.encode())

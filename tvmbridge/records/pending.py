@@ -11,8 +11,9 @@ from typing import Any
 import tvm
 
 from tvmbridge.core.errors import first_line
+from tvmbridge.core.own_files import replace_file
 from tvmbridge.records.folder import Folder
-from tvmbridge.records.jsonlines import append_lines, locked, read_lines, replace_file
+from tvmbridge.records.jsonlines import append_lines, locked, read_lines
 from tvmbridge.records.library import named_log_dir
 from tvmbridge.records.tasks import Task, parse_workload
 
@@ -115,4 +116,4 @@ def remove_pending(folder: Folder, done: Iterable[Task]) -> None:
     with locked(folder.path):
         left = [p for p in read_pending(folder) if p.task not in finished]
         lines = [json.dumps(_line(p), separators=(",", ":")) + "\n" for p in left]
-        replace_file(folder.path / NAME, "".join(lines))
+        replace_file(folder.path / NAME, "".join(lines).encode())

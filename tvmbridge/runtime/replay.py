@@ -54,10 +54,7 @@ class Replay:
         self._is_plain = not (changed or self._left or held)
 
     def keep(self, tensors: Sequence[Any]) -> dict[int, torch.Tensor]:
-        """Return copies of the tensors whose values a call replaces and its results depend on.
-
-        ``tensors`` are the module's tensors before the call, in the order of the state's names.
-        """
+        """Return copies of the module's ``tensors`` that a call replaces and its results need."""
         return {i: tensors[i].detach().clone() for i in self._kept}
 
     def can_replace(self, tensors: Sequence[Any]) -> bool:

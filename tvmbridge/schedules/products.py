@@ -53,10 +53,7 @@ def fits(form: Form, machine: Machine) -> bool:
 
 
 def _copies_right(form: Form) -> bool:
-    """Whether the right operand, if it is transposed, is the one to copy.
-
-    In a batch the smaller operand is copied; otherwise the left one.
-    """
+    """Whether a transposed right operand is copied: the smaller in a batch, else the left."""
     return form.batch is not None and form.columns <= form.rows
 
 

@@ -116,10 +116,7 @@ class Pairs:
     def read(
         self, pictures: Buffer, channel: Expr, pair: Expr, x: Expr, around: int = 0
     ) -> list[Expr]:
-        """Return column ``x`` of the pair's rows and of ``around`` more rows on both sides.
-
-        Rows outside of the image are zero.
-        """
+        """Return column ``x`` of the pair's rows and ``around`` more, zeros outside the image."""
         picture, first = self.place(pair)
 
         def row(offset: int) -> Expr:

@@ -19,7 +19,6 @@ from tvm.target import Target
 from tvmbridge.backends import resolve_target
 from tvmbridge.calls.standins import anything_requires_grad
 from tvmbridge.compiler.build import fuse
-from tvmbridge.compiler.durations import StageDurations
 from tvmbridge.compiler.laying_out import lay_out_functions
 from tvmbridge.compiler.lowering import lower_module
 from tvmbridge.compiler.packing import ModulePacks
@@ -256,7 +255,6 @@ def module_tasks(
                 packing=packing,
             ),
             records=records,
-            measure=StageDurations().measure,
         )
     mod, _ = lay_out_functions(lowered.mod, lowered.split, lowered.layouts, records)
     mod = fuse(mod, lowered.target, records, measure=options.measure_kernels)

@@ -99,10 +99,7 @@ class Attributes:
 
 
 def roots(executed: Executed) -> Iterator[Source]:
-    """Yield the globals that a function names, and the modules that it imports.
-
-    The value of a global that does not exist is MISSING.
-    """
+    """Yield the globals that a function names, or MISSING, and the modules that it imports."""
     names, space = executed.names, executed.globals
     for name in sorted(names.globals):
         holder = space if name in space or name not in vars(builtins) else vars(builtins)

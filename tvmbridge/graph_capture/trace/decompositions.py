@@ -254,10 +254,7 @@ def joint_decomposition_table() -> dict[Any, Callable[..., Any]]:
 
 
 def sort_as_eager(x: torch.Tensor, dim: int = -1, descending: bool = False) -> Any:
-    """Decompose a sort along a dimension of stride 0 into a stable sort, as eager PyTorch does.
-
-    All elements along such a dimension are equal.
-    """
+    """Decompose a sort of stride 0, of equal elements, to a stable sort, as eager PyTorch does."""
     if not x.dim() or x.stride(dim) or x.shape[dim] < 2:
         return NotImplemented
     return aten.sort.stable(x, stable=True, dim=dim, descending=descending)

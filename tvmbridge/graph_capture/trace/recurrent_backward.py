@@ -60,10 +60,7 @@ def _direction(
     state: torch.Tensor,
     weights: Sequence[torch.Tensor],
 ) -> Tensors:
-    """Return the gradients of input, initial state and weights of one direction.
-
-    All tensors have their steps in the order in which the direction computes them.
-    """
+    """Return the gradients of input, initial state and weights of one direction, in its order."""
     before = torch.cat([state.unsqueeze(0), output[:-1]])
     if len(weights[1]) == state.shape[-1]:
         slopes, kept, to_new = (1 - output * output).unsqueeze(2), None, None

@@ -167,10 +167,7 @@ class ComparisonReport:
 
 
 def _table(report: ComparisonReport) -> Table:
-    """Return a table with a row for each stage: the value that departs most, relative to its bound.
-
-    Consecutive stages with equal figures share a row.
-    """
+    """Return a table of each stage's worst value by its bound; equal stages share a row."""
     own = report.dtype
     columns = ("stage", "value that departs most", own, "rounding up to", "float64", "up to", "")
     table = Table(*columns, title=f"departure from eager PyTorch ({own})")

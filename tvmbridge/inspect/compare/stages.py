@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -88,7 +87,6 @@ class Lowering:
                     packing=ModulePacks(module),
                 ),
                 records=self.records,
-                measure=lambda _: nullcontext(),
                 passes=passes,
             )
         self.captured = self.lowered.captured

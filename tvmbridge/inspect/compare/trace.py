@@ -71,10 +71,7 @@ class Trace:
         return number
 
     def number(self, value: torch.Tensor) -> int | None:
-        """Return the number of the step of a value.
-
-        If this value was not recorded, return the last step with the same memory, or None.
-        """
+        """Return the step of a value; if not recorded, the last of its memory, or None."""
         found = self._numbers.get(_place(value))
         return self._numbers.get(value.untyped_storage().data_ptr()) if found is None else found
 
