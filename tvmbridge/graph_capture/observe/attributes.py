@@ -92,7 +92,7 @@ def recorded_assignments(
 
 
 def own_names(module: nn.Module) -> frozenset[str]:
-    """Return the names in the module's ``__dict__`` that no dispatch, and not every module, sets."""
+    """Return the names in the module's ``__dict__`` that not every module has, and no dispatch."""
     return frozenset(n for n in vars(module) if n not in _OF_EVERY_MODULE)
 
 
