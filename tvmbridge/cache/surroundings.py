@@ -17,9 +17,8 @@ import tvm_ffi
 from tvm.target import Target, codegen
 
 from tvmbridge.cache.key import digest_of
-from tvmbridge.core.builds import build_stamp
 from tvmbridge.core.kernel_settings import kernel_settings
-from tvmbridge.core.machine import SWITCH, caching_is_off, cpu_model, threads
+from tvmbridge.core.machine import SWITCH, build_stamp, caching_is_off, cpu_model, threads
 from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.pipeline import passes_are_observed
 from tvmbridge.records.folder import RECORDS, VERDICTS, WORKLOADS, Folder

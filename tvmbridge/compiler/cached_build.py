@@ -8,6 +8,7 @@ first and a second process therefore run the same instructions.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +22,6 @@ from tvmbridge.cache import CacheKey, Kept, Store
 from tvmbridge.cache.key import digest_of
 from tvmbridge.cache.received import source_now
 from tvmbridge.cache.surroundings import records_entry, surroundings, unusable
-from tvmbridge.cache.tally import count_code, disk_text
 from tvmbridge.compiler.build import (
     Built,
     Code,
@@ -245,3 +245,17 @@ def _exported_and_loaded(executable: Any) -> tuple[bytes, Any]:
         logger.info("compiled code is kept as bitcode: %s", first_line(error))
     bitcode = exported(executable, linked=False)
     return bitcode, module_of(bitcode)
+
+
+_codes: Counter[bool] = Counter()
+
+
+def count_code(from_disk: bool) -> None:
+    """Count one piece of code as loaded from disk, or as compiled."""
+    _codes[from_disk] += 1
+
+
+def disk_text() -> str:
+    """Return a text such as ``3 of 4 from disk``, or "" before any code was counted."""
+    total = _codes.total()
+    return f"{_codes[True]} of {total} from disk" if total else ""

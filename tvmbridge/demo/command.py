@@ -7,11 +7,13 @@ reports differences and times.
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +21,28 @@ import graphviz
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TimeElapsedColumn
+from rich.table import Table
 from torch import nn
 
 from tvmbridge import add_tvm_dispatch, capture, dispatch_report, to_relax, visualize
 from tvmbridge.coloring import color, policy_for
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.types import PassRecord
-from tvmbridge.demo.figures import Figures
 from tvmbridge.demo.learning import (
     Learner,
     draw_batches,
     largest_relative_difference,
     largest_weight_difference,
 )
-from tvmbridge.demo.minilm import Batch, embed, load_bert, load_tokenizer, tokenize
-from tvmbridge.demo.remarks import Remarks, load_remarks
+from tvmbridge.demo.minilm import (
+    Batch,
+    Remarks,
+    embed,
+    load_bert,
+    load_remarks,
+    load_tokenizer,
+    tokenize,
+)
 from tvmbridge.differentiation.differentiate import differentiate
 from tvmbridge.pipeline import lowering_passes, run_passes
 
@@ -209,3 +218,64 @@ def _write(graph: graphviz.Digraph, stem: Path) -> Path:
         path = stem.with_suffix(".dot")
         path.write_text(graph.source, encoding="utf-8")
     return path
+
+
+EMBEDDING_BOUND = 1e-5
+LOSS_BOUND = 1e-4
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The figures of one run of the demo.
+
+    Differences are between TVM and eager PyTorch. Times are medians in ms: ``eager_ms`` and
+    ``tvm_ms`` for a call that embeds, ``eager_step_ms`` and ``tvm_step_ms`` for a training step.
+    ``fallbacks`` counts calls that ran eager PyTorch instead of TVM.
+    """
+
+    embedding_max_abs_diff: float
+    loss_max_rel_diff: float
+    weights_max_abs_diff: float
+    eager_ms: float
+    tvm_ms: float
+    eager_step_ms: float
+    tvm_step_ms: float
+    tvm_calls: int
+    fallbacks: int
+
+    def failures(self) -> list[str]:
+        """Return a sentence for each bound that is exceeded; NaN exceeds every bound."""
+        failed = []
+        if not self.embedding_max_abs_diff <= EMBEDDING_BOUND:
+            failed.append(f"embeddings differ by more than {EMBEDDING_BOUND:g}")
+        if not self.loss_max_rel_diff <= LOSS_BOUND:
+            failed.append(f"a loss differs by more than {LOSS_BOUND:g} of itself")
+        if self.fallbacks:
+            failed.append("calls fell back to the module's own forward")
+        return failed
+
+    def write(self, path: Path) -> None:
+        """Write the figures as JSON."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+
+    def table(self) -> Table:
+        """Return the figures as a table to print."""
+        table = Table("", "PyTorch eager", "tvmbridge", "bound", title="MiniLM, side by side")
+        for column in table.columns[1:]:
+            column.justify = "right"
+
+        def times(what: str, eager: float, tvm: float) -> None:
+            table.add_row(what, f"{eager:.1f}", f"{tvm:.1f}  ({eager / tvm:.2f}x)", "")
+
+        def difference(what: str, value: float, bound: str = "") -> None:
+            table.add_row(f"max |Δ| of {what}", "", f"{value:.1e}", bound)
+
+        difference("embeddings", self.embedding_max_abs_diff, f"{EMBEDDING_BOUND:.0e}")
+        difference("losses, relative", self.loss_max_rel_diff, f"{LOSS_BOUND:.0e}")
+        difference("weights after the last step", self.weights_max_abs_diff)
+        times("ms per call, embedding", self.eager_ms, self.tvm_ms)
+        times("ms per step, fine-tuning", self.eager_step_ms, self.tvm_step_ms)
+        table.add_row("calls served by TVM", "", str(self.tvm_calls), "")
+        table.add_row("calls that fell back", "", str(self.fallbacks), "0")
+        return table

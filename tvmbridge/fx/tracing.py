@@ -35,11 +35,10 @@ from tvmbridge.graph_capture.observe.staging import StagedModule, staged
 from tvmbridge.graph_capture.observe.undo import current_undo
 from tvmbridge.graph_capture.relations import Relations, relations_in
 from tvmbridge.graph_capture.surroundings import tracing_here
-from tvmbridge.graph_capture.symbols import dynamic_shapes, spelled_out
+from tvmbridge.graph_capture.symbols import dynamic_shapes, size_marks_put_away, spelled_out
 from tvmbridge.graph_capture.trace.answers import small_buffers
 from tvmbridge.graph_capture.trace.backends import only_switched_off
 from tvmbridge.graph_capture.trace.linear_export import export_in_linear_time
-from tvmbridge.graph_capture.trace.size_marks import size_marks_put_away
 from tvmbridge.graph_capture.traced_forward import TracedForward
 
 

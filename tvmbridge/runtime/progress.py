@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tvmbridge.cache.tally import disk_text
+from tvmbridge.compiler.cached_build import disk_text
 
 # Seconds before the line appears, so that shorter compilations show nothing.
 PATIENCE = 2.0

@@ -9,9 +9,13 @@ import torch
 from torch import nn
 
 from tvmbridge.calls.standins import tensors_of
-from tvmbridge.core.attention_kernels import SwitchedOff, attention_switched_off
 from tvmbridge.core.autocast import Autocast, autocast_now
-from tvmbridge.core.kernel_settings import Reduced, reduced_precisions
+from tvmbridge.core.kernel_settings import (
+    Reduced,
+    SwitchedOff,
+    attention_switched_off,
+    reduced_precisions,
+)
 
 Flags: TypeAlias = tuple[bool, ...]
 
