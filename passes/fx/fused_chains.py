@@ -75,11 +75,8 @@ class Chains:
     """The equal chains of operators that begin at one :class:`~.starts.Start`.
 
     Args:
-        graph: the graph, which is rewritten in place.
-        start: the equal tensors that the chains begin at.
         costs: decide whether the fusion is worth it; None: the costs of the device's type.
         touched: the nodes whose memory the graph writes.
-        places: the positions of the nodes in the graph's order.
     """
 
     def __init__(

@@ -69,7 +69,6 @@ class Store:
     """The folder of a cache; several processes may use it at once.
 
     Args:
-        folder: its path; it is created at the first write.
         most: the largest total size in bytes; beyond it, the least recently used files are removed.
     """
 

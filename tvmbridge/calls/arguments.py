@@ -41,8 +41,6 @@ class ArgumentWatch:
     The attribute ``checks`` has the error that each check raises if it fails.
 
     Args:
-        forward: the function that is watched.
-        checks: whether checks of values are recorded.
         older: objects that exist before forward runs; results that hold one are not opened.
     """
 

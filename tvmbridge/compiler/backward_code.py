@@ -86,11 +86,6 @@ class BackwardPart(PartialBackward):
 class BackwardLoader:
     """Compiles backward functions of a module, or finds them in the cache, and loads them.
 
-    Args:
-        build: a :class:`~tvmbridge.compiler.cached_build.CachedBuild` for its target and options.
-        parts: the split functions of the module.
-        device: the device of the module's tensors.
-
     Attributes:
         keys: the names of the code in the cache.
         device: the device of the module's tensors.

@@ -24,8 +24,6 @@ class BackwardParts:
     """The parts of the backward of a module, compiled when they are first needed.
 
     Args:
-        parts: the split functions of the module.
-        loaded: compiles a backward function and loads its code.
         layouts: the layouts of gradients that are not contiguous, by number.
         backward: returns the whole backward function.
     """

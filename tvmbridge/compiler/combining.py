@@ -36,8 +36,6 @@ class Combining:
     Args:
         targets: dotted names of the module's parameters by their names in the graph.
         packing: decides which parameters may be packed; None: none may.
-        options: ``combine_matmuls`` and ``measure_kernels`` are read.
-        records: receives a record of each pass.
     """
 
     targets: Mapping[str, str]

@@ -83,8 +83,6 @@ class CompiledHalves:
     """The halves of the backward of a module, compiled when they are first needed.
 
     Args:
-        parts: the split functions of the module.
-        loader: compiles functions of its backward.
         layouts: the layouts of gradients that are not contiguous, by number.
         backward: returns the whole backward function.
     """

@@ -71,9 +71,6 @@ class ModulePacks:
 
     A *pack* is the memory of parameters that are adjacent, such as the weights of query, key and
     value.
-
-    Args:
-        module: the module whose parameters may be moved.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -79,10 +79,7 @@ class PartialBackwards:
     """The partial backwards of a module, each compiled when it is first needed.
 
     Args:
-        parts: the split functions of the module.
-        build: a :class:`~tvmbridge.compiler.cached_build.CachedBuild` for its target and options.
         layouts: the layouts of gradients that are not contiguous, by number.
-        device: the device of the module's tensors.
         backward: returns the backward function; None: ``parts`` has it.
 
     Attributes:

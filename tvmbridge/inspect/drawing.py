@@ -26,11 +26,8 @@ class FunctionDrawing(Canvas):
     """Draws one function as a picture of its own; :meth:`draw` is called once.
 
     Args:
-        name: the name of the function.
         prefix: the prefix of the nodes' names, which must differ between functions of a picture.
         collapse_small: whether small values are written inside the nodes that use them.
-        attributes: the graphviz attributes that the user asked for.
-        known: the submodules, times and gradients of the function's values.
     """
 
     def __init__(

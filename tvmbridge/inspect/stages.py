@@ -48,13 +48,7 @@ class Drawable:
 
 
 class Stages:
-    """The stages of a module in its present mode; the module is not changed.
-
-    Args:
-        module: any module.
-        sample_input: a tensor, or a tuple of positional arguments.
-        options: the options of the compilation; None: the defaults.
-    """
+    """The stages of a module in its present mode; the module is not changed."""
 
     def __init__(
         self, module: nn.Module, sample_input: Any, options: CompileOptions | None = None

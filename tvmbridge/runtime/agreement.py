@@ -83,9 +83,6 @@ class Event:
 
     Args:
         store: a store that all ranks share, without keys of another event.
-        rank: this process's rank.
-        size: the number of ranks.
-        label: what is compiled, for messages.
     """
 
     def __init__(self, store: Any, rank: int, size: int, label: str) -> None:

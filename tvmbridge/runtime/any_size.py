@@ -172,7 +172,6 @@ class AnySize:
     - ``single``: the sizes that have code of their own, because there is no symbolic code.
 
     Args:
-        compiler: the compiler of the module.
         retire: called with the entries that are no longer kept.
         spec: the symbolic dimensions, as torch.export's ``dynamic_shapes``; None: the dimensions
             whose sizes calls change.

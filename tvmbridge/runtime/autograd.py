@@ -39,7 +39,6 @@ class TrainingCall:
     """Runs the forward and backward of a compiled module as one autograd function.
 
     Args:
-        compiled: a module compiled with gradients.
         packing: the module's packed weights, which backward reads; None: there are none.
     """
 

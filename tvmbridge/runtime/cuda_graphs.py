@@ -43,9 +43,6 @@ class GraphMemory:
     memory are replayed on one stream, one at a time: :class:`ReplayedCall` holds ``lock`` until the
     results are copied out. On another stream they would overwrite each other, so that each stream
     has a pool of its own.
-
-    Args:
-        device: the GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -70,10 +67,8 @@ class ReplayedCall:
     Args:
         run: the function. It must launch the same kernels at each call, on the current stream.
         copies: how many of the first results are returned as copies; None: all of them.
-        memory: the memory that this graph shares with others, and its GPU.
         replayed: a counter of replays, incremented under ``name``.
         skipped: a counter of calls without a graph, incremented under the reason.
-        name: the name of the function in ``replayed``.
         read: the numbers of the copied results that other graphs read in this graph's memory.
     """
 

@@ -38,8 +38,6 @@ class CompiledEntry:
     """The compiled code for one signature of arguments, one mode and one set of flags.
 
     Args:
-        state: the state of the dispatched module, which is read at each call.
-        compiled: the compiled code.
         packing: the module's packed weights.
         flags: ``requires_grad`` of each tensor that the code was compiled for.
     """

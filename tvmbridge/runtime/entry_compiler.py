@@ -49,11 +49,7 @@ class Compiler:
     """Compiles one module.
 
     Args:
-        module: the module, which the compilation does not change.
         own: the forward that was set on the instance; None if it has only that of its class.
-        target: the TVM target; None is this machine's CPU.
-        options: options of the compilation.
-        packing: the module's packed weights.
         instead: a function that replaces :func:`compile_module`; None: compile_module.
         background: runs compilations in another process while calls go on; None: calls wait.
         attributes: decides which numbers in attributes are inputs; None: all are constants.

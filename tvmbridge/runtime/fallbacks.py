@@ -40,7 +40,6 @@ class Tally:
       reason of a text is kept.
 
     Args:
-        name: the name of the module, for messages.
         on_fallback: ``"warn"`` logs the first call of each reason, ``"silent"`` logs none, and
             ``"raise"`` raises an error instead of running the module's own forward.
     """

@@ -50,11 +50,7 @@ def whole_backward() -> AbstractContextManager[object]:
 
 
 class GradientParts:
-    """Chooses for each call the parts that its backward runs in, and compiles them when needed.
-
-    Args:
-        compiled: a module compiled with gradients.
-    """
+    """Chooses for each call the parts that its backward runs in, and compiles them when needed."""
 
     def __init__(self, compiled: CompiledModule) -> None:
         assert compiled.split is not None
@@ -129,7 +125,6 @@ class Handed:
     """A backward that has begun: what its parts read, and the values that they carry on.
 
     Args:
-        step: the state of the call.
         values: the arguments of compiled backward before the cotangents; empty if ``gradients``
             are given.
         sources: the primals that the gradients are of.

@@ -29,13 +29,9 @@ class GraphedCode:
     """Compiled code with the module's tensors at their present addresses.
 
     Args:
-        compiled: the compiled code.
-        tensors: the module's tensors.
         strides: the strides of the outputs; None: the strides of the sample.
         primals_of: computes the primals, except for packed weights, from the user inputs and the
             module's tensors; it draws the random numbers.
-        replays: a counter of replays under ``forward`` and ``backward``.
-        skips: a counter of calls without a graph, by the reason.
     """
 
     compiled: CompiledModule

@@ -99,7 +99,6 @@ class BackwardHalves:
     Args:
         compiled: the compiled halves; None: they cannot be compiled, and a whole backward runs.
         inputs: the numbers of the gradients that belong to inputs.
-        weights: the numbers of the other gradients.
 
     Attributes:
         runs: how often the code for the gradients of ``inputs`` and of ``weights`` ran, and how

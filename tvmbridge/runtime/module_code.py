@@ -62,11 +62,7 @@ class ModuleCode(Executor):
     - ``checker``: compares some calls with eager PyTorch; None: none.
 
     Args:
-        module: the dispatched module.
         own: the forward that was set on the instance; None if it has only that of its class.
-        target: the TVM target; None is this machine's CPU.
-        options: options of the compilation.
-        on_fallback: see :class:`~.fallbacks.Tally`.
     """
 
     removal = "remove_tvm_dispatch"

@@ -20,12 +20,7 @@ from tvmbridge.runtime.guards.state import ModuleState
 
 
 class Outputs:
-    """Writes mutations back into buffers and arguments, and rebuilds forward's return value.
-
-    Args:
-        state: the state of the dispatched module, which is read and written at each call.
-        captured: the captured graph, whose outputs compiled code computes.
-    """
+    """Writes mutations back into buffers and arguments, and rebuilds forward's return value."""
 
     def __init__(self, state: ModuleState, captured: CapturedGraph) -> None:
         self._state = state

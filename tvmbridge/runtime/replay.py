@@ -30,10 +30,6 @@ class Replay:
     - ``written``: positions of the module's tensors that a call writes or rebinds.
     - ``renewed``: positions of the tensors that are other objects after a call.
     - ``keeps_too_much``: whether a call would have to copy too much memory to be repeated.
-
-    Args:
-        state: the state of the module.
-        captured: the graph of the compiled code.
     """
 
     def __init__(self, state: ModuleState, captured: CapturedGraph) -> None:

@@ -39,8 +39,6 @@ class SavedVersions:
     """Finds the saved tensors that not every backward reads, and notes their versions.
 
     Args:
-        compiled: a module compiled with gradients.
-        reads: positions of the primals that backward reads.
         overwritten: positions of the primals that are saved as copies, since a call writes them.
     """
 

@@ -40,8 +40,6 @@ class SecondOrder:
     - ``backwards``: how often the own forward has run for a backward.
 
     Args:
-        state: the module's state.
-        captured: the graph of the compiled code.
         mismatch: a function of the arguments' leaves and the module's tensors, which returns why
             the code would not serve such a call now, or None.
     """
@@ -141,9 +139,6 @@ class SecondOrderCall:
     """One recorded call, which can compute gradients that can be differentiated.
 
     Args:
-        own: runs the module's own forward.
-        leaves: the leaves of the call's arguments.
-        tensors: the module's tensors.
         pinned: the addresses of the tensors and the mode at the call.
     """
 

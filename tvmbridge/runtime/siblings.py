@@ -42,7 +42,6 @@ class Watched:
     """Watches the outputs of one call that other outputs are computed from.
 
     Args:
-        outputs: all outputs of the call.
         readers: for each watched output, the numbers of the outputs computed from it.
     """
 

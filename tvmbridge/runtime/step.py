@@ -82,9 +82,6 @@ class TrainingStep:
     """One call of forward, and the state that its backward needs.
 
     Args:
-        call: the :class:`~.autograd.TrainingCall` that runs the step.
-        primals: the inputs of compiled code.
-        strides: the strides of the outputs; None: the strides of the sample.
         again: computes gradients that can be differentiated, or says why there are none.
         held: the module's converted tensors; None: not converted.
         replayed: the results of a CUDA graph; None: forward has not been replayed.

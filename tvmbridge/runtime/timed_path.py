@@ -31,9 +31,6 @@ class ArgumentsGuard(FastGuard):
     right for any of them.
 
     Args:
-        module: the module, whose train or eval mode is compared.
-        signature: the signature of the arguments.
-        leaves: the leaves of the call's arguments.
         records: whether autograd records the call; then calls inside a checkpoint are refused.
     """
 
@@ -91,13 +88,7 @@ class _Checked(NamedTuple):
 
 
 class _Path:
-    """The base of both paths; an instance is the ``guard`` and the ``entry`` of its own path.
-
-    Args:
-        code: the compiled entry whose calls the path serves.
-        trial: the speed trial of the entry.
-        run_own: runs the module's own forward on the arguments of a call.
-    """
+    """The base of both paths; an instance is the ``guard`` and the ``entry`` of its own path."""
 
     direct = None
 

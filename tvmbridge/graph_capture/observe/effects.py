@@ -31,7 +31,6 @@ class StateBefore:
     """The state that forward could write, recorded before it runs.
 
     Args:
-        module: the module whose forward runs.
         held: the tensors that the module holds, including tensors in containers.
     """
 

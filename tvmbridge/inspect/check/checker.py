@@ -38,10 +38,6 @@ class Checker:
     """Checks calls of one dispatched module.
 
     ``unchecked`` counts, by reason, the calls that were due but could not be checked.
-
-    Args:
-        policy: selects the calls that are due for a check.
-        options: the options that the module is compiled with.
     """
 
     def __init__(self, policy: CheckPolicy, options: CompileOptions) -> None:

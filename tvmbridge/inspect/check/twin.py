@@ -109,9 +109,6 @@ class Twin:
     - ``outcome``: the results and effects of forward, if it returned.
 
     Args:
-        module: the dispatched module.
-        arguments: the arguments of the call.
-        device: the device that the module computes on.
         bases: intermediate view bases that gradients may arrive for.
 
     Raises:

@@ -39,8 +39,6 @@ class RelaxRun:
     - ``results``: the results of the function.
 
     Args:
-        function: a function of dataflow blocks, without control flow.
-        arguments: one tensor for each parameter.
         masks: the masks of dropout operators in the function, in program order.
         trace: the trace to extend, which may have the arguments already; None: a new trace.
     """

@@ -59,9 +59,6 @@ class Lowering:
     - ``lowered``: the result of lowering; ``captured`` is its captured graph.
 
     Args:
-        sample: the module and its arguments, with the draws and cotangents of an eager run.
-        needs_grad: whether gradients are compiled.
-        options: the options of the compilation.
         passes: additional passes, run after the pipeline's.
 
     Raises:

@@ -42,8 +42,6 @@ class Signature:
     constant is an argument that is not a tensor.
 
     Args:
-        args: the positional arguments of the sample.
-        kwargs: the keyword arguments of the sample.
         forward: the function that is called; None: not known. If it takes keywords by
             ``**kwargs``, their order matters, since forward can see it.
         numbers: by the position of a leaf, the values of a Python number that is an input of the

@@ -77,10 +77,6 @@ class Parameters:
     - ``code``, ``defaults``: its code and its defaults when this object was created.
     - ``unread``: names of parameters that the code does not read, so that their values do not
       matter.
-
-    Args:
-        forward: the function or the bound method.
-        function: the function of ``forward``.
     """
 
     def __init__(self, forward: Callable[..., Any], function: types.FunctionType) -> None:

@@ -46,11 +46,6 @@ class ModuleState:
     - ``names``: the dotted names of the module's tensors that are inputs of the code.
     - ``kinds``: compares the tensors' dtypes, shapes and devices.
     - ``norms``: the weights that old ``weight_norm`` and ``spectral_norm`` hooks compute.
-
-    Args:
-        module: the dispatched module.
-        captured: its graph, which has the inputs, the tied weights and the values that forward
-            read.
     """
 
     def __init__(self, module: nn.Module, captured: CapturedGraph) -> None:

@@ -45,9 +45,7 @@ class _Watched:
 
     Args:
         owner: the module or class whose attribute it is; None: it is looked up in ``holder``.
-        name: the name of the attribute.
         label: the name of the value in messages.
-        expected: the expected value.
         holder: the mapping to look the value up in; None: the owner's ``__dict__``.
         itself: whether identity is compared; otherwise the contents are.
     """

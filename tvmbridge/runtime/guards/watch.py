@@ -50,16 +50,7 @@ class Watch(Protocol):
 
 
 class PythonWatch:
-    """A watch in Python: keys and values must be the same objects in the same order.
-
-    Args:
-        dicts: dictionaries that are compared as a whole.
-        objects: objects of which the class and the ``__dict__`` must stay the same.
-        tensors: tensors that are compared in all but their values, addresses included.
-        places: single entries of dictionaries, each with the expected object.
-        functions: functions, each with its expected code and defaults.
-        asked: dictionaries, each with a function that compares the entries that matter.
-    """
+    """A watch in Python: keys and values must be the same objects in the same order."""
 
     def __init__(
         self,
