@@ -54,11 +54,7 @@ class Part:
 
 
 def write_bundle(path: Path, parts: Iterable[Part]) -> int:
-    """Write a bundle, whole or not at all, and return its size in bytes.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write a bundle, whole or not at all, and return its size in bytes."""
     with replacing(path) as file:
         return _write(file, parts)
 

@@ -121,11 +121,7 @@ class Store:
         return None
 
     def files(self) -> list[tuple[Path, os.stat_result]]:
-        """Return the cache files with their ``stat`` results, the most recently used first.
-
-        Raises:
-            OSError: the folder cannot be read.
-        """
+        """Return the cache files with their ``stat`` results, the most recently used first."""
         found = []
         if self.folder.is_dir():
             for path in self.folder.glob(f"*{SUFFIX}"):

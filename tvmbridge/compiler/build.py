@@ -258,21 +258,13 @@ def schedule(
 
 
 def load(scheduled: Scheduled, records: list[PassRecord], device: torch.device = _CPU) -> Built:
-    """Compile the result of :func:`schedule`, and load it on ``device``.
-
-    Raises:
-        BuildError: TVM cannot compile it for the target.
-    """
+    """Compile the result of :func:`schedule`, and load it on ``device``."""
     code = compile_code(scheduled, records)
     return load_code(code, code.executable, scheduled.target, device)
 
 
 def compile_code(scheduled: Scheduled, records: list[PassRecord]) -> Code:
-    """Compile the result of :func:`schedule`.
-
-    Raises:
-        BuildError: TVM cannot compile it for the target.
-    """
+    """Compile the result of :func:`schedule`."""
     target, noting = scheduled.target, NotePlans()
     with target:
         mod = run_passes(scheduled.mod, [NameSpecs()], records)

@@ -48,11 +48,7 @@ def _transformers() -> Any:
 
 
 def model_folder() -> str:
-    """Return the folder with MiniLM's weights, configuration and tokenizer.
-
-    Raises:
-        BridgeError: the package that contains them is not installed.
-    """
+    """Return the folder with MiniLM's weights, configuration and tokenizer."""
     try:
         package = importlib.import_module(PACKAGE)
     except ModuleNotFoundError as error:

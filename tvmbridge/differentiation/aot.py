@@ -157,11 +157,7 @@ def _record(
 
 
 def _refuse_unsaved(traced: fx.GraphModule, rehearsal: Rehearsal) -> None:
-    """Refuse tensors that a custom function's backward reads but its forward did not save.
-
-    Raises:
-        UnsupportedOperatorError: there is one; compiled code would not see changes of its values.
-    """
+    """Refuse tensors that a custom function's backward reads but its forward did not save."""
     known = {storage_key(t) for t in rehearsal.captured.constant_tensors.values()}
     for node in traced.graph.find_nodes(op="get_attr"):
         tensor = getattr(traced, str(node.target), None)

@@ -107,11 +107,7 @@ def _line(pending: Pending) -> dict[str, Any]:
 
 
 def remove_pending(folder: Folder, done: Iterable[Task]) -> None:
-    """Remove the tasks in ``done`` from the list.
-
-    Raises:
-        OSError: the list cannot be written.
-    """
+    """Remove the tasks in ``done`` from the list."""
     finished = set(done)
     with locked(folder.path):
         left = [p for p in read_pending(folder) if p.task not in finished]

@@ -69,9 +69,6 @@ def refuse_hooks(
     Args:
         positions: the positions of the primals that the code computes gradients of.
         gradients: the gradients of this backward; None if none reaches the primal.
-
-    Raises:
-        BridgeError: a hook would be called without a gradient.
     """
     for position, source, gradient, asked in zip(
         positions, sources, gradients, wanted, strict=False

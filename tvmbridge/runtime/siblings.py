@@ -54,11 +54,7 @@ class Watched:
             outputs[reader].register_hook(_InputsWatch(self, reader))
 
     def refuse_hooks(self, cotangents: Sequence[torch.Tensor | None]) -> None:
-        """Raise if a hook on a watched output would miss a gradient.
-
-        Raises:
-            BridgeError: an output has a hook, and an output computed from it has a cotangent.
-        """
+        """Raise if a hook on a watched output would miss a gradient."""
         for number, reference in self._outputs.items():
             output = reference()
             if output is None or not (output.retains_grad or _has_hooks(output)):
@@ -71,9 +67,6 @@ class Watched:
 
         The gradient would miss the part that flows through ``reader``. The compiled backward
         does not run in that case, so a hook of ``reader`` makes this check.
-
-        Raises:
-            BridgeError: the running backward has such an input.
         """
         inputs = _inputs_of_backward()
         if _are_leaves(inputs):

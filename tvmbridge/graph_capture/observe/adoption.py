@@ -79,9 +79,6 @@ class Adoption:
         """Raise if forward reads the memory of an adopted or watched tensor by another tensor.
 
         Such a read bypasses the graph input or guard of the adopted or watched tensor.
-
-        Raises:
-            CaptureError: compiled code would miss writes into the tensor.
         """
         known = [*self.adopted, *_labelled(self.watched).values()]
         for tensor in self.found.values():

@@ -137,9 +137,6 @@ def refuse_own_call(module: nn.Module) -> None:
 
     A trace of the module itself would include ``__call__``, and a call would then run ``__call__``
     again around the compiled code.
-
-    Raises:
-        CaptureError: the class has its own ``__call__``.
     """
     if has_own_call(module):
         raise CaptureError(

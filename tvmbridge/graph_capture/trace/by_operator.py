@@ -82,11 +82,7 @@ def _by_operator(program: ExportedProgram, table: Table) -> ExportedProgram:
 
 
 def _refuse_unlike(program: ExportedProgram) -> None:
-    """Refuse a program with a node whose decomposition may depend on other nodes.
-
-    Raises:
-        NotByOperatorError: it has one.
-    """
+    """Refuse a program with a node whose decomposition may depend on other nodes."""
     signature = program.graph_signature
     kinds = {spec.kind for spec in signature.output_specs}
     if kinds - {OutputKind.USER_OUTPUT} or program.range_constraints:

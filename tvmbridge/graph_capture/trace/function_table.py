@@ -92,9 +92,6 @@ def refuse_out_of_range(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
     ``torch.add(x, y, alpha=1e40)`` raises for float32, whereas ``x * 1e40`` is an infinity. Fake
     kernels do not check the range, so such a call is tried on zeros.
-
-    Raises:
-        UnsupportedOperatorError: eager PyTorch raises for the call.
     """
     # Every function that forward calls comes here: a loop takes half of a generator's time.
     for value in (*args, *kwargs.values()):

@@ -83,12 +83,7 @@ def _is_as_before(container: _Flat) -> bool:
 
 
 def _refuse_kept(of: NumbersOfCall, module: nn.Module, results: Any) -> None:
-    """Refuse numbers that outlive the call, and parts of tensors that must be views.
-
-    Raises:
-        NumberReadError: a number is returned or kept, or a selected part is returned, kept or
-            written, or its tensor is written.
-    """
+    """Refuse numbers that outlive the call, and parts of tensors that must be views."""
     if of.refusal is not None:  # forward has caught it
         raise of.refusal
     for number in (known() for known in of.made):

@@ -124,11 +124,7 @@ def operator_of(call: relax.Call) -> str:
 
 
 def _checked(call: relax.Call, value: Any) -> Any:
-    """Return ``value`` if it has the shapes and dtypes of the call's Relax type.
-
-    Raises:
-        NotImplementedError: it has others.
-    """
+    """Return ``value`` if it has the shapes and dtypes of the call's Relax type."""
     types = call.ty.fields if isinstance(call.ty, relax.TupleType) else [call.ty]
     for item, type_ in zip(value if isinstance(value, list) else [value], types, strict=True):
         dtype = from_relax_dtype(str(getattr(type_.dtype, "dtype", type_.dtype)))
