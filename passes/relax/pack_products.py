@@ -182,12 +182,11 @@ def _product(
     if {dtype_of(e) for e in (left, right, call)} != {"float32"}:
         return None
     value = bound.get(right) if isinstance(right, relax.Var) else None
-    transposed = is_call(value, "relax.permute_dims")
-    weight = value.args[0] if transposed else right
+    weight = value.args[0] if is_call(value, "relax.permute_dims") else right
     if weight not in parameters:
         return None
     (rows, depth), (_, columns) = shapes  # type: ignore[misc]
-    return FrozenProduct(weight.name, transposed, rows, depth, columns)
+    return FrozenProduct(weight.name, not weight.same_as(right), rows, depth, columns)
 
 
 @mutator
