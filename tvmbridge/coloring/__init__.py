@@ -3,7 +3,7 @@
 The forward color has all bindings that the outputs depend on. The backward color has all other
 bindings that the gradients depend on, and the forward bindings that backward computes again. A
 forward value that is kept for backward is a *residual*. A policy chooses the values that backward
-computes itself; each policy has a file of its own. A third color divides backward once more, into
+computes itself. A third color divides backward once more, into
 the gradients of inputs and the gradients of weights.
 """
 
@@ -19,12 +19,10 @@ from tvm import relax
 from tvmbridge.backends import backend_of
 from tvmbridge.coloring.budget import Recomputation, predicted, within_budget
 from tvmbridge.coloring.graph import JointGraph, tensor_bytes
-from tvmbridge.coloring.keep_casts import keep_casts
-from tvmbridge.coloring.keep_operands import keep_operands
+from tvmbridge.coloring.keep_operands import keep_casts, keep_operands
 from tvmbridge.coloring.min_cut import min_cut
 from tvmbridge.coloring.operators import check_names, is_view
-from tvmbridge.coloring.recompute_cheap import recompute_cheap
-from tvmbridge.coloring.save_all import save_all
+from tvmbridge.coloring.save_all import recompute_cheap, save_all
 from tvmbridge.core.decisions import Rule, decided
 from tvmbridge.differentiation.differentiate import JointModule
 

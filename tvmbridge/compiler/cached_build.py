@@ -20,7 +20,7 @@ import tvm
 from tvmbridge.backends import backend_for
 from tvmbridge.cache import CacheKey, Kept, Store
 from tvmbridge.cache.key import digest_of
-from tvmbridge.cache.received import source_now
+from tvmbridge.cache.store import source_now
 from tvmbridge.cache.surroundings import records_entry, surroundings, unusable
 from tvmbridge.compiler.build import (
     Built,

@@ -23,8 +23,7 @@ from typing import Any, TypeVar
 import torch
 
 from tvmbridge.cache import Kept
-from tvmbridge.cache.received import received_from
-from tvmbridge.cache.store import MOST_BYTES, formatted, parse_file
+from tvmbridge.cache.store import MOST_BYTES, formatted, parse_file, received_from
 from tvmbridge.core.errors import BridgeError, BuildError, first_line
 from tvmbridge.core.torch_private import default_store
 from tvmbridge.kernels.table import answered_by, surroundings
@@ -79,7 +78,7 @@ def decided_together(label: str, body: Callable[[], Result]) -> Result:
 
 
 class Event:
-    """One compilation of all ranks; a :class:`~tvmbridge.cache.received.CodeSource` of code.
+    """One compilation of all ranks; a :class:`~tvmbridge.cache.store.CodeSource` of code.
 
     Args:
         store: a store that all ranks share, without keys of another event.
