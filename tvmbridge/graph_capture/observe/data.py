@@ -14,7 +14,7 @@ import random
 import re
 import sys
 import types
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy
@@ -30,7 +30,6 @@ from tvmbridge.core.contents import (
     is_constant,
     may_grow,
 )
-from tvmbridge.graph_capture.observe.sources import Source
 
 _GENERATORS = (numpy.random.Generator, numpy.random.RandomState, random.Random, torch.Generator)
 _FILLED = (numpy.ndarray, torch.Tensor, array.array, bytearray, queue.Queue, queue.SimpleQueue)
@@ -116,29 +115,3 @@ def data_of(cls: type) -> dict[str, Any]:
 
 def _own(cls: type) -> dict[str, Any]:
     return {n: v for n, v in vars(cls).items() if not (n.startswith("__") and n.endswith("__"))}
-
-
-class Iterators:
-    """The iterators that functions of forward may take items from."""
-
-    def __init__(self) -> None:
-        # The label of each iterator, and the name of the attribute if an object holds it.
-        self._found: list[tuple[str, str | None]] = []
-
-    def note(self, source: Source) -> None:
-        """Record the iterators at ``source``."""
-        if is_object(source.value):
-            for name, held in attributes_of(source.value).items():
-                if holds_iterator(held):
-                    self._found.append((f"{source.label}.{name}", name))
-        elif holds_iterator(source.value):
-            self._found.append((source.label, None))
-
-    def used(self, names: Set[str], searching: bool) -> str | None:
-        """Return the label of an iterator that functions may use; None if there is none.
-
-        Args:
-            searching: whether they may look up attributes by computed names.
-        """
-        used = (n for n, name in self._found if searching or name is None or name in names)
-        return next(used, None)

@@ -30,9 +30,9 @@ from tvmbridge.core.errors import CaptureError
 from tvmbridge.core.libraries import SAME_WHEN_COMPILED
 from tvmbridge.core.methods import MethodOf
 from tvmbridge.core.torch_private import FakeTensor, is_compiling
-from tvmbridge.graph_capture.observe.data import Iterators
 from tvmbridge.graph_capture.observe.executed import Executed, executed_functions, is_library
 from tvmbridge.graph_capture.observe.hooks import traced_hooks
+from tvmbridge.graph_capture.observe.iterators import Iterators
 from tvmbridge.graph_capture.observe.leaks import holds_fakes, remove_fakes
 from tvmbridge.graph_capture.observe.names import Names, asks_type
 from tvmbridge.graph_capture.observe.objects import ObjectReads
