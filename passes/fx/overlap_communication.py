@@ -269,9 +269,6 @@ def durations_of(
 
     Args:
         graph_module: the graph, not yet rewritten by :class:`OverlapCommunication`.
-
-    Returns:
-        The seconds by the names of the nodes.
     """
     timer = _Timer(graph_module)
     for _ in range(rounds):

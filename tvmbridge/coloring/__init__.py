@@ -89,9 +89,6 @@ def color(
         memory_budget: the fraction of the bytes kept by ``save_all`` that residuals may take; None:
             no limit.
 
-    Returns:
-        The bindings of forward and backward, and the values that backward reads.
-
     Raises:
         ValueError: a name in ``recompute`` is not an operator, or must not be repeated.
         UnsupportedOperatorError: backward reads a forward value that is not a tensor.

@@ -41,9 +41,6 @@ def emit_broadcast(
             for each number.
         name: the name of the result in the loops.
         hint: the name of the function.
-
-    Returns:
-        The call.
     """
     shape = shape_of(call)
     tensors = [operand for operand in operands if operand is not None]

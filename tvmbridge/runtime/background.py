@@ -101,9 +101,6 @@ class Background:
             sample: an object that identifies compilations which this one replaces, since its code
                 serves their calls as well; they are ended. None: it replaces none.
 
-        Returns:
-            The result of ``body``.
-
         Raises:
             UnderWayError: the child has not finished, or another child compiles.
             BridgeError: the compilation in the child failed.

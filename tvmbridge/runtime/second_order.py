@@ -63,13 +63,10 @@ class SecondOrder:
     def call(
         self, leaves: Sequence[Any], tensors: Sequence[Any], pinned: Pinned | None = None
     ) -> SecondOrderCall | Reason:
-        """Record a call, so that forward can run again for its backward.
+        """Record a call, so that forward can run again for its backward; or return why it must not.
 
         Args:
             pinned: addresses and mode that a fast guard has checked; None: read them now.
-
-        Returns:
-            The recorded call, or the reason why forward must not run again.
         """
         return self._refused or SecondOrderCall(self, leaves, tensors, pinned or self.pin(tensors))
 

@@ -141,9 +141,6 @@ class SpeedTrial:
 
         Args:
             before: seconds that the guards took, which count as time of compiled code.
-
-        Returns:
-            The results of the call.
         """
         if self.steps_aside:
             return self.serve_aside(own)

@@ -165,16 +165,13 @@ def points_for(
     refused: Collection[int] = (),
     floors: Sequence[int] | None = None,
 ) -> Points | None:
-    """Return sample points whose range contains the given sizes and many others.
+    """Return sample points whose range contains the given sizes and many others, or None.
 
     Args:
         tight: whether to stay close to the smallest sizes.
         avoided: numbers that no size may be, except a smallest size if calls have no larger one.
         refused: numbers that no size may be, except a smallest size of 2.
         floors: the least value of each symbol, which several symbols may have; None: 2.
-
-    Returns:
-        The points, or None if there are none.
     """
     taken = {*avoided, *refused}
     used = set(refused)

@@ -87,16 +87,13 @@ def _in_units(
 def divided(
     symbols: Symbols, trace: SymbolicTrace, sample: Arguments, seen: Sequence[Point]
 ) -> Symbols | None:
-    """Return the symbols in units of the numbers by which shapes in a trace divide sizes.
+    """Return the symbols in units of what shapes in a trace divide sizes by, or None without such.
 
     For images that are cut into patches, the unit is a patch: the number of patches is then a
     product of symbols.
 
     Args:
         seen: the sizes of the symbols in known calls; they must be multiples of the units.
-
-    Returns:
-        The symbols in units, or None if there are no units that forward permits.
     """
     found: dict[Any, int] = {}
     for node in trace.program.graph.nodes:
