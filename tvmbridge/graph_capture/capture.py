@@ -13,7 +13,11 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from tvmbridge.backends import is_on_host
-from tvmbridge.calls.standins import attributes_put_back, without_hooks, without_repetitions
+from tvmbridge.calls.standins import (
+    attributes_put_back,
+    without_hooks,
+    without_repetitions,
+)
 from tvmbridge.core.autocast import autocast_now, without_autocast
 from tvmbridge.core.captured_graph import Assumptions, CallingConvention, CapturedGraph
 from tvmbridge.core.errors import (

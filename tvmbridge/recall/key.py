@@ -69,6 +69,13 @@ def call_entry(
 ) -> str:
     """Return a digest of a call: structure, constants, and tensors without their values.
 
+    Args:
+        module: the module, whose tensors may share memory with arguments.
+        leaves: the leaves of the arguments.
+        structure: the structure of the arguments.
+        mode: the mode of the call.
+        describer: describes values of this module.
+
     Raises:
         UndescribableError: an argument cannot be described as data.
     """

@@ -177,8 +177,10 @@ def compile_symbolic(
     """Compile a module for all sizes that ``points`` hold.
 
     Args:
+        request: the module; ``sample_at`` replaces its arguments.
         sample_at: returns arguments whose symbolic dimensions have the sizes of a point.
         points: the sizes that it is compiled at; all of them must fulfil its relations.
+        trace: the module with symbols.
 
     Raises:
         DifferentCodeError: the code at the points differs in more than sizes.

@@ -239,7 +239,10 @@ def kept_whole_under_autograd() -> Iterator[None]:
 
 
 def joint_decomposition_table() -> dict[Any, Callable[..., Any]]:
-    """Return the decompositions for a joint graph of AOTAutograd; other overloads stay ATen's."""
+    """Return a map from overload to decomposition for a joint graph of AOTAutograd.
+
+    An operator that is not in the map stays an ATen operator with PyTorch's own kernel.
+    """
     whole = core_aten_decompositions()
     table = {op: whole[op] for op in _JOINT_TAKEN_APART}
     losses = (aten.mse_loss.default, aten.mse_loss_backward.default)
