@@ -80,7 +80,7 @@ def operator_name(call: relax.Expr | None) -> str | None:
 
 
 def check_names(names: Collection[str]) -> None:
-    """Raise ValueError for a name that is no Relax operator or ATen overload to repeat."""
+    """Raise ValueError for a name of no operator, or of one that must not be repeated."""
     for name in names:
         if name.startswith(_MAY_DRAW):
             raise ValueError(f"{name} may have dropout, which is drawn once")

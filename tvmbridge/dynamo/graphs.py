@@ -80,7 +80,10 @@ class DynamoGraph:
         return _picker(self.held)
 
     def given_with(self, tensors: Sequence[torch.Tensor]) -> Given:
-        """Return a function that picks forward's arguments of a call; None for other tensors."""
+        """Return a function that picks forward's arguments from a call's arguments.
+
+        The function returns None if the call's parameters and buffers are not ``tensors``.
+        """
         scope = Scope()
         held = zip(self.held, tensors, strict=True)
         same = [f"args[{place}] is {scope.bind('t', tensor)}" for place, tensor in held]

@@ -118,7 +118,7 @@ def _makes_integers(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def depends_on_data(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call's result has a data-dependent shape, or is a value, as of ``item()``."""
+    """Whether a call returns a data-dependent shape, or a tensor's value, as ``item()`` does."""
     if func in _DEPENDENT:
         return True
     if func is torch.where:

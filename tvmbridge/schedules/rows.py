@@ -111,7 +111,7 @@ class RowNest:
         return next((m for m in self.members if m.stage.buffer.same_as(buffer)), None)
 
     def add(self, stage: KernelStage) -> bool:
-        """Add ``stage`` if its rows read only the same rows of members; return whether it was."""
+        """Add ``stage`` if its rows read only the same rows of members; return True if added."""
         axes = row_axes(stage, self.rows)
         if axes is None and self.cuts and stage.reduction is None:
             parts = cut_axes(stage.spatial, self.rows)
