@@ -264,7 +264,7 @@ def sort_as_eager(x: torch.Tensor, dim: int = -1, descending: bool = False) -> A
 
 
 def _view(x: torch.Tensor, shape: Sequence[int]) -> Any:
-    """Decompose ``view`` into a copy if other decompositions gave ``x`` strides that allow no view."""
+    """Decompose ``view`` into a copy if a decomposition gave ``x`` strides that allow no view."""
     with disable_current_modes():
         meta = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
         try:
