@@ -141,6 +141,9 @@ def refuse_hidden(
     Args:
         kept: the tensors of the observation that are still alive.
         read: the values that forward reads; tensors in them can be removed.
+
+    Raises:
+        CaptureError: a kept tensor is neither in ``module`` nor in ``read``.
     """
     own = (value for m in module.modules() for value in vars(m).values())
     known = {id(held) for value in (*own, *read) for held in all_held(value)}
