@@ -37,8 +37,13 @@ from typing import Any, TypeAlias
 import tvm
 from tvm import relax, tirx
 
-from tvmbridge.passes.base import PassReport, RelaxPass, is_call, with_body, with_span
-from tvmbridge.passes.relax.merged_functions import merged, merged_kernel, renamed, share_variables
+from tvmbridge.passes.base import PassReport, RelaxPass, is_call, with_span
+from tvmbridge.passes.relax.merged_functions import (
+    merged,
+    merged_kernel,
+    renamed,
+    share_variables,
+)
 from tvmbridge.schedules import is_one_nest, is_scheduled
 from tvmbridge.schedules.kernel import Kernel, parse
 
@@ -174,7 +179,9 @@ class _Merging:
         if self.count == before:
             return function
         body = self.builder.normalize(relax.SeqExpr(blocks, function.body.body))
-        return with_body(function, body)
+        return relax.Function(
+            function.params, body, function.ret_ty, function.is_pure, function.attrs, function.span
+        )
 
     def _block(self, block: relax.DataflowBlock, uses: Counter[relax.Var]) -> relax.DataflowBlock:
         line = _Line()

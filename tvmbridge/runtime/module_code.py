@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import functools
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
-from tvmbridge.calls.arguments import Arguments
 from tvmbridge.calls.surroundings import in_checkpoint
 from tvmbridge.compiler.packing import ModulePacks
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.runtime.background import COMPILING, Background
 from tvmbridge.runtime.changing_attributes import ChangingAttributes
+from tvmbridge.runtime.checks import Checks
 from tvmbridge.runtime.entry import CompiledEntry
 from tvmbridge.runtime.entry_compiler import Compiler
 from tvmbridge.runtime.executor import Executor, Served
@@ -29,28 +28,6 @@ from tvmbridge.runtime.specialization import USES
 from tvmbridge.runtime.specializations import Specializations
 from tvmbridge.runtime.speed_trial import SpeedTrial, only_if_faster_now
 from tvmbridge.runtime.timed_path import AsidePath, ServingPath, TimedPath
-
-
-class Checks(Protocol):
-    """Serves calls in place of :meth:`CompiledEntry.run`, and checks some of them.
-
-    - ``unchecked``: the number of calls that could not be checked, by the reason.
-    """
-
-    unchecked: Counter[str]
-
-    def run(
-        self,
-        module: nn.Module,
-        entry: CompiledEntry,
-        leaves: Sequence[Any],
-        tensors: Sequence[Any],
-        arguments: Arguments,
-    ) -> Any:
-        """Serve one call by ``entry``, checked or not, and return its results."""
-
-    def renewed(self) -> Checks:
-        """Return an object with the same settings for a copy of the module."""
 
 
 class ModuleCode(Executor):
