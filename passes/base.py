@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import tvm
 from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
+from tvm.relax.utils import copy_with_new_vars
 
 from tvmbridge.core.pass_report import PassReport as PassReport
 
@@ -29,15 +31,15 @@ class RelaxPass:
 
 
 def map_functions(
-    mod: tvm.IRModule, rewrite: Callable[[relax.Function], relax.Function]
+    mod: tvm.IRModule, rewrite: Callable[[relax.Function], relax.Function], only: str = ""
 ) -> tvm.IRModule:
-    """Return ``mod`` with ``rewrite`` applied to every Relax function.
+    """Return ``mod`` with every Relax function, or the one named ``only``, rewritten.
 
     If each function stays the same object, return ``mod`` itself.
     """
     functions, changed = {}, False
     for global_var, function in mod.functions_items():
-        if isinstance(function, relax.Function):
+        if isinstance(function, relax.Function) and only in ("", global_var.name_hint):
             rewritten = rewrite(function)
             changed |= not rewritten.same_as(function)
             function = rewritten
@@ -60,14 +62,18 @@ def with_functions(mod: tvm.IRModule, rewriter: PyExprMutator) -> tvm.IRModule:
 
 
 def map_calls(
-    mod: tvm.IRModule, rewrite: Callable[[relax.Call, relax.BlockBuilder], relax.Expr]
+    mod: tvm.IRModule,
+    rewrite: Callable[[relax.Call, relax.BlockBuilder], relax.Expr],
+    report: PassReport | None = None,
 ) -> tvm.IRModule:
     """Return a new module with every call replaced by ``rewrite(call, builder)``.
 
     The operands of ``call`` have been rewritten before. ``rewrite`` uses ``builder`` to emit the
-    bindings that its result needs. New calls get the span of the old one.
+    bindings, and to add the functions, that its result needs. New calls get the span of the old
+    one. If ``report`` is given and counts no rewrite, return ``mod`` itself.
     """
-    return map_functions(mod, lambda f: _CallMutator(rewrite).visit_expr(f))
+    rewritten = with_functions(mod, _CallMutator(mod, rewrite))
+    return mod if report is not None and not report.rewrites else rewritten
 
 
 class SpanBuilder:
@@ -94,8 +100,10 @@ def with_span(expr: relax.Expr, span: tvm.ir.Span | None) -> relax.Expr:
 
 @mutator
 class _CallMutator(PyExprMutator):
-    def __init__(self, rewrite: Callable[[relax.Call, relax.BlockBuilder], relax.Expr]) -> None:
-        super().__init__()
+    def __init__(
+        self, mod: tvm.IRModule, rewrite: Callable[[relax.Call, relax.BlockBuilder], relax.Expr]
+    ) -> None:
+        super().__init__(mod)
         self.rewrite = rewrite
 
     def visit_call_(self, call: relax.Call) -> relax.Expr:
@@ -148,12 +156,7 @@ def permutation(call: relax.Call) -> list[int]:
 def transposed_of(
     operand: relax.Expr, lookup: Callable[[relax.Var], relax.Expr | None]
 ) -> relax.Expr | None:
-    """Return the matrix of static shape that ``operand`` is the transpose of, or None.
-
-    Args:
-        operand: an operand of a call.
-        lookup: returns the value of a variable, such as ``lookup_binding`` of a mutator.
-    """
+    """Return the matrix of static shape that ``operand`` is the transpose of, or None."""
     value = lookup(operand) if isinstance(operand, relax.Var) else None
     if not is_call(value, PERMUTATION):
         return None
@@ -172,6 +175,47 @@ def bindings_of(function: relax.Function) -> dict[relax.Var, relax.Expr]:
     return {b.var: b.value for block in function.body.blocks for b in block.bindings}
 
 
+def readers_of(function: relax.Function) -> Mapping[relax.Var, list[relax.Var | None]]:
+    """Return the variables whose values read each variable; None stands for the result."""
+    found: dict[relax.Var, list[relax.Var | None]] = defaultdict(list)
+    for var, value in [*bindings_of(function).items(), (None, function.body.body)]:
+        for read in relax.analysis.free_vars(value):
+            found[read].append(var)
+    return found
+
+
+def binding(var: relax.Var, value: relax.Expr) -> relax.VarBinding:
+    """Return the binding of ``value``, whose type is inferred, to ``var``."""
+    return relax.VarBinding(var, relax.BlockBuilder().normalize(value))
+
+
+def with_body(
+    function: relax.Function, body: relax.Expr, parameters: Sequence[relax.Var] | None = None
+) -> relax.Function:
+    """Return ``function`` with another body that has its type; ``parameters`` replace its own."""
+    parameters = function.params if parameters is None else parameters
+    return relax.Function(
+        parameters, body, function.ret_ty, function.is_pure, function.attrs, function.span
+    )
+
+
+def with_bindings(
+    function: relax.Function,
+    bindings: Sequence[relax.Binding],
+    result: relax.Expr | None = None,
+    parameters: Sequence[relax.Var] | None = None,
+) -> relax.Function:
+    """Return ``function`` with new variables and one dataflow block of ``bindings``.
+
+    ``result`` and ``parameters`` replace its own.
+    """
+    result = function.body.body if result is None else result
+    body = relax.SeqExpr([relax.DataflowBlock(bindings)], result)
+    parameters = function.params if parameters is None else parameters
+    changed = relax.Function(parameters, body, result.ty, function.is_pure, function.attrs)
+    return copy_with_new_vars(changed)
+
+
 def flat_results(function: relax.Function) -> list[relax.Expr]:
     """Return the tensors that a function with one dataflow block returns, in order."""
     result = function.body.body
@@ -182,12 +226,7 @@ def flat_results(function: relax.Function) -> list[relax.Expr]:
 
 
 def storage_root(result: relax.Expr, bound: Mapping[relax.Var, relax.Expr]) -> relax.Var | None:
-    """Return the variable whose memory ``result`` has, through views; None for a constant.
-
-    Args:
-        result: a variable or constant.
-        bound: the values of the function's variables.
-    """
+    """Return the variable whose memory ``result`` has, through views; None for a constant."""
     while isinstance(result, relax.Var):
         value = bound.get(result)
         if isinstance(value, relax.Var | tvm.ir.GenericConst):

@@ -16,10 +16,9 @@ from torch import nn
 
 from tvmbridge.core.errors import BridgeError
 from tvmbridge.demo import command, main
-from tvmbridge.demo.figures import Figures
+from tvmbridge.demo.command import Figures
 from tvmbridge.demo.learning import draw_batches, largest_relative_difference
-from tvmbridge.demo.minilm import load_bert
-from tvmbridge.demo.remarks import load_remarks
+from tvmbridge.demo.minilm import load_bert, load_remarks
 
 QUICK = ["--sentences", "4", "--rounds", "2", "--steps", "3", "--batch", "4"]
 KEYS = {

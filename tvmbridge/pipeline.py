@@ -6,8 +6,8 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import fields
 from pathlib import Path
@@ -19,6 +19,7 @@ from tvm import relax
 
 from tvmbridge.core.errors import PassError
 from tvmbridge.core.options import CompileOptions
+from tvmbridge.core.set_within import set_within
 from tvmbridge.core.types import PassRecord
 from tvmbridge.passes.base import PassReport, RelaxPass
 from tvmbridge.passes.fx.horizontal_fusion import HorizontalFusion
@@ -141,14 +142,9 @@ def run_passes(
     return mod
 
 
-@contextmanager
-def observed_passes(observe: PassObserver) -> Iterator[None]:
+def observed_passes(observe: PassObserver) -> AbstractContextManager[object]:
     """Call ``observe`` after each pass that this thread runs within the context."""
-    token = _observer.set(observe)
-    try:
-        yield
-    finally:
-        _observer.reset(token)
+    return set_within(_observer, observe)
 
 
 def passes_are_observed() -> bool:

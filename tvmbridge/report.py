@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,6 +14,7 @@ from tvmbridge.compiler.buffers import Reuse
 from tvmbridge.compiler.packing import PackReport
 from tvmbridge.core.compiled_half import missing_halves
 from tvmbridge.core.reasons import Reason
+from tvmbridge.core.text_console import text_console
 from tvmbridge.core.types import PassRecord, ValueDescriptor
 from tvmbridge.records import Coverage
 from tvmbridge.records.meta import target_name
@@ -158,10 +158,7 @@ class DispatchReport:
 
     @property
     def timed_calls(self) -> int:
-        """Return the number of calls that the module's own forward served to be timed.
-
-        Such a call is no fallback.
-        """
+        """Return the number of calls, no fallbacks, that the own forward served to be timed."""
         return sum(s.timed_calls for s in self.specializations)
 
     @property
@@ -189,29 +186,28 @@ class DispatchReport:
         return sum(s.checked for s in self.specializations)
 
     def __str__(self) -> str:
-        from rich.console import Console
         from rich.markup import escape
         from rich.table import Table
 
-        console = Console(file=io.StringIO(), force_terminal=False, force_jupyter=False, width=110)
+        console = text_console()
         calls = self.tvm_calls + sum(self.fallbacks.values())
         if calls:
             console.print(f"calls served by TVM: {self.tvm_calls} of {calls} ({self.share:.0%})")
         elif not self.timed_calls + self.aside_calls:
             console.print("no call yet; methods other than forward are served where they are named")
         for name, report in self.methods.items():
-            console.print(f"{name}: {_calls_text(report)}", highlight=False)
+            console.print(f"{name}: {_calls_text(report)}")
         for line in _speed_lines(self):
-            console.print(line, highlight=False, markup=False)
+            console.print(line, markup=False)
         if self.checked_calls:
             gradients = sum(s.checked_gradients for s in self.specializations)
             console.print(f"checked against PyTorch: {self.checked_calls}, backward: {gradients}")
         for half in self.missing_halves:
-            console.print(half, highlight=False, markup=False)
+            console.print(half, markup=False)
         for what in self.under_way:
-            console.print(f"in the background: {what}", highlight=False)
+            console.print(f"in the background: {what}")
         for reason, count in self.unchecked.items():
-            console.print(f"calls not checked: {count}, because {reason}", highlight=False)
+            console.print(f"calls not checked: {count}, because {reason}")
         console.print(_specialization_table(self.specializations))
         if self.dropped:
             console.print(f"specialisations dropped, not used for longest: {self.dropped}")
@@ -219,46 +215,46 @@ class DispatchReport:
         for s in self.specializations:
             if alike[s.mode, s.signature] > 1:
                 line = f"{s.mode} {s.signature}: gradients of {len(s.gradients)} tensors"
-                console.print(f"{line} in {s.calls} calls", highlight=False)
+                console.print(f"{line} in {s.calls} calls")
         for reason in dict.fromkeys(s.joint_reason for s in self.specializations):
             if reason:
-                console.print(f"joint by PyTorch's own derivatives: {reason}", highlight=False)
+                console.print(f"joint by PyTorch's own derivatives: {reason}")
         for line in _part_lines(self):
-            console.print(line, highlight=False, markup=False)
+            console.print(line, markup=False)
         for pack in self.packs:
-            console.print(str(pack), highlight=False)
+            console.print(str(pack))
         for s in self.specializations:
             line = f"kernels, {s.mode} {s.signature}: {s.kernels} ({s.share:.0%} compiled by TVM)"
-            console.print(line, highlight=False)
+            console.print(line)
             if s.kernels.external and not s.share:
                 console.print("there is nothing to gain: each of its kernels is PyTorch's own")
             for function, reuse in s.reuse.items():
                 line = f"buffers, {s.mode} {s.signature}, {function}: {reuse}"
-                console.print(line, highlight=False)
+                console.print(line)
             if s.recalled:
                 line = f"capture, {s.mode} {s.signature}: {s.recalled}"
-                console.print(line, highlight=False, markup=False)
+                console.print(line, markup=False)
             if s.cache:
-                console.print(f"cache, {s.mode} {s.signature}: {s.cache}", highlight=False)
+                console.print(f"cache, {s.mode} {s.signature}: {s.cache}")
         for line in _untuned_lines(self.specializations):
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
+            console.print(line, markup=False, soft_wrap=True)
         for line in _graph_lines(self.specializations):
-            console.print(line, highlight=False, markup=False)
+            console.print(line, markup=False)
         partial = sum(s.partial_backwards for s in self.specializations)
         if partial:
             console.print(f"backward compiled again without outputs that nothing used: {partial}")
         halves = sum((Counter(s.backward_halves) for s in self.specializations), Counter[str]())
         if halves:
             counts = ", ".join(f"{name} {count}" for name, count in sorted(halves.items()))
-            console.print(f"backward in halves: {counts}", highlight=False)
+            console.print(f"backward in halves: {counts}")
         second = sum(s.second_order_backwards for s in self.specializations)
         if second:
             console.print(f"backward by PyTorch, for create_graph=True: {second}")
         for s in self.specializations:
             if s.residuals:
-                console.print(residuals_text(s.residuals), highlight=False)
+                console.print(residuals_text(s.residuals))
             if s.recomputation is not None:
-                console.print(str(s.recomputation), highlight=False)
+                console.print(str(s.recomputation))
         if self.fallbacks:
             table = Table("calls to the module's own forward, because", "calls")
             for reason, count in self.fallbacks.items():
@@ -266,15 +262,13 @@ class DispatchReport:
                 table.add_row(escape(told), str(count))
             console.print(table)
             if self.advice:
-                console.print(f"what to do first: {self.advice}", highlight=False)
+                console.print(f"what to do first: {self.advice}")
         if self.aten_calls:
             console.print("ATen calls (PyTorch's kernels): " + ", ".join(self.aten_calls))
         eager = dict.fromkeys(name for s in self.specializations for name in s.eager_functions)
         if eager:
             console.print(f"runs eagerly after the compiled code: {', '.join(eager)}")
-        file = console.file
-        assert isinstance(file, io.StringIO)
-        return file.getvalue()
+        return console.file.getvalue()
 
 
 def report_of(code: ModuleCode) -> DispatchReport:

@@ -75,8 +75,6 @@ def request(
     """Begin a collective, whose result :func:`wait` returns.
 
     Args:
-        tensor: the tensor to send.
-        plain: the kind of collective, from :attr:`Collective.plain`.
         sizes: for all_to_all_single, the number of rows to receive from each rank; otherwise a
             list of one item, the number of ranks.
         sent: for all_to_all_single, the number of rows to send to each rank.

@@ -102,10 +102,7 @@ def _writes(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def ordered(graph: fx.Graph) -> list[fx.Node]:
-    """Return the nodes that must keep their order.
-
-    A node must keep it if it has a side effect, or reads or returns a tensor that is written.
-    """
+    """Return the nodes to keep in order: with a side effect, or on a tensor that is written."""
     reached = written(graph)
     return [
         node
@@ -118,10 +115,7 @@ def ordered(graph: fx.Graph) -> list[fx.Node]:
 
 
 def needs(graph: fx.Graph, chains: Sequence[Sequence[fx.Node]]) -> dict[fx.Node, set[fx.Node]]:
-    """Return, for each node, its predecessors: the nodes it reads, and its neighbour in a chain.
-
-    ``chains`` are lists of nodes that must keep their order.
-    """
+    """Return each node's predecessors: the nodes that it reads, its neighbour in a chain."""
     before: dict[fx.Node, set[fx.Node]] = {n: set(n.all_input_nodes) for n in graph.nodes}
     for chain in chains:
         for earlier, later in pairwise(n for n in chain if n in before):
@@ -137,7 +131,6 @@ def sort(
     The placeholders stay first, the output last.
 
     Args:
-        graph: the graph, which is reordered in place.
         priority: of the nodes that may come next, the one with the least priority does.
         chains: lists of nodes that keep their order.
 

@@ -63,7 +63,6 @@ def joined_indices(joined: torch.Tensor, sizes: torch.Tensor, rows: int) -> torc
     An index outside its own table becomes -1, which is outside the concatenated table as well.
 
     Args:
-        joined: the indices of all tables, one table after the other.
         sizes: the number of indices of each table, on the device of ``joined``.
         rows: the number of rows of each table.
     """
@@ -80,7 +79,6 @@ def joined_offsets(offsets: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
 
     Args:
         offsets: a row for each table: where its bags begin among its own indices.
-        sizes: the number of indices of each table, on the same device.
 
     Raises:
         RuntimeError: the first bag of a table does not begin at its first index, or a bag begins

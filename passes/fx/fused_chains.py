@@ -52,12 +52,8 @@ def fuse_all(
     discard the graph.
 
     Args:
-        graph: the graph, which is rewritten in place.
         candidates: pairs of a name and a function. The function gets the nodes that are written in
-            place, and returns a start or raises :class:`NotStackedError`.
         costs: decide whether a fusion is worth it; None: the costs of the device's type.
-        report: records the rewrites, and the candidates that were declined.
-        what: describes all candidates, for the report.
     """
     places = {node: float(place) for node, place in positions(graph).items()}
     order, touched = ordered(graph), written(graph)
@@ -79,11 +75,8 @@ class Chains:
     """The equal chains of operators that begin at one :class:`~.starts.Start`.
 
     Args:
-        graph: the graph, which is rewritten in place.
-        start: the equal tensors that the chains begin at.
         costs: decide whether the fusion is worth it; None: the costs of the device's type.
         touched: the nodes whose memory the graph writes.
-        places: the positions of the nodes in the graph's order.
     """
 
     def __init__(

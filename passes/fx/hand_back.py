@@ -27,7 +27,6 @@ class HandBack:
     that are not fused themselves get one slice of it.
 
     Args:
-        emit: creates the views.
         families: the families whose members are computed as one value.
         fused: the members of all families.
     """

@@ -185,10 +185,7 @@ def _schedule(
     its collective has ended, or when nothing else can run.
 
     Args:
-        graph: the graph of the nodes.
         chains: lists of nodes that must keep their order.
-        requests: the nodes that begin a collective.
-        waits: the nodes that wait for the collectives, in the order of ``requests``.
         durations: seconds that each node takes, by name.
 
     Raises:
@@ -272,11 +269,6 @@ def durations_of(
 
     Args:
         graph_module: the graph, not yet rewritten by :class:`OverlapCommunication`.
-        *inputs: the inputs of the graph.
-        rounds: how often the graph runs.
-
-    Returns:
-        The seconds by the names of the nodes.
     """
     timer = _Timer(graph_module)
     for _ in range(rounds):

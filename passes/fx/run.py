@@ -85,9 +85,6 @@ def _operators(graph_module: fx.GraphModule) -> int:
 def rewrite_program(program: ExportedProgram, passes: Sequence[Any]) -> tuple[PassRecord, ...]:
     """Run ``passes`` on a program of torch.export, in place; its inputs and outputs stay.
 
-    Returns:
-        The record of each pass.
-
     Raises:
         PassError: a pass failed, or changed the inputs or outputs of the program.
     """

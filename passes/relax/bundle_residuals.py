@@ -30,9 +30,15 @@ from dataclasses import dataclass
 
 import tvm
 from tvm import relax
-from tvm.relax.utils import copy_with_new_vars
 
-from tvmbridge.passes.base import PassReport, RelaxPass, flat_results
+from tvmbridge.passes.base import (
+    PassReport,
+    RelaxPass,
+    binding,
+    flat_results,
+    map_functions,
+    with_bindings,
+)
 
 _NAME = "residuals"
 
@@ -52,29 +58,28 @@ class BundleResiduals(RelaxPass):
     count: int
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
-        functions = dict(mod.functions_items())
-        for name, function in functions.items():
-            if name.name_hint == "forward" and not _is_bundle(function.ret_ty.fields[-1]):
-                functions[name] = self._returning(function)
-                report.rewrote()
-            if name.name_hint == "backward" and not any(_is_bundle(p.ty) for p in function.params):
-                functions[name] = self._taking(function)
-                report.rewrote()
-        return tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
+        mod = map_functions(mod, lambda f: self._returning(f, report), "forward")
+        return map_functions(mod, lambda f: self._taking(f, report), "backward")
 
-    def _returning(self, function: relax.Function) -> relax.Function:
+    def _returning(self, function: relax.Function, report: PassReport) -> relax.Function:
+        if _is_bundle(function.ret_ty.fields[-1]):
+            return function
+        report.rewrote()
         fields = flat_results(function)
         outputs, kept = fields[: self.num_outputs], fields[self.num_outputs :]
         residuals = relax.DataflowVar(_NAME, _tuple_type(kept))
         results = relax.Var("results", _tuple_type([*outputs, residuals]))
         bindings = [
             *(b for b in _bindings(function) if b.var != function.body.body),
-            _bound(residuals, relax.Tuple(kept)),
-            _bound(results, relax.Tuple([*outputs, residuals])),
+            binding(residuals, relax.Tuple(kept)),
+            binding(results, relax.Tuple([*outputs, residuals])),
         ]
-        return _function(function.params, bindings, results, function)
+        return with_bindings(function, bindings, results)
 
-    def _taking(self, function: relax.Function) -> relax.Function:
+    def _taking(self, function: relax.Function, report: PassReport) -> relax.Function:
+        if any(_is_bundle(p.ty) for p in function.params):
+            return function
+        report.rewrote()
         last = self.first + self.count
         taken = function.params[self.first : last]
         residuals = relax.Var(_NAME, _tuple_type(taken))
@@ -82,9 +87,8 @@ class BundleResiduals(RelaxPass):
         inside = function.bind_params(dict(zip(taken, fields, strict=True)))
         others = list(inside.params)
         parameters = [*others[: self.first], residuals, *others[self.first :]]
-        bindings = [_bound(f, relax.TupleGetItem(residuals, i)) for i, f in enumerate(fields)]
-        bindings += _bindings(inside)
-        return _function(parameters, bindings, inside.body.body, function)
+        bindings = [binding(f, relax.TupleGetItem(residuals, i)) for i, f in enumerate(fields)]
+        return with_bindings(inside, [*bindings, *_bindings(inside)], parameters=parameters)
 
 
 def _bindings(function: relax.Function) -> list[relax.Binding]:
@@ -96,19 +100,5 @@ def _is_bundle(type_: relax.Type) -> bool:
     return isinstance(type_, relax.TupleType)
 
 
-def _bound(var: relax.Var, value: relax.Expr) -> relax.Binding:
-    return relax.VarBinding(var, relax.BlockBuilder().normalize(value))
-
-
 def _tuple_type(fields: Sequence[relax.Expr]) -> relax.TupleType:
     return relax.TupleType([field.ty for field in fields])
-
-
-def _function(
-    parameters: Sequence[relax.Var],
-    bindings: Sequence[relax.Binding],
-    result: relax.Expr,
-    like: relax.Function,
-) -> relax.Function:
-    body = relax.SeqExpr([relax.DataflowBlock(bindings)], result)
-    return copy_with_new_vars(relax.Function(parameters, body, result.ty, like.is_pure, like.attrs))

@@ -36,13 +36,20 @@ import tvm
 from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from tvmbridge.passes.base import PassReport, RelaxPass, map_functions, shape_of
+from tvmbridge.passes.base import (
+    PassReport,
+    RelaxPass,
+    bindings_of,
+    is_call,
+    map_functions,
+    readers_of,
+    shape_of,
+)
 from tvmbridge.passes.relax.parallel_products import (
     ParallelProducts,
     Product,
     ProductGroup,
     find_groups,
-    is_call,
 )
 
 
@@ -89,25 +96,22 @@ class _Additions:
     ) -> None:
         self._parameters = set(function.params)
         self._refusal = refusal
-        uses: dict[relax.Var, int] = {}
+        self._readers = readers_of(function)
         self._added: dict[relax.Var, tuple[relax.Var, relax.Expr]] = {}
-        for block in function.body.blocks:
-            for binding in block.bindings:
-                value = binding.value
-                for var in relax.analysis.free_vars(value):
-                    uses[var] = uses.get(var, 0) + 1
-                if isinstance(binding, relax.VarBinding) and is_call(value, "relax.add"):
-                    for product, row in (tuple(value.args), tuple(value.args)[::-1]):
-                        if isinstance(product, relax.Var):
-                            self._added[product] = (binding.var, row)
-        for var in relax.analysis.free_vars(function.body.body):
-            uses[var] = uses.get(var, 0) + 1
-        self._uses = uses
+        for var, value in bindings_of(function).items():
+            if is_call(value, "relax.add"):
+                for product, row in (tuple(value.args), tuple(value.args)[::-1]):
+                    if isinstance(product, relax.Var):
+                        self._added[product] = (var, row)
 
     def of(self, product: Product) -> tuple[relax.Var, relax.Expr] | None:
         """Return the sum that alone reads ``product``, and its bias; None if there is none."""
         sum_, row = self._added.get(product.var, (None, None))
-        if sum_ is None or self._uses[product.var] != 1 or shape_of(row) != (product.width,):
+        if (
+            sum_ is None
+            or len(self._readers[product.var]) != 1
+            or shape_of(row) != (product.width,)
+        ):
             return None
         if shape_of(sum_) != shape_of(product.var):
             return None

@@ -18,17 +18,14 @@ before: FuseOps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import tvm
 from tvm import relax
-from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from tvmbridge.kernels.aten_call import compiled_call
 from tvmbridge.legalize.aten import compile_aten_call
-from tvmbridge.passes.base import PassReport, RelaxPass
+from tvmbridge.passes.base import PassReport, RelaxPass, map_calls
 
 
 @dataclass(frozen=True)
@@ -43,31 +40,15 @@ class CompileAtenCalls(RelaxPass):
     operators: frozenset[str] | None = None
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
-        rewriter = _AtenCallMutator(mod, report, self.operators)
-        for name, function in mod.functions_items():
-            if isinstance(function, relax.Function):
-                rewriter.builder_.update_func(name, rewriter.visit_expr(function))
-        return rewriter.builder_.get() if report.rewrites else mod
+        def rewrite(call: relax.Call, builder: relax.BlockBuilder) -> relax.Expr:
+            call = builder.normalize(call)
+            content = compiled_call(call)
+            if content is None:
+                return call
+            chosen = self.operators is None or content["op"] in self.operators
+            if not chosen and not content.get("channels_last"):
+                return call
+            report.rewrote()
+            return compile_aten_call(builder, call, content)
 
-
-@mutator
-class _AtenCallMutator(PyExprMutator):
-    def __init__(
-        self, mod: tvm.IRModule, report: PassReport, operators: frozenset[str] | None
-    ) -> None:
-        super().__init__(mod)
-        self.report = report
-        self.operators = operators
-
-    def visit_call_(self, call: relax.Call) -> relax.Expr:
-        call = self.builder_.normalize(super().visit_call_(call))
-        content = compiled_call(call)
-        if content is None or not self._chosen(content):
-            return call
-        self.report.rewrote()
-        return compile_aten_call(self.builder_, call, content)
-
-    def _chosen(self, content: Mapping[str, Any]) -> bool:
-        if self.operators is None or content.get("channels_last"):
-            return True
-        return content["op"] in self.operators
+        return map_calls(mod, rewrite, report)

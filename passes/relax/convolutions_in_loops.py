@@ -19,14 +19,13 @@ from dataclasses import dataclass
 
 import tvm
 from tvm import relax
-from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from tvmbridge.core.decisions import Rule, decided, sizes_vary
 from tvmbridge.kernels.aten_call import aten_call_operator
 from tvmbridge.kernels.convolution_form import ConvolutionResult
 from tvmbridge.kernels.convolution_loops import FORWARD, faster_in_loops, form_of
 from tvmbridge.kernels.few_channels import BACKWARD
-from tvmbridge.passes.base import PassReport, RelaxPass, dtype_of, shape_of, with_functions
+from tvmbridge.passes.base import PassReport, RelaxPass, dtype_of, map_calls, shape_of
 from tvmbridge.schedules import alone, convolutions
 
 
@@ -43,41 +42,29 @@ class ConvolutionsInLoops(RelaxPass):
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
         if not self.measure or sizes_vary():
             return mod
-        rewriter = _Rewriter(mod, report)
-        rewritten = with_functions(mod, rewriter)
-        return rewritten if report.rewrites else mod
+        return map_calls(mod, lambda call, builder: _in_loops(call, builder, report), report)
 
 
-@mutator
-class _Rewriter(PyExprMutator):
-    def __init__(self, mod: tvm.IRModule, report: PassReport) -> None:
-        super().__init__(mod)
-        self.report = report
-
-    def visit_call_(self, call: relax.Call) -> relax.Expr:
-        call = super().visit_call_(call)
-        operator = aten_call_operator(call)
-        if operator not in (FORWARD, BACKWARD):
-            return call
-        _, spec, *tensors = call.args
-        shapes = [shape for shape in map(shape_of, tensors) if shape is not None]
-        if len(shapes) < len(tensors) or any(dtype_of(t) != "float32" for t in tensors):
-            return call
-        found = form_of(spec.value, shapes)
-        if found is None:
-            return call
-        form, places = found
-        if not decided(Rule.MIDDLE, lambda: faster_in_loops(form, alone.convolution)):
-            self.report.decline(operator, "loops are not known to be faster")
-            return call
-        self.report.rewrote()
-        function = convolutions.convolution(form, alone.this_machine())
-        callee = self.builder_.add_func(function, "convolution")
-        type_ = relax.TensorType(form.shapes[-1], "float32")
-        result = relax.call_tir(callee, [tensors[i] for i in places], type_)
-        # PyTorch's backward operator returns a tuple; here it has one gradient.
-        return (
-            result
-            if form.part is ConvolutionResult.RESULT
-            else relax.Tuple([self.builder_.emit(result)])
-        )
+def _in_loops(call: relax.Call, builder: relax.BlockBuilder, report: PassReport) -> relax.Expr:
+    operator = aten_call_operator(call)
+    if operator not in (FORWARD, BACKWARD):
+        return call
+    _, spec, *tensors = call.args
+    shapes = [shape for shape in map(shape_of, tensors) if shape is not None]
+    if len(shapes) < len(tensors) or any(dtype_of(t) != "float32" for t in tensors):
+        return call
+    found = form_of(spec.value, shapes)
+    if found is None:
+        return call
+    form, places = found
+    if not decided(Rule.MIDDLE, lambda: faster_in_loops(form, alone.convolution)):
+        report.decline(operator, "loops are not known to be faster")
+        return call
+    report.rewrote()
+    function = convolutions.convolution(form, alone.this_machine())
+    callee = builder.add_func(function, "convolution")
+    type_ = relax.TensorType(form.shapes[-1], "float32")
+    result = relax.call_tir(callee, [tensors[i] for i in places], type_)
+    # PyTorch's backward operator returns a tuple; here it has one gradient.
+    forward = form.part is ConvolutionResult.RESULT
+    return result if forward else relax.Tuple([builder.emit(result)])

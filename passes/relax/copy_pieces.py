@@ -40,8 +40,7 @@ class CopyPieces(RelaxPass):
     most: int = 16
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
-        copied = map_calls(mod, lambda call, _: self._copied(call, report))
-        return copied if report.rewrites else mod
+        return map_calls(mod, lambda call, _: self._copied(call, report), report)
 
     def _copied(self, call: relax.Call, report: PassReport) -> relax.Expr:
         name = getattr(call.op, "name", "")

@@ -33,7 +33,7 @@ from dataclasses import dataclass
 import tvm
 from tvm import relax
 
-from tvmbridge.passes.base import PassReport, RelaxPass, map_functions
+from tvmbridge.passes.base import PassReport, RelaxPass, map_functions, with_body
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,4 @@ def _live(function: relax.Function, report: PassReport) -> relax.Function:
         return function
     report.rewrote(removed)
     body = relax.SeqExpr(blocks[::-1], function.body.body, function.body.span)
-    made = relax.Function(
-        function.params, body, function.ret_ty, function.is_pure, function.attrs, function.span
-    )
-    return relax.BlockBuilder().normalize(made)
+    return relax.BlockBuilder().normalize(with_body(function, body))

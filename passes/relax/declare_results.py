@@ -35,8 +35,7 @@ class DeclareResults(RelaxPass):
     """Write the types of ATen calls into their specs."""
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
-        declared = map_calls(mod, lambda call, _: _declared(call, report))
-        return declared if report.rewrites else mod
+        return map_calls(mod, lambda call, _: _declared(call, report), report)
 
 
 def _declared(call: relax.Call, report: PassReport) -> relax.Expr:

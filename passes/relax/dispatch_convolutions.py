@@ -18,7 +18,6 @@ Gradient does not go through kernels). Runs before: LegalizeOps.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 
 import tvm
@@ -26,7 +25,15 @@ from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from tvmbridge.kernels.convolution import Convolution, is_convolution
-from tvmbridge.passes.base import PassReport, RelaxPass, bindings_of, map_functions, shape_of
+from tvmbridge.passes.base import (
+    PassReport,
+    RelaxPass,
+    bindings_of,
+    is_call,
+    map_functions,
+    readers_of,
+    shape_of,
+)
 
 _RESHAPES = ("relax.reshape", "relax.expand_dims")
 
@@ -53,17 +60,14 @@ class _Biased:
 
 def _biases(function: relax.Function) -> dict[relax.Var, _Biased]:
     """Return the convolutions with a bias, by the variable of the sum."""
-    bound = bindings_of(function)
-    uses: Counter[relax.Var] = Counter()
-    for value in [*bound.values(), function.body.body]:
-        uses.update(relax.analysis.free_vars(value))
+    bound, readers = bindings_of(function), readers_of(function)
     found = {}
     for var, value in bound.items():
-        if not isinstance(value, relax.Call) or getattr(value.op, "name", "") != "relax.add":
+        if not is_call(value, "relax.add"):
             continue
         for bare, row in (value.args, value.args[::-1]):
             call = bound.get(bare) if isinstance(bare, relax.Var) else None
-            if not is_convolution(call) or uses[bare] != 1 or Convolution.of(call) is None:
+            if not is_convolution(call) or len(readers[bare]) != 1 or Convolution.of(call) is None:
                 continue
             bias = _vector(row, bound, shape_of(bare))
             if bias is not None:

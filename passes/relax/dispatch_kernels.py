@@ -43,6 +43,7 @@ from tvmbridge.passes.base import (
     bindings_of,
     dtype_of,
     is_call,
+    readers_of,
     shape_of,
 )
 from tvmbridge.passes.relax.views import viewed
@@ -89,11 +90,7 @@ def _biased_products(
     Keys are the variable of the product and the variable that the bias is added to, which may be a
     reshape of the product.
     """
-    bound = bindings_of(function)
-    readers: dict[relax.Var, list[relax.Expr]] = {}
-    for value in [*bound.values(), function.body.body]:
-        for var in relax.analysis.free_vars(value):
-            readers.setdefault(var, []).append(value)
+    bound, readers = bindings_of(function), readers_of(function)
     found: dict[relax.Var, relax.Call] = {}
     for var, value in bound.items():
         if not is_call(value, "relax.add"):
@@ -109,7 +106,9 @@ def _biased_products(
         if shape is None or len(shape) != 2 or shape_of(bias) != shape[1:]:
             continue
         # If loops read the sum, they add the bias at no cost.
-        is_last = all(isinstance(r, relax.Tuple | relax.Var) for r in readers.get(var, ()))
+        is_last = all(
+            r is None or isinstance(bound[r], relax.Tuple | relax.Var) for r in readers[var]
+        )
         allowed = options.dtypes if is_last else options.fuse_bias
         if sum_shape is None or sum_shape[-1:] != shape[1:]:
             continue

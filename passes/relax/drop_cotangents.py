@@ -28,11 +28,18 @@ from dataclasses import dataclass
 
 import tvm
 from tvm import relax
-from tvm.relax.utils import copy_with_new_vars
 
 from tvmbridge.kernels.aten_call import zeros_call
 from tvmbridge.kernels.borders import function_entered
-from tvmbridge.passes.base import PassReport, RelaxPass, dtype_of, map_functions, shape_of
+from tvmbridge.passes.base import (
+    PassReport,
+    RelaxPass,
+    binding,
+    dtype_of,
+    map_functions,
+    shape_of,
+    with_bindings,
+)
 
 
 @dataclass(frozen=True)
@@ -68,25 +75,21 @@ class DropCotangents(RelaxPass):
         flow = _Flow({fresh.get(p, p) for p in arriving}, set(fresh.values()))
         bindings = [b for zeros in fresh.values() for b in _zeros(zeros)]
         for block in function.body.blocks:
-            for binding in block.bindings:
-                if function_entered(binding.value) in self.called:
-                    flow.dependent.add(binding.var)
-                    if flow.reads_zeros(binding.value):
+            for bound in block.bindings:
+                if function_entered(bound.value) in self.called:
+                    flow.dependent.add(bound.var)
+                    if flow.reads_zeros(bound.value):
                         report.rewrote()
-                        bindings += _zeros(binding.var, self.device)
+                        bindings += _zeros(bound.var, self.device)
                         continue
-                elif flow.visit(binding):
+                elif flow.visit(bound):
                     report.rewrote()
-                    bindings += _zeros(binding.var)
+                    bindings += _zeros(bound.var)
                     continue
-                if flow.reads_zeros(binding.value):
-                    report.decline(binding.var.name, "it reads a cotangent that arrives")
-                bindings.append(binding)
-        body = relax.SeqExpr([relax.DataflowBlock(bindings)], function.body.body)
-        after = relax.Function(
-            function.params, body, function.ret_ty, function.is_pure, function.attrs
-        )
-        return copy_with_new_vars(after)
+                if flow.reads_zeros(bound.value):
+                    report.decline(bound.var.name, "it reads a cotangent that arrives")
+                bindings.append(bound)
+        return with_bindings(function, bindings)
 
 
 class _Flow:
@@ -101,9 +104,9 @@ class _Flow:
         self.zero = absent
         self._fields: dict[relax.Var, list[relax.Expr]] = {}
 
-    def visit(self, binding: relax.Binding) -> bool:
+    def visit(self, bound: relax.Binding) -> bool:
         """Visit the next binding in order; return whether its value is zero."""
-        var, value = binding.var, binding.value
+        var, value = bound.var, bound.value
         reads = [v for v in relax.analysis.free_vars(value) if v in self.dependent]
         if not reads:
             return False
@@ -138,7 +141,6 @@ def _zeros(var: relax.Var, opaque_on: str = "") -> list[relax.Binding]:
             raise ValueError(f"{var.name} is no tensor of static shape")
         dtype = dtype_of(var)
         zeros = zeros_call(shape, dtype, opaque_on) if opaque_on else relax.op.zeros(shape, dtype)
-        return [relax.VarBinding(var, relax.BlockBuilder().normalize(zeros))]
+        return [binding(var, zeros)]
     fields = [relax.DataflowVar(f"{var.name}_{i}", t) for i, t in enumerate(var.ty.fields)]
-    whole = relax.BlockBuilder().normalize(relax.Tuple(fields))
-    return [*(b for f in fields for b in _zeros(f)), relax.VarBinding(var, whole)]
+    return [*(b for f in fields for b in _zeros(f)), binding(var, relax.Tuple(fields))]

@@ -36,7 +36,7 @@ from tvm import relax
 
 from tvmbridge.core.decisions import Rule, decided, sizes_vary
 from tvmbridge.core.errors import BuildError
-from tvmbridge.passes.base import PassReport, RelaxPass, map_functions
+from tvmbridge.passes.base import PassReport, RelaxPass, map_functions, with_body
 
 # By the name of a function, and the number of a binding: the number of its first occurrence.
 _Merges: TypeAlias = Mapping[str, Mapping[int, int]]
@@ -107,7 +107,4 @@ def _with_merges(function: relax.Function, pairs: Mapping[int, int]) -> relax.Fu
             number += 1
         blocks.append(type(block)(made, block.span))
     body = relax.SeqExpr(blocks, function.body.body, function.body.span)
-    changed = relax.Function(
-        function.params, body, function.ret_ty, function.is_pure, function.attrs, function.span
-    )
-    return relax.BlockBuilder().normalize(changed)
+    return relax.BlockBuilder().normalize(with_body(function, body))

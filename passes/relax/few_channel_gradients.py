@@ -38,8 +38,7 @@ class FewChannelGradients(RelaxPass):
     measure: bool = False
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
-        rewritten = map_calls(mod, lambda call, _: self._rewritten(call, report))
-        return rewritten if report.rewrites else mod
+        return map_calls(mod, lambda call, _: self._rewritten(call, report), report)
 
     def _rewritten(self, call: relax.Call, report: PassReport) -> relax.Call:
         if not self.measure or aten_call_operator(call) != BACKWARD:

@@ -22,16 +22,16 @@ from dataclasses import dataclass
 
 import tvm
 from tvm import relax
-from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from tvmbridge.core.kernel_settings import reduced_precisions
 from tvmbridge.passes.base import (
     PassReport,
     RelaxPass,
     dtype_of,
+    is_call,
+    map_calls,
     shape_of,
     transposed_of,
-    with_functions,
 )
 from tvmbridge.schedules.gpu.few_rows import few_row_product, fits
 
@@ -45,30 +45,22 @@ class FewRowProducts(RelaxPass):
         if reduced is not None:
             report.decline("matmul", f"the precision of float32 products is {reduced}")
             return mod
-        rewriter = _ProductMutator(mod, report)
-        rewritten = with_functions(mod, rewriter)
-        return rewritten if report.rewrites else mod
 
+        def rewrite(call: relax.Call, builder: relax.BlockBuilder) -> relax.Expr:
+            call = builder.normalize(call)
+            if not is_call(call, "relax.matmul") or dtype_of(call) != "float32":
+                return call
+            x, transposed = call.args
+            w = transposed_of(transposed, builder.lookup_binding)
+            shape = shape_of(x)
+            if w is None or dtype_of(x) != "float32" or shape is None or len(shape) != 2:
+                return call
+            rows, depth = shape
+            columns = (shape_of(w) or ())[0]
+            if not fits(rows, columns, depth):
+                return call
+            report.rewrote()
+            product = builder.add_func(few_row_product(rows, columns, depth), "few_row_product")
+            return relax.call_tir(product, [x, w], relax.TensorType([rows, columns], "float32"))
 
-@mutator
-class _ProductMutator(PyExprMutator):
-    def __init__(self, mod: tvm.IRModule, report: PassReport) -> None:
-        super().__init__(mod)
-        self.report = report
-
-    def visit_call_(self, call: relax.Call) -> relax.Expr:
-        call = self.builder_.normalize(super().visit_call_(call))
-        if getattr(call.op, "name", "") != "relax.matmul" or dtype_of(call) != "float32":
-            return call
-        x, transposed = call.args
-        w = transposed_of(transposed, self.lookup_binding)
-        shape = shape_of(x)
-        if w is None or dtype_of(x) != "float32" or shape is None or len(shape) != 2:
-            return call
-        rows, depth = shape
-        columns = (shape_of(w) or ())[0]
-        if not fits(rows, columns, depth):
-            return call
-        self.report.rewrote()
-        product = self.builder_.add_func(few_row_product(rows, columns, depth), "few_row_product")
-        return relax.call_tir(product, [x, w], relax.TensorType([rows, columns], "float32"))
+        return map_calls(mod, rewrite, report)

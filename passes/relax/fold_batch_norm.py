@@ -20,7 +20,6 @@ Runs after: LowerBatchNorm. Runs before: LiftFrozen, DispatchConvolutions.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 
 import tvm
@@ -33,7 +32,9 @@ from tvmbridge.passes.base import (
     RelaxPass,
     bindings_of,
     dtype_of,
+    is_call,
     map_functions,
+    readers_of,
     shape_of,
     with_span,
 )
@@ -77,15 +78,7 @@ class _Finder:
         self.bound = bindings_of(function)
         self.known = weights_alone(function, frozen)
         self.report = report
-        self.uses: Counter[relax.Var] = Counter()
-        self.reader: dict[relax.Var, relax.Var] = {}
-        for var, value in self.bound.items():
-            for read in relax.analysis.free_vars(value):
-                self.uses[read] += 1
-                self.reader[read] = var
-        for read in relax.analysis.free_vars(function.body.body):
-            self.uses[read] += 1
-            self.reader.pop(read, None)
+        self.readers = readers_of(function)
 
     def found(self) -> dict[relax.Var, _Scaled]:
         """Return the scaled convolutions by the variable of the last product or sum."""
@@ -120,7 +113,7 @@ class _Finder:
 
     def _shifted(self, var: relax.Var) -> relax.Var | None:
         """Return the variable of the sum of ``var`` and a vector, if nothing else reads ``var``."""
-        reader = self.reader.get(var) if self.uses[var] == 1 else None
+        reader = self.readers[var][0] if len(self.readers[var]) == 1 else None
         if reader is None or self._with_row(reader, "relax.add")[0] is None:
             return None
         return reader
@@ -132,7 +125,7 @@ class _Finder:
         the value of ``var`` is no such call.
         """
         value = self.bound.get(var)
-        if not isinstance(value, relax.Call) or getattr(value.op, "name", "") != name:
+        if not is_call(value, name):
             return None, None
         for operand, row in (value.args, value.args[::-1]):
             if isinstance(operand, relax.Var) and operand not in self.known:
@@ -163,13 +156,13 @@ class _Finder:
 
         Both are None if ``var`` is no convolution, or has several readers.
         """
-        if self.uses[var] != 1:
+        if len(self.readers[var]) != 1:
             return None, None
         value = self.bound.get(var)
         if is_convolution(value):
             return value, None
         bare, bias = self._with_row(var, "relax.add")
-        if bare is None or self.uses[bare] != 1 or not is_convolution(self.bound.get(bare)):
+        if bare is None or len(self.readers[bare]) != 1 or not is_convolution(self.bound.get(bare)):
             return None, None
         return self.bound[bare], bias
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from tvm import relax
 
-from tvmbridge.passes.base import shape_of
-from tvmbridge.passes.relax.parallel_products import Views, is_call, views_of
+from tvmbridge.passes.base import is_call, readers_of, shape_of
+from tvmbridge.passes.relax.parallel_products import Views, views_of
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,7 @@ class GradientGraph:
             isinstance(b, relax.VarBinding) for b in bindings
         )
         self.operands = {v: list(relax.analysis.free_vars(e)) for v, e in self.bound.items()}
-        self.readers: dict[relax.Var, list[relax.Var | None]] = {}
-        for var, operands in self.operands.items():
-            for operand in operands:
-                self.readers.setdefault(operand, []).append(var)
-        for operand in relax.analysis.free_vars(function.body.body):
-            self.readers.setdefault(operand, []).append(None)
+        self.readers = readers_of(function)
         self.with_right: dict[relax.Expr, list[Flow]] = {}
         self.with_transposed: dict[Views, list[relax.Var]] = {}
         for var, value in self.bound.items():

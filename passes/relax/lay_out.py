@@ -31,7 +31,14 @@ import tvm
 from tvm import relax
 from tvm.relax.utils import copy_with_new_vars
 
-from tvmbridge.passes.base import PassReport, RelaxPass, dtype_of, flat_results, shape_of
+from tvmbridge.passes.base import (
+    PassReport,
+    RelaxPass,
+    dtype_of,
+    flat_results,
+    map_functions,
+    shape_of,
+)
 
 
 @dataclass(frozen=True)
@@ -63,11 +70,9 @@ class LayOut(RelaxPass):
     parameters: tuple[Permuted, ...] = ()
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
-        functions = dict(mod.functions_items())
-        for name, function in functions.items():
-            if name.name_hint == self.function and (self.results or self.parameters):
-                functions[name] = self._rewrite(function, report)
-        return tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
+        if not self.results and not self.parameters:
+            return mod
+        return map_functions(mod, lambda f: self._rewrite(f, report), self.function)
 
     def _rewrite(self, function: relax.Function, report: PassReport) -> relax.Function:
         for value in (*self.results, *self.parameters):

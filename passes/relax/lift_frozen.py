@@ -34,11 +34,19 @@ from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 from tvm.relax.utils import copy_with_new_vars
 
-from tvmbridge.passes.base import PassReport, RelaxPass, bindings_of, free_prefix
+from tvmbridge.passes.base import (
+    RESHAPES,
+    PassReport,
+    RelaxPass,
+    bindings_of,
+    free_prefix,
+    is_call,
+    readers_of,
+    with_body,
+)
 
 TRANSFORM = "transform_params"
 
-_VIEWS = ("relax.reshape", "relax.expand_dims", "relax.squeeze")
 _MADE = ("relax.full", "relax.zeros", "relax.ones", "relax.broadcast_to")
 
 
@@ -77,10 +85,7 @@ class LiftFrozen(RelaxPass):
         read = set(relax.analysis.free_vars(body))
         frozen = set(self.frozen)
         parameters = [p for p in forward.params if p in read or p.name not in frozen]
-        parameters += added.values()
-        return relax.Function(
-            parameters, body, forward.ret_ty, forward.is_pure, forward.attrs, forward.span
-        )
+        return with_body(forward, body, [*parameters, *added.values()])
 
 
 def weights_alone(
@@ -131,17 +136,11 @@ class _Found:
 
 
 def _found(function: relax.Function, known: set[relax.Var], transposes: bool) -> _Found:
-    bound = bindings_of(function)
-    readers: dict[relax.Var, list[relax.Var | None]] = {}
-    for var, value in bound.items():
-        for read in relax.analysis.free_vars(value):
-            readers.setdefault(read, []).append(var)
-    for read in relax.analysis.free_vars(function.body.body):
-        readers.setdefault(read, []).append(None)
+    bound, readers = bindings_of(function), readers_of(function)
     lifted: list[relax.Var] = []
     stay: set[relax.Var | None] = {None, *(v for v in bound if v not in known)}
     for var in reversed([v for v in bound if v in known]):
-        staying = [reader for reader in readers.get(var, ()) if reader in stay]
+        staying = [reader for reader in readers[var] if reader in stay]
         if not staying:
             continue
         read_by = [None if r is None else bound[r] for r in staying]
@@ -163,12 +162,8 @@ def _costs_nothing(
         return True
     name = getattr(value.op, "name", "")
     if name == "relax.permute_dims":
-        return not transposes and all(_is_product(reader) for reader in readers)
-    return name in _VIEWS or name in _MADE
-
-
-def _is_product(value: relax.Expr | None) -> bool:
-    return isinstance(value, relax.Call) and getattr(value.op, "name", "") == "relax.matmul"
+        return not transposes and all(is_call(reader, "relax.matmul") for reader in readers)
+    return name in RESHAPES or name in _MADE
 
 
 def _transform(forward: relax.Function, found: _Found) -> relax.Function:

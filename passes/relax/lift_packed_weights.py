@@ -29,8 +29,7 @@ import tvm
 from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from tvmbridge.passes.base import PassReport, RelaxPass, map_functions
-from tvmbridge.passes.relax.parallel_products import is_call
+from tvmbridge.passes.base import PassReport, RelaxPass, is_call, map_functions, with_body
 
 
 @dataclass(frozen=True)
@@ -58,19 +57,13 @@ class LiftPackedWeights(RelaxPass):
         position = len(function.params) if self.position is None else self.position
         parameters = list(function.params)
         parameters[position:position] = [lifted.added[g] for g in self.groups if g in lifted.added]
-        return relax.Function(
-            parameters, body, function.ret_ty, function.is_pure, function.attrs, function.span
-        )
+        return with_body(function, body, parameters)
 
 
 def concatenated_parameters(
     function: relax.Function, allowed: Collection[str]
 ) -> tuple[tuple[str, ...], ...]:
     """Return the groups of parameters that ``function`` concatenates along the first dimension.
-
-    Args:
-        function: the function.
-        allowed: names of the parameters that may be in a group.
 
     Returns:
         For each group the names of its parameters, in order.

@@ -30,6 +30,7 @@ from tvmbridge.passes.base import (
     dtype_of,
     map_functions,
     shape_of,
+    with_body,
 )
 
 
@@ -50,13 +51,7 @@ class LowerDropout(RelaxPass):
             body = lowering.visit_expr(function.body)
             if not lowering.masks:
                 return function
-            return relax.Function(
-                [*function.params, *lowering.masks],
-                body,
-                function.ret_ty,
-                function.is_pure,
-                function.attrs,
-            )
+            return with_body(function, body, [*function.params, *lowering.masks])
 
         return map_functions(mod, rewrite)
 

@@ -19,8 +19,6 @@ def merged(
     """Merge two TIR functions into one.
 
     Args:
-        first: the function that runs first.
-        second: the function that runs after it, and may read its results.
         given: for each input of ``second``, the number of the parameter of ``first`` that it is;
             numbers from the count of these parameters on are further inputs.
         kept: numbers of the results of ``first`` that the merged function returns; the others

@@ -35,8 +35,7 @@ class NameSpecs(RelaxPass):
     """Replace the specs of kernels by their keys."""
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
-        named = map_calls(mod, lambda call, _: _with_keys(call, report))
-        return named if report.rewrites else mod
+        return map_calls(mod, lambda call, _: _with_keys(call, report), report)
 
 
 def specs_by_key(mod: tvm.IRModule) -> dict[str, str]:

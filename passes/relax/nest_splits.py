@@ -41,8 +41,7 @@ class NestSplits(RelaxPass):
     most: int = 16
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
-        nested = map_calls(mod, lambda call, builder: self._nested(call, builder, report))
-        return nested if report.rewrites else mod
+        return map_calls(mod, lambda call, builder: self._nested(call, builder, report), report)
 
     def _nested(
         self, call: relax.Call, builder: relax.BlockBuilder, report: PassReport

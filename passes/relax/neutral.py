@@ -19,9 +19,6 @@ class NeutralElementMutator(PyExprMutator):
 
     Args:
         neutral: the number that does not change the result.
-        commutative: the name of an operator, whose left or right operand may be neutral.
-        one_sided: the name of an operator whose right operand may be neutral.
-        report: records the rewrites, and calls that were declined.
         changes: called with a call and the number that fills its operand; says whether the operand
             changes the result although the number equals ``neutral``, as -0.0 equals 0.0.
     """

@@ -29,15 +29,17 @@ from dataclasses import dataclass
 
 import tvm
 from tvm import relax
-from tvm.relax.utils import copy_with_new_vars
 
 from tvmbridge.kernels.aten_call import call_overload
 from tvmbridge.passes.base import (
     PassReport,
     RelaxPass,
+    binding,
     flat_results,
+    map_functions,
     storage_root,
     storage_roots,
+    with_bindings,
 )
 
 
@@ -52,11 +54,7 @@ class OwnResiduals(RelaxPass):
     num_outputs: int
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
-        functions = dict(mod.functions_items())
-        for name, function in functions.items():
-            if name.name_hint == "forward":
-                functions[name] = self._copying(function, report)
-        return tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
+        return map_functions(mod, lambda f: self._copying(f, report), "forward")
 
     def _copying(self, function: relax.Function, report: PassReport) -> relax.Function:
         (block,) = function.body.blocks
@@ -74,19 +72,11 @@ class OwnResiduals(RelaxPass):
         result = relax.Var("results", function.ret_ty)
         bindings = [
             *(b for b in block.bindings if b.var != function.body.body),
-            *(_bound(copy, _clone(residual)) for residual, copy in copies.items()),
-            _bound(result, relax.Tuple([*outputs, *(copies.get(r, r) for r in residuals)])),
+            *(binding(copy, _clone(residual)) for residual, copy in copies.items()),
+            binding(result, relax.Tuple([*outputs, *(copies.get(r, r) for r in residuals)])),
         ]
-        body = relax.SeqExpr([relax.DataflowBlock(bindings)], result)
-        parameters, type_ = function.params, function.ret_ty
-        return copy_with_new_vars(
-            relax.Function(parameters, body, type_, function.is_pure, function.attrs)
-        )
+        return with_bindings(function, bindings, result)
 
 
 def _clone(tensor: relax.Expr) -> relax.Call:
     return call_overload("aten.clone.default", [{"tensor": 0}], [tensor], tensor.ty)
-
-
-def _bound(var: relax.Var, value: relax.Expr) -> relax.Binding:
-    return relax.VarBinding(var, relax.BlockBuilder().normalize(value))

@@ -20,7 +20,6 @@ Runs after: LiftFrozen, PackProducts. Runs before: DispatchConvolutions.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 
 import tvm
@@ -36,10 +35,13 @@ from tvmbridge.passes.base import (
     bindings_of,
     dtype_of,
     free_prefix,
+    is_call,
+    map_functions,
+    readers_of,
     shape_of,
+    with_body,
     with_span,
 )
-from tvmbridge.passes.relax.parallel_products import is_call
 
 _CONVOLUTIONS = ("relax.nn.conv2d", "relax.nn.conv2d_transpose")
 _VIEWS = ("relax.reshape", "relax.permute_dims", "relax.expand_dims")
@@ -56,10 +58,6 @@ def packable_convolutions(
     """Return the name of the weight and the form of each two-dimensional convolution.
 
     If the weight of one cannot be packed, return the reason.
-
-    Args:
-        forward: the function.
-        frozen: names of the parameters whose values do not change.
     """
     found = []
     for value in bindings_of(forward).values():
@@ -103,19 +101,14 @@ class PackConvolutions(RelaxPass):
     prefix: str = "packed_weight_"
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
-        functions = {name.name_hint: f for name, f in mod.functions_items()}
-        functions["forward"] = self._packed(mod["forward"], report)
-        return tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
+        return map_functions(mod, lambda f: self._packed(f, report), "forward")
 
     def _packed(self, forward: relax.Function, report: PassReport) -> relax.Function:
         prefix = free_prefix(self.prefix, [p.name for p in forward.params])
         type_ = relax.TensorType([1], "int64")
         tickets = {p: relax.Var(f"{prefix}{i}", type_) for i, p in enumerate(self.packings)}
         body = _ConvolutionPackMutator(forward, tickets, report).visit_expr(forward.body)
-        parameters = [*forward.params, *tickets.values()]
-        return relax.Function(
-            parameters, body, forward.ret_ty, forward.is_pure, forward.attrs, forward.span
-        )
+        return with_body(forward, body, [*forward.params, *tickets.values()])
 
 
 def _form_of(call: relax.Call) -> PackedForm:
@@ -146,10 +139,7 @@ class _ConvolutionPackMutator(PyExprMutator):
         self.bound = bindings_of(forward)
         self.tickets = tickets
         self.report = report
-        self.uses: Counter[relax.Var] = Counter(
-            read for v in self.bound.values() for read in relax.analysis.free_vars(v)
-        )
-        self.uses.update(relax.analysis.free_vars(forward.body.body))
+        self.readers = readers_of(forward)
         # By the variable of the sum: the convolution's variable, and the bias that is added to it.
         self.biased: dict[relax.Var, tuple[relax.Var, relax.Var]] = {}
         for var, value in self.bound.items():
@@ -157,12 +147,16 @@ class _ConvolutionPackMutator(PyExprMutator):
         self.bare = {bare for bare, _ in self.biased.values()}
 
     def _note_bias(self, var: relax.Var, value: relax.Expr) -> None:
-        if not isinstance(value, relax.Call) or not is_call(value, "relax.add"):
+        if not is_call(value, "relax.add"):
             return
         for bare, row in (value.args, value.args[::-1]):
             found = self.bound.get(bare) if isinstance(bare, relax.Var) else None
             bias = self._vector(row, shape_of(bare))
-            if self._ticket(found) is not None and bias is not None and self.uses[bare] == 1:
+            if (
+                self._ticket(found) is not None
+                and bias is not None
+                and len(self.readers[bare]) == 1
+            ):
                 self.biased[var] = bare, bias
                 return
 

@@ -20,7 +20,6 @@ the packings. Runs after: LiftFrozen. Runs before: DispatchKernels.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 
 import tvm
@@ -35,10 +34,13 @@ from tvmbridge.passes.base import (
     bindings_of,
     dtype_of,
     free_prefix,
+    is_call,
+    map_functions,
+    readers_of,
     shape_of,
+    with_body,
     with_span,
 )
-from tvmbridge.passes.relax.parallel_products import is_call
 
 # oneDNN's relu is missing because it turns NaN into 0.
 _ACTIVATIONS = {
@@ -78,9 +80,7 @@ class PackProducts(RelaxPass):
     prefix: str = "packed_"
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
-        functions = {name.name_hint: f for name, f in mod.functions_items()}
-        functions["forward"] = self._packed(mod["forward"], report)
-        return tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
+        return map_functions(mod, lambda f: self._packed(f, report), "forward")
 
     def _packed(self, forward: relax.Function, report: PassReport) -> relax.Function:
         prefix = free_prefix(self.prefix, [p.name for p in forward.params])
@@ -95,10 +95,7 @@ class PackProducts(RelaxPass):
                     chains[last] = _Packed(found, then, ticket)
                     report.rewrote()
         body = _PackMutator(chains).visit_expr(forward.body)
-        parameters = [*forward.params, *tickets.values()]
-        return relax.Function(
-            parameters, body, forward.ret_ty, forward.is_pure, forward.attrs, forward.span
-        )
+        return with_body(forward, body, [*forward.params, *tickets.values()])
 
 
 def _fits(product: FrozenProduct, packing: WeightPacking) -> bool:
@@ -146,17 +143,10 @@ def frozen_products(forward: relax.Function, frozen: tuple[str, ...]) -> tuple[F
 
 def _chains(forward: relax.Function) -> list[_Chain]:
     bound = bindings_of(forward)
-    uses: Counter[relax.Var] = Counter()
-    reader: dict[relax.Var, relax.Var] = {}
-    for var, value in bound.items():
-        for read in relax.analysis.free_vars(value):
-            uses[read] += 1
-            reader[read] = var
-    uses.update(relax.analysis.free_vars(forward.body.body))
-    parameters = set(forward.params)
+    readers, parameters = readers_of(forward), set(forward.params)
 
     def only_reader(var: relax.Var) -> relax.Var | None:
-        return reader.get(var) if uses[var] == 1 else None
+        return readers[var][0] if len(readers[var]) == 1 else None
 
     found = []
     for var, value in bound.items():
@@ -192,12 +182,11 @@ def _product(
     if {dtype_of(e) for e in (left, right, call)} != {"float32"}:
         return None
     value = bound.get(right) if isinstance(right, relax.Var) else None
-    transposed = is_call(value, "relax.permute_dims")
-    weight = value.args[0] if transposed and isinstance(value, relax.Call) else right
+    weight = value.args[0] if is_call(value, "relax.permute_dims") else right
     if weight not in parameters:
         return None
     (rows, depth), (_, columns) = shapes  # type: ignore[misc]
-    return FrozenProduct(weight.name, transposed, rows, depth, columns)
+    return FrozenProduct(weight.name, not weight.same_as(right), rows, depth, columns)
 
 
 @mutator

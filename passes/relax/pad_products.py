@@ -27,16 +27,15 @@ from dataclasses import dataclass
 import tvm
 from tvm import relax
 from tvm.relax import op
-from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from tvmbridge.passes.base import (
     PassReport,
     RelaxPass,
     dtype_of,
     is_call,
+    map_calls,
     shape_of,
     transposed_of,
-    with_functions,
 )
 
 _HALVES = ("float16", "bfloat16")
@@ -55,33 +54,24 @@ class PadProducts(RelaxPass):
     """Pad the unaligned rows of large products in half precision."""
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
-        rewriter = _PadMutator(mod, report)
-        rewritten = with_functions(mod, rewriter)
-        return rewritten if report.rewrites else mod
+        def rewrite(call: relax.Call, builder: relax.BlockBuilder) -> relax.Expr:
+            call = builder.normalize(call)
+            sizes = sizes_of(call)
+            if sizes is None:
+                return call
+            rows, depth, columns = sizes
+            stored = tuple(transposed_of(operand, builder.lookup_binding) for operand in call.args)
+            more = padding_of(rows, depth, columns, stored)
+            if more is None:
+                return call
+            report.rewrote()
+            product = builder.emit(padded_product(builder, call, stored, more))
+            more_rows, _, more_columns = more
+            if not more_rows and not more_columns:
+                return product
+            return op.strided_slice(product, [0, 1], [0, 0], [rows, columns])
 
-
-@mutator
-class _PadMutator(PyExprMutator):
-    def __init__(self, mod: tvm.IRModule, report: PassReport) -> None:
-        super().__init__(mod)
-        self.report = report
-
-    def visit_call_(self, call: relax.Call) -> relax.Expr:
-        call = self.builder_.normalize(super().visit_call_(call))
-        sizes = sizes_of(call)
-        if sizes is None:
-            return call
-        rows, depth, columns = sizes
-        stored = tuple(transposed_of(operand, self.lookup_binding) for operand in call.args)
-        more = padding_of(rows, depth, columns, stored)
-        if more is None:
-            return call
-        self.report.rewrote()
-        product = self.builder_.emit(padded_product(self.builder_, call, stored, more))
-        more_rows, _, more_columns = more
-        if not more_rows and not more_columns:
-            return product
-        return op.strided_slice(product, [0, 1], [0, 0], [rows, columns])
+        return map_calls(mod, rewrite, report)
 
 
 def sizes_of(call: relax.Expr | None) -> tuple[int, int, int] | None:
@@ -140,9 +130,6 @@ def padding_of(
     """Return by how much to pad rows, depth and columns; None if padding does not pay.
 
     Args:
-        rows: the rows of the left operand.
-        depth: its columns.
-        columns: the columns of the right operand.
         stored: the matrices that the operands are the transposes of, or None.
     """
     left, right = stored

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tvm import relax
 
-from tvmbridge.passes.base import PassReport, dtype_of, shape_of
+from tvmbridge.passes.base import PassReport, dtype_of, is_call, shape_of
 
 # An operand as a view: the tensor that is viewed, and the reshapes and transposes, in order.
 _Step = tuple[str, tuple[int, ...]]
@@ -74,11 +74,6 @@ class ProductGroup:
     different: tuple[Product, ...]
 
 
-def is_call(expr: relax.Expr | None, name: str) -> bool:
-    """Whether ``expr`` calls the Relax operator ``name``."""
-    return isinstance(expr, relax.Call) and getattr(expr.op, "name", "") == name
-
-
 def find_groups(
     function: relax.Function,
     min_products: int,
@@ -89,12 +84,9 @@ def find_groups(
     """Return the groups of products in ``function`` that may be combined.
 
     Args:
-        function: the function.
-        min_products: the smallest number of different right operands in a group.
         weight_refusal: called with the name of a parameter; returns why it must not be
             concatenated, or None. If it is given, other right operands are declined.
         group_refusal: called with a group; returns why combining it is not worth it, or None.
-        report: records the products and groups that are declined.
     """
     if not isinstance(function.body, relax.SeqExpr):
         return []

@@ -41,5 +41,4 @@ class RemoveBorders(RelaxPass):
             report.rewrote()
             return inside(call)
 
-        removed = map_calls(mod, inside_of)
-        return removed if report.rewrites else mod
+        return map_calls(mod, inside_of, report)

@@ -39,6 +39,7 @@ from tvmbridge.passes.base import (
     bindings_of,
     flat_results,
     is_call,
+    map_functions,
     shape_of,
     transposed_of,
 )
@@ -67,15 +68,12 @@ class ReturnPadded(RelaxPass):
     function: str = "forward"
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
-        for name, function in mod.functions_items():
-            if name.name_hint != self.function:
-                continue
+        def rewrite(function: relax.Function) -> relax.Function:
             products = _products(function, self.kept)
-            if products:
-                report.rewrote(len(products))
-                mod = tvm.IRModule(dict(mod.functions_items()), attrs=mod.attrs)
-                mod[name] = _returning(function, products)
-        return mod
+            report.rewrote(len(products))
+            return _returning(function, products) if products else function
+
+        return map_functions(mod, rewrite, self.function)
 
 
 @dataclass(frozen=True)

@@ -27,20 +27,25 @@ Runs after: all passes that refer to gradients by number. Runs before: CopyPiece
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import tvm
 from tvm import relax
-from tvm.relax.utils import copy_with_new_vars
 
 from tvmbridge.passes.base import (
     PassReport,
     RelaxPass,
+    binding,
+    bindings_of,
     flat_results,
+    is_call,
+    map_functions,
     shape_of,
     storage_root,
     storage_roots,
+    with_bindings,
 )
 from tvmbridge.passes.relax.dead_code_elimination import DeadCodeElimination
 
@@ -81,33 +86,28 @@ class ReturnWhole(RelaxPass):
     function: str = "backward"
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
-        for name, function in mod.functions_items():
-            if name.name_hint != self.function:
-                continue
+        def rewrite(function: relax.Function) -> relax.Function:
             splits = _splits(function, report)
-            if splits:
-                report.rewrote(len(splits))
-                mod = tvm.IRModule(dict(mod.functions_items()), attrs=mod.attrs)
-                mod[name] = _returning(function, splits)
-        return mod
+            report.rewrote(len(splits))
+            return _returning(function, splits) if splits else function
+
+        return map_functions(mod, rewrite, self.function)
 
 
 def _splits(function: relax.Function, report: PassReport) -> list[tuple[relax.Expr, Whole]]:
     """Return the tensors that are split into results, and which results their pieces are."""
-    (block,) = function.body.blocks
-    bound = {b.var: b.value for b in block.bindings}
-    results = flat_results(function)
+    bound, results = bindings_of(function), flat_results(function)
     roots = [r for r in storage_roots(function) if r is not None]
     places: dict[relax.Var, list[tuple[int, int]]] = {}
     for place, result in enumerate(results):
         value = bound.get(result)
         if isinstance(value, relax.TupleGetItem):
             places.setdefault(value.tuple_value, []).append((int(value.index), place))
-    uses = _uses(function) if places else {}
+    uses = _uses(function)
     found = []
     for pieces, taken in places.items():
         call = bound.get(pieces)
-        if not isinstance(call, relax.Call) or getattr(call.op, "name", "") != "relax.split":
+        if not is_call(call, "relax.split"):
             continue
         reason = _refusal(call, taken, uses, pieces, [results[p] for _, p in taken])
         root = storage_root(call.args[0], bound)
@@ -126,7 +126,7 @@ def _splits(function: relax.Function, report: PassReport) -> list[tuple[relax.Ex
 def _refusal(
     call: relax.Call,
     taken: Sequence[tuple[int, int]],
-    uses: Mapping[relax.Var, int],
+    uses: Counter[relax.Expr],
     pieces: relax.Var,
     results: Sequence[relax.Expr],
 ) -> str | None:
@@ -142,17 +142,11 @@ def _refusal(
     return None
 
 
-def _uses(function: relax.Function) -> dict[relax.Var, int]:
+def _uses(function: relax.Function) -> Counter[relax.Expr]:
     """Count how often each variable is read."""
-    found: dict[relax.Var, int] = {}
-
-    def visit(expr: relax.Expr) -> None:
-        if isinstance(expr, relax.Var):
-            found[expr] = found.get(expr, 0) + 1
-
-    for block in function.body.blocks:
-        for binding in block.bindings:
-            relax.analysis.post_order_visit(binding.value, visit)
+    found: Counter[relax.Expr] = Counter()
+    for value in bindings_of(function).values():
+        relax.analysis.post_order_visit(value, lambda expr: found.update([expr]))
     return found
 
 
@@ -172,10 +166,8 @@ def _returning(
             fields.append(splits[split][0])
     wholes = [asdict(whole) | {"number": numbers[i]} for i, (_, whole) in enumerate(splits)]
     result = relax.Var("results", relax.TupleType([field.ty for field in fields]))
-    returned = relax.VarBinding(result, relax.BlockBuilder().normalize(relax.Tuple(fields)))
     bindings = [b for b in block.bindings if b.var != function.body.body]
-    body = relax.SeqExpr([relax.DataflowBlock([*bindings, returned])], result)
-    whole = relax.Function(function.params, body, result.ty, function.is_pure, function.attrs)
-    whole = copy_with_new_vars(whole.with_attr(_ATTRIBUTE, json.dumps(wholes)))
+    whole = with_bindings(function, [*bindings, binding(result, relax.Tuple(fields))], result)
+    whole = whole.with_attr(_ATTRIBUTE, json.dumps(wholes))
     name = str(whole.attrs["global_symbol"])
     return DeadCodeElimination()(tvm.IRModule({name: whole}))[name]

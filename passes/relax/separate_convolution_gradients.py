@@ -27,7 +27,6 @@ from collections.abc import Sequence
 
 import tvm
 from tvm import relax
-from tvm.relax.utils import copy_with_new_vars
 
 from tvmbridge.kernels.aten_call import (
     ATEN_CALL,
@@ -36,7 +35,7 @@ from tvmbridge.kernels.aten_call import (
     spec_of,
     tensors_of,
 )
-from tvmbridge.passes.base import PassReport, RelaxPass
+from tvmbridge.passes.base import PassReport, RelaxPass, binding, map_functions, with_bindings
 
 _OPERATOR = "aten.convolution_backward.default"
 
@@ -45,43 +44,32 @@ class SeparateConvolutionGradients(RelaxPass):
     """Compute the gradients of a convolution's data, and of its weight and bias, in two calls."""
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
-        functions = dict(mod.functions_items())
-        for name, function in functions.items():
-            if isinstance(function, relax.Function):
-                functions[name] = _separated(function, report)
-        if not report.rewrites:
-            return mod
-        return tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
+        return map_functions(mod, lambda function: _separated(function, report))
 
 
 def _separated(function: relax.Function, report: PassReport) -> relax.Function:
     (block,) = function.body.blocks
     whole = set(relax.analysis.free_vars(function.body.body))
-    for binding in block.bindings:
-        if not isinstance(binding.value, relax.TupleGetItem):
-            whole |= set(relax.analysis.free_vars(binding.value))
+    for bound in block.bindings:
+        if not isinstance(bound.value, relax.TupleGetItem):
+            whole |= set(relax.analysis.free_vars(bound.value))
     # The item that replaces each item of a call, by the variable of the call.
     items: dict[relax.Var, list[relax.Expr]] = {}
     bindings: list[relax.Binding] = []
-    for binding in block.bindings:
-        var, value = binding.var, binding.value
+    for bound in block.bindings:
+        var, value = bound.var, bound.value
         if isinstance(value, relax.TupleGetItem) and value.tuple_value in items:
-            bindings.append(_bound(var, items[value.tuple_value][value.index]))
+            bindings.append(binding(var, items[value.tuple_value][value.index]))
         elif var not in whole and _has_both(value):
             items[var] = []
             for positions in _groups(value):
                 call = relax.DataflowVar(var.name, _type_of(value, positions))
-                bindings.append(_bound(call, _call_for(value, positions)))
+                bindings.append(binding(call, _call_for(value, positions)))
                 items[var] += [relax.TupleGetItem(call, i) for i in range(len(positions))]
             report.rewrote()
         else:
-            bindings.append(binding)
-    if not items:
-        return function
-    body = relax.SeqExpr([relax.DataflowBlock(bindings)], function.body.body)
-    return copy_with_new_vars(
-        relax.Function(function.params, body, function.ret_ty, function.is_pure, function.attrs)
-    )
+            bindings.append(bound)
+    return with_bindings(function, bindings) if items else function
 
 
 def _has_both(value: relax.Expr) -> bool:
@@ -107,7 +95,3 @@ def _call_for(call: relax.Call, positions: Sequence[int]) -> relax.Call:
     content["args"][-1] = [number in positions for number in range(3)]
     content["results"] = list(positions)
     return packed_call(ATEN_CALL, json.dumps(content), tensors_of(call), _type_of(call, positions))
-
-
-def _bound(var: relax.Var, value: relax.Expr) -> relax.Binding:
-    return relax.VarBinding(var, relax.BlockBuilder().normalize(value))

@@ -19,7 +19,7 @@ from torch import fx, nn
 import tvmbridge
 from tvmbridge.core.generated import Scope, is_literal, plain_text
 from tvmbridge.dynamo.graphs import read_graph
-from tvmbridge.fx.sizes import sizes_check
+from tvmbridge.fx.rewriting import sizes_check
 from tvmbridge.graph_capture.relations import Relations
 
 PACKAGE = Path(tvmbridge.__file__).parent

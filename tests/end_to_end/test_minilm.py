@@ -16,8 +16,14 @@ from tests.end_to_end.steps import (
     training_step,
 )
 from tests.test_demo import with_layers
-from tvmbridge.demo.minilm import Batch, load_bert, load_tokenizer, mean_pool, tokenize
-from tvmbridge.demo.remarks import load_remarks
+from tvmbridge.demo.minilm import (
+    Batch,
+    load_bert,
+    load_remarks,
+    load_tokenizer,
+    mean_pool,
+    tokenize,
+)
 
 
 @pytest.fixture(scope="module")

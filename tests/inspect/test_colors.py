@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.models import transformer_joint
 from tvmbridge.coloring import color
 from tvmbridge.inspect import visualize
-from tvmbridge.inspect.colors import BACKWARD, FORWARD, REPEATED, RESIDUAL, node_colors
+from tvmbridge.inspect.visualize import BACKWARD, FORWARD, REPEATED, RESIDUAL, node_colors
 
 
 def test_each_variable_has_the_color_of_its_part() -> None:

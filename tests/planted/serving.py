@@ -379,7 +379,7 @@ SERVING = (
     Plant(
         "marks of sizes left on a sample",
         "runtime",
-        "tvmbridge.graph_capture.trace.size_marks",
+        "tvmbridge.graph_capture.symbols",
         "for name in list(held) if name.startswith(_MARKS)",
         "for name in list(held) if False",
         ("tests/graph_capture/trace/test_size_marks.py",),

@@ -17,7 +17,7 @@ from tvmbridge.records import Folder, Task
 from tvmbridge.records.folder import Record, Verdict
 from tvmbridge.records.meta import target_json
 from tvmbridge.schedules.target import host_target
-from tvmbridge.tuning.collect import module_tasks
+from tvmbridge.tuning.api import module_tasks
 
 Steps = Callable[[Schedule], None]
 SHAPE = (8, 48)

@@ -9,7 +9,7 @@ from tvmbridge import CompileOptions
 from tvmbridge.records import count_tasks
 from tvmbridge.records.apply import Coverage
 from tvmbridge.records.tasks import Task, parse_workload
-from tvmbridge.tuning.collect import module_tasks
+from tvmbridge.tuning.api import module_tasks
 
 
 def tasks_of(module: nn.Module, x: torch.Tensor) -> tuple[dict[Task, int], int]:

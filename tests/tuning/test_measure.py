@@ -12,7 +12,7 @@ from tests.records.planted import record_of, right, softmax_task, wrong
 from tvmbridge.records import Task
 from tvmbridge.schedules.target import host_target
 from tvmbridge.tuning import measure
-from tvmbridge.tuning.samples import disagreement, sample_inputs
+from tvmbridge.tuning.measure import disagreement, sample_inputs
 
 
 @pytest.fixture(scope="module")

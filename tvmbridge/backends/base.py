@@ -106,10 +106,7 @@ def kernel_passes(
     """Return the passes from Relax operators to kernel calls and unscheduled fused functions.
 
     Args:
-        products: the pass that replaces matrix products by kernel calls.
         before_legalizing: passes of the backend that run before operators become loops.
-        casts: the pass that repeats casts and light functions for each of their readers.
-        fuse: the pass that fuses operators.
     """
     return [
         products,

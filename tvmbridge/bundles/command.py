@@ -18,7 +18,6 @@ def run(known: argparse.Namespace, model: tuple[nn.Module, Any] | None) -> None:
     """Run the command ``cache`` and print the result.
 
     Args:
-        known: the parsed arguments.
         model: a module and its sample input, whose code is exported; None exports the whole cache.
     """
     store = Store.of_now()

@@ -54,11 +54,7 @@ class Part:
 
 
 def write_bundle(path: Path, parts: Iterable[Part]) -> int:
-    """Write a bundle, whole or not at all, and return its size in bytes.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write a bundle, whole or not at all, and return its size in bytes."""
     with replacing(path) as file:
         return _write(file, parts)
 
@@ -128,10 +124,7 @@ def _check_digest(file: BinaryIO, size: int, path: Path) -> None:
 
 
 def _next_part(file: BinaryIO, end: int, path: Path) -> Part | None:
-    """Read the part at the current position of ``file``; return None after the last part.
-
-    ``end`` is the position at which the parts must end.
-    """
+    """Read the part at the current position of ``file``, before ``end``; None after the last."""
     damaged = BundleError(f"{path} is damaged: a part of it has no valid header")
     length = int.from_bytes(file.read(_LENGTH), "big")
     if length == 0:

@@ -65,7 +65,6 @@ def export_bundle(
     """Write code of the cache into a bundle, with the choices of kernels and tuning records.
 
     Args:
-        path: the bundle; an existing file is replaced.
         digests: the digests of the keys whose code is written; None: all code of the cache.
         module: the description of the module that the code belongs to; None: of no single module.
 
@@ -91,7 +90,6 @@ def import_bundle(path: Path, module: Mapping[str, Any] | None = None) -> Bundle
     has the reason. No code of the bundle runs during the import.
 
     Args:
-        path: the bundle.
         module: the description that the bundle's module must have; None: any module will do.
 
     Raises:

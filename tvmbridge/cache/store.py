@@ -15,15 +15,18 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tvmbridge.cache.key import CacheKey
 from tvmbridge.core.errors import BridgeError
 from tvmbridge.core.machine import cache_folder
 from tvmbridge.core.own_files import UntrustedFileError, distrust, read_own, replace_file
 from tvmbridge.core.plain_json import parse_json
+from tvmbridge.core.set_within import set_within
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +72,6 @@ class Store:
     """The folder of a cache; several processes may use it at once.
 
     Args:
-        folder: its path; it is created at the first write.
         most: the largest total size in bytes; beyond it, the least recently used files are removed.
     """
 
@@ -122,11 +124,7 @@ class Store:
         return None
 
     def files(self) -> list[tuple[Path, os.stat_result]]:
-        """Return the cache files with their ``stat`` results, the most recently used first.
-
-        Raises:
-            OSError: the folder cannot be read.
-        """
+        """Return the cache files with their ``stat`` results, the most recently used first."""
         found = []
         if self.folder.is_dir():
             for path in self.folder.glob(f"*{SUFFIX}"):
@@ -232,3 +230,26 @@ def _entries(found: Any) -> dict[str, str]:
     if not isinstance(found, dict) or not all(isinstance(v, str) for v in found.values()):
         raise DamagedFileError("it has no key")
     return found
+
+
+class CodeSource(Protocol):
+    """Another process that compiles the same code, or that waits for the code of this one."""
+
+    def received(self, digest: str) -> Kept | None:
+        """Return the code whose key has this digest; None: compile it here."""
+
+    def give(self, key: CacheKey, kept: Kept) -> None:
+        """Offer code to the other processes."""
+
+
+_now: ContextVar[CodeSource | None] = ContextVar("source", default=None)
+
+
+def source_now() -> CodeSource | None:
+    """Return the source of the compilation that is running; None: it has none."""
+    return _now.get()
+
+
+def received_from(source: CodeSource) -> AbstractContextManager[object]:
+    """Let compilations within this context get code from ``source``."""
+    return set_within(_now, source)

@@ -17,9 +17,8 @@ import tvm_ffi
 from tvm.target import Target, codegen
 
 from tvmbridge.cache.key import digest_of
-from tvmbridge.core.builds import build_stamp
 from tvmbridge.core.kernel_settings import kernel_settings
-from tvmbridge.core.machine import SWITCH, caching_is_off, cpu_model, threads
+from tvmbridge.core.machine import SWITCH, build_stamp, caching_is_off, cpu_model, threads
 from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.pipeline import passes_are_observed
 from tvmbridge.records.folder import RECORDS, VERDICTS, WORKLOADS, Folder
@@ -33,11 +32,7 @@ _IMPORTED = time.time()
 
 
 def unusable(option: bool) -> Reason | None:
-    """Return why the cache is neither read nor written; None if it is used.
-
-    Args:
-        option: the value of the option ``cache``.
-    """
+    """Return why the cache is neither read nor written; None if it is used."""
     if passes_are_observed():
         return Reason(Kind.OBSERVED)
     if not option:
@@ -77,11 +72,6 @@ def records_entry(option: str | None, used: bool, target: Target) -> str:
 
     It has the digest of the files that compilation reads, and the directory in which compilation
     lists untuned tasks.
-
-    Args:
-        option: the option ``tuning_logs``.
-        used: whether compilation uses tuning records.
-        target: the target to compile for.
     """
     if not used:
         return "not used"

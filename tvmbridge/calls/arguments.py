@@ -41,8 +41,6 @@ class ArgumentWatch:
     The attribute ``checks`` has the error that each check raises if it fails.
 
     Args:
-        forward: the function that is watched.
-        checks: whether checks of values are recorded.
         older: objects that exist before forward runs; results that hold one are not opened.
     """
 
@@ -112,10 +110,7 @@ def rebuild(
 
     Args:
         flat: the leaves that the compiled code returns; the last ones are results of ``checks``.
-        out_spec: the structure of the leaves.
         changed: the positions and keywords of the containers that forward mutates.
-        arguments: ``(args, kwargs)`` of the call.
-        checks: the errors of the checks of values.
 
     Raises:
         Exception: a check did not pass; the error is the one that the check names.

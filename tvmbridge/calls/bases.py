@@ -63,7 +63,6 @@ class _Made(TorchFunctionMode):
         """Return the base of ``output`` as a contiguous view of a tensor that a function returned.
 
         Args:
-            output: an output that is a view.
             order: the dimensions of the base, from the outermost to the innermost in memory.
 
         Raises:
@@ -92,9 +91,7 @@ def intermediate_base(
     """Return an intermediate base that covers all members; None if there is none.
 
     Args:
-        members: the numbers of outputs that have one storage.
         returned: the members whose autograd base may serve as the intermediate base.
-        outputs: all outputs.
     """
     needs_grad = any(outputs[n].requires_grad for n in members)
     for number in returned:

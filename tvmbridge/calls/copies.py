@@ -50,7 +50,6 @@ def copied_values(
     An uncopyable object is a lock, for example; the objects that hold it are copied.
 
     Args:
-        values: the values that are copied, by any key.
         instead: modules that the copies hold in place of others, by the ids of the replaced ones.
     """
     others = instead or {}

@@ -19,11 +19,6 @@ def draw_noise(
 ) -> list[torch.Tensor]:
     """Make the random draws with PyTorch's generators and return them in order, contiguous.
 
-    Args:
-        noise: the descriptors of the draws.
-        prologue: the subgraph that makes the draws if one of them reads computed values.
-        inputs: the inputs of the prologue.
-
     Raises:
         UnsupportedOperatorError: a draw has another shape or dtype than its descriptor.
     """

@@ -69,10 +69,7 @@ def torch_generator_kept(own: OwnCalls) -> Iterator[None]:
 
 
 def generators_used_by(run: Callable[[], object]) -> list[str]:
-    """Call ``run``, and return the modules whose global generator it draws from.
-
-    ``run`` is called again if another thread may have drawn instead.
-    """
+    """Call ``run``, twice if other threads draw; return whose global generators it draws from."""
     used: list[str] = []
     for _ in range(_MOST_RUNS):
         generators, own = Generators(), OwnCalls()

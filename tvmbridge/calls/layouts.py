@@ -53,11 +53,7 @@ class Layout:
         return self.order != tuple(range(len(self.order)))
 
     def put_on(self, tensor: torch.Tensor) -> None:
-        """Set shape and strides of ``tensor`` in place.
-
-        Args:
-            tensor: a new contiguous tensor with its dimensions in :attr:`order`.
-        """
+        """Set shape and strides of ``tensor`` in place."""
         tensor.as_strided_(self.shape, self.stride)
 
 

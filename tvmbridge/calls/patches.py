@@ -54,8 +54,6 @@ def patched_here(
     Yield the genuine function.
 
     Args:
-        owner: a module or a class.
-        name: the name of a function or method of ``owner``.
         replacement: called with the genuine function first, then with the arguments.
         over: whether ``replacement`` receives the thread's previous replacement, if it has one, in
             place of the genuine function.
@@ -135,8 +133,6 @@ def forward_patched_here(
     Args:
         module: the traced module. If a submodule holds the forward of ``kind`` as its own
             attribute, this attribute is replaced too.
-        kind: a class of modules.
-        replacement: as for :func:`patched_here`.
     """
     with ExitStack() as stack:
         genuine = stack.enter_context(patched_here(kind, "forward", replacement))
@@ -154,10 +150,7 @@ _Replacement = TypeVar("_Replacement", bound=Callable[..., Any])
 
 
 def patches(owner: Any, name: str) -> Callable[[_Replacement], _Replacement]:
-    """Register the decorated replacement of ``owner.name`` for every trace of forward.
-
-    The replacement is called as for :func:`patched_here`.
-    """
+    """Register the replacement of ``owner.name``, as in :func:`patched_here`, for every trace."""
 
     def enter(replacement: _Replacement) -> _Replacement:
         _TABLE.append((owner, name, replacement))
@@ -168,11 +161,7 @@ def patches(owner: Any, name: str) -> Callable[[_Replacement], _Replacement]:
 
 @contextmanager
 def table_patched_here(module: nn.Module) -> Iterator[None]:
-    """Apply all registered replacements in this thread within the context.
-
-    Args:
-        module: the traced module; see :func:`forward_patched_here`.
-    """
+    """Apply all registered replacements in this thread within the context."""
     with ExitStack() as stack:
         for owner, name, replacement in _TABLE:
             if name == "forward":
@@ -219,10 +208,7 @@ def _stub(owner: Any, name: str, installed: _Installed) -> Any:
 
 
 def unpatched(value: Any, default: Any) -> Any:
-    """Return the owner's own attribute behind ``value``, which may be a patch.
-
-    Return ``default`` if the owner had no such attribute before the patch.
-    """
+    """Return the owner's own attribute behind ``value``, which may be a patch; else ``default``."""
     installed = getattr(value, "installed", None) if type(value) is FunctionType else None
     if not isinstance(installed, _Installed):
         return value

@@ -45,13 +45,7 @@ def is_unseen(leaf: Any) -> bool:
 def other_answer(
     asks: Collection[Question], given: Sequence[Any], own: Iterable[torch.Tensor | None]
 ) -> Reason | None:
-    """Return why a property that forward reads may differ in a trace, or None.
-
-    Args:
-        asks: the properties that forward reads.
-        given: the leaves of the sample's arguments.
-        own: the module's tensors.
-    """
+    """Return why a property that forward reads may differ in a trace, or None."""
     tensors = [leaf for leaf in given if isinstance(leaf, torch.Tensor)]
     if Question.CLASS in asks and any(type(t) is not torch.Tensor for t in tensors):
         return Reason(Kind.ASKS_CLASS)

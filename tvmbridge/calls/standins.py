@@ -51,7 +51,6 @@ def stand_in(module: nn.Module, originals: dict[int, nn.Module] | None = None) -
     Return None if it cannot be copied: an attribute refuses, or the copy has other submodules.
 
     Args:
-        module: the module that is copied.
         originals: a dict that receives the original modules by the ids of their copies, or None.
     """
     memo: dict[Any, Any] = {STAND_IN: True}

@@ -3,7 +3,7 @@
 The forward color has all bindings that the outputs depend on. The backward color has all other
 bindings that the gradients depend on, and the forward bindings that backward computes again. A
 forward value that is kept for backward is a *residual*. A policy chooses the values that backward
-computes itself; each policy has a file of its own. A third color divides backward once more, into
+computes itself. A third color divides backward once more, into
 the gradients of inputs and the gradients of weights.
 """
 
@@ -19,12 +19,10 @@ from tvm import relax
 from tvmbridge.backends import backend_of
 from tvmbridge.coloring.budget import Recomputation, predicted, within_budget
 from tvmbridge.coloring.graph import JointGraph, tensor_bytes
-from tvmbridge.coloring.keep_casts import keep_casts
-from tvmbridge.coloring.keep_operands import keep_operands
+from tvmbridge.coloring.keep_operands import keep_casts, keep_operands
 from tvmbridge.coloring.min_cut import min_cut
 from tvmbridge.coloring.operators import check_names, is_view
-from tvmbridge.coloring.recompute_cheap import recompute_cheap
-from tvmbridge.coloring.save_all import save_all
+from tvmbridge.coloring.save_all import recompute_cheap, save_all
 from tvmbridge.core.decisions import Rule, decided
 from tvmbridge.differentiation.differentiate import JointModule
 
@@ -85,15 +83,11 @@ def color(
     """Divide the bindings of ``joint`` into forward and backward, as a policy chooses.
 
     Args:
-        joint: the joint function.
         policy: a key of :data:`POLICIES`.
         recompute: operators that backward may compute again in addition to the cheap ones; used
             by the policies that solve a minimum cut.
         memory_budget: the fraction of the bytes kept by ``save_all`` that residuals may take; None:
             no limit.
-
-    Returns:
-        The bindings of forward and backward, and the values that backward reads.
 
     Raises:
         ValueError: a name in ``recompute`` is not an operator, or must not be repeated.

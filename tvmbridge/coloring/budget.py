@@ -71,9 +71,7 @@ def within_budget(
     """Return the variables that backward computes itself, so that residuals fit ``budget``.
 
     Args:
-        joint: the joint function.
         repeated: the choice of a policy, which is taken if it fits.
-        recompute: operators that may be repeated because the caller named them.
         budget: a fraction of the bytes that :func:`save_all` keeps.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The policy ``keep_operands``: as ``min_cut``, but keep the operands that are read from memory.
+"""The policies ``keep_operands`` and ``keep_casts``: as ``min_cut``, but keep what memory has.
 
 Operators that do not fuse, such as products, read their operands from memory.
 
@@ -86,3 +86,30 @@ def _read_in_memory(graph: JointGraph, readers: Collection[relax.Var]) -> frozen
         elif var in graph.forward:
             found.add(var)
     return frozenset(found)
+
+
+def keep_casts(graph: JointGraph) -> frozenset[relax.Var]:
+    """Return what backward computes itself: as ``min_cut``, but casts of weights are kept.
+
+    Under autocast, forward and backward multiply by the same weights in half precision. Casting
+    them again takes longer than reading the casts, which eager PyTorch keeps too.
+    """
+    once = {var for var in read_in_memory(graph) if _narrows_a_primal(graph, var)}
+    return min_cut(graph, frozenset(once))
+
+
+def _narrows_a_primal(graph: JointGraph, var: relax.Var) -> bool:
+    """Whether ``var`` is a cast of a primal, or of a view of one, to a narrower float dtype."""
+    value = graph.bound.get(var)
+    if value is None or operator_name(value) != "relax.astype":
+        return False
+    source = value.args[0]
+    if _float_bits(value) >= _float_bits(source):
+        return False
+    while source in graph.bound and is_view(graph.bound[source]):
+        (source,) = graph.operands[source]
+    return source in graph.primals
+
+
+def _float_bits(expr: relax.Expr) -> int:
+    return {"float64": 64, "float32": 32, "bfloat16": 16, "float16": 16}.get(dtype_of(expr), 0)

@@ -43,7 +43,6 @@ def min_cut(
     Source of the method: L. R. Ford and D. R. Fulkerson, "Maximal flow through a network" (1956).
 
     Args:
-        graph: the joint function.
         once: variables that backward must not compute again.
         prices: the bytes that a variable must save to be computed again; 0 where it is not given.
         written: variables that forward writes to memory even if they are not kept. Others cost a

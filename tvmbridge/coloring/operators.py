@@ -90,20 +90,14 @@ _SHORT = 4
 
 
 def operator_name(call: relax.Expr | None) -> str | None:
-    """Return the operator's name (``relax.add``), or an ATen call's overload; None if no operator.
-
-    An overload is written as in ``aten.avg_pool2d.default``.
-    """
+    """Return the name of an operator (``relax.add``) or of an ATen call's overload, or None."""
     if not isinstance(call, relax.Call) or not isinstance(call.op, tvm.ir.Op):
         return None
     return aten_call_operator(call) or str(call.op.name)
 
 
 def check_names(names: Collection[str]) -> None:
-    """Raise ValueError for a name that is not an operator, or that must not be repeated.
-
-    Names are Relax operators (``relax.nn.conv2d``) or ATen overloads.
-    """
+    """Raise ValueError for a name of no operator, or of one that must not be repeated."""
     for name in names:
         if name.startswith(_MAY_DRAW):
             raise ValueError(f"{name} may have dropout, which is drawn once")

@@ -1,7 +1,7 @@
-"""The policy ``save_all``: keep every forward value that backward reads.
+"""The policy ``save_all``, which keeps all that backward reads, and ``recompute_cheap``.
 
-Exceptions are constants, views, and casts and simple arithmetic on primals, which are repeated. So
-a dropout mask is kept in its one byte an element, and not as the factor that is computed from it.
+Both repeat constants, views, and casts and simple arithmetic on primals. So a dropout mask is kept
+in its one byte an element, and not as the factor that is computed from it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from tvm import relax
 
 from tvmbridge.coloring.graph import JointGraph
-from tvmbridge.coloring.operators import is_view, operator_name
+from tvmbridge.coloring.operators import is_elementwise, is_view, operator_name
 
 _LIGHT = frozenset(f"relax.{name}" for name in ("astype", "multiply", "power", "add", "subtract"))
 
@@ -29,3 +29,23 @@ def save_all(graph: JointGraph) -> frozenset[relax.Var]:
         if of_inputs and var in repeated:
             from_inputs.add(var)
     return graph.early | repeated
+
+
+def recompute_cheap(graph: JointGraph) -> frozenset[relax.Var]:
+    """Return what backward computes itself: also element-wise operators of operands it has anyway.
+
+    The policy goes once over the values that ``save_all`` keeps. It keeps no additional value in
+    order to repeat another, and it searches no alternatives.
+    """
+    repeated = set(save_all(graph))
+    kept = graph.kept(repeated)
+    # The values that are kept, or that backward repeats from these: operands at no extra cost.
+    at_hand = set(kept) | {p for p in graph.primals if not graph.nbytes(p)}
+    for var, value in graph.bound.items():
+        if not all(v in at_hand for v in graph.operands[var]):
+            continue
+        if var in repeated:
+            at_hand.add(var)
+        elif var in kept and graph.nbytes(var) and graph.may_repeat(var) and is_elementwise(value):
+            repeated.add(var)
+    return frozenset(repeated)

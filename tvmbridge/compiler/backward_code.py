@@ -51,8 +51,6 @@ class PartialBackward:
 
         Args:
             values: the values that backward reads, then the cotangents that arrived.
-            count: the number of gradients of the full backward.
-            bound: arguments that were converted before.
         """
         return self.placed(self.results(values, bound), count)
 
@@ -87,11 +85,6 @@ class BackwardPart(PartialBackward):
 
 class BackwardLoader:
     """Compiles backward functions of a module, or finds them in the cache, and loads them.
-
-    Args:
-        build: a :class:`~tvmbridge.compiler.cached_build.CachedBuild` for its target and options.
-        parts: the split functions of the module.
-        device: the device of the module's tensors.
 
     Attributes:
         keys: the names of the code in the cache.

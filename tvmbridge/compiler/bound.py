@@ -37,10 +37,7 @@ def bound_entry(
     """Return a digest of which tensors are the inputs, outputs and gradients of code.
 
     Args:
-        inputs: the inputs of the captured graph.
-        outputs: its outputs.
         convention: the pytree structure of forward's results.
-        split: the split functions; None in inference.
     """
     lines = [_text(each) for each in (*inputs, *outputs, convention)]
     if split is not None and split.primals is not None:

@@ -198,12 +198,7 @@ def build(
     """Compile ``mod`` and load it.
 
     Args:
-        mod: the module of pure Relax functions.
-        target: the target.
-        records: receives a record of each pass.
         measure: whether kernels may be chosen by measurement.
-        library: the tuning records. A function without a record gets the schedule of a rule.
-        device: the device that the code runs on.
         bundle: the pass that makes one result, and one argument, of all residuals; None: no
             residuals.
 
@@ -263,21 +258,13 @@ def schedule(
 
 
 def load(scheduled: Scheduled, records: list[PassRecord], device: torch.device = _CPU) -> Built:
-    """Compile the result of :func:`schedule`, and load it on ``device``.
-
-    Raises:
-        BuildError: TVM cannot compile it for the target.
-    """
+    """Compile the result of :func:`schedule`, and load it on ``device``."""
     code = compile_code(scheduled, records)
     return load_code(code, code.executable, scheduled.target, device)
 
 
 def compile_code(scheduled: Scheduled, records: list[PassRecord]) -> Code:
-    """Compile the result of :func:`schedule`.
-
-    Raises:
-        BuildError: TVM cannot compile it for the target.
-    """
+    """Compile the result of :func:`schedule`."""
     target, noting = scheduled.target, NotePlans()
     with target:
         mod = run_passes(scheduled.mod, [NameSpecs()], records)
@@ -312,11 +299,7 @@ def load_code(
     """Start a virtual machine for compiled code.
 
     Args:
-        code: the compiled code.
         module: the executable of ``code``, or the module that was loaded from its exported form.
-        target: its target.
-        device: the device that the code runs on.
-        cache: whether it came from the cache, see :class:`Built`.
     """
     machine = relax.VirtualMachine(module, backend_for(target).device(device))
     unaligned, shared = code.unaligned, code.shared

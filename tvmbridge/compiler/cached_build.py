@@ -8,6 +8,7 @@ first and a second process therefore run the same instructions.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,9 +20,8 @@ import tvm
 from tvmbridge.backends import backend_for
 from tvmbridge.cache import CacheKey, Kept, Store
 from tvmbridge.cache.key import digest_of
-from tvmbridge.cache.received import source_now
+from tvmbridge.cache.store import source_now
 from tvmbridge.cache.surroundings import records_entry, surroundings, unusable
-from tvmbridge.cache.tally import count_code, disk_text
 from tvmbridge.compiler.build import (
     Built,
     Code,
@@ -68,8 +68,6 @@ class CachedBuild:
         """Load code for ``mod`` from the cache, or compile it.
 
         Args:
-            mod: the graphs.
-            records: receives a record of each pass.
             bundle: the pass that makes one result of all residuals; None: there are none.
 
         Raises:
@@ -94,8 +92,6 @@ class CachedBuild:
 
         Args:
             entries: returns the entries of the cache key that identify the source of the code.
-            compile_: compiles the code; called with a list that receives the records of passes.
-            records: receives the records of passes that ran now, or when the code was compiled.
 
         Raises:
             BuildError: TVM cannot compile it for the target.
@@ -141,7 +137,6 @@ class CachedBuild:
 
         Args:
             compiled_of: the entries of the cache key that identify the graph.
-            records: receives the records of passes that ran when the code was compiled.
         """
         make_ready(self.target)
         compiled_of = {**compiled_of, BOUND: self.bound}
@@ -250,3 +245,17 @@ def _exported_and_loaded(executable: Any) -> tuple[bytes, Any]:
         logger.info("compiled code is kept as bitcode: %s", first_line(error))
     bitcode = exported(executable, linked=False)
     return bitcode, module_of(bitcode)
+
+
+_codes: Counter[bool] = Counter()
+
+
+def count_code(from_disk: bool) -> None:
+    """Count one piece of code as loaded from disk, or as compiled."""
+    _codes[from_disk] += 1
+
+
+def disk_text() -> str:
+    """Return a text such as ``3 of 4 from disk``, or "" before any code was counted."""
+    total = _codes.total()
+    return f"{_codes[True]} of {total} from disk" if total else ""

@@ -36,8 +36,6 @@ class Combining:
     Args:
         targets: dotted names of the module's parameters by their names in the graph.
         packing: decides which parameters may be packed; None: none may.
-        options: ``combine_matmuls`` and ``measure_kernels`` are read.
-        records: receives a record of each pass.
     """
 
     targets: Mapping[str, str]
@@ -58,10 +56,7 @@ class Combining:
         return cls(targets, packing, options, records)
 
     def inference(self, mod: tvm.IRModule) -> tuple[tvm.IRModule, Packs]:
-        """Return ``mod`` with combined products, and the packs.
-
-        The packed weights become the last parameters of ``main``.
-        """
+        """Return ``mod`` with combined products, and the packs: the last parameters of ``main``."""
         if self.options.combine_matmuls == "never" or self.packing is None:
             return mod, ()
         combine = CombineParallelBatchMatmul(
@@ -71,10 +66,7 @@ class Combining:
         return self._lift(mod, "main", None)
 
     def joint(self, joint: JointModule) -> tuple[JointModule, Packs]:
-        """Return ``joint`` with combined products, and the packs.
-
-        The packed weights become its last primals.
-        """
+        """Return ``joint`` with combined products, and the packs, which become its last primals."""
         if self.options.combine_matmuls == "never" or self.packing is None:
             return joint, ()
         combine = CombineParallelBatchMatmul(

@@ -116,9 +116,7 @@ class CompiledModule:
         """Run forward, and return its outputs followed by the residuals.
 
         Args:
-            primals: the arguments of ``forward``.
             strides: strides by the number of an output, if they differ from the sample's.
-            bound: arguments that were converted before.
             copied: whether the caller copies the outputs, which may have padded rows then.
         """
         results = self.loaded.run("forward", primals, self.copied_outputs, bound)
@@ -167,7 +165,6 @@ def compile_module(
     """Compile a module for the arguments of a call.
 
     Args:
-        request: the module and the arguments.
         building: given a target, the options and a device, returns what builds the graphs.
 
     Raises:
@@ -248,12 +245,8 @@ def assembled(
     """Assemble the compiled module, without partial backwards, from the results of the stages.
 
     Args:
-        lowered: the result of :func:`lower_module`.
         mod: the graphs after :func:`lay_out_functions`.
         parts: the split functions after it; None in inference.
-        built: the loaded code.
-        records: the records of all passes.
-        stages: the durations of the stages.
     """
     derivation, imported = lowered.derivation, lowered.imported
     copied_outputs, copied_gradients = copied_results(lowered, parts, built.shared)

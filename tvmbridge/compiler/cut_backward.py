@@ -54,7 +54,6 @@ def cut_backward(
     """Return the parts of ``function``; a list of one or none if cutting does not pay.
 
     Args:
-        function: the backward function, in one dataflow block.
         num_cotangents: the number of its last parameters that are cotangents.
         memory: for each gradient, the numbers of the parameters that share memory with its primal.
         part_bytes: a part ends as soon as its gradients have this size.
@@ -225,8 +224,6 @@ def memory_of(
     """Return, for each gradient, the numbers of the read primals that share its primal's memory.
 
     Args:
-        reads: the names of the primals that backward reads.
-        wanted: the names of the primals of the gradients.
         packed: the names of the parameters of each packed weight, by the name of its primal.
     """
     return [

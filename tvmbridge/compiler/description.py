@@ -30,10 +30,7 @@ def description_of(
     """Return the description of ``code``.
 
     Args:
-        code: the compiled code.
         missing: the untuned tasks to store, with the number of calls of each.
-        passes: the records of the passes that ran when the code was compiled.
-        library: the exported code.
     """
     return {
         "library": hashlib.sha256(library).hexdigest(),
@@ -49,10 +46,6 @@ def description_of(
 
 def described(content: Mapping[str, Any], library: bytes) -> tuple[Code, list[PassRecord]]:
     """Return the code (without its executable) and the pass records that ``content`` describes.
-
-    Args:
-        content: the description.
-        library: the exported code.
 
     Raises:
         ValueError, KeyError: ``content`` does not describe ``library``, or a value is invalid.

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 
 from tvmbridge.core.profiling import region
+from tvmbridge.core.set_within import set_within
 
 _listener: ContextVar[Callable[[str], None] | None] = ContextVar("listener", default=None)
 
 
-@contextmanager
-def stages_told_to(listener: Callable[[str], None]) -> Iterator[None]:
+def stages_told_to(listener: Callable[[str], None]) -> AbstractContextManager[object]:
     """Call ``listener`` with the name of each stage that this thread begins in this context."""
-    token = _listener.set(listener)
-    try:
-        yield
-    finally:
-        _listener.reset(token)
+    return set_within(_listener, listener)
 
 
 class StageDurations:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
+import ctypes
+import functools
 import threading
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -13,7 +17,6 @@ from torch.utils.dlpack import from_dlpack
 from tvm import relax
 
 from tvmbridge.backends import backend_of
-from tvmbridge.compiler.at_exit import stays_at_exit
 from tvmbridge.compiler.pieces import Pieces
 from tvmbridge.core.borrowed import borrowed
 from tvmbridge.core.called_in_mode import without_gradients
@@ -92,9 +95,7 @@ class LoadedModule:
         """Wrap the functions of ``vm``.
 
         Args:
-            vm: the virtual machine with the loaded executable.
             unaligned: for each function, which arguments need not be aligned.
-            device: the device of the tensors.
             gradients: how to cut the results of backward into gradients; None: they need no cut.
         """
         self._vm = vm
@@ -132,7 +133,6 @@ class LoadedModule:
         converted, since its values may change between calls.
 
         Args:
-            name: the function.
             held: the tensors by the position of the argument.
             count: the number of arguments of the function.
             as_they_are: positions of arguments that are results of compiled code, which need no
@@ -212,3 +212,25 @@ def _has(vm: relax.VirtualMachine, name: str) -> bool:
     except (AttributeError, ValueError):
         return False
     return True
+
+
+_loaded: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def stays_at_exit(module: Any) -> None:
+    """Keep the code of ``module`` from being unloaded when the interpreter ends.
+
+    TVM aborts the process if it unloads code after CUDA has shut down. The driver frees the code.
+    """
+    _register()
+    _loaded.add(module)
+
+
+@functools.cache
+def _register() -> None:
+    atexit.register(_pin)
+
+
+def _pin() -> None:
+    for module in _loaded:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(module))

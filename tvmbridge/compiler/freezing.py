@@ -87,9 +87,6 @@ def freeze(
     """Freeze the weights of a module that was lowered for inference.
 
     Args:
-        lowered: the module.
-        options: how to compile.
-        records: receives a record of each pass.
         alone: whether the code must run without a library for products. Weights are then not
             packed for a library; weights of products are transposed once.
         live: the places, among the bindings of :func:`folded`, of values that each call computes.
@@ -143,10 +140,7 @@ def folded(
 
 
 def _frozen_targets(captured: CapturedGraph) -> dict[str, str]:
-    """Return the dotted names of the tensors to freeze, by their names in the graph.
-
-    Buffers that forward itself writes are not frozen.
-    """
+    """Return the dotted names of the tensors to freeze, none that forward writes."""
     written = {o.target for o in captured.outputs if o.kind is OutputKind.BUFFER_MUTATION}
     found = {}
     for descriptor in captured.inputs:
@@ -222,10 +216,7 @@ def _channels_last(
 
 
 def _without_unread(mod: tvm.IRModule, frozen: Collection[str]) -> tuple[tvm.IRModule, list[str]]:
-    """Drop parameters of ``forward`` that are in ``frozen`` and not read.
-
-    Return the changed module, and the names of the remaining parameters.
-    """
+    """Drop the unread parameters in ``frozen``; return the module and the other names."""
     forward = mod["forward"]
     read = set(relax.analysis.free_vars(forward.body))
     parameters = [p for p in forward.params if p in read or p.name not in frozen]

@@ -83,8 +83,6 @@ class CompiledHalves:
     """The halves of the backward of a module, compiled when they are first needed.
 
     Args:
-        parts: the split functions of the module.
-        loader: compiles functions of its backward.
         layouts: the layouts of gradients that are not contiguous, by number.
         backward: returns the whole backward function.
     """
@@ -109,7 +107,6 @@ class CompiledHalves:
         """Return the halves; None to run the whole backward instead.
 
         Args:
-            inputs: the numbers of the gradients that belong to inputs.
             at_once: whether to compile the halves now, without waiting for more such backwards.
         """
         if self._halves is not None or self.refused:
@@ -148,8 +145,6 @@ def in_halves(
     """Split a backward function; ``forward`` of the result computes the gradients of inputs.
 
     Args:
-        parts: the split functions of the module.
-        backward: its backward function.
         inputs: the numbers of the gradients that belong to inputs.
 
     Returns:

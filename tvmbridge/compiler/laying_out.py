@@ -54,8 +54,6 @@ def put_on(
     """Change ``results`` in place so that they have the strides of eager PyTorch.
 
     Args:
-        layouts: the layouts by the number of the result; they need no copy.
-        results: the results of a compiled function.
         strides: other strides by number; such a result is replaced by a copy.
     """
     for number, layout in layouts.items():

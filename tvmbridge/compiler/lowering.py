@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -30,13 +30,7 @@ from tvmbridge.differentiation.rehearsal import Rehearsal
 from tvmbridge.frontend import ImportedModule, import_graph
 from tvmbridge.graph_capture.capture import capture_staged
 from tvmbridge.graph_capture.observe.staging import StagedModule, staged
-from tvmbridge.pipeline import (
-    AnyPass,
-    fx_passes_of,
-    inference_passes,
-    run_extra_passes,
-    run_passes,
-)
+from tvmbridge.pipeline import AnyPass, fx_passes_of, inference_passes, run_extra_passes, run_passes
 
 logger = logging.getLogger(__name__)
 
@@ -95,16 +89,14 @@ class LoweredModule:
 def lower_module(
     request: CompileRequest,
     *,
-    records: list[PassRecord],
-    measure: Callable[[str], AbstractContextManager[None]],
+    records: list[PassRecord] | None = None,
+    measure: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
     passes: Sequence[AnyPass] = (),
     known: Known = NOTHING_KNOWN,
 ) -> LoweredModule:
     """Capture a module and run the graph passes, up to the functions that are built.
 
     Args:
-        request: the module and the arguments.
-        records: receives a record of each pass.
         measure: entered around each stage with its name.
         passes: run behind the graph passes of the pipeline and the extra ones of the options,
             before a joint function is split.
@@ -116,6 +108,7 @@ def lower_module(
     """
     module, args, kwargs = request.module, request.args, request.kwargs
     needs_grad, options = request.needs_grad, request.options
+    records = [] if records is None else records
     passes = [*options.extra_passes, *passes]
     with measure("capture"):
         stage = known.stage or staged(

@@ -105,7 +105,6 @@ def unmovable(parameter: object, module: nn.Module) -> str | None:
     """Return why the memory of ``parameter`` must not move; None if nothing else can refer to it.
 
     Args:
-        parameter: a parameter of ``module``.
         module: its other tensors may share the parameter's storage if they do not overlap with it.
     """
     if type(parameter) is not nn.Parameter:

@@ -71,9 +71,6 @@ class ModulePacks:
 
     A *pack* is the memory of parameters that are adjacent, such as the weights of query, key and
     value.
-
-    Args:
-        module: the module whose parameters may be moved.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -150,10 +147,6 @@ class ModulePacks:
 
     def tensor(self, names: tuple[str, ...], members: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the values of ``members`` as one tensor; pack them now if that is possible.
-
-        Args:
-            names: the names of the parameters.
-            members: the current parameters with these names.
 
         Returns:
             A tensor on the memory of the parameters or, if they cannot be packed, a copy.

@@ -36,10 +36,7 @@ class Pieces:
         return cls(wholes_of(function), len(flat_results(function)))
 
     def of(self, results: Sequence[Any]) -> list[Any]:
-        """Return the results that the caller expects.
-
-        Each piece has its own version counter, as in eager PyTorch.
-        """
+        """Return the results that the caller expects; each piece has its own version counter."""
         found: list[Any] = [None] * self._count
         for number, place in self._uncut:
             found[place] = results[number]

@@ -11,12 +11,7 @@ from tvmbridge.core.captured_graph import CapturedGraph
 
 
 def siblings_of(captured: CapturedGraph, differentiable: Collection[int]) -> dict[int, set[int]]:
-    """Return, for each output that other outputs are computed from, their numbers.
-
-    Args:
-        captured: the captured graph.
-        differentiable: the numbers of the computed outputs that receive gradients.
-    """
+    """Return, for each output that other outputs are computed from, their numbers."""
     nodes = {n.name: n for n in captured.program.graph.nodes}
     names = [o.name for o in captured.outputs if o.is_computed]
     number_of = {nodes[names[i]]: i for i in differentiable if names[i] in nodes}

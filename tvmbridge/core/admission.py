@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
+
+from tvmbridge.core.set_within import set_within
 
 Section = Literal["converters", "rules", "derivatives"]
 SECTIONS: tuple[Section, ...] = ("converters", "rules", "derivatives")
@@ -44,15 +46,9 @@ class Usage:
 _watching: ContextVar[Usage | None] = ContextVar("tvmbridge_admission", default=None)
 
 
-@contextmanager
-def recorded_uses(*, everything: bool = False) -> Iterator[Usage]:
+def recorded_uses(*, everything: bool = False) -> AbstractContextManager[Usage | None]:
     """Record the claims used within this context; with ``everything`` also use unproven claims."""
-    usage = Usage(everything)
-    token = _watching.set(usage)
-    try:
-        yield usage
-    finally:
-        _watching.reset(token)
+    return set_within(_watching, Usage(everything))
 
 
 @functools.cache

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
+
+from tvmbridge.core.set_within import set_within
 
 _alone: ContextVar[bool] = ContextVar("tvmbridge_alone", default=False)
 
@@ -14,11 +15,6 @@ def runs_alone() -> bool:
     return _alone.get()
 
 
-@contextmanager
-def code_runs_alone() -> Iterator[None]:
+def code_runs_alone() -> AbstractContextManager[object]:
     """Compile code that runs without PyTorch within the context."""
-    token = _alone.set(True)
-    try:
-        yield
-    finally:
-        _alone.reset(token)
+    return set_within(_alone, True)

@@ -22,7 +22,6 @@ def draw_mask(mask: torch.Tensor, probability: float) -> torch.Tensor:
 
     Args:
         mask: any tensor; dense bool tensors on the CPU are filled faster.
-        probability: the probability of ones, from 0 to 1.
 
     Raises:
         RuntimeError: ``probability`` is not from 0 to 1.

@@ -19,14 +19,7 @@ _NAMESPACES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"
 
 
 def refuse_exchange(operator: Any) -> None:
-    """Refuse an operator that exchanges tensors with other processes.
-
-    Args:
-        operator: an overload that is about to run, or the target of a node of a graph.
-
-    Raises:
-        CaptureError: ``operator`` is a collective, or sends or receives a tensor.
-    """
+    """Refuse an operator that exchanges tensors with other processes."""
     if getattr(operator, "namespace", None) in _NAMESPACES:
         raise CaptureError(
             f"it exchanges tensors with other processes ({operator}), which compiled code does "

@@ -125,11 +125,7 @@ def compiled_half(name: str) -> Any:
 
 
 def _path_of(half: Half) -> Path:
-    """Return the compiled file of ``half``; compile it now if it is missing.
-
-    Raises:
-        HalfError: it cannot be compiled, or the settings forbid it.
-    """
+    """Return the compiled file of ``half``; compile it now if it is missing."""
     if word() == "off":
         raise HalfError(f"{SWITCH} is {os.environ.get(SWITCH)}")
     path = half_path(half)
@@ -170,11 +166,7 @@ def _say_that_it_begins(halves: list[Half], compiler: str) -> None:
 
 
 def _compiler_to_use() -> list[str]:
-    """Return the compiler command, if halves may be compiled in this process.
-
-    Raises:
-        HalfError: the settings forbid it, or there is no compiler.
-    """
+    """Return the compiler command, if halves may be compiled in this process."""
     if word() != "build":
         raise HalfError(f"it was not compiled before, and {SWITCH} is {word()}")
     if caching_is_off() and not os.environ.get(FOLDER):

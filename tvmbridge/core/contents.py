@@ -174,10 +174,7 @@ def is_flat(value: Any) -> bool:
 
 
 def same_held(before: list[Any], after: list[Any]) -> bool:
-    """Whether two lists from :func:`all_held` are the same.
-
-    Each pair is compared without its contents, which are further items of the lists.
-    """
+    """Whether two lists from :func:`all_held` are the same, each pair without its contents."""
     return len(before) == len(after) and all(
         then is now or (type(then) is type(now) and same_value(then, now, depth=0))
         for then, now in zip(before, after, strict=True)

@@ -32,11 +32,7 @@ def is_foreign(operator: OpOverload) -> bool:
 
 
 def refuse_numbers(operator: OpOverload) -> None:
-    """Refuse a third-party operator that returns numbers: its fake kernel invents them in a trace.
-
-    Raises:
-        UnsupportedOperatorError: the operator is a third party's and returns a number.
-    """
+    """Refuse a third-party operator that returns numbers, which its fake kernel invents."""
     kinds = [str(result.type) for result in operator._schema.returns]
     if is_foreign(operator) and not all("Tensor" in kind for kind in kinds):
         raise UnsupportedOperatorError(

@@ -17,6 +17,7 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from tvmbridge.core.errors import BuildError
+from tvmbridge.core.set_within import set_within
 
 _T = TypeVar("_T")
 
@@ -154,11 +155,8 @@ def decided(rule: Rule, decide: Callable[[], _T]) -> _T:
         return decide()
 
     def alone() -> _T:
-        token = _now.set(None)
-        try:
+        with set_within(_now, None):
             return decide()
-        finally:
-            _now.reset(token)
 
     caller = sys._getframe(2 if rule in (Rule.DIVIDES, Rule.FACT) else 1)
     decision: _T = now.follow(rule, (caller.f_code.co_filename, caller.f_lineno), alone)
@@ -170,9 +168,6 @@ def simplifies(here: bool) -> bool:
 
     A fact that is true at the first sample sizes must be true at all; one that is true at others
     alone is not used.
-
-    Args:
-        here: whether the fact is true at these sizes.
 
     Raises:
         BuildError: the fact is true at the first sample sizes, and not at these.
@@ -215,14 +210,10 @@ def recorded_decisions(
 
     Args:
         like: decisions from :func:`followed`, which replace new ones if they are known already.
-        results: receives what :func:`remembered` makes.
     """
     recorded = _Recorded(like, {} if results is None else results)
-    token = _now.set(recorded)
-    try:
+    with set_within(_now, recorded):
         yield recorded.decisions
-    finally:
-        _now.reset(token)
 
 
 @contextmanager
@@ -232,18 +223,14 @@ def repeated_decisions(
     """Repeat ``decisions``, in their order, within this context.
 
     Args:
-        decisions: the decisions.
         results: the results of a recording of the same code, for :func:`remembered`.
 
     Raises:
         BuildError: the code within the context makes more, fewer or other decisions.
     """
     repeated = _Repeated(decisions, {} if results is None else results)
-    token = _now.set(repeated)
-    try:
+    with set_within(_now, repeated):
         yield
-    finally:
-        _now.reset(token)
     if repeated.left:
         raise BuildError("compiled for other sizes, less is decided by them")
 

@@ -60,7 +60,6 @@ class Scope:
         """Run ``source``, and return the function ``name`` that it defines.
 
         Args:
-            name: the name of the function.
             source: Python text, in which :meth:`literal` wrote the values.
             file: the file name that tracebacks show for the source.
         """

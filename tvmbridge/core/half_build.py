@@ -99,8 +99,6 @@ def compile_half(source: Path, path: Path, again: bool = False) -> Path:
     """Compile ``source`` into ``path`` unless another process has done so, and return ``path``.
 
     Args:
-        source: the C++ file.
-        path: the compiled file.
         again: compile even if the same compiler failed before.
 
     Raises:

@@ -17,7 +17,6 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils import deterministic
 
-from tvmbridge.core.attention_kernels import attention_switched_off
 from tvmbridge.core.torch_private import fp32_precision, set_cudnn_enabled
 
 # Pairs (library, reduced precision of its float32 matrix products).
@@ -129,3 +128,19 @@ def cudnn_switched_off() -> Iterator[None]:
         yield
     finally:
         set_cudnn_enabled(before)
+
+
+SwitchedOff: TypeAlias = tuple[str, ...]
+
+_cuda = torch.backends.cuda
+_ENABLED: tuple[tuple[str, Callable[[], bool]], ...] = (
+    ("flash", _cuda.flash_sdp_enabled),
+    ("efficient", _cuda.mem_efficient_sdp_enabled),
+    ("math", _cuda.math_sdp_enabled),
+    ("cudnn", _cuda.cudnn_sdp_enabled),
+)
+
+
+def attention_switched_off() -> SwitchedOff:
+    """Return the names of attention kernels that are switched off; code is compiled for them."""
+    return tuple(name for name, enabled in _ENABLED if not enabled())

@@ -55,8 +55,6 @@ def method_of(module: nn.Module, name: str, own: Callable[..., Any] | None) -> M
     """Return a module whose forward is the method ``name`` of ``module``.
 
     Args:
-        module: the module with the method.
-        name: the name of the method.
         own: the method that is set on the instance; None to use the class's method.
     """
     kind = type(module)

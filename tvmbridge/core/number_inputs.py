@@ -112,8 +112,6 @@ class NumberRange:
 
         Args:
             computed: returns the compared number for a value of the input.
-            comparison: a function of :mod:`operator`.
-            other: the number on the right side.
         """
         outcome = bool(comparison(computed(self.sample), other))
         self.conditions.append(Condition(computed, comparison, other, outcome))
@@ -148,10 +146,7 @@ def with_tensors(leaves: Sequence[Any]) -> list[Any]:
 
 
 def marked(leaves: Sequence[Any], numbers: Mapping[int, Any]) -> list[Any]:
-    """Return ``leaves`` with marked numbers at the positions of ``numbers``.
-
-    The leaves there may be numbers or tensors of one element.
-    """
+    """Return ``leaves`` with marked numbers at the positions of ``numbers``."""
     found = list(leaves)
     for i in numbers:
         value = found[i].item() if isinstance(found[i], torch.Tensor) else found[i]

@@ -23,8 +23,6 @@ def read_own(path: Path, most: int, shipped: Path | None = None) -> bytes:
     """Return the content of a file that only this user, or root, can have written.
 
     Args:
-        path: the file.
-        most: the largest size in bytes that is read.
         shipped: a folder that is part of the installed tvmbridge; its files are always trusted.
 
     Raises:
@@ -59,26 +57,14 @@ def distrust(status: os.stat_result) -> str | None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file atomically: a reader sees the old file or the new one, never a part.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write a file atomically: a reader sees the old file or the new one, never a part."""
     with replacing(path) as file:
         file.write(content)
 
 
 @contextmanager
 def replacing(path: Path, mode: int = MODE) -> Iterator[BinaryIO]:
-    """Yield a new file that takes the place of ``path`` on exit, unless there was an error.
-
-    Args:
-        path: the file to replace or create.
-        mode: the permissions of the new file, less the umask.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Yield a new file that takes the place of ``path`` on exit, unless there was an error."""
     new = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:

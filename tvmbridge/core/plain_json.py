@@ -15,7 +15,6 @@ def parse_json(text: bytes, most_values: int = MOST_VALUES) -> Any:
 
     Args:
         text: the text; it is not parsed if it could have more than ``most_values`` values.
-        most_values: the largest number of values; each key of an object counts as one.
 
     Raises:
         ValueError: the text is damaged, too large, or nested deeper than ``MOST_NESTED`` levels.

@@ -7,30 +7,44 @@ reports differences and times.
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import graphviz
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TimeElapsedColumn
+from rich.table import Table
 from torch import nn
 
-from tvmbridge import CompileOptions, add_tvm_dispatch, dispatch_report
-from tvmbridge.demo.figures import Figures
+from tvmbridge import add_tvm_dispatch, capture, dispatch_report, to_relax, visualize
+from tvmbridge.coloring import color, policy_for
+from tvmbridge.core.options import CompileOptions
+from tvmbridge.core.types import PassRecord
 from tvmbridge.demo.learning import (
     Learner,
     draw_batches,
     largest_relative_difference,
     largest_weight_difference,
 )
-from tvmbridge.demo.minilm import Batch, embed, load_bert, load_tokenizer, tokenize
-from tvmbridge.demo.pictures import draw_layer
-from tvmbridge.demo.remarks import Remarks, load_remarks
+from tvmbridge.demo.minilm import (
+    Batch,
+    Remarks,
+    embed,
+    load_bert,
+    load_remarks,
+    load_tokenizer,
+    tokenize,
+)
+from tvmbridge.differentiation.differentiate import differentiate
+from tvmbridge.pipeline import lowering_passes, run_passes
 
 # The timed calls of embedding stop after this time, for slow or busy machines.
 _TIMING_SECONDS = 15.0
@@ -168,3 +182,100 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         yield
+
+
+def draw_layer(layer: nn.Module, hidden_states: torch.Tensor, folder: Path) -> list[Path]:
+    """Draw the graphs of a layer in train mode, and return the files that were written.
+
+    - ``layer_before_passes``: the Relax function of the captured graph.
+    - ``layer_after_passes``: the same with dropout and layer norm lowered to simpler operators.
+    - ``joint_colored``: forward and backward in one function. Forward is red, values that it keeps
+      for backward are yellow, backward is blue, and values that both compute are dashed.
+
+    The files are SVGs, or graphviz sources (``.dot``) if the program ``dot`` is not installed.
+    """
+    captured = capture(layer, hidden_states)
+    before = to_relax(captured)
+    records: list[PassRecord] = []
+    after = run_passes(before, lowering_passes(), records)
+    wanted = [d.name for d in captured.inputs if d.requires_grad]
+    joint = differentiate(before, wanted, [0], records)
+    coloring = color(joint, policy_for(CompileOptions().residual_policy, hidden_states.device))
+    graphs = {
+        "layer_before_passes": visualize(before),
+        "layer_after_passes": visualize(after),
+        "joint_colored": visualize(joint.mod["joint"], coloring=coloring),
+    }
+    return [_write(graph, folder / name) for name, graph in graphs.items()]
+
+
+def _write(graph: graphviz.Digraph, stem: Path) -> Path:
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    path = stem.with_suffix(".svg")
+    try:
+        path.write_bytes(graph.pipe(format="svg"))
+    except graphviz.ExecutableNotFound:
+        path = stem.with_suffix(".dot")
+        path.write_text(graph.source, encoding="utf-8")
+    return path
+
+
+EMBEDDING_BOUND = 1e-5
+LOSS_BOUND = 1e-4
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The figures of one run of the demo.
+
+    Differences are between TVM and eager PyTorch. Times are medians in ms: ``eager_ms`` and
+    ``tvm_ms`` for a call that embeds, ``eager_step_ms`` and ``tvm_step_ms`` for a training step.
+    ``fallbacks`` counts calls that ran eager PyTorch instead of TVM.
+    """
+
+    embedding_max_abs_diff: float
+    loss_max_rel_diff: float
+    weights_max_abs_diff: float
+    eager_ms: float
+    tvm_ms: float
+    eager_step_ms: float
+    tvm_step_ms: float
+    tvm_calls: int
+    fallbacks: int
+
+    def failures(self) -> list[str]:
+        """Return a sentence for each bound that is exceeded; NaN exceeds every bound."""
+        failed = []
+        if not self.embedding_max_abs_diff <= EMBEDDING_BOUND:
+            failed.append(f"embeddings differ by more than {EMBEDDING_BOUND:g}")
+        if not self.loss_max_rel_diff <= LOSS_BOUND:
+            failed.append(f"a loss differs by more than {LOSS_BOUND:g} of itself")
+        if self.fallbacks:
+            failed.append("calls fell back to the module's own forward")
+        return failed
+
+    def write(self, path: Path) -> None:
+        """Write the figures as JSON."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+
+    def table(self) -> Table:
+        """Return the figures as a table to print."""
+        table = Table("", "PyTorch eager", "tvmbridge", "bound", title="MiniLM, side by side")
+        for column in table.columns[1:]:
+            column.justify = "right"
+
+        def times(what: str, eager: float, tvm: float) -> None:
+            table.add_row(what, f"{eager:.1f}", f"{tvm:.1f}  ({eager / tvm:.2f}x)", "")
+
+        def difference(what: str, value: float, bound: str = "") -> None:
+            table.add_row(f"max |Δ| of {what}", "", f"{value:.1e}", bound)
+
+        difference("embeddings", self.embedding_max_abs_diff, f"{EMBEDDING_BOUND:.0e}")
+        difference("losses, relative", self.loss_max_rel_diff, f"{LOSS_BOUND:.0e}")
+        difference("weights after the last step", self.weights_max_abs_diff)
+        times("ms per call, embedding", self.eager_ms, self.tvm_ms)
+        times("ms per step, fine-tuning", self.eager_step_ms, self.tvm_step_ms)
+        table.add_row("calls served by TVM", "", str(self.tvm_calls), "")
+        table.add_row("calls that fell back", "", str(self.fallbacks), "0")
+        return table

@@ -58,10 +58,7 @@ class Learner:
 
 
 def draw_batches(sentences: int, size: int, steps: int, seed: int) -> Iterator[torch.Tensor]:
-    """Yield the indices of the sentences of each step, in a new random order each epoch.
-
-    Every batch has ``size`` sentences; an incomplete batch at the end of an epoch is dropped.
-    """
+    """Yield the sentences of each step by index, shuffled each epoch; only full batches."""
     generator = torch.Generator().manual_seed(seed)
     done = 0
     while done < steps:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import importlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,11 +48,7 @@ def _transformers() -> Any:
 
 
 def model_folder() -> str:
-    """Return the folder with MiniLM's weights, configuration and tokenizer.
-
-    Raises:
-        BridgeError: the package that contains them is not installed.
-    """
+    """Return the folder with MiniLM's weights, configuration and tokenizer."""
     try:
         package = importlib.import_module(PACKAGE)
     except ModuleNotFoundError as error:
@@ -62,11 +60,7 @@ def model_folder() -> str:
 
 
 def load_bert(attention: str = "sdpa") -> nn.Module:
-    """Return a new ``BertModel`` with the trained weights, in eval mode.
-
-    Args:
-        attention: the attention implementation of transformers, ``"sdpa"`` or ``"eager"``.
-    """
+    """Return a new ``BertModel`` with the trained weights, in eval mode."""
     bert: nn.Module = _transformers().BertModel.from_pretrained(
         model_folder(), attn_implementation=attention, local_files_only=True
     )
@@ -94,3 +88,24 @@ def embed(bert: nn.Module, batch: Batch) -> torch.Tensor:
     """Return the embeddings of the sentences of a batch, normalized to length one."""
     hidden = bert(**batch.arguments).last_hidden_state
     return nn.functional.normalize(mean_pool(hidden, batch.attention_mask), dim=-1)
+
+
+_FILE = Path(__file__).with_name("remarks.tsv")
+
+
+@dataclass(frozen=True)
+class Remarks:
+    """Sentences and their topics; ``labels[i]`` is the index in ``topics`` of ``sentences[i]``."""
+
+    sentences: tuple[str, ...]
+    labels: torch.Tensor
+    topics: tuple[str, ...]
+
+
+def load_remarks() -> Remarks:
+    """Load all remarks; their topics alternate, so that any part of the sequence is balanced."""
+    with _FILE.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
+    topics = tuple(dict.fromkeys(row["topic"] for row in rows))
+    labels = torch.tensor([topics.index(row["topic"]) for row in rows])
+    return Remarks(tuple(row["remark"] for row in rows), labels, topics)

@@ -20,8 +20,7 @@ from rich.table import Table
 from torch import nn
 
 from tvmbridge.demo.learning import draw_batches, largest_relative_difference
-from tvmbridge.demo.minilm import load_bert, load_tokenizer, mean_pool, tokenize
-from tvmbridge.demo.remarks import load_remarks
+from tvmbridge.demo.minilm import load_bert, load_remarks, load_tokenizer, mean_pool, tokenize
 from tvmbridge.distributed import draw_timelines, pipeline, plan_pipeline
 from tvmbridge.distributed.orders import Span, Timeline, Work
 

@@ -57,11 +57,6 @@ def trace_joint(
 ) -> TracedJoint:
     """Record the joint function of a module, with PyTorch's derivatives.
 
-    Args:
-        rehearsal: replays the module's forward.
-        facts: which outputs have a cotangent, and which primals a gradient.
-        records: receives a record of each pass.
-
     Raises:
         UnsupportedOperatorError: an operator of forward or backward cannot be compiled.
     """
@@ -162,11 +157,7 @@ def _record(
 
 
 def _refuse_unsaved(traced: fx.GraphModule, rehearsal: Rehearsal) -> None:
-    """Refuse tensors that a custom function's backward reads but its forward did not save.
-
-    Raises:
-        UnsupportedOperatorError: there is one; compiled code would not see changes of its values.
-    """
+    """Refuse tensors that a custom function's backward reads but its forward did not save."""
     known = {storage_key(t) for t in rehearsal.captured.constant_tensors.values()}
     for node in traced.graph.find_nodes(op="get_attr"):
         tensor = getattr(traced, str(node.target), None)

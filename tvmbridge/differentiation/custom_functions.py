@@ -151,10 +151,7 @@ def _behind(node: Any) -> set[Any]:
 
 
 def _edges_behind(edge: _Edge) -> set[_Edge]:
-    """Return all autograd edges that backward from ``edge`` may visit, including ``edge``.
-
-    An edge is a node and the number of one of its forward outputs.
-    """
+    """Return the autograd edges (node, number of an output) that backward may visit."""
     edges: set[_Edge] = {edge}
     waiting, visited = [edge[0]], set()
     while waiting:

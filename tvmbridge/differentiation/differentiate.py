@@ -80,10 +80,8 @@ def differentiate(
     """Build the joint function of ``mod["main"]`` by TVM's Gradient.
 
     Args:
-        mod: a module with the pure function ``main``.
         wanted: names of the parameters of ``main`` that need a gradient.
         outputs: numbers of the outputs that may have a cotangent.
-        records: receives a record of each pass.
 
     Raises:
         UnsupportedOperatorError: operators have no gradient rule (the message names all of them),

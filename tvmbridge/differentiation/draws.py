@@ -17,10 +17,7 @@ from tvmbridge.graph_capture.noise import READS_VALUES, RRELU_NAME, base_name, m
 
 
 def eager_draw(op: Any, args: Any, kwargs: Any, result: Any) -> str:
-    """Describe an eager random draw by operator, shape and memory order.
-
-    Variants of an operator that draw equal numbers have equal descriptions.
-    """
+    """Describe an eager draw by what decides its numbers: operator, shape and memory order."""
     value = pytree.tree_leaves(result)[0]
     order = memory_order(value)
     if op is torch.ops.aten.native_dropout.default:
@@ -40,10 +37,7 @@ def _in_words(op: Any, drawn: TensorSpec, operands: Sequence[TensorSpec]) -> str
 
 
 def _nesting(order: tuple[int, ...]) -> list[int]:
-    """Return the dimensions from outermost to innermost in memory.
-
-    A mask's random numbers depend on this order alone.
-    """
+    """Return the dimensions from outermost to innermost in memory: they decide the numbers."""
     return sorted(range(len(order)), key=lambda dim: -order[dim])
 
 

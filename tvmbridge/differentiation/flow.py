@@ -10,12 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode, enable_reentrant_dispatch
 
 from tvmbridge.core.custom_operator import refuse_numbers
-from tvmbridge.core.torch_private import (
-    METADATA_OF_FAKES,
-    FakeTensor,
-    TorchDispatchMode,
-    pytree,
-)
+from tvmbridge.core.torch_private import METADATA_OF_FAKES, FakeTensor, TorchDispatchMode, pytree
 from tvmbridge.core.writes import written_by
 from tvmbridge.differentiation.draws import eager_draw
 from tvmbridge.gradients.operators import has_same_derivative

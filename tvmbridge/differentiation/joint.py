@@ -62,12 +62,6 @@ def derive(
     operator has an admitted rule; otherwise it uses PyTorch's own derivatives.
 
     Args:
-        module: the module, in the mode that it was captured in.
-        args: positional arguments of the sample.
-        kwargs: keyword arguments of the sample.
-        captured: the captured graph of forward.
-        options: the options of the compilation.
-        records: receives a record of each pass.
         facts: how eager PyTorch differentiates the module; None: replay forward to find out.
 
     Raises:

@@ -46,9 +46,6 @@ class Rehearsal:
     - ``stand_ins``: the tensors that the last call passed for the primals.
 
     Args:
-        module: the captured module, in the mode that it was captured in.
-        args: positional arguments of the sample.
-        kwargs: keyword arguments of the sample.
         captured: the captured graph, which determines the order of primals and outputs.
     """
 

@@ -47,10 +47,7 @@ class SavedMemory:
 
 
 def readers_by_storage(outputs: Sequence[torch.Tensor]) -> dict[int, frozenset[int]]:
-    """Return, for each storage saved by autograd, the ``outputs`` whose backward reads it.
-
-    Storages are given by their keys, outputs by their numbers.
-    """
+    """Return, by the key of a storage that autograd saved, which ``outputs``' backward reads it."""
     readers: dict[int, frozenset[int]] = {}
     # The nodes are kept alive, so that no other node gets the same id.
     known: dict[int, tuple[Any, frozenset[int]]] = {}

@@ -114,11 +114,7 @@ def pipeline(
 
 
 def _join(timeout: float) -> None:
-    """Initialize a process group unless there is one: torchrun's, or one of this process alone.
-
-    Raises:
-        PipelineError: a rank did not come within the timeout.
-    """
+    """Initialize a process group unless there is one: torchrun's, or one of this process alone."""
     if dist.is_initialized():
         return
     if "RANK" not in os.environ:
@@ -167,11 +163,7 @@ def _told(value: Any) -> str:
 
 
 def _compare_graphs(graph: PipelineGraph, control: Control) -> None:
-    """Check that all ranks captured the same graph with the same shapes.
-
-    Raises:
-        PipelineError: a rank has another module or sample.
-    """
+    """Check that all ranks captured the same graph with the same shapes."""
     text = [f"{n.name} {n.target} {_told(value_of(n))}" for n in graph.nodes]
     found = control.gather(text, "to compare their modules")
     for rank, other in enumerate(found):

@@ -61,11 +61,7 @@ def _nearest(size: int, microbatches: int) -> str:
 def check_sizes(
     given: Sequence[Any], captured: Sequence[Any], names: Sequence[str] | None = None
 ) -> None:
-    """Compare a micro-batch's leaves with those that the stages were made for.
-
-    Raises:
-        PipelineError: a tensor has another shape or dtype, or a constant is another.
-    """
+    """Compare a micro-batch's leaves with those that the stages were made for."""
     if len(given) != len(captured):
         raise PipelineError(
             f"a call has {len(given)} values, the sample of the pipeline {len(captured)}"

@@ -83,11 +83,7 @@ class Control:
         return group
 
     def close(self) -> None:
-        """Free the groups: their connections, threads, and memory on GPUs; all ranks call it.
-
-        Raises:
-            PipelineError: a rank did not come; the groups of this rank are freed all the same.
-        """
+        """Free the groups: their connections, threads, and memory on GPUs; all ranks call it."""
         if self._closed:
             return
         try:
@@ -114,11 +110,7 @@ class Control:
             time.sleep(_POLL_SECONDS)
 
     def require_open(self) -> None:
-        """Raise if the pipeline can run no more steps.
-
-        Raises:
-            PipelineError: the pipeline has failed, or is closed.
-        """
+        """Raise if the pipeline can run no more steps."""
         if self.failure is not None:
             raise PipelineError(f"the pipeline has failed before: {self.failure}")
         if self._closed:
@@ -177,11 +169,7 @@ class Control:
             raise TimeoutError("the GPU took no more work")
 
     def call_roll(self, purpose: str) -> None:
-        """Wait until every rank is here.
-
-        Raises:
-            PipelineError: some ranks did not come within the timeout; the error names them.
-        """
+        """Wait until every rank is here."""
         call = next(self._calls)
         keys = [f"roll{call}/{rank}" for rank in range(self.size)]
         try:
@@ -219,11 +207,7 @@ class Control:
         return found[0]
 
     def agree(self, error: BaseException | None, purpose: str) -> None:
-        """Raise on every rank if one of them has an error.
-
-        Raises:
-            PipelineError: names the first rank that has an error.
-        """
+        """Raise on every rank if one of them has an error."""
         told = None if error is None else f"{self.describe(self.rank)}: {first_line(error)}"
         for text in self.gather(told, "to hear how they fared"):
             if text is not None:

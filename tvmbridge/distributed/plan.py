@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 from tvmbridge.core.errors import PipelineError
+from tvmbridge.core.text_console import text_console
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.distributed.batches import as_arguments, split
 from tvmbridge.distributed.boundaries import boundaries, cuts_by_hand, nodes_of
@@ -80,11 +80,9 @@ class Plan:
         return sum(times) / (len(times) * max(times)) if max(times) else 1.0
 
     def __str__(self) -> str:
-        from rich.console import Console
         from rich.table import Table
 
-        file = io.StringIO()
-        console = Console(file=file, force_terminal=False, force_jupyter=False, width=110)
+        console = text_console()
         table = Table(
             "stage", "rank", "begins with", "operators", "parameters", "forward ms",
             "backward ms", "received KB",
@@ -112,8 +110,8 @@ class Plan:
                 f"tied between ranks, their gradients are added up: {', '.join(self.tied)}"
             )
         for line in lines:
-            console.print(line, highlight=False, soft_wrap=True)
-        return file.getvalue()
+            console.print(line, soft_wrap=True)
+        return console.file.getvalue()
 
 
 @dataclass(frozen=True)

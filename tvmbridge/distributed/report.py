@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import io
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from tvmbridge.core.text_console import text_console
 from tvmbridge.dispatch import dispatch_report
 from tvmbridge.distributed.control import Control
 from tvmbridge.distributed.splitting import StageModule
@@ -48,12 +48,10 @@ class PipelineReport:
         return served / calls if calls else 0.0
 
     def __str__(self) -> str:
-        from rich.console import Console
         from rich.markup import escape
         from rich.table import Table
 
-        file = io.StringIO()
-        console = Console(file=file, force_terminal=False, force_jupyter=False, width=110)
+        console = text_console()
         table = Table("stage", "rank", "device", "runs on", "calls by TVM", "others", "code")
         for s in self.stages:
             equal = f", as stage {s.equal_to}" if s.equal_to != s.stage else ""
@@ -67,7 +65,7 @@ class PipelineReport:
         for s in self.stages:
             for reason, count in s.fallbacks.items():
                 console.print(f"stage {s.stage}: {count} calls in PyTorch, because {reason}")
-        return file.getvalue()
+        return console.file.getvalue()
 
 
 def report_of(

@@ -12,13 +12,7 @@ from torch import nn
 from tvmbridge.core.errors import PipelineError
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.torch_private import pytree
-from tvmbridge.distributed.batches import (
-    as_arguments,
-    check_sizes,
-    difference,
-    digest,
-    split,
-)
+from tvmbridge.distributed.batches import as_arguments, check_sizes, difference, digest, split
 from tvmbridge.distributed.compiling import CompileSettings, compile_stages
 from tvmbridge.distributed.control import Control
 from tvmbridge.distributed.graph import PipelineGraph

@@ -33,11 +33,7 @@ class TiedGradients:
                 self._groups[tuple(ranks)] = control.new_group(ranks)
 
     def _compare(self) -> None:
-        """Check that a shared parameter has equal values on all ranks.
-
-        Raises:
-            PipelineError: a rank has other values.
-        """
+        """Check that a shared parameter has equal values on all ranks."""
         shared = {n: p for n, p in self._parameters.items() if n in self._owners}
         mine = {name: digest(parameter)[0] for name, parameter in shared.items()}
         found = self._control.gather(mine, "to compare shared parameters")

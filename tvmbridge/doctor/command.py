@@ -101,11 +101,7 @@ def main() -> int:
 
 
 def build() -> int:
-    """Compile the missing compiled halves, and print a line for each half.
-
-    A compiled half is an optional C++ module that replaces Python code. Return 1 if one is still
-    missing afterwards, otherwise 0.
-    """
+    """Compile the missing halves, and print a line for each; return 1 if one is missing still."""
     result = run_probe("build_halves", BUILD_SECONDS)
     if result.error is not None:
         print(f"the compiled halves cannot be compiled: {result.error}")
@@ -124,11 +120,7 @@ def verdict(findings: list[CheckResult]) -> str:
 
 
 def examine(probe: Probe | None = None) -> list[CheckResult]:
-    """Run all checks, and return their results in the order of :data:`CHECKS`.
-
-    Args:
-        probe: runs a probe by its name; None is :func:`run_probe`.
-    """
+    """Run all checks, and return their results in the order of :data:`CHECKS`."""
     chosen = run_probe if probe is None else probe
     with ThreadPoolExecutor(max_workers=2) as pool:
         return [f for found in pool.map(lambda check: check(chosen), CHECKS) for f in found]

@@ -50,10 +50,7 @@ def compiler() -> dict[str, Any]:
 
 
 def halves() -> dict[str, Any]:
-    """Return the state of each compiled half: its path, or why it is missing.
-
-    A compiled half is a C++ module that does in one call the work of many lines of Python.
-    """
+    """Return the state of each compiled half, which is optional: its path, or why it is missing."""
     from tvmbridge.core.compiled_half import states
 
     return {"halves": _as_facts(states())}

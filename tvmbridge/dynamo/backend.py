@@ -104,8 +104,6 @@ def graph_on_code(
     """Return the object that runs a graph of Dynamo: compiled at its first call, or eagerly.
 
     Args:
-        graph_module: the graph.
-        chosen: the options of the backend.
         compiled: creates the object that compiles the graph.
 
     Raises:

@@ -48,8 +48,6 @@ class CompiledGraph:
     dispatch, and all of them share compiled code.
 
     Args:
-        graph: the graph.
-        options: the options of the compilation.
         instead: compiles the module in place of :func:`compile_module`; None: that function.
     """
 

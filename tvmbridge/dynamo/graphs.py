@@ -67,10 +67,7 @@ class DynamoGraph:
         return self.module_class.__name__
 
     def module(self, tensors: Sequence[torch.Tensor]) -> nn.Module:
-        """Return a module that holds ``tensors`` and runs the graph.
-
-        The graph has the model's mode built in, so the module is always in eval mode.
-        """
+        """Return a module, always in eval mode, that holds ``tensors`` and runs the graph."""
         module = self.module_class()
         for name, value in self.constants.items():
             _hold(module, name, value)

@@ -54,7 +54,6 @@ def in_pieces(graph_module: fx.GraphModule, serve: Callable[[fx.GraphModule], _R
     """Return a function that runs the graph in pieces; None if nothing cuts the graph.
 
     Args:
-        graph_module: the graph.
         serve: returns the function that runs a piece. The functions between pieces run in eager
             PyTorch.
 
@@ -146,13 +145,7 @@ def _module_of(graph_module: fx.GraphModule, piece: _Piece) -> fx.GraphModule:
 def runs_by_itself(
     node: fx.Node, piece_of: Mapping[fx.Node, _Piece], current: _Piece | None
 ) -> bool:
-    """Whether PyTorch must run ``node``: a write, or a function whose data decides a size.
-
-    Args:
-        node: the node.
-        piece_of: the pieces of the nodes before it.
-        current: the piece before it.
-    """
+    """Whether PyTorch must run ``node``: a write, or a function whose data decides a size."""
     if _symbols([node]) - _symbols(node.all_input_nodes):
         return True
     written: Any = node.args[0] if node.args else None

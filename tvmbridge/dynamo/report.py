@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import weakref
 from collections import Counter
@@ -10,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tvmbridge.core.text_console import text_console
 from tvmbridge.core.torch_private import graph_breaks
 from tvmbridge.dynamo.calls import CompiledGraph, EagerGraph
 from tvmbridge.report import DispatchReport, report_of
@@ -122,25 +122,23 @@ class CompileReport:
         return sum(graph.aside_calls for graph in self.graphs)
 
     def __str__(self) -> str:
-        from rich.console import Console
         from rich.markup import escape
         from rich.table import Table
 
-        console = Console(file=io.StringIO(), force_terminal=False, force_jupyter=False, width=110)
+        console = text_console()
         breaks = sum(self.breaks.values())
         called = any(graph.calls or graph.eager_calls for graph in self.graphs)
         served = f"{self.share:.0%}" if called else "none was called yet"
         console.print(
             f"graphs: {len(self.graphs)}, graph breaks: {breaks}, calls of graphs served by TVM: "
             f"{served}",
-            highlight=False,
         )
         if not self.graphs:
-            console.print(_NO_GRAPH, highlight=False)
+            console.print(_NO_GRAPH)
         if self.timed_calls:
-            console.print(f"calls by PyTorch, to time it: {self.timed_calls}", highlight=False)
+            console.print(f"calls by PyTorch, to time it: {self.timed_calls}")
         if self.aside_calls:
-            console.print(f"calls by PyTorch, which is faster: {self.aside_calls}", highlight=False)
+            console.print(f"calls by PyTorch, which is faster: {self.aside_calls}")
         table = Table("graph", "operators", "by TVM", "by PyTorch", "because")
         for graph in self.graphs:
             reasons = "\n".join(graph.eager_calls)
@@ -149,13 +147,11 @@ class CompileReport:
             table.add_row(*map(str, row))
         console.print(table)
         for reason, count in self.breaks.items():
-            console.print(f"graph breaks: {count}, because {escape(reason)}", highlight=False)
+            console.print(f"graph breaks: {count}, because {escape(reason)}")
         for advice in dict.fromkeys(graph.advice for graph in self.graphs):
             if advice:
-                console.print(f"what to do: {advice}", highlight=False, markup=False)
-        file = console.file
-        assert isinstance(file, io.StringIO)
-        return file.getvalue()
+                console.print(f"what to do: {advice}", markup=False)
+        return console.file.getvalue()
 
 
 def compile_report() -> CompileReport:

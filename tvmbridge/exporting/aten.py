@@ -27,12 +27,7 @@ from tvmbridge.exporting.attention import attention
 from tvmbridge.exporting.elementwise import ELEMENTWISE
 from tvmbridge.exporting.maxima import max_pool
 from tvmbridge.exporting.recurrent import RECURRENT
-from tvmbridge.exporting.windows import (
-    adaptive_average_pool,
-    as_strided,
-    average_pool,
-    unfold,
-)
+from tvmbridge.exporting.windows import adaptive_average_pool, as_strided, average_pool, unfold
 from tvmbridge.kernels.aten_call import aten_call_operator, compiled_call, spec_of, tensors_of
 from tvmbridge.legalize.aten import COMPILED
 from tvmbridge.legalize.aten.arguments import Arguments, Compile

@@ -25,12 +25,7 @@ def user_inputs(captured: CapturedGraph) -> list[InputDescriptor]:
 
 
 def input_names(captured: CapturedGraph, parameters: Sequence[str]) -> list[str]:
-    """Return the name of each user input: its parameter of forward, and its path within it.
-
-    Args:
-        captured: the graph.
-        parameters: names of forward's parameters, in order.
-    """
+    """Return the name of each user input: its parameter of forward, and its path within it."""
     paths = [path for path, _ in _paths(captured.convention.in_spec)]
     return [_name(paths[d.position or 0], parameters) for d in user_inputs(captured)]
 
@@ -81,7 +76,6 @@ def described_structure(captured: CapturedGraph, numbers: Mapping[int, int]) -> 
     """Return the structure of forward's results: containers, constants, and numbers of results.
 
     Args:
-        captured: the graph.
         numbers: the number of each result of the code, by its position among the user's outputs.
 
     Raises:

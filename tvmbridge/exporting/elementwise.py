@@ -31,8 +31,6 @@ def elementwise(function: Callable[..., Expr], *operands: str, compares: bool = 
     """Return a function that computes ``function`` of broadcast operands, element by element.
 
     Args:
-        function: a function of expressions of one dtype.
-        *operands: the names of arguments, which are tensors or numbers.
         compares: whether the result is a bool, and operands have their common dtype; otherwise
             they have the result's dtype.
     """

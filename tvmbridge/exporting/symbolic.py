@@ -18,7 +18,6 @@ from torch import nn
 
 from tvmbridge.calls.standins import without_inference_tensors
 from tvmbridge.compiler.build import Fused
-from tvmbridge.compiler.durations import StageDurations
 from tvmbridge.compiler.freezing import folded
 from tvmbridge.compiler.lowering import Known, LoweredModule, lower_module
 from tvmbridge.compiler.request import CompileRequest
@@ -160,7 +159,6 @@ def _compiled(
         lowered = lower_module(
             CompileRequest(module, args, kwargs, needs_grad=False, target=target, options=options),
             records=records,
-            measure=StageDurations().measure,
             known=known,
         )
         refuse_effects(lowered.captured)

@@ -43,11 +43,8 @@ def write_file(
     """Write an exported function to ``path``, completely or not at all.
 
     Args:
-        path: the file.
         manifest: the content of the manifest; this function adds the format, the sections and the
             checksums.
-        code: a shared library.
-        weights: the weights by the names that ``manifest`` uses.
         beside: whether the weights go into a file of their own, ``path`` with ``.safetensors``
             appended.
     """

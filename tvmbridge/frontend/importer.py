@@ -247,9 +247,7 @@ def import_fx_graph(
     """Build the Relax function ``name`` of a functional ATen graph with a flat output.
 
     Args:
-        graph_module: the graph; tensors that it holds become constants.
         inputs: the parameters in their order, one for each placeholder.
-        name: the name of the function.
 
     Raises:
         UnsupportedOperatorError: an operator can neither be converted nor called.

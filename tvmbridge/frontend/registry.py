@@ -72,9 +72,6 @@ def converts(
         dtypes: the dtypes that the converter knows.
         widens: whether half precision is computed by this converter in float32, unless it knows
             half precision itself.
-
-    Returns:
-        The decorator, which returns the converter unchanged.
     """
     widened = widens and torch.float32 in dtypes and not HALVES & dtypes
     claimed = dtypes | HALVES if widened else dtypes

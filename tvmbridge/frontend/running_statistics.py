@@ -31,9 +31,6 @@ def moved_as_bfloat16(
     many updates its statistics differ from once-rounded ones by more than one rounding.
 
     Args:
-        ctx: emits the operators.
-        old: the running mean and variance, in bfloat16.
-        batch: the batch's mean and biased variance, in float32.
         count: the number of elements of a channel.
         momentum: the weight of the batch's statistics.
     """

@@ -33,8 +33,6 @@ def check(node: fx.Node, *operands: Operand, unread: Sequence[int]) -> None:
     """Decline operands of several dtypes, and reads of results that Relax does not compute.
 
     Args:
-        node: the norm.
-        *operands: its tensors, which must have one dtype.
         unread: indices of the results that must not be read.
 
     Raises:

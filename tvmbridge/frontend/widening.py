@@ -21,11 +21,6 @@ WIDE = torch.float32
 def convert_widened(ctx: Any, node: fx.Node, converter: Converter) -> Any:
     """Convert ``node`` in float32, and round the results to the dtypes of the node's results.
 
-    Args:
-        ctx: the :class:`~tvmbridge.frontend.importer.Importer`.
-        node: a call that reads or returns half precision.
-        converter: a converter that knows the node's dtypes with half precision as float32.
-
     Raises:
         Declined: the converter declines.
     """

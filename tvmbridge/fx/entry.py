@@ -24,9 +24,6 @@ class Binding:
     """Maps the module's tensors and the leaves of a call to the inputs of a graph.
 
     Args:
-        traced: the traced forward.
-        state: the module's tensors.
-        graph_module: the graph whose inputs are bound.
         layout: the positions of the features, if the graph takes them combined; otherwise None.
     """
 

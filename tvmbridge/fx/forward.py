@@ -33,9 +33,7 @@ class GraphCode(Executor):
     - ``refused``: why a mode has no further graphs.
 
     Args:
-        module: the module that is rewritten.
         own: the forward that the instance had; None if it uses the forward of its class.
-        rewriting: creates the graph entries.
     """
 
     removal = "remove_fx"

@@ -17,11 +17,7 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 
-from tvmbridge.calls.standins import (
-    attributes_put_back,
-    without_hooks,
-    without_repetitions,
-)
+from tvmbridge.calls.standins import attributes_put_back, without_hooks, without_repetitions
 from tvmbridge.calls.surroundings import refused_now
 from tvmbridge.core.autocast import autocast_now, without_autocast
 from tvmbridge.core.captured_graph import Assumptions, CallingConvention, CapturedGraph
@@ -39,11 +35,10 @@ from tvmbridge.graph_capture.observe.staging import StagedModule, staged
 from tvmbridge.graph_capture.observe.undo import current_undo
 from tvmbridge.graph_capture.relations import Relations, relations_in
 from tvmbridge.graph_capture.surroundings import tracing_here
-from tvmbridge.graph_capture.symbols import dynamic_shapes, spelled_out
+from tvmbridge.graph_capture.symbols import dynamic_shapes, size_marks_put_away, spelled_out
 from tvmbridge.graph_capture.trace.answers import small_buffers
 from tvmbridge.graph_capture.trace.backends import only_switched_off
 from tvmbridge.graph_capture.trace.linear_export import export_in_linear_time
-from tvmbridge.graph_capture.trace.size_marks import size_marks_put_away
 from tvmbridge.graph_capture.traced_forward import TracedForward
 
 
@@ -80,10 +75,6 @@ def trace(
     """Trace ``module`` in the mode that it is in, train or eval.
 
     Args:
-        module: the module whose forward is traced.
-        args: positional arguments of the sample call.
-        kwargs: keyword arguments of the sample call.
-        needs_grad: whether autograd records the call.
         any_size: whether symbols replace the sizes of the sample.
 
     Raises:

@@ -28,16 +28,7 @@ _MOST = 0.05
 
 
 class Trial:
-    """Runs a graph, or the module, on the sample.
-
-    Args:
-        module: the module that was traced.
-        graph_module: the graph.
-        binding: maps the module's tensors and the leaves of a call to the graph's inputs.
-        tensors: the module's tensors.
-        leaves: the leaves of the sample.
-        needs_grad: whether gradients are computed too.
-    """
+    """Runs a graph, or the module, on the sample."""
 
     def __init__(
         self,

@@ -16,9 +16,8 @@ from tvm import relax
 from tvmbridge.core.admission import is_proven
 from tvmbridge.gradients.aten import ATEN_RULES, aten_rule, is_pulled_back
 from tvmbridge.gradients.aten_moves import MOVE_RULES, can_move_back, move_rule
-from tvmbridge.gradients.convolution import CONVOLUTION_RULES, is_plain
 from tvmbridge.gradients.powers import has_short_form
-from tvmbridge.gradients.rules import OWN_RULES
+from tvmbridge.gradients.rules import CONVOLUTION_RULES, OWN_RULES, is_plain
 from tvmbridge.kernels.aten_call import aten_call_operator
 
 # TVM's own registrations have level 10, and a higher level overrides them.

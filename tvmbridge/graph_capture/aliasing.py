@@ -15,12 +15,7 @@ from typing import Any
 import torch
 
 from tvmbridge.calls.bases import bases_of, covers, intermediate_base, overlap
-from tvmbridge.calls.views import (
-    ViewWatch,
-    has_other_history,
-    shares_elements,
-    viewed,
-)
+from tvmbridge.calls.views import ViewWatch, has_other_history, shares_elements, viewed
 from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.core.torch_private import storage_key
 from tvmbridge.core.types import InputKind, IntermediateBase, OutputAlias
@@ -61,7 +56,6 @@ def aliases_of(
     """Return the memory that the outputs share with inputs, the module's state and one another.
 
     Args:
-        outputs: the leaves of the value that forward returned.
         inputs: the tensor arguments of forward, by position; no two of them share memory.
         state: parameters, buffers and tensor attributes after forward, by name.
         views: the record of the view operators that ran; None if no gradient is needed.
@@ -111,10 +105,7 @@ def aliases_of(
 
 
 def _is_more(output: torch.Tensor, held: torch.Tensor) -> bool:
-    """Whether ``output`` shares memory with ``held`` but cannot be a view of it.
-
-    It cannot if it has elements that ``held`` lacks, or if it alone requires a gradient.
-    """
+    """Whether ``output`` shares memory with ``held``, but has more elements or alone a gradient."""
     if not _is_strided(held) or not output.numel() or storage_key(output) != storage_key(held):
         return False
     return (output.requires_grad and not held.requires_grad) or not covers(held, output)
@@ -131,12 +122,6 @@ def with_exchanged(
     state: Mapping[str, torch.Tensor],
 ) -> Sharing:
     """Return ``sharing`` with the rebound buffers that share memory with an input or state.
-
-    Args:
-        sharing: the memory that the outputs share.
-        names: the names of the buffers that forward rebound to other tensors.
-        inputs: as for :func:`aliases_of`.
-        state: as for :func:`aliases_of`.
 
     Raises:
         UnsupportedOperatorError: forward rebound two buffers to tensors that share memory.
@@ -172,8 +157,6 @@ def refuse_exchanged(
 
     Args:
         before: the former tensors of the rebound buffers, by name.
-        outputs: the leaves of the value that forward returned.
-        sharing: the memory that the outputs share.
 
     Raises:
         UnsupportedOperatorError: an output shares memory with a buffer's former tensor, or a tensor
@@ -259,12 +242,8 @@ def _relate(
     have its own memory.
 
     Args:
-        members: the numbers of the outputs and rebound tensors that have the storage.
-        returned: the members that are outputs; only these can give the base.
-        outputs: all outputs and rebound tensors.
         found: gets the aliases of the members, by number.
         new_number: the number of an intermediate base.
-        differentiated: whether gradients are needed.
 
     Raises:
         UnsupportedOperatorError: members overlap, but no tensor can be their base.

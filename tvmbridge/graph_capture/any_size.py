@@ -114,12 +114,7 @@ def traced_with_symbols(
     """Trace ``module`` with symbols for some sizes of its arguments.
 
     Args:
-        module: the module that is traced.
-        args: positional arguments of a sample.
-        kwargs: keyword arguments of a sample.
         dimensions: the symbolic sizes, each as (number of the leaf, dimension).
-        needs_grad: whether the graph will be differentiated.
-        autocast: the autocast state that forward runs under.
 
     Raises:
         CaptureError: torch.export cannot trace the module with these symbols.

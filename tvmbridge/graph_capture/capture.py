@@ -53,7 +53,12 @@ from tvmbridge.graph_capture.observe.undo import current_undo
 from tvmbridge.graph_capture.open_masks import drop_open_masks
 from tvmbridge.graph_capture.prologue import cut_prologue
 from tvmbridge.graph_capture.surroundings import tracing_here
-from tvmbridge.graph_capture.symbols import dynamic_shapes, has_odd_names, spelled_out
+from tvmbridge.graph_capture.symbols import (
+    dynamic_shapes,
+    has_odd_names,
+    size_marks_put_away,
+    spelled_out,
+)
 from tvmbridge.graph_capture.trace.answers import small_buffers
 from tvmbridge.graph_capture.trace.autocast import casts_recorded
 from tvmbridge.graph_capture.trace.backends import only_switched_off
@@ -70,7 +75,6 @@ from tvmbridge.graph_capture.trace.held_numbers import held_by
 from tvmbridge.graph_capture.trace.kernel_strides import strides_of_kernels
 from tvmbridge.graph_capture.trace.linear_export import export_in_linear_time
 from tvmbridge.graph_capture.trace.reshapes import reshape_instead_of_view
-from tvmbridge.graph_capture.trace.size_marks import size_marks_put_away
 from tvmbridge.graph_capture.traced_forward import TracedForward
 from tvmbridge.passes.fx.run import rewrite_program
 
@@ -139,13 +143,6 @@ def capture_staged(
     records: list[PassRecord] | None = None,
 ) -> CapturedGraph:
     """Export the module of ``stage``, as :func:`capture` does for a user's module.
-
-    Args:
-        stage: the stand-in to be traced, with its observation.
-        args: positional arguments of the sample.
-        kwargs: keyword arguments of the sample.
-        needs_grad: whether the graph will be differentiated.
-        records: a list to which the records of the stage's fx passes are appended, or None.
 
     Raises:
         CaptureError: forward raises for the sample or cannot be observed, or torch.export cannot

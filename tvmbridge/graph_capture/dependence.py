@@ -118,10 +118,7 @@ def _makes_integers(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def depends_on_data(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call returns a tensor of data-dependent shape, or reads a tensor's value.
-
-    ``item()`` and ``torch.equal`` read values, for example.
-    """
+    """Whether a call returns a data-dependent shape, or a tensor's value, as ``item()`` does."""
     if func in _DEPENDENT:
         return True
     if func is torch.where:

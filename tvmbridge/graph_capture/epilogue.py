@@ -153,10 +153,7 @@ class _Recorder(TracerBase):
         return _Deferred(node, self)
 
     def create_arg(self, a: Any) -> Any:
-        """Return an argument's form in the graph.
-
-        A tensor becomes a placeholder, and one more output of forward.
-        """
+        """Return an argument's form: a tensor is a placeholder, and one more output of forward."""
         if type(a) is _Deferred:
             return a.node
         if not isinstance(a, torch.Tensor):
@@ -317,7 +314,6 @@ def try_epilogue(epilogue: Epilogue, flat: Sequence[Any]) -> None:
     """Check that the epilogue is pure, by one run on copies of the tensors that it reads.
 
     Args:
-        epilogue: the epilogue.
         flat: the leaves that the compiled code returns; the last of them are for the epilogue.
 
     Raises:

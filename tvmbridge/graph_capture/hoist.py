@@ -45,11 +45,9 @@ def hoist_draws(
 
     Args:
         graph: the recorded operators, including in-place ones.
-        mode: the mode of the graph's fake tensors.
         captured: the draws of the captured graph. If one of them reads computed values, ``graph``
             must make the same draws, and takes their descriptors.
         in_forward: the number of draws that forward makes; None: all draws of ``graph``.
-        prefix: the beginning of the placeholders' names, before their number.
 
     Returns:
         The descriptors of the draws in program order, which is the order of the placeholders.

@@ -27,10 +27,7 @@ Values = dict[fx.Node, torch.Tensor]
 
 
 def device_of(program: ExportedProgram) -> torch.device:
-    """Return the device of the first parameter, buffer or argument that is not on the CPU.
-
-    Return the CPU if all of them are there.
-    """
+    """Return the device of the first parameter, buffer or argument off the CPU; else the CPU."""
     kinds = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.USER_INPUT)
     names = {s.arg.name for s in program.graph_signature.input_specs if s.kind in kinds}
     placeholders = program.graph.find_nodes(op="placeholder")
@@ -129,10 +126,7 @@ def _fake(value: torch.Tensor, like: fx.Node) -> torch.Tensor:
 
 
 def _values(graph: fx.Graph, constants: Mapping[fx.Node, Any]) -> Values:
-    """Return the constant values of nodes that run on the CPU or move a CPU tensor away.
-
-    All values are computed on the CPU.
-    """
+    """Return the constants, computed on the CPU, of nodes that run there or move a tensor away."""
     values: Values = {}
     for node in graph.nodes:
         held = constants.get(node)

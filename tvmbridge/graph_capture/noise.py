@@ -157,10 +157,7 @@ def dropout_arguments(node: fx.Node) -> tuple[fx.Node, float, bool]:
 
 
 def is_active_dropout(node: fx.Node) -> bool:
-    """Whether a node is dropout for which eager PyTorch draws a mask.
-
-    PyTorch draws none if p is 0 or 1, outside training, or if the input is empty.
-    """
+    """Whether eager PyTorch draws a mask: in training, for 0 < p < 1 and an input with elements."""
     if node.target not in _DROPOUT:
         return False
     x, p, train = dropout_arguments(node)
@@ -204,8 +201,6 @@ def mask_descriptor(
     """Return the descriptor of a boolean mask with the strides of ``like``.
 
     Args:
-        name: the name of the draw.
-        like: a tensor with the shape and the strides of the mask.
         keep: the probability that an element is True.
         drop_probability: the probability of dropout; None if the mask is not for dropout.
     """
@@ -250,10 +245,7 @@ def _describe_draw(node: fx.Node) -> NoiseDescriptor:
 
 
 def describe_rrelu(node: fx.Node) -> NoiseDescriptor:
-    """Return the descriptor of the slopes that ``rrelu`` draws.
-
-    The draw is named after the getitem node that reads the slopes, if there is one.
-    """
+    """Return the descriptor of ``rrelu``'s slopes, named after the getitem that reads them."""
     x, noise, *rest = node.args
     name = next((u.name for u in node.users if u.args[1] == 1), node.name)
     spec = spec_of_node(noise)
@@ -266,10 +258,7 @@ def base_name(op: Any) -> str:
 
 
 def memory_order(tensor: torch.Tensor | TensorSpec) -> tuple[int, ...]:
-    """Return the strides of the dimensions with more than one element.
-
-    The order of random numbers in a tensor depends on these strides.
-    """
+    """Return the strides of dimensions with several elements, which decide the order of draws."""
     stride = tensor.stride if isinstance(tensor, TensorSpec) else tensor.stride()
     return tuple(s for s, extent in zip(stride, tensor.shape, strict=True) if extent > 1)
 

@@ -24,13 +24,7 @@ aten = torch.ops.aten
 def cut_prologue(
     graph: fx.Graph, noise: Sequence[NoiseDescriptor], constants: Mapping[str, torch.Tensor]
 ) -> EagerPrologue | None:
-    """Return the subgraph that the random draws depend on; None if no draw reads computed values.
-
-    Args:
-        graph: a captured graph.
-        noise: the descriptors of all its draws, in program order.
-        constants: the tensors that the captured program holds, by the name of their placeholder.
-    """
+    """Return the subgraph that draws depend on; None if no draw reads computed values."""
     nodes = {node.name: node for node in graph.nodes}
     read = [nodes[tensor.name] for descriptor in noise for tensor in descriptor.computed]
     if not read:

@@ -85,8 +85,6 @@ def resized(
     """Return ``program``, which was captured for some sizes, for other sizes.
 
     Args:
-        program: the program with concrete sizes.
-        symbolic: the same program with symbols in place of sizes.
         here: the values of the symbols in ``program``.
         there: the values of the symbols in the program that is returned.
 

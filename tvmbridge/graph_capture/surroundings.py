@@ -16,9 +16,7 @@ from tvmbridge.calls.generators import torch_generator_kept
 from tvmbridge.calls.own_calls import all_own_calls
 from tvmbridge.calls.patches import patched_here
 from tvmbridge.core.autocast import without_autocast
-from tvmbridge.core.torch_private import (
-    generated_sources,
-)
+from tvmbridge.core.torch_private import generated_sources
 from tvmbridge.core.turns import compiling
 from tvmbridge.graph_capture.observe.leaks import tensors_forgotten
 from tvmbridge.graph_capture.observe.settings import outside_of_autocast_regions, settings_kept

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import keyword
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -47,12 +48,35 @@ def dynamic_shapes(
     kwargs: dict[str, Any],
     symbolic: Mapping[int, Mapping[int, Any]],
 ) -> Any:
-    """Return the ``dynamic_shapes`` argument of torch.export.
-
-    ``symbolic`` maps the number of an argument's leaf to its symbolic dimensions.
-    """
+    """Return torch.export's ``dynamic_shapes`` for the ``symbolic`` dimensions of each leaf."""
     shapes = torch.export.ShapesCollection()
     leaves = pytree.tree_leaves((args, kwargs))
     for number, dimensions in symbolic.items():
         shapes[leaves[number]] = dict(dimensions)
     return shapes.dynamic_shapes(module, args, kwargs)
+
+
+_MARKS = ("_dynamo_", "_has_dynamo_")
+
+
+@contextmanager
+def size_marks_put_away(arguments: Any) -> Iterator[None]:
+    """Within it the tensors among ``arguments`` have no marks; afterwards those that they had.
+
+    ``torch._dynamo.mark_dynamic`` marks tensors for torch.compile. torch.export reads these marks
+    as well, and leaves its own on the tensors where it raises.
+    """
+    tensors = [t for t in pytree.tree_leaves(arguments) if isinstance(t, torch.Tensor)]
+    before = [_taken(tensor) for tensor in tensors]
+    try:
+        yield
+    finally:
+        for tensor, marks in zip(tensors, before, strict=True):
+            _taken(tensor)
+            tensor.__dict__.update(marks)
+
+
+def _taken(tensor: torch.Tensor) -> dict[str, Any]:
+    """The marks of a tensor, which are taken away."""
+    held = vars(tensor)
+    return {name: held.pop(name) for name in list(held) if name.startswith(_MARKS)}

@@ -111,10 +111,7 @@ class TracedForward:
         return results
 
     def _leaving(self, own: Callable[..., Any]) -> LeftWatch | LeftFinder | None:
-        """Wrap ``own`` so that it also returns values that it leaves in attributes.
-
-        Return None if it leaves none behind.
-        """
+        """Wrap ``own`` to return also the values that it leaves in attributes; None without any."""
         if self.left is None:
             return LeftFinder(own, self.module)
         held = held_by(self.module).values()

@@ -1,16 +1,23 @@
 """Turn one Relax function into the nodes and edges of a picture."""
 
-from collections.abc import Iterator, Sequence
+import linecache
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
+import tvm
 from tvm import relax
 from tvm.ir import Call
 
+from tvmbridge.frontend.origins import origin_of
 from tvmbridge.inspect import labels
 from tvmbridge.inspect.asked import NodeAttributes, Surroundings, handle
 from tvmbridge.inspect.canvas import Canvas, Operand, Result
-from tvmbridge.inspect.facts import facts_of
-from tvmbridge.inspect.labels import DOT
+from tvmbridge.inspect.labels import DOT, full_type_text
 from tvmbridge.inspect.styles import Attributes
+from tvmbridge.kernels.dtypes import from_relax_dtype
+from tvmbridge.passes.base import dtype_of, shape_of
 
 _SHOWN_FIELDS = 4
 
@@ -19,11 +26,8 @@ class FunctionDrawing(Canvas):
     """Draws one function as a picture of its own; :meth:`draw` is called once.
 
     Args:
-        name: the name of the function.
         prefix: the prefix of the nodes' names, which must differ between functions of a picture.
         collapse_small: whether small values are written inside the nodes that use them.
-        attributes: the graphviz attributes that the user asked for.
-        known: the submodules, times and gradients of the function's values.
     """
 
     def __init__(
@@ -240,3 +244,41 @@ class FunctionDrawing(Canvas):
         node = self._node(label, kind, result.asked, around, facts)
         self._edges(operands, node.nodes[0], places)
         return node
+
+
+def facts_of(
+    title: str,
+    detail: str,
+    var: relax.Var | None,
+    expr: relax.Expr | None,
+    seconds: Mapping[relax.Var, float],
+) -> dict[str, Any]:
+    """Return the known facts about a value by name; unknown facts are left out."""
+    known: dict[str, Any] = {"operator": title, "attributes": detail}
+    if var is not None:
+        known |= {"variable": var.name, "type": full_type_text(var.ty), "bytes": nbytes(var.ty)}
+        known["seconds"] = seconds.get(var)
+    origin = origin_of(expr)
+    if origin is not None:
+        known["submodule"] = origin.modules[-1][0] if origin.modules else ""
+        if origin.file:
+            known["source"] = f"{Path(origin.file).name}:{origin.line} in {origin.function}"
+            known["code"] = linecache.getline(origin.file, origin.line).strip()
+    return {name: value for name, value in known.items() if value not in (None, "")}
+
+
+def nbytes(ty: Any) -> int | None:
+    """Return the bytes of a tensor, or of all tensors of a tuple; None if a size is unknown."""
+    if isinstance(ty, tvm.ir.TupleType):
+        fields = [nbytes(field) for field in ty.fields]
+        return None if None in fields else sum(f for f in fields if f is not None)
+    if not isinstance(ty, relax.TensorType) or ty.dtype is None:
+        return None
+    value = relax.Var("value", ty)
+    shape = shape_of(value)
+    try:
+        return (
+            None if shape is None else math.prod(shape) * from_relax_dtype(dtype_of(value)).itemsize
+        )
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None  # PyTorch does not have the dtype

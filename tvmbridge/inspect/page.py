@@ -64,8 +64,6 @@ def page(drawn: Picture, title: str = "", folded: Collection[str] | None = None)
     """Return a picture as the text of an HTML page.
 
     Args:
-        drawn: the picture.
-        title: the title of the page; empty: the picture's title.
         folded: the names of the groups that are folded at first; None: as many as make the
             picture readable.
 

@@ -164,10 +164,7 @@ def _draw(
 
 
 def _runs(nodes: Sequence[Node], level: int) -> Iterator[tuple[str | None, list[Node]]]:
-    """Yield the groups at a level of nesting with their nodes, in the order of first nodes.
-
-    Nodes outside of all groups of this level have the name None.
-    """
+    """Yield a level's groups with their nodes, by first node; None for nodes without one."""
     found: dict[str | None, list[Node]] = {}
     for node in nodes:
         found.setdefault(node.groups[level] if len(node.groups) > level else None, []).append(node)

@@ -33,7 +33,6 @@ def places(
     Variables with unknown submodules are left out.
 
     Args:
-        function: the function.
         gradients: for a joint function, its results that are gradients of parameters, each with
             the path of the submodule that holds the parameter. None: do not infer the submodules
             of backward's values from the forward values that they read.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
@@ -48,13 +48,7 @@ class Drawable:
 
 
 class Stages:
-    """The stages of a module in its present mode; the module is not changed.
-
-    Args:
-        module: any module.
-        sample_input: a tensor, or a tuple of positional arguments.
-        options: the options of the compilation; None: the defaults.
-    """
+    """The stages of a module in its present mode; the module is not changed."""
 
     def __init__(
         self, module: nn.Module, sample_input: Any, options: CompileOptions | None = None
@@ -163,14 +157,8 @@ class Stages:
                 needs_grad=self.needs_grad,
                 options=self.options,
                 packing=None if self.needs_grad else ModulePacks(self.sample.module),
-            ),
-            records=[],
-            measure=_unmeasured,
+            )
         )
-
-
-def _unmeasured(_stage: str) -> AbstractContextManager[None]:
-    return nullcontext()
 
 
 #: The stages by their names, in order.

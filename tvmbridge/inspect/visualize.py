@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 import graphviz
+import torch
 import tvm
 from torch import fx
 from tvm import relax
@@ -18,13 +19,12 @@ from tvmbridge.inspect.asked import (
     handle,
     node_attributes,
 )
-from tvmbridge.inspect.colors import COLOR_NAMES, node_colors
 from tvmbridge.inspect.drawing import FunctionDrawing
-from tvmbridge.inspect.fx_drawing import draw_graph_module
 from tvmbridge.inspect.lifetimes import draw_lifetimes
 from tvmbridge.inspect.picture import Frame, Picture
 from tvmbridge.inspect.places import places
-from tvmbridge.inspect.styles import FUNCTION_FRAME, KINDS, NAMES
+from tvmbridge.inspect.styles import FUNCTION_FRAME, KINDS, NAMES, Attributes
+from tvmbridge.passes.fx.base import LEAVES, is_operator
 
 _NO_ATTRIBUTES: Mapping[Any, Mapping[str, Any]] = MappingProxyType({})
 
@@ -107,11 +107,6 @@ def picture_of(
     """Return the picture that :func:`visualize` draws, as data.
 
     Args:
-        mod_or_function: as for :func:`visualize`, as the next four arguments.
-        collapse_small: as for :func:`visualize`.
-        node_attr_dict: as for :func:`visualize`.
-        coloring: as for :func:`visualize`.
-        groups: as for :func:`visualize`.
         seconds: for each variable whose time was measured, the seconds that its call takes.
         gradients: for each result that is a gradient, by its number, the name of its parameter or
             input.
@@ -213,3 +208,81 @@ def _legend(drawn: Picture, colored: bool) -> list[tuple[str, str]]:
         shown.add("folded")
     entries += [(t, KINDS[k].get("fillcolor", "#ffffff")) for k, t in NAMES.items() if k in shown]
     return entries
+
+
+FORWARD = {"fillcolor": "#f4b6b0", "color": "#c0392b"}
+RESIDUAL = {"fillcolor": "#f9e08b", "color": "#b7950b", "penwidth": "2"}
+BACKWARD = {"fillcolor": "#aecdf2", "color": "#2460a7"}
+REPEATED = {"fillcolor": "#f4b6b0:#aecdf2", "color": "#7d3c98", "style": "filled,dashed"}
+
+#: The legend's text for each fill color.
+COLOR_NAMES = (
+    ("forward", FORWARD["fillcolor"]),
+    ("kept for backward", RESIDUAL["fillcolor"]),
+    ("backward", BACKWARD["fillcolor"]),
+    ("computed by both", REPEATED["fillcolor"]),
+)
+
+
+def node_colors(coloring: Coloring) -> dict[Any, Attributes]:
+    """Return the graphviz attributes of each variable of a joint function.
+
+    Forward is red, and backward is blue. Values that are kept for backward are yellow with a thick
+    line. Values that both forward and backward compute are red and blue with a dashed line.
+    """
+    colors: dict[Any, Attributes] = {b.var: BACKWARD for b in coloring.backward}
+    colors |= {b.var: FORWARD for b in coloring.forward}
+    colors |= dict.fromkeys(coloring.repeated, REPEATED)
+    colors |= dict.fromkeys((*coloring.residuals, *coloring.drawn), RESIDUAL)
+    return colors
+
+
+_ENDS = {"shape": "ellipse", "style": "filled", "fillcolor": "#e8eef7"}
+_STEPS = {"shape": "box", "style": "rounded,filled", "fillcolor": "#ffffff"}
+_MOST_WEIGHTS = 3
+
+
+def draw_graph_module(graph_module: fx.GraphModule) -> graphviz.Digraph:
+    """Draw the graph without running `dot`; the weights of an operator share one node."""
+    drawn = graphviz.Digraph()
+    drawn.attr("graph", rankdir="TB")
+    drawn.attr("node", fontname="Helvetica,sans-Serif", fontsize="11")
+    weights = {n for n in graph_module.graph.nodes if _is_weight(n)}
+    for node in graph_module.graph.nodes:
+        if node in weights or (node.op == "placeholder" and not node.users):
+            continue
+        style = _STEPS if node.op.startswith("call") else _ENDS
+        drawn.node(node.name, _label(node), **style)
+        for each in node.all_input_nodes:
+            if each not in weights:
+                drawn.edge(each.name, node.name)
+        own = [n.name for n in node.all_input_nodes if n in weights]
+        if own:
+            shown = own[:_MOST_WEIGHTS] + [f"and {len(own) - _MOST_WEIGHTS} more"] * (
+                len(own) > _MOST_WEIGHTS
+            )
+            drawn.node(f"weights of {node.name}", "\n".join(shown), shape="plaintext")
+            drawn.edge(f"weights of {node.name}", node.name, style="dashed")
+    return drawn
+
+
+def _is_weight(node: fx.Node) -> bool:
+    if node.op == "get_attr":
+        return True
+    return node.op == "placeholder" and str(node.target).startswith(("p_", "b_", "c_"))
+
+
+def _label(node: fx.Node) -> str:
+    target: Any = node.target
+    name = str(target)
+    if is_operator(node):
+        name = target._schema.name.partition("::")[2]
+    elif callable(target):
+        name = getattr(target, "__name__", name)
+    elif node.op in LEAVES:
+        name = node.name
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        sizes = "×".join(str(s) for s in value.shape)
+        return f"{name}\n{sizes}"
+    return name

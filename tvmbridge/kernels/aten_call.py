@@ -61,9 +61,6 @@ def emit_aten_call(
     """Emit the ATen call of an fx node.
 
     Args:
-        builder: the builder that receives the call.
-        node: the node to convert.
-        values: the Relax values of the nodes that ``node`` reads.
         compiled: whether loops replace the call before the module is compiled.
 
     Returns:

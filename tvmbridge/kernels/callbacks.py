@@ -243,11 +243,7 @@ def _address(place: Any) -> int:
 
 
 def callback(function: Callable[..., Any]) -> tvm_ffi.Function:
-    """Return ``function`` as a TVM function; the module's docstring says how arguments arrive.
-
-    Raises:
-        OSError: the temporary file that code is loaded from cannot be written.
-    """
+    """Return ``function`` as a TVM function; the module's docstring says how arguments arrive."""
     method, outside = _addresses()
     pointer, object_ = ctypes.c_void_p, ctypes.py_object
     make = ctypes.PYFUNCTYPE(object_, pointer, object_, pointer)

@@ -50,9 +50,7 @@ def faster_with_onednn(
 
     Args:
         left: the shape of the first operand in memory, and its view as a matrix.
-        right: the same for the second operand.
         result: the shape of the product. Batches are never measured and give False.
-        biased: whether a bias row is added.
     """
     if len(result) != 2 or min(result) < 2 or not torch.backends.mkldnn.is_available():
         return False
@@ -99,10 +97,7 @@ def library_product(
 def written(
     multiply: Callable[..., None], a: torch.Tensor, b: torch.Tensor, shape: tuple[int, ...]
 ) -> Callable[[], torch.Tensor]:
-    """Return a function that calls ``multiply(a, b, out)`` and returns ``out``.
-
-    Every call writes into the same tensor ``out`` of shape ``shape``.
-    """
+    """Return a function that calls ``multiply(a, b, out)`` on one ``out`` of ``shape``."""
     out = torch.empty(shape, dtype=a.dtype, device="cpu")
 
     def run() -> torch.Tensor:
@@ -113,10 +108,7 @@ def written(
 
 
 def exactly(left: Operand, right: Operand, operands: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the first rows of the product in float64, or the first matrices of a batch.
-
-    Operands after the first two are added to the product.
-    """
+    """Return the product's first rows, or matrices, in float64, plus any further operands."""
     (a, b), rest = operands[:2], operands[2:]
     a, b = (_viewed(t, o[1]).double() for t, o in ((a, left), (b, right)))
     first = a[:_MOST_ROWS] @ (b if b.dim() == 2 else b[:_MOST_ROWS])
@@ -136,10 +128,7 @@ def as_precise(
     its operands to fewer digits has an error a thousand times as large.
 
     Args:
-        found: the result to check.
-        usual: the result of the kernel that PyTorch uses.
         exact: the first rows of the result in float64.
-        times: the factor.
     """
     rows = exact.shape[0]
     errors = [(r[:rows].double() - exact).abs().max() for r in (found, usual)]
@@ -171,14 +160,7 @@ def race(candidates: Sequence[Callable[[], Any]]) -> list[float]:
 
 
 def product_kernel(measure: bool, dtype: str, spec: str, shapes: Sequence[Any]) -> str:
-    """Return the name of oneDNN's kernel if it is faster for a product, else "".
-
-    Args:
-        measure: whether kernels may be measured.
-        dtype: the dtype of the product.
-        spec: the spec of the product (:func:`.matmul.matmul_spec`).
-        shapes: the shapes of both operands, and of the bias if there is one.
-    """
+    """Return the name of oneDNN's kernel if it is faster for a product, else ""."""
     if not measure or dtype != "float32":
         return ""
     content = json.loads(spec)
@@ -194,8 +176,6 @@ def packing_of(rows: int, depth: int, columns: int, transposed: bool, measure: b
     """Return the library whose layout a frozen float32 weight is packed in; "" for no packing.
 
     Args:
-        rows: the number of rows of the other operand.
-        depth, columns: the product is (rows, depth) by (depth, columns).
         transposed: whether the weight is in memory as (columns, depth).
         measure: whether candidates may be measured; otherwise nothing is packed.
     """

@@ -132,10 +132,7 @@ class Convolution:
     def gradient_call(
         self, cotangent: relax.Expr, data: relax.Expr, weight: relax.Expr, position: int
     ) -> relax.Call:
-        """Return the call for the gradient of the data (``position`` 0) or of the weight (1).
-
-        The call's result is a tuple with one tensor.
-        """
+        """Return the call for the gradient of data (``position`` 0) or weight (1): a tuple."""
         mask = [position == number for number in range(3)]
         operands: list[Any] = [{"tensor": i} for i in range(3)]
         content = {

@@ -34,10 +34,6 @@ def form_of(spec: str, shapes: Sequence[Shape]) -> tuple[SameConvolution, list[i
 
     None unless the call computes a 3x3 convolution that keeps the size of images, or a gradient of
     one.
-
-    Args:
-        spec: the spec of the call.
-        shapes: the shapes of its tensors.
     """
     content = json.loads(spec)
     given = [{"tensor": i} for i in range(len(shapes))]

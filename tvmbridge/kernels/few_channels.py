@@ -65,10 +65,6 @@ def product_spec(spec: str, shapes: Sequence[tuple[int, ...]]) -> str | None:
 
     None if the other kernel was not measured to be faster, or if the call computes anything but
     the gradient of data with few channels.
-
-    Args:
-        spec: the spec of an ATen call.
-        shapes: the shapes of its operands, which are float32.
     """
     content = json.loads(spec)
     if content["op"] != BACKWARD or not torch.backends.mkldnn.is_available():

@@ -29,10 +29,6 @@ def load_functions(source: str, names: Sequence[str]) -> list[int]:
 
     Args:
         source: definitions, without the ``target`` lines that name the machine.
-        names: the functions whose addresses are returned.
-
-    Raises:
-        OSError: no temporary file can be written.
     """
     text = _target_lines() + source + "".join(_ADDRESS_OF.format(name=name) for name in names)
     with tempfile.TemporaryDirectory() as folder:

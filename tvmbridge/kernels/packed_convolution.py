@@ -111,7 +111,6 @@ def faster_packed(
     """Return the forms to pack a network's convolutions by; () if packing is not clearly faster.
 
     Args:
-        forms: the convolutions of the network.
         measure: whether kernels may be measured; otherwise nothing is packed.
         make: compiles loops, which compete with PyTorch's kernels for the unpacked convolutions.
 

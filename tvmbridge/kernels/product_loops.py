@@ -52,8 +52,6 @@ def fastest(form: Form, loops: Loops, *, multiply: bool = True) -> str:
     """Return the fastest way to compute a product, by measurement.
 
     Args:
-        form: the sizes and layout of the product.
-        loops: compiles the generated loops.
         multiply: whether loops may multiply. Such loops add no bias and need fixed sizes.
 
     Returns:

@@ -16,7 +16,8 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from tvmbridge.core.kernel_settings import kernel_settings
 from tvmbridge.core.machine import cache_folder, caching_is_off, cpu_model, threads
 from tvmbridge.core.own_files import UntrustedFileError, distrust, read_own, replace_file
 from tvmbridge.core.plain_json import parse_json
+from tvmbridge.core.set_within import set_within
 
 logger = logging.getLogger(__name__)
 
@@ -157,18 +159,15 @@ _agreed: ContextVar[Callable[[str, Sequence[str], Callable[[], str]], str] | Non
 )
 
 
-@contextlib.contextmanager
-def answered_by(ask: Callable[[str, Sequence[str], Callable[[], str]], str]) -> Iterator[None]:
+def answered_by(
+    ask: Callable[[str, Sequence[str], Callable[[], str]], str],
+) -> AbstractContextManager[object]:
     """Make :func:`choice` return the answers of ``ask`` within this context.
 
     Args:
         ask: called with the question, the possible answers, and a function that decides here.
     """
-    token = _agreed.set(ask)
-    try:
-        yield
-    finally:
-        _agreed.reset(token)
+    return set_within(_agreed, ask)
 
 
 def choice(question: str, among: Sequence[str], measure: Callable[[], str]) -> str:
@@ -176,7 +175,6 @@ def choice(question: str, among: Sequence[str], measure: Callable[[], str]) -> s
 
     Args:
         question: a text that describes the choice. PyTorch's number of threads is added to it.
-        among: the possible answers.
         measure: returns the answer. It can be pickled, because another process may call it.
     """
     if _elsewhere is not None:

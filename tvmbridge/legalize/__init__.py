@@ -13,15 +13,7 @@ from tvm.relax.transform.legalize_ops.common import LegalizeFunc
 from tvmbridge.legalize import normalizations
 from tvmbridge.legalize.arithmetic import absolute, arithmetic, cast, negative
 from tvmbridge.legalize.comparisons import COMPARISONS
-from tvmbridge.legalize.elementwise import (
-    binary,
-    clip,
-    larger,
-    relu,
-    smaller,
-    unary,
-    unary_float,
-)
+from tvmbridge.legalize.elementwise import binary, clip, larger, relu, smaller, unary, unary_float
 from tvmbridge.legalize.pieces import concat
 from tvmbridge.legalize.powers import power
 from tvmbridge.legalize.reductions import reduction

@@ -36,16 +36,11 @@ def emit_broadcast(
     """Emit a call of loops that compute the result of ``call`` element by element.
 
     Args:
-        bb: emits the function and the call.
-        call: the call to replace, which has the shape of the result.
         operands: the operands of the call: tensors, and None for each number.
         element: returns an element of the result from a list of the operands' elements, with None
             for each number.
         name: the name of the result in the loops.
         hint: the name of the function.
-
-    Returns:
-        The call.
     """
     shape = shape_of(call)
     tensors = [operand for operand in operands if operand is not None]

@@ -24,8 +24,6 @@ def power(legalizations: Mapping[str, LegalizeFunc], others: LegalizeFunc) -> Le
     """Return the legalization of ``relax.power``.
 
     Args:
-        legalizations: legalizations by operator; ``relax.multiply``, ``relax.divide`` and
-            ``relax.rsqrt`` are used.
         others: the legalization for exponents that are not in ``SHORT_EXPONENTS``.
     """
 

@@ -41,15 +41,7 @@ def captured_of(
     values: Mapping[tuple[str, str], Any],
     outside: tuple[OutsideValue, ...],
 ) -> CapturedGraph:
-    """Return the captured graph that a plan describes, without its program.
-
-    Args:
-        plan: the plan.
-        module: the module that is there now.
-        leaves: the leaves of the call's arguments.
-        values: the expected attributes of the module.
-        outside: the expected values outside of the module.
-    """
+    """Return the captured graph that a plan describes, without its program."""
     _refuse_misfit(plan, module, leaves)
     assumptions = Assumptions(
         training=plan.training,
@@ -120,11 +112,7 @@ def compiled_of(
     """Return the compiled module that a plan describes.
 
     Args:
-        plan: the plan.
-        captured: the graph, by :func:`captured_of`.
-        built: the loaded code.
         build: builds partial backwards.
-        records: the records of the passes that ran when the code was compiled.
         graph: the compressed backward graph.
     """
     pieces = None if plan.wholes is None else Pieces(plan.wholes, plan.num_results)

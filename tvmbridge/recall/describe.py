@@ -24,13 +24,7 @@ import torch
 from torch import nn
 
 from tvmbridge.calls.patches import code_of
-from tvmbridge.core.contents import (
-    ANY_TENSOR,
-    MISSING,
-    PartOf,
-    attributes_of,
-    holds_all_in_dict,
-)
+from tvmbridge.core.contents import ANY_TENSOR, MISSING, PartOf, attributes_of, holds_all_in_dict
 from tvmbridge.core.errors import BridgeError
 from tvmbridge.core.torch_private import OpOverload, OpOverloadPacket
 from tvmbridge.graph_capture.observe.data import is_of_users

@@ -63,10 +63,6 @@ def functions_beside(module: str, coded: Coded) -> Iterator[str]:
     """Yield texts of the functions, and of the classes' methods, of a Python module of PyTorch.
 
     Yield nothing for other Python modules, and for those in ``SPACES``.
-
-    Args:
-        module: the name of the Python module.
-        coded: returns the digest of a code object.
     """
     space = sys.modules.get(module)
     if space is None or not module.startswith("torch.") or module in _NAMES:

@@ -81,8 +81,6 @@ def walk(module: nn.Module, describer: Describer, codes: Sequence[str]) -> Walk:
     """Find the functions whose code has one of the digests ``codes``, and describe what they name.
 
     Args:
-        module: the module.
-        describer: describes values of this module.
         codes: digests of the code that forward ran, in the order of the first runs.
 
     Raises:

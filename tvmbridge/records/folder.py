@@ -116,10 +116,7 @@ class Record:
 
     @staticmethod
     def parse(value: Any, target: dict[str, Any]) -> tuple[int, Record] | None:
-        """Return the workload index and the record of a parsed JSON line.
-
-        None if the line is no valid record, or is for another target than ``target``.
-        """
+        """Return the workload index and record of a line; None if invalid or of another target."""
         if not (isinstance(value, list) and len(value) == 2 and type(value[0]) is int):
             return None
         content = value[1]

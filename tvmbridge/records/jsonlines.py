@@ -61,9 +61,6 @@ def read_lines(path: Path) -> list[Any]:
 
     A damaged line gives None, and a warning is logged. An empty line also gives None, because other
     files refer to lines by number.
-
-    Raises:
-        OSError: as :func:`read_own`.
     """
     try:
         raw = read_own(path)
@@ -105,11 +102,7 @@ def _value_of(path: Path, number: int, raw: bytes, start: int, end: int) -> Any:
 
 
 def append_lines(path: Path, values: Iterable[Any]) -> None:
-    """Append a line for each value; the caller holds the folder's lock.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Append a line for each value; the caller holds the folder's lock."""
     text = "".join(json.dumps(value, separators=(",", ":")) + "\n" for value in values)
     # A symbolic link that somebody planted could lead to any file of this user.
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0)
@@ -121,12 +114,3 @@ def append_lines(path: Path, values: Iterable[Any]) -> None:
         file.write(text.encode())
         file.flush()
         os.fsync(file.fileno())
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Write a whole file so that a reader sees the old one or the new one, never a part.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    own_files.replace_file(path, text.encode())

@@ -13,8 +13,9 @@ import tvm
 from tvm.target import Target
 
 from tvmbridge.core.machine import cpu_model
+from tvmbridge.core.own_files import replace_file
 from tvmbridge.core.plain_json import parse_json
-from tvmbridge.records.jsonlines import read_own, replace_file
+from tvmbridge.records.jsonlines import read_own
 from tvmbridge.schedules.target import core_count, usable_cores
 
 NAME = "META.json"
@@ -88,4 +89,4 @@ def read_meta(folder: Path) -> Meta | str:
 
 def write_meta(folder: Path, meta: Meta) -> None:
     """Write META.json; a reader sees the old file or the new one, never a part."""
-    replace_file(folder / NAME, json.dumps(asdict(meta), indent=2) + "\n")
+    replace_file(folder / NAME, (json.dumps(asdict(meta), indent=2) + "\n").encode())

@@ -11,8 +11,9 @@ from typing import Any
 import tvm
 
 from tvmbridge.core.errors import first_line
+from tvmbridge.core.own_files import replace_file
 from tvmbridge.records.folder import Folder
-from tvmbridge.records.jsonlines import append_lines, locked, read_lines, replace_file
+from tvmbridge.records.jsonlines import append_lines, locked, read_lines
 from tvmbridge.records.library import named_log_dir
 from tvmbridge.records.tasks import Task, parse_workload
 
@@ -67,9 +68,6 @@ def note_missing(
     """Add untuned tasks to the list in the user's log directory, if the user named one.
 
     Args:
-        missing: the tasks, and how often each is called.
-        log_dir: :attr:`tvmbridge.CompileOptions.tuning_logs`.
-        target: the target of the compilation.
         origin: the module that the tasks were found in, for people.
     """
     directory = named_log_dir(log_dir)
@@ -109,13 +107,9 @@ def _line(pending: Pending) -> dict[str, Any]:
 
 
 def remove_pending(folder: Folder, done: Iterable[Task]) -> None:
-    """Remove the tasks in ``done`` from the list.
-
-    Raises:
-        OSError: the list cannot be written.
-    """
+    """Remove the tasks in ``done`` from the list."""
     finished = set(done)
     with locked(folder.path):
         left = [p for p in read_pending(folder) if p.task not in finished]
         lines = [json.dumps(_line(p), separators=(",", ":")) + "\n" for p in left]
-        replace_file(folder.path / NAME, "".join(lines))
+        replace_file(folder.path / NAME, "".join(lines).encode())

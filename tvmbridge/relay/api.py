@@ -13,7 +13,7 @@ from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.core.errors import ExportError
 from tvmbridge.graph_capture.capture import capture
 from tvmbridge.relay.graph import function_text, results_of, write_graph
-from tvmbridge.relay.versions import VERSIONS
+from tvmbridge.relay.writer import VERSIONS
 
 
 class RelayText(NamedTuple):

@@ -45,15 +45,7 @@ CONVERTERS: dict[OpOverload, RelayConverter] = {}
 def converts(
     *overloads: OpOverload, dtypes: frozenset[torch.dtype] = ALL
 ) -> Callable[[ConverterFn], ConverterFn]:
-    """Register the decorated converter for ``overloads``.
-
-    Args:
-        *overloads: the ATen overloads that it converts.
-        dtypes: the dtypes that the converter knows.
-
-    Returns:
-        The decorator, which returns the converter unchanged.
-    """
+    """Register the decorated converter for ``overloads``."""
 
     def decorate(function: ConverterFn) -> ConverterFn:
         enter(CONVERTERS, overloads, RelayConverter(function, dtypes))

@@ -38,8 +38,6 @@ class Windows:
         """Return the windows of a pool.
 
         Args:
-            extents: the spatial extents of its operand.
-            counts: those of its result.
             numbers: PyTorch's arguments kernel_size, stride, padding and dilation.
             ceil_mode: whether windows may reach beyond the padding; they are then padded further,
                 because Relay counts such windows in another way.

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Final
 
 import torch
 from torch import fx
 
 from tvmbridge.relay.literals import attribute_text, name_text, number_text, type_text
 from tvmbridge.relay.registry import Refused
-from tvmbridge.relay.versions import ATTRIBUTES, OPERATORS_ABSENT
 
 Operand = fx.Node | int | float | bool
 
@@ -141,3 +141,26 @@ class Writer:
         if tuple(have) == tuple(want):
             return text
         return self.call("broadcast_to", text, shape=list(want))
+
+
+# Relay's parser does not know the attributes of these operators by itself.
+ATTRIBUTES: Final = MappingProxyType(
+    {
+        "cumprod": "ScanopAttrs",
+        "cumsum": "ScanopAttrs",
+        "scatter": "ScatterAttrs",
+        "scatter_add": "ScatterAddAttrs",
+        "scatter_elements": "ScatterElementsAttrs",
+    }
+)
+
+VERSIONS: Final = ("0.17", "0.14", "0.11")
+
+# 0.12 replaced ``scatter`` and ``scatter_add`` by ``scatter_elements``.
+OPERATORS_ABSENT: Final = MappingProxyType(
+    {
+        "0.17": frozenset({"scatter", "scatter_add"}),
+        "0.14": frozenset({"scatter", "scatter_add"}),
+        "0.11": frozenset({"scatter_elements"}),
+    }
+)

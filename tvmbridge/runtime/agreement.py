@@ -23,8 +23,7 @@ from typing import Any, TypeVar
 import torch
 
 from tvmbridge.cache import Kept
-from tvmbridge.cache.received import received_from
-from tvmbridge.cache.store import MOST_BYTES, formatted, parse_file
+from tvmbridge.cache.store import MOST_BYTES, formatted, parse_file, received_from
 from tvmbridge.core.errors import BridgeError, BuildError, first_line
 from tvmbridge.core.torch_private import default_store
 from tvmbridge.kernels.table import answered_by, surroundings
@@ -63,10 +62,6 @@ def ranks_now() -> int:
 def decided_together(label: str, body: Callable[[], Result]) -> Result:
     """Return ``body()`` if it returns on every rank; all ranks call this in the same order.
 
-    Args:
-        label: what is compiled; equal on all ranks.
-        body: the compilation.
-
     Raises:
         BuildError: another rank was refused; the message names it and its reason.
         Exception: ``body`` has raised it on this rank.
@@ -83,13 +78,10 @@ def decided_together(label: str, body: Callable[[], Result]) -> Result:
 
 
 class Event:
-    """One compilation of all ranks; a :class:`~tvmbridge.cache.received.CodeSource` of code.
+    """One compilation of all ranks; a :class:`~tvmbridge.cache.store.CodeSource` of code.
 
     Args:
         store: a store that all ranks share, without keys of another event.
-        rank: this process's rank.
-        size: the number of ranks.
-        label: what is compiled, for messages.
     """
 
     def __init__(self, store: Any, rank: int, size: int, label: str) -> None:

@@ -32,13 +32,7 @@ from tvmbridge.runtime.guards.mode import Mode
 from tvmbridge.runtime.guards.signature import Matched, Signature
 from tvmbridge.runtime.single_sizes import SingleSizes
 from tvmbridge.runtime.specialization import Specialization
-from tvmbridge.symbolic.declared import (
-    DeclaredDimension,
-    Spec,
-    declared,
-    names_no_size,
-    symbols_of,
-)
+from tvmbridge.symbolic.declared import DeclaredDimension, Spec, declared, names_no_size, symbols_of
 from tvmbridge.symbolic.sizes import Point
 from tvmbridge.symbolic.symbols import Dimension, Shapes, Symbols
 
@@ -55,11 +49,6 @@ _FAR, _NEAR = 8, 64
 
 def sizes_to_serve(module: nn.Module, given: Any, sample: Arguments | None) -> Any:
     """Check the argument ``dynamic_shapes`` of ``add_tvm_dispatch``.
-
-    Args:
-        module: the module to be dispatched.
-        given: the value of the argument.
-        sample: the sample arguments; None: there is no sample.
 
     Returns:
         A spec as for torch.export, ``"auto"``, or None for no symbols.
@@ -183,7 +172,6 @@ class AnySize:
     - ``single``: the sizes that have code of their own, because there is no symbolic code.
 
     Args:
-        compiler: the compiler of the module.
         retire: called with the entries that are no longer kept.
         spec: the symbolic dimensions, as torch.export's ``dynamic_shapes``; None: the dimensions
             whose sizes calls change.

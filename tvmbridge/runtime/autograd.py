@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch.autograd import graph
+from torch.utils.hooks import unserializable_hook
 
 from tvmbridge.calls.layouts import Strides
 from tvmbridge.calls.surroundings import in_checkpoint
@@ -15,12 +19,12 @@ from tvmbridge.compiler.compiled import CompiledModule
 from tvmbridge.compiler.packing import ModulePacks
 from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.core.types import TensorSpec
+from tvmbridge.runtime import siblings
 from tvmbridge.runtime.backward import CompiledFunction
 from tvmbridge.runtime.cuda_graphs import Replayed
 from tvmbridge.runtime.gradient_parts import GradientParts, linked
 from tvmbridge.runtime.guards.watch import watch
 from tvmbridge.runtime.halves import BackwardHalves
-from tvmbridge.runtime.output_hooks import let_hooks_wait
 from tvmbridge.runtime.primals import overwritten_by, packed_into, picker
 from tvmbridge.runtime.saved_versions import SavedVersions
 from tvmbridge.runtime.second_order import SecondOrderCall
@@ -35,7 +39,6 @@ class TrainingCall:
     """Runs the forward and backward of a compiled module as one autograd function.
 
     Args:
-        compiled: a module compiled with gradients.
         packing: the module's packed weights, which backward reads; None: there are none.
     """
 
@@ -95,10 +98,7 @@ class TrainingCall:
         """Return the outputs of forward, connected to ``primals`` in autograd's graph.
 
         Args:
-            primals: user inputs, module state, random draws and packed weights, in order.
-            strides: the strides of the outputs at this call; None: the strides of the sample.
             again: computes gradients that can be differentiated, or says why there are none.
-            held: the module's tensors, converted for compiled code; None: not converted yet.
             replayed: the results of a CUDA graph that has replayed forward; None: run forward.
         """
         step = TrainingStep(self, primals, strides, again, held, replayed)
@@ -123,7 +123,6 @@ class TrainingCall:
         """Convert the primals that stay the same from call to call, once for all calls.
 
         Args:
-            primals: by position, all tensors of the module and its packed weights.
             as_they_are: positions of primals that compiled code can read without a copy.
         """
         parts, loaded = self.parts, self.compiled.loaded
@@ -163,11 +162,7 @@ class TrainingCall:
         return values
 
     def filled(self, cotangents: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-        """Return the cotangents that backward takes, in the orders that it reads; zeros for None.
-
-        Args:
-            cotangents: one for each output, None if it did not arrive.
-        """
+        """Return the cotangents that backward takes, in the orders that it reads; zero for None."""
         numbers = self.parts.cotangent_of
         specs = zip((cotangents[number] for number in numbers), self.cotangent_specs, strict=True)
         filled = [_zeros(s) if c is None or c._is_zerotensor() else c for c, s in specs]
@@ -196,3 +191,36 @@ class TrainingCall:
 def _zeros(spec: TensorSpec | None) -> torch.Tensor:
     assert spec is not None
     return spec.empty().zero_()
+
+
+class _HooksOfOutput(OrderedDict[int, Callable[..., Any]]):
+    """The hooks of one output by handle number; added hooks are wrapped to ignore None."""
+
+    def __setitem__(self, number: int, hook: Callable[..., Any]) -> None:
+        # Multi-tensor hooks of torch.autograd.graph count calls with None as well, and the hooks
+        # of siblings.py handle None.
+        takes_none = getattr(hook, "__module__", None) in (graph.__name__, siblings.__name__)
+        super().__setitem__(number, hook if takes_none else _where_it_arrives(hook))
+
+
+def _where_it_arrives(hook: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(hook)
+    def called(gradient: torch.Tensor | None) -> Any:
+        return None if gradient is None else hook(gradient)
+
+    if hasattr(hook, "__torch_unserializable__"):
+        unserializable_hook(called)
+    return called
+
+
+def let_hooks_wait(outputs: Iterable[torch.Tensor]) -> None:
+    """Prepare new ``outputs`` of one node, so that later hooks are called as in eager PyTorch.
+
+    There each output has its own node, which does not run if no gradient reaches it. The node of
+    compiled code runs if any gradient arrives, and would call the other outputs' hooks with None.
+    """
+    for output in outputs:
+        if output.grad_fn is not None:
+            # The same steps as Tensor.register_hook at the first hook.
+            output._backward_hooks = _HooksOfOutput()
+            output.grad_fn._register_hook_dict(output)

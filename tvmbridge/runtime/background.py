@@ -95,15 +95,11 @@ class Background:
         ``body`` runs here at once if there is no budget, or if a child process cannot compile.
 
         Args:
-            what: a description of the compilation, for messages.
             about: an object that identifies the compilation together with ``key``.
             key: the mode and the flags that it compiles for, and what else identifies it.
             body: the compilation; it must create the same graphs in the child and here.
             sample: an object that identifies compilations which this one replaces, since its code
                 serves their calls as well; they are ended. None: it replaces none.
-
-        Returns:
-            The result of ``body``.
 
         Raises:
             UnderWayError: the child has not finished, or another child compiles.

@@ -30,9 +30,6 @@ class ChangingAttributes:
     """Decides which numbers in attributes of a module are inputs of the code compiled for it.
 
     - ``why``: by an attribute, why its number stays a constant.
-
-    Args:
-        module: the dispatched module.
     """
 
     def __init__(self, module: nn.Module) -> None:

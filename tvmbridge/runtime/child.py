@@ -57,7 +57,6 @@ class Child:
     """A child process that runs one compilation and ends.
 
     Args:
-        what: a description of the compilation, for messages.
         body: the compilation; its result is discarded.
     """
 

@@ -24,11 +24,7 @@ from tvmbridge.core.borrowed import borrowed
 from tvmbridge.core.called_in_mode import without_gradients
 from tvmbridge.core.devices import gpu_index
 from tvmbridge.core.kernel_settings import gpu_settings
-from tvmbridge.core.torch_private import (
-    current_raw_stream,
-    foreach_mul,
-    free_cublas_workspaces,
-)
+from tvmbridge.core.torch_private import current_raw_stream, foreach_mul, free_cublas_workspaces
 
 # Calls without a graph before the capture, in which libraries choose kernels and allocate memory.
 _WARM_UP = 2
@@ -47,9 +43,6 @@ class GraphMemory:
     memory are replayed on one stream, one at a time: :class:`ReplayedCall` holds ``lock`` until the
     results are copied out. On another stream they would overwrite each other, so that each stream
     has a pool of its own.
-
-    Args:
-        device: the GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -74,10 +67,8 @@ class ReplayedCall:
     Args:
         run: the function. It must launch the same kernels at each call, on the current stream.
         copies: how many of the first results are returned as copies; None: all of them.
-        memory: the memory that this graph shares with others, and its GPU.
         replayed: a counter of replays, incremented under ``name``.
         skipped: a counter of calls without a graph, incremented under the reason.
-        name: the name of the function in ``replayed``.
         read: the numbers of the copied results that other graphs read in this graph's memory.
     """
 
@@ -243,7 +234,6 @@ class Lease:
         """Return the gradients; None if backward has to be called without a graph.
 
         Args:
-            cotangents: the cotangents that arrived.
             partial: the :class:`PartialBackward` for exactly these cotangents; None: all arrived.
         """
         return self._graphs(partial)(cotangents) if self.active else None

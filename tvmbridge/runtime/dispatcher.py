@@ -38,9 +38,6 @@ class Dispatcher(StandsForForward):
     It is installed as ``forward`` in the module's ``__dict__``; dispatch changes nothing else in
     the module. A deep copy of the module has its own dispatcher, with the same code and counters
     at zero. An unpickled module has no dispatcher, since compiled code is not pickled.
-
-    Args:
-        code: the executor, which serves calls of the module.
     """
 
     def __init__(self, code: Executor) -> None:

@@ -38,8 +38,6 @@ class CompiledEntry:
     """The compiled code for one signature of arguments, one mode and one set of flags.
 
     Args:
-        state: the state of the dispatched module, which is read at each call.
-        compiled: the compiled code.
         packing: the module's packed weights.
         flags: ``requires_grad`` of each tensor that the code was compiled for.
     """
@@ -140,12 +138,7 @@ class CompiledEntry:
     def mismatch(
         self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor | None]
     ) -> Reason | None:
-        """Return why the code cannot serve this call; None if it can.
-
-        Args:
-            leaves: the leaves of the call's arguments.
-            tensors: the module's tensors, in the order of the state's names.
-        """
+        """Return why the code cannot serve this call; None if it can."""
         # add_tvm_dispatch may have been called in another mode than this call.
         if Question.INFERENCE in self._asks and not torch.is_inference_mode_enabled():
             return Reason(Kind.INFERENCE)
@@ -200,13 +193,7 @@ class CompiledEntry:
     # Calls in general ----------------------------------------------------------------------------
 
     def run(self, leaves: Sequence[Any], tensors: Sequence[Any], arguments: Arguments) -> Any:
-        """Serve a call: draw random numbers, run the code, write mutations, rebuild the outputs.
-
-        Args:
-            leaves: the leaves of the call's arguments.
-            tensors: the module's tensors, in the order of the state's names.
-            arguments: the positional and keyword arguments.
-        """
+        """Serve a call: draw random numbers, run the code, write mutations, rebuild the outputs."""
         return self.assemble(self.results(leaves, tensors), leaves, tensors, arguments)
 
     def results(self, leaves: Sequence[Any], tensors: Sequence[Any]) -> Sequence[torch.Tensor]:

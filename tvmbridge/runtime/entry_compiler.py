@@ -49,11 +49,7 @@ class Compiler:
     """Compiles one module.
 
     Args:
-        module: the module, which the compilation does not change.
         own: the forward that was set on the instance; None if it has only that of its class.
-        target: the TVM target; None is this machine's CPU.
-        options: options of the compilation.
-        packing: the module's packed weights.
         instead: a function that replaces :func:`compile_module`; None: compile_module.
         background: runs compilations in another process while calls go on; None: calls wait.
         attributes: decides which numbers in attributes are inputs; None: all are constants.
@@ -84,10 +80,6 @@ class Compiler:
         """Compile code for these arguments and return it as an entry.
 
         Args:
-            signature: the signature of the arguments.
-            mode: the mode to compile for; the module must be in it now.
-            args: the positional arguments.
-            kwargs: the keyword arguments.
             why: why a call needs the code, for the log; None: the dispatch is being added.
 
         Raises:
@@ -261,13 +253,7 @@ def apart_or_itself(
     own: Callable[..., Any] | None,
     compile_: Callable[[CompileRequest], Result],
 ) -> Result:
-    """Return what ``compile_`` makes of the trace of a copy; without one, of the module itself.
-
-    Args:
-        request: the request for the trace of a copy.
-        own: the module's own forward, which the trace of the module itself runs.
-        compile_: compiles or lowers a request.
-    """
+    """Return what ``compile_`` makes of the trace of a copy; without one, of the module itself."""
     module, itself = request.module, replace(request, apart=False)
     if not is_wrapped(module):  # A copy would call the wrapper.
         with suppress(NotApartError):

@@ -74,9 +74,7 @@ class Executor(ABC):
     - ``removal``: the name of the public function that removes the dispatch, for messages.
 
     Args:
-        module: the dispatched module.
         own: the forward that was set on the instance; None if it has only that of its class.
-        tally: counts and logs the fallbacks.
     """
 
     removal: ClassVar[str]

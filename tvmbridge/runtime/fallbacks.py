@@ -27,12 +27,7 @@ _SERVES_ANYWAY = "only_if_faster=False has compiled code serve them (docs/when_i
 
 
 def worst(counts: Mapping[str, int], reasons: Mapping[str, Reason]) -> str | None:
-    """Return the most frequent reason that the user can do something about; None if there is none.
-
-    Args:
-        counts: the number of calls by the text of the reason.
-        reasons: the reasons by their texts.
-    """
+    """Return the most frequent reason for which there is advice; None if there is none."""
     open_ones = [text for text in counts if text in reasons and reasons[text].advice]
     return max(open_ones, key=lambda text: counts[text], default=None)
 
@@ -45,7 +40,6 @@ class Tally:
       reason of a text is kept.
 
     Args:
-        name: the name of the module, for messages.
         on_fallback: ``"warn"`` logs the first call of each reason, ``"silent"`` logs none, and
             ``"raise"`` raises an error instead of running the module's own forward.
     """

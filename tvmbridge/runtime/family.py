@@ -57,9 +57,6 @@ class Family:
     Such dimensions are symbols. A point is a tuple with the size of each symbol.
 
     Args:
-        compiler: the compiler of the dispatched module.
-        signature: the signature of the sample.
-        symbols: the symbolic dimensions.
         seen: the points of the sample and of the calls so far.
         retire: called with the entries that are no longer kept.
     """

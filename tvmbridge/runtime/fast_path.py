@@ -44,13 +44,9 @@ def direct_call(
     None: compiled code cannot read some argument in place, so arguments must be copied.
 
     Args:
-        counted: has the counters of calls.
-        counting: the lock of the counter ``calls``.
         loaded: the code, whose ``forward`` takes the user inputs and then the bound arguments.
         bound: the arguments that were converted once for all calls.
-        leaves: the number of leaves of the call's arguments.
         inputs: the positions of the user inputs among the leaves.
-        build: builds the return value from the results.
     """
     if bound.missing or list(bound.as_they_are) != list(range(len(inputs))):
         return None

@@ -20,10 +20,6 @@ class FrozenWeights:
     """The values that compiled code takes instead of a module's weights (``freeze=True``).
 
     Args:
-        plan: says which values compiled code takes.
-        loaded: the compiled code, which computes some of the values.
-        names: the names of the module's tensors.
-        tensors: the module's tensors now.
         first: the position of the first of these tensors among the primals.
 
     Raises:
@@ -100,9 +96,6 @@ class FrozenWeights:
 
     def held(self, held: Mapping[int, torch.Tensor]) -> tuple[dict[int, torch.Tensor], int]:
         """Return the arguments of ``forward`` that are the same at each call.
-
-        Args:
-            held: the primals that are the same at each call, by position.
 
         Returns:
             The arguments by position, and the number of all arguments of ``forward``.

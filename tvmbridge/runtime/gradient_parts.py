@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
@@ -27,6 +27,7 @@ from tvmbridge.compiler.partial_backwards import PartialBackwards
 from tvmbridge.core.autocast import autocast_now
 from tvmbridge.core.called_in_mode import with_autocast_off
 from tvmbridge.core.profiling import region
+from tvmbridge.core.set_within import set_within
 from tvmbridge.core.torch_private import active_data_parallel, backward_keeps_graph
 from tvmbridge.core.types import InputKind
 from tvmbridge.core.writes import version_of
@@ -43,22 +44,13 @@ _exchanged: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 _whole: ContextVar[bool] = ContextVar("whole", default=False)
 
 
-@contextmanager
-def whole_backward() -> Iterator[None]:
+def whole_backward() -> AbstractContextManager[object]:
     """Let calls within this context run backward whole: one autograd node has all gradients."""
-    token = _whole.set(True)
-    try:
-        yield
-    finally:
-        _whole.reset(token)
+    return set_within(_whole, True)
 
 
 class GradientParts:
-    """Chooses for each call the parts that its backward runs in, and compiles them when needed.
-
-    Args:
-        compiled: a module compiled with gradients.
-    """
+    """Chooses for each call the parts that its backward runs in, and compiles them when needed."""
 
     def __init__(self, compiled: CompiledModule) -> None:
         assert compiled.split is not None
@@ -133,7 +125,6 @@ class Handed:
     """A backward that has begun: what its parts read, and the values that they carry on.
 
     Args:
-        step: the state of the call.
         values: the arguments of compiled backward before the cotangents; empty if ``gradients``
             are given.
         sources: the primals that the gradients are of.
@@ -227,13 +218,7 @@ def _empty_link(device: torch.device) -> torch.Tensor:
 def linked(
     parts: Sequence[BackwardPart], sources: Sequence[torch.Tensor], device: torch.device
 ) -> torch.Tensor | None:
-    """Return a tensor whose autograd nodes run all of ``parts`` but the first; None without any.
-
-    Args:
-        parts: the parts of a call's backward.
-        sources: the primals that the gradients are of.
-        device: the device of the call; autograd runs the nodes on its stream.
-    """
+    """Return a tensor whose autograd nodes run all of ``parts`` but the first; None without any."""
     link: torch.Tensor | None = None
     for number in range(len(parts) - 1, 0, -1):
         of_part = [sources[i] for i in parts[number].gradients]

@@ -29,13 +29,9 @@ class GraphedCode:
     """Compiled code with the module's tensors at their present addresses.
 
     Args:
-        compiled: the compiled code.
-        tensors: the module's tensors.
         strides: the strides of the outputs; None: the strides of the sample.
         primals_of: computes the primals, except for packed weights, from the user inputs and the
             module's tensors; it draws the random numbers.
-        replays: a counter of replays under ``forward`` and ``backward``.
-        skips: a counter of calls without a graph, by the reason.
     """
 
     compiled: CompiledModule
@@ -78,9 +74,6 @@ class GraphedCode:
         """Wrap ``run`` in a :class:`ReplayedCall`.
 
         Args:
-            name: the name under which replays are counted.
-            run: the function to capture.
-            memory: the memory that its graph shares with others.
             copies: how many of the first results are returned as copies; None: all of them.
             read: the numbers of the copied results that other graphs read.
         """

@@ -11,8 +11,8 @@ from __future__ import annotations
 import enum
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,7 @@ from tvmbridge.compiler.backward_code import placed
 from tvmbridge.compiler.compiled import CompiledModule
 from tvmbridge.compiler.halves import CompiledHalves, Halves
 from tvmbridge.core.profiling import region
+from tvmbridge.core.set_within import set_within
 from tvmbridge.core.torch_private import backward_keeps_graph, will_engine_execute
 from tvmbridge.core.types import InputKind
 from tvmbridge.core.writes import version_of
@@ -32,18 +33,13 @@ Gradients = Sequence[torch.Tensor | None]
 _weights_follow = ContextVar("tvmbridge_weights_follow", default=False)
 
 
-@contextmanager
-def weights_follow_inputs() -> Iterator[None]:
+def weights_follow_inputs() -> AbstractContextManager[object]:
     """Let backward free residuals between its halves, for the forward calls in this context.
 
     After the gradients of inputs alone, the caller may ask once for the gradients of weights alone,
     with the same cotangents, and for nothing else.
     """
-    token = _weights_follow.set(True)
-    try:
-        yield
-    finally:
-        _weights_follow.reset(token)
+    return set_within(_weights_follow, True)
 
 
 def weights_follow() -> bool:
@@ -117,7 +113,6 @@ class BackwardHalves:
     Args:
         compiled: the compiled halves; None: they cannot be compiled, and a whole backward runs.
         inputs: the numbers of the gradients that belong to inputs.
-        weights: the numbers of the other gradients.
 
     Attributes:
         runs: how often the code for the gradients of ``inputs`` and of ``weights`` ran, and how
@@ -141,7 +136,6 @@ class BackwardHalves:
         """Return the halves of a module; None if all gradients are of inputs, or of weights.
 
         Args:
-            compiled: the compiled module.
             gradient_of: for each gradient, the number of its primal.
         """
         users = sum(d.kind is InputKind.USER for d in compiled.captured.inputs)
@@ -158,11 +152,6 @@ class BackwardHalves:
 
     def gradients(self, ctx: Any, cotangents: Gradients, whole: Callable[[], Gradients]) -> Any:
         """Return the gradients that the engine asks for, and None for the others.
-
-        Args:
-            ctx: the node of autograd's graph.
-            cotangents: one for each output, None if it did not arrive.
-            whole: runs the whole backward.
 
         Raises:
             RuntimeError: the values are freed that the gradients would be computed from.

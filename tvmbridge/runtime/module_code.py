@@ -39,11 +39,7 @@ class ModuleCode(Executor):
     - ``checker``: compares some calls with eager PyTorch; None: none.
 
     Args:
-        module: the dispatched module.
         own: the forward that was set on the instance; None if it has only that of its class.
-        target: the TVM target; None is this machine's CPU.
-        options: options of the compilation.
-        on_fallback: see :class:`~.fallbacks.Tally`.
     """
 
     removal = "remove_tvm_dispatch"
@@ -83,8 +79,6 @@ class ModuleCode(Executor):
         """Serve a call; compile code for it first if it has none and may add it.
 
         Args:
-            args: the positional arguments.
-            kwargs: the keyword arguments.
             again: whether code was added for this call, which then adds no more.
         """
         policy, call = self.policy, GivenCall(args, kwargs, self.kept.known)

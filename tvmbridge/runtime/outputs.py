@@ -20,12 +20,7 @@ from tvmbridge.runtime.guards.state import ModuleState
 
 
 class Outputs:
-    """Writes mutations back into buffers and arguments, and rebuilds forward's return value.
-
-    Args:
-        state: the state of the dispatched module, which is read and written at each call.
-        captured: the captured graph, whose outputs compiled code computes.
-    """
+    """Writes mutations back into buffers and arguments, and rebuilds forward's return value."""
 
     def __init__(self, state: ModuleState, captured: CapturedGraph) -> None:
         self._state = state
@@ -64,12 +59,7 @@ class Outputs:
         self.writes = len(returned) < len(outputs)
 
     def mismatch(self, leaves: Sequence[Any], tensors: Sequence[Any]) -> Reason | None:
-        """Return why the outputs cannot be rebuilt for this call; None if they can.
-
-        Args:
-            leaves: the leaves of the call's arguments.
-            tensors: the module's tensors.
-        """
+        """Return why the outputs cannot be rebuilt for this call; None if they can."""
         if self._written and self._overlap(leaves, tensors):
             return Reason(Kind.WRITTEN_SHARED)
         for alias in self._views:
@@ -116,14 +106,7 @@ class Outputs:
         tensors: Sequence[Any],
         arguments: Arguments,
     ) -> Any:
-        """Write mutations back, and rebuild forward's return value from the computed ``results``.
-
-        Args:
-            results: the computed outputs, in order.
-            leaves: the leaves of the call's arguments.
-            tensors: the module's tensors.
-            arguments: the call's positional and keyword arguments, some of which forward changes.
-        """
+        """Write mutations back, and rebuild forward's return value from ``results``."""
         if self._is_plain:
             return self._build(list(results[: self._num_returned]))
         captured = self._captured
@@ -161,10 +144,7 @@ class Outputs:
         return returned
 
     def before_epilogue(self, results: Sequence[torch.Tensor], leaves: Sequence[Any]) -> list[Any]:
-        """Return the inputs of the epilogue, which runs in eager PyTorch after compiled code.
-
-        Nothing is written. ``results`` are the computed outputs.
-        """
+        """Return the inputs of the epilogue from the computed ``results``; nothing is written."""
         computed = iter(results)
         outputs = self._captured.outputs
         values = [(o.kind, next(computed) if o.is_computed else o.value) for o in outputs]

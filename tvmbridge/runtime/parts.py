@@ -95,9 +95,6 @@ class Cut:
     def instead_of(self, eager: Mapping[str, int]) -> None:
         """Refuse code after which PyTorch runs many ``eager`` functions that parts would compile.
 
-        Args:
-            eager: how often each function runs, by name.
-
         Raises:
             DataDependentError: the module is to be cut instead.
         """

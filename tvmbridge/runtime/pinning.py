@@ -23,11 +23,6 @@ def renewed_path(
 
     If the path accepts no calls, a new one is built after 1, 2, 4, 8 ... slow calls, so that
     building costs little. None: no fast path is possible, or it is not time for one.
-
-    Args:
-        entry: the compiled entry that serves the call.
-        signature: the signature of the arguments.
-        leaves: the leaves of the call's arguments.
     """
     entry.slow_calls += 1
     due = not entry.slow_calls & (entry.slow_calls - 1)

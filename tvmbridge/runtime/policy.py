@@ -93,10 +93,6 @@ class Policy:
     - ``sizes``: compiles symbolic code for calls of other sizes; None: no symbolic code.
     - ``numbers``: decides which numbers of calls become inputs of code.
     - ``cut``: decides whether the module runs in parts.
-
-    Args:
-        compiler: the compiler of the module.
-        kept: the specialisations that are kept.
     """
 
     def __init__(self, compiler: Compiler, kept: Specializations) -> None:

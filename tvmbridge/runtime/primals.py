@@ -67,14 +67,8 @@ def refuse_hooks(
     """Raise if autograd would call a hook on a primal that no gradient reaches.
 
     Args:
-        compiled: the compiled module.
         positions: the positions of the primals that the code computes gradients of.
-        sources: the tensors at these positions.
         gradients: the gradients of this backward; None if none reaches the primal.
-        wanted: whether autograd wants each of the gradients.
-
-    Raises:
-        BridgeError: a hook would be called without a gradient.
     """
     for position, source, gradient, asked in zip(
         positions, sources, gradients, wanted, strict=False

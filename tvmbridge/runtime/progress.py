@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tvmbridge.cache.tally import disk_text
+from tvmbridge.compiler.cached_build import disk_text
 
 # Seconds before the line appears, so that shorter compilations show nothing.
 PATIENCE = 2.0
@@ -21,10 +21,6 @@ def progress(what: str, why: str = "") -> Iterator[Callable[[str], None]]:
     The line has the work, its stage, how much code came from disk, and the reason. It appears
     after ``PATIENCE`` seconds and disappears at the end. If standard error is not a terminal,
     nothing is shown.
-
-    Args:
-        what: the work, as text.
-        why: the reason, as text that is appended.
 
     Yields:
         A function to be called with the name of each stage as it begins.

@@ -30,10 +30,6 @@ class Replay:
     - ``written``: positions of the module's tensors that a call writes or rebinds.
     - ``renewed``: positions of the tensors that are other objects after a call.
     - ``keeps_too_much``: whether a call would have to copy too much memory to be repeated.
-
-    Args:
-        state: the state of the module.
-        captured: the graph of the compiled code.
     """
 
     def __init__(self, state: ModuleState, captured: CapturedGraph) -> None:
@@ -54,10 +50,7 @@ class Replay:
         self._is_plain = not (changed or self._left or held)
 
     def keep(self, tensors: Sequence[Any]) -> dict[int, torch.Tensor]:
-        """Return copies of the tensors whose values a call replaces and its results depend on.
-
-        ``tensors`` are the module's tensors before the call, in the order of the state's names.
-        """
+        """Return copies of the module's ``tensors`` that a call replaces and its results need."""
         return {i: tensors[i].detach().clone() for i in self._kept}
 
     def can_replace(self, tensors: Sequence[Any]) -> bool:
@@ -82,7 +75,6 @@ class Replay:
         It returns ``(results, left)`` if forward leaves values in attributes.
 
         Args:
-            tensors: the module's tensors at the call.
             kept: the copies that :meth:`keep` returned before the call.
         """
         module = self._state.module

@@ -17,13 +17,7 @@ from tvmbridge.runtime.specialization import Specialization
 
 
 def compile_sample(policy: Policy, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Compile code for a sample, unless there is code for it.
-
-    Args:
-        policy: the policy of the module.
-        args: the positional arguments of the sample.
-        kwargs: the keyword arguments of the sample.
-    """
+    """Compile code for a sample, unless there is code for it."""
     if policy.options.freeze:
         policy.kept.drop_outdated()
     if policy.sizes is not None and policy.sizes.spec is not None:

@@ -39,8 +39,6 @@ class SavedVersions:
     """Finds the saved tensors that not every backward reads, and notes their versions.
 
     Args:
-        compiled: a module compiled with gradients.
-        reads: positions of the primals that backward reads.
         overwritten: positions of the primals that are saved as copies, since a call writes them.
     """
 
@@ -89,10 +87,7 @@ class SavedVersions:
         it that has no version check.
 
         Args:
-            step: the :class:`~.step.TrainingStep` that keeps the noted versions.
-            places: the positions of the primals ``read``.
             read: the primals that backward reads.
-            outputs: all outputs of forward.
             kept: the outputs that backward reads.
         """
         if not self._any:

@@ -40,8 +40,6 @@ class SecondOrder:
     - ``backwards``: how often the own forward has run for a backward.
 
     Args:
-        state: the module's state.
-        captured: the graph of the compiled code.
         mismatch: a function of the arguments' leaves and the module's tensors, which returns why
             the code would not serve such a call now, or None.
     """
@@ -65,15 +63,10 @@ class SecondOrder:
     def call(
         self, leaves: Sequence[Any], tensors: Sequence[Any], pinned: Pinned | None = None
     ) -> SecondOrderCall | Reason:
-        """Record a call, so that forward can run again for its backward.
+        """Record a call, so that forward can run again for its backward; or return why it must not.
 
         Args:
-            leaves: the leaves of the call's arguments.
-            tensors: the module's tensors.
             pinned: addresses and mode that a fast guard has checked; None: read them now.
-
-        Returns:
-            The recorded call, or the reason why forward must not run again.
         """
         return self._refused or SecondOrderCall(self, leaves, tensors, pinned or self.pin(tensors))
 
@@ -111,8 +104,6 @@ class SecondOrder:
         Values that forward writes are None: no gradient arrives at them.
 
         Args:
-            leaves: the leaves of the arguments.
-            tensors: the module's tensors at the call.
             kept: copies of tensors that the call has written.
             generator: the state of PyTorch's random generator to start from; None: forward draws
                 no random numbers.
@@ -145,9 +136,6 @@ class SecondOrderCall:
     """One recorded call, which can compute gradients that can be differentiated.
 
     Args:
-        own: runs the module's own forward.
-        leaves: the leaves of the call's arguments.
-        tensors: the module's tensors.
         pinned: the addresses of the tensors and the mode at the call.
     """
 
@@ -200,12 +188,7 @@ class SecondOrderCall:
     def gradients(
         self, wanted: Sequence[int], cotangents: Mapping[int, torch.Tensor]
     ) -> list[torch.Tensor | None]:
-        """Return differentiable gradients of the primals ``wanted``; None if none reaches one.
-
-        Args:
-            wanted: the numbers of primals that require a gradient.
-            cotangents: the cotangents that arrived, by the number of the computed output.
-        """
+        """Return differentiable gradients of the primals ``wanted``; None if none reaches one."""
         primals = self._primals
         kept = {id(t) for t in self._tensors}
         with torch.enable_grad():

@@ -42,7 +42,6 @@ class Watched:
     """Watches the outputs of one call that other outputs are computed from.
 
     Args:
-        outputs: all outputs of the call.
         readers: for each watched output, the numbers of the outputs computed from it.
     """
 
@@ -55,14 +54,7 @@ class Watched:
             outputs[reader].register_hook(_InputsWatch(self, reader))
 
     def refuse_hooks(self, cotangents: Sequence[torch.Tensor | None]) -> None:
-        """Raise if a hook on a watched output would miss a gradient.
-
-        Args:
-            cotangents: one for each output; None if it did not arrive.
-
-        Raises:
-            BridgeError: an output has a hook, and an output computed from it has a cotangent.
-        """
+        """Raise if a hook on a watched output would miss a gradient."""
         for number, reference in self._outputs.items():
             output = reference()
             if output is None or not (output.retains_grad or _has_hooks(output)):
@@ -75,12 +67,6 @@ class Watched:
 
         The gradient would miss the part that flows through ``reader``. The compiled backward
         does not run in that case, so a hook of ``reader`` makes this check.
-
-        Args:
-            reader: the number of an output that a cotangent has arrived for.
-
-        Raises:
-            BridgeError: the running backward has such an input.
         """
         inputs = _inputs_of_backward()
         if _are_leaves(inputs):

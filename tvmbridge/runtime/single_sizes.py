@@ -38,7 +38,6 @@ class SingleSizes:
         """Let ``specialization`` have code for its size; drop the least used one if needed.
 
         Args:
-            specialization: the specialisation of a call.
             reason: why there is no symbolic code for it, for the error.
             few: the number of sizes that calls may have; 0: there are many.
 

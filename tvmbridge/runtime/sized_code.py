@@ -38,12 +38,6 @@ def compiled_for(
     another number of the graph. The least sizes of 2 are then not among those served.
 
     Args:
-        compiler: the compiler of the module.
-        names: the names of the arguments' leaves, for messages.
-        trace: the module traced with the symbols.
-        sample: arguments of some size.
-        mode: the mode to compile for.
-        symbols: the symbolic dimensions.
         bounds: candidates for the smallest point, tried in order; the last element is the
             largest point.
 

@@ -96,18 +96,12 @@ class Specialization:
         return found or self.failures.get((mode, flags))
 
     def full(self, mode: Mode, most: int) -> Reason | None:
-        """Return why a call may not compile another entry in ``mode``; None if it may.
-
-        ``most`` is the limit of entries and failures in a mode.
-        """
+        """Return why ``mode`` may have no more entries and failures than ``most``, or None."""
         tried = sum(failed == mode for failed, _ in list(self.failures))
         return Reason(Kind.FULL) if len(self.entries.get(mode, ())) + tried >= most else None
 
     def add(self, mode: Mode, entry: CompiledEntry, most: int) -> tuple[CompiledEntry, ...]:
-        """Keep ``entry`` as the most recently used one; return the entries that were dropped.
-
-        If a mode has more than ``most`` entries, the least recently used ones are dropped.
-        """
+        """Keep ``entry`` as the last used one; return those that exceed ``most`` in its mode."""
         with self._changing:
             others = [v for v in self.entries.get(mode, ()) if v.flags != entry.flags]
             kept = (entry, *others)

@@ -140,12 +140,7 @@ class SpeedTrial:
         """Serve one call by ``code`` or by ``own``, and time it while the trial lasts.
 
         Args:
-            code: serves the call by compiled code.
-            own: serves it by the module's own forward.
             before: seconds that the guards took, which count as time of compiled code.
-
-        Returns:
-            The results of the call.
         """
         if self.steps_aside:
             return self.serve_aside(own)

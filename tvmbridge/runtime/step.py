@@ -69,8 +69,6 @@ class ConvertedTensors:
         """Return the converted arguments of a backward without some of the cotangents.
 
         Args:
-            loaded: the code of that backward.
-            count: the number of its arguments.
             given: the positions of arguments that are results of compiled code.
         """
         bound = self.partial.get(loaded)
@@ -84,9 +82,6 @@ class TrainingStep:
     """One call of forward, and the state that its backward needs.
 
     Args:
-        call: the :class:`~.autograd.TrainingCall` that runs the step.
-        primals: the inputs of compiled code.
-        strides: the strides of the outputs; None: the strides of the sample.
         again: computes gradients that can be differentiated, or says why there are none.
         held: the module's converted tensors; None: not converted.
         replayed: the results of a CUDA graph; None: forward has not been replayed.
@@ -181,9 +176,6 @@ class TrainingStep:
 
     def refuse_written(self, cotangents: Sequence[torch.Tensor | None]) -> None:
         """Check that no tensor that this backward reads was written since forward.
-
-        Args:
-            cotangents: one for each output, None if it did not arrive; they decide what is read.
 
         Raises:
             RuntimeError: a tensor was written, as in eager PyTorch.

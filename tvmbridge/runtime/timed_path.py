@@ -11,13 +11,52 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
+from torch import nn
+
 from tvmbridge.calls.arguments import Arguments
+from tvmbridge.core.generated import Scope
 from tvmbridge.core.profiling import profiling
+from tvmbridge.core.torch_private import GlobalStateGuard, saved_tensors_hooks_in_force
 from tvmbridge.runtime.entry import CompiledEntry
 from tvmbridge.runtime.fast_path import FastPath
-from tvmbridge.runtime.guards.arguments import ArgumentsGuard
+from tvmbridge.runtime.guards.fast import FastGuard, generated_guard
 from tvmbridge.runtime.guards.signature import Signature
 from tvmbridge.runtime.speed_trial import SpeedTrial
+
+
+class ArgumentsGuard(FastGuard):
+    """Accepts calls with the same kind of arguments and the same PyTorch modes as one call.
+
+    It does not compare the module's tensors and attributes, because the module's own forward is
+    right for any of them.
+
+    Args:
+        records: whether autograd records the call; then calls inside a checkpoint are refused.
+    """
+
+    def __init__(
+        self, module: nn.Module, signature: Signature, leaves: Sequence[Any], records: bool
+    ) -> None:
+        self._lines: list[str] = []
+        self._scope = Scope(
+            {
+                "attributes": module.__dict__,
+                "flatten": signature.leaves_of,
+                "same_state": GlobalStateGuard().check,
+                "saved_hooks": saved_tensors_hooks_in_force,
+            }
+        )
+        self._refuse_if(f"attributes['training'] is not {module.training}")
+        self._emit_arguments(signature)
+        self._emit_constants(signature.constants)
+        self._emit_numbers(signature)
+        self._emit_tensors(signature, leaves)
+        self._refuse_if("not same_state()")
+        if records:
+            self._refuse_if("saved_hooks(True) is not None")
+        self.source, self.check = generated_guard(self._lines, self._scope)
+        self.check_under_dynamo = self.check
+
 
 RunOwn: TypeAlias = Callable[[Arguments], Any]
 
@@ -49,13 +88,7 @@ class _Checked(NamedTuple):
 
 
 class _Path:
-    """The base of both paths; an instance is the ``guard`` and the ``entry`` of its own path.
-
-    Args:
-        code: the compiled entry whose calls the path serves.
-        trial: the speed trial of the entry.
-        run_own: runs the module's own forward on the arguments of a call.
-    """
+    """The base of both paths; an instance is the ``guard`` and the ``entry`` of its own path."""
 
     direct = None
 

@@ -20,10 +20,6 @@ def try_out(entry: CompiledEntry, leaves: Sequence[Any]) -> None:
 
     Code that cannot run must fail now, not in the middle of a training step: the module's own
     forward can still serve the call. Module state, arguments and random state do not change.
-
-    Args:
-        entry: the compiled entry.
-        leaves: the leaves of a call's arguments.
     """
     foreign = foreign_among(entry.compiled.aten_calls)
     draws = bool(entry.compiled.captured.noise or foreign)

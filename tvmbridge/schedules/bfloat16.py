@@ -8,14 +8,15 @@ bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
 import tvm_ffi
 from tvm import tirx
 from tvm.ir import Call, Expr
+
+from tvmbridge.core.set_within import set_within
 
 NAME = "bfloat16"
 _ARITHMETIC = (tirx.Add, tirx.Sub, tirx.Mul, tirx.Div, tirx.Max, tirx.Min)
@@ -55,14 +56,9 @@ def to_memory(value: Expr, dtype: str, memory: str) -> Expr:
     return tirx.reinterpret(NAME, bits) if memory == NAME else bits
 
 
-@contextmanager
-def rounded_by_cuda(enabled: bool = True) -> Iterator[None]:
+def rounded_by_cuda(enabled: bool = True) -> AbstractContextManager[object]:
     """Make :func:`rounded` use CUDA's conversion instruction, which only CUDA source can call."""
-    token = _by_cuda.set(enabled)
-    try:
-        yield
-    finally:
-        _by_cuda.reset(token)
+    return set_within(_by_cuda, enabled)
 
 
 def rounded(value: Expr) -> Expr:

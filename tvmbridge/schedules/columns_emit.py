@@ -96,12 +96,6 @@ def _places(
 
     Code for any size binds them to variables, which are not simplified further: with one block, the
     number of a task is its row, and the code would differ from that for several blocks.
-
-    Args:
-        e: the emitter of the reduction.
-        task: the number of the task.
-        blocks: the number of blocks of a row.
-        parts: the number of parts of a block.
     """
     each = integer(parts)
     if not sizes_vary():

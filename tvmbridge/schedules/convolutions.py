@@ -33,10 +33,7 @@ def fits(form: SameConvolution, machine: Machine) -> bool:
 
 
 def convolution(form: SameConvolution, machine: Machine) -> tirx.PrimFunc:
-    """Return the TIR function for a convolution or gradient for which :func:`fits` is true.
-
-    Its parameters are the operands and the result.
-    """
+    """Return the TIR function (operands, result) of a convolution or gradient that :func:`fits`."""
     names = [f"operand{i}" for i in range(len(form.shapes) - 1)]
     buffers = [
         tirx.decl_buffer([integer(n) for n in shape], DTYPE, name)

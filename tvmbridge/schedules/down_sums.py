@@ -108,10 +108,6 @@ class DownSum:
         """Add the statements to ``evaluator`` that combine ``element`` with a part's result.
 
         Args:
-            evaluator: the evaluator of the loop over the row.
-            part: the part of the rows.
-            offset: the position of the result.
-            element: the element to combine.
             fresh: the condition that the element was not added by an overlapping vector before;
                 None if vectors do not overlap.
         """

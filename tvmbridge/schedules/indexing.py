@@ -121,10 +121,7 @@ def unravel(position: Expr, axes: Sequence[Axis], indexer: Indexer) -> dict[Any,
 
 
 def split_axes(axes: Sequence[Axis], rows: int) -> tuple[Sequence[Axis], Sequence[Axis]] | None:
-    """Split a list of axes into leading axes with ``rows`` elements in all, and the rest.
-
-    None if no such split exists; no axis itself is divided.
-    """
+    """Split axes, none divided, into leading ones of ``rows`` elements and the rest, or None."""
     for cut in range(len(axes), -1, -1):
         if prod(axis.extent for axis in axes[:cut]) == rows:
             return axes[:cut], axes[cut:]

@@ -116,8 +116,6 @@ def over_vectors(
     If ``lanes`` does not divide ``extent``, the last step overlaps the one before it.
 
     Args:
-        extent: the number of positions.
-        lanes: the number of positions of a step.
         body: ``body(base, fresh)`` returns the statements for ``lanes`` positions from ``base``.
             Positions from ``fresh`` on are new; None if no step overlaps.
         steps: builds the loop from the number of steps and its body.

@@ -46,7 +46,6 @@ class Machine:
 
         Args:
             work: the number of expression nodes that the whole loop evaluates.
-            steps: the number of steps of the loop, which limits the number of parts.
         """
         if self.cores == 1:
             return 1

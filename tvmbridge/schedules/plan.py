@@ -91,10 +91,7 @@ def plan(kernel: Kernel, machine: Machine) -> list[Nest]:
 
 
 def _joins(nest: Nest, stage: KernelStage, machine: Machine) -> bool:
-    """Add ``stage`` to ``nest`` if its rows fit and all cores still have enough work.
-
-    Return whether it was added.
-    """
+    """Add ``stage`` to ``nest`` if its rows fit and all cores have work; return True if added."""
     longest = machine.longest_row
     if not isinstance(nest, RowNest) or longest is None or stage.reduction is not None:
         return nest.add(stage)

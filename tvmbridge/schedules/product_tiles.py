@@ -97,10 +97,7 @@ class Tile:
         return self.each(lambda r, c: store(sums, tirx.const(0.0, DTYPE), r, c))
 
     def each(self, element: _Element) -> tirx.Stmt:
-        """Return the statements ``element(row, column)`` for all elements of a tile.
-
-        The loops are unrolled, so that LLVM keeps the tile in registers.
-        """
+        """Return ``element(row, column)`` of a tile, unrolled: LLVM keeps the tile in registers."""
 
         def vectors(row: Expr) -> list[tirx.Stmt]:
             def vector(number: Expr) -> list[tirx.Stmt]:

@@ -53,18 +53,12 @@ def fits(form: Form, machine: Machine) -> bool:
 
 
 def _copies_right(form: Form) -> bool:
-    """Whether the right operand, if it is transposed, is the one to copy.
-
-    In a batch the smaller operand is copied; otherwise the left one.
-    """
+    """Whether a transposed right operand is copied: the smaller in a batch, else the left."""
     return form.batch is not None and form.columns <= form.rows
 
 
 def product(form: Form, machine: Machine) -> tirx.PrimFunc:
-    """Return the TIR function that computes a product for which :func:`fits` is true.
-
-    Its parameters are the two operands and the result.
-    """
+    """Return the TIR function (operands, result) of a product for which :func:`fits` is true."""
     left, right, out = (
         tirx.decl_buffer([integer(n) for n in shape], DTYPE, name)
         for shape, name in zip(form.shapes, ("left", "right", "out"), strict=True)
@@ -212,12 +206,8 @@ def _transposed(
     """Return a loop that transposes a matrix into ``copy``.
 
     Args:
-        rows: the matrix, with ``depth`` columns.
         copy: the buffer (depth, padded).
-        count: the number of rows of the matrix.
         padded: the number of columns of ``copy``; columns after ``count`` become zero.
-        depth: the number of columns of the matrix.
-        machine: the machine to generate code for.
     """
     lanes = machine.lanes
 

@@ -131,7 +131,6 @@ class ReductionEmitter:
 
         Args:
             tasks: the number of tasks that run in parallel anyway.
-            steps: the number of steps of each task.
         """
         nest = self.nest
         work = nest.rows * nest.columns * self.stage.depth * (self.cost + 8)
@@ -159,9 +158,6 @@ def loop_of_tasks(
     """Return a loop over tasks, parallel if there is enough work.
 
     Args:
-        e: the emitter of the reduction.
-        tasks: the number of tasks.
-        task: returns the statements of the task with a number.
         extent: the number of tasks as an expression of sizes; None: it is no quotient.
     """
     nest = e.nest

@@ -15,14 +15,7 @@ from typing import Any
 import tvm_ffi
 from tvm.ir import Expr
 
-from tvmbridge.schedules.indexing import (
-    Indexer,
-    cut_axes,
-    index_var,
-    integer,
-    split_axes,
-    unravel,
-)
+from tvmbridge.schedules.indexing import Indexer, cut_axes, index_var, integer, split_axes, unravel
 from tvmbridge.schedules.kernel import Kernel, KernelStage
 from tvmbridge.schedules.reader import Axis, Buffer, substitute, variables
 from tvmbridge.schedules.values import reads
@@ -118,10 +111,7 @@ class RowNest:
         return next((m for m in self.members if m.stage.buffer.same_as(buffer)), None)
 
     def add(self, stage: KernelStage) -> bool:
-        """Add ``stage`` if each of its rows reads only the same row of earlier members.
-
-        Return whether it was added.
-        """
+        """Add ``stage`` if its rows read only the same rows of members; return True if added."""
         axes = row_axes(stage, self.rows)
         if axes is None and self.cuts and stage.reduction is None:
             parts = cut_axes(stage.spatial, self.rows)
@@ -198,7 +188,6 @@ def _earliest(source: Member, looped: bool, same: bool) -> int:
     """Return the first time at which a stage that reads ``source`` can run.
 
     Args:
-        source: the member that is read.
         looped: whether the reading stage runs in a pass over columns.
         same: whether it reads only its own column.
     """
@@ -218,10 +207,7 @@ def extent_of(axes: Sequence[Axis]) -> int:
 
 
 def row_axes(stage: KernelStage, rows: int) -> SplitAxes | None:
-    """Split a stage's axes into row axes, with ``rows`` elements in all, and column axes.
-
-    Reduced axes are columns. None if there is no such split.
-    """
+    """Split axes into row axes of ``rows`` elements and columns, with all reduced axes; or None."""
     if stage.reduction is not None:
         return (stage.spatial, stage.reduced) if stage.size == rows else None
     return split_axes(stage.spatial, rows)

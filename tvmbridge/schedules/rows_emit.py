@@ -252,12 +252,8 @@ class RowEmitter:
         """Return a vector loop that computes the members' elements at ``lanes`` columns.
 
         Args:
-            members: the stages of the pass.
             accumulators: the accumulators of the members that reduce the row.
-            row: the row.
-            base: the first column.
             fresh: the first column that no earlier vector computed; None if vectors do not overlap.
-            lanes: the number of columns.
         """
 
         def body(evaluator: Evaluator, lane: Expr) -> None:

@@ -18,14 +18,7 @@ from tvm.ir import Call, Expr, TensorLoad
 from tvmbridge.schedules import bfloat16
 from tvmbridge.schedules.indexing import Indexer, integer
 from tvmbridge.schedules.kernel import Kernel, KernelStage
-from tvmbridge.schedules.reader import (
-    Buffer,
-    chooses,
-    fresh_lets,
-    is_if,
-    substitute,
-    variables,
-)
+from tvmbridge.schedules.reader import Buffer, chooses, fresh_lets, is_if, substitute, variables
 
 Indices = tuple[Expr, ...]
 

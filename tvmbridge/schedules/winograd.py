@@ -45,8 +45,6 @@ def convolution_body(form: SameConvolution, machine: Machine, *buffers: Buffer) 
     """Return the loops that compute a convolution or the gradient of its data.
 
     Args:
-        form: the convolution; :func:`.convolutions.fits` must be true for it.
-        machine: the machine to generate code for.
         buffers: the operands, and then the result.
     """
     return _Emitter(form, machine, *buffers).loops()

@@ -82,10 +82,7 @@ def kernel_gradient(products: list[Expr]) -> list[Expr]:
 
 
 def tile_of(filters: int, machine: Machine) -> Tile | None:
-    """Return the highest tile whose height divides the filters; None if there is none.
-
-    Overlapping tiles would add some sums twice.
-    """
+    """Return the highest tile that divides the filters, or None: overlaps would add sums twice."""
     for height in range(height_of(machine), _LOWEST - 1, -1):
         if filters % height == 0:
             return Tile(height, machine.lanes)
@@ -119,10 +116,7 @@ class Pairs:
     def read(
         self, pictures: Buffer, channel: Expr, pair: Expr, x: Expr, around: int = 0
     ) -> list[Expr]:
-        """Return column ``x`` of the pair's rows and of ``around`` more rows on both sides.
-
-        Rows outside of the image are zero.
-        """
+        """Return column ``x`` of the pair's rows and ``around`` more, zeros outside the image."""
         picture, first = self.place(pair)
 
         def row(offset: int) -> Expr:
@@ -165,10 +159,7 @@ class Pairs:
 
 
 def filled(value: Expr, buffer: Buffer, lanes: int, *indices: Expr) -> tirx.Stmt:
-    """Return a loop that fills the last dimension of ``buffer`` with ``value``.
-
-    ``lanes`` must divide the dimension.
-    """
+    """Return a loop that fills the last dimension, a multiple of ``lanes``, with ``value``."""
     extent = int(buffer.shape[-1])
     return in_vectors(extent, lanes, lambda place: [store(buffer, value, *indices, place)])
 

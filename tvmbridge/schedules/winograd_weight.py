@@ -40,8 +40,6 @@ def weight_gradient_body(form: SameConvolution, machine: Machine, *buffers: Buff
     """Return the loops that compute the weight's gradient.
 
     Args:
-        form: the convolution; :func:`.convolutions.fits` must be true for it.
-        machine: the machine to generate code for.
         buffers: cotangent, data and result.
     """
     return _WeightEmitter(form, machine, *buffers).loops()

@@ -27,8 +27,6 @@ def attach_sizes(mod: tvm.IRModule, count: int, prefix: str) -> tvm.IRModule:
 
     Args:
         mod: a module whose symbols are free variables, named ``prefix`` and a number.
-        count: the number of symbols.
-        prefix: the beginning of the variables' names.
     """
     names = [f"{prefix}{i}" for i in range(count)]
     functions: dict[Any, Any] = {}

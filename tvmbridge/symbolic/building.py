@@ -15,15 +15,7 @@ import torch
 import tvm
 
 from tvmbridge.cache.key import digest_of
-from tvmbridge.compiler.build import (
-    Built,
-    Code,
-    Fused,
-    Scheduled,
-    compile_code,
-    prepare,
-    schedule,
-)
+from tvmbridge.compiler.build import Built, Code, Fused, Scheduled, compile_code, prepare, schedule
 from tvmbridge.compiler.cached_build import CachedBuild
 from tvmbridge.core.decisions import (
     Decision,
@@ -54,11 +46,6 @@ def build_for_all(
 
     Args:
         graphs: for each point of ``sizes``, the module, and how its residuals are bundled.
-        sizes: finds the functions of the symbols.
-        target: the target.
-        options: how to compile.
-        device: the device that the code runs on.
-        records: receives a record of each pass.
 
     Raises:
         DifferentCodeError: the code at the points differs in more than sizes.
@@ -102,9 +89,7 @@ def code_for_all(
 
     Args:
         graphs: for each point of ``sizes``, the module, and how its residuals are bundled.
-        sizes: finds the functions of the symbols.
         prepare_one: chooses the kernels of a module, and fuses its functions.
-        records: receives a record of each pass.
 
     Raises:
         DifferentCodeError: the code at the points differs in more than sizes.

@@ -20,9 +20,6 @@ def with_common_callees(mods: Sequence[tvm.IRModule]) -> list[tvm.IRModule]:
     """Return the modules changed so that two calls share a function in all of them or in none.
 
     Modules with different numbers of calls are returned unchanged; they cannot be generalized.
-
-    Args:
-        mods: modules of equal calls of TIR functions, for several sizes.
     """
     callees = [_callees(mod) for mod in mods]
     if len({len(each) for each in callees}) > 1 or all(each == callees[0] for each in callees):

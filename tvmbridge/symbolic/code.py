@@ -151,9 +151,7 @@ def lowered_at_all(
     """Lower a module at each of ``points``, with the decisions of the first.
 
     Args:
-        points: the points.
         trace: the module with symbols, which the graphs at the other points come from.
-        sample_at: returns arguments whose symbolic dimensions have the sizes of a point.
         lower: lowers the module at a point, with what is known of it.
 
     Raises:

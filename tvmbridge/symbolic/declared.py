@@ -46,8 +46,6 @@ class DeclaredDimension:
         """Return the declaration in ``given``; None if it declares the dimension static.
 
         Args:
-            given: the spec's entry for the dimension: an integer, a hint, a Dim or None.
-            size: the size of the dimension in the call.
             where: a phrase for the dimension in messages.
 
         Raises:
@@ -98,12 +96,6 @@ def declared(
 ) -> dict[Dimension, DeclaredDimension]:
     """Return the dimensions of a call that ``spec`` declares dynamic, with their declarations.
 
-    Args:
-        spec: the ``dynamic_shapes`` of torch.export.
-        forward: the function that is called.
-        args: the positional arguments of the call.
-        kwargs: its keyword arguments.
-
     Raises:
         torch._dynamo.exc.UserError: torch.export finds that ``spec`` does not match the arguments.
         ValueError: ``spec`` names a dimension or a size that the call does not have.
@@ -144,7 +136,6 @@ def symbols_of(
     a symbol if their sizes agree in all ``calls``.
 
     Args:
-        found: the declared dimensions.
         calls: the shapes of the arguments in each known call.
         without: dimensions that become static if they are declared ``Dim.AUTO``.
     """

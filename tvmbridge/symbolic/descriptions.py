@@ -23,8 +23,6 @@ def merged(values: Sequence[_T], sizes: Sizes, where: str) -> _T:
     """Combine ``values``, one for each point of ``sizes``, into one symbolic description.
 
     Args:
-        values: the descriptions at the points.
-        sizes: finds the functions of the symbols.
         where: a phrase for the description in messages.
 
     Raises:

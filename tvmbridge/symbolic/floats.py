@@ -31,12 +31,6 @@ def float_of_sizes(
 ) -> Expr | None:
     """Return an expression of the symbols with these ``values`` at the points of ``sizes``.
 
-    Args:
-        values: the values of a literal in the code, one for each point.
-        dtype: the dtype of the literal.
-        sizes: finds the functions of the symbols.
-        symbols: the variables of the symbols.
-
     Returns:
         A float64 expression that equals ``values`` when rounded to ``dtype``; None if no known form
         fits.

@@ -73,12 +73,8 @@ def points_within(
     """Return sample points at which all relations hold that forward assumes of sizes.
 
     Args:
-        trace: the module traced with symbols, with the relations that forward assumes of sizes.
-        symbols: the symbolic dimensions.
-        sample: arguments of some size.
         smallest: candidates for the smallest point, in order of preference.
         largest: the largest size of each symbol that calls had.
-        names: the names of the leaves of the arguments for messages.
         refused: numbers that no size may be. The trace's static numbers are avoided where the
             code is for as small sizes without them.
 
@@ -169,19 +165,13 @@ def points_for(
     refused: Collection[int] = (),
     floors: Sequence[int] | None = None,
 ) -> Points | None:
-    """Return sample points whose range contains the given sizes and many others.
+    """Return sample points whose range contains the given sizes and many others, or None.
 
     Args:
-        smallest: the smallest size of each symbol that calls had.
-        largest: the largest size of each symbol that calls had.
-        bounds: the upper bound of each symbol.
         tight: whether to stay close to the smallest sizes.
         avoided: numbers that no size may be, except a smallest size if calls have no larger one.
         refused: numbers that no size may be, except a smallest size of 2.
         floors: the least value of each symbol, which several symbols may have; None: 2.
-
-    Returns:
-        The points, or None if there are none.
     """
     taken = {*avoided, *refused}
     used = set(refused)

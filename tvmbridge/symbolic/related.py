@@ -33,9 +33,6 @@ def related(
     A unit is an integer: all sizes of the symbol grow in steps of it.
 
     Args:
-        symbols: one symbol for each group of dimensions with equal sizes.
-        relations: the relations between sizes that forward assumes.
-        sample: arguments of some size.
         seen: the sizes of the symbols in known calls.
     """
     merged = _merged(symbols, relations)
@@ -90,19 +87,13 @@ def _in_units(
 def divided(
     symbols: Symbols, trace: SymbolicTrace, sample: Arguments, seen: Sequence[Point]
 ) -> Symbols | None:
-    """Return the symbols in units of the numbers by which shapes in a trace divide sizes.
+    """Return the symbols in units of what shapes in a trace divide sizes by, or None without such.
 
     For images that are cut into patches, the unit is a patch: the number of patches is then a
     product of symbols.
 
     Args:
-        symbols: the symbols.
-        trace: the trace of the module with symbols.
-        sample: arguments of some size.
         seen: the sizes of the symbols in known calls; they must be multiples of the units.
-
-    Returns:
-        The symbols in units, or None if there are no units that forward permits.
     """
     found: dict[Any, int] = {}
     for node in trace.program.graph.nodes:

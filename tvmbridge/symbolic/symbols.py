@@ -88,9 +88,6 @@ class Symbols:
     def point(self, leaves: Sequence[Any]) -> Point | None:
         """Return the values of the symbols in a call.
 
-        Args:
-            leaves: the leaves of the arguments.
-
         Returns:
             The values, or None if a symbol's dimensions contradict, or a value is 0 or 1.
         """

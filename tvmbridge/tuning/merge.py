@@ -10,6 +10,7 @@ from pathlib import Path
 from tvm.target import Target
 
 from tvmbridge.core.errors import BridgeError
+from tvmbridge.core.own_files import replace_file
 from tvmbridge.records.folder import (
     FAILED_SECONDS,
     RECORDS,
@@ -20,7 +21,7 @@ from tvmbridge.records.folder import (
     TaskRecords,
     Verdict,
 )
-from tvmbridge.records.jsonlines import locked, replace_file
+from tvmbridge.records.jsonlines import locked
 from tvmbridge.records.meta import NAME as META
 from tvmbridge.records.meta import Meta, read_meta, target_name, write_meta
 from tvmbridge.records.tasks import Task
@@ -30,7 +31,6 @@ def merge(sources: Sequence[Path], out: Path | None = None) -> Path:
     """Merge the records of several folders; keep the best record of each tuned task.
 
     Args:
-        sources: folders of one target, or log directories with the folder of a single target.
         out: the folder to write; None: the first of ``sources``.
 
     Returns:
@@ -144,7 +144,7 @@ def _write(folder: Path, meta: Meta, entries: Iterable[TaskRecords]) -> None:
                 (RECORDS, records),
             ):
                 lines = (json.dumps(value, separators=(",", ":")) + "\n" for value in values)
-                replace_file(folder / name, "".join(lines))
+                replace_file(folder / name, "".join(lines).encode())
             if not (folder / META).exists():
                 write_meta(folder, meta)
     except OSError as error:

@@ -52,12 +52,8 @@ def start(module: str, target: str, history: History, trials: int, batch: int, s
     """Begin the search for one function.
 
     Args:
-        module: the JSON of a module with the function ``main``.
-        target: the text of the target.
         history: the traces of earlier records, with their times in seconds.
-        trials: the number of candidates to propose in all.
         batch: the number of candidates in a batch.
-        seed: the seed of the search's random draws.
     """
     global _search
     _leave_out_intrinsics()

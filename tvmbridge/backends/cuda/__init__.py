@@ -18,10 +18,9 @@ from tvmbridge.backends.cuda.bits import register_bits
 from tvmbridge.backends.cuda.identity import gpu_identity
 from tvmbridge.backends.cuda.rocm import register_rocm
 from tvmbridge.backends.cuda.source import arch_of, register_compiler
-from tvmbridge.core.attention_kernels import attention_switched_off
 from tvmbridge.core.decisions import sizes_vary
 from tvmbridge.core.devices import gpu_index
-from tvmbridge.core.kernel_settings import precision_reader
+from tvmbridge.core.kernel_settings import attention_switched_off, precision_reader
 from tvmbridge.core.torch_private import current_raw_stream
 from tvmbridge.legalize.aten import FOR_GPUS
 from tvmbridge.legalize.fences import fence_arithmetic

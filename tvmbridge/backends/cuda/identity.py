@@ -15,7 +15,7 @@ import torch
 
 from tvmbridge.backends.cuda.nvrtc import nvrtc
 from tvmbridge.backends.cuda.source import NVRTC, cuda_compiler
-from tvmbridge.core.builds import build_stamp
+from tvmbridge.core.machine import build_stamp
 
 # Prefixes of variables that CUDA's and AMD's compilers and libraries, or PyTorch's allocator, read.
 _PREFIXES = ("CUBLAS", "CUDA_", "CUDNN", "HIP", "HSA_", "NVIDIA_", "NVRTC", "PYTORCH_", "ROC")

@@ -166,10 +166,6 @@ def placed_dynamic_shapes(
     """Call ``place`` for each leaf of the arguments, with its part of a ``dynamic_shapes`` spec.
 
     Args:
-        forward: the function that the arguments are for; its signature names them.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        spec: the ``dynamic_shapes`` of ``torch.export.export``.
         place: called as ``place(path, leaf, shape)``, with the path to the leaf as a string and
             the part of ``spec`` for the leaf.
 
@@ -264,9 +260,6 @@ def guard_global_hooks(names: Iterable[str]) -> None:
     """Make TorchDynamo compile again when hooks of all modules are added or removed.
 
     Dynamo reads these hooks during a capture, but by default has no guards for them.
-
-    Args:
-        names: the names of the dicts of hooks in ``torch.nn.modules.module``.
     """
     guards = importlib.import_module("torch._dynamo.guards")
     sources = importlib.import_module("torch._dynamo.source")

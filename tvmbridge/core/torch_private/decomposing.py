@@ -53,9 +53,7 @@ def traced_without_writes(
     """Return the graph of ``function(*tensors)``, decomposed by ``table``, with writes removed.
 
     Args:
-        function: a function of tensors; its results are the results of the graph.
         tensors: the operands, which are fake.
-        table: the decompositions.
         may_write: the number of operands, from the first on, that the function may write into.
 
     Raises:

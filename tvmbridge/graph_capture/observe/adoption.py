@@ -47,10 +47,6 @@ class Adoption:
 
         If forward derived a found tensor from another tensor (``t.data``), the result has the
         other tensor.
-
-        Args:
-            module: the user's module.
-            leaves: the leaves of the sample's arguments.
         """
         own = tensors_of(module)
         device = _device_of([*leaves, *own.values()])
@@ -83,9 +79,6 @@ class Adoption:
         """Raise if forward reads the memory of an adopted or watched tensor by another tensor.
 
         Such a read bypasses the graph input or guard of the adopted or watched tensor.
-
-        Raises:
-            CaptureError: compiled code would miss writes into the tensor.
         """
         known = [*self.adopted, *_labelled(self.watched).values()]
         for tensor in self.found.values():

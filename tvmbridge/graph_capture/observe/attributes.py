@@ -75,11 +75,6 @@ def recorded_assignments(
     """Yield a set that collects the attributes that are assigned before they are read.
 
     Forward depends on no earlier value of such an attribute: it reads back its own value.
-
-    Args:
-        module: as for :func:`recorded_reads`.
-        reads: the set that :func:`recorded_reads` fills at the same time.
-        foreign: records assignments to attributes of modules outside ``module``.
     """
     names = {id(m): name for name, m in module.named_modules(remove_duplicate=False)}
     assigned: set[tuple[str, str]] = set()
@@ -97,10 +92,7 @@ def recorded_assignments(
 
 
 def own_names(module: nn.Module) -> frozenset[str]:
-    """Return the names of the attributes in the module's ``__dict__`` that not every module has.
-
-    Attributes that a dispatch sets, such as ``forward``, are left out.
-    """
+    """Return the names in the module's ``__dict__`` that not every module has, and no dispatch."""
     return frozenset(n for n in vars(module) if n not in _OF_EVERY_MODULE)
 
 
@@ -166,10 +158,8 @@ def read_and_left(
     """Yield a complaint for each attribute that forward writes and the next call depends on.
 
     Args:
-        values: the values of the attributes that forward reads.
         left: the attributes that forward sets at each call, and how.
         read_first: the attributes of ``left`` that forward reads before it writes them.
-        foreign: ids of tensors that forward reads and that are no inputs of the graph.
     """
     for key in read_first:
         value = values.get(key)

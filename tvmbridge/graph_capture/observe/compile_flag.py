@@ -35,7 +35,6 @@ def goes_another_way(module: nn.Module, observe: Callable[..., Observation]) -> 
     """Whether forward runs other operators or has other effects if ``is_compiling()`` is False.
 
     Args:
-        module: the module whose forward is observed.
         observe: observes forward once; ``within`` are contexts to run it in, and ``is_compiling``
             is the value that ``torch.compiler.is_compiling()`` returns.
 

@@ -51,12 +51,6 @@ def describe_inputs(
 ) -> tuple[tuple[InputDescriptor, ...], dict[str, torch.Tensor]]:
     """Describe the inputs of ``program``.
 
-    Args:
-        module: the module that was exported.
-        program: the exported program.
-        leaves: the leaves of the sample's arguments.
-        needs_grad: whether the backward is compiled as well.
-
     Returns:
         The descriptors, in the order user inputs, parameters, buffers, other tensor attributes,
         constants; and the constant tensors by the names of their placeholders.

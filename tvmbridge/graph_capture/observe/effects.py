@@ -31,7 +31,6 @@ class StateBefore:
     """The state that forward could write, recorded before it runs.
 
     Args:
-        module: the module whose forward runs.
         held: the tensors that the module holds, including tensors in containers.
     """
 
@@ -49,18 +48,11 @@ class StateBefore:
         return (*(name for name in before if name not in after), *changed)
 
     def rebound(self, after: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return, by name, the former tensors that forward replaced by others.
-
-        Args:
-            after: the tensors of the module after forward, by name.
-        """
+        """Return, by name, the former tensors that forward replaced by others."""
         return {n: t for n, t in self._places.items() if after.get(n, t) is not t}
 
     def writes_by_two_names(self) -> Iterator[str]:
-        """Yield a complaint for each tensor with two names that forward wrote into.
-
-        A trace cannot follow a write into such a tensor.
-        """
+        """Yield a complaint for each written tensor of two names: no trace can follow the write."""
         names: dict[int, list[str]] = {}
         for name, tensor in self._places.items():
             names.setdefault(id(tensor), []).append(name)
@@ -69,11 +61,7 @@ class StateBefore:
                 yield "writes into {}, which is {} too".format(*names[id(tensor)])
 
     def has_written_other_tensors(self, held: Iterable[torch.Tensor]) -> bool:
-        """Whether forward wrote into a tensor of ``held`` that is no parameter or buffer.
-
-        Args:
-            held: the tensors that the module holds after forward.
-        """
+        """Whether forward wrote into a tensor of ``held`` that is no parameter or buffer."""
         # A tensor that forward has assigned to a buffer counts as a buffer.
         made = {id(t) for t in self._module.buffers() if id(t) not in self._versions}
         others = (t for t in held if id(t) not in self._writable | made)

@@ -121,10 +121,7 @@ def _imports_under_way(frame: FrameType | None) -> int:
 
 
 def is_called_by_library(depth: int, passing: str = "") -> bool:
-    """Whether the function ``depth`` calls above the caller belongs to a library.
-
-    Functions named ``passing`` are skipped.
-    """
+    """Whether a library's function is ``depth`` calls up, without those named ``passing``."""
     caller = calling_python_module(depth + 1, passing)
     return caller is None or is_library(caller)
 

@@ -204,11 +204,7 @@ class ForeignModules:
 
 
 def refuse_foreign(module: nn.Module, run: Sequence[nn.Module]) -> None:
-    """Refuse a forward that has ``run`` unregistered modules.
-
-    Raises:
-        CaptureError: ``run`` is not empty.
-    """
+    """Raise a CaptureError if forward has ``run`` unregistered modules."""
     if run:
         kinds = ", ".join(sorted({f"a {type(m).__name__}" for m in run}))
         raise CaptureError(

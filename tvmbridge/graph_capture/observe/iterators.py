@@ -29,7 +29,6 @@ class Iterators:
         """Return the label of an iterator that functions may use; None if there is none.
 
         Args:
-            names: the names of the attributes that the functions look up.
             searching: whether they may look up attributes by computed names.
         """
         used = (n for n, name in self._found if searching or name is None or name in names)

@@ -104,7 +104,6 @@ def release_frames(error: BaseException, handled: BaseException | None = None) -
     """Clear the local variables of the frames in the traceback of ``error``.
 
     Args:
-        error: the exception; its causes and contexts are cleared as well.
         handled: an exception that was already being handled, whose frames are left alone.
     """
     seen = {id(handled)}
@@ -141,7 +140,6 @@ def refuse_hidden(
 
     Args:
         kept: the tensors of the observation that are still alive.
-        module: the observed stand-in (a copy of the user's module), whose tensors go away with it.
         read: the values that forward reads; tensors in them can be removed.
 
     Raises:
@@ -165,9 +163,7 @@ def remove_fakes(now: Any, before: Any, depth: int = DEPTH) -> None:
     """Remove fake tensors and proxies from a container or a plain object.
 
     Args:
-        now: the container or object.
         before: an earlier copy of it, whose entries replace the removed ones.
-        depth: how many levels of nested containers are searched.
     """
     entries, earlier = _entries(now), _entries(before)
     if not isinstance(now, CONTAINERS) and hasattr(now, "__dict__"):

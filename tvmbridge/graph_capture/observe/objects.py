@@ -105,10 +105,8 @@ class ObjectReads:
         A ``PartOf`` has only the attributes that were read.
 
         Args:
-            value: the value that forward has read.
             copied: a copy of ``value``, or ``value`` itself.
             beside: another state of ``value``; attributes that differ in it count as read.
-            depth: how many levels of nested objects are searched.
         """
         if depth == 0 or self.blind or type(copied) is not type(value):
             return copied

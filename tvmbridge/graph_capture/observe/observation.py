@@ -30,12 +30,7 @@ from tvmbridge.core.structure import unflatten
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.core.types import Left
 from tvmbridge.core.writes import version_of
-from tvmbridge.graph_capture.aliasing import (
-    Sharing,
-    aliases_of,
-    refuse_exchanged,
-    with_exchanged,
-)
+from tvmbridge.graph_capture.aliasing import Sharing, aliases_of, refuse_exchanged, with_exchanged
 from tvmbridge.graph_capture.observe import leaks
 from tvmbridge.graph_capture.observe.adoption import Adoption
 from tvmbridge.graph_capture.observe.attributes import (
@@ -127,12 +122,7 @@ def observe(
     """Run forward on fake tensors with the shapes of the arguments, and record what it does.
 
     Args:
-        module: the module whose forward runs.
-        arguments: the positional and the keyword arguments of forward.
-        needs_grad: whether autograd records.
         within: further contexts, for forward alone.
-        is_compiling: what ``torch.compiler.is_compiling()`` returns.
-        autocast: the autocast state that forward runs under.
         left: the attributes in which forward leaves values, as (submodule's name, attribute's
             name); None: the run finds them.
         adoption: collects the unregistered tensors that forward reads, even if this function
@@ -254,11 +244,7 @@ class _Run:
         return structure
 
     def sharing(self, after: Mapping[str, torch.Tensor]) -> Sharing:
-        """Return the memory that the results share.
-
-        Args:
-            after: the module's tensors after forward, by dotted name.
-        """
+        """Return the memory that the results share."""
         if self._records:
             return aliases_of(self.results, self.given(), after, self.views)
         sharing = aliases_of(self.results, self.given(), after, None)
@@ -275,10 +261,7 @@ class _Run:
         return {i: t for i, t in enumerate(self._fakes.given) if isinstance(t, torch.Tensor)}
 
     def complaints(self) -> list[str]:
-        """Return descriptions of the uses of tensors and settings that compiled code cannot repeat.
-
-        Call it after :meth:`run`.
-        """
+        """Return, after :meth:`run`, the uses of tensors and settings that code cannot repeat."""
         found = [f"leaves {name} changed" for name in self._left_changed]
         if self._reshaped:
             found.append("changes the shape or strides of an argument or a weight in place")

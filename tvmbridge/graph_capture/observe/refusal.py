@@ -14,12 +14,7 @@ import torch
 from torch import nn
 
 from tvmbridge.calls.plain import other_answer, unusual_in
-from tvmbridge.calls.standins import (
-    has_own_call,
-    stand_in,
-    tensors_of,
-    tensors_replaced,
-)
+from tvmbridge.calls.standins import has_own_call, stand_in, tensors_of, tensors_replaced
 from tvmbridge.core.assumptions import Question
 from tvmbridge.core.autocast import Autocast
 from tvmbridge.core.errors import CaptureError
@@ -131,16 +126,7 @@ def refuse_at_sight(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[st
 
 
 def refuse_what_is_asked(module: nn.Module, arguments: Any, asks: Collection[Question]) -> None:
-    """Refuse a sample whose tensors have a property that forward reads and a trace changes.
-
-    Args:
-        module: the user's module.
-        arguments: the sample's arguments.
-        asks: the properties of tensors that forward reads.
-
-    Raises:
-        CaptureError: such a property differs in a trace.
-    """
+    """Raise a CaptureError if a tensor has a property that forward reads and a trace changes."""
     reason = other_answer(asks, pytree.tree_leaves(arguments), tensors_of(module).values())
     if reason is not None:
         raise CaptureError(f"{type(module).__name__} cannot be captured: {reason}; {reason.advice}")
@@ -151,9 +137,6 @@ def refuse_own_call(module: nn.Module) -> None:
 
     A trace of the module itself would include ``__call__``, and a call would then run ``__call__``
     again around the compiled code.
-
-    Raises:
-        CaptureError: the class has its own ``__call__``.
     """
     if has_own_call(module):
         raise CaptureError(

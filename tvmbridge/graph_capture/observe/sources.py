@@ -99,10 +99,7 @@ class Attributes:
 
 
 def roots(executed: Executed) -> Iterator[Source]:
-    """Yield the globals that a function names, and the modules that it imports.
-
-    The value of a global that does not exist is MISSING.
-    """
+    """Yield the globals that a function names, or MISSING, and the modules that it imports."""
     names, space = executed.names, executed.globals
     for name in sorted(names.globals):
         holder = space if name in space or name not in vars(builtins) else vars(builtins)
@@ -221,10 +218,7 @@ def namespaces(source: Source) -> Iterator[Source]:
 
 
 def attributes_below(value: Any) -> Any:
-    """Return a holder of the attributes of ``value``.
-
-    Return None if it has no attributes to search, or if guards compare it as a whole.
-    """
+    """Return a holder of ``value``'s attributes; None if it has none, or is compared as a whole."""
     if isinstance(value, type):
         return vars(value) if is_of_users(value) else None
     kind = value.__name__ if isinstance(value, types.ModuleType) else type(value).__module__
@@ -238,10 +232,7 @@ def attributes_below(value: Any) -> Any:
 
 
 def names_added(source: Source, before: frozenset[str]) -> Iterator[str]:
-    """Yield the names that were added to the namespace at ``source``, except for imports.
-
-    ``before`` are the names that the namespace had.
-    """
+    """Yield the names at ``source`` that ``before`` does not have, except for imports."""
     for name, value in list(vars(source.value).items()):
         if name not in before and not (name.startswith("__") or _is_imported(source, value)):
             yield name

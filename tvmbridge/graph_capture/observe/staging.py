@@ -16,12 +16,7 @@ import torch
 from torch import nn
 
 from tvmbridge.calls.copies import copied_values, modules_held
-from tvmbridge.calls.standins import (
-    stand_in,
-    tensors_of,
-    without_inference_state,
-    without_own_call,
-)
+from tvmbridge.calls.standins import stand_in, tensors_of, without_inference_state, without_own_call
 from tvmbridge.core.assumptions import Question
 from tvmbridge.core.autocast import Autocast
 from tvmbridge.core.contents import same_value
@@ -95,14 +90,9 @@ def staged(
     stand-in already has the filled attributes.
 
     Args:
-        module: the user's module.
-        args: the sample's positional arguments.
-        kwargs: the sample's keyword arguments.
-        needs_grad: whether autograd records.
         apart: trace a copy of the module; False: trace the module itself.
         is_compiling: what ``torch.compiler.is_compiling()`` returns during the trace. If True, but
             forward behaves differently in a call, False is used.
-        autocast: the autocast state that forward runs under.
 
     Raises:
         NotApartError: the module cannot be copied.
@@ -320,7 +310,6 @@ def _actor(module: nn.Module, originals: dict[int, nn.Module] | None = None) -> 
     Its own hooks, and a ``__call__`` of its class, are removed: they run around the compiled code.
 
     Args:
-        module: the user's module.
         originals: a dict to fill with the user's modules by the ids of their copies.
 
     Raises:

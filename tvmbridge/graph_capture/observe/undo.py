@@ -111,10 +111,7 @@ class Undo:
             self._records[key] = _Record(holder, read, write, before, before)
 
     def note_place(self, source: Source) -> None:
-        """Record which object is at ``source``, and the contents of this object.
-
-        Settings of libraries are restored elsewhere.
-        """
+        """Record the object at ``source`` and its contents, unless it is a setting of a library."""
         if self._places.setdefault(source.key, source) is not source:
             return
         if not _is_of_library(source.owner):

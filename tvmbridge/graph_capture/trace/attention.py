@@ -42,10 +42,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Decompose scaled dot product attention; fully masked rows give zeros, as in PyTorch.
-
-    For half-precision tensors everything but the result is in float32, as in PyTorch.
-    """
+    """Decompose attention, half precision in float32; a fully masked row gives zeros."""
     dtype = query.dtype
     if dtype in _HALVES:
         query, key, value = (t.to(torch.float32) for t in (query, key, value))

@@ -13,6 +13,7 @@ from torch import nn
 
 from tvmbridge.calls.patches import patched_here
 from tvmbridge.core.errors import UnsupportedOperatorError
+from tvmbridge.core.set_within import set_within
 from tvmbridge.core.torch_private import TorchDispatchMode, pytree, storage_key
 from tvmbridge.core.writes import written_by
 from tvmbridge.graph_capture.hoist import is_random
@@ -43,15 +44,12 @@ def plain_checkpoints(module: nn.Module) -> Iterator[set[str]]:
     have changed so far. Eager PyTorch changes them once more in backward.
     """
     place, changed = torch.utils.checkpoint, set[str]()
-    token = _traced.set((module, changed))
-    try:
-        with (
-            patched_here(place.CheckpointFunction, "apply", _plain_reentrant),
-            patched_here(place, "_checkpoint_without_reentrant_generator", _plain_generator),
-        ):
-            yield changed
-    finally:
-        _traced.reset(token)
+    with (
+        set_within(_traced, (module, changed)),
+        patched_here(place.CheckpointFunction, "apply", _plain_reentrant),
+        patched_here(place, "_checkpoint_without_reentrant_generator", _plain_generator),
+    ):
+        yield changed
 
 
 def changed_in_checkpoints() -> tuple[str, ...]:

@@ -214,10 +214,7 @@ def _rrelu(
     training: bool = False,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """Decompose ``rrelu`` into ``rrelu_with_noise``.
-
-    The noise argument receives a slope for each element, which is 1 for positive elements.
-    """
+    """Decompose ``rrelu`` into ``rrelu_with_noise``; the noise is 1 for positive elements."""
     if not training:
         return aten.leaky_relu(x, (lower + upper) / 2)
     slopes = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -260,20 +257,14 @@ def joint_decomposition_table() -> dict[Any, Callable[..., Any]]:
 
 
 def sort_as_eager(x: torch.Tensor, dim: int = -1, descending: bool = False) -> Any:
-    """Decompose a sort along a dimension of stride 0 into a stable sort, as eager PyTorch does.
-
-    All elements along such a dimension are equal.
-    """
+    """Decompose a sort of stride 0, of equal elements, to a stable sort, as eager PyTorch does."""
     if not x.dim() or x.stride(dim) or x.shape[dim] < 2:
         return NotImplemented
     return aten.sort.stable(x, stable=True, dim=dim, descending=descending)
 
 
 def _view(x: torch.Tensor, shape: Sequence[int]) -> Any:
-    """Decompose ``view`` into a copy if the strides of ``x`` allow no view.
-
-    Another decomposition may have given ``x`` such strides.
-    """
+    """Decompose ``view`` into a copy if a decomposition gave ``x`` strides that allow no view."""
     with disable_current_modes():
         meta = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
         try:

@@ -102,10 +102,7 @@ def _attention(
     average_attn_weights: bool = True,
     mask_type: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Decompose ``aten::_native_multi_head_attention`` for self-attention.
-
-    Query, key and value are one tensor.
-    """
+    """Decompose ``aten::_native_multi_head_attention`` for self-attention, of one tensor."""
     batch, length, _ = query.shape
     parts = functional.linear(query, qkv_weight, qkv_bias).chunk(3, dim=-1)
     q, k, v = (p.reshape(batch, length, num_head, -1).transpose(1, 2) for p in parts)
@@ -127,10 +124,7 @@ def _attention(
 
 
 def _seen(mask: torch.Tensor, mask_type: int | None) -> torch.Tensor:
-    """Return where a query may attend.
-
-    The result is a boolean mask that broadcasts to the shape (batch, heads, queries, keys).
-    """
+    """Return where a query may attend: a mask that broadcasts to (batch, heads, queries, keys)."""
     hidden = mask if mask.dtype is torch.bool else mask != 0
     return ~(hidden[:, None, None, :] if mask_type == _ONE_MASK_OF_KEYS else hidden)
 

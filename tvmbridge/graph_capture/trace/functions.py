@@ -38,7 +38,6 @@ def functions_replaced(module: nn.Module, *, on_fakes: bool) -> Iterator[None]:
     """Replace functions that a trace would misrepresent, within the context.
 
     Args:
-        module: the module that is traced.
         on_fakes: whether forward runs on fake tensors with autograd as in eager PyTorch; False if
             torch.export traces it.
     """

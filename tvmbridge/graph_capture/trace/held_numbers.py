@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 
 import torch
@@ -19,6 +19,7 @@ from torch import nn
 from tvmbridge.core.contents import MISSING
 from tvmbridge.core.errors import NumberReadError
 from tvmbridge.core.number_inputs import NumberRange, as_tensor, is_number
+from tvmbridge.core.set_within import set_within
 from tvmbridge.core.types import Key, Left
 from tvmbridge.graph_capture.trace.traced_numbers import NumbersOfCall, TracedNumber
 
@@ -28,14 +29,9 @@ _wanted: ContextVar[tuple[int, Collection[Key]]] = ContextVar("held numbers", de
 _HELD: weakref.WeakKeyDictionary[nn.Module, dict[str, Key]] = weakref.WeakKeyDictionary()
 
 
-@contextmanager
-def numbers_wanted(module: nn.Module, keys: Collection[Key]) -> Iterator[None]:
+def numbers_wanted(module: nn.Module, keys: Collection[Key]) -> AbstractContextManager[object]:
     """Within the context, captures of ``module`` take the numbers of these attributes as inputs."""
-    token = _wanted.set((id(module), keys))
-    try:
-        yield
-    finally:
-        _wanted.reset(token)
+    return set_within(_wanted, (id(module), keys))
 
 
 def hold(stand_in: nn.Module, module: nn.Module) -> dict[str, torch.Tensor]:

@@ -22,6 +22,7 @@ import torch
 
 from tvmbridge.calls.patches import patched_here
 from tvmbridge.core.custom_operator import is_function
+from tvmbridge.core.set_within import set_within
 from tvmbridge.core.torch_private import (
     DisablePythonDispatcher,
     DisableTorchFunction,
@@ -68,12 +69,8 @@ _unanswered: ContextVar[dict[str, None] | None] = ContextVar("_unanswered", defa
 @contextmanager
 def strides_of_kernels() -> Iterator[None]:
     """Give the results of fake kernels the strides of real kernels within the context."""
-    token = _unanswered.set({})
-    try:
-        with patched_here(FakeTensorMode, "dispatch", _dispatched):
-            yield
-    finally:
-        _unanswered.reset(token)
+    with set_within(_unanswered, {}), patched_here(FakeTensorMode, "dispatch", _dispatched):
+        yield
 
 
 def unanswered() -> tuple[str, ...]:
@@ -233,10 +230,7 @@ def _asked(
 
 
 def _filled(leaf: Any, fill: int) -> Any:
-    """Return a real tensor of zeros or ones with the sizes and strides of a fake one.
-
-    Any other leaf is returned as it is.
-    """
+    """Return zeros or ones with the sizes and strides of a fake tensor; any other leaf as it is."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     steps = zip(leaf.shape, leaf.stride(), strict=True)

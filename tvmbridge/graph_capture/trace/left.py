@@ -159,10 +159,7 @@ def data_dependent_assigned() -> AbstractContextManager[Any]:
 
 
 def _watched(value: Any) -> Any:
-    """Return a stand-in for an integer or a list that records whether it is read.
-
-    Any other value is returned as it is.
-    """
+    """Return a stand-in that records reads of an integer or a list; any other value as it is."""
     if type(value) is int:
         return Count(value)
     return Grown(value) if type(value) is list else value
@@ -174,9 +171,7 @@ def _way(now: Any, watched: Any, before: Any, known: set[int]) -> tuple[Left | N
     The first is None if the attribute did not change, or if compiled code cannot give it the value.
 
     Args:
-        now: the attribute's value after forward.
         watched: the value or stand-in that the attribute had during forward.
-        before: the attribute's value before forward.
         known: the ids of objects that forward did not create.
     """
     if type(now) is Count:

@@ -30,9 +30,7 @@ def numbers_traced(
     """Yield a function that calls forward with traced numbers among its arguments.
 
     Args:
-        module: the module whose forward is called.
         ranges: by the position of a leaf, the values of the number; the call narrows them.
-        held: the numbers in attributes that are traced too; the call narrows their values.
     """
     of = NumbersOfCall({**ranges, **held.by_leaf()})
 
@@ -85,12 +83,7 @@ def _is_as_before(container: _Flat) -> bool:
 
 
 def _refuse_kept(of: NumbersOfCall, module: nn.Module, results: Any) -> None:
-    """Refuse numbers that outlive the call, and parts of tensors that must be views.
-
-    Raises:
-        NumberReadError: a number is returned or kept, or a selected part is returned, kept or
-            written, or its tensor is written.
-    """
+    """Refuse numbers that outlive the call, and parts of tensors that must be views."""
     if of.refusal is not None:  # forward has caught it
         raise of.refusal
     for number in (known() for known in of.made):

@@ -40,12 +40,6 @@ def limit(
 ) -> None:
     """Leave out values of ``number`` for which ``func`` treats numbers and tensors differently.
 
-    Args:
-        func: the function of PyTorch.
-        number: a number among its arguments.
-        args: its positional arguments.
-        named: its keyword arguments.
-
     Raises:
         NumberReadError: the values cannot be left out.
     """

@@ -44,13 +44,7 @@ class Traces:
     known: dict[Any, OperatorTrace] = field(default_factory=dict)
 
     def of(self, func: OpOverload, leaves: Sequence[Any], structure: Any) -> OperatorTrace:
-        """Return the decomposition of a call.
-
-        Args:
-            func: the operator.
-            leaves: the leaves of its positional and keyword arguments.
-            structure: the structure of the arguments.
-        """
+        """Return the decomposition of a call."""
         numbers: dict[int, int] = {}
         described = [_described(leaf, numbers) for leaf in leaves]
         key = (func, structure, *described)

@@ -92,11 +92,6 @@ def kernel_dtypes(
 ) -> list[torch.dtype | None] | None:
     """Return the dtypes of the results of PyTorch's kernel for arguments of mixed dtypes.
 
-    Args:
-        op: the operator.
-        args: its arguments; only metadata of tensors is read.
-        kwargs: its keyword arguments.
-
     Returns:
         A dtype for each result. None if the operands have one dtype, so that nothing is promoted,
         or if the kernel cannot run.
@@ -113,9 +108,6 @@ def dtypes_of_zeros(
     """Run PyTorch's kernel on zeros of the given dtypes and shapes, and return its result dtypes.
 
     Args:
-        op: the operator.
-        args: its arguments; only metadata of tensors is read.
-        kwargs: its keyword arguments.
         device: the device of the zeros, on which autocast depends.
 
     Returns:

@@ -26,9 +26,7 @@ def layer_gradients(
     Args:
         gradients: the gradients of the outputs and of the final state; None means zero.
         output: the outputs, ``[steps, batch, directions * size]``.
-        input: the input, ``[steps, batch, features]``.
         state: the initial state, ``[directions, batch, size]``; there are one or two directions.
-        weights: the weights in PyTorch's order, of one direction after the other.
 
     Returns:
         The gradients of the input, the state and the weights, in this order.
@@ -62,10 +60,7 @@ def _direction(
     state: torch.Tensor,
     weights: Sequence[torch.Tensor],
 ) -> Tensors:
-    """Return the gradients of input, initial state and weights of one direction.
-
-    All tensors have their steps in the order in which the direction computes them.
-    """
+    """Return the gradients of input, initial state and weights of one direction, in its order."""
     before = torch.cat([state.unsqueeze(0), output[:-1]])
     if len(weights[1]) == state.shape[-1]:
         slopes, kept, to_new = (1 - output * output).unsqueeze(2), None, None
@@ -113,10 +108,8 @@ def _through_time(
     """Run backward through the steps.
 
     Args:
-        arriving: the gradients of the outputs from outside the layer.
         slopes: the derivatives of each state by its gates.
         kept: the derivatives of each state by the previous state directly; None means zero.
-        weight: the weight by which the state is multiplied.
 
     Returns:
         The gradients of the gates at each step, of the states at each step, and of the initial

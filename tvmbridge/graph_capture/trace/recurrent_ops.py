@@ -141,15 +141,9 @@ def gradients_by_autograd(
     """Run the function again under autograd, and return gradients of the inputs.
 
     Args:
-        function: PyTorch's recurrent function.
-        gradients: the gradients of the results; None means zero.
         wanted: the positions of the inputs whose gradients are returned; each state and each
             weight has a position of its own.
-        input: the input, with the steps first.
-        states: the initial states.
-        weights: the weights in PyTorch's order.
         settings: ``has_biases``, ``num_layers`` and ``bidirectional``.
-        autocast: the dtype of autocast, or None.
     """
     leaves = [leaf.detach() for leaf in (input, *states, *weights)]
     operands = [leaves[place].requires_grad_() for place in wanted]

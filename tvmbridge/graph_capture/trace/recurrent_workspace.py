@@ -143,10 +143,7 @@ def _fake(
 def _run_backward(
     gradients: Optionals, wanted: Sequence[int], results: Tensors, *args: Any
 ) -> list[torch.Tensor]:
-    """Return the gradients of the inputs at the positions ``wanted``.
-
-    ``results`` are all results of forward, the workspace included.
-    """
+    """Return the gradients of the inputs ``wanted``; ``results`` include the workspace."""
     input, states, weights, has_biases, bidirectional, batch_first, _ = args
     x, workspace = steps_first(input, batch_first), results[3]
     if not mkldnn_enabled() or not workspace[:, :_LOOKED_AT].any(1).all():

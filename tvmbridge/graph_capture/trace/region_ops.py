@@ -65,10 +65,7 @@ class Region:
     results: tuple[RegionTensor, ...] = ()
 
     def run(self, tensors: Tensors) -> list[torch.Tensor]:
-        """Run the operator, and return its results that are tensors.
-
-        ``tensors`` are its operands, followed by the captured tensors.
-        """
+        """Run the operator on its operands and the captured ``tensors``; return its tensors."""
         operands = [leaf for leaf in self.leaves if isinstance(leaf, RegionTensor)]
         fitted = [
             layout.fitted(tensor)

@@ -76,10 +76,7 @@ def _mask_made(genuine: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _inlined(name: str, kernel: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """Trace ``kernel``, a function of PyTorch, with the functions that it is given, and run it.
-
-    Its operators are recorded in the surrounding trace.
-    """
+    """Trace ``kernel`` of PyTorch, and its functions, in the surrounding trace, and run it."""
     given, structure = pytree.tree_flatten((args, dict(kwargs)))
     places = [i for i, value in enumerate(given) if isinstance(value, torch.Tensor)]
 

@@ -69,11 +69,7 @@ def reshape_instead_of_view(program: ExportedProgram) -> None:
 
 
 def give_memory(graphs: Sequence[fx.Graph]) -> None:
-    """Let each ``as_strided`` of a program's graphs read memory in the recorded order.
-
-    Raises:
-        CaptureError: an operand's memory cannot be given to it.
-    """
+    """Let each ``as_strided`` of a program's graphs read memory in the recorded order."""
     for graph in graphs:
         others = [node for other in graphs if other is not graph for node in other.nodes]
         # What is written after a node, or in another graph at any time.

@@ -74,10 +74,7 @@ class UniformComparisons(TorchFunctionMode):
 
 
 def _outcome(comparison: str, bound: Any) -> bool | None:
-    """Return the result of a comparison of a number in [0, 1) with ``bound``.
-
-    Return None if it depends on the number.
-    """
+    """Return how a number in [0, 1) compares with ``bound``; None if it depends on the number."""
     if type(bound) not in (bool, int, float):
         return None
     if bound >= 1:

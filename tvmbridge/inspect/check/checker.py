@@ -38,10 +38,6 @@ class Checker:
     """Checks calls of one dispatched module.
 
     ``unchecked`` counts, by reason, the calls that were due but could not be checked.
-
-    Args:
-        policy: selects the calls that are due for a check.
-        options: the options that the module is compiled with.
     """
 
     def __init__(self, policy: CheckPolicy, options: CompileOptions) -> None:
@@ -225,10 +221,7 @@ class _Check:
         self._entry.checked_gradients += 1
 
     def _output_names(self) -> list[str | None]:
-        """Return the names of the computed outputs in order; None for outputs without a name.
-
-        Outputs without a name are state of the module, and checks inside of forward.
-        """
+        """Return the names of the computed outputs in order; None for state and checks."""
         names = iter(self._twin.outcome.differentiable)
         found: list[str | None] = []
         for output in self._entry.compiled.captured.outputs:

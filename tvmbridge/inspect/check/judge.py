@@ -35,9 +35,6 @@ class Judge:
 
     Args:
         sample: the module and its arguments before the call, with the cotangents for backward.
-        states: the states of the random generators before the call.
-        backward: whether gradients are compiled.
-        options: the options that the module is compiled with.
     """
 
     def __init__(

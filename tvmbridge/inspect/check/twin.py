@@ -75,15 +75,7 @@ def observed_call(
     inputs: Sequence[Any],
     bases: Sequence[IntermediateBase] = (),
 ) -> CallOutcome:
-    """Call ``forward`` on ``arguments``, and return its results and effects.
-
-    Args:
-        forward: the forward to call.
-        module: the module whose tensors are its state.
-        arguments: the arguments of the call.
-        inputs: the leaves of the arguments.
-        bases: the intermediate view bases of the outputs.
-    """
+    """Call ``forward`` on ``arguments``, and return its results and effects."""
     returned: list[Any] = []
 
     def keeping(*args: Any, **kwargs: Any) -> Any:
@@ -117,9 +109,6 @@ class Twin:
     - ``outcome``: the results and effects of forward, if it returned.
 
     Args:
-        module: the dispatched module.
-        arguments: the arguments of the call.
-        device: the device that the module computes on.
         bases: intermediate view bases that gradients may arrive for.
 
     Raises:

@@ -27,7 +27,6 @@ class CompiledCode:
 
     Args:
         lowering: the lowered module, which the constructor builds.
-        options: the options of the compilation.
 
     Raises:
         BuildError: TVM cannot compile it.

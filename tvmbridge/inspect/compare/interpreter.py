@@ -39,8 +39,6 @@ class RelaxRun:
     - ``results``: the results of the function.
 
     Args:
-        function: a function of dataflow blocks, without control flow.
-        arguments: one tensor for each parameter.
         masks: the masks of dropout operators in the function, in program order.
         trace: the trace to extend, which may have the arguments already; None: a new trace.
     """
@@ -126,11 +124,7 @@ def operator_of(call: relax.Call) -> str:
 
 
 def _checked(call: relax.Call, value: Any) -> Any:
-    """Return ``value`` if it has the shapes and dtypes of the call's Relax type.
-
-    Raises:
-        NotImplementedError: it has others.
-    """
+    """Return ``value`` if it has the shapes and dtypes of the call's Relax type."""
     types = call.ty.fields if isinstance(call.ty, relax.TupleType) else [call.ty]
     for item, type_ in zip(value if isinstance(value, list) else [value], types, strict=True):
         dtype = from_relax_dtype(str(getattr(type_.dtype, "dtype", type_.dtype)))

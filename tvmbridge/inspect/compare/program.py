@@ -23,7 +23,6 @@ class ProgramRun(fx.Interpreter):
     are recorded as ``gradient of`` the node's operator.
 
     Args:
-        module: the graph.
         draws: the values of the random draws in the graph, by node name.
     """
 

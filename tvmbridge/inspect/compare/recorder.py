@@ -119,10 +119,7 @@ class Recorder(TorchDispatchMode):
 
 
 def round_again(value: torch.Tensor, generator: torch.Generator | None) -> None:
-    """Change the elements randomly by up to one unit of rounding, in place.
-
-    Elements that would overflow are not changed.
-    """
+    """Change elements at random by up to a rounding unit, in place, except if they overflow."""
     if not value.is_floating_point() or value.numel() == 0:
         return
     eps = torch.finfo(value.dtype).eps

@@ -51,10 +51,6 @@ def run_eager(sample: Sample, *, backward: bool) -> Reference:
     """Run ``sample`` in eager PyTorch, once as it is, and several times with random rounding.
 
     The first run draws the random numbers and the cotangents, and stores them in the sample.
-
-    Args:
-        sample: the module and its arguments.
-        backward: whether to compute gradients too, of all parameters and inputs that require one.
     """
     trace, unwritten = _run(sample, Recorder(sample.draws), backward)
     generator = torch.Generator().manual_seed(17)
@@ -127,10 +123,7 @@ def output_names(value: Any) -> list[str]:
 def named_bases(
     outputs: Mapping[str, Any], bases: Sequence[IntermediateBase]
 ) -> dict[str, torch.Tensor]:
-    """Return the intermediate view bases of ``outputs``, by name.
-
-    Such a base is a tensor that is no output itself, but that outputs are views of.
-    """
+    """Return the tensors that are no outputs, but that outputs are views of, by name."""
     names = list(outputs)
     found = bases_of(list(outputs.values()), bases)
     return {f"base of {names[b.output]}": t for b, t in zip(bases, found, strict=True)}

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import json
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import groupby
 
-from rich.console import Console
 from rich.table import Table
 
 from tvmbridge.core.errors import NumericsError
+from tvmbridge.core.text_console import text_console
 from tvmbridge.inspect.compare.verdict import AGREES, MISTAKE, ROUNDING
 
 _STYLES = {AGREES: "dim", ROUNDING: "green", MISTAKE: "bold red"}
@@ -148,10 +147,9 @@ class ComparisonReport:
         return json.dumps({**asdict(self), "ok": self.ok}, indent=2)
 
     def __str__(self) -> str:
-        file = io.StringIO()
-        console = Console(file=file, force_terminal=False, force_jupyter=False, width=118)
+        console = text_console(118)
         if self.reason:
-            console.print(f"cannot compare: {self.reason}", highlight=False, markup=False)
+            console.print(f"cannot compare: {self.reason}", markup=False)
         if self.stages:
             console.print(_table(self))
         count = len(self.mistakes)
@@ -162,15 +160,12 @@ class ComparisonReport:
         lines += [f"* {departure}" for departure in self.mistakes[:10]]
         lines += [f"note: {note}" for note in self.notes]
         for line in lines:
-            console.print(line, highlight=False, markup=False)
-        return file.getvalue()
+            console.print(line, markup=False)
+        return console.file.getvalue()
 
 
 def _table(report: ComparisonReport) -> Table:
-    """Return a table with a row for each stage: the value that departs most, relative to its bound.
-
-    Consecutive stages with equal figures share a row.
-    """
+    """Return a table of each stage's worst value by its bound; equal stages share a row."""
     own = report.dtype
     columns = ("stage", "value that departs most", own, "rounding up to", "float64", "up to", "")
     table = Table(*columns, title=f"departure from eager PyTorch ({own})")

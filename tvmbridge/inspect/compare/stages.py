@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -60,9 +59,6 @@ class Lowering:
     - ``lowered``: the result of lowering; ``captured`` is its captured graph.
 
     Args:
-        sample: the module and its arguments, with the draws and cotangents of an eager run.
-        needs_grad: whether gradients are compiled.
-        options: the options of the compilation.
         passes: additional passes, run after the pipeline's.
 
     Raises:
@@ -88,7 +84,6 @@ class Lowering:
                     packing=ModulePacks(module),
                 ),
                 records=self.records,
-                measure=lambda _: nullcontext(),
                 passes=passes,
             )
         self.captured = self.lowered.captured
@@ -123,10 +118,7 @@ class Lowering:
         return [self._draws[n.name] for n in noise if (n.drop_probability is not None) is masks]
 
     def primals(self, *, masks: bool = True, packed: bool = True) -> list[torch.Tensor]:
-        """Return inputs, state, random draws, masks and packed weights in calling order.
-
-        Packed weights are weights of several products, concatenated for one product.
-        """
+        """Return inputs, state, random draws, masks and packed weights in calling order."""
         values = [*map(self._value, self._inputs), *self._noise(masks=False)]
         if masks:
             values += self._noise(masks=True)

@@ -58,9 +58,6 @@ class Trace:
         """Record a value, and return the number of its step.
 
         Args:
-            value: the value.
-            operator: the operator that computed it; empty for an input.
-            operands: the operands of the operator.
             source: the user's source line; empty if it is unknown.
         """
         numbers = dict.fromkeys(n for n in map(self.number, operands) if n is not None)
@@ -74,10 +71,7 @@ class Trace:
         return number
 
     def number(self, value: torch.Tensor) -> int | None:
-        """Return the number of the step of a value.
-
-        If this value was not recorded, return the last step with the same memory, or None.
-        """
+        """Return the step of a value; if not recorded, the last of its memory, or None."""
         found = self._numbers.get(_place(value))
         return self._numbers.get(value.untyped_storage().data_ptr()) if found is None else found
 

@@ -59,7 +59,6 @@ class Measure:
         """Compute scale and bound of a value.
 
         Args:
-            reference: the value in eager PyTorch.
             noise: how far rounding moves the value, absolute.
             eps: the largest unit of rounding among the dtypes of the computation.
         """
@@ -72,10 +71,7 @@ class Measure:
         return cls(reference, noise, scale, bound)
 
     def departure(self, value: torch.Tensor | None, other: torch.Tensor | None = None) -> float:
-        """Return the departure of ``value`` from ``other``, by default from the reference.
-
-        It is infinite if the value is absent, or has another shape or dtype.
-        """
+        """Return how far ``value`` is from the reference or ``other``; inf if absent or unlike."""
         against = self.reference if other is None else other
         if value is None or value.shape != against.shape or value.dtype != against.dtype:
             return math.inf

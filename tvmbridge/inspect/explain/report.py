@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from rich.console import Console
 from rich.table import Table
 
 from tvmbridge.coloring import Recomputation
 from tvmbridge.compiler.step_memory import StepMemory
+from tvmbridge.core.text_console import text_console
 from tvmbridge.core.types import PassRecord, TensorSpec, ValueDescriptor
 from tvmbridge.passes.fx.run import lines_of
 from tvmbridge.report import residuals_text
@@ -121,10 +120,10 @@ class ExplainReport:
         return sum(len(names) for names in self.packs)
 
     def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=110)
+        console = text_console()
 
         def say(text: str) -> None:
-            console.print(text, highlight=False, markup=False)
+            console.print(text, markup=False)
 
         say(f"{self.module} ({self.mode}): {'whole, one graph' if self.ok else 'its own forward'}")
         if not self.ok:
@@ -135,9 +134,7 @@ class ExplainReport:
             console.print(_operators(self))
         for line in self._lines():
             say(line)
-        file = console.file
-        assert isinstance(file, io.StringIO)
-        return file.getvalue()
+        return console.file.getvalue()
 
     def _lines(self) -> list[str]:
         """Return all findings but the table of operators, as lines of text."""

@@ -17,9 +17,6 @@ def checked(
     """Emit a loop that checks indices into a dimension, and return the checked indices.
 
     Args:
-        bb: emits the loop.
-        indices: a tensor of int32 or int64.
-        extent: the extent of the dimension.
         error: the name of the exception that an index outside of the bounds raises at run time.
         negative: whether indices from ``-extent`` on count from the end; they are replaced by
             non-negative ones.

@@ -9,15 +9,7 @@ from tvm.ir import Call, Expr
 
 from tvmbridge.legalize.arithmetic import opaque
 from tvmbridge.legalize.aten.arguments import Arguments, Compile
-from tvmbridge.legalize.aten.nests import (
-    Buffer,
-    dtype_of,
-    emit_nest,
-    local,
-    loops,
-    store,
-    when,
-)
+from tvmbridge.legalize.aten.nests import Buffer, dtype_of, emit_nest, local, loops, store, when
 from tvmbridge.legalize.broadcast import REDUCTION, element_of, shape_of
 from tvmbridge.legalize.functions import is_nan
 from tvmbridge.legalize.lets import Lets, constant

@@ -9,15 +9,7 @@ from tvm import relax, tirx
 from tvm.ir import Call, Expr
 
 from tvmbridge.legalize.aten.arguments import Arguments, Compile
-from tvmbridge.legalize.aten.nests import (
-    Buffer,
-    dtype_of,
-    emit_nest,
-    index,
-    loops,
-    store,
-    when,
-)
+from tvmbridge.legalize.aten.nests import Buffer, dtype_of, emit_nest, index, loops, store, when
 from tvmbridge.legalize.aten.scatters import added
 from tvmbridge.legalize.broadcast import shape_of
 from tvmbridge.legalize.lets import constant

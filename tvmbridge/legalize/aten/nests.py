@@ -41,10 +41,6 @@ def emit_nest(
     """Emit a TIR function with the statements that ``write(inputs, outputs)`` writes, and its call.
 
     Args:
-        bb: emits the function and the call.
-        name: the name of the function.
-        tensors: the tensors that the function reads.
-        results: shape and dtype of each result.
         write: called within TVM's IR builder, with the buffers of tensors and results.
 
     Returns:
@@ -81,7 +77,6 @@ def loops(*extents: int | Expr, parallel_work: int = 0) -> Iterator[list[Expr]]:
     """Open nested loops around the statements in the context, and return their indices.
 
     Args:
-        *extents: the extents of the loops, the outermost first.
         parallel_work: the number of element operations within. If it is given and large enough,
             the outermost loop runs on several cores.
     """

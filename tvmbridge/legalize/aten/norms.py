@@ -16,13 +16,7 @@ from tvmbridge.legalize.aten.arguments import Arguments, Compile
 from tvmbridge.legalize.broadcast import shape_of
 from tvmbridge.legalize.functions import FUNCTIONS
 from tvmbridge.legalize.lets import Lets, constant
-from tvmbridge.legalize.reductions import (
-    accumulator_dtype,
-    cast,
-    mean_of,
-    plain_sum,
-    variance_of,
-)
+from tvmbridge.legalize.reductions import accumulator_dtype, cast, mean_of, plain_sum, variance_of
 
 _ZERO = constant(0, "int64")
 

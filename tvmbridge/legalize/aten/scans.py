@@ -9,15 +9,7 @@ from tvm.ir import Call, Expr
 
 from tvmbridge.core.decisions import sizes_vary
 from tvmbridge.legalize.aten.arguments import Arguments, Compile
-from tvmbridge.legalize.aten.nests import (
-    Buffer,
-    around,
-    dtype_of,
-    emit_nest,
-    local,
-    loops,
-    store,
-)
+from tvmbridge.legalize.aten.nests import Buffer, around, dtype_of, emit_nest, local, loops, store
 from tvmbridge.legalize.broadcast import shape_of
 from tvmbridge.legalize.lets import constant
 

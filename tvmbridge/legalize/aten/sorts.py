@@ -56,11 +56,7 @@ def _merge(
     """Emit loops that merge adjacent sorted runs in pairs.
 
     Args:
-        source: a buffer of values and a buffer of their indices.
-        target: the buffers of the merged runs.
-        count: the number of elements.
         widths: the number of elements of a run, and of a pair.
-        before: whether one element comes before another.
         starts: where the elements begin in the buffers of ``source`` and ``target``.
     """
     (width, both), (read, written) = widths, starts
@@ -204,11 +200,6 @@ def _emit(
     """Emit the loop nest ``write`` of values and indices, and return the results of the call.
 
     Args:
-        bb: emits the loops.
-        arguments: the arguments of the call.
-        axis: the dimension that is sorted.
-        name: the name of the function.
-        count: the extent of the results along ``axis``.
         write: writes the statements, for operand and results of three dimensions.
     """
     x = arguments["self"]

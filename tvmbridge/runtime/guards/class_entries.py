@@ -33,7 +33,6 @@ class ClassEntries:
         """Watch the entries of ``class_`` and its bases.
 
         Args:
-            class_: the class of an instance.
             names: attributes in the ``__dict__`` of the instance.
             registered: names of parameters, buffers and submodules of the instance.
         """

@@ -77,11 +77,8 @@ class FastGuard:
 
     Args:
         state: the state of the module; the full guards must just have accepted a call.
-        signature: the signature of the arguments.
         leaves: the leaves of that call's arguments.
-        tensors: the module's tensors at that call.
         written: the tensors that the call writes.
-        records_writes: whether the call writes tensors while autograd records it.
         frozen: tensors that must not have been written, each with its expected version.
     """
 

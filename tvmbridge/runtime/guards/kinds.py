@@ -34,10 +34,7 @@ class KindGuard:
         return copy.copy(self)
 
     def changed(self, tensors: Sequence[torch.Tensor | None], check_grad: bool) -> Reason | None:
-        """Return how ``tensors`` differ from the expected kinds; None if they do not.
-
-        With ``check_grad``, ``requires_grad`` is compared as well.
-        """
+        """Return how ``tensors`` differ, with ``check_grad`` also in requires_grad; None if not."""
         if self._all_alike is not None and self._all_alike.check(*tensors):
             return None
         reason = self.differs(tensors, check_grad)

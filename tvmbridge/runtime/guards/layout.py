@@ -41,10 +41,6 @@ class LayoutGuard:
     """Checks the strides of a call's tensors and finds the strides of its outputs.
 
     It looks at arguments, and at the module's tensors of two or more dimensions.
-
-    Args:
-        state: the state of the module.
-        compiled: the code that serves the calls.
     """
 
     def __init__(self, state: ModuleState, compiled: CompiledModule) -> None:

@@ -9,9 +9,13 @@ import torch
 from torch import nn
 
 from tvmbridge.calls.standins import tensors_of
-from tvmbridge.core.attention_kernels import SwitchedOff, attention_switched_off
 from tvmbridge.core.autocast import Autocast, autocast_now
-from tvmbridge.core.kernel_settings import Reduced, reduced_precisions
+from tvmbridge.core.kernel_settings import (
+    Reduced,
+    SwitchedOff,
+    attention_switched_off,
+    reduced_precisions,
+)
 
 Flags: TypeAlias = tuple[bool, ...]
 
@@ -44,13 +48,7 @@ class Mode(NamedTuple):
 
     @classmethod
     def of_now(cls, training: bool, needs_grad: bool, autocast: Autocast | None = None) -> Mode:
-        """Return the mode of a call made now.
-
-        Args:
-            training: the module's training flag.
-            needs_grad: whether autograd records the call.
-            autocast: the autocast state; None: the present state.
-        """
+        """Return the mode of a call made now."""
         deterministic = torch.are_deterministic_algorithms_enabled()
         dtype = torch.get_default_dtype()
         state = autocast_now() if autocast is None else autocast

@@ -18,13 +18,7 @@ from tvmbridge.core.number_inputs import NumberRange, as_tensor, is_number, mark
 from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.core.structure import unflatten
 from tvmbridge.core.torch_private import has_storage, pytree
-from tvmbridge.runtime.guards.spelling import (
-    NOT_TAKEN,
-    Parameters,
-    Spelling,
-    other_constant,
-    shown,
-)
+from tvmbridge.runtime.guards.spelling import NOT_TAKEN, Parameters, Spelling, other_constant, shown
 
 # The most call forms of a signature that are kept. Calls in further forms are bound to forward's
 # parameters each time, and no fast guard accepts them.
@@ -48,8 +42,6 @@ class Signature:
     constant is an argument that is not a tensor.
 
     Args:
-        args: the positional arguments of the sample.
-        kwargs: the keyword arguments of the sample.
         forward: the function that is called; None: not known. If it takes keywords by
             ``**kwargs``, their order matters, since forward can see it.
         numbers: by the position of a leaf, the values of a Python number that is an input of the

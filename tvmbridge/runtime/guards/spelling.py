@@ -77,10 +77,6 @@ class Parameters:
     - ``code``, ``defaults``: its code and its defaults when this object was created.
     - ``unread``: names of parameters that the code does not read, so that their values do not
       matter.
-
-    Args:
-        forward: the function or the bound method.
-        function: the function of ``forward``.
     """
 
     def __init__(self, forward: Callable[..., Any], function: types.FunctionType) -> None:
@@ -119,10 +115,6 @@ class Parameters:
         """Return the position or keyword of each parameter's argument in a call.
 
         None: forward raises a TypeError for such a call.
-
-        Args:
-            count: the number of positional arguments of the call.
-            keywords: the keywords of the call.
         """
         try:
             bound = self._signature.bind(*range(count), **{name: name for name in keywords})
@@ -160,7 +152,6 @@ class Parameters:
 
         Args:
             sample: the number of positional arguments and the keywords of the sample.
-            call: the same of the call.
         """
         expected, given = self.bound(*sample), self.bound(*call)
         if expected is None or given is None:

@@ -46,11 +46,6 @@ class ModuleState:
     - ``names``: the dotted names of the module's tensors that are inputs of the code.
     - ``kinds``: compares the tensors' dtypes, shapes and devices.
     - ``norms``: the weights that old ``weight_norm`` and ``spectral_norm`` hooks compute.
-
-    Args:
-        module: the dispatched module.
-        captured: its graph, which has the inputs, the tied weights and the values that forward
-            read.
     """
 
     def __init__(self, module: nn.Module, captured: CapturedGraph) -> None:
@@ -314,12 +309,7 @@ class ModuleState:
         return None
 
     def changed(self, tensors: Sequence[torch.Tensor | None], *, check_grad: bool) -> Reason | None:
-        """Return why compiled code does not fit the module as it is now; None if it does.
-
-        Args:
-            tensors: the module's present tensors.
-            check_grad: whether ``requires_grad`` is compared as well.
-        """
+        """Return why compiled code does not fit the module as it is now; None if it does."""
         reason = self._restructured() or self._unserved_number()
         reason = reason or self.kinds.changed(tensors, check_grad)
         return reason or self._changed_beside(check_grad)

@@ -45,9 +45,7 @@ class _Watched:
 
     Args:
         owner: the module or class whose attribute it is; None: it is looked up in ``holder``.
-        name: the name of the attribute.
         label: the name of the value in messages.
-        expected: the expected value.
         holder: the mapping to look the value up in; None: the owner's ``__dict__``.
         itself: whether identity is compared; otherwise the contents are.
     """
@@ -95,10 +93,7 @@ class _Watched:
         return type(now) in (int, float) and type(self.expected) in (int, float)
 
     def of_copy(self, memo: Mapping[int, Any]) -> _Watched:
-        """Return the same watched value of a deep copy of the module.
-
-        ``memo`` is the memo of :func:`copy.deepcopy`.
-        """
+        """Return the watched value of a module's deep copy, by the ``memo`` of copy.deepcopy."""
         if self.owner is None:
             return _Watched(
                 None,
@@ -172,10 +167,8 @@ class ValueGuard:
         """Return a guard of ``module``'s attributes and of other values that forward reads.
 
         Args:
-            module: the dispatched module.
             expected: values by (submodule's name, attribute's name), as :func:`values_read`
                 returns them; mutable objects among them must be copies.
-            outside: values outside of the module, such as globals.
         """
         watched: dict[tuple[int, str], _Watched] = {}
         for (path, name), value in expected.items():

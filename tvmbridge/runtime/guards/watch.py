@@ -50,16 +50,7 @@ class Watch(Protocol):
 
 
 class PythonWatch:
-    """A watch in Python: keys and values must be the same objects in the same order.
-
-    Args:
-        dicts: dictionaries that are compared as a whole.
-        objects: objects of which the class and the ``__dict__`` must stay the same.
-        tensors: tensors that are compared in all but their values, addresses included.
-        places: single entries of dictionaries, each with the expected object.
-        functions: functions, each with its expected code and defaults.
-        asked: dictionaries, each with a function that compares the entries that matter.
-    """
+    """A watch in Python: keys and values must be the same objects in the same order."""
 
     def __init__(
         self,
@@ -127,9 +118,7 @@ def watch(
     """Return a watch of the given objects, in native code if possible.
 
     Args:
-        dicts: dictionaries that are compared as a whole.
         objects: objects of which the class and the ``__dict__`` must stay the same.
-        tensors: tensors that are compared in all but their values, addresses included.
         places: single entries of dictionaries in which other entries do not matter.
         functions: functions, each with its code and defaults.
         asked: dictionaries, each with a function that compares the entries that matter.

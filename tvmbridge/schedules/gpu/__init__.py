@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import struct
+
+import tvm_ffi
 from tvm import tirx
-from tvm.ir import IRModule
+from tvm.ir import Expr, IRModule
 from tvm.s_tir import SBlock, SBlockRealize, dlight
 from tvm.target import Target
 
 from tvmbridge.schedules import is_reshape, is_scheduled, marked_scheduled
 from tvmbridge.schedules.bfloat16 import rounded_by_cuda
 from tvmbridge.schedules.bool_buffers import kept_as_bytes
-from tvmbridge.schedules.gpu.doubles import exact_doubles
 from tvmbridge.schedules.gpu.elementwise import emit_elementwise, emit_transpose
 from tvmbridge.schedules.gpu.reductions import emit_gpu_reduction
 from tvmbridge.schedules.gpu.rows import emit_gpu_rows, fits_registers
@@ -76,7 +78,6 @@ def is_one_kernel(kernel: Kernel, parts: tuple[Kernel, ...], _: Target) -> bool:
     element, so that a merged kernel fills a GPU like its parts.
 
     Args:
-        kernel: the function.
         parts: the functions that ``kernel`` is made of; empty if it was not merged.
     """
     nest = _only_nest(kernel)
@@ -122,3 +123,16 @@ def _kernels(kernel: Kernel) -> list[tirx.Stmt]:
 
 
 __all__ = ["is_one_kernel", "schedule_for_gpu", "schedule_function"]
+
+
+def exact_doubles(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """Return ``func`` with the bits of each float64 constant that would be printed inexactly."""
+    return func.with_body(tvm_ffi.structural_map(func.body, (tirx.FloatImm, _exact)))
+
+
+def _exact(constant: tirx.FloatImm) -> Expr:
+    value = float(constant.value)
+    if str(constant.ty.dtype) != "float64" or float(f"{value:.15f}") == value:
+        return constant
+    (bits,) = struct.unpack("q", struct.pack("d", value))
+    return tirx.reinterpret("float64", tirx.IntImm("int64", bits))

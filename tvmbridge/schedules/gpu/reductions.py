@@ -159,14 +159,9 @@ def _over_heights(
     """Return the statements that combine the sums of a block for one column, and store the result.
 
     Args:
-        e: the emitter of the reduction.
-        parts: the destination of the result.
         sums: the block's sums in shared memory: ``_HEIGHT`` sums for each of ``width`` columns.
         part: the part of the depth that the block reduces.
-        row: the row of the result.
-        first: the first column of the block.
         thread: the thread, which combines one column.
-        width: the number of columns of the block.
     """
     total, room = allocate_in("local", 1, e.stage.dtype, "total")
 
@@ -194,14 +189,9 @@ def _strided(
     """Return a loop that adds every ``stride``-th element of [begin, end) in ``lanes`` columns.
 
     Args:
-        e: the emitter of the reduction.
         total: the buffer with one total for each column.
         span: begin and end of the range of the depth.
         count: the largest number of steps.
-        row: the row of the elements.
-        column: the first column.
-        stride: the distance of two elements along the depth.
-        lanes: the number of neighbouring columns.
     """
 
     begin, end = span
