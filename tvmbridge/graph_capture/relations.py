@@ -152,11 +152,11 @@ def relations_in(program: Any) -> Relations:
         if isinstance(value, torch.Tensor):
             if value.dim():  # without dimensions, it may stand for a Python number
                 shapes[leaf] = tuple(_expression(size) for size in value.shape)
-                traced[leaf] = [hint_of(size) for size in value.shape]
+                traced[leaf] = [_hint_of(size) for size in value.shape]
             environment = environment or value.fake_mode.shape_env  # type: ignore[attr-defined]
     if environment is None:
         raise CaptureError("no argument is a tensor")
-    bounds = {
+    bounds: dict[Any, tuple[int, int]] = {
         symbol: (_integer(found.lower, 0), _integer(found.upper, _UNBOUNDED))
         for symbol, found in environment.var_to_range.items()
     }
@@ -165,14 +165,25 @@ def relations_in(program: Any) -> Relations:
     replaced = {symbol: environment.replace(symbol) for symbol in environment.replacements}
     found = Relations(shapes, bounds, tuple(dict.fromkeys([*guards, *asserts])), replaced)
     extremes = dict.fromkeys(_extremes(program, found.symbols(traced)))
+    for condition in extremes:
+        _bound(bounds, condition)
     return replace(found, guards=(*found.guards, *extremes))
+
+
+def _bound(bounds: dict[Any, tuple[int, int]], condition: Any) -> None:
+    """Lower the upper bound of a symbol where ``condition`` compares it with a number."""
+    if isinstance(condition, sympy.Le | sympy.Ge) and condition.gts.is_Integer:
+        symbol, scale, offset = affine(condition.lts) or (None, 1, 0)
+        if symbol in bounds:
+            least, most = bounds[symbol]
+            bounds[symbol] = least, min(most, (int(condition.gts) - offset) // scale)
 
 
 def _expression(size: Any) -> Any:
     return size.node.expr if isinstance(size, torch.SymInt) else int(size)
 
 
-def hint_of(size: Any) -> int:
+def _hint_of(size: Any) -> int:
     """Return the value that a size has in the trace."""
     return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
 

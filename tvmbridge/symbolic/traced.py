@@ -92,4 +92,3 @@ def _terms(
     if polynomial is None or not all(c.is_Integer for c in polynomial.coeffs()):
         return None
     return tuple((int(c), tuple(map(int, powers))) for powers, c in polynomial.terms())
-

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from tvmbridge.core.decisions import Rule, decided, sizes_vary
+from tvmbridge.core.decisions import sizes_vary
 from tvmbridge.core.torch_private import pytree
-from tvmbridge.graph_capture.relations import hint_of
 from tvmbridge.graph_capture.trace.function_table import Call, replaces
 
 
@@ -56,51 +55,10 @@ def _block_diag(*tensors: torch.Tensor) -> torch.Tensor:
 
 
 def _multi_dot(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    first, last = tensors[0].dim() == 1, tensors[-1].dim() == 1
-    matrices = list(tensors)
-    if first:
-        matrices[0] = matrices[0].unsqueeze(0)
-    if last:
-        matrices[-1] = matrices[-1].unsqueeze(1)
-    sizes = [hint_of(m.shape[0]) for m in matrices] + [hint_of(matrices[-1].shape[1])]
-    # Each order gives the same product.
-    order = decided(Rule.MIDDLE, lambda: _cheapest(sizes))
-    product = _multiplied(matrices, order)
-    if first:
-        product = product.squeeze(0)
-    return product.squeeze(-1) if last else product
-
-
-def _multiplied(matrices: Sequence[torch.Tensor], order: Any) -> torch.Tensor:
-    """Return the product of ``matrices``; ``order`` is a number, or a pair of orders."""
-    if isinstance(order, int):
-        return matrices[order]
-    return _multiplied(matrices, order[0]) @ _multiplied(matrices, order[1])
-
-
-def _cheapest(sizes: Sequence[int]) -> Any:
-    """Return the order of the product of a chain of matrices that multiplies the fewest numbers.
-
-    Matrix ``i`` has the shape ``sizes[i:i + 2]``.
-    """
-    count = len(sizes) - 1
-    best: dict[tuple[int, int], tuple[int, Any]] = {(i, i): (0, i) for i in range(count)}
-    for length in range(1, count):
-        for i in range(count - length):
-            j = i + length
-            best[i, j] = min(
-                (
-                    (
-                        best[i, k][0]
-                        + best[k + 1, j][0]
-                        + sizes[i] * sizes[k + 1] * sizes[j + 1],
-                        (best[i, k][1], best[k + 1, j][1]),
-                    )
-                    for k in range(i, j)
-                ),
-                key=lambda each: each[0],
-            )
-    return best[0, count - 1][1]
+    """Return the product in an order that no size decides: from the vector, if there is one."""
+    if tensors[-1].dim() == 1:
+        return functools.reduce(lambda product, matrix: matrix @ product, reversed(tensors))
+    return functools.reduce(torch.matmul, tensors)
 
 
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
@@ -115,8 +73,7 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
 
 @replaces(*_FUNCTIONS)
 def _of_any_size(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    given = pytree.tree_leaves(args)
-    tensors = [x for x in (*given, *kwargs.values()) if isinstance(x, torch.Tensor)]
+    tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     symbolic = any(isinstance(n, torch.SymInt) for t in tensors for n in t.shape)
     if "out" in kwargs or not (symbolic or sizes_vary()):
         return call(*args, **kwargs)
