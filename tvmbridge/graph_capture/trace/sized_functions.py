@@ -26,7 +26,7 @@ def _take_along_dim(
         return _take_along_dim(input.reshape(-1), indices.reshape(-1), 0)
     dim = dim % input.dim()
     ones = [[1 if i == dim else n for i, n in enumerate(x.shape)] for x in (input, indices)]
-    shape = torch.broadcast_shapes(*map(tuple, ones))  # type: ignore[no-untyped-call]
+    shape = torch.broadcast_shapes(*map(tuple, ones))
     expanded = [
         x.expand([x.shape[dim] if i == dim else n for i, n in enumerate(shape)])
         for x in (input, indices)
