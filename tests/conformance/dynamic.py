@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.export import Dim
+from torch.utils import _pytree as pytree
 
 import tvmbridge
 from tests.conformance.case import Case
@@ -58,6 +59,20 @@ def _resized(case: Case, chosen: Sequence[int], rows: int) -> Case:
     return replace(case, leaves=tuple(found))
 
 
+def _spec(case: Case, chosen: Sequence[int]) -> Any:
+    """Return the dynamic shapes of a module's call with the tensors of ``case``."""
+    rows = Dim("rows", min=2)
+    return (tuple({0: rows} if i in chosen else None for i in range(len(case.tensors))),)
+
+
+def _structure(values: Values | None) -> list[Any] | None:
+    """Return what all sizes of one graph have in common: the ranks and dtypes of the results."""
+    if values is None:
+        return None
+    leaves = pytree.tree_leaves(values.results)
+    return [(x.dim(), x.dtype) if isinstance(x, torch.Tensor) else type(x) for x in leaves]
+
+
 @dataclass(frozen=True)
 class DynamicCheck(Check):
     """The check of cases at sizes that they were not compiled for, one case at a time."""
@@ -65,18 +80,36 @@ class DynamicCheck(Check):
     _sizes: dict[str, tuple[tuple[int, ...], list[Case]]] = field(default_factory=dict)
 
     def accepts(self, case: Case) -> bool:
-        """Whether eager PyTorch accepts a case with other numbers of rows."""
-        if self._eager(case) is None:
+        """Whether eager PyTorch accepts a case with other numbers of rows.
+
+        The number of results and their ranks must be those of the case. If torch.export refuses
+        the symbols of one choice, such as the rows of weights that have one per channel, another
+        choice is taken.
+        """
+        plain = self._eager(case)
+        if plain is None:
             return False
+        found: list[tuple[tuple[int, ...], list[Case]]] = []
         for chosen in _choices(case):
             rows = case.tensors[chosen[0]].shape[0]
             sizes = [n for n in (rows + 3, 2 * rows + 1, rows - 1) if n > 1]
             resized = (_resized(case, chosen, n) for n in sizes)
-            others = [c for c in resized if self._eager(c) is not None]
+            others = [c for c in resized if _structure(self._eager(c)) == _structure(plain)]
             if len(others) >= _OTHERS:
-                self._sizes[case.label] = chosen, others
-                return True
-        return False
+                found.append((chosen, others))
+        exported = (each for each in found if len(found) < 2 or self._exports(case, each[0]))
+        if found:
+            self._sizes[case.label] = next(exported, found[0])
+        return bool(found)
+
+    def _exports(self, case: Case, chosen: Sequence[int]) -> bool:
+        spec = _spec(case, chosen)
+        module = Calls(self.operator, [case])
+        try:
+            torch.export.export(module, tuple(inputs_of([case])), dynamic_shapes=spec)
+        except Exception:
+            return False
+        return True
 
     def group(self, cases: Sequence[Case]) -> list[Outcome]:
         """Return the outcomes of ``cases``; *refused* if compiled code serves no other size."""
@@ -86,8 +119,6 @@ class DynamicCheck(Check):
         chosen, others = self._sizes[case.label]
         gradient = self.joint is not None
         module = Calls(self.operator, [case]).train(gradient)
-        rows = Dim("rows", min=2)
-        spec = tuple({0: rows} if i in chosen else None for i in range(len(case.tensors)))
         options = {"joint": self.joint} if gradient else None
         try:
             with torch.set_grad_enabled(gradient):
@@ -95,7 +126,7 @@ class DynamicCheck(Check):
                     module,
                     tuple(inputs_of([case])),
                     options=options,
-                    dynamic_shapes=(spec,),
+                    dynamic_shapes=_spec(case, chosen),
                     on_fallback="silent",
                 )
         except BridgeError as error:

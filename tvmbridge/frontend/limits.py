@@ -11,6 +11,7 @@ from torch import fx
 
 from tvmbridge.core.admission import is_proven
 from tvmbridge.core.alone import runs_alone
+from tvmbridge.core.decisions import Rule, decided
 from tvmbridge.core.errors import DataDependentError, UnsupportedOperatorError
 from tvmbridge.core.torch_private import OpOverload
 from tvmbridge.core.types import TensorSpec
@@ -30,7 +31,9 @@ _STRIDE_DEPENDENT = frozenset(
 
 def are_many_calls(node: fx.Node) -> bool:
     """Whether PyTorch's kernel, if there is one, computes a result faster than the C library."""
-    return not runs_alone() and math.prod(node.meta["val"].shape) > FEW_CALLS
+    return not runs_alone() and decided(
+        Rule.MIDDLE, lambda: math.prod(node.meta["val"].shape) > FEW_CALLS
+    )
 
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:

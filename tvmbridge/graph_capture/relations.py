@@ -7,17 +7,20 @@ sizes is correct for other sizes if all decisions come out the same.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 import torch
 
 from tvmbridge.core.errors import CaptureError
+from tvmbridge.core.torch_private import pytree
 
 # The upper bound of a size that has none of its own.
 _UNBOUNDED = 1 << 40
+# Sizes that are this many times those of a trace decide between equal expressions.
+_FAR = 1 << 10
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,34 @@ class Relations:
         return isinstance(expression, sympy.Basic) and bool(expression.free_symbols)
 
 
+def expressions_in(program: Any) -> list[Any]:
+    """Return the expressions of sizes in the shapes and numbers of an exported program."""
+    found: dict[Any, None] = {}
+    for node in program.graph.nodes:
+        for value in pytree.tree_leaves(node.meta.get("val")):
+            sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
+            found |= {n.node.expr: None for n in sizes if isinstance(n, torch.SymInt)}
+    return list(found)
+
+
+def _extremes(program: Any, hints: Mapping[Any, int]) -> Iterator[Any]:
+    """Yield conditions under which each minimum and maximum of sizes is the one that it is traced.
+
+    The diagonal of ``s`` rows and 8 columns, for example, has ``Min(8, s)`` elements. Code has one
+    of the two. If both are equal in the trace, it is the one that larger sizes have.
+    """
+    far = {symbol: _FAR * value for symbol, value in hints.items()}
+    parts = {p for e in expressions_in(program) for p in sympy.preorder_traversal(e)}
+    for function in sorted(parts, key=str):
+        name = type(function).__name__  # PyTorch's classes, which are private
+        if name in ("Min", "Max"):
+            traced, sign = function.subs(hints), 1 if name == "Min" else -1
+            equal = [a for a in function.args if a.subs(hints) == traced]
+            chosen = min(equal, key=lambda a, sign=sign: sign * a.subs(far))  # type: ignore[misc]
+            of = sympy.Le if name == "Min" else sympy.Ge
+            yield from (of(chosen, a) for a in function.args if a is not chosen)
+
+
 def affine(expression: Any) -> tuple[Any, int, int] | None:
     """Return symbol, scale and offset if ``expression`` is ``scale * symbol + offset``, or None."""
     if not isinstance(expression, sympy.Basic) or len(expression.free_symbols) != 1:
@@ -114,27 +145,47 @@ def relations_in(program: Any) -> Relations:
     names = program.graph_signature.user_inputs
     nodes = {n.name: n for n in program.graph.find_nodes(op="placeholder")}
     shapes: dict[int, tuple[Any, ...]] = {}
+    traced: dict[int, list[int]] = {}
     environment: Any = None
     for leaf, name in enumerate(names):
         value: Any = nodes[name].meta.get("val") if name in nodes else None
         if isinstance(value, torch.Tensor):
             if value.dim():  # without dimensions, it may stand for a Python number
                 shapes[leaf] = tuple(_expression(size) for size in value.shape)
+                traced[leaf] = [_hint_of(size) for size in value.shape]
             environment = environment or value.fake_mode.shape_env  # type: ignore[attr-defined]
     if environment is None:
         raise CaptureError("no argument is a tensor")
-    bounds = {
+    bounds: dict[Any, tuple[int, int]] = {
         symbol: (_integer(found.lower, 0), _integer(found.upper, _UNBOUNDED))
         for symbol, found in environment.var_to_range.items()
     }
     asserts = [a.expr for each in environment.deferred_runtime_asserts.values() for a in each]
     guards = [guard.expr for guard in environment.guards]
     replaced = {symbol: environment.replace(symbol) for symbol in environment.replacements}
-    return Relations(shapes, bounds, tuple(dict.fromkeys([*guards, *asserts])), replaced)
+    found = Relations(shapes, bounds, tuple(dict.fromkeys([*guards, *asserts])), replaced)
+    extremes = dict.fromkeys(_extremes(program, found.symbols(traced)))
+    for condition in extremes:
+        _bound(bounds, condition)
+    return replace(found, guards=(*found.guards, *extremes))
+
+
+def _bound(bounds: dict[Any, tuple[int, int]], condition: Any) -> None:
+    """Lower the upper bound of a symbol where ``condition`` compares it with a number."""
+    if isinstance(condition, sympy.Le | sympy.Ge) and condition.gts.is_Integer:
+        symbol, scale, offset = affine(condition.lts) or (None, 1, 0)
+        if symbol in bounds:
+            least, most = bounds[symbol]
+            bounds[symbol] = least, min(most, (int(condition.gts) - offset) // scale)
 
 
 def _expression(size: Any) -> Any:
     return size.node.expr if isinstance(size, torch.SymInt) else int(size)
+
+
+def _hint_of(size: Any) -> int:
+    """Return the value that a size has in the trace."""
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
 
 
 def _integer(bound: Any, otherwise: int) -> int:

@@ -6,7 +6,7 @@ import itertools
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -27,7 +27,7 @@ from tvmbridge.runtime.sized_code import compiled_for
 from tvmbridge.runtime.specialization import Specialization
 from tvmbridge.runtime.trial import try_out
 from tvmbridge.symbolic.code import SymbolicCode, traced_for
-from tvmbridge.symbolic.probes import DemandedSizeError
+from tvmbridge.symbolic.probes import DemandedSizeError, FewSizesError
 from tvmbridge.symbolic.related import divided, related
 from tvmbridge.symbolic.sizes import DifferentCodeError, Point
 from tvmbridge.symbolic.symbols import LEAST_SIZE, Dimension, Symbols
@@ -40,6 +40,12 @@ _MOST_INSTANCES = 256
 
 # How often code is compiled again for a wider range of sizes, for each key.
 _MOST_RANGES = 3
+# Where forward permits a call's size and few others, code is tried for sizes from this one on.
+_WIDE = 32
+
+
+class OtherSizesError(BuildError):
+    """There is symbolic code for other sizes than those of a call."""
 
 
 class RefusedGuessError(BuildError):
@@ -48,6 +54,7 @@ class RefusedGuessError(BuildError):
 
 # Mode, flags, and whether the code is for small sizes (True) or for common ones (False).
 _Key: TypeAlias = tuple[Mode, Flags, bool]
+_Shapes: TypeAlias = Mapping[int, Sequence[int]]
 Retire: TypeAlias = Callable[[Iterable[CompiledEntry]], None]
 
 
@@ -149,17 +156,23 @@ class Family:
         self._note(self._point(matched))
         code = self._code(mode, flags, matched)
         if isinstance(code, Reason):
+            if self._has_code:
+                raise OtherSizesError(code.text)
             self.refused = self.guessed
             raise (RefusedGuessError if self.guessed else BuildError)(code.text)
         point = self._point(matched)
         if not code.points.hold(point):
-            raise BuildError(
+            raise OtherSizesError(
                 f"code for other sizes is for {code.points.least} to {code.points.most}"
             )
         broken = code.relations.broken(shapes_of(matched.arguments))
         if broken is not None:
-            raise BuildError(f"the sizes are not such as forward takes for granted: {broken}")
+            raise OtherSizesError(f"the sizes are not such as forward takes for granted: {broken}")
         return self._instantiated(code, point, flags, matched)
+
+    @property
+    def _has_code(self) -> bool:
+        return any(isinstance(code, SymbolicCode) for code in self.codes.values())
 
     def _point(self, matched: Matched) -> Point:
         """Return the values of the code's symbols for a call.
@@ -272,19 +285,35 @@ class Family:
         """Compile code, traced at the sizes of a call or else at the largest sizes of all calls.
 
         Forward may demand the sizes of a call that other calls do not have: where it leaves out the
-        first of two positions, one is left, and a size of 1 is no symbol.
+        first of two positions, one is left, and a size of 1 is no symbol. If forward takes another
+        branch from a certain size on, as for the length of a diagonal, the code is for larger sizes
+        than those of the call.
         """
         sample, before = (args, kwargs), (self._related, self._least, self._most)
         try:
             return self._compiled_from(mode, sample, bounds)
-        except DemandedSizeError as error:
-            symbols, self._least, self._most = before
-            largest = symbols.probe(*sample, bounds[-1])
-            here, there = shapes_of(sample), shapes_of(largest)
-            if all(here[leaf][n] == there[leaf][n] for leaf, n in error.dimensions):
+        except (DemandedSizeError, FewSizesError) as error:
+            largest = bounds[-1]
+            if isinstance(error, FewSizesError):
+                largest = tuple(max(_WIDE, 2 * size) for size in largest)
+            elsewhere = before[0].probe(*sample, largest)
+            if not self._may_differ(error, shapes_of(sample), shapes_of(elsewhere)):
                 raise
-            self._related = symbols
-            return self._compiled_from(mode, largest, bounds)
+            self._related, self._least, self._most = before
+            try:
+                code = self._compiled_from(mode, elsewhere, (*bounds[:-1], largest))
+            except BridgeError:
+                raise error from None
+            self.few = max(self.few, getattr(error, "sizes", 0))
+            return code
+
+    def _may_differ(
+        self, error: DemandedSizeError | FewSizesError, here: _Shapes, there: _Shapes
+    ) -> bool:
+        """Whether there may be code from shapes ``there``, while ``here`` permits few sizes."""
+        if isinstance(error, FewSizesError):
+            return not self._has_code
+        return any(here[leaf][n] != there[leaf][n] for leaf, n in error.dimensions)
 
     def _compiled_from(
         self, mode: Mode, sample: Arguments, bounds: tuple[Point, ...]
@@ -305,7 +334,7 @@ class Family:
             return compiled(symbols, bounds)
         except DifferentCodeError:
             units = divided(symbols, trace, sample, bounds)
-            if units is None or any(isinstance(c, SymbolicCode) for c in self.codes.values()):
+            if units is None or self._has_code:
                 raise
             bounds = self._relate(units, sample, bounds)
             return compiled(units, bounds)

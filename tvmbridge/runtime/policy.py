@@ -21,6 +21,7 @@ from tvmbridge.runtime.background import COMPILING, UnderWayError
 from tvmbridge.runtime.changing_numbers import ChangingNumbers
 from tvmbridge.runtime.entry import CompiledEntry
 from tvmbridge.runtime.entry_compiler import Compiler
+from tvmbridge.runtime.family import OtherSizesError
 from tvmbridge.runtime.guards.forwards import StandsForForward
 from tvmbridge.runtime.guards.mode import Flags, Mode, flags_of
 from tvmbridge.runtime.guards.signature import Matched, Signature
@@ -138,7 +139,10 @@ class Policy:
         self.kept.paths.forget()
         specialization, mode, matched = wanted
         family = specialization.family
-        entry = self._of_one_size(wanted) if family is None else family(mode, matched)
+        try:
+            entry = self._of_one_size(wanted) if family is None else family(mode, matched)
+        except OtherSizesError:
+            entry = self._of_one_size(wanted)
         self.kept.keep(specialization, mode, entry)
 
     def _of_one_size(self, wanted: Wanted, why: str | None = None) -> CompiledEntry:

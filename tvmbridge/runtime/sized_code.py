@@ -56,7 +56,7 @@ def compiled_for(
         packing=compiler.packing,
         autocast=mode.autocast,
     )
-    compiled = partial(compile_symbolic, request, partial(symbols.probe, *sample), trace=trace)
+    compiled = partial(compile_symbolic, request, symbols, trace=trace)
     points = points_within(trace, symbols, sample, least, most, names)
     try:
         return compiled(points)
@@ -66,7 +66,9 @@ def compiled_for(
         logger.debug("code differs between %s", points.all)
         used |= {size for point in points.all for size in point}
         try:
-            points = points_within(trace, symbols, sample, [raised], bounds[-1], names, used)
+            points = points_within(
+                trace, symbols, sample, [raised], bounds[-1], names, used, floors=raised
+            )
             return compiled(points)
         except BridgeError as error:
             logger.debug("no code from %s on: %s", raised, error)
@@ -76,12 +78,11 @@ def compiled_for(
 def _raised(least: Point, most: Point) -> list[Point]:
     """Return points to begin at where code from ``least`` on differs between the sample sizes.
 
-    Symbols that are 2 in ``least`` are a little larger, and then as large as calls had them.
+    Small sizes are first a little larger, and then all as large as calls had them.
     """
-    pairs = list(zip(least, most, strict=True))
-    return list(
-        dict.fromkeys(
-            tuple(min(high, bound) if low == LEAST_SIZE else low for low, high in pairs)
-            for bound in (_NEARBY, max(most))
-        )
+    small = tuple(
+        min(high, _NEARBY) if low == LEAST_SIZE else low
+        for low, high in zip(least, most, strict=True)
     )
+    larger = tuple(map(max, least, most))
+    return list(dict.fromkeys((small, larger)))

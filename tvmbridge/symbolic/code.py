@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import tvm
@@ -35,6 +36,7 @@ from tvmbridge.symbolic.descriptions import at, merged
 from tvmbridge.symbolic.eager_parts import EagerParts, described_parts, with_parts
 from tvmbridge.symbolic.sizes import DifferentCodeError, Point, Sizes
 from tvmbridge.symbolic.symbols import Symbols
+from tvmbridge.symbolic.traced import traced_sizes
 
 _NO_ASSUMPTIONS = Assumptions(training=False)
 _NO_GRAPH: Any = None
@@ -169,16 +171,13 @@ def lowered_at_all(
 
 
 def compile_symbolic(
-    request: CompileRequest,
-    sample_at: Callable[[Point], tuple[tuple[Any, ...], dict[str, Any]]],
-    points: Points,
-    trace: SymbolicTrace,
+    request: CompileRequest, symbols: Symbols, points: Points, trace: SymbolicTrace
 ) -> SymbolicCode:
     """Compile a module for all sizes that ``points`` hold.
 
     Args:
-        request: the module; ``sample_at`` replaces its arguments.
-        sample_at: returns arguments whose symbolic dimensions have the sizes of a point.
+        request: the module, with arguments of some size.
+        symbols: the symbolic dimensions of the arguments.
         points: the sizes that it is compiled at; all of them must fulfil its relations.
         trace: the module with symbols.
 
@@ -187,6 +186,7 @@ def compile_symbolic(
         BridgeError: an error that ``compile_module`` raises.
     """
     stages, records = StageDurations(), list[PassRecord]()
+    sample_at = partial(symbols.probe, request.args, request.kwargs)
 
     def lower(point: Point, known: Known) -> _Lowered:
         args, kwargs = sample_at(point)
@@ -195,7 +195,7 @@ def compile_symbolic(
         return _laid_out(lowered, records)
 
     lowered = lowered_at_all(points, trace, sample_at, lower)
-    sizes = Sizes(points.all)
+    sizes = Sizes(points.all, traced_sizes(trace, symbols))
     common = lowered[0]
     with stages.measure("build"):
         assumptions = _together([each.lowered.captured.assumptions for each in lowered])

@@ -69,6 +69,7 @@ def points_within(
     largest: Point,
     names: Sequence[str],
     refused: Collection[int] = (),
+    floors: Point | None = None,
 ) -> Points:
     """Return sample points at which all relations hold that forward assumes of sizes.
 
@@ -77,6 +78,7 @@ def points_within(
         largest: the largest size of each symbol that calls had.
         refused: numbers that no size may be. The trace's static numbers are avoided where the
             code is for as small sizes without them.
+        floors: the least value of each symbol that the code serves; None: that forward permits.
 
     Raises:
         DemandedSizeError: forward works for only one size of a dimension.
@@ -91,7 +93,7 @@ def points_within(
         min(_bound(relations, symbols, d, size) for d in group)
         for group, size in zip(symbols.dimensions, largest, strict=True)
     ]
-    floors = _floors(relations, symbols, sample)
+    floors = floors or _floors(relations, symbols, sample)
     smallest = [*smallest, *(tuple(map(max, least, floors)) for least in smallest)]
     broken: str | None = None
     avoided = dict.fromkeys((static_numbers(trace), frozenset[int]()))
@@ -220,7 +222,7 @@ def _bottoms(low: int, floor: int, taken: set[int], used: set[int], tight: bool)
         yield low
         return
     first = _smallest(low, taken, used, tight)
-    if first is not None:
+    if first is not None and first >= floor:
         yield first
         yield from (n for n in reversed(_LEAST) if floor <= n < first and n not in taken)
     yield floor

@@ -108,10 +108,12 @@ class Sizes:
     Args:
         points: at least three points. Their numbers should be unusual ones, so that no other number
             in compiled code equals one of them by chance.
+        traced: sizes that the code is known to have, such as those of a symbolic trace.
     """
 
-    def __init__(self, points: Sequence[Point]) -> None:
+    def __init__(self, points: Sequence[Point], traced: Iterable[Size] = ()) -> None:
         self.points = tuple(points)
+        self.traced = tuple(traced)
         self.symbols = len(points[0])
         self._found: dict[tuple[int, ...], Size] = {}
         self._atoms: tuple[Size, ...] = ()
@@ -125,6 +127,16 @@ class Sizes:
             m: tuple(Size(((1, m),)).at(p) for p in self.points) for m in self._monomials
         }
         self._elsewhere = _other_points(self.points)
+        for size in self.traced:
+            self._enter(size)
+
+    def _enter(self, size: Size) -> None:
+        """Add a size of a trace, and its quotients as factors of further sizes."""
+        values = tuple(size.at(p) for p in self.points)
+        if len(set(values)) > 1:
+            self._add(values, self._found.get(values, size))
+        quotients = [q for q in (size, *size.atoms) if q.divisor > 1 and not q.remainder]
+        self._atoms = tuple(dict.fromkeys((*self._atoms, *quotients)))
 
     def find(self, values: tuple[int, ...]) -> Size | None:
         """Return the size with these values at the points; None if there is none, or several."""

@@ -24,6 +24,7 @@ from tvmbridge.graph_capture.trace import (  # noqa: F401
     recurrent,
     regions,
     rephrased,
+    sized_functions,
 )
 from tvmbridge.graph_capture.trace.checkpoints import plain_checkpoints
 from tvmbridge.graph_capture.trace.conversions import checks_of_numbers

@@ -51,8 +51,9 @@ def _covariance(
 
 
 def _combinations(input: torch.Tensor, r: int = 2, with_replacement: bool = False) -> torch.Tensor:
-    count = len(input) + r - 1 if with_replacement and r else len(input)
-    return input.new_empty([math.comb(count, r), r] if r else [0])
+    count = input.shape[0] + r - 1 if with_replacement and r else input.shape[0]
+    rows = math.prod(count - i for i in range(r)) // math.factorial(r)
+    return input.new_empty([rows, r] if r else [0])
 
 
 def _ctc_loss(log_probs: torch.Tensor, reduction: str = "mean", **_: Any) -> torch.Tensor:

@@ -1,0 +1,94 @@
+"""Sizes in a symbolic trace, as functions of the symbols of the code.
+
+PyTorch's trace of a strided convolution, for example, has the expression ``(s - 1)//2 + 1``. The
+numbers of compiled code are compared with these functions first, and with guesses afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+
+from tvmbridge.graph_capture.any_size import SymbolicTrace
+from tvmbridge.graph_capture.relations import affine, expressions_in
+from tvmbridge.symbolic.sizes import Size
+from tvmbridge.symbolic.symbols import Symbols
+
+# Classes of PyTorch for quotients and remainders, by name because they are private.
+_QUOTIENTS, _REMAINDERS = ("FloorDiv", "CleanDiv"), ("Mod", "PythonMod")
+
+
+def traced_sizes(trace: SymbolicTrace, symbols: Symbols) -> list[Size]:
+    """Return the sizes in the shapes of ``trace`` that depend on ``symbols``, each one once.
+
+    Expressions other than polynomials, and quotients and remainders of polynomials by an integer,
+    are left out.
+    """
+    places = [sympy.Symbol(f"size{i}", integer=True) for i in range(len(symbols.dimensions))]
+    known = _values(trace, symbols, places)
+    found: dict[Size, None] = {}
+    for expression in expressions_in(trace.program):
+        size = _size(expression.subs(trace.relations.replaced).subs(known), places)
+        if size is not None:
+            found.setdefault(size)
+    return list(found)
+
+
+def _values(trace: SymbolicTrace, symbols: Symbols, places: Sequence[Any]) -> dict[Any, Any]:
+    """Return the symbols of the trace as expressions of ``places``, the symbols of the code."""
+    known: dict[Any, Any] = {}
+    for place, dimensions in zip(places, symbols.dimensions, strict=True):
+        for dimension in dimensions:
+            leaf, number = dimension
+            found = affine(trace.relations.shapes[leaf][number])
+            if found is not None:
+                symbol, scale, offset = found
+                form = symbols.form(dimension)
+                if not form.scale % scale and not (form.offset - offset) % scale:
+                    value = form.scale // scale * place + (form.offset - offset) // scale
+                    known.setdefault(symbol, value)
+    return known
+
+
+def _size(expression: Any, places: Sequence[Any]) -> Size | None:
+    """Return ``expression`` as a size; None if it is a number, or of another form."""
+    if not expression.free_symbols or not expression.free_symbols <= set(places):
+        return None
+    atoms: dict[Any, Size] = {}
+    for function in expression.atoms(sympy.Function):
+        atom = _atom(function, places)
+        if atom is None:
+            return None
+        atoms[function] = atom
+    if expression in atoms:
+        return atoms[expression]
+    names = {function: sympy.Dummy(integer=True) for function in atoms}
+    terms = _terms(expression.subs(names), [*places, *names.values()])
+    return None if terms is None else Size(terms, atoms=tuple(atoms.values()))
+
+
+def _atom(function: Any, places: Sequence[Any]) -> Size | None:
+    """Return a quotient or a remainder of a polynomial by an integer as a size, or None."""
+    name = type(function).__name__
+    if name not in (*_QUOTIENTS, *_REMAINDERS):
+        return None
+    of, divisor = function.args
+    terms = _terms(of, places)
+    if terms is None or not divisor.is_Integer or divisor < 1:
+        return None
+    return Size(terms, int(divisor), name in _REMAINDERS)
+
+
+def _terms(
+    expression: Any, variables: Sequence[Any]
+) -> tuple[tuple[int, tuple[int, ...]], ...] | None:
+    """Return the terms of a polynomial with integer coefficients; None if it is another function.
+
+    A size that is no sum has the same terms as the size that is guessed from its values.
+    """
+    polynomial = expression.as_poly(*variables)
+    if polynomial is None or not all(c.is_Integer for c in polynomial.coeffs()):
+        return None
+    return tuple((int(c), tuple(map(int, powers))) for powers, c in polynomial.terms())
