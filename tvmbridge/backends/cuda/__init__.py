@@ -68,8 +68,8 @@ def _kernel_passes(measure: bool) -> list[AnyPass]:
 
 def _graph_passes(has_backward: bool) -> list[AnyPass]:
     passes: list[AnyPass] = [CastFirst(), *tidy_passes()]
-    ours = FuseCrossEntropy() if has_backward else ChannelsLast()
-    return [*passes, ReadViews(), ours, CollapseViews(), *tidy_passes()]
+    losses = [FuseCrossEntropy()] if has_backward else []
+    return [*passes, ReadViews(), *losses, ChannelsLast(), CollapseViews(), *tidy_passes()]
 
 
 def _prepare() -> None:
