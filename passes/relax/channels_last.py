@@ -54,6 +54,7 @@ from tvmbridge.passes.relax.image_operators import (
     LAST,
     ImageCall,
     is_pooled_by_loops,
+    operands_of,
     pooled_by_loops,
 )
 from tvmbridge.passes.relax.views import SLICE
@@ -181,7 +182,7 @@ class _LayoutMutator(PyExprMutator):
 
     def _image(self, var: relax.Var, call: relax.Call) -> relax.Expr | None:
         """Return the result of ``call`` with channels last; None if it has no such form."""
-        name, operands = call.op.name, _operands(call)
+        name, operands = call.op.name, operands_of(call)
         if is_convolution(call):
             return self._convolution(call)
         if name == PERMUTATION and permutation(call) == _SECOND:
@@ -292,14 +293,6 @@ class _LayoutMutator(PyExprMutator):
         if full != shape:
             value = self.builder_.emit(op.reshape(value, full))
         return self.builder_.emit(op.permute_dims(value, LAST))
-
-
-def _operands(call: relax.Call) -> list[relax.Expr]:
-    """Return the operands of ``call``, with a tuple's fields in its place."""
-    found: list[relax.Expr] = []
-    for operand in call.args:
-        found += list(operand.fields) if isinstance(operand, relax.Tuple) else [operand]
-    return found
 
 
 def _rank(expr: relax.Expr) -> int:

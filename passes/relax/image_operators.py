@@ -153,6 +153,14 @@ def pooled_by_loops(call: relax.Call, image: relax.Expr) -> relax.Call:
     return packed_call(ATEN_CALL, json.dumps(content), [image], result)
 
 
+def operands_of(call: relax.Call) -> list[relax.Expr]:
+    """Return the operands of ``call``, with a tuple's fields in its place."""
+    found: list[relax.Expr] = []
+    for operand in call.args:
+        found += list(operand.fields) if isinstance(operand, relax.Tuple) else [operand]
+    return found
+
+
 def type_with_last(type_: relax.TensorType) -> relax.TensorType:
     """Return the type of an image with its channels last."""
     sizes = list(type_.shape.values)
