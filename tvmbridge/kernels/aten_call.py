@@ -25,7 +25,7 @@ import functools
 import json
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import tvm
@@ -269,7 +269,7 @@ def _program(key: str) -> Callable[[tuple[torch.Tensor, ...]], Any]:
     return run
 
 
-def _with_channels_last(out: Any, positions: bool | list[int]) -> Any:
+def _with_channels_last(out: Any, positions: Literal[True] | list[int]) -> Any:
     """Return results with the channels of those at ``positions`` (True: of all) moved last."""
     if isinstance(out, torch.Tensor):
         return out.permute(0, 2, 3, 1)
