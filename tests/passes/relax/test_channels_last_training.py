@@ -58,7 +58,7 @@ def _learned(module: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
     return found | dict(module.named_buffers())
 
 
-@pytest.mark.parametrize("source", ["relax", "aot"])
+@pytest.mark.parametrize("source", [pytest.param("relax", marks=pytest.mark.slow), "aot"])
 def test_gradients_are_those_of_eager(source: str) -> None:
     torch.manual_seed(0)
     ours, x = _Network().double(), torch.randn(3, 3, 27, 30, dtype=torch.float64)
