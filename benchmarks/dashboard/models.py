@@ -39,6 +39,11 @@ _SIZES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "MobileBertForMaskedLM": ({}, {"intra_bottleneck_size": 64, "true_hidden_size": 64}),
     "MobileBertForQuestionAnswering": ({}, {"intra_bottleneck_size": 64, "true_hidden_size": 64}),
+    **dict.fromkeys(("GPTJForCausalLM", "GPTJForQuestionAnswering"), ({}, {"rotary_dim": 16})),
+    **dict.fromkeys(
+        ("GPTNeoForCausalLM", "GPTNeoForSequenceClassification"),
+        ({}, {"attention_types": [[["global", "local"], 1]]}),
+    ),
     "GPT2ForSequenceClassification": ({"pad_token_id": 0}, {"pad_token_id": 0}),
     "meta-llama/Llama-3.2-1B": (
         {

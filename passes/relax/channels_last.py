@@ -9,24 +9,27 @@ Before::
 
 After::
 
-    x1 = R.permute_dims(x, [0, 2, 3, 1])
-    lv = R.nn.conv2d(x1, w, padding=[1, 1, 1, 1], data_layout="NHWC")
+    x1, w1 = R.permute_dims(x, [0, 2, 3, 1]), R.permute_dims(w, [0, 2, 3, 1])
+    lv = R.nn.conv2d(x1, w1, padding=[1, 1, 1, 1], data_layout="NHWC", kernel_layout="OHWI")
     lv1 = R.reshape(b, (1, 1, 1, 64))
     lv2 = R.nn.relu(R.add(lv, lv1))
-    lv3 = R.nn.conv2d(lv2, v, padding=[1, 1, 1, 1], data_layout="NHWC")
+    v1 = R.permute_dims(v, [0, 2, 3, 1])
+    lv3 = R.nn.conv2d(lv2, v1, padding=[1, 1, 1, 1], data_layout="NHWC", kernel_layout="OHWI")
     lv4 = R.permute_dims(lv3, [0, 3, 1, 2])
 
 cuDNN's convolutions on tensor cores read channels last. With channels second each convolution
-converts its operands and its result, and depthwise convolutions run in slow kernels.
+converts its operands and its result, and depthwise convolutions run in slow kernels. In training
+the gradients of convolutions, batch norms and poolings have channels last, too. The cast of a
+weight to half precision then moves its channels, and the cast of its gradient moves them back.
 
-Requires: the function is not differentiated afterwards. Guarantees: values are equal up to the
-order of sums; a tensor that another operator reads is permuted back for it.
-Runs before: DispatchConvolutions.
+Requires: the function is not differentiated afterwards; a joint function has its gradients.
+Guarantees: values are equal up to the order of sums; a tensor that another operator reads is
+permuted back for it. Runs before: DispatchConvolutions.
 """
 
 from __future__ import annotations
 
-import json
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import tvm
@@ -34,26 +37,29 @@ from tvm import relax
 from tvm.relax import op
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from tvmbridge.kernels.aten_call import (
-    ATEN_CALL,
-    aten_call_operator,
-    packed_call,
-    spec_of,
-    tensors_of,
-)
+from tvmbridge.kernels.aten_call import aten_call_operator, tensors_of
 from tvmbridge.kernels.convolution import Convolution, is_convolution
-from tvmbridge.legalize.aten.windows_last import pools_by_chains
 from tvmbridge.passes.base import (
     PERMUTATION,
     PassReport,
     RelaxPass,
+    bindings_of,
     dtype_of,
+    is_call,
     map_functions,
     permutation,
     shape_of,
 )
+from tvmbridge.passes.relax.image_operators import (
+    LAST,
+    ImageCall,
+    is_pooled_by_loops,
+    operands_of,
+    pooled_by_loops,
+)
+from tvmbridge.passes.relax.views import SLICE
 
-_LAST, _SECOND = [0, 2, 3, 1], [0, 3, 1, 2]
+_SECOND = [0, 3, 1, 2]
 # The position, with channels last, of each dimension of a tensor with channels second.
 _MOVED = {0: 0, 1: 3, 2: 1, 3: 2}
 
@@ -68,7 +74,6 @@ _ELEMENTWISE = frozenset(
     )
 )  # fmt: skip
 _REDUCTIONS = frozenset(f"relax.{name}" for name in ("mean", "sum", "max", "min"))
-_POOLS = ("aten.max_pool2d_with_indices.default", "aten.avg_pool2d.default")
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,12 @@ class ChannelsLast(RelaxPass):
     dtypes: tuple[str, ...] = ("float16", "bfloat16")
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
-        rewritten = map_functions(mod, lambda f: _LayoutMutator(self.dtypes, report).visit_expr(f))
+        def rewrite(function: relax.Function) -> relax.Function:
+            if not any(map(is_convolution, bindings_of(function).values())):
+                return function
+            return _LayoutMutator(self.dtypes, report).visit_expr(function)
+
+        rewritten = map_functions(mod, rewrite)
         return rewritten if report.rewrites else mod
 
 
@@ -90,24 +100,35 @@ class _LayoutMutator(PyExprMutator):
     """Emits the calls that read images with channels last.
 
     - ``last``: for a variable with channels second, the one with channels last.
+    - ``fields``: for the tuple of an operator on images, the tuple that replaces it, and the
+      numbers of the fields that have channels last.
     - ``flat``: for an image reshaped to (batch, channels, pixels), the image with channels last.
+    - ``turned``: for a variable of the shape (batch, channels, pixels), the one that it is the
+      transpose of.
     """
 
     def __init__(self, dtypes: tuple[str, ...], report: PassReport) -> None:
         super().__init__()
         self.dtypes, self.report = dtypes, report
         self.last: dict[relax.Var, relax.Expr] = {}
+        self.fields: dict[relax.Var, tuple[relax.Expr, Collection[int]]] = {}
         self.flat: dict[relax.Var, relax.Expr] = {}
+        self.turned: dict[relax.Var, relax.Expr] = {}
 
     def visit_var_binding_(self, binding: relax.VarBinding) -> None:
         var, value = binding.var, binding.value
-        if isinstance(value, relax.TupleGetItem) and value.tuple_value in self.last:
-            image = self.builder_.emit(
-                relax.TupleGetItem(self.last[value.tuple_value], value.index)
-            )
-            self._bind_image(var, image)
+        if isinstance(value, relax.TupleGetItem) and value.tuple_value in self.fields:
+            whole, images = self.fields[value.tuple_value]
+            item = relax.TupleGetItem(whole, value.index)
+            if value.index in images:
+                self._bind_image(var, self.builder_.emit(item))
+            else:
+                self._bind(var, item)
             return
         if isinstance(value, relax.Call) and isinstance(value.op, tvm.ir.Op):
+            if self._is_tuple_of_images(var, value):
+                self.report.rewrote()
+                return
             image = self._image(var, value)
             if image is not None:
                 self.report.rewrote()
@@ -123,24 +144,59 @@ class _LayoutMutator(PyExprMutator):
     def _bind_image(self, var: relax.Var, image: relax.Expr) -> None:
         """Bind ``var`` to ``image`` with channels second; nothing may read it."""
         self.last[var] = image
-        if isinstance(var.ty, relax.TensorType):
-            self._bind(var, op.permute_dims(image, _SECOND))
+        self._bind(var, op.permute_dims(image, _SECOND))
 
     def _bind(self, var: relax.Var, value: relax.Expr) -> None:
         self.builder_.emit_normalized(relax.VarBinding(var, self.builder_.normalize(value)))
 
+    def _is_tuple_of_images(self, var: relax.Var, call: relax.Call) -> bool:
+        """Emit a call that returns a tuple of images, and note its fields; False if it is none."""
+        if call.op.name == "relax.split" and call.args[0] in self.last:
+            sections = call.attrs.indices_or_sections
+            parts = int(sections) if isinstance(sections, int) else [int(n) for n in sections]
+            axis = _MOVED[int(call.attrs.axis) % len(LAST)]
+            whole = self.builder_.emit(op.split(self.last[call.args[0]], parts, axis))
+            self.fields[var] = whole, range(len(var.ty.fields))
+            return True
+        if not isinstance(var.ty, relax.TupleType):
+            return False
+        pooled = self._pool(call)
+        if pooled is not None:
+            self.fields[var] = self.builder_.emit(pooled), (0,)
+            return True
+        images = self._images(call)
+        if images is None:
+            return False
+        moved = images.with_channels_last(self._with_channels_last, self.visit_expr)
+        self.fields[var] = self.builder_.emit(moved), images.fields or ()
+        return True
+
+    def _images(self, call: relax.Call) -> ImageCall | None:
+        """Return the images of an ATen call if it has a form for channels last that pays."""
+        found = ImageCall.of(call)
+        if found is None:
+            return None
+        if found.is_gradient:
+            return found if found.dtype in self.dtypes else None
+        return found if any(image in self.last for image in found.images) else None
+
     def _image(self, var: relax.Var, call: relax.Call) -> relax.Expr | None:
         """Return the result of ``call`` with channels last; None if it has no such form."""
-        name, operands = call.op.name, _operands(call)
+        name, operands = call.op.name, operands_of(call)
         if is_convolution(call):
             return self._convolution(call)
         if name == PERMUTATION and permutation(call) == _SECOND:
             return self.visit_expr(call.args[0])
-        if not any(a in self.last for a in operands):
+        if aten_call_operator(call) is not None:
+            pooled, images = self._pool(call), self._images(call)
+            if pooled is None and images is not None:
+                pooled = images.with_channels_last(self._with_channels_last, self.visit_expr)
+            return None if pooled is None else self.builder_.emit(pooled)
+        if _rank(var) != len(LAST):
             return None
-        if aten_call_operator(call) in _POOLS:
-            return self._pool(call)
-        if _rank(var) != len(_LAST):
+        if name == "relax.reshape" and call.args[0] in self.turned:
+            return self._unflattened(var, call)
+        if not any(a in self.last for a in operands):
             return None
         if name in _ELEMENTWISE:
             moved = [self._with_channels_last(a) for a in call.args]
@@ -150,18 +206,41 @@ class _LayoutMutator(PyExprMutator):
             return self._reduction(call)
         if name == "relax.concat":
             fields = [self._with_channels_last(f) for f in operands]
-            return self.builder_.emit(op.concat(fields, _MOVED[int(call.attrs.axis) % len(_LAST)]))
+            return self.builder_.emit(op.concat(fields, _MOVED[int(call.attrs.axis) % len(LAST)]))
+        return self._moved(call)
+
+    def _moved(self, call: relax.Call) -> relax.Expr | None:
+        """Return a slice, or a broadcast, of an image with channels last."""
+        image, name = self.last.get(call.args[0]), call.op.name
+        if image is None:
+            return None
+        if name == "relax.broadcast_to":
+            sizes = shape_of(call.args[1]) or [int(n) for n in call.args[1].values]
+            return self.builder_.emit(op.broadcast_to(image, [sizes[axis] for axis in LAST]))
+        if name == SLICE:
+            axes, *bounds = [[int(n) for n in argument.fields] for argument in call.args[1:]]
+            axes = [_MOVED[axis % len(LAST)] for axis in axes]
+            return self.builder_.emit(op.strided_slice(image, axes, *bounds))
         return None
+
+    def _unflattened(self, var: relax.Var, call: relax.Call) -> relax.Expr | None:
+        """Return the image whose rows of pixels a transposed matrix has as columns."""
+        rows, shape = self.turned[call.args[0]], shape_of(var)
+        if not self.last or shape is None or shape[:2] != (shape_of(call.args[0]) or ())[:2]:
+            return None
+        return self.builder_.emit(op.reshape(rows, [shape[axis] for axis in LAST]))
 
     def _plain(self, var: relax.Var, call: relax.Call) -> relax.Expr | None:
         """Return a result that has no channels second, computed from an image; None otherwise."""
         name, operand = call.op.name, call.args[0] if len(call.args) else None
-        if name == PERMUTATION and operand in self.flat and permutation(call) == [0, 2, 1]:
-            return op.reshape(self.flat[operand], shape_of(var))
+        if name == PERMUTATION and permutation(call) == [0, 2, 1]:
+            if operand in self.flat:
+                return op.reshape(self.flat[operand], shape_of(var))
+            self.turned[var] = self.visit_expr(operand)
         image = self.last.get(operand)
         if image is None:
             return None
-        if name == PERMUTATION and permutation(call) == _LAST:
+        if name == PERMUTATION and permutation(call) == LAST:
             return image
         if name in _REDUCTIONS and _rank(var) <= 2:
             return self._reduction(call)
@@ -175,13 +254,12 @@ class _LayoutMutator(PyExprMutator):
             return None
         if dtype_of(call) not in self.dtypes or convolution.channels_last:
             return None
-        moved = replace(convolution, channels_last=True)
-        operands = self._with_channels_last(call.args[0]), self.visit_expr(call.args[1])
-        return self.builder_.emit(moved.of_operands(*operands))
+        moved = replace(convolution, channels_last=True, weight_last=True)
+        return self.builder_.emit(moved.of_operands(*map(self._with_channels_last, call.args)))
 
     def _reduction(self, call: relax.Call) -> relax.Expr | None:
         """Return a reduction of an image whose result has its dimensions in the same order."""
-        rank, image = len(_LAST), self.last[call.args[0]]
+        rank, image = len(LAST), self.last[call.args[0]]
         axes = [int(a) % rank for a in call.attrs.axis or range(rank)]
         kept = [axis for axis in range(rank) if axis not in axes]
         keepdims = bool(call.attrs.keepdims)
@@ -191,24 +269,10 @@ class _LayoutMutator(PyExprMutator):
         return self.builder_.emit(reduce(image, sorted(_MOVED[a] for a in axes), keepdims))
 
     def _pool(self, call: relax.Call) -> relax.Expr | None:
-        """Return a pooling kernel of images with channels last; None if its indices are read."""
-        content = spec_of(call)
-        if content["results"] not in (None, [0]):
+        """Return a pooling that loops compute; None if the call is no such pooling of an image."""
+        if not is_pooled_by_loops(call) or tensors_of(call)[0] not in self.last:
             return None
-        by_loops = pools_by_chains(content)
-        first, *rest = content["args"]
-        content |= {"args": [{"channels_last": first["tensor"]}, *rest], "channels_last": True}
-        content.pop("compiled", None)
-        content |= {"compiled": True} if by_loops else {}
-        (type_,) = call.ty_args
-        fields = type_.fields if isinstance(type_, relax.TupleType) else [type_]
-        moved = [
-            relax.TensorType([list(t.shape.values)[axis] for axis in _LAST], t.dtype)
-            for t in fields
-        ]
-        result = relax.TupleType(moved) if isinstance(type_, relax.TupleType) else moved[0]
-        image = self.last[tensors_of(call)[0]]
-        return self.builder_.emit(packed_call(ATEN_CALL, json.dumps(content), [image], result))
+        return pooled_by_loops(call, self.last[tensors_of(call)[0]])
 
     def _with_channels_last(self, expr: relax.Expr) -> relax.Expr:
         """Return an operand of an image's operator, with its dimensions aligned at the end."""
@@ -217,21 +281,18 @@ class _LayoutMutator(PyExprMutator):
         value, shape = self.visit_expr(expr), shape_of(expr)
         if not shape:
             return value
-        full = (*(1,) * (len(_LAST) - len(shape)), *shape)
-        moved = [axis for axis in _LAST if full[axis] > 1]
+        full = (*(1,) * (len(LAST) - len(shape)), *shape)
+        moved = [axis for axis in LAST if full[axis] > 1]
         if moved == sorted(moved):
-            return self.builder_.emit(op.reshape(value, [full[axis] for axis in _LAST]))
+            return self.builder_.emit(op.reshape(value, [full[axis] for axis in LAST]))
+        bound = self.lookup_binding(value) if isinstance(value, relax.Var) else None
+        if full == shape and is_call(bound, "relax.astype"):
+            # Backward keeps the cast value, which then has its channels last already.
+            first = self.builder_.emit(op.permute_dims(bound.args[0], LAST))
+            return self.builder_.emit(op.astype(first, dtype_of(value)))
         if full != shape:
             value = self.builder_.emit(op.reshape(value, full))
-        return self.builder_.emit(op.permute_dims(value, _LAST))
-
-
-def _operands(call: relax.Call) -> list[relax.Expr]:
-    """Return the operands of ``call``, with a tuple's fields in its place."""
-    found: list[relax.Expr] = []
-    for operand in call.args:
-        found += list(operand.fields) if isinstance(operand, relax.Tuple) else [operand]
-    return found
+        return self.builder_.emit(op.permute_dims(value, LAST))
 
 
 def _rank(expr: relax.Expr) -> int:

@@ -31,18 +31,26 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, TypeAlias
 
 import tvm
 from tvm import relax, tirx
 
-from tvmbridge.passes.base import PassReport, RelaxPass, is_call, with_span
+from tvmbridge.passes.base import PassReport, RelaxPass
 from tvmbridge.passes.relax.merged_functions import (
     merged,
     merged_kernel,
     renamed,
     share_variables,
+)
+from tvmbridge.passes.relax.tir_calls import (
+    Node,
+    TirCall,
+    bindings_made,
+    defined,
+    nodes_of,
+    reads_of,
+    uses_of,
 )
 from tvmbridge.schedules import is_one_nest, is_scheduled
 from tvmbridge.schedules.kernel import Kernel, parse
@@ -53,6 +61,10 @@ _LONGEST_NAME = 200
 
 
 Rule: TypeAlias = Callable[[Kernel, tuple[Kernel, ...], tvm.target.Target], bool]
+
+
+# A function from a dataflow block to one with merged kernels.
+Merge: TypeAlias = Callable[["Kernels", relax.DataflowBlock], relax.DataflowBlock]
 
 
 def _is_one_nest(kernel: Kernel, _: tuple[Kernel, ...], target: tvm.target.Target) -> bool:
@@ -69,11 +81,11 @@ class MergeKernels(RelaxPass):
     rule: Rule = _is_one_nest
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
-        merging = _Merging(mod, tvm.target.Target.current(), self.rule)
+        merging = Kernels(mod, tvm.target.Target.current(), self.rule)
         functions = dict(mod.functions_items())
         for name, function in functions.items():
             if isinstance(function, relax.Function):
-                functions[name] = merging.rewrite(function)
+                functions[name] = merging.rewrite(function, Kernels.grown_together)
         report.rewrote(merging.count)
         if not merging.count:
             return mod
@@ -82,98 +94,79 @@ class MergeKernels(RelaxPass):
         )
 
 
-@dataclass(frozen=True)
-class _Kernel:
-    """A call of a TIR function.
-
-    - ``callee``: the function.
-    - ``args``: the arguments without the results.
-    - ``results``: the variables of the results, in order.
-    - ``bindings``: the bindings of the call and its results; empty for a merged kernel.
-    """
-
-    callee: tvm.ir.GlobalVar
-    args: tuple[relax.Expr, ...]
-    results: tuple[relax.Var, ...]
-    span: Any
-    bindings: tuple[relax.Binding, ...] = ()
-
-    @cached_property
-    def reads(self) -> Counter[relax.Var]:
-        """How often the call reads each variable; not to be changed."""
-        return Counter(arg for arg in self.args if isinstance(arg, relax.Var))
-
-
-_Node: TypeAlias = _Kernel | relax.Binding
-
-
 class _Line:
     """The kernels and other bindings of a block, in order; None in place of removed ones."""
 
     def __init__(self) -> None:
-        self.nodes: list[_Node | None] = []
+        self.nodes: list[Node | None] = []
         # The place of the kernel, by each variable of its results.
         self._places: dict[relax.Var, int] = {}
         # The variables that bindings without a kernel read, by the id of the binding.
         self._read: dict[int, frozenset[relax.Var]] = {}
 
-    def extend(self, nodes: Iterable[_Node]) -> None:
+    def extend(self, nodes: Iterable[Node]) -> None:
         """Append ``nodes``."""
         for node in nodes:
-            if isinstance(node, _Kernel):
+            if isinstance(node, TirCall):
                 self._places.update(dict.fromkeys(node.results, len(self.nodes)))
             else:
-                self._read[id(node)] = frozenset(_reads(node))
+                self._read[id(node)] = frozenset(reads_of(node))
             self.nodes.append(node)
 
-    def behind(self, place: int) -> list[_Node]:
+    def behind(self, place: int) -> list[Node]:
         """Return the nodes after ``place``."""
         return [node for node in self.nodes[place + 1 :] if node is not None]
 
-    def readers(self, place: int, results: Iterable[relax.Var]) -> list[_Node]:
+    def readers(self, place: int, results: Iterable[relax.Var]) -> list[Node]:
         """Return the nodes after ``place`` that depend on ``results``."""
         reached, found = set(results), []
         for node in self.behind(place):
-            read = node.reads if isinstance(node, _Kernel) else self._read[id(node)]
+            read = node.reads if isinstance(node, TirCall) else self._read[id(node)]
             if not reached.isdisjoint(read):
                 found.append(node)
-                reached.update(_defined(node))
+                reached.update(defined(node))
         return found
 
-    def source_before(self, place: int, kernel: _Kernel) -> int | None:
+    def source_before(self, place: int, kernel: TirCall) -> int | None:
         """Return the place of the last kernel before ``place`` whose result ``kernel`` reads."""
         found = (self._places.get(var, place) for var in kernel.reads)
         return max((p for p in found if p < place), default=None)
 
-    def take_out(self, place: int, others: Iterable[_Node]) -> None:
+    def take_out(self, place: int, others: Iterable[Node]) -> None:
         """Remove the kernel at ``place``, and the nodes ``others`` after it."""
         gone = {id(node) for node in others}
         for at in range(place, len(self.nodes)):
             node = self.nodes[at]
             if at == place or id(node) in gone:
                 self.nodes[at] = None
-                for var in node.results if isinstance(node, _Kernel) else ():
+                for var in node.results if isinstance(node, TirCall) else ():
                     del self._places[var]
 
 
-class _Merging:
-    """Merges the kernels of a module; ``made`` has the functions of the merged kernels."""
+class Kernels:
+    """Merges the kernels of a module.
+
+    - ``made``: the functions of the merged kernels.
+    - ``count``: the number of merges.
+    - ``uses``: how often each variable of the present function is read.
+    """
 
     def __init__(
         self, mod: tvm.IRModule, target: tvm.target.Target, rule: Rule = _is_one_nest
     ) -> None:
         self.mod, self.target, self.rule, self.count = mod, target, rule, 0
         self.builder = relax.BlockBuilder(mod)
+        self.uses: Counter[relax.Var] = Counter()
         self.made: dict[tvm.ir.GlobalVar, tirx.PrimFunc] = {}
         self._known: dict[Any, tvm.ir.GlobalVar | None] = {}
         # The parsed functions; None for those that are not one loop nest.
         self._parsed: dict[tvm.ir.GlobalVar, Kernel | None] = {}
 
-    def rewrite(self, function: relax.Function) -> relax.Function:
-        """Return ``function`` with merged kernels in its dataflow blocks."""
-        before, uses = self.count, _uses(function)
+    def rewrite(self, function: relax.Function, merge: Merge) -> relax.Function:
+        """Return ``function`` with its dataflow blocks replaced by what ``merge`` returns."""
+        before, self.uses = self.count, uses_of(function)
         blocks = [
-            self._block(block, uses) if isinstance(block, relax.DataflowBlock) else block
+            merge(self, block) if isinstance(block, relax.DataflowBlock) else block
             for block in function.body.blocks
         ]
         if self.count == before:
@@ -183,28 +176,29 @@ class _Merging:
             function.params, body, function.ret_ty, function.is_pure, function.attrs, function.span
         )
 
-    def _block(self, block: relax.DataflowBlock, uses: Counter[relax.Var]) -> relax.DataflowBlock:
+    def grown_together(self, block: relax.DataflowBlock) -> relax.DataflowBlock:
+        """Return ``block`` with each kernel merged with kernels whose results it reads."""
         line = _Line()
-        for node in _nodes(block, uses):
-            line.extend(self._grown(line, node, uses) if isinstance(node, _Kernel) else [node])
+        for node in nodes_of(block, self.uses):
+            line.extend(self._grown(line, node) if isinstance(node, TirCall) else [node])
         nodes = line.behind(-1)
-        return relax.DataflowBlock([b for node in nodes for b in _bindings(node, self.builder)])
+        return relax.DataflowBlock([b for node in nodes for b in bindings_made(node, self.builder)])
 
-    def _grown(self, line: _Line, kernel: _Kernel, uses: Counter[relax.Var]) -> list[_Node]:
+    def _grown(self, line: _Line, kernel: TirCall) -> list[Node]:
         """Merge ``kernel`` with as many kernels of ``line`` as possible.
 
         Returns:
             The merged kernel, followed by the nodes that read its results. The nodes, and the
             kernels that were merged, are removed from ``line``.
         """
-        behind: list[_Node] = []
+        behind: list[Node] = []
         place = line.source_before(len(line.nodes), kernel)
         while place is not None:
             source = line.nodes[place]
-            assert isinstance(source, _Kernel)
+            assert isinstance(source, TirCall)
             after, both = line.readers(place, source.results), None
-            if not {var for node in after for var in _defined(node)} & set(kernel.reads):
-                both = self._both(source, kernel, uses)
+            if not {var for node in after for var in defined(node)} & set(kernel.reads):
+                both = self.both(source, kernel)
             if both is None:
                 place = line.source_before(place, kernel)
                 continue
@@ -213,9 +207,9 @@ class _Merging:
             place = line.source_before(len(line.nodes), kernel)
         return [kernel, *behind]
 
-    def _both(self, first: _Kernel, second: _Kernel, uses: Counter[relax.Var]) -> _Kernel | None:
+    def both(self, first: TirCall, second: TirCall) -> TirCall | None:
         """Return one kernel for two; None if they would not be one loop nest."""
-        reads = second.reads
+        reads, uses = second.reads, self.uses
         kept = [place for place, var in enumerate(first.results) if uses[var] > reads[var]]
         known = [*first.args, *first.results]
         given = []
@@ -229,7 +223,7 @@ class _Merging:
         self.count += 1
         args = (*first.args, *known[len(first.args) + len(first.results) :])
         results = (*(first.results[place] for place in kept), *second.results)
-        both = _Kernel(callee, args, results, second.span)
+        both = TirCall(callee, args, results, second.span)
         uses.subtract(first.reads + reads)
         uses.update(both.reads)
         return both
@@ -260,7 +254,7 @@ class _Merging:
         kept: tuple[int, ...],
     ) -> Kernel | None:
         """Return the merged function as a kernel, before it is built; None if it is not to be."""
-        one, other = self._parse(first), self._parse(second)
+        one, other = self.parsed(first), self.parsed(second)
         if one is None or other is None or len(one.stages) + len(other.stages) > _MOST_STAGES:
             return None
         if share_variables(one, other):
@@ -286,7 +280,7 @@ class _Merging:
     def _function(self, callee: tvm.ir.GlobalVar) -> tirx.PrimFunc:
         return self.made[callee] if callee in self.made else self.mod[callee]
 
-    def _parse(self, callee: tvm.ir.GlobalVar) -> Kernel | None:
+    def parsed(self, callee: tvm.ir.GlobalVar) -> Kernel | None:
         if callee not in self._parsed:
             function = self._function(callee)
             kernel = None if is_scheduled(function) else parse(function)
@@ -294,95 +288,3 @@ class _Merging:
             fits = kernel is not None and small and self.rule(kernel, (), self.target)
             self._parsed[callee] = kernel if fits else None
         return self._parsed[callee]
-
-
-def _nodes(block: relax.DataflowBlock, uses: Counter[relax.Var]) -> list[_Node]:
-    """Return the bindings of a block; a call of a TIR function and its results are one node."""
-    fields: dict[relax.Var, list[relax.Binding]] = {}
-    for binding in block.bindings:
-        if isinstance(binding.value, relax.TupleGetItem):
-            fields.setdefault(binding.value.tuple_value, []).append(binding)
-    kernels: dict[relax.Var, _Kernel] = {}
-    nodes: list[_Node] = []
-    for binding in block.bindings:
-        value = binding.value
-        if isinstance(value, relax.TupleGetItem) and value.tuple_value in kernels:
-            continue
-        kernel = _kernel(binding, fields.get(binding.var, []), uses)
-        nodes.append(kernel or binding)
-        if kernel is not None:
-            kernels[binding.var] = kernel
-    return nodes
-
-
-def _kernel(
-    binding: relax.Binding, fields: list[relax.Binding], uses: Counter[relax.Var]
-) -> _Kernel | None:
-    """Return the call of a TIR function that ``binding`` binds, or None.
-
-    ``fields`` bind the call's results, if there are several. None if the tuple of the results is
-    read as a whole, or a result is bound twice.
-    """
-    call, type_ = binding.value, binding.var.ty
-    if not _is_tir_call(call):
-        return None
-    results = [binding.var]
-    if isinstance(type_, relax.TupleType):
-        bound = {field.value.index: field.var for field in fields}
-        if not len(bound) == len(fields) == uses[binding.var]:
-            return None
-        results = [
-            bound[number] if number in bound else relax.DataflowVar("unread", field)
-            for number, field in enumerate(type_.fields)
-        ]
-    args = tuple(call.args[1].fields)
-    return _Kernel(call.args[0], args, tuple(results), call.span, (binding, *fields))
-
-
-def _is_tir_call(value: relax.Expr) -> bool:
-    return (
-        is_call(value, "relax.call_tir")
-        and len(value.args) == 2
-        and isinstance(value.args[1], relax.Tuple)
-    )
-
-
-def _reads(node: _Node) -> Counter[relax.Var]:
-    if isinstance(node, _Kernel):
-        return node.reads
-    if _is_tir_call(node.value):
-        return Counter(arg for arg in node.value.args[1].fields if isinstance(arg, relax.Var))
-    return Counter(relax.analysis.free_vars(node.value))
-
-
-def _defined(node: _Node) -> tuple[relax.Var, ...]:
-    return node.results if isinstance(node, _Kernel) else (node.var,)
-
-
-def _uses(function: relax.Function) -> Counter[relax.Var]:
-    """Count how often each variable is read; one that leaves its block is read once more."""
-    uses: Counter[relax.Var] = Counter(relax.analysis.free_vars(function.body.body))
-    for block in function.body.blocks:
-        for binding in block.bindings:
-            uses.update(_reads(binding))
-            if not isinstance(binding.var, relax.DataflowVar):
-                uses[binding.var] += 1
-    return uses
-
-
-def _bindings(node: _Node, builder: relax.BlockBuilder) -> list[relax.Binding]:
-    if not isinstance(node, _Kernel):
-        return [node]
-    if node.bindings:
-        return list(node.bindings)
-    types = [var.ty for var in node.results]
-    call = with_span(relax.call_tir(node.callee, list(node.args), types), node.span)
-    call = builder.normalize(call)  # infers the type
-    if len(types) == 1:
-        return [relax.VarBinding(node.results[0], call)]
-    whole = relax.DataflowVar("merged", relax.TupleType(types))
-    fields = [
-        relax.VarBinding(var, builder.normalize(relax.TupleGetItem(whole, place)))
-        for place, var in enumerate(node.results)
-    ]
-    return [relax.VarBinding(whole, call), *fields]

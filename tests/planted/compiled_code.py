@@ -101,4 +101,12 @@ COMPILED_CODE = (
         "if read & slots",
         ("tests/schedules/gpu/test_moves.py", "-k", "pieces"),
     ),
+    Plant(
+        "merged casts move before their operands",
+        "kernels",
+        "tvmbridge.passes.relax.merge_casts",
+        "self.defined.get(operand, -1) < group.place",
+        "self.defined.get(operand, -1) < number",
+        ("tests/passes/relax/test_merge_casts.py", "-k", "gradients"),
+    ),
 )

@@ -13,7 +13,8 @@ JSON with these fields:
   returns a single tensor.
 - ``declared``: the shapes and dtypes of the results, which the pass ``DeclareResults`` adds.
 - ``promises``: for custom operators, the strides that the fake kernel gives the results.
-- ``channels_last``: true if the graph's results are the operator's with channels last.
+- ``channels_last``: the positions of the operator's results that the graph has with channels last;
+  true if all of them.
 - ``compiled``: true if loops of :mod:`tvmbridge.legalize.aten` replace the call before the module
   is compiled.
 """
@@ -24,7 +25,7 @@ import functools
 import json
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import tvm
@@ -260,15 +261,20 @@ def _program(key: str) -> Callable[[tuple[torch.Tensor, ...]], Any]:
 
     def run(tensors: tuple[torch.Tensor, ...]) -> Any:
         out = op(*[a(tensors) for a in args], **{k: v(tensors) for k, v in kwargs.items()})
-        return take(_with_channels_last(out) if channels_last else out, tensors)
+        return take(_with_channels_last(out, channels_last) if channels_last else out, tensors)
 
     return run
 
 
-def _with_channels_last(out: Any) -> Any:
+def _with_channels_last(out: Any, positions: Literal[True] | list[int]) -> Any:
+    """Return results with the channels of those at ``positions`` (True: of all) moved last."""
     if isinstance(out, torch.Tensor):
         return out.permute(0, 2, 3, 1)
-    return tuple(tensor.permute(0, 2, 3, 1) for tensor in out)
+    moved = range(len(out)) if positions is True else positions
+    return tuple(
+        tensor.permute(0, 2, 3, 1) if i in moved and tensor is not None else tensor
+        for i, tensor in enumerate(out)
+    )
 
 
 def run_aten_call(key: str, *tensors: Any) -> Any:

@@ -33,8 +33,9 @@ CONVOLUTIONS: dict[str, bool] = {
 """Relax's convolutions by name, and whether each is transposed."""
 
 
-# The layouts of data, kernel and result of a convolution with channels last.
-_CHANNELS_LAST = ("NHWC", "OIHW", "NHWC")
+# The layouts of data, weight and result of a convolution with channels last, by whether the weight
+# has its channels last too.
+_CHANNELS_LAST = {False: ("NHWC", "OIHW", "NHWC"), True: ("NHWC", "OHWI", "NHWC")}
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Convolution:
     - ``padding``: the padding at each end of a dimension.
     - ``channels_last``: whether data and result of two dimensions have the shape (batch, height,
       width, channels) instead.
+    - ``weight_last``: whether the weight of such a convolution has the data's channels last, too.
     """
 
     stride: tuple[int, ...]
@@ -56,6 +58,7 @@ class Convolution:
     output_padding: tuple[int, ...]
     groups: int
     channels_last: bool = False
+    weight_last: bool = False
 
     @classmethod
     def of(cls, call: relax.Call) -> Convolution | None:
@@ -74,7 +77,7 @@ class Convolution:
         layouts = (attrs.data_layout, attrs.kernel_layout, attrs.out_layout)
         dtype = str(call.args[0].ty.dtype)
         out_dtype = "" if attrs.out_dtype is None else str(attrs.out_dtype)
-        channels_last = not transposed and layouts == _CHANNELS_LAST
+        channels_last = not transposed and layouts in _CHANNELS_LAST.values()
         if not channels_last and layouts != (*plain, plain[0]):
             return None
         if edges[:rank] != edges[rank:]:
@@ -90,6 +93,7 @@ class Convolution:
             output_padding=tuple(output_padding),
             groups=int(attrs.groups),
             channels_last=channels_last,
+            weight_last=layouts == _CHANNELS_LAST[True],
         )
 
     def of_operands(self, data: relax.Expr, weight: relax.Expr) -> relax.Call:
@@ -103,9 +107,8 @@ class Convolution:
         if self.transposed:
             options["output_padding"] = self.output_padding
         if self.channels_last:
-            options |= zip(
-                ("data_layout", "kernel_layout", "out_layout"), _CHANNELS_LAST, strict=True
-            )
+            layouts = _CHANNELS_LAST[self.weight_last]
+            options |= zip(("data_layout", "kernel_layout", "out_layout"), layouts, strict=True)
         return _OPERATORS[len(self.stride), self.transposed](data, weight, **options)
 
     def _arguments(self) -> list[Any]:
@@ -125,6 +128,8 @@ class Convolution:
         operands += [None] * (3 - len(operands))
         if self.channels_last:
             operands[0] = {"channels_last": 0}
+        if self.weight_last:
+            operands[1] = {"channels_last": 1}
         arguments = [*operands, *self._arguments()]
         name = "aten.convolution.default"
         return call_overload(name, arguments, tensors, type_, channels_last=self.channels_last)

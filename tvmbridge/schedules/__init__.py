@@ -56,6 +56,8 @@ def is_reshape(kernel: Kernel) -> bool:
         len(kernel.stages) > 1
         or len(stage.loads) != 1
         or not stage.value.same_as(stage.loads[0].slot)
+        # A read of half precision is a float32 value.
+        or str(stage.loads[0].buffer.dtype) != str(stage.buffer.dtype)
     ):
         return False
     indexer = Indexer({axis.var: axis.extent for axis in stage.axes})

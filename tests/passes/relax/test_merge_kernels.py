@@ -19,7 +19,7 @@ from tests.schedules.graphs import random_graph
 from tests.thinned import thinned
 from tvmbridge import add_tvm_dispatch
 from tvmbridge.passes.base import PassReport
-from tvmbridge.passes.relax.merge_kernels import MergeKernels, _Merging
+from tvmbridge.passes.relax.merge_kernels import Kernels, MergeKernels
 from tvmbridge.schedules import schedule_for_cpu
 from tvmbridge.schedules.kernel import Kernel, parse
 from tvmbridge.schedules.target import core_count
@@ -150,16 +150,16 @@ def test_a_merged_kernel_is_what_parsing_the_merged_function_gives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Check equal layers too, whose functions share variables."""
-    genuine, made = _Merging._added, []
+    genuine, made = Kernels._added, []
 
-    def compared(self: _Merging, kernel: Kernel, *key: Any) -> tvm.ir.GlobalVar:
+    def compared(self: Kernels, kernel: Kernel, *key: Any) -> tvm.ir.GlobalVar:
         made.append(genuine(self, kernel, *key))
         parsed = parse(self.made[made[-1]])
         assert parsed is not None
         assert _described(kernel) == _described(parsed)
         return made[-1]
 
-    monkeypatch.setattr(_Merging, "_added", compared)
+    monkeypatch.setattr(Kernels, "_added", compared)
     for seed in range(1000, 1008):
         _merged(fuse(random_graph(seed).mod))
     assert made

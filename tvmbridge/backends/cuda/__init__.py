@@ -34,6 +34,7 @@ from tvmbridge.passes.relax.dispatch_kernels import DispatchKernels
 from tvmbridge.passes.relax.few_row_products import FewRowProducts
 from tvmbridge.passes.relax.fuse_cross_entropy import FuseCrossEntropy
 from tvmbridge.passes.relax.fuse_ops import MOST_ON_GPUS, FuseOps
+from tvmbridge.passes.relax.merge_casts import MergeCasts
 from tvmbridge.passes.relax.merge_kernels import MergeKernels
 from tvmbridge.passes.relax.pad_products import PadProducts
 from tvmbridge.passes.relax.read_views import ReadViews
@@ -59,16 +60,16 @@ def _kernel_passes(measure: bool) -> list[AnyPass]:
         casts=RepeatCasts(CHEAP_ON_GPUS),
         fuse=FuseOps(MOST_ON_GPUS),
     )
-    # MergeKernels decides by sizes which kernels to merge.
-    merges = MergeKernels(is_one_kernel), DeadCodeElimination()
+    # Sizes decide which kernels to merge.
+    merges = MergeKernels(is_one_kernel), MergeCasts(is_one_kernel), DeadCodeElimination()
     merging = [] if sizes_vary() else [relax.transform.CanonicalizeBindings(), *merges]
     return [*ours, *shared, *merging]
 
 
 def _graph_passes(has_backward: bool) -> list[AnyPass]:
     passes: list[AnyPass] = [CastFirst(), *tidy_passes()]
-    ours = FuseCrossEntropy() if has_backward else ChannelsLast()
-    return [*passes, ReadViews(), ours, CollapseViews(), *tidy_passes()]
+    losses = [FuseCrossEntropy()] if has_backward else []
+    return [*passes, ReadViews(), *losses, ChannelsLast(), CollapseViews(), *tidy_passes()]
 
 
 def _prepare() -> None:
