@@ -13,8 +13,7 @@ from tests.architectures.runner import Entry, run_entries
 from tests.architectures.table import architectures
 
 QUICK = [
-    # tests/end_to_end trains a layer of BERT in quick tests.
-    pytest.param("bert", "train", "float64", marks=pytest.mark.slow),
+    ("bert", "train", "float64"),
     ("gpt2", "cache", "float32"),
     ("mixtral", "eval", "float32"),
     ("vit", "eval", "float32"),
