@@ -91,7 +91,6 @@ def test_records_tell_passes_that_changed_something() -> None:
     records: list[PassRecord] = []
     run_passes(Module, [ZappLike(), ZappLike()], records)
     assert [r.changed for r in records] == [True, False]
-    assert records[0].hash_after == records[1].hash_before == records[1].hash_after
 
 
 def test_options_of_a_pass_are_recorded() -> None:

@@ -135,10 +135,8 @@ def run_passes(
             types are detected after the last pass.
     """
     passes = list(passes)
-    hashed = _hash(mod) if passes else 0
     for number, pass_ in enumerate(passes, 1):
-        mod = _run_pass(mod, pass_, records, hashed, check_types=number == len(passes))
-        hashed = records[-1].hash_after
+        mod = _run_pass(mod, pass_, records, check_types=number == len(passes))
     return mod
 
 
@@ -163,7 +161,7 @@ def run_extra_passes(
     """
     for pass_ in passes:
         before = _conventions(mod)
-        mod = _run_pass(mod, pass_, records, _hash(mod), check_types=True)
+        mod = _run_pass(mod, pass_, records, check_types=True)
         if _conventions(mod) != before:
             raise PassError(
                 f"pass {pass_name(pass_)} changed the parameters or results of a function; an "
@@ -203,7 +201,6 @@ def _run_pass(
     mod: tvm.IRModule,
     pass_: AnyPass,
     records: list[PassRecord],
-    hash_before: int,
     *,
     check_types: bool,
 ) -> tvm.IRModule:
@@ -223,8 +220,7 @@ def _run_pass(
         declined=tuple(report.declined),
         bindings_before=count_bindings(mod),
         bindings_after=count_bindings(after),
-        hash_before=hash_before,
-        hash_after=hash_before if after.same_as(mod) else _hash(after),
+        changed=not tvm_ffi.structural_equal(mod, after, map_free_vars=True),
     )
     records.append(record)
     logger.debug(
@@ -235,10 +231,6 @@ def _run_pass(
     if observe is not None:
         observe(record, mod, after)
     return after
-
-
-def _hash(mod: tvm.IRModule) -> int:
-    return int(tvm_ffi.structural_hash(mod, map_free_vars=True))
 
 
 def _options_of(pass_: AnyPass) -> str:

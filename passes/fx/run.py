@@ -64,7 +64,6 @@ def _record(
     pass_: Any, report: PassReport, seconds: float, before: fx.GraphModule, after: fx.GraphModule
 ) -> PassRecord:
     options = getattr(type(pass_), "__dataclass_fields__", {})
-    before_hash = hash(str(before.graph))
     return PassRecord(
         name=type(pass_).__name__,
         options=", ".join(f"{field}={getattr(pass_, field)!r}" for field in options),
@@ -73,8 +72,7 @@ def _record(
         declined=tuple(report.declined),
         bindings_before=_operators(before),
         bindings_after=_operators(after),
-        hash_before=before_hash,
-        hash_after=hash(str(after.graph)) if after is not before else before_hash,
+        changed=after is not before and str(after.graph) != str(before.graph),
     )
 
 

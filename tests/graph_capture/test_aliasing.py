@@ -46,8 +46,22 @@ FUNCTIONS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
-@pytest.mark.parametrize("kind", FUNCTIONS)
+# In inference, quick tests have one kind for each source of memory.
+_IN_INFERENCE = ("view of an input", "input itself", "buffer", "exchanged buffer")
+
+
+@pytest.mark.parametrize(
+    ("kind", "grad"),
+    [
+        *((kind, True) for kind in FUNCTIONS),
+        *((kind, False) for kind in _IN_INFERENCE),
+        *(
+            pytest.param(kind, False, marks=pytest.mark.slow)
+            for kind in FUNCTIONS
+            if kind not in _IN_INFERENCE
+        ),
+    ],
+)
 def test_outputs_alias_as_in_eager(kind: str, grad: bool) -> None:
     module = add_tvm_dispatch(Applied(FUNCTIONS[kind]).train(grad), rows().requires_grad_(grad))
     found = []

@@ -34,9 +34,9 @@ def cycles(count, training):
     return mappings(), len(gc.get_objects())
 
 for training in (True, False):
-    before = cycles(4, training)
-    after = cycles(4, training)
-    print(after[0] - before[0], (after[1] - before[1]) / 4)
+    before = cycles(3, training)
+    after = cycles(3, training)
+    print(after[0] - before[0], (after[1] - before[1]) / 3)
 """
 
 

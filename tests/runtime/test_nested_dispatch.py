@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.dispatch_helpers import assert_same_step, eager, make_block, sample
+from tests.dispatch_helpers import assert_same_step, eager, sample
 from tvmbridge import add_tvm_dispatch, dispatch_report, remove_tvm_dispatch
 
 
@@ -83,7 +83,8 @@ def test_twenty_modules_in_one_model() -> None:
 
 
 def test_what_learns_is_compiled_for_in_each_of_them() -> None:
-    plain = nn.Sequential(make_block(), nn.Linear(24, 24).double(), make_block()).train()
+    parts = (nn.Sequential(nn.Linear(24, 24), nn.Tanh()) for _ in range(3))
+    plain = nn.Sequential(*parts).double().train()
     module = copy.deepcopy(plain)
     for each in (module[0], module[2], module):
         add_tvm_dispatch(each, sample())

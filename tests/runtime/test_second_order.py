@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -49,9 +50,16 @@ def rows() -> torch.Tensor:
     return torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-def dispatched(module: nn.Module, *samples: torch.Tensor) -> nn.Module:
+@functools.cache
+def compiled(kind: type[nn.Module], inputs: int) -> nn.Module:
     torch.manual_seed(0)
-    return add_tvm_dispatch(module.double().train(), samples or (rows().requires_grad_(),))
+    samples = tuple(rows().requires_grad_() for _ in range(inputs))
+    return add_tvm_dispatch(kind().double().train(), samples)
+
+
+def dispatched(kind: type[nn.Module], inputs: int = 1) -> nn.Module:
+    """Return a module of ``kind`` with a dispatch of its own; copies share the compiled code."""
+    return copy.deepcopy(compiled(kind, inputs))
 
 
 def backwards(module: nn.Module) -> int:
@@ -78,7 +86,7 @@ def gradient_penalty(module: nn.Module) -> list[torch.Tensor]:
 
 
 def test_gradient_penalties_are_trained_on() -> None:
-    ours = dispatched(Energy())
+    ours = dispatched(Energy)
     compared(ours, gradient_penalty)
     assert (dispatch_report(ours).tvm_calls, backwards(ours)) == (1, 1)
     assert "for create_graph=True: 1" in str(dispatch_report(ours))
@@ -102,7 +110,7 @@ def test_third_derivatives() -> None:
 
 
 def test_hessians() -> None:
-    ours = dispatched(Energy())
+    ours = dispatched(Energy)
     x = rows()
 
     def hessian(module: nn.Module) -> Any:
@@ -123,7 +131,7 @@ def test_outputs_that_are_views_and_those_that_nobody_uses(used: tuple[str, ...]
         assert x.grad is not None
         return [slope, x.grad]
 
-    ours = dispatched(Views())
+    ours = dispatched(Views)
     compared(ours, step)
     assert (dispatch_report(ours).tvm_calls, backwards(ours)) == (1, 1)
 
@@ -137,7 +145,7 @@ def test_one_tensor_for_two_arguments_and_tied_parameters() -> None:
         assert x.grad is not None
         return [slope, x.grad]
 
-    ours = dispatched(Tied(), rows().requires_grad_(), rows().requires_grad_())
+    ours = dispatched(Tied, 2)
     compared(ours, step)
     assert (dispatch_report(ours).tvm_calls, backwards(ours)) == (1, 1)
 
@@ -153,13 +161,13 @@ def test_hooks_and_kept_gradients_of_arguments_see_each_gradient_once() -> None:
         assert y.grad is not None
         return [slope, y.grad, *seen]
 
-    ours = dispatched(Energy())
+    ours = dispatched(Energy)
     compared(ours, step)
     assert backwards(ours) == 1
 
 
 def test_dispatched_modules_within_the_module() -> None:
-    inner = dispatched(Energy())
+    inner = dispatched(Energy)
     outer = nn.Sequential(nn.Linear(3, 3), inner).double()
     compared(outer, gradient_penalty)
     assert backwards(inner) == 1
@@ -185,7 +193,7 @@ def test_the_same_numbers_are_drawn_again() -> None:
         torch.manual_seed(5)
         return [*gradient_penalty(module), torch.get_rng_state()]
 
-    ours = dispatched(Drops())
+    ours = dispatched(Drops)
     compared(ours, step)
     assert (dispatch_report(ours).tvm_calls, backwards(ours)) == (1, 1)
 
@@ -284,7 +292,7 @@ def test_large_buffers_that_results_depend_on_are_refused_by_name() -> None:
             self.table.mul_(0.5)
             return y
 
-    ours, x = dispatched(Large()), rows().requires_grad_()
+    ours, x = dispatched(Large), rows().requires_grad_()
     (slope,) = torch.autograd.grad(ours(x).sum(), x, create_graph=True)
     with pytest.raises(BridgeError, match="buffers of more than a megabyte"):
         slope.sum().backward()
@@ -311,13 +319,13 @@ def test_parameters_exchanged_since_the_call(change: Callable[[nn.Module], None]
         (slope,) = torch.autograd.grad(energy, x, create_graph=True)
         return [slope, *torch.autograd.grad(slope.square().sum(), own[:-1])]
 
-    ours = dispatched(Energy())
+    ours = dispatched(Energy)
     compared(ours, step)
     assert backwards(ours) == 1
 
 
 def test_parameters_that_became_one_are_refused_by_name() -> None:
-    ours, x = dispatched(Energy()), rows().requires_grad_()
+    ours, x = dispatched(Energy), rows().requires_grad_()
     energy = ours(x).sum()
     ours.net[2].bias = ours.net[0].bias  # type: ignore[index, union-attr]
     (slope,) = torch.autograd.grad(energy, x, create_graph=True)
@@ -338,7 +346,7 @@ def test_steps_of_meta_learning_through_functional_call(kind: type[nn.Module]) -
         loss.backward()
         return loss.detach()
 
-    ours = dispatched(kind(), *([rows()] * 2 if kind is Tied else []))
+    ours = dispatched(kind, 2 if kind is Tied else 1)
     compared(ours, step)
     assert backwards(ours)
 
@@ -372,7 +380,7 @@ def set_mode(module: nn.Module, x: torch.Tensor) -> None:
     ],
 )
 def test_what_is_otherwise_than_at_the_call(change: Any, reason: str) -> None:
-    ours = dispatched(Energy())
+    ours = dispatched(Energy)
     x = rows().requires_grad_()
     energy = ours(x).sum()
     change(ours, x)
@@ -385,7 +393,7 @@ def test_what_is_otherwise_than_at_the_call(change: Any, reason: str) -> None:
 
 
 def test_removed_dispatch_and_copies() -> None:
-    ours = dispatched(Energy())
+    ours = dispatched(Energy)
     copied = copy.deepcopy(ours)
     compared(copied, gradient_penalty)
     assert (backwards(copied), backwards(ours)) == (1, 0)

@@ -98,7 +98,8 @@ class Sums(nn.Module):
         return x.sum(), x.sum(0), x.sum(1), x.var(1)
 
 
-@pytest.mark.parametrize("train", [False, True])
+# Training computes all that inference does.
+@pytest.mark.parametrize("train", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_sums_that_begin_at_the_least_sizes_are_served_at_all(train: bool) -> None:
     torch.manual_seed(0)
     module = Sums().train(train)

@@ -280,7 +280,7 @@ class PassRecord:
     - ``rewrites``: how many candidates it rewrote.
     - ``declined``: one sentence for each candidate that it left unchanged, with the reason.
     - ``bindings_before``, ``bindings_after``: the number of bindings in the module.
-    - ``hash_before``, ``hash_after``: the structural hash of the module.
+    - ``changed``: whether the module differs structurally after the pass.
     """
 
     name: str
@@ -290,13 +290,7 @@ class PassRecord:
     declined: tuple[str, ...]
     bindings_before: int
     bindings_after: int
-    hash_before: int
-    hash_after: int
-
-    @property
-    def changed(self) -> bool:
-        """Whether the module differs structurally after the pass."""
-        return self.hash_before != self.hash_after
+    changed: bool
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from functools import lru_cache
 
 import torch
 from tvm.target import Target, codegen
@@ -15,6 +16,7 @@ _GENERIC = {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3"}
 _WIDTHS = {"AVX512": "avx512f", "AVX2": "avx2"}
 
 
+@lru_cache(maxsize=16)
 def vector_bits(target: Target) -> int:
     """Return the width of a vector register of ``target``: 512, 256 or 128 bits."""
     # LLVM's own vector width is the widest of any processor of the architecture.

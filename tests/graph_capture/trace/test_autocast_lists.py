@@ -179,7 +179,12 @@ class Calls(nn.Module):
 
 @pytest.mark.parametrize(
     ("device", "dtype"),
-    [("cuda", torch.float32), ("cuda", torch.bfloat16), ("cpu", torch.bfloat16)],
+    [
+        ("cuda", torch.float32),
+        ("cpu", torch.bfloat16),
+        # The lists are those of the first case, and the casts those of the second.
+        pytest.param("cuda", torch.bfloat16, marks=pytest.mark.slow),
+    ],
 )
 def test_every_listed_operator_casts_as_in_eager(
     device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

@@ -43,8 +43,7 @@ def exported(device: str = "cpu") -> ExportedProgram:
     return torch.export.export(module, (x,), strict=False)
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize("differentiated", [True, False])
+@pytest.mark.parametrize(("device", "differentiated"), [("cpu", True), ("meta", False)])
 def test_the_graph_is_the_same(device: str, differentiated: bool) -> None:
     program = exported(device)
     table = decomposition_table(differentiated=differentiated)

@@ -116,8 +116,7 @@ def _converted(module: nn.Module, y: torch.Tensor) -> None:
     module.now = y.mean(0).float()
 
 
-@pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("exchange", [_grown, _converted])
+@pytest.mark.parametrize(("exchange", "nested"), [(_grown, False), (_converted, True)])
 def test_a_buffer_that_the_first_call_makes_another_kind_is_served_after_it(
     exchange: Exchange, nested: bool
 ) -> None:
@@ -174,8 +173,7 @@ class _Twice(nn.Module):
         return self.first(x) + self.second(x)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("kind", ["written", "exchanged"])
+@pytest.mark.parametrize(("kind", "training"), [("written", True), ("exchanged", False)])
 def test_buffers_of_a_submodule_in_two_places_are_written_twice(kind: str, training: bool) -> None:
     norm = nn.BatchNorm1d(24, dtype=torch.float64)
     ours = _Twice(norm if kind == "written" else Keeps(_average)).train(training)

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from tvmbridge.core.torch_private import (
     fake_impls,
     has_any_kernel,
     pytree,
+    registered_kernels,
 )
 
 # The lists of dispatch keys for which PyTorch registers kernels.
@@ -68,7 +70,7 @@ def composites_prepared_for(program: ExportedProgram) -> Iterator[None]:
         keys = getattr(exported_program, name)
         if not isinstance(keys, _Keys):  # Other threads iterate over all keys, as before.
             setattr(exported_program, name, _Keys(keys))
-    export_utils._materialize_cpp_cia_ops()
+    _find_operators(tuple(registered_kernels("CompositeImplicitAutograd")))
     before: frozenset[DispatchKey] = getattr(_of_thread, "unused", frozenset())
     _of_thread.unused = _unused_keys(_devices(program))
     try:
@@ -80,6 +82,12 @@ def composites_prepared_for(program: ExportedProgram) -> Iterator[None]:
             yield
     finally:
         _of_thread.unused = before
+
+
+@lru_cache(maxsize=1)
+def _find_operators(registered: tuple[str, ...]) -> None:
+    """Let PyTorch create the Python objects of the composite operators, once for each set."""
+    export_utils._materialize_cpp_cia_ops()
 
 
 def _devices(program: ExportedProgram) -> set[str]:

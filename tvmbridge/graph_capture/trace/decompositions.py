@@ -243,6 +243,12 @@ def joint_decomposition_table() -> dict[Any, Callable[..., Any]]:
 
     An operator that is not in the map stays an ATen operator with PyTorch's own kernel.
     """
+    return dict(_joint_table())
+
+
+@lru_cache(maxsize=1)
+def _joint_table() -> dict[Any, Callable[..., Any]]:
+    """Return the table, which is kept: PyTorch queries its dispatcher to build its own."""
     whole = core_aten_decompositions()
     table = {op: whole[op] for op in _JOINT_TAKEN_APART}
     losses = (aten.mse_loss.default, aten.mse_loss_backward.default)
