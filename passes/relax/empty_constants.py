@@ -35,7 +35,7 @@ class EmptyConstants(RelaxPass):
 
 
 @mutator
-class _Reshaped(PyExprMutator):  # type: ignore[misc]
+class _Reshaped(PyExprMutator):
     def __init__(self, report: PassReport) -> None:
         super().__init__()
         self.report = report
