@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tvmbridge.compiler.pack import Pack, unmovable, unpackable
+from tvmbridge.compiler.pack import Pack, is_at, unmovable, unpackable
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -42,3 +42,18 @@ def test_parameters_in_one_storage_may_move_where_they_do_not_overlap() -> None:
     assert unmovable(module.a, module) is None
     module.b.data = module.a.data[2:]
     assert unmovable(module.a, module) == "another parameter or buffer shares its memory"
+
+
+def test_a_moved_parameter_has_the_memory_that_it_had_before() -> None:
+    weights = [nn.Parameter(torch.randn(2, 32)) for _ in range(3)]
+    addresses = [w.data_ptr() for w in weights]
+    pack = Pack(weights)
+    old = pack.take_in(weights)
+    assert all(map(is_at, weights, addresses))
+    second = Pack(weights)
+    old += second.take_in(weights)
+    assert all(map(is_at, weights, addresses))
+    assert not is_at(weights[0], addresses[1])
+    weights[2].data = weights[2].data.clone()
+    assert [is_at(w, a) for w, a in zip(weights, addresses, strict=True)] == [True, True, False]
+    assert not is_at(torch.randn(2, 32), addresses[0])

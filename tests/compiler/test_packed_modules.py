@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from tests.packed_helpers import (
+    NAMES,
     assert_right,
     dispatched,
     make,
@@ -23,6 +24,7 @@ from tests.packed_helpers import (
     sample,
 )
 from tvmbridge import add_tvm_dispatch, dispatch_report, remove_tvm_dispatch
+from tvmbridge.compiler.packing import ModulePacks
 
 
 def test_saved_files_do_not_grow(module: nn.Module) -> None:
@@ -159,3 +161,28 @@ def test_threads_agree(module: nn.Module) -> None:
     for result in results:
         torch.testing.assert_close(result, expected(sample()), rtol=1e-13, atol=1e-13)
     assert packed(module) == (2, {})
+
+
+def _penalty(module: nn.Module) -> list[torch.Tensor]:
+    sources = [sample().requires_grad_(), *module.parameters()]
+    result = module(sources[0])
+    # Code of another module may move the weights between forward and backward.
+    ModulePacks(module).tensor(NAMES, members(module))
+    slopes = torch.autograd.grad(result.square().sum(), sources, create_graph=True)
+    return list(torch.autograd.grad(sum(s.square().sum() for s in slopes), sources))
+
+
+@pytest.mark.parametrize("combine", ["always", "never"])
+def test_the_first_call_can_be_differentiated_twice(combine: str) -> None:
+    ours = make(training=True)
+    add_tvm_dispatch(ours, sample().requires_grad_(), options={"combine_matmuls": combine})
+    torch.testing.assert_close(_penalty(ours), _penalty(make(training=True)))
+    assert dispatch_report(ours).specializations[0].second_order_backwards == 1
+
+
+def test_frozen_weights_that_another_module_packs_stay_frozen() -> None:
+    module = make()
+    add_tvm_dispatch(module, sample(), freeze=True)
+    assert_right(module)
+    ModulePacks(module).tensor(NAMES, members(module))
+    assert_right(module)

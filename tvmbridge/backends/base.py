@@ -16,6 +16,7 @@ from tvmbridge.passes.relax.copy_pieces import CopyPieces
 from tvmbridge.passes.relax.dead_code_elimination import DeadCodeElimination
 from tvmbridge.passes.relax.dispatch_convolutions import DispatchConvolutions
 from tvmbridge.passes.relax.dispatch_kernels import DispatchKernels
+from tvmbridge.passes.relax.empty_constants import EmptyConstants
 from tvmbridge.passes.relax.fuse_ops import FuseOps
 from tvmbridge.passes.relax.legalize_ops import LegalizeOps
 from tvmbridge.passes.relax.repeat_casts import RepeatCasts
@@ -126,5 +127,6 @@ def kernel_passes(
         relax.transform.FuseTIR(),
         # This pass recognises reshapes by their loops, which scheduling would change.
         RewriteDataflowReshape(),
+        EmptyConstants(),
         DeadCodeElimination(),
     ]

@@ -45,6 +45,8 @@ class Pack:
         sizes = [m.numel() * m.element_size() for m in members]
         self.pointers = [begin, *(begin + end for end in accumulate(sizes))][:-1]
         self.end = begin + sum(sizes)
+        # For each parameter, the addresses that it was moved from, the latest one first.
+        self._origins: list[tuple[int, ...]] = [() for _ in members]
         self._members: list[weakref.ref[torch.Tensor]] = []
 
     def holds(self, members: Sequence[torch.Tensor]) -> bool:
@@ -61,6 +63,12 @@ class Pack:
         members = [m for m in (reference() for reference in self._members) if m is not None]
         return self.holds(members)
 
+    def moved_from(self, member: torch.Tensor, address: int) -> bool:
+        """Whether ``member`` is in the pack, and was at ``address`` before packing moved it."""
+        now = member.data_ptr()
+        places = zip(self.pointers, self._origins, strict=True)
+        return any(now == pointer and address in before for pointer, before in places)
+
     def overlaps(self, member: torch.Tensor) -> bool:
         """Whether the memory of ``member`` begins in the pack."""
         return self.pointers[0] <= member.data_ptr() < self.end
@@ -70,6 +78,7 @@ class Pack:
         memory = self.tensor.view(torch.uint8).reshape(-1).numpy()
         begin = self.pointers[0]
         old = []
+        self._origins = [_addresses(m) for m in members]
         with torch.inference_mode(False), torch.no_grad():
             for member, pointer in zip(members, self.pointers, strict=True):
                 size = member.numel() * member.element_size()
@@ -85,6 +94,26 @@ class Pack:
 
 
 _live: weakref.WeakSet[Pack] = weakref.WeakSet()
+
+
+def _addresses(member: torch.Tensor) -> tuple[int, ...]:
+    """Return the address of ``member``, and the addresses that packing has moved it from."""
+    now = member.data_ptr()
+    packs = list(_live)
+    earlier = (p._origins[p.pointers.index(now)] for p in packs if now in p.pointers)
+    return (now, *next(earlier, ()))
+
+
+def is_at(tensor: torch.Tensor, address: int) -> bool:
+    """Whether ``tensor`` has the memory that was at ``address``, which packing may have moved.
+
+    Args:
+        tensor: any tensor with memory.
+        address: the address of its memory at an earlier time.
+    """
+    if tensor.data_ptr() == address:
+        return True
+    return any(pack.moved_from(tensor, address) for pack in list(_live))
 
 
 def pack_of(members: Sequence[torch.Tensor]) -> Pack | None:

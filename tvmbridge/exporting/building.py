@@ -19,6 +19,7 @@ from tvmbridge.passes.base import shared_results
 from tvmbridge.passes.relax.collapse_views import CollapseViews
 from tvmbridge.passes.relax.compile_aten_calls import CompileAtenCalls
 from tvmbridge.passes.relax.dead_code_elimination import DeadCodeElimination
+from tvmbridge.passes.relax.empty_constants import EmptyConstants
 from tvmbridge.passes.relax.fuse_ops import FuseOps
 from tvmbridge.passes.relax.legalize_ops import LegalizeOps
 from tvmbridge.passes.relax.merge_kernels import MergeKernels
@@ -84,6 +85,7 @@ def _kernel_passes(machine: Machine) -> list[Any]:
         FuseOps(),
         relax.transform.FuseTIR(),
         RewriteDataflowReshape(),
+        EmptyConstants(),
         DeadCodeElimination(),
         *merging,
     ]

@@ -10,6 +10,7 @@ import torch
 
 from tvmbridge.compiler.executable import LoadedModule, prepare
 from tvmbridge.compiler.freezing import Freezing
+from tvmbridge.compiler.pack import is_at
 from tvmbridge.core.errors import BuildError
 from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.kernels.packed import Packed
@@ -80,7 +81,7 @@ class FrozenWeights:
         ):
             if tensor is None or tensor is not known():
                 return Reason(Kind.FROZEN_REPLACED, name)
-            if tensor.data_ptr() != pointer:
+            if not is_at(tensor, pointer):
                 return Reason(Kind.FROZEN_EXCHANGED, name)
             if tensor._version != version:
                 return Reason(Kind.FROZEN_WRITTEN, name)

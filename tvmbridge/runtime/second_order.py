@@ -17,6 +17,7 @@ import torch
 from tvmbridge.backends import backend_of
 from tvmbridge.calls.bases import WithBases
 from tvmbridge.calls.surroundings import refused_now
+from tvmbridge.compiler.pack import is_at
 from tvmbridge.core.autocast import under_autocast, without_autocast
 from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.core.errors import BridgeError
@@ -171,7 +172,7 @@ class SecondOrderCall:
         if self._versions is None or self._versions != self._versions_now():
             return True
         before = [*self._given, *self._pinned.pointers]
-        return any(before[i] != self._primals[i].data_ptr() for i in self._unwritten)
+        return not all(is_at(self._primals[i], before[i]) for i in self._unwritten)
 
     def refused(self, wanted: Sequence[int]) -> Reason | None:
         """Return why forward cannot run again for gradients of the primals ``wanted``; or None."""

@@ -102,6 +102,18 @@ class InPlace(nn.Module):
         return functional.relu(dropped, inplace=True) + y + (w[0] + 1)
 
 
+class Parameters(nn.Module):
+    """Returns views of a parameter, and a result whose operator has more results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        rows = functional.embedding_bag(torch.tensor([[0, 3], [1, 2]]), self.weight)
+        return rows, functional.layer_norm(x, (4,), *self.weight[:2]), x + self.weight.t()
+
+
 class ReadAfter(nn.Module):
     """Reads a view of a tensor after it has written into the tensor."""
 
@@ -200,6 +212,7 @@ CASES = {
     "bfloat16": (lambda: Stack(_bfloat16), (2, 5, 8), False),
     "various": (Various, (4, 4), True),
     "in place": (InPlace, (4, 4), True),
+    "parameters": (Parameters, (4, 4), False),
 }
 
 

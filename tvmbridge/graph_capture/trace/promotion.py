@@ -164,4 +164,7 @@ def _corrected(op: Any, function: Decomposition) -> Decomposition:
 
 
 def _as(result: Any, dtype: torch.dtype | None) -> Any:
-    return result if dtype is None or not isinstance(result, torch.Tensor) else result.to(dtype)
+    # During export, ``to`` records an assertion, which would keep an unused result alive.
+    if dtype is None or not isinstance(result, torch.Tensor) or result.dtype is dtype:
+        return result
+    return result.to(dtype)

@@ -270,9 +270,11 @@ class FastGuard:
 
     def _emit_memory(self, signature: Signature, written: Sequence[torch.Tensor]) -> None:
         """Generate the check that no argument shares memory with a tensor that the call writes."""
-        if not written:
+        # All tensors without elements have the address 0.
+        memory = {t.untyped_storage().data_ptr() for t in written if t.numel()}
+        if not memory:
             return
-        name = self._name("written", {t.untyped_storage().data_ptr() for t in written})
+        name = self._name("written", memory)
         for i, *_ in signature.tensors:
             self._refuse_if(f"leaves[{i}].untyped_storage().data_ptr() in {name}")
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tvmbridge.compiler.pack import is_at
 from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.core.contents import MISSING
 from tvmbridge.core.libraries import acts
@@ -162,7 +163,7 @@ class ModuleState:
         ]
         # If a constant was written before the copy, the copy must not match the capture either.
         fresh = [
-            (memo.get(id(t), t), _written(t) == signs, requires_grad)
+            (memo.get(id(t), t), _is_unwritten(t, signs), requires_grad)
             for t, signs, requires_grad in self._constants
         ]
         other._constants = [(t, _written(t) if same else (-1, -1), g) for t, same, g in fresh]
@@ -352,7 +353,7 @@ class ModuleState:
             if self.tensor(alias) is not self.tensor(name):
                 return Reason(Kind.UNTIED)
         for constant, signs, requires_grad in self._constants:
-            if _written(constant) != signs:
+            if not _is_unwritten(constant, signs):
                 return Reason(Kind.WRITTEN)
             if check_grad and constant.requires_grad is not requires_grad:
                 return Reason(
@@ -397,3 +398,9 @@ class _TensorsOf:
 def _written(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the version and the address of ``tensor``, which change if it is written or moved."""
     return version_of(tensor), tensor.data_ptr()
+
+
+def _is_unwritten(tensor: torch.Tensor, signs: tuple[int, int]) -> bool:
+    """Whether ``tensor`` has the values that it had with these signs of :func:`_written`."""
+    version, address = signs
+    return version_of(tensor) == version and is_at(tensor, address)

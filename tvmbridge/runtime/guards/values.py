@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from tvmbridge.calls.copies import copied_values
 from tvmbridge.core.assumptions import Holder, OutsideValue
 from tvmbridge.core.contents import (
     CONTAINERS,
@@ -94,9 +95,10 @@ class _Watched:
 
     def of_copy(self, memo: Mapping[int, Any]) -> _Watched:
         """Return the watched value of a module's deep copy, by the ``memo`` of copy.deepcopy."""
-        if self.owner is None:
+        owner = memo.get(id(self.owner))
+        if owner is None:  # a class, or a place outside of modules, is not copied
             return _Watched(
-                None,
+                self.owner,
                 self.name,
                 self.label,
                 self.expected,
@@ -105,8 +107,7 @@ class _Watched:
             )
         # Tensors that the expected value holds have been copied with the module.
         expected = copy.deepcopy(self.expected, dict(memo))
-        # A class is its own copy.
-        return _Watched(memo.get(id(self.owner), self.owner), self.name, self.label, expected)
+        return _Watched(owner, self.name, self.label, expected)
 
     def _hold(self, value: Any, expected: Any, depth: int) -> None:
         if depth == 0:
@@ -143,7 +144,8 @@ def _of_class(cls: type[nn.Module], name: str, label: str) -> list[_Watched]:
     value = classes[place].__dict__[name]
     if not is_constant(value) and not isinstance(value, CONTAINERS):
         return hidden
-    return [*hidden, _Watched(classes[place], name, label, copy.deepcopy(value))]
+    # Tensors in a container stay themselves: they are inputs of compiled code.
+    return [*hidden, _Watched(classes[place], name, label, copied_values({0: value})[0])]
 
 
 class ValueGuard:
