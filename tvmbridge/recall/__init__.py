@@ -6,5 +6,6 @@ Anything that cannot be described as data is captured as before.
 """
 
 from tvmbridge.recall.recall import RECALLED, Caller, keep, recalled
+from tvmbridge.recall.shared import SHARED, SharedPlans
 
-__all__ = ["RECALLED", "Caller", "keep", "recalled"]
+__all__ = ["RECALLED", "SHARED", "Caller", "SharedPlans", "keep", "recalled"]

@@ -14,7 +14,6 @@ from torch import nn
 
 from tvmbridge.backends import resolve_target
 from tvmbridge.cache import CacheKey, Kept, Store
-from tvmbridge.cache.key import digest_of
 from tvmbridge.compiler.bound import bound_entry
 from tvmbridge.compiler.cached_build import CachedBuild
 from tvmbridge.compiler.compiled import CompiledModule
@@ -23,7 +22,6 @@ from tvmbridge.core.errors import BridgeError, first_line
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.plain_json import parse_json
 from tvmbridge.core.profiling import region
-from tvmbridge.core.structure import children
 from tvmbridge.core.torch_private import dispatch_mode_count, function_mode_count, pytree
 from tvmbridge.graph_capture.observe.leaks import collections_put_off
 from tvmbridge.recall.binding import captured_of, compiled_of
@@ -31,7 +29,7 @@ from tvmbridge.recall.describe import Describer, UndescribableError
 from tvmbridge.recall.facts import Facts, observed, verified
 from tvmbridge.recall.key import call_entry, module_entry, surroundings_entries
 from tvmbridge.recall.plan import CodePlan, plan_of
-from tvmbridge.recall.walk import flattening
+from tvmbridge.recall.shared import SharedPlans, refuse_packs, structures_of
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +46,7 @@ class Caller:
     - ``mode``: the mode of the call, and ``requires_grad`` of each tensor.
     - ``refusal``: why plans are not used for this module; None if they are.
     - ``target``, ``options``, ``packing``: as in :class:`CompileRequest`.
+    - ``shared``: receives code from disk under ``digest``, for equal modules; None: there are none.
     """
 
     module: nn.Module
@@ -58,6 +57,8 @@ class Caller:
     target: Any
     packing: ModulePacks
     refusal: str | None = None
+    shared: SharedPlans | None = None
+    digest: str = ""
 
     def build(self) -> CachedBuild:
         """Return what loads the code: for the CPU, since tensors elsewhere have no plan."""
@@ -87,15 +88,24 @@ class Caller:
         Raises:
             UndescribableError: something about the module or the call is no data.
         """
+        return CacheKey({**self.entries(describer), **self.build().key({}).entries})
+
+    def entries(self, describer: Describer, *, any_device: bool = False) -> dict[str, str]:
+        """Return the entries of the key that describe the module, the call and PyTorch.
+
+        Raises:
+            UndescribableError: something about the module or the call is no data, or a tensor is
+                not in the host's memory and ``any_device`` is False.
+        """
         leaves, structure = pytree.tree_flatten((self.args, dict(self.kwargs)))
-        entries = {
+        module, mode = self.module, self.mode
+        return {
             "plan": _FORMAT,
-            "module": module_entry(self.module, describer),
-            "call": call_entry(self.module, leaves, structure, self.mode, describer),
+            "module": module_entry(module, describer, any_device=any_device),
+            "call": call_entry(module, leaves, structure, mode, describer, any_device=any_device),
             "all options": repr(self.options),
             **surroundings_entries(describer),
         }
-        return CacheKey({**entries, **self.build().key({}).entries})
 
 
 def is_on(options: CompileOptions) -> bool:
@@ -138,14 +148,11 @@ def _bound(caller: Caller, kept: Kept, describer: Describer) -> CompiledModule:
     """Compare the facts of a plan with the module, and load the code for it."""
     content = kept.description
     plan, facts = CodePlan.parse(content.get("plan")), Facts.parse(content.get("facts"))
-    if content.get("structures") != _structures(plan, describer):
+    structures = structures_of(plan.convention, describer)
+    if content.get("structures") != structures:
         raise UndescribableError("the functions that flatten arguments or results are others")
     values, outside = verified(caller.module, facts, describer)
-    for names in plan.packs:
-        refusals = [caller.packing.weight_refusal(name) for name in names]
-        refusal = next(filter(None, refusals), None) or caller.packing.group_refusal(names)
-        if refusal is not None:
-            raise UndescribableError(refusal)
+    refuse_packs(caller, plan.packs)
     leaves = pytree.tree_leaves((caller.args, dict(caller.kwargs)))
     captured = captured_of(plan, caller.module, leaves, values, outside)
     records: list[Any] = []
@@ -156,7 +163,10 @@ def _bound(caller: Caller, kept: Kept, describer: Describer) -> CompiledModule:
     if isinstance(built, str):
         raise UndescribableError(f"code that is not kept: {built}")
     compiled = compiled_of(plan, captured, built, build, records, kept.library)
-    return replace(compiled, gradient_parts=caller.options.gradient_parts)
+    compiled = replace(compiled, gradient_parts=caller.options.gradient_parts)
+    if caller.shared is not None and caller.digest:
+        caller.shared.add(caller.digest, compiled, facts, structures)
+    return compiled
 
 
 def keep(caller: Caller, key: CacheKey | None, compiled: CompiledModule) -> str | None:
@@ -172,7 +182,7 @@ def keep(caller: Caller, key: CacheKey | None, compiled: CompiledModule) -> str 
         if changed:
             raise UndescribableError(f"{', '.join(changed)}, which changed during the compilation")
         facts = observed(caller.module, compiled.captured.assumptions, describer)
-        structures = _structures(plan, describer)
+        structures = structures_of(plan.convention, describer)
         description = {"plan": plan.content(), "facts": facts.content(), "structures": structures}
         _refuse_unreadable(description, plan)
         return Store.of_now().write(key, Kept(description, graph))
@@ -183,19 +193,6 @@ def keep(caller: Caller, key: CacheKey | None, compiled: CompiledModule) -> str 
         logger.warning("no plan is kept: %s", first_line(error))
         logger.debug("the plan", exc_info=True)
         return f"no plan can be made: {first_line(error)}"
-
-
-def _structures(plan: CodePlan, describer: Describer) -> str:
-    """Return a digest of the users' functions that flatten and rebuild arguments and results."""
-    convention = plan.convention
-    waiting, lines = [convention.in_spec, convention.out_spec], set()
-    while waiting:
-        spec = waiting.pop()
-        waiting += [] if spec.is_leaf() else children(spec)
-        node = pytree.SUPPORTED_NODES.get(spec.type)
-        if node is not None:
-            lines |= {describer.of(each) for each in flattening(node)}
-    return digest_of("\n".join(sorted(lines)))
 
 
 def _refuse_unreadable(description: Mapping[str, Any], plan: CodePlan) -> None:

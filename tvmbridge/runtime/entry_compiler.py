@@ -27,7 +27,7 @@ from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.profiling import region
 from tvmbridge.graph_capture.observe.refusal import raise_if_forward_refuses
 from tvmbridge.graph_capture.surroundings import tracing_here, undisturbed
-from tvmbridge.recall import RECALLED, Caller, keep, recalled
+from tvmbridge.recall import RECALLED, SHARED, Caller, SharedPlans, keep, recalled
 from tvmbridge.runtime.agreement import decided_together, ranks_now
 from tvmbridge.runtime.background import Background
 from tvmbridge.runtime.changing_attributes import ChangingAttributes
@@ -57,6 +57,7 @@ class Compiler:
         instead: a function that replaces :func:`compile_module`; None: compile_module.
         background: runs compilations in another process while calls go on; None: calls wait.
         attributes: decides which numbers in attributes are inputs; None: all are constants.
+        shared: the code that equal modules share; None: this module shares none.
     """
 
     module: nn.Module
@@ -67,6 +68,7 @@ class Compiler:
     instead: Callable[[CompileRequest], CompiledModule] | None = None
     background: Background | None = None
     attributes: ChangingAttributes | None = None
+    shared: SharedPlans | None = None
 
     @property
     def original(self) -> Callable[..., Any]:
@@ -157,6 +159,9 @@ class Compiler:
         with tracing_here(), undisturbed():
             args, kwargs = without_inference_tensors((args, dict(kwargs)))
             caller = self._caller(signature, mode, flags, (args, kwargs))
+            entry, alone, caller = self._shared(caller, flags)
+            if entry is not None:
+                return entry
             entry, why, key = self._recalled(caller, flags)
             if entry is not None:
                 return entry
@@ -174,11 +179,15 @@ class Compiler:
                 raise_if_forward_refuses(self.module, args, kwargs, mode.autocast)
                 raise BuildError(f"the compiled code cannot run on the sample: {error}") from error
             entry.fills_first = state.is_otherwise()
+            first = "state that the first call fills" if entry.fills_first else None
             if why:
-                first = "state that the first call fills" if entry.fills_first else None
                 refused = first or keep(caller, key, compiled)
                 entry.plan = key.digest if key is not None and refused is None else ""
                 entry.recalled = f"captured: {why}" + (f"; not kept: {refused}" if refused else "")
+            if caller.shared is not None:
+                entry.alone = alone
+                if caller.digest:
+                    entry.alone = first or caller.shared.keep(caller, caller.digest, compiled)
         return entry
 
     def _caller(
@@ -201,7 +210,33 @@ class Compiler:
             self.target,
             self.packing,
             refusal,
+            self.shared,
         )
+
+    def _shared(
+        self, caller: Caller, flags: Flags
+    ) -> tuple[CompiledEntry | None, str | None, Caller]:
+        """Return an entry with the code of an equal module; or None, and why there is none.
+
+        The last result is ``caller`` with the digest to share further code under.
+        """
+        if caller.shared is None:
+            return None, None, caller
+        compiled, why, digest = caller.shared.find(caller)
+        caller = replace(caller, digest=digest)
+        if compiled is None:
+            return None, why, caller
+        entry = self._bound(compiled, flags)
+        if entry is None:
+            return None, "the module is not as it was", replace(caller, digest="")
+        entry.recalled = SHARED
+        return entry, None, caller
+
+    def _bound(self, compiled: CompiledModule, flags: Flags) -> CompiledEntry | None:
+        """Return an entry with code that was captured elsewhere; None if it does not fit."""
+        state = ModuleState(self.module, compiled.captured)
+        entry = CompiledEntry(state, compiled, self.packing, flags)
+        return None if state.is_otherwise() else entry
 
     def _recalled(
         self, caller: Caller, flags: Flags
@@ -214,9 +249,8 @@ class Compiler:
         if compiled is None:
             return None, why, key
         try:
-            state = ModuleState(self.module, compiled.captured)
-            entry = CompiledEntry(state, compiled, self.packing, flags)
-            if state.is_otherwise():
+            entry = self._bound(compiled, flags)
+            if entry is None:
                 return None, "the module is not as it was", key
         except Exception as error:
             logger.warning("a plan of compiled code is not used: %s", first_line(error))
