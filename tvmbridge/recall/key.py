@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import operator
 import sys
 import types
 from collections.abc import Iterator, Mapping, Sequence
@@ -150,12 +151,40 @@ def _unusual(tensor: torch.Tensor, any_device: bool) -> str | None:
     return "hooked" if tensor._backward_hooks else None
 
 
-def surroundings_entries(describer: Describer) -> dict[str, str]:
-    """Return the entries for PyTorch's settings, and for its functions, which may be replaced."""
-    return {
-        "settings of PyTorch": json.dumps([settings_now(), str(sys.flags)]),
-        "functions of PyTorch": digest_of("\n".join(_functions(describer))),
-    }
+def settings_entry() -> dict[str, str]:
+    """Return the entry for PyTorch's settings."""
+    return {"settings of PyTorch": json.dumps([settings_now(), str(sys.flags)])}
+
+
+def functions_entry(describer: Describer) -> dict[str, str]:
+    """Return the entry for PyTorch's functions, which may be replaced."""
+    return {"functions of PyTorch": digest_of("\n".join(_functions(describer)))}
+
+
+class FunctionsNow:
+    """Numbers the states of PyTorch's functions in this process, without describing them.
+
+    A state is another one if an entry of a Python module or class of PyTorch is another object.
+    """
+
+    def __init__(self) -> None:
+        self._states: list[list[dict[str, Any]]] = []
+
+    def entry(self) -> dict[str, str]:
+        """Return the entry for PyTorch's functions: the number of their present state."""
+        now = [dict(vars(space)) for space in SPACES]
+        number = next((n for n, s in enumerate(self._states) if _are_same(s, now)), None)
+        if number is None:
+            number = len(self._states)
+            self._states.append(now)
+        return {"functions of PyTorch": f"state {number}"}
+
+
+def _are_same(some: list[dict[str, Any]], others: list[dict[str, Any]]) -> bool:
+    return all(
+        list(one) == list(other) and all(map(operator.is_, one.values(), other.values()))
+        for one, other in zip(some, others, strict=True)
+    )
 
 
 def _functions(describer: Describer) -> Iterator[str]:

@@ -27,7 +27,7 @@ from tvmbridge.graph_capture.observe.leaks import collections_put_off
 from tvmbridge.recall.binding import captured_of, compiled_of
 from tvmbridge.recall.describe import Describer, UndescribableError
 from tvmbridge.recall.facts import Facts, observed, verified
-from tvmbridge.recall.key import call_entry, module_entry, surroundings_entries
+from tvmbridge.recall.key import call_entry, functions_entry, module_entry, settings_entry
 from tvmbridge.recall.plan import CodePlan, plan_of
 from tvmbridge.recall.shared import SharedPlans, refuse_packs, structures_of
 
@@ -88,10 +88,11 @@ class Caller:
         Raises:
             UndescribableError: something about the module or the call is no data.
         """
-        return CacheKey({**self.entries(describer), **self.build().key({}).entries})
+        entries = {**self.entries(describer), **functions_entry(describer)}
+        return CacheKey({**entries, **self.build().key({}).entries})
 
     def entries(self, describer: Describer, *, any_device: bool = False) -> dict[str, str]:
-        """Return the entries of the key that describe the module, the call and PyTorch.
+        """Return the entries of the key that describe the module, the call and PyTorch's settings.
 
         Raises:
             UndescribableError: something about the module or the call is no data, or a tensor is
@@ -104,7 +105,7 @@ class Caller:
             "module": module_entry(module, describer, any_device=any_device),
             "call": call_entry(module, leaves, structure, mode, describer, any_device=any_device),
             "all options": repr(self.options),
-            **surroundings_entries(describer),
+            **settings_entry(),
         }
 
 

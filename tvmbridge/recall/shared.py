@@ -24,6 +24,7 @@ from tvmbridge.graph_capture.observe.descriptors import find_aliases
 from tvmbridge.graph_capture.observe.leaks import collections_put_off
 from tvmbridge.recall.describe import Describer, KnownCodes, UndescribableError
 from tvmbridge.recall.facts import ChangedError, Facts, observed, verified
+from tvmbridge.recall.key import FunctionsNow
 from tvmbridge.recall.plan import refused_features
 from tvmbridge.recall.walk import flattening
 
@@ -53,6 +54,7 @@ class SharedPlans:
         self._plans: dict[str, list[_Plan]] = {}
         # Code objects never change, so their digests serve the descriptions of all modules.
         self._codes: KnownCodes = {}
+        self._functions = FunctionsNow()
         self._changing = threading.Lock()
 
     def find(self, caller: Caller) -> tuple[CompiledModule | None, str, str]:
@@ -69,7 +71,7 @@ class SharedPlans:
                 return None, reason, ""
             with collections_put_off():
                 describer = Describer(caller.module, self._codes)
-                digest = _digest(caller, describer)
+                digest = self._digest(caller, describer)
                 why = "no equal module has code yet"
                 for plan in list(self._plans.get(digest, ())):
                     try:
@@ -96,7 +98,7 @@ class SharedPlans:
             if compiled.captured.convention.held:
                 return "numbers in attributes among the inputs of the code"
             describer = Describer(caller.module, self._codes)
-            if _digest(caller, describer) != digest:
+            if self._digest(caller, describer) != digest:
                 return "the module or a setting has changed during the compilation"
             facts = observed(caller.module, compiled.captured.assumptions, describer)
             structures = structures_of(compiled.captured.convention, describer)
@@ -108,6 +110,10 @@ class SharedPlans:
             logger.debug("sharing code", exc_info=True)
             return f"code cannot be shared: {first_line(error)}"
         return None
+
+    def _digest(self, caller: Caller, describer: Describer) -> str:
+        entries = caller.entries(describer, any_device=True)
+        return digest_of(json.dumps({**entries, **self._functions.entry()}))
 
     def add(self, digest: str, compiled: CompiledModule, facts: Facts, structures: str) -> None:
         """Keep code whose facts are known; the oldest one of eight that differ is dropped."""
@@ -125,10 +131,6 @@ def _unused(caller: Caller) -> str | None:
     if dispatch_mode_count():
         return "a dispatch mode is active"
     return "a function mode is active" if function_mode_count() else None
-
-
-def _digest(caller: Caller, describer: Describer) -> str:
-    return digest_of(json.dumps(caller.entries(describer, any_device=True)))
 
 
 def _bound(plan: _Plan, caller: Caller, describer: Describer) -> CompiledModule:
@@ -171,4 +173,3 @@ def structures_of(convention: CallingConvention, describer: Describer) -> str:
         if node is not None:
             lines |= {describer.of(each) for each in flattening(node)}
     return digest_of("\n".join(sorted(lines)))
-

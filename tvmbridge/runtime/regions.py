@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from tvmbridge.core.errors import first_line
 from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.recall import SharedPlans
 from tvmbridge.runtime.checks import Checks
@@ -57,10 +56,7 @@ def _blocks(owner: nn.Module, path: str, met: set[int]) -> Iterator[tuple[str, n
 
 def _may_be_block(module: nn.Module) -> bool:
     has_forward = type(module).forward is not nn.Module.forward
-    is_container = isinstance(module, nn.ModuleList | nn.ModuleDict)
-    return bool(module._modules) and has_forward and not isinstance(module, _NO_BLOCKS) and not (
-        is_container and type(module).forward in (nn.ModuleList.forward, nn.ModuleDict.forward)
-    )
+    return bool(module._modules) and has_forward and not isinstance(module, _NO_BLOCKS)
 
 
 def _structure(module: nn.Module) -> tuple[Any, ...]:
@@ -192,7 +188,7 @@ def _report(codes: list[ModuleCode]) -> PartReport:
     name = f"{type(codes[0].module).__name__} ({len(codes)} blocks, {compiled} compiled)"
     alone = dict.fromkeys(entry.alone for entry in entries if entry.alone)
     calls = sum(code.served() for code in codes)
-    return PartReport(name, operators, calls, eager, first_line(next(iter(alone), "")))
+    return PartReport(name, operators, calls, eager, next(iter(alone), ""))
 
 
 def _operators(compiled: Any) -> int:
