@@ -1,4 +1,4 @@
-"""Regions: repeated blocks of a module are compiled once, and each block computes its own results."""
+"""Regions: repeated blocks of a module are compiled once, and each has its own results."""
 
 from __future__ import annotations
 

@@ -4,115 +4,29 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import nn
-
-from tvmbridge.backends import resolve_target
 from tvmbridge.cache import CacheKey, Kept, Store
 from tvmbridge.compiler.bound import bound_entry
-from tvmbridge.compiler.cached_build import CachedBuild
 from tvmbridge.compiler.compiled import CompiledModule
-from tvmbridge.compiler.packing import ModulePacks
 from tvmbridge.core.errors import BridgeError, first_line
-from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.plain_json import parse_json
 from tvmbridge.core.profiling import region
-from tvmbridge.core.torch_private import dispatch_mode_count, function_mode_count, pytree
+from tvmbridge.core.torch_private import pytree
 from tvmbridge.graph_capture.observe.leaks import collections_put_off
 from tvmbridge.recall.binding import captured_of, compiled_of
+from tvmbridge.recall.caller import Caller
 from tvmbridge.recall.describe import Describer, UndescribableError
 from tvmbridge.recall.facts import Facts, observed, verified
-from tvmbridge.recall.key import call_entry, functions_entry, module_entry, settings_entry
 from tvmbridge.recall.plan import CodePlan, plan_of
-from tvmbridge.recall.shared import SharedPlans, refuse_packs, structures_of
+from tvmbridge.recall.shared import refuse_packs, structures_of
 
 logger = logging.getLogger(__name__)
 
 RECALLED = "from disk, without capture"
-SWITCH = "TVMBRIDGE_RECALL"
-_FORMAT = "1"
 _MOST_VALUES = 2**21
-
-
-@dataclass(frozen=True, eq=False)
-class Caller:
-    """A module and a call of it, for which code is looked for or kept.
-
-    - ``mode``: the mode of the call, and ``requires_grad`` of each tensor.
-    - ``refusal``: why plans are not used for this module; None if they are.
-    - ``target``, ``options``, ``packing``: as in :class:`CompileRequest`.
-    - ``shared``: receives code from disk under ``digest``, for equal modules; None: there are none.
-    """
-
-    module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    mode: tuple[Any, ...]
-    options: CompileOptions
-    target: Any
-    packing: ModulePacks
-    refusal: str | None = None
-    shared: SharedPlans | None = None
-    digest: str = ""
-
-    def build(self) -> CachedBuild:
-        """Return what loads the code: for the CPU, since tensors elsewhere have no plan."""
-        device = torch.device("cpu")
-        return CachedBuild(resolve_target(self.target, device), self.options, device)
-
-    def unused(self) -> str | None:
-        """Return why no plan is used; None if one may be, and "" if the option is off."""
-        if not is_on(self.options):
-            return ""
-        build = self.build()
-        if build.unused() is not None:
-            return ""  # The report says why the cache is off.
-        if self.refusal is not None:
-            return self.refusal
-        if self.options.extra_passes or self.options.fx_passes is not None:
-            return "passes of the user"
-        if self.options.freeze:
-            return "frozen weights"
-        if dispatch_mode_count():
-            return "a dispatch mode is active"
-        return "a function mode is active" if function_mode_count() else None
-
-    def key(self, describer: Describer) -> CacheKey:
-        """Return the key of the plan.
-
-        Raises:
-            UndescribableError: something about the module or the call is no data.
-        """
-        entries = {**self.entries(describer), **functions_entry(describer)}
-        return CacheKey({**entries, **self.build().key({}).entries})
-
-    def entries(self, describer: Describer, *, any_device: bool = False) -> dict[str, str]:
-        """Return the entries of the key that describe the module, the call and PyTorch's settings.
-
-        Raises:
-            UndescribableError: something about the module or the call is no data, or a tensor is
-                not in the host's memory and ``any_device`` is False.
-        """
-        leaves, structure = pytree.tree_flatten((self.args, dict(self.kwargs)))
-        module, mode = self.module, self.mode
-        return {
-            "plan": _FORMAT,
-            "module": module_entry(module, describer, any_device=any_device),
-            "call": call_entry(module, leaves, structure, mode, describer, any_device=any_device),
-            "all options": repr(self.options),
-            **settings_entry(),
-        }
-
-
-def is_on(options: CompileOptions) -> bool:
-    """Whether plans are kept and used, by the environment or else by the option ``recall``."""
-    named = os.environ.get(SWITCH, "")
-    return named not in ("0", "off", "false", "no") if named else options.recall
 
 
 def recalled(caller: Caller) -> tuple[CompiledModule | None, str, CacheKey | None]:
@@ -165,8 +79,8 @@ def _bound(caller: Caller, kept: Kept, describer: Describer) -> CompiledModule:
         raise UndescribableError(f"code that is not kept: {built}")
     compiled = compiled_of(plan, captured, built, build, records, kept.library)
     compiled = replace(compiled, gradient_parts=caller.options.gradient_parts)
-    if caller.shared is not None and caller.digest:
-        caller.shared.add(caller.digest, compiled, facts, structures)
+    if caller.offer is not None:
+        caller.offer(compiled, facts, structures)
     return compiled
 
 

@@ -10,7 +10,7 @@ import json
 import logging
 import threading
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -22,14 +22,12 @@ from tvmbridge.core.structure import children
 from tvmbridge.core.torch_private import dispatch_mode_count, function_mode_count, pytree
 from tvmbridge.graph_capture.observe.descriptors import find_aliases
 from tvmbridge.graph_capture.observe.leaks import collections_put_off
+from tvmbridge.recall.caller import Caller
 from tvmbridge.recall.describe import Describer, KnownCodes, UndescribableError
 from tvmbridge.recall.facts import ChangedError, Facts, observed, verified
 from tvmbridge.recall.key import FunctionsNow
 from tvmbridge.recall.plan import refused_features
 from tvmbridge.recall.walk import flattening
-
-if TYPE_CHECKING:
-    from tvmbridge.recall.recall import Caller
 
 logger = logging.getLogger(__name__)
 

@@ -159,7 +159,7 @@ class Compiler:
         with tracing_here(), undisturbed():
             args, kwargs = without_inference_tensors((args, dict(kwargs)))
             caller = self._caller(signature, mode, flags, (args, kwargs))
-            entry, alone, caller = self._shared(caller, flags)
+            entry, alone, caller, digest = self._shared(caller, flags)
             if entry is not None:
                 return entry
             entry, why, key = self._recalled(caller, flags)
@@ -184,10 +184,10 @@ class Compiler:
                 refused = first or keep(caller, key, compiled)
                 entry.plan = key.digest if key is not None and refused is None else ""
                 entry.recalled = f"captured: {why}" + (f"; not kept: {refused}" if refused else "")
-            if caller.shared is not None:
+            if self.shared is not None:
                 entry.alone = alone
-                if caller.digest:
-                    entry.alone = first or caller.shared.keep(caller, caller.digest, compiled)
+                if digest:
+                    entry.alone = first or self.shared.keep(caller, digest, compiled)
         return entry
 
     def _caller(
@@ -210,27 +210,27 @@ class Compiler:
             self.target,
             self.packing,
             refusal,
-            self.shared,
         )
 
     def _shared(
         self, caller: Caller, flags: Flags
-    ) -> tuple[CompiledEntry | None, str | None, Caller]:
+    ) -> tuple[CompiledEntry | None, str | None, Caller, str]:
         """Return an entry with the code of an equal module; or None, and why there is none.
 
-        The last result is ``caller`` with the digest to share further code under.
+        The last results are ``caller``, which also shares code from disk, and the digest to share
+        other code under; "" if it cannot be shared.
         """
-        if caller.shared is None:
-            return None, None, caller
-        compiled, why, digest = caller.shared.find(caller)
-        caller = replace(caller, digest=digest)
+        if self.shared is None:
+            return None, None, caller, ""
+        compiled, why, digest = self.shared.find(caller)
         if compiled is None:
-            return None, why, caller
+            offer = functools.partial(self.shared.add, digest) if digest else None
+            return None, why, replace(caller, offer=offer), digest
         entry = self._bound(compiled, flags)
         if entry is None:
-            return None, "the module is not as it was", replace(caller, digest="")
+            return None, "the module is not as it was", caller, ""
         entry.recalled = SHARED
-        return entry, None, caller
+        return entry, None, caller, digest
 
     def _bound(self, compiled: CompiledModule, flags: Flags) -> CompiledEntry | None:
         """Return an entry with code that was captured elsewhere; None if it does not fit."""

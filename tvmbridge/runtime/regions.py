@@ -73,7 +73,7 @@ class _Call(threading.local):
 
 
 class Regions:
-    """A dispatched module whose repeated blocks are dispatched; the module's own forward calls them.
+    """A dispatched module that calls its repeated blocks, which are dispatched, by its own forward.
 
     It implements :class:`~tvmbridge.runtime.parts.ServedParts`. A deep copy of the module has
     copies of the blocks' dispatchers, which the copy's regions take over.
@@ -154,7 +154,7 @@ def _dispatched(of: ModuleCode, block: nn.Module, shared: SharedPlans) -> Module
 
 
 def region_of(module: nn.Module) -> ModuleCode | None:
-    """Return the code of ``module`` if it is dispatched as a region of another module, else None."""
+    """Return the code of ``module`` if it is a region of another module; else None."""
     code = code_of(module.__dict__.get("forward"), ModuleCode)
     return code if code is not None and code.policy.compiler.shared is not None else None
 
