@@ -37,7 +37,7 @@ _MOST_ALIKE = 8
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _SharedPlan:
     """Code, the facts that it assumes, and :func:`structures_of` of its arguments and results."""
 
     compiled: CompiledModule
@@ -49,7 +49,7 @@ class SharedPlans:
     """The codes that equal modules share, with the facts that each of them assumes."""
 
     def __init__(self) -> None:
-        self._plans: dict[str, list[_Plan]] = {}
+        self._plans: dict[str, list[_SharedPlan]] = {}
         # Code objects never change, so their digests serve the descriptions of all modules.
         self._codes: KnownCodes = {}
         self._functions = FunctionsNow()
@@ -116,7 +116,7 @@ class SharedPlans:
     def add(self, digest: str, compiled: CompiledModule, facts: Facts, structures: str) -> None:
         """Keep code whose facts are known; the oldest one of eight that differ is dropped."""
         with self._changing:
-            plans = [_Plan(compiled, facts, structures), *self._plans.get(digest, ())]
+            plans = [_SharedPlan(compiled, facts, structures), *self._plans.get(digest, ())]
             self._plans[digest] = plans[:_MOST_ALIKE]
 
 
@@ -131,7 +131,7 @@ def _unused(caller: Caller) -> str | None:
     return "a function mode is active" if function_mode_count() else None
 
 
-def _bound(plan: _Plan, caller: Caller, describer: Describer) -> CompiledModule:
+def _bound(plan: _SharedPlan, caller: Caller, describer: Describer) -> CompiledModule:
     """Compare the facts of ``plan`` with the module of ``caller``, and bind its code to it."""
     compiled, module = plan.compiled, caller.module
     captured = compiled.captured

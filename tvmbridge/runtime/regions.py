@@ -66,7 +66,7 @@ def _structure(module: nn.Module) -> tuple[Any, ...]:
     return (tuple((name, type(each)) for name, each in module.named_modules()), tuple(shapes))
 
 
-class _Call(threading.local):
+class _RegionCall(threading.local):
     """Why PyTorch has served blocks in the present call of this thread."""
 
     reasons: tuple[str, ...] = ()
@@ -91,7 +91,7 @@ class Regions:
         checker: Callable[[], Checks | None],
     ) -> None:
         self._tally = of.tally
-        self._now = _Call()
+        self._now = _RegionCall()
         self._reached = False
         self._codes: dict[str, ModuleCode] = {}
         shared = SharedPlans()
