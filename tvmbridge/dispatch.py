@@ -28,6 +28,7 @@ from tvmbridge.runtime.guards.forwards import wrapped_dispatcher
 from tvmbridge.runtime.methods import holder_of, install, methods_of, samples_by_method, uninstall
 from tvmbridge.runtime.module_code import ModuleCode
 from tvmbridge.runtime.parts import ON_BREAK, Cut, ServedParts
+from tvmbridge.runtime.regions import WHY, Regions, blocks_of, remove_regions
 from tvmbridge.runtime.samples import compile_sample
 
 
@@ -140,6 +141,8 @@ def add_tvm_dispatch(
                 install(holder)
         return module
     chosen = CompileOptions.of(options)
+    if chosen.regions != "whole" and dynamic_shapes is not None:
+        raise ValueError('dynamic_shapes needs regions="whole": blocks have code for their sizes')
     if freeze is not None:
         chosen = replace(chosen, freeze=freeze)
     if budget is not None:
@@ -180,18 +183,21 @@ def add_tvm_dispatch(
         code.policy.renew_after_fork()
         if budget is not None:
             code.background.budget = chosen.budget
-        if on_break is not None:
+        if on_break is not None and not code.policy.cut.of_regions:
             code.policy.cut = _cut(code, on_break)
     else:
         code = ModuleCode(module, installed, target, chosen)
         dispatcher = Dispatcher(code)
-        code.policy.cut = _cut(code, on_break or "eager")
+        regional = chosen.regions == "repeated" and bool(blocks_of(module))
+        code.policy.cut = (_regional_cut if regional else _cut)(code, on_break or "eager")
         if sizes is not None:
             code.policy.serve_any_size(None if sizes == "auto" else sizes)
         if policy.word != "never":
             code.checker = Checker(policy, chosen)
     register_containers(module)
-    if sampled:
+    if code.policy.cut.of_regions:
+        code.policy.cut.begin(code)
+    elif sampled:
         try:
             with gathered(module):
                 compile_sample(code.policy, args, kwargs)
@@ -204,6 +210,21 @@ def add_tvm_dispatch(
         code.tally.on_fallback = on_fallback
     module.__dict__["forward"] = dispatcher
     return module
+
+
+def _regional_cut(code: ModuleCode, on_break: str) -> Cut:
+    """Return the decision to dispatch the repeated blocks of a module in its place."""
+    policy = CheckPolicy.of_now(code.options.check)
+
+    def checker() -> Checker | None:
+        return None if policy.word == "never" else Checker(policy, code.options)
+
+    def make(of: ModuleCode) -> ServedParts:
+        return Regions(of, lambda block: _cut(block, on_break), checker)
+
+    cut = Cut(make, of_regions=True)
+    cut.why = WHY
+    return cut
 
 
 def _cut(code: ModuleCode, on_break: str) -> Cut:
@@ -268,6 +289,8 @@ def remove_tvm_dispatch(module: nn.Module) -> nn.Module:
             "(by accelerate's prepare, say): unwrap it first"
         )
     code.background.cancel()
+    if code.policy.cut.of_regions:
+        remove_regions(module)
     if code.own is None:
         del module.__dict__["forward"]
     else:

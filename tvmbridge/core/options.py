@@ -19,6 +19,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
         "keep_operands",
     ),
     "combine_matmuls": ("auto", "always", "never"),
+    "regions": ("whole", "repeated"),
 }
 _SWITCHES = (
     "measure_kernels",
@@ -94,6 +95,9 @@ class CompileOptions:
             let the faster one serve all later calls (docs/when_it_pays.md). False: compiled code
             serves every call that it can. ``TVMBRIDGE_ONLY_IF_FASTER``, if set when a module is
             dispatched, overrides the option.
+        regions: what becomes one compiled function. ``"whole"``: the module. ``"repeated"``: each
+            of its repeated blocks, such as the layers of a transformer, at its first call; equal
+            blocks are compiled once, and PyTorch runs what is around them (docs/regions.md).
         compiler_collectives: whether the ranks of the default process group compile together. Rank
             0 measures and compiles, the others receive choices and code, and all run the module's
             own forward if one rank is refused. All ranks must reach the same compilations, as with
@@ -135,6 +139,7 @@ class CompileOptions:
     only_if_faster: bool = True
     recall: bool = True
     compiler_collectives: bool = False
+    regions: str = "whole"
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -170,6 +175,7 @@ class CompileOptions:
                 "CompileOptions.compiler_collectives needs background=False: ranks wait for each "
                 "other's code"
             )
+        _check_regions(self)
         if self.tuning_logs is not None:
             if not isinstance(self.tuning_logs, str | os.PathLike):
                 raise TypeError(
@@ -206,6 +212,16 @@ class CompileOptions:
             known = ", ".join(f.name for f in fields(cls))
             raise TypeError(f"unknown compile options {sorted(unknown)}; known are {known}")
         return cls(**options)
+
+
+def _check_regions(options: CompileOptions) -> None:
+    if options.regions == "whole":
+        return
+    for name in ("freeze", "compiler_collectives"):
+        if getattr(options, name):
+            raise ValueError(f'CompileOptions.{name} needs regions="whole"')
+    if options.budget is not None:
+        raise ValueError('CompileOptions.background needs regions="whole": calls wait for blocks')
 
 
 def _check_recompute(names: Any) -> None:

@@ -56,6 +56,8 @@ class BackendOptions:
         options = CompileOptions.of(fields)
         if options.freeze:
             raise ValueError("freeze is for add_tvm_dispatch: Dynamo does not guard values")
+        if options.regions != "whole":
+            raise ValueError("regions is for add_tvm_dispatch: a graph of Dynamo has no blocks")
         return cls(options, smallest)
 
 

@@ -5,6 +5,8 @@ later process compares each observed fact with the module that is there, and bin
 Anything that cannot be described as data is captured as before.
 """
 
-from tvmbridge.recall.recall import RECALLED, Caller, keep, recalled
+from tvmbridge.recall.caller import Caller
+from tvmbridge.recall.recall import RECALLED, keep, recalled
+from tvmbridge.recall.shared import SHARED, SharedPlans
 
-__all__ = ["RECALLED", "Caller", "keep", "recalled"]
+__all__ = ["RECALLED", "SHARED", "Caller", "SharedPlans", "keep", "recalled"]

@@ -17,7 +17,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy
 import torch
@@ -60,6 +60,9 @@ _UNREAD = frozenset(
 _NUMBERS: tuple[type[Any], ...] = (int, float, complex, str, bytes)
 _HEAP_TYPE = 1 << 9  # set for the classes that are not written in C
 _DEEPEST = 40
+
+# By id: a code object, which keeps its id in use, and its digest.
+KnownCodes: TypeAlias = dict[int, tuple[types.CodeType, str]]
 _LARGEST_ARRAY = 2**20
 
 
@@ -75,9 +78,10 @@ class Describer:
 
     Args:
         module: the module; it, its submodules and its tensors are described by their names.
+        codes: code objects that were described before, with their digests, by id; None: none.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, codes: KnownCodes | None = None) -> None:
         self.functions: dict[str, list[types.FunctionType]] = {}
         self.opaque: dict[str, str] = {}
         self._names: dict[int, str] = {}
@@ -87,7 +91,7 @@ class Describer:
             self._names[id(tensor)] = f"tensor {name}"
         # By id: an object, which keeps its id in use, and its digest; None while it is described.
         self._known: dict[int, tuple[Any, str | None]] = {}
-        self._codes: dict[int, tuple[types.CodeType, str]] = {}
+        self._codes: KnownCodes = {} if codes is None else codes
         self._spaces: dict[str, str] = {}
         self._depth = 0
 

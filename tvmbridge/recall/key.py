@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import operator
 import sys
 import types
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,8 +27,13 @@ _TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
 _OWN_CALLS = ("_call_impl", "_wrapped_call_impl", "_compiled_call_impl", "__call__")
 
 
-def module_entry(module: nn.Module, describer: Describer) -> str:
+def module_entry(module: nn.Module, describer: Describer, *, any_device: bool = False) -> str:
     """Return a digest of the module's structure, classes, flags and tensors without their values.
+
+    Args:
+        module: the module.
+        describer: describes values of this module.
+        any_device: whether tensors may be elsewhere than in the host's memory.
 
     Raises:
         UndescribableError: something about the module cannot be described as data.
@@ -38,7 +44,7 @@ def module_entry(module: nn.Module, describer: Describer) -> str:
             raise UndescribableError(f"a {type(each).__name__}")
     if any(GLOBAL_HOOKS):
         raise UndescribableError("hooks of all modules")
-    memory = _Memory()
+    memory = _Memory(any_device)
     first: dict[int, int] = {}
     lines: list[Any] = []
     for name, each in module.named_modules(remove_duplicate=False):
@@ -66,6 +72,8 @@ def call_entry(
     structure: Any,
     mode: Sequence[Any],
     describer: Describer,
+    *,
+    any_device: bool = False,
 ) -> str:
     """Return a digest of a call: structure, constants, and tensors without their values.
 
@@ -75,11 +83,12 @@ def call_entry(
         structure: the structure of the arguments.
         mode: the mode of the call.
         describer: describes values of this module.
+        any_device: whether tensors may be elsewhere than in the host's memory.
 
     Raises:
         UndescribableError: an argument cannot be described as data.
     """
-    memory = _Memory()
+    memory = _Memory(any_device)
     for tensor in (*module.parameters(), *module.buffers()):
         memory.of(tensor, describer)
     described = [
@@ -94,7 +103,8 @@ def call_entry(
 class _Memory:
     """Describes tensors, by numbers for the tensors and storages that several of them share."""
 
-    def __init__(self) -> None:
+    def __init__(self, any_device: bool) -> None:
+        self._any_device = any_device
         self._tensors: dict[int, int] = {}
         self._storages: dict[int, int] = {}
         self._ranges: set[tuple[int, int]] = set()
@@ -107,7 +117,7 @@ class _Memory:
                 raise UndescribableError("tensors whose storages overlap")
 
     def of(self, tensor: torch.Tensor, describer: Describer) -> list[Any]:
-        reason = _unusual(tensor)
+        reason = _unusual(tensor, self._any_device)
         if reason is not None:
             raise UndescribableError(f"a tensor that is {reason}")
         held = tensor.untyped_storage()
@@ -119,6 +129,7 @@ class _Memory:
             self._tensors.setdefault(id(tensor), len(self._tensors)),
             self._storages.setdefault(storage, len(self._storages)),
             str(tensor.dtype),
+            str(tensor.device),
             list(tensor.shape),
             list(tensor.stride()),
             tensor.storage_offset(),
@@ -128,10 +139,10 @@ class _Memory:
         ]
 
 
-def _unusual(tensor: torch.Tensor) -> str | None:
+def _unusual(tensor: torch.Tensor, any_device: bool) -> str | None:
     if type(tensor) not in _TENSORS:
         return f"a {type(tensor).__qualname__}"
-    if not is_on_host(tensor.device):
+    if not (any_device or is_on_host(tensor.device)):
         return f"on {tensor.device.type}"
     if tensor.layout is not torch.strided or not has_storage(tensor):
         return "not strided"
@@ -140,12 +151,40 @@ def _unusual(tensor: torch.Tensor) -> str | None:
     return "hooked" if tensor._backward_hooks else None
 
 
-def surroundings_entries(describer: Describer) -> dict[str, str]:
-    """Return the entries for PyTorch's settings, and for its functions, which may be replaced."""
-    return {
-        "settings of PyTorch": json.dumps([settings_now(), str(sys.flags)]),
-        "functions of PyTorch": digest_of("\n".join(_functions(describer))),
-    }
+def settings_entry() -> dict[str, str]:
+    """Return the entry for PyTorch's settings."""
+    return {"settings of PyTorch": json.dumps([settings_now(), str(sys.flags)])}
+
+
+def functions_entry(describer: Describer) -> dict[str, str]:
+    """Return the entry for PyTorch's functions, which may be replaced."""
+    return {"functions of PyTorch": digest_of("\n".join(_functions(describer)))}
+
+
+class FunctionsNow:
+    """Numbers the states of PyTorch's functions in this process, without describing them.
+
+    A state is another one if an entry of a Python module or class of PyTorch is another object.
+    """
+
+    def __init__(self) -> None:
+        self._states: list[list[dict[str, Any]]] = []
+
+    def entry(self) -> dict[str, str]:
+        """Return the entry for PyTorch's functions: the number of their present state."""
+        now = [dict(vars(space)) for space in SPACES]
+        number = next((n for n, s in enumerate(self._states) if _are_same(s, now)), None)
+        if number is None:
+            number = len(self._states)
+            self._states.append(now)
+        return {"functions of PyTorch": f"state {number}"}
+
+
+def _are_same(some: list[dict[str, Any]], others: list[dict[str, Any]]) -> bool:
+    return all(
+        list(one) == list(other) and all(map(operator.is_, one.values(), other.values()))
+        for one, other in zip(some, others, strict=True)
+    )
 
 
 def _functions(describer: Describer) -> Iterator[str]:

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import typing
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,7 +117,11 @@ def plan_of(compiled: CompiledModule) -> tuple[CodePlan, bytes]:
         UndescribableError: something about the module cannot be described as data.
     """
     captured, parts = compiled.captured, compiled.split
-    _refuse(compiled)
+    feature = next(iter(refused_features(compiled)), None)
+    if feature is None and not (compiled.key and compiled.source):
+        feature = "no code in the cache"
+    if feature is not None:
+        raise UndescribableError(feature)
     graph = b"" if parts is None else tvm.ir.save_json(parts.mod).encode()
     if len(graph) > MOST_GRAPH_BYTES:
         raise UndescribableError(f"a backward graph of {len(graph)} bytes")
@@ -162,13 +166,12 @@ def plan_of(compiled: CompiledModule) -> tuple[CodePlan, bytes]:
     return plan, zlib.compress(graph, 1) if graph else b""
 
 
-def _refuse(compiled: CompiledModule) -> None:
-    """Raise UndescribableError if the code has a feature that a plan has no form for."""
+def refused_features(compiled: CompiledModule) -> Iterator[str]:
+    """Yield the features of the code that a plan has no form for."""
     captured, convention = compiled.captured, compiled.captured.convention
     assumed = captured.assumptions
     features = {
         "frozen weights": compiled.freezing is not None,
-        "no code in the cache": not compiled.key or not compiled.source,
         "random draws that read computed values": captured.prologue is not None,
         "functions that run eagerly after the code": captured.epilogue is not None,
         "tensors outside of the module": bool(captured.outside or assumed.foreign),
@@ -181,12 +184,10 @@ def _refuse(compiled: CompiledModule) -> None:
         "custom autograd functions": compiled.split is not None and bool(compiled.split.functions),
         "dimensions that are symbols": not _is_static(captured),
     }
-    for feature, present in features.items():
-        if present:
-            raise UndescribableError(feature)
+    yield from (feature for feature, present in features.items() if present)
     for node in captured.program.graph.nodes:
         if node.op == "call_function" and not _is_aten(node.target):
-            raise UndescribableError(f"the operator {node.target}")
+            yield f"the operator {node.target}"
 
 
 def _is_static(captured: CapturedGraph) -> bool:

@@ -4,104 +4,29 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import nn
-
-from tvmbridge.backends import resolve_target
 from tvmbridge.cache import CacheKey, Kept, Store
-from tvmbridge.cache.key import digest_of
 from tvmbridge.compiler.bound import bound_entry
-from tvmbridge.compiler.cached_build import CachedBuild
 from tvmbridge.compiler.compiled import CompiledModule
-from tvmbridge.compiler.packing import ModulePacks
 from tvmbridge.core.errors import BridgeError, first_line
-from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.plain_json import parse_json
 from tvmbridge.core.profiling import region
-from tvmbridge.core.structure import children
-from tvmbridge.core.torch_private import dispatch_mode_count, function_mode_count, pytree
+from tvmbridge.core.torch_private import pytree
 from tvmbridge.graph_capture.observe.leaks import collections_put_off
 from tvmbridge.recall.binding import captured_of, compiled_of
+from tvmbridge.recall.caller import Caller
 from tvmbridge.recall.describe import Describer, UndescribableError
 from tvmbridge.recall.facts import Facts, observed, verified
-from tvmbridge.recall.key import call_entry, module_entry, surroundings_entries
 from tvmbridge.recall.plan import CodePlan, plan_of
-from tvmbridge.recall.walk import flattening
+from tvmbridge.recall.shared import refuse_packs, structures_of
 
 logger = logging.getLogger(__name__)
 
 RECALLED = "from disk, without capture"
-SWITCH = "TVMBRIDGE_RECALL"
-_FORMAT = "1"
 _MOST_VALUES = 2**21
-
-
-@dataclass(frozen=True, eq=False)
-class Caller:
-    """A module and a call of it, for which code is looked for or kept.
-
-    - ``mode``: the mode of the call, and ``requires_grad`` of each tensor.
-    - ``refusal``: why plans are not used for this module; None if they are.
-    - ``target``, ``options``, ``packing``: as in :class:`CompileRequest`.
-    """
-
-    module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    mode: tuple[Any, ...]
-    options: CompileOptions
-    target: Any
-    packing: ModulePacks
-    refusal: str | None = None
-
-    def build(self) -> CachedBuild:
-        """Return what loads the code: for the CPU, since tensors elsewhere have no plan."""
-        device = torch.device("cpu")
-        return CachedBuild(resolve_target(self.target, device), self.options, device)
-
-    def unused(self) -> str | None:
-        """Return why no plan is used; None if one may be, and "" if the option is off."""
-        if not is_on(self.options):
-            return ""
-        build = self.build()
-        if build.unused() is not None:
-            return ""  # The report says why the cache is off.
-        if self.refusal is not None:
-            return self.refusal
-        if self.options.extra_passes or self.options.fx_passes is not None:
-            return "passes of the user"
-        if self.options.freeze:
-            return "frozen weights"
-        if dispatch_mode_count():
-            return "a dispatch mode is active"
-        return "a function mode is active" if function_mode_count() else None
-
-    def key(self, describer: Describer) -> CacheKey:
-        """Return the key of the plan.
-
-        Raises:
-            UndescribableError: something about the module or the call is no data.
-        """
-        leaves, structure = pytree.tree_flatten((self.args, dict(self.kwargs)))
-        entries = {
-            "plan": _FORMAT,
-            "module": module_entry(self.module, describer),
-            "call": call_entry(self.module, leaves, structure, self.mode, describer),
-            "all options": repr(self.options),
-            **surroundings_entries(describer),
-        }
-        return CacheKey({**entries, **self.build().key({}).entries})
-
-
-def is_on(options: CompileOptions) -> bool:
-    """Whether plans are kept and used, by the environment or else by the option ``recall``."""
-    named = os.environ.get(SWITCH, "")
-    return named not in ("0", "off", "false", "no") if named else options.recall
 
 
 def recalled(caller: Caller) -> tuple[CompiledModule | None, str, CacheKey | None]:
@@ -138,14 +63,11 @@ def _bound(caller: Caller, kept: Kept, describer: Describer) -> CompiledModule:
     """Compare the facts of a plan with the module, and load the code for it."""
     content = kept.description
     plan, facts = CodePlan.parse(content.get("plan")), Facts.parse(content.get("facts"))
-    if content.get("structures") != _structures(plan, describer):
+    structures = structures_of(plan.convention, describer)
+    if content.get("structures") != structures:
         raise UndescribableError("the functions that flatten arguments or results are others")
     values, outside = verified(caller.module, facts, describer)
-    for names in plan.packs:
-        refusals = [caller.packing.weight_refusal(name) for name in names]
-        refusal = next(filter(None, refusals), None) or caller.packing.group_refusal(names)
-        if refusal is not None:
-            raise UndescribableError(refusal)
+    refuse_packs(caller, plan.packs)
     leaves = pytree.tree_leaves((caller.args, dict(caller.kwargs)))
     captured = captured_of(plan, caller.module, leaves, values, outside)
     records: list[Any] = []
@@ -156,7 +78,10 @@ def _bound(caller: Caller, kept: Kept, describer: Describer) -> CompiledModule:
     if isinstance(built, str):
         raise UndescribableError(f"code that is not kept: {built}")
     compiled = compiled_of(plan, captured, built, build, records, kept.library)
-    return replace(compiled, gradient_parts=caller.options.gradient_parts)
+    compiled = replace(compiled, gradient_parts=caller.options.gradient_parts)
+    if caller.offer is not None:
+        caller.offer(compiled, facts, structures)
+    return compiled
 
 
 def keep(caller: Caller, key: CacheKey | None, compiled: CompiledModule) -> str | None:
@@ -172,7 +97,7 @@ def keep(caller: Caller, key: CacheKey | None, compiled: CompiledModule) -> str 
         if changed:
             raise UndescribableError(f"{', '.join(changed)}, which changed during the compilation")
         facts = observed(caller.module, compiled.captured.assumptions, describer)
-        structures = _structures(plan, describer)
+        structures = structures_of(plan.convention, describer)
         description = {"plan": plan.content(), "facts": facts.content(), "structures": structures}
         _refuse_unreadable(description, plan)
         return Store.of_now().write(key, Kept(description, graph))
@@ -183,19 +108,6 @@ def keep(caller: Caller, key: CacheKey | None, compiled: CompiledModule) -> str 
         logger.warning("no plan is kept: %s", first_line(error))
         logger.debug("the plan", exc_info=True)
         return f"no plan can be made: {first_line(error)}"
-
-
-def _structures(plan: CodePlan, describer: Describer) -> str:
-    """Return a digest of the users' functions that flatten and rebuild arguments and results."""
-    convention = plan.convention
-    waiting, lines = [convention.in_spec, convention.out_spec], set()
-    while waiting:
-        spec = waiting.pop()
-        waiting += [] if spec.is_leaf() else children(spec)
-        node = pytree.SUPPORTED_NODES.get(spec.type)
-        if node is not None:
-            lines |= {describer.of(each) for each in flattening(node)}
-    return digest_of("\n".join(sorted(lines)))
 
 
 def _refuse_unreadable(description: Mapping[str, Any], plan: CodePlan) -> None:

@@ -135,9 +135,9 @@ def _executed(
 ) -> Iterator[Executed]:
     """Yield the function, and the wanted code objects of functions that are defined in it."""
     code = code_of(function)
-    cells = zip(code.co_freevars, function.__closure__ or (), strict=False)
-    free = {n: c.cell_contents for n, c in cells if is_filled(c)}
-    yield Executed(code, function.__globals__, free)
+    cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=False))
+    free = {n: c.cell_contents for n, c in cells.items() if is_filled(c)}
+    yield Executed(code, function.__globals__, free, cells)
     for inner in _within(code):
         if describer.code(inner) in wanted:
             yield Executed(inner, function.__globals__, {})

@@ -61,6 +61,8 @@ class CompiledEntry:
         self.fills_first = False
         # Whether the code came from disk without capture, or why not; empty: the option is off.
         self.recalled = ""
+        # Why equal modules do not share the code; None: they do, or there are none.
+        self.alone: str | None = None
         # The digest of the key of the plan on disk; empty if there is none.
         self.plan = ""
         self._declined = 0

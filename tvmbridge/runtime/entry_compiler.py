@@ -27,7 +27,7 @@ from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.profiling import region
 from tvmbridge.graph_capture.observe.refusal import raise_if_forward_refuses
 from tvmbridge.graph_capture.surroundings import tracing_here, undisturbed
-from tvmbridge.recall import RECALLED, Caller, keep, recalled
+from tvmbridge.recall import RECALLED, SHARED, Caller, SharedPlans, keep, recalled
 from tvmbridge.runtime.agreement import decided_together, ranks_now
 from tvmbridge.runtime.background import Background
 from tvmbridge.runtime.changing_attributes import ChangingAttributes
@@ -53,6 +53,7 @@ class Compiler:
         instead: a function that replaces :func:`compile_module`; None: compile_module.
         background: runs compilations in another process while calls go on; None: calls wait.
         attributes: decides which numbers in attributes are inputs; None: all are constants.
+        shared: the code that equal modules share; None: this module shares none.
     """
 
     module: nn.Module
@@ -63,6 +64,7 @@ class Compiler:
     instead: Callable[[CompileRequest], CompiledModule] | None = None
     background: Background | None = None
     attributes: ChangingAttributes | None = None
+    shared: SharedPlans | None = None
 
     @property
     def original(self) -> Callable[..., Any]:
@@ -149,6 +151,9 @@ class Compiler:
         with tracing_here(), undisturbed():
             args, kwargs = without_inference_tensors((args, dict(kwargs)))
             caller = self._caller(signature, mode, flags, (args, kwargs))
+            entry, alone, caller, digest = self._shared(caller, flags)
+            if entry is not None:
+                return entry
             entry, why, key = self._recalled(caller, flags)
             if entry is not None:
                 return entry
@@ -166,11 +171,15 @@ class Compiler:
                 raise_if_forward_refuses(self.module, args, kwargs, mode.autocast)
                 raise BuildError(f"the compiled code cannot run on the sample: {error}") from error
             entry.fills_first = state.is_otherwise()
+            first = "state that the first call fills" if entry.fills_first else None
             if why:
-                first = "state that the first call fills" if entry.fills_first else None
                 refused = first or keep(caller, key, compiled)
                 entry.plan = key.digest if key is not None and refused is None else ""
                 entry.recalled = f"captured: {why}" + (f"; not kept: {refused}" if refused else "")
+            if self.shared is not None:
+                entry.alone = alone
+                if digest:
+                    entry.alone = first or self.shared.keep(caller, digest, compiled)
         return entry
 
     def _caller(
@@ -195,6 +204,32 @@ class Compiler:
             refusal,
         )
 
+    def _shared(
+        self, caller: Caller, flags: Flags
+    ) -> tuple[CompiledEntry | None, str | None, Caller, str]:
+        """Return an entry with the code of an equal module; or None, and why there is none.
+
+        The last results are ``caller``, which also shares code from disk, and the digest to share
+        other code under; "" if it cannot be shared.
+        """
+        if self.shared is None:
+            return None, None, caller, ""
+        compiled, why, digest = self.shared.find(caller)
+        if compiled is None:
+            offer = functools.partial(self.shared.add, digest) if digest else None
+            return None, why, replace(caller, offer=offer), digest
+        entry = self._bound(compiled, flags)
+        if entry is None:
+            return None, "the module is not as it was", caller, ""
+        entry.recalled = SHARED
+        return entry, None, caller, digest
+
+    def _bound(self, compiled: CompiledModule, flags: Flags) -> CompiledEntry | None:
+        """Return an entry with code that was captured elsewhere; None if it does not fit."""
+        state = ModuleState(self.module, compiled.captured)
+        entry = CompiledEntry(state, compiled, self.packing, flags)
+        return None if state.is_otherwise() else entry
+
     def _recalled(
         self, caller: Caller, flags: Flags
     ) -> tuple[CompiledEntry | None, str, CacheKey | None]:
@@ -206,9 +241,8 @@ class Compiler:
         if compiled is None:
             return None, why, key
         try:
-            state = ModuleState(self.module, compiled.captured)
-            entry = CompiledEntry(state, compiled, self.packing, flags)
-            if state.is_otherwise():
+            entry = self._bound(compiled, flags)
+            if entry is None:
                 return None, "the module is not as it was", key
         except Exception as error:
             logger.warning("a plan of compiled code is not used: %s", first_line(error))

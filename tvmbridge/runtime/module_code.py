@@ -14,6 +14,7 @@ from tvmbridge.calls.surroundings import in_checkpoint
 from tvmbridge.compiler.packing import ModulePacks
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.reasons import Kind, Reason
+from tvmbridge.recall import SharedPlans
 from tvmbridge.runtime.background import COMPILING, Background
 from tvmbridge.runtime.changing_attributes import ChangingAttributes
 from tvmbridge.runtime.checks import Checks
@@ -220,6 +221,12 @@ class ModuleCode(Executor):
         self.policy.retry_if_settled()
         return Served(results)
 
+    def become_region(self, shared: SharedPlans) -> None:
+        """Share code with equal blocks of the same model, and compile code at calls."""
+        policy = self.policy
+        policy.compiler = replace(policy.compiler, shared=shared)
+        policy.compiles_signatures = True
+
     def served(self) -> int:
         """Return how many calls compiled code has served, code that was dropped included."""
         return self.kept.served(self.policy.specializations()) + self.policy.cut.served
@@ -235,6 +242,8 @@ class ModuleCode(Executor):
         policy, fallback = self.policy, self.tally.on_fallback
         copy = ModuleCode(module, own, policy.compiler.target, self.options, fallback)
         copy.policy.compiles_signatures = policy.compiles_signatures
+        if policy.compiler.shared is not None:
+            copy.become_region(policy.compiler.shared)
         copy.policy.serve_sizes_like(policy)
         copy.share(self, memo)
         copy.policy.cut = policy.cut.renewed()

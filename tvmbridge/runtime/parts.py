@@ -68,10 +68,14 @@ class Cut:
     - ``why``: why the module cannot be one graph; None: it is not cut.
     - ``served``: the number of calls in which compiled parts have run.
     - ``parts``: the parts, created at the first call that is served in parts.
+    - ``of_regions``: whether the parts are regions, the repeated blocks of the module.
     """
 
-    def __init__(self, make: Callable[[Any], ServedParts] | None = None) -> None:
+    def __init__(
+        self, make: Callable[[Any], ServedParts] | None = None, *, of_regions: bool = False
+    ) -> None:
         self.make = make
+        self.of_regions = of_regions
         self.why: str | None = None
         self.served = 0
         self.parts: ServedParts | None = None
@@ -81,9 +85,16 @@ class Cut:
 
     def renewed(self) -> Cut:
         """Return the same decision for a copy of the module, without parts yet."""
-        cut = Cut(self.make)
+        cut = Cut(self.make, of_regions=self.of_regions)
         cut.why = self.why
         return cut
+
+    def begin(self, of: Any) -> None:
+        """Create the parts of the module of the code ``of``, unless there are any."""
+        with self._changing:
+            if self.parts is None:
+                assert self.make is not None
+                self.parts = self.make(of)
 
     def at(self, why: str) -> bool:
         """Serve calls in parts from now on, because of ``why``; return False if it is never cut."""
@@ -121,10 +132,8 @@ class Cut:
         self, of: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[Any, Reason | None]:
         """Run the module of the code ``of`` in parts, by :meth:`ServedParts.run`, and count it."""
-        with self._changing:
-            if self.parts is None:
-                assert self.make is not None
-                self.parts = self.make(of)
+        self.begin(of)
+        assert self.parts is not None
         results, reason = self.parts.run(of.original, args, kwargs)
         with self._changing:
             self.served += reason is None

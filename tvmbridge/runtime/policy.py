@@ -352,6 +352,8 @@ class Policy:
         of their own.
         """
         fixed = self.options.freeze or not self.compiles_signatures
+        # Equal blocks share no symbolic code, whose compilation takes several times as long.
+        fixed = fixed or self.compiler.shared is not None
         if self.sizes is not None or fixed:
             return False
         self.serve_any_size()
@@ -375,7 +377,9 @@ class Policy:
         if not self.compiles_signatures:
             return False
         if outgrown is None:
-            most = min(_MOST_AT_CALLS, self.options.max_specializations)
+            most = self.options.max_specializations
+            if self.compiler.shared is None:  # otherwise many blocks compile it together
+                most = min(_MOST_AT_CALLS, most)
             values = sum(m.kind is Kind.CONSTANT for m in misfits)
             return why is None and len(misfits) < most and values < _MOST_VALUES
         if self.options.freeze or why is None:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import CodeType, FrameType
+from types import CellType, CodeType, FrameType
 from typing import Any
 
 import torch
@@ -37,11 +37,13 @@ class Executed:
     - ``code``: its code object.
     - ``globals``: the globals of its Python module.
     - ``free``: the values of its free variables, by name.
+    - ``cells``: the cells of these variables; None if the function object is unknown.
     """
 
     code: CodeType
     globals: dict[str, Any] = field(repr=False)
     free: Mapping[str, Any]
+    cells: Mapping[str, CellType] | None = field(default=None, repr=False)
 
     @property
     def names(self) -> Names:

@@ -128,6 +128,11 @@ def free_variables(executed: Executed, known: Iterable[Any] = ()) -> Iterator[So
     free = {n: v for n, v in executed.free.items() if n != "__class__"}
     if not free:
         return
+    if executed.cells is not None:
+        for n, value in free.items():
+            cell = executed.cells[n]
+            yield Source(cell, Attributes(cell), "cell_contents", n, value)
+        return
     found = _cells(gc.get_referrers(executed.code), executed.code, free)
     if found is None and gc.get_freeze_count():
         found = _cells(reachable_functions(known), executed.code, free)

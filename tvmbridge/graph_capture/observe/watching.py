@@ -209,10 +209,18 @@ class Codes:
         return exactly(Source(self, self, "", "the code of a function", self))
 
 
+_WITHOUT_FUNCTIONS = frozenset({bool, int, float, str, type(None), dict, list, tuple, set})
+
+
 def _functions(value: Any) -> Iterator[types.FunctionType]:
     """Yield the Python functions that ``value`` is or wraps (a property, partial or decorator)."""
-    if isinstance(value, property):
-        parts: list[Any] = [value.fget]
+    if type(value) in _WITHOUT_FUNCTIONS:
+        return
+    parts: list[Any]
+    if type(value) is types.FunctionType:  # the common case, faster than getattr_static
+        parts = [value.__dict__.get("__wrapped__"), value]
+    elif isinstance(value, property):
+        parts = [value.fget]
     elif isinstance(value, functools.partial):
         parts = [value.func]
     elif isinstance(value, types.MethodType | staticmethod | classmethod):

@@ -1,0 +1,221 @@
+"""Regions: repeated blocks of a module are compiled once, and each has its own results."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.dispatch_helpers import assert_same_step, sample, train_step
+from tvmbridge import CompileOptions, add_tvm_dispatch, dispatch_report, remove_tvm_dispatch
+from tvmbridge.runtime.regions import blocks_of, region_of
+
+_OPTIONS = CompileOptions(regions="repeated", only_if_faster=False)
+
+
+class Layer(nn.Module):
+    """A layer that reads some attributes, and whose index is not read."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.scale = 1.0
+        self.inner = nn.Sequential(nn.Linear(24, 24), nn.Dropout(0.2))
+        self.settings: dict[str, Any] = {"shift": 0.5}
+        self.held: list[torch.Tensor] = []
+        self.function: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(self.inner(x)) * self.scale + self.settings["shift"]
+        for tensor in self.held:
+            y = y + tensor
+        return x + (y if self.function is None else self.function(y))
+
+
+class Model(nn.Module):
+    """Layers between two linear ones."""
+
+    def __init__(self, count: int = 3) -> None:
+        super().__init__()
+        self.first = nn.Linear(24, 24)
+        self.layers = nn.ModuleList(Layer(i) for i in range(count))
+        self.checkpoints = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.checkpoints else layer(x)
+        return x.square()
+
+
+def _model(count: int = 3) -> Any:
+    torch.manual_seed(0)
+    return Model(count).double()
+
+
+def _compiled(model: nn.Module) -> int:
+    """Return the number of codes that were compiled, not counting equal blocks."""
+    codes = [code for block in blocks_of(model).values() if (code := region_of(block))]
+    entries = [e for c in codes for s in c.policy.specializations() for _, e in s.compiled()]
+    return len({id(entry.compiled.loaded) for entry in entries})
+
+
+def test_equal_layers_with_dropout_are_compiled_once() -> None:
+    model, reference = _model(4).train(), _model(4).train()
+    add_tvm_dispatch(model, sample(), options=_OPTIONS)
+    for seed in range(2):
+        ours, theirs = train_step(model, sample(), seed), train_step(reference, sample(), seed)
+        for name, value in theirs.items():
+            torch.testing.assert_close(ours[name], value, rtol=1e-11, atol=1e-12, msg=name)
+    assert _compiled(model) == 1
+    report = dispatch_report(model)
+    assert (report.tvm_calls, report.fallbacks) == (2, {})
+    assert report.parts[0].calls == 8
+    assert "Layer (4 blocks, 1 compiled)" in str(report)
+    duplicate = copy.deepcopy(model)
+    assert_same_step(duplicate, reference, sample())
+    assert _compiled(duplicate) == 1
+    remove_tvm_dispatch(model)
+    assert not any("forward" in vars(each) for each in model.modules())
+    assert_same_step(duplicate, reference, sample())
+
+
+def _add_later(by: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda y: y + by
+
+
+def _hooked(layer: Any) -> None:
+    layer.register_forward_hook(lambda _, __, y: y * 2)
+
+
+def _hooked_within(layer: Any) -> None:
+    layer.inner[0].register_forward_hook(lambda _, __, y: y * 3)
+
+
+def _own_forward(layer: Any) -> None:
+    layer.forward = lambda x: x * 5
+
+
+def _narrow(layer: Any) -> None:
+    torch.manual_seed(4)
+    layer.inner[0] = nn.Linear(24, 1).double()
+
+
+_OTHERWISE: dict[str, tuple[Callable[[Any], Any], int]] = {
+    "a number": (lambda layer: setattr(layer, "scale", 0.25), 2),
+    "an entry of a dictionary": (lambda layer: layer.settings.update(shift=0.75), 2),
+    "an index that forward does not read": (lambda layer: setattr(layer, "index", 9), 1),
+    "a tensor in a list": (lambda layer: layer.held.append(torch.ones(24).double()), 2),
+    "a function with a free variable": (lambda layer: setattr(layer, "function", _add_later(3)), 2),
+    "a class": (lambda layer: layer.inner.__setitem__(1, nn.Identity()), 2),
+    "its mode": (lambda layer: layer.train(), 2),
+    "the mode of a submodule": (lambda layer: layer.inner[1].train(), 2),
+    "a hook": (_hooked, 2),
+    "a hook of a submodule": (_hooked_within, 2),
+    "a forward of its own": (_own_forward, 2),
+    "a shape": (_narrow, 2),
+    "a layout": (lambda layer: setattr(layer.inner[0].weight, "data", _transposed(layer)), 2),
+}
+
+
+def _transposed(layer: Any) -> torch.Tensor:
+    return layer.inner[0].weight.detach().T.contiguous().T
+
+
+# The changes that a test in a few seconds makes; each of them costs a compilation.
+_FIRST = ("an index that forward does not read", "a number", "a tensor in a list")
+
+
+def _assert_right(model: nn.Module, reference: nn.Module) -> None:
+    for seed in range(2):
+        torch.manual_seed(seed)
+        found = model(sample())
+        torch.manual_seed(seed)
+        torch.testing.assert_close(found, reference(sample()), rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "changes", [_FIRST, *(pytest.param((w,), marks=pytest.mark.slow) for w in _OTHERWISE)]
+)
+def test_layers_that_differ(changes: tuple[str, ...]) -> None:
+    models = model, reference = _model(2 + len(changes)).eval(), _model(2 + len(changes)).eval()
+    for each in models:
+        for number, change in enumerate(changes, 1):
+            _OTHERWISE[change][0](each.layers[number])
+    add_tvm_dispatch(model, options=_OPTIONS)
+    with torch.no_grad():
+        _assert_right(model, reference)
+        assert _compiled(model) == 1 + sum(_OTHERWISE[change][1] - 1 for change in changes)
+        # A change after the compilation is noticed as well.
+        for each in models:
+            each.layers[-1].settings["shift"] = 0.125
+        _assert_right(model, reference)
+
+
+@pytest.mark.slow
+def test_layers_that_all_hold_tensors_and_functions_of_their_own() -> None:
+    model, reference = _model().eval(), _model().eval()
+    for each in (model, reference):
+        for number, layer in enumerate(each.layers):
+            layer.held.append(torch.full((24,), float(number)).double())
+            layer.function = _add_later(0.5 * number)
+    add_tvm_dispatch(model, options=_OPTIONS)
+    with torch.no_grad():
+        torch.testing.assert_close(model(sample()), reference(sample()), rtol=1e-11, atol=1e-12)
+        for each in (model, reference):
+            each.layers[2].held[0].fill_(7)
+        torch.testing.assert_close(model(sample()), reference(sample()), rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_shared_and_frozen_parameters_and_checkpoints() -> None:
+    model, reference = _model().train(), _model().train()
+    for each in (model, reference):
+        each.layers[1].inner[0].weight = each.layers[0].inner[0].weight
+        each.layers[2].inner[0].bias.requires_grad_(False)
+    add_tvm_dispatch(model, options=_OPTIONS)
+    for checkpoints in (False, True):
+        for each in (model, reference):
+            each.checkpoints = checkpoints
+        assert_same_step(model, reference, sample())
+    assert _compiled(model) == 2  # one layer has a parameter without a gradient
+
+
+@pytest.mark.slow
+def test_other_sizes_and_autocast() -> None:
+    model, reference = _model().float().eval(), _model().float().eval()
+    add_tvm_dispatch(model, options=_OPTIONS)
+    for rows in (3, 6):
+        x = sample(rows, 24, dtype=torch.float32)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=rows == 3):
+            torch.testing.assert_close(model(x), reference(x), rtol=2e-2, atol=2e-2)
+    assert _compiled(model) == 2
+    assert not dispatch_report(model).fallbacks
+
+
+def test_blocks_are_found() -> None:
+    def blocks(*widths: int) -> list[nn.Module]:
+        return [nn.Sequential(nn.Linear(w, w), nn.ReLU()) for w in widths]
+
+    stages = nn.Sequential(nn.Sequential(*blocks(4, 4)), nn.Sequential(*blocks(4, 4, 8, 8)))
+    assert list(blocks_of(stages)) == ["0.0", "0.1", "1.0", "1.1", "1.2", "1.3"]
+    assert list(blocks_of(nn.ModuleList(blocks(4, 8, 8)))) == ["0", "1", "2"]
+    assert not blocks_of(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    plain = nn.Sequential(nn.Linear(24, 24)).double().eval()
+    add_tvm_dispatch(plain, sample(), options=_OPTIONS)
+    with torch.no_grad():
+        plain(sample())
+    assert dispatch_report(plain).specializations[0].calls == 1
+
+
+@pytest.mark.parametrize("given", [{"freeze": True}, {"dynamic_shapes": "auto"}, {"budget": 0.0}])
+def test_what_needs_whole_modules(given: dict[str, Any]) -> None:
+    model = _model().eval()
+    with pytest.raises(ValueError, match='needs regions="whole"'):
+        add_tvm_dispatch(model, options=_OPTIONS, **given)
+    assert not any("forward" in vars(each) for each in model.modules())

@@ -1,0 +1,173 @@
+"""Share code between equal modules of one process, such as the layers of a model, without capture.
+
+A module is served by code of another if all facts that capture has observed hold for it as well.
+They are compared as for code that another process has kept, but nothing is written to disk.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from tvmbridge.cache.key import digest_of
+from tvmbridge.compiler.compiled import CompiledModule
+from tvmbridge.core.captured_graph import CallingConvention
+from tvmbridge.core.errors import first_line
+from tvmbridge.core.structure import children
+from tvmbridge.core.torch_private import dispatch_mode_count, function_mode_count, pytree
+from tvmbridge.graph_capture.observe.descriptors import find_aliases
+from tvmbridge.graph_capture.observe.leaks import collections_put_off
+from tvmbridge.recall.caller import Caller
+from tvmbridge.recall.describe import Describer, KnownCodes, UndescribableError
+from tvmbridge.recall.facts import ChangedError, Facts, observed, verified
+from tvmbridge.recall.key import FunctionsNow
+from tvmbridge.recall.plan import refused_features
+from tvmbridge.recall.walk import flattening
+
+logger = logging.getLogger(__name__)
+
+SHARED = "by the code of an equal module, without capture"
+# The most codes for modules that differ in facts alone, such as attributes of layers.
+_MOST_ALIKE = 8
+
+
+@dataclass(frozen=True)
+class _SharedPlan:
+    """Code, the facts that it assumes, and :func:`structures_of` of its arguments and results."""
+
+    compiled: CompiledModule
+    facts: Facts
+    structures: str
+
+
+class SharedPlans:
+    """The codes that equal modules share, with the facts that each of them assumes."""
+
+    def __init__(self) -> None:
+        self._plans: dict[str, list[_SharedPlan]] = {}
+        # Code objects never change, so their digests serve the descriptions of all modules.
+        self._codes: KnownCodes = {}
+        self._functions = FunctionsNow()
+        self._changing = threading.Lock()
+
+    def find(self, caller: Caller) -> tuple[CompiledModule | None, str, str]:
+        """Return code that was compiled for an equal module, bound to the module of ``caller``.
+
+        Returns:
+            The code, or None; why there is none; and the digest to keep code under, or "". Never
+            raises.
+        """
+        digest = ""
+        try:
+            reason = _unused(caller)
+            if reason is not None:
+                return None, reason, ""
+            with collections_put_off():
+                describer = Describer(caller.module, self._codes)
+                digest = self._digest(caller, describer)
+                why = "no equal module has code yet"
+                for plan in list(self._plans.get(digest, ())):
+                    try:
+                        return _bound(plan, caller, describer), "", digest
+                    except ChangedError as error:
+                        why = str(error)
+                return None, why, digest
+        except UndescribableError as error:
+            return None, str(error), digest
+        except Exception as error:  # the module is compiled by itself
+            logger.warning("code is not shared: %s", first_line(error))
+            logger.debug("sharing code", exc_info=True)
+            return None, f"code cannot be shared: {first_line(error)}", ""
+
+    def keep(self, caller: Caller, digest: str, compiled: CompiledModule) -> str | None:
+        """Keep code that was compiled for ``caller`` just now; return None, or why not.
+
+        ``digest`` is what :meth:`find` returned before the compilation. Never raises.
+        """
+        try:
+            feature = next(iter(refused_features(compiled)), None)
+            if feature is not None:
+                return feature
+            if compiled.captured.convention.held:
+                return "numbers in attributes among the inputs of the code"
+            describer = Describer(caller.module, self._codes)
+            if self._digest(caller, describer) != digest:
+                return "the module or a setting has changed during the compilation"
+            facts = observed(caller.module, compiled.captured.assumptions, describer)
+            structures = structures_of(compiled.captured.convention, describer)
+            self.add(digest, compiled, facts, structures)
+        except UndescribableError as error:
+            return str(error)
+        except Exception as error:
+            logger.warning("code is not shared: %s", first_line(error))
+            logger.debug("sharing code", exc_info=True)
+            return f"code cannot be shared: {first_line(error)}"
+        return None
+
+    def _digest(self, caller: Caller, describer: Describer) -> str:
+        entries = caller.entries(describer, any_device=True)
+        return digest_of(json.dumps({**entries, **self._functions.entry()}))
+
+    def add(self, digest: str, compiled: CompiledModule, facts: Facts, structures: str) -> None:
+        """Keep code whose facts are known; the oldest one of eight that differ is dropped."""
+        with self._changing:
+            plans = [_SharedPlan(compiled, facts, structures), *self._plans.get(digest, ())]
+            self._plans[digest] = plans[:_MOST_ALIKE]
+
+
+def _unused(caller: Caller) -> str | None:
+    """Return why the module's code is not shared; None if it may be."""
+    if caller.refusal is not None:
+        return caller.refusal
+    if caller.options.freeze:
+        return "frozen weights"
+    if dispatch_mode_count():
+        return "a dispatch mode is active"
+    return "a function mode is active" if function_mode_count() else None
+
+
+def _bound(plan: _SharedPlan, caller: Caller, describer: Describer) -> CompiledModule:
+    """Compare the facts of ``plan`` with the module of ``caller``, and bind its code to it."""
+    compiled, module = plan.compiled, caller.module
+    captured = compiled.captured
+    if structures_of(captured.convention, describer) != plan.structures:
+        raise ChangedError("the functions that flatten arguments or results are others")
+    values, outside = verified(module, plan.facts, describer)
+    refuse_packs(caller, compiled.packs)
+    leaves = pytree.tree_leaves((caller.args, dict(caller.kwargs)))
+    assumptions = replace(
+        captured.assumptions,
+        constants={i: v for i, v in enumerate(leaves) if not isinstance(v, torch.Tensor)},
+        aliases=find_aliases(module),
+        values=values,
+        outside=outside,
+    )
+    return replace(compiled, captured=replace(captured, assumptions=assumptions), seconds={})
+
+
+def refuse_packs(caller: Caller, packs: tuple[tuple[str, ...], ...]) -> None:
+    """Raise UndescribableError if weights that code has as one tensor cannot be moved together."""
+    packing = caller.packing
+    for names in packs:
+        refusals = [packing.weight_refusal(name) for name in names]
+        refusal = next(filter(None, refusals), None) or packing.group_refusal(names)
+        if refusal is not None:
+            raise UndescribableError(refusal)
+
+
+def structures_of(convention: CallingConvention, describer: Describer) -> str:
+    """Return a digest of the users' functions that flatten and rebuild arguments and results."""
+    waiting: list[Any] = [convention.in_spec, convention.out_spec]
+    lines: set[str] = set()
+    while waiting:
+        spec = waiting.pop()
+        waiting += [] if spec.is_leaf() else children(spec)
+        node = pytree.SUPPORTED_NODES.get(spec.type)
+        if node is not None:
+            lines |= {describer.of(each) for each in flattening(node)}
+    return digest_of("\n".join(sorted(lines)))
