@@ -39,6 +39,7 @@ from tvmbridge.exporting.left import without_left
 from tvmbridge.exporting.leftovers import refuse_effects
 from tvmbridge.exporting.views import with_views
 from tvmbridge.graph_capture.surroundings import tracing_here, undisturbed
+from tvmbridge.kernels.dtypes import as_pairs
 from tvmbridge.passes.relax.lift_frozen import TRANSFORM
 from tvmbridge.runtime.entry_compiler import apart_or_itself
 from tvmbridge.runtime.frozen import FrozenWeights
@@ -199,7 +200,7 @@ def _weights(
         built = build(transform, host_target(), records)
         loaded = LoadedModule(built.machine, built.unaligned, torch.device("cpu"))
     state = ModuleState(module, captured)
-    tensors = state.tensors()
+    tensors = [None if t is None else as_pairs(t) for t in state.tensors()]
     frozen = FrozenWeights(plan, loaded, state.names, tensors, first)
     primals = [*[None] * first, *tensors]
     values = frozen.arguments(primals)[first:]
