@@ -107,10 +107,6 @@ def _quotient(a: Any, b: Any) -> torch.Tensor:
 def _matrix_product(op: Any) -> Function:
     def parts(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         (re, im), (other_re, other_im) = _parts(a), _parts(b)
-        if not a.is_complex():
-            return _pair(op(re, other_re), op(re, other_im))
-        if not b.is_complex():
-            return _pair(op(re, other_re), op(im, other_re))
         return _pair(
             op(re, other_re) - op(im, other_im),
             op(re, other_im) + op(im, other_re),

@@ -57,7 +57,9 @@ def has_complex(value: Any) -> bool:
         return any(map(has_complex, value.values()))
     if isinstance(value, list):
         return any(map(has_complex, value))
-    return isinstance(value, Pairs | complex) or (isinstance(value, str) and value.startswith("complex"))
+    return isinstance(value, Pairs | complex) or (
+        isinstance(value, str) and value.startswith("complex")
+    )
 
 
 def _filled(value: Any, tensors: Sequence[Expr]) -> Any:
