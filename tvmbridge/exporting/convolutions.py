@@ -114,7 +114,7 @@ class _ConvolutionRewriter(PyExprMutator):
     def _same(
         self, convolution: Convolution, sizes: _ConvolutionSizes, dtype: str
     ) -> SameConvolution | None:
-        """Return the form for Winograd's algorithm; None if the algorithm does not apply."""
+        """Return the form for Winograd's algorithm; None if it does not apply, or is slower."""
         ones = (1, 1)
         settings = (convolution.stride, convolution.padding, convolution.dilation)
         if dtype != "float32" or convolution.transposed or sizes.groups != 1 or sizes_vary():
@@ -125,7 +125,9 @@ class _ConvolutionRewriter(PyExprMutator):
         form = SameConvolution.of(
             ConvolutionResult.RESULT, data, (sizes.filters, sizes.channels, 3, 3)
         )
-        return form if convolutions.fits(form, self.machine) else None
+        fits = convolutions.fits(form, self.machine)
+        faster = fits and convolutions.is_faster_than_product(form, self.machine)
+        return form if faster else None
 
     def _by_channel(
         self,
@@ -175,11 +177,11 @@ class _ConvolutionRewriter(PyExprMutator):
                 relax.op.reshape(columns, (sizes.batch * groups, sizes.depth, number))
             )
             filters = sizes.filters // groups
-            rows = self._emit(relax.op.reshape(rows, (1, groups, filters, sizes.depth)))
-            if sizes.batch > 1:
+            rows = self._emit(relax.op.reshape(rows, (groups, filters, sizes.depth)))
+            if sizes.batch > 1 and (groups > 1 or sizes_vary()):
                 whole = (sizes.batch, groups, filters, sizes.depth)
                 rows = self._emit(relax.op.broadcast_to(rows, whole))
-            rows = self._emit(relax.op.reshape(rows, (sizes.batch * groups, filters, sizes.depth)))
+                rows = self._emit(relax.op.reshape(rows, (-1, filters, sizes.depth)))
         product = self._emit(relax.op.matmul(rows, columns))
         assert dtype_of(product) == dtype
         return relax.op.reshape(product, (sizes.batch, sizes.filters, *sizes.places))

@@ -71,7 +71,8 @@ def product(form: Form, machine: Machine) -> tirx.PrimFunc:
     )
 
     def one(machine: Machine, *batch: Expr) -> tirx.Stmt:
-        matrices = [Matrix(buffer, batch) for buffer in (left, right, out)]
+        of_left = () if form.left_shared else batch
+        matrices = [Matrix(left, of_left), Matrix(right, batch), Matrix(out, batch)]
         if form.right_transposed:
             emit = _of_copied_columns if _copies_right(form) else _of_few_rows
             return emit(form, machine, *matrices)
