@@ -27,6 +27,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import tvm
 from tvm import relax, te, tirx
@@ -39,6 +40,7 @@ from tvmbridge.kernels.convolution_form import ConvolutionResult, SameConvolutio
 from tvmbridge.legalize.lets import constant
 from tvmbridge.passes.base import PassReport, RelaxPass, dtype_of, shape_of, with_functions
 from tvmbridge.schedules import convolutions
+from tvmbridge.schedules.depthwise import Depthwise, depthwise, fits
 from tvmbridge.schedules.machine import Machine
 
 Shape = tuple[int, ...]
@@ -138,6 +140,12 @@ class _ConvolutionRewriter(PyExprMutator):
     ) -> relax.Expr:
         """Return a depthwise convolution as a sum over the kernel."""
         each = sizes.filters // sizes.channels
+        loops = self._depthwise(convolution, sizes, dtype_of(data))
+        if loops is not None:
+            callee = self.builder_.add_func(depthwise(loops, self.machine), "depthwise")
+            return relax.call_tir(
+                callee, [data, weight], relax.TensorType(loops.shapes[2], "float32")
+            )
 
         def compute(x: te.Tensor, w: te.Tensor) -> te.Tensor:
             taken = padded(x, convolution.padding)
@@ -157,6 +165,17 @@ class _ConvolutionRewriter(PyExprMutator):
             return te.compute(shape, element, name="depthwise")
 
         return self.builder_.call_te(compute, data, weight, primfunc_name_hint="depthwise")
+
+    def _depthwise(
+        self, convolution: Convolution, sizes: _ConvolutionSizes, dtype: str
+    ) -> Depthwise | None:
+        """Return the form of a convolution of images; None if there are no loops for it."""
+        if dtype != "float32" or len(sizes.kernel) != 2 or sizes_vary():
+            return None
+        settings = (convolution.stride, convolution.padding, convolution.dilation)
+        pairs: list[Any] = [sizes.extents, sizes.kernel, *settings]
+        form = Depthwise(sizes.batch, sizes.channels, sizes.filters // sizes.channels, *pairs)
+        return form if fits(form) and form.places == sizes.places else None
 
     def _product(
         self,
