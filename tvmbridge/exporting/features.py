@@ -71,7 +71,9 @@ def named_target(target: Any) -> Any:
             f'"{near[0]}", "num-cores": 4}}'
         ) from error
     if found.kind.name != "llvm":
-        raise ExportError(f"code is exported for CPUs alone; target {target!r} is {found.kind.name}")
+        raise ExportError(
+            f"code is exported for CPUs alone; target {target!r} is {found.kind.name}"
+        )
     return found
 
 

@@ -53,7 +53,9 @@ class PackWeights(RelaxPass):
         found = _packable(forward, self.weights, self.machine)
         if not found:
             return mod
-        rewriter = _Packer(mod, self.machine, {p: _packed_parameter(p, self.machine) for p in found})
+        rewriter = _Packer(
+            mod, self.machine, {p: _packed_parameter(p, self.machine) for p in found}
+        )
         body = rewriter.visit_expr(forward.body)
         parameters = [rewriter.packed.get(p, p) for p in forward.params]
         new = relax.Function(

@@ -140,9 +140,7 @@ class _ProductRewriter(PyExprMutator):
         shared = prod(batch) == 1
         if batch != b[:-2] and not shared:
             return None
-        form = Form(
-            rows, columns, depth, left_transposed, right_transposed, prod(b[:-2]), shared
-        )
+        form = Form(rows, columns, depth, left_transposed, right_transposed, prod(b[:-2]), shared)
         return form, left, right
 
     def _untransposed(self, operand: relax.Expr) -> tuple[relax.Expr, bool]:

@@ -132,9 +132,7 @@ class _Emitter:
             def zero(x: Expr, phase: Expr) -> list[tirx.Stmt]:
                 return [store(edged, tirx.const(0.0, DTYPE), y, phase, x)]
 
-            return [
-                loop(self.form.stride[1], lambda p: [loop(self.columns, lambda x: zero(x, p))])
-            ]
+            return [loop(self.form.stride[1], lambda p: [loop(self.columns, lambda x: zero(x, p))])]
 
         return loop(self.form.padded[0], line)
 
