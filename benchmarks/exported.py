@@ -1,7 +1,7 @@
 """Exported functions beside ``freeze=True`` and eager PyTorch, in turns in one process.
 
-The bound is on the exported function's time over that of frozen weights in PyTorch. ``--rows`` takes
-some of the models; ``--threads`` sets the threads of all three.
+The bound is on the exported function's time over that of frozen weights in PyTorch. ``--rows``
+takes some of the models; ``--threads`` sets the threads of all three.
 """
 
 from __future__ import annotations

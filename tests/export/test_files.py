@@ -152,7 +152,7 @@ def test_code_for_another_processor(tmp_path: Path) -> None:
 
 
 def test_an_unknown_processor_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(tvmbridge.BridgeError, match="'x86-64-v9' is no .* such as x86-64"):
+    with pytest.raises(tvmbridge.BridgeError, match=r"'x86-64-v9' is no .* such as x86-64"):
         tvmbridge.export(MLP().eval(), torch.ones(4, 64), tmp_path / "m", target="x86-64-v9")
 
 
