@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -130,9 +131,8 @@ def complex_to_complex(
         return NotImplemented
     for d in dims:
         n = x.shape[d]
-        pairs = _along(
-            pairs, d, -2, lambda p, n=n: _transformed(p, -1 if forward else 1, n, real=False)
-        )
+        transformed = partial(_transformed, sign=-1 if forward else 1, kept=n, real=False)
+        pairs = _along(pairs, d, -2, transformed)
     scaled = _scaled(pairs, [x.shape[d] for d in dims], normalization)
     return torch.view_as_complex(scaled.contiguous())
 
