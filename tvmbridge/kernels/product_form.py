@@ -64,8 +64,8 @@ def form_of(left: Operand, right: Operand, result: Shape) -> Form | None:
     )
     if lies[0] is None or lies[1] is None:
         return None
-    (number,) = batch or [None]
-    return Form(rows, columns, depth, lies[0], lies[1], number)
+    assert len(batch) < 2
+    return Form(rows, columns, depth, lies[0], lies[1], batch[0] if batch else None)
 
 
 def _lies_transposed(operand: Operand, size: Shape) -> bool | None:
