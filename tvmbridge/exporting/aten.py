@@ -35,7 +35,7 @@ from tvmbridge.exporting.windows import (
 )
 from tvmbridge.kernels.aten_call import aten_call_operator, compiled_call, spec_of, tensors_of
 from tvmbridge.legalize.aten import COMPILED
-from tvmbridge.legalize.aten.arguments import Arguments, Compile, Pairs, has_complex
+from tvmbridge.legalize.aten.arguments import Arguments, Compile, ComplexTensor, has_complex
 from tvmbridge.legalize.broadcast import INJECTIVE, OPAQUE, element_of
 from tvmbridge.legalize.lets import constant, dtype_of
 from tvmbridge.passes.base import PassReport, RelaxPass, shape_of, with_functions
@@ -237,7 +237,7 @@ def _grouped_products(bb: relax.BlockBuilder, call: Call, arguments: Arguments) 
 def _same_pairs(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
     """Return pairs as they are: a complex tensor is its real and imaginary parts already."""
     operand = arguments["self"]
-    return operand.tensor if isinstance(operand, Pairs) else operand
+    return operand.tensor if isinstance(operand, ComplexTensor) else operand
 
 
 _PAIRS: dict[str, Any] = {

@@ -96,7 +96,7 @@ def depthwise(form: Depthwise, machine: Machine) -> tirx.PrimFunc:
         tirx.decl_buffer([integer(n) for n in shape], DTYPE, name)
         for shape, name in zip(form.shapes, ("data", "weight", "out"), strict=True)
     )
-    emitter = _Emitter(form, machine, data, weight, out)
+    emitter = _ChannelLoops(form, machine, data, weight, out)
     count = form.batch * form.channels
     body = loop(count, emitter.channel, kind_of(machine.cores))
     root = SBlockRealize([], True, SBlock([], [], [], "root", body))
@@ -104,7 +104,7 @@ def depthwise(form: Depthwise, machine: Machine) -> tirx.PrimFunc:
     return marked_scheduled(function.with_attrs({"tirx.noalias": True, "s_tir": True}))
 
 
-class _Emitter:
+class _ChannelLoops:
     def __init__(
         self, form: Depthwise, machine: Machine, data: Buffer, weight: Buffer, out: Buffer
     ) -> None:

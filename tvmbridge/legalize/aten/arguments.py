@@ -13,7 +13,7 @@ from tvmbridge.kernels.aten_call import resolve_overload
 
 
 @dataclass(frozen=True)
-class Pairs:
+class ComplexTensor:
     """A complex tensor: ``tensor`` has pairs of real numbers in its last dimension."""
 
     tensor: Expr
@@ -57,7 +57,7 @@ def has_complex(value: Any) -> bool:
         return any(map(has_complex, value.values()))
     if isinstance(value, list):
         return any(map(has_complex, value))
-    return isinstance(value, Pairs | complex) or (
+    return isinstance(value, ComplexTensor | complex) or (
         isinstance(value, str) and value.startswith("complex")
     )
 
@@ -70,7 +70,7 @@ def _filled(value: Any, tensors: Sequence[Expr]) -> Any:
         if tag == "tensor":
             return tensors[content]
         if tag == "complex":
-            return Pairs(tensors[content])
+            return ComplexTensor(tensors[content])
         numbers = {"float": float, "number": complex}
         return numbers[tag](content) if tag in numbers else content
     return value
