@@ -190,7 +190,7 @@ def _add_export(commands: Any) -> None:
     )
     export.add_argument("factory", nargs="?", metavar="package.module:factory")
     export.add_argument("--out", type=Path, metavar="FILE", help="the file to write")
-    export.add_argument("--target", help="a TVM target (default: this machine's CPU)")
+    export.add_argument("--target", help="a processor's name (default: this machine's CPU)")
     export.add_argument(
         "--weights", choices=("inside", "beside"), default="inside", help="where the weights go"
     )

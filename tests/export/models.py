@@ -104,11 +104,11 @@ class Decoder(nn.Module):
         return self.head(self.block(self.table(tokens)))
 
 
-class Transforms(nn.Module):
-    """A module with Fourier transforms, for which there is no generated code without PyTorch."""
+class Decompositions(nn.Module):
+    """A module with linear algebra, for which there is no generated code without PyTorch."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.fft.fft(x).real + torch.fft.ifft(x).imag
+        return torch.linalg.qr(x).R.sum() + torch.linalg.eigvalsh(x @ x.mT)
 
 
 class Noisy(nn.Module):

@@ -18,11 +18,11 @@ from tests.export.models import (
     Attention,
     Convolutions,
     Counting,
+    Decompositions,
     Lookup,
     Noisy,
     Pair,
     Structures,
-    Transforms,
 )
 
 
@@ -82,11 +82,11 @@ def test_structures_constants_and_views(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "names"),
     [
-        (Transforms(), ["aten._fft_r2c.default", "aten._conj.default", "models.py:"]),
+        (Decompositions(), ["aten.linalg_qr.default", "aten._linalg_eigh.default", "models.py:"]),
         (Noisy(), ["random draw aten.rand"]),
         (Counting(), ["forward writes into calls"]),
     ],
-    ids=["transform", "draw", "write"],
+    ids=["decompositions", "draw", "write"],
 )
 def test_what_needs_pytorch_is_named(module: nn.Module, names: list[str], tmp_path: Path) -> None:
     with pytest.raises(tvmbridge.ExportError) as caught:

@@ -146,10 +146,14 @@ def test_a_link_finds_the_weights_beside_its_file(intact: Path, tmp_path: Path) 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names x86 processors")
 def test_code_for_another_processor(tmp_path: Path) -> None:
     module, x = MLP().eval(), torch.ones(4, 64)
-    target = {"kind": "llvm", "mcpu": "x86-64-v2", "num-cores": 2}
-    path = tvmbridge.export(module, x, tmp_path / "model.tvmb", target=target)
+    path = tvmbridge.export(module, x, tmp_path / "model.tvmb", target="x86-64-v2")
     assert "avx2" not in tvmbridge_runtime.read_manifest(path)["target"]["features"]
     assert tvmbridge.compare_export(module, x, path).ok
+
+
+def test_an_unknown_processor_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(tvmbridge.BridgeError, match=r"'x86-64-v9' is no .* such as x86-64"):
+        tvmbridge.export(MLP().eval(), torch.ones(4, 64), tmp_path / "m", target="x86-64-v9")
 
 
 def test_the_intact_file_runs(intact: Path) -> None:

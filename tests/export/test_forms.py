@@ -58,6 +58,32 @@ _IMAGES: Mapping[str, Form] = {
 }
 
 
+# The shape of the operand is (3, 32).
+_COMPLEX: Mapping[str, Form] = {
+    "fft": lambda x: torch.fft.fft2(x).imag,
+    "real fft": lambda x: torch.fft.rfft(x, norm="ortho").angle(),
+    "inverse": lambda x: torch.fft.irfft(torch.fft.rfft(x), norm="forward"),
+    "many numbers": lambda x: torch.fft.irfft(_of_many(x) * (0.5 - 1j), n=300),
+    "rotation": lambda x: torch.view_as_real(_pairs(x) * torch.polar(x[:, 16:], x[:, :16])),
+    "quotients": lambda x: ((_pairs(x) / _pairs(x * 3)).real, (1 / _pairs(x)).imag),
+    "products": lambda x: (
+        (_pairs(x) @ _pairs(x).mH).real,
+        torch.bmm(_pairs(x)[None], _pairs(x).T[None]).imag,
+    ),
+    "moves": lambda x: torch.cat([_pairs(x), _pairs(x).conj()]).T.flip(0).unbind(1)[4].imag,
+    "functions": lambda x: (torch.exp(_pairs(x) - 1j).real, (_pairs(x).mean(1) ** 2).imag),
+    "copies": lambda x: (x.to(torch.complex64) * 2j).imag.double(),
+}
+
+
+def _of_many(x: torch.Tensor) -> torch.Tensor:
+    return torch.fft.rfft(torch.cat([x.flatten()] * 4)[:300])
+
+
+def _pairs(x: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_complex(x.view(3, 16, 2))
+
+
 class Forms(nn.Module):
     """A module that returns the result of each form."""
 
@@ -75,8 +101,12 @@ class Forms(nn.Module):
         (_INTEGERS, torch.arange(30).view(3, 10) % 10),
         (_FLOATS, torch.randn(3, 10, generator=torch.Generator().manual_seed(0))),
         (_IMAGES, torch.randn(2, 4, 9, 8, generator=torch.Generator().manual_seed(0))),
+        (
+            _COMPLEX,
+            torch.randn(3, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0)),
+        ),
     ],
-    ids=["integers", "floats", "images"],
+    ids=["integers", "floats", "images", "complex"],
 )
 def test_forms(forms: Mapping[str, Form], sample: torch.Tensor, tmp_path: Path) -> None:
     module = Forms(forms).eval()
@@ -89,6 +119,30 @@ def test_forms(forms: Mapping[str, Form], sample: torch.Tensor, tmp_path: Path) 
         for ours, theirs in pairs:
             assert ours.dtype == theirs.numpy().dtype, name
             numpy.testing.assert_allclose(ours, theirs, rtol=2e-6, atol=1e-6, err_msg=name)
+
+
+class Spectrum(nn.Module):
+    """A filter of a signal with a complex weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 9, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.fft.irfft(torch.einsum("bk,ck->bck", torch.fft.rfft(x), self.weight))
+
+
+def test_complex_weights_are_pairs(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module, x = Spectrum().eval(), torch.randn(3, 16)
+    path = tvmbridge.export(module, x, tmp_path / "model.tvmb")
+    assert tvmbridge.compare_export(module, x, path).ok
+
+
+def test_complex_operators_without_parts_are_refused(tmp_path: Path) -> None:
+    module = Forms({"tanh": lambda x: torch.tanh(torch.fft.fft(x)).real})
+    with pytest.raises(tvmbridge.ExportError, match=r"aten\.tanh\.default"):
+        tvmbridge.export(module.eval(), torch.randn(9), tmp_path / "model.tvmb")
 
 
 def test_an_integer_divided_by_what_may_be_zero_is_refused(tmp_path: Path) -> None:

@@ -34,11 +34,22 @@ def test_equals_the_product_in_float64(
     size: tuple[int, int, int], transposed: tuple[bool, bool], batch: int | None
 ) -> None:
     form = Form(*size, *transposed, batch)
-    multiply = multiplication(form)
-    if multiply is None:
+    if multiplication(form) is None:
         assert form.right_transposed
         assert form.depth < 32 or form.rows > 128
         return
+    _check(form)
+
+
+@pytest.mark.parametrize("transposed", TRANSPOSED, ids=["plain", "left", "right"])
+def test_a_left_operand_of_a_whole_batch(transposed: tuple[bool, bool]) -> None:
+    _check(Form(41, 70, 300, *transposed, 3, left_shared=True))
+
+
+def _check(form: Form) -> None:
+    """Compare with the product in float64, and see that nothing beside the result is written."""
+    multiply = multiplication(form)
+    assert multiply is not None
     left, right, out = form.shapes
     a, b = torch.randn(left), torch.randn(right)
     room = torch.full((math.prod(out) + 128,), GUARD)

@@ -16,6 +16,7 @@ from tvm import relax
 
 from tvmbridge.backends import backend_of
 from tvmbridge.compiler.lowering import LoweredModule
+from tvmbridge.core.alone import runs_alone
 from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.core.errors import BuildError
 from tvmbridge.core.options import CompileOptions
@@ -145,7 +146,7 @@ def _frozen_targets(captured: CapturedGraph) -> dict[str, str]:
     found = {}
     for descriptor in captured.inputs:
         if descriptor.kind.is_of_module and descriptor.target not in written:
-            if descriptor.spec.dtype.is_complex:
+            if descriptor.spec.dtype.is_complex and not runs_alone():
                 raise BuildError(f"freeze=True: {descriptor.target} is complex")
             found[descriptor.name] = descriptor.target or ""
     return found

@@ -16,7 +16,7 @@ from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.versions import installed_versions
 from tvmbridge.exporting.code import AloneCode, alone_code
 from tvmbridge.exporting.convention import dtype_name
-from tvmbridge.exporting.features import described_target
+from tvmbridge.exporting.features import described_target, named_target
 from tvmbridge.exporting.linking import linked
 from tvmbridge.exporting.symbolic import symbolic_code
 from tvmbridge.exporting.writing import write_file
@@ -47,8 +47,8 @@ def export(
         sample: a tensor, or a tuple of positional arguments.
         path: the file; it is written completely or not at all.
         sample_kwargs: keyword arguments of forward.
-        target: a TVM target of kind ``llvm`` with ``mcpu``, for another processor; None is this
-            machine's.
+        target: the name of a processor of this architecture, such as ``"x86-64-v3"``; or a dict of
+            TVM of kind ``llvm`` with ``mcpu`` and ``num-cores``. None is this machine's.
         dynamic_shapes: a spec as for ``torch.export``; dimensions with a ``Dim`` may have any size
             within its bounds.
         weights: ``"inside"`` writes the weights into the file; ``"beside"`` writes them to a second
@@ -78,7 +78,7 @@ def export(
             "the module is in train mode; an exported function is for inference: call eval() first"
         )
     args, kwargs = normalize_sample(sample, sample_kwargs)
-    chosen = CompileOptions.of(options)
+    chosen, target = CompileOptions.of(options), named_target(target)
     spec = sizes_to_serve(module, dynamic_shapes, (args, kwargs))
     if spec == "auto":
         raise ValueError('dynamic_shapes="auto" is for calls; name the dimensions of an export')

@@ -30,7 +30,7 @@ from tvmbridge.exporting.recurrent import RECURRENT
 from tvmbridge.exporting.windows import adaptive_average_pool, as_strided, average_pool, unfold
 from tvmbridge.kernels.aten_call import aten_call_operator, compiled_call, spec_of, tensors_of
 from tvmbridge.legalize.aten import COMPILED
-from tvmbridge.legalize.aten.arguments import Arguments, Compile
+from tvmbridge.legalize.aten.arguments import Arguments, Compile, ComplexTensor, has_complex
 from tvmbridge.legalize.broadcast import INJECTIVE, OPAQUE, element_of
 from tvmbridge.legalize.lets import constant, dtype_of
 from tvmbridge.passes.base import PassReport, RelaxPass, shape_of, with_functions
@@ -64,7 +64,8 @@ class _AtenRewriter(PyExprMutator):
         if operator is None or compiled_call(call) is not None or operator not in SPELLED:
             return call
         arguments = Arguments.of(spec_of(call), tensors_of(call))
-        spelled = SPELLED[operator](self.builder_, call, arguments)
+        of_pairs = operator not in _PAIRS and has_complex(arguments.values)
+        spelled = None if of_pairs else SPELLED[operator](self.builder_, call, arguments)
         if spelled is None:
             self.report.decline(operator, "not with these arguments")
             return call
@@ -228,7 +229,18 @@ def _grouped_products(bb: relax.BlockBuilder, call: Call, arguments: Arguments) 
     return bb.call_te(compute, *tensors, primfunc_name_hint="grouped", primfunc_attrs=attrs)
 
 
+def _same_pairs(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
+    """Return pairs as they are: a complex tensor is its real and imaginary parts already."""
+    operand = arguments["self"]
+    return operand.tensor if isinstance(operand, ComplexTensor) else operand
+
+
+_PAIRS: dict[str, Any] = {
+    "aten.view_as_real.default": _same_pairs,
+    "aten.view_as_complex.default": _same_pairs,
+}
 SPELLED: dict[str, Any] = {
+    **_PAIRS,
     **RECURRENT,
     **ELEMENTWISE,
     "aten.scaled_dot_product_attention.default": attention,

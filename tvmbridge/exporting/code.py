@@ -37,13 +37,17 @@ from tvmbridge.exporting.convention import (
 )
 from tvmbridge.exporting.left import without_left
 from tvmbridge.exporting.leftovers import refuse_effects
+from tvmbridge.exporting.packing import PackWeights, packed_parameters, packed_weight
 from tvmbridge.exporting.views import with_views
 from tvmbridge.graph_capture.surroundings import tracing_here, undisturbed
+from tvmbridge.kernels.dtypes import as_pairs
 from tvmbridge.passes.relax.lift_frozen import TRANSFORM
+from tvmbridge.pipeline import run_passes
 from tvmbridge.runtime.entry_compiler import apart_or_itself
 from tvmbridge.runtime.frozen import FrozenWeights
 from tvmbridge.runtime.guards.forwards import wrapped_dispatcher
 from tvmbridge.runtime.guards.state import ModuleState
+from tvmbridge.schedules.machine import Machine
 from tvmbridge.schedules.target import host_target
 
 
@@ -122,7 +126,7 @@ def _built(
     options: CompileOptions,
     records: list[PassRecord],
 ) -> AloneCode:
-    graph = frozen_graph(lowered, options, records)
+    graph = _packed(frozen_graph(lowered, options, records), records)
     code = build_alone(graph.mod, lowered.target, records)
     return described_code(module, graph, code, records)
 
@@ -134,11 +138,14 @@ class FrozenGraph:
     - ``lowered``: the lowered module that the graph comes from.
     - ``plan``: the weights that the graph takes, and how they are computed from the module's.
     - ``mod``: the graph, whose only function is ``forward``.
+    - ``packed``: the places of the weights, among the arguments of ``forward``, that it takes in
+      the form of :func:`packed_weight`.
     """
 
     lowered: LoweredModule
     plan: Freezing
     mod: tvm.IRModule
+    packed: frozenset[int] = frozenset()
 
 
 def frozen_graph(
@@ -158,6 +165,15 @@ def frozen_graph(
     return FrozenGraph(lowered, plan, mod)
 
 
+def _packed(graph: FrozenGraph, records: list[PassRecord]) -> FrozenGraph:
+    """Return the graph with packed weights of products."""
+    before = graph.mod["forward"]
+    weights = tuple(p.name for p in before.params[len(user_inputs(graph.lowered.captured)) :])
+    packing = PackWeights(Machine.of(graph.lowered.target), weights)
+    mod = run_passes(graph.mod, [packing], records)
+    return replace(graph, mod=mod, packed=packed_parameters(before, mod["forward"]))
+
+
 def described_code(
     module: nn.Module,
     graph: FrozenGraph,
@@ -166,7 +182,7 @@ def described_code(
 ) -> AloneCode:
     """Return ``code`` with its weights, and the facts that a caller needs."""
     captured = graph.lowered.captured
-    weights, names = _weights(module, graph.lowered, graph.plan, records)
+    weights, names = _weights(module, graph, records)
     outputs, structure, checks = _described_outputs(captured, code.shared["forward"])
     described = described_inputs(captured, input_names(captured, _parameter_names(module)))
     kept = [p for p in graph.plan.kept if p < len(described)]
@@ -188,9 +204,10 @@ def described_code(
 
 
 def _weights(
-    module: nn.Module, lowered: LoweredModule, plan: Freezing, records: list[PassRecord]
+    module: nn.Module, graph: FrozenGraph, records: list[PassRecord]
 ) -> tuple[list[torch.Tensor], list[str]]:
     """Return the weights that the code takes after the inputs, and their names."""
+    lowered, plan = graph.lowered, graph.plan
     captured = lowered.captured
     first = len(user_inputs(captured))
     loaded: Any = None
@@ -199,10 +216,14 @@ def _weights(
         built = build(transform, host_target(), records)
         loaded = LoadedModule(built.machine, built.unaligned, torch.device("cpu"))
     state = ModuleState(module, captured)
-    tensors = state.tensors()
+    tensors = [None if t is None else as_pairs(t) for t in state.tensors()]
     frozen = FrozenWeights(plan, loaded, state.names, tensors, first)
     primals = [*[None] * first, *tensors]
-    values = frozen.arguments(primals)[first:]
+    machine = Machine.of(lowered.target)
+    values = [
+        packed_weight(value, machine) if place in graph.packed else value
+        for place, value in enumerate(frozen.arguments(primals)[first:], first)
+    ]
     kept = [state.names[p - first] for p in plan.kept if p >= first]
     made = [f"folded.{i}" for i in range(len(plan.values))]
     return [v.detach().contiguous() for v in values], [*kept, *made]

@@ -27,6 +27,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import tvm
 from tvm import relax, te, tirx
@@ -39,6 +40,7 @@ from tvmbridge.kernels.convolution_form import ConvolutionResult, SameConvolutio
 from tvmbridge.legalize.lets import constant
 from tvmbridge.passes.base import PassReport, RelaxPass, dtype_of, shape_of, with_functions
 from tvmbridge.schedules import convolutions
+from tvmbridge.schedules.depthwise import Depthwise, depthwise, fits
 from tvmbridge.schedules.machine import Machine
 
 Shape = tuple[int, ...]
@@ -114,7 +116,7 @@ class _ConvolutionRewriter(PyExprMutator):
     def _same(
         self, convolution: Convolution, sizes: _ConvolutionSizes, dtype: str
     ) -> SameConvolution | None:
-        """Return the form for Winograd's algorithm; None if the algorithm does not apply."""
+        """Return the form for Winograd's algorithm; None if it does not apply, or is slower."""
         ones = (1, 1)
         settings = (convolution.stride, convolution.padding, convolution.dilation)
         if dtype != "float32" or convolution.transposed or sizes.groups != 1 or sizes_vary():
@@ -125,7 +127,9 @@ class _ConvolutionRewriter(PyExprMutator):
         form = SameConvolution.of(
             ConvolutionResult.RESULT, data, (sizes.filters, sizes.channels, 3, 3)
         )
-        return form if convolutions.fits(form, self.machine) else None
+        fits = convolutions.fits(form, self.machine)
+        faster = fits and convolutions.is_faster_than_product(form, self.machine)
+        return form if faster else None
 
     def _by_channel(
         self,
@@ -136,6 +140,12 @@ class _ConvolutionRewriter(PyExprMutator):
     ) -> relax.Expr:
         """Return a depthwise convolution as a sum over the kernel."""
         each = sizes.filters // sizes.channels
+        loops = self._depthwise(convolution, sizes, dtype_of(data))
+        if loops is not None:
+            callee = self.builder_.add_func(depthwise(loops, self.machine), "depthwise")
+            return relax.call_tir(
+                callee, [data, weight], relax.TensorType(loops.shapes[2], "float32")
+            )
 
         def compute(x: te.Tensor, w: te.Tensor) -> te.Tensor:
             taken = padded(x, convolution.padding)
@@ -156,6 +166,17 @@ class _ConvolutionRewriter(PyExprMutator):
 
         return self.builder_.call_te(compute, data, weight, primfunc_name_hint="depthwise")
 
+    def _depthwise(
+        self, convolution: Convolution, sizes: _ConvolutionSizes, dtype: str
+    ) -> Depthwise | None:
+        """Return the form of a convolution of images; None if there are no loops for it."""
+        if dtype != "float32" or len(sizes.kernel) != 2 or sizes_vary():
+            return None
+        settings = (convolution.stride, convolution.padding, convolution.dilation)
+        pairs: list[Any] = [sizes.extents, sizes.kernel, *settings]
+        form = Depthwise(sizes.batch, sizes.channels, sizes.filters // sizes.channels, *pairs)
+        return form if fits(form) and form.places == sizes.places else None
+
     def _product(
         self,
         convolution: Convolution,
@@ -175,11 +196,11 @@ class _ConvolutionRewriter(PyExprMutator):
                 relax.op.reshape(columns, (sizes.batch * groups, sizes.depth, number))
             )
             filters = sizes.filters // groups
-            rows = self._emit(relax.op.reshape(rows, (1, groups, filters, sizes.depth)))
-            if sizes.batch > 1:
+            rows = self._emit(relax.op.reshape(rows, (groups, filters, sizes.depth)))
+            if sizes.batch > 1 and (groups > 1 or sizes_vary()):
                 whole = (sizes.batch, groups, filters, sizes.depth)
                 rows = self._emit(relax.op.broadcast_to(rows, whole))
-            rows = self._emit(relax.op.reshape(rows, (sizes.batch * groups, filters, sizes.depth)))
+                rows = self._emit(relax.op.reshape(rows, (-1, filters, sizes.depth)))
         product = self._emit(relax.op.matmul(rows, columns))
         assert dtype_of(product) == dtype
         return relax.op.reshape(product, (sizes.batch, sizes.filters, *sizes.places))

@@ -1,12 +1,16 @@
-"""Describe the processor that a CPU target needs, with the names that Linux uses."""
+"""Find a processor by its name, and describe what its code needs by the names of Linux."""
 
 from __future__ import annotations
 
 import platform
+from difflib import get_close_matches
 from typing import Any
 
 import tvm
 from tvm.target import codegen
+
+from tvmbridge.core.errors import BuildError, ExportError
+from tvmbridge.schedules.target import core_count, host_target
 
 # From LLVM's names of instruction sets to the names in /proc/cpuinfo.
 _X86 = {
@@ -39,6 +43,38 @@ _X86 = {
     "amx-bf16": "amx_bf16",
 }
 _ARM = {"neon": "asimd", "dotprod": "asimddp", "fullfp16": "asimdhp", "sve": "sve", "bf16": "bf16"}
+
+
+def named_target(target: Any) -> Any:
+    """Return the target of a processor that LLVM knows by the name ``target``.
+
+    The architecture is this machine's. The code divides its work among as many cores as this
+    process may use. A target of TVM is returned as it is.
+
+    Raises:
+        BuildError: LLVM knows no processor of this name, and TVM no such target.
+        ExportError: the target is no CPU.
+    """
+    if target is None:
+        return None
+    host = host_target()
+    known = [str(name) for name in codegen.llvm_get_cpu_archlist(host)]
+    if target in known:
+        return tvm.target.Target({"kind": "llvm", "mcpu": target, "num-cores": core_count(host)})
+    try:
+        found = tvm.target.Target(target)
+    except (RuntimeError, TypeError, ValueError) as error:
+        near = get_close_matches(str(target), known, 3, 0.3) or known[:3]
+        raise BuildError(
+            f"target {target!r} is no {platform.machine()} processor that LLVM knows: give a name, "
+            f'such as {", ".join(near)}; or a dict of TVM, such as {{"kind": "llvm", "mcpu": '
+            f'"{near[0]}", "num-cores": 4}}'
+        ) from error
+    if found.kind.name != "llvm":
+        raise ExportError(
+            f"code is exported for CPUs alone; target {target!r} is {found.kind.name}"
+        )
+    return found
 
 
 def described_target(target: tvm.target.Target) -> dict[str, Any]:

@@ -95,7 +95,7 @@ class _ProductRewriter(PyExprMutator):
         self, form: Form, left: relax.Expr, right: relax.Expr, call: relax.Call
     ) -> relax.Expr | None:
         """Return a function to be scheduled as a product once code for all sample shapes exists."""
-        if form.left_transposed:
+        if form.left_transposed or form.left_shared:
             return None
         self.report.rewrote()
         batch = 1 if form.batch is None else form.batch
@@ -136,10 +136,11 @@ class _ProductRewriter(PyExprMutator):
                 left,
                 right,
             )
-        if batch != b[:-2]:
+        # The loops read one left matrix for all products, such as the weight of a convolution.
+        shared = prod(batch) == 1
+        if batch != b[:-2] and not shared:
             return None
-        number = prod(batch)
-        form = Form(rows, columns, depth, left_transposed, right_transposed, number)
+        form = Form(rows, columns, depth, left_transposed, right_transposed, prod(b[:-2]), shared)
         return form, left, right
 
     def _untransposed(self, operand: relax.Expr) -> tuple[relax.Expr, bool]:

@@ -18,6 +18,7 @@ from tvmbridge.calls.standins import (
     without_hooks,
     without_repetitions,
 )
+from tvmbridge.core.alone import runs_alone
 from tvmbridge.core.autocast import autocast_now, without_autocast
 from tvmbridge.core.captured_graph import Assumptions, CallingConvention, CapturedGraph
 from tvmbridge.core.errors import (
@@ -63,6 +64,7 @@ from tvmbridge.graph_capture.trace.answers import small_buffers
 from tvmbridge.graph_capture.trace.autocast import casts_recorded
 from tvmbridge.graph_capture.trace.backends import only_switched_off
 from tvmbridge.graph_capture.trace.by_operator import decomposed
+from tvmbridge.graph_capture.trace.complex_parts import complex_decompositions
 from tvmbridge.graph_capture.trace.composites import composites_prepared_for
 from tvmbridge.graph_capture.trace.decompositions import (
     decomposition_table,
@@ -260,6 +262,8 @@ def _exported(
     """
     module = stage.module
     table = decomposition_table(differentiated=needs_grad or module.training)
+    if runs_alone():
+        table |= complex_decompositions(table)
     with (
         # torch.export restores copies of containers, a separate one for each sharing module.
         attributes_put_back(module),

@@ -17,6 +17,7 @@ class Form:
     - ``left_transposed``: whether the left operand is in memory as (depth, rows).
     - ``right_transposed``: whether the right operand is in memory as (columns, depth).
     - ``batch``: the number of products in a batch; None for one product of two-dimensional tensors.
+    - ``left_shared``: whether all products of a batch have the same left operand, one matrix.
     """
 
     rows: int
@@ -25,6 +26,7 @@ class Form:
     left_transposed: bool = False
     right_transposed: bool = False
     batch: int | None = None
+    left_shared: bool = False
 
     @property
     def shapes(self) -> tuple[Shape, Shape, Shape]:
@@ -32,7 +34,7 @@ class Form:
         left, right = (self.rows, self.depth), (self.depth, self.columns)
         batch = () if self.batch is None else (self.batch,)
         return (
-            (*batch, *(left[::-1] if self.left_transposed else left)),
+            (*(() if self.left_shared else batch), *(left[::-1] if self.left_transposed else left)),
             (*batch, *(right[::-1] if self.right_transposed else right)),
             (*batch, self.rows, self.columns),
         )
@@ -62,7 +64,8 @@ def form_of(left: Operand, right: Operand, result: Shape) -> Form | None:
     )
     if lies[0] is None or lies[1] is None:
         return None
-    return Form(rows, columns, depth, lies[0], lies[1], *batch)
+    assert len(batch) < 2
+    return Form(rows, columns, depth, lies[0], lies[1], batch[0] if batch else None)
 
 
 def _lies_transposed(operand: Operand, size: Shape) -> bool | None:

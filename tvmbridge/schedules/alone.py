@@ -54,7 +54,7 @@ def multiplication(
     machine = this_machine()
     if not fits(form, machine):
         return None
-    return _compiled(product(form, machine))
+    return compiled(product(form, machine))
 
 
 @functools.lru_cache(maxsize=64)
@@ -66,10 +66,11 @@ def convolution(form: SameConvolution) -> Callable[..., None] | None:
     machine = this_machine()
     if not convolutions.fits(form, machine):
         return None
-    return _compiled(convolutions.convolution(form, machine))
+    return compiled(convolutions.convolution(form, machine))
 
 
-def _compiled(function: tirx.PrimFunc) -> Callable[..., None]:
+def compiled(function: tirx.PrimFunc) -> Callable[..., None]:
+    """Return a scheduled function, compiled for this machine."""
     share_torch_threads()
     mod = tvm.IRModule({"main": function.with_attr("global_symbol", "main")})
     run: Callable[..., None] = tvm.compile(mod, host_target())["main"]

@@ -9,12 +9,13 @@ from tvmbridge.kernels.convolution_form import ConvolutionResult, SameConvolutio
 from tvmbridge.schedules import marked_scheduled
 from tvmbridge.schedules.indexing import integer
 from tvmbridge.schedules.machine import Machine
-from tvmbridge.schedules.product_tiles import DTYPE
-from tvmbridge.schedules.winograd import convolution_body
+from tvmbridge.schedules.product_tiles import DTYPE, width_of
+from tvmbridge.schedules.winograd import convolution_body, multiplications_of_core
 from tvmbridge.schedules.winograd_rows import tile_of
 from tvmbridge.schedules.winograd_weight import weight_gradient_body
 
 _FEWEST_CHANNELS, _NARROWEST = 8, 4
+_KERNEL = 9
 
 
 def fits(form: SameConvolution, machine: Machine) -> bool:
@@ -30,6 +31,19 @@ def fits(form: SameConvolution, machine: Machine) -> bool:
     if tile is None:
         return False
     return form.part is not ConvolutionResult.WEIGHT or form.channels >= tile.width
+
+
+def is_faster_than_product(form: SameConvolution, machine: Machine) -> bool:
+    """Whether a convolution takes less time than the product of its weight and gathered columns.
+
+    It does not for small images, because each block of rows transforms all kernels.
+    """
+    ours = multiplications_of_core(form, machine)
+    if ours is None:
+        return False
+    width = width_of(machine)
+    columns = -(-form.batch * form.height * form.width // width) * width
+    return ours * machine.cores < _KERNEL * columns
 
 
 def convolution(form: SameConvolution, machine: Machine) -> tirx.PrimFunc:

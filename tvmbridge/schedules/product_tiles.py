@@ -47,8 +47,30 @@ class Matrix:
     def at(self, row: Expr, column: Expr) -> Expr:
         return load(self.buffer, *self.batch, row, column)
 
+    def beside(self, row: Expr, column: Expr, offset: Expr) -> Expr:
+        return self.at(row, column + offset)
+
     def put(self, value: Expr, row: Expr, column: Expr) -> tirx.Stmt:
         return store(self.buffer, value, *self.batch, row, column)
+
+
+@dataclass(frozen=True)
+class Panels:
+    """A matrix whose columns are packed by the width of a tile.
+
+    The rows of a panel follow one another in memory, so that a tile reads one stream: in a matrix,
+    each row of a tile is in another page. The last panel has the last columns, and may overlap with
+    the one before.
+
+    - ``buffer``: has the shape (panels, rows, width).
+    """
+
+    buffer: Buffer
+
+    def beside(self, row: Expr, column: Expr, offset: Expr) -> Expr:
+        width = int(self.buffer.shape[-1])
+        panel = (column + integer(width - 1)) // integer(width)
+        return load(self.buffer, panel, row, offset)
 
 
 def height_of(machine: Machine) -> int:
@@ -115,13 +137,19 @@ class Tiles:
     - ``depth``: the number of products in a sum.
     - ``left``: returns the element of the left operand at a row and a depth.
     - ``right``: the right operand.
+    - ``height``: the number of rows of a tile; None: the most that registers hold.
     """
 
     def __init__(
-        self, machine: Machine, depth: int, left: Callable[[Expr, Expr], Expr], right: Matrix
+        self,
+        machine: Machine,
+        depth: int,
+        left: Callable[[Expr, Expr], Expr],
+        right: Matrix | Panels,
+        height: int | None = None,
     ) -> None:
         self.depth, self.left, self.right = depth, left, right
-        self.cores, self.shape = machine.cores, Tile(height_of(machine), machine.lanes)
+        self.cores, self.shape = machine.cores, Tile(height or height_of(machine), machine.lanes)
         self.height, self.width, self.each = self.shape.height, self.shape.width, self.shape.each
 
     def loops(self, rows: int, columns: int, write: Write) -> tirx.Stmt:
@@ -175,7 +203,7 @@ class Tiles:
 
         def terms(i: Expr) -> list[Callable[[Expr, Expr], Expr]]:
             k = start + i
-            return [lambda r, c: self.left(row + r, k) * self.right.at(k, column + c)]
+            return [lambda r, c: self.left(row + r, k) * self.right.beside(k, column, c)]
 
         return self.shape.summed(sums, length, terms)
 

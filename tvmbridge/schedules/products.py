@@ -23,6 +23,7 @@ from tvmbridge.schedules.machine import Machine
 from tvmbridge.schedules.product_tiles import (
     DTYPE,
     Matrix,
+    Panels,
     Tiles,
     Write,
     height_of,
@@ -65,7 +66,8 @@ def product(form: Form, machine: Machine) -> tirx.PrimFunc:
     )
 
     def one(machine: Machine, *batch: Expr) -> tirx.Stmt:
-        matrices = [Matrix(buffer, batch) for buffer in (left, right, out)]
+        of_left = () if form.left_shared else batch
+        matrices = [Matrix(left, of_left), Matrix(right, batch), Matrix(out, batch)]
         if form.right_transposed:
             emit = _of_copied_columns if _copies_right(form) else _of_few_rows
             return emit(form, machine, *matrices)
@@ -79,8 +81,39 @@ def product(form: Form, machine: Machine) -> tirx.PrimFunc:
     else:
         alone = replace(machine, cores=1)
         body = loop(form.batch, lambda b: [one(alone, b)], tirx.ForKind.PARALLEL)
+    return _function([left, right, out], body)
+
+
+def product_of_panels(form: Form, machine: Machine) -> tirx.PrimFunc:
+    """Return the TIR function of a product whose right operand is packed as :class:`Panels`.
+
+    Its parameters are the two operands and the result. The result has at least as many columns as
+    a tile is wide, and any number of rows.
+    """
+    width = width_of(machine)
+    shapes = ((form.rows, form.depth), panels_shape(form, machine), (form.rows, form.columns))
+    left, right, out = (
+        tirx.decl_buffer([integer(n) for n in shape], DTYPE, name)
+        for shape, name in zip(shapes, ("left", "right", "out"), strict=True)
+    )
+    assert form.columns >= width
+    # Tiles of one height, so that none overlap.
+    height = -(-form.rows // -(-form.rows // height_of(machine)))
+    tiles = Tiles(machine, form.depth, Matrix(left).at, Panels(right), height)
+    return _function(
+        [left, right, out], tiles.loops(form.rows, form.columns, _writing(tiles, Matrix(out)))
+    )
+
+
+def panels_shape(form: Form, machine: Machine) -> tuple[int, int, int]:
+    """Return the shape of the packed right operand."""
+    width = width_of(machine)
+    return -(-form.columns // width), form.depth, width
+
+
+def _function(buffers: list[Buffer], body: tirx.Stmt) -> tirx.PrimFunc:
     root = SBlockRealize([], True, SBlock([], [], [], "root", body))
-    function = tirx.PrimFunc([left, right, out], root)
+    function = tirx.PrimFunc(buffers, root)
     return marked_scheduled(function.with_attrs({"tirx.noalias": True, "s_tir": True}))
 
 

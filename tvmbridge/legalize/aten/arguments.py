@@ -13,6 +13,13 @@ from tvmbridge.kernels.aten_call import resolve_overload
 
 
 @dataclass(frozen=True)
+class ComplexTensor:
+    """A complex tensor: ``tensor`` has pairs of real numbers in its last dimension."""
+
+    tensor: Expr
+
+
+@dataclass(frozen=True)
 class Arguments:
     """The arguments of an ATen call.
 
@@ -44,6 +51,17 @@ class Arguments:
 Compile: TypeAlias = Callable[[relax.BlockBuilder, Call, Arguments], Expr]
 
 
+def has_complex(value: Any) -> bool:
+    """Whether an argument is complex, or names a complex dtype; or one within a container."""
+    if isinstance(value, dict):
+        return any(map(has_complex, value.values()))
+    if isinstance(value, list):
+        return any(map(has_complex, value))
+    return isinstance(value, ComplexTensor | complex) or (
+        isinstance(value, str) and value.startswith("complex")
+    )
+
+
 def _filled(value: Any, tensors: Sequence[Expr]) -> Any:
     if isinstance(value, list):
         return [_filled(v, tensors) for v in value]
@@ -51,5 +69,8 @@ def _filled(value: Any, tensors: Sequence[Expr]) -> Any:
         ((tag, content),) = value.items()
         if tag == "tensor":
             return tensors[content]
-        return float(content) if tag == "float" else content
+        if tag == "complex":
+            return ComplexTensor(tensors[content])
+        numbers = {"float": float, "number": complex}
+        return numbers[tag](content) if tag in numbers else content
     return value
