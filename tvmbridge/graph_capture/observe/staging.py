@@ -52,7 +52,7 @@ from tvmbridge.graph_capture.observe.refusal import (
 )
 from tvmbridge.graph_capture.observe.undo import undone_if_refused
 from tvmbridge.graph_capture.trace.adopted import adopt
-from tvmbridge.graph_capture.trace.held_numbers import hold
+from tvmbridge.graph_capture.trace.held_numbers import hold, start_again
 
 logger = logging.getLogger(__name__)
 
@@ -167,6 +167,7 @@ def _staged(
             adopt(actor, adoption.adopted)
             outside |= hold(actor, module)
             run_unseen(actor, args, kwargs, autocast)
+            start_again(actor)
             if needs_grad:
                 _require_gradients_like(actor, module)
             restore_generators(seen.outside)
