@@ -54,6 +54,16 @@ DYNAMO = (
         has("current_tx"),
     ),
     PrivateName(
+        "torch._dynamo.side_effects.SideEffects",
+        "leaving a function to Python that changes a deque",
+        has("is_modified"),
+    ),
+    PrivateName(
+        "torch._dynamo.variables.lists.DequeVariable",
+        "leaving a function to Python that changes a deque",
+        has("call_method"),
+    ),
+    PrivateName(
         "torch._guards.TracingContext",
         "whether a function that Dynamo captures asks for strides",
         has("get_traced_code"),
