@@ -214,9 +214,7 @@ def adds_to(owner: nn.Module, name: str, way: Left) -> bool:
     return way.into == "place" or type(owner.__dict__.get(name)) is list
 
 
-def numbers_left(
-    module: nn.Module, left: Iterable[tuple[nn.Module, str, Left]]
-) -> Iterator[float]:
+def numbers_left(module: nn.Module, left: Iterable[tuple[nn.Module, str, Left]]) -> Iterator[float]:
     """Return an iterator over the numbers that a call leaves behind, computed before any is set."""
     numbers = []
     for owner, name, way in left:
