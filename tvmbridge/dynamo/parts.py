@@ -45,6 +45,8 @@ _SETTINGS: Mapping[str, Any] = {
     "trace_numpy": False,
     "capture_scalar_outputs": False,
     "capture_dynamic_output_shape_ops": True,
+    # A counter in an attribute becomes an input, as other numbers do; no new graph for each value.
+    "allow_unspec_int_on_nn_module": True,
     # All layers of a class share the code object of forward, and TorchDynamo counts by code object.
     "recompile_limit": 64,
 }
@@ -93,7 +95,7 @@ class ModuleInParts:
         # The graphs that TorchDynamo still keeps, each with the reason why it ends.
         self._graphs: weakref.WeakKeyDictionary[CompiledGraph | EagerGraph, str]
         self._graphs = weakref.WeakKeyDictionary()
-        self._made = 0
+        self.made = 0
         self._breaks: Counter[str] = Counter()
 
     def run(
@@ -104,7 +106,7 @@ class ModuleInParts:
         Returns:
             The results, and why compiled code has not served the call; None if it has.
         """
-        made, breaks = self._made, graph_breaks()
+        made, breaks = self.made, graph_breaks()
         outer = _now.ran, _now.reasons
         _now.depth, _now.ran, _now.reasons = _now.depth + 1, 0, ()
         try:
@@ -116,7 +118,7 @@ class ModuleInParts:
             _now.ran, _now.reasons = outer
         found = graph_breaks() - breaks
         leave_out_breaks(found)
-        if self._made != made:
+        if self.made != made:
             self._breaks += found
         reason = next(iter(reasons), None if ran else NO_PART)
         return results, reason
@@ -145,7 +147,7 @@ class ModuleInParts:
     def _part(self, graph_module: fx.GraphModule) -> Callable[..., Any]:
         """Return the function that runs a part, and record the part for the report."""
         graph = graph_on_code(graph_module, self._options)
-        self._made += 1
+        self.made += 1
         self._graphs[graph] = _end(graph_module)
         run = graph.call
         if isinstance(graph, CompiledGraph):

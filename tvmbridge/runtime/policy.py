@@ -190,7 +190,7 @@ class Policy:
                 # A first call may write state that settles, and then one graph is enough.
                 unsettled = kind is Kind.STATE_WRITTEN and other_code
                 if isinstance(error, DataDependentError) or unsettled:
-                    self.cut.at(reason.text)
+                    self.cut.at(reason.text, of_state=unsettled)
                 if not other_code:
                     self._failed = _Failed(specialization, (mode, flags), StateBefore(self.module))
                 return reason
@@ -414,7 +414,7 @@ class Policy:
                 return
         reason = specialization.failures.get(key)
         if isinstance(reason, Reason) and reason.kind is Kind.STATE_WRITTEN:
-            self.cut.at(reason.text)
+            self.cut.at(reason.text, of_state=True)
 
     def _is_users(self, name: str) -> bool:
         """Whether the attribute of this dotted name is the user's, and not a dispatcher."""

@@ -45,6 +45,7 @@ DYNAMO = (
             "trace_numpy",
             "capture_scalar_outputs",
             "capture_dynamic_output_shape_ops",
+            "allow_unspec_int_on_nn_module",
             "recompile_limit",
         ),
     ),
