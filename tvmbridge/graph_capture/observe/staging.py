@@ -241,7 +241,7 @@ def _refuse_effects(module: nn.Module, seen: Observation) -> None:
             frozenset(map(_split, seen.writes)),
         )
     if seen.kept:
-        raise CaptureError(
+        raise StateWrittenError(
             f"forward of {type(module).__name__} keeps a tensor of each call outside of the "
             "module, in a cache or a global, which compiled code would not do"
         )

@@ -101,7 +101,7 @@ class HeldOfCall:
         """Within the context, the attributes have traced numbers; then they have their old values.
 
         Raises:
-            NumberReadError: forward has assigned something else than a number computed from this one.
+            NumberReadError: forward has assigned a value that no one of these numbers gives.
         """
         before: dict[str, float] = {}
         for name, (path, attribute) in self._held.items():
