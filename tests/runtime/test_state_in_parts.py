@@ -61,8 +61,8 @@ def _reasons(served: Any) -> set[Kind]:
 
 @pytest.mark.parametrize("kept", [pytest.param("out", marks=pytest.mark.slow), "detached"])
 def test_a_hook_that_writes_into_a_dictionary_is_called_between_parts(kept: str) -> None:
-    eager = _layers()
-    served = add_tvm_dispatch(copy.deepcopy(eager), on_fallback="silent")
+    eager: Any = _layers()
+    served: Any = add_tvm_dispatch(copy.deepcopy(eager), on_fallback="silent")
     found: list[dict[str, torch.Tensor]] = []
     for module in (eager, served):
         features: dict[str, torch.Tensor] = {}
@@ -83,7 +83,7 @@ def test_a_hook_that_writes_into_a_dictionary_is_called_between_parts(kept: str)
 @pytest.mark.slow
 def test_a_flag_that_forward_turns_has_parts_for_both_values() -> None:
     eager = Stateful(_flipped, flag=False)
-    served = add_tvm_dispatch(copy.deepcopy(eager), on_fallback="silent")
+    served: Any = add_tvm_dispatch(copy.deepcopy(eager), on_fallback="silent")
     for seed in range(CALLS):
         torch.testing.assert_close(_trained(served, seed), _trained(eager, seed))
         assert served.flag == eager.flag
@@ -93,8 +93,8 @@ def test_a_flag_that_forward_turns_has_parts_for_both_values() -> None:
 @pytest.mark.slow
 def test_a_bounded_deque_forgets_as_in_python() -> None:
     # TorchDynamo forgets the limit of a deque that it gets.
-    eager = Stateful(_recalled, memory=deque(maxlen=2))
-    served = add_tvm_dispatch(copy.deepcopy(eager), on_fallback="silent")
+    eager: Any = Stateful(_recalled, memory=deque(maxlen=2))
+    served: Any = add_tvm_dispatch(copy.deepcopy(eager), on_fallback="silent")
     for seed in range(CALLS):
         torch.testing.assert_close(_trained(served, seed), _trained(eager, seed))
         assert len(served.memory) == len(eager.memory) <= 2
@@ -103,7 +103,7 @@ def test_a_bounded_deque_forgets_as_in_python() -> None:
 @pytest.mark.slow
 def test_parts_that_each_call_would_compile_anew_end() -> None:
     eager = Stateful(_logged, log={})
-    served = add_tvm_dispatch(copy.deepcopy(eager), on_fallback="silent")
+    served: Any = add_tvm_dispatch(copy.deepcopy(eager), on_fallback="silent")
     for seed in range(14):
         torch.testing.assert_close(_trained(served, seed), _trained(eager, seed))
         assert served.log == eager.log

@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -101,7 +102,7 @@ class HeldOfCall:
         """Within the context, the attributes have traced numbers; then they have their old values.
 
         Raises:
-            NumberReadError: forward has assigned a value that no one of these numbers gives.
+            NumberReadError: forward has assigned a value that none of these numbers gives.
         """
         before: dict[str, float] = {}
         for name, (path, attribute) in self._held.items():
@@ -135,5 +136,5 @@ class HeldOfCall:
             raise NumberReadError(f"forward assigns to {attribute}", frozenset({leaf}))
 
 
-def _always(value: float, before: float) -> float:
+def _always(value: Any, before: Any) -> Any:
     return value
