@@ -100,6 +100,7 @@ class Found:
     """What became of one script through one door.
 
     - ``served``, ``calls``: calls after the third step that compiled code served, and all of them.
+      A library's loop makes all calls before the first step: then every call counts.
     - ``compiled``: the number of compilations.
     - ``difference``: the largest relative difference from eager PyTorch.
     - ``error``: the error that the script raised; empty: none.
@@ -147,6 +148,8 @@ def run(script: Script, door: str) -> Found:
     if steps != len(expected) and not found.error:
         found.error = f"{steps} steps, in eager PyTorch {len(expected)}"
     served, eager = _counts(opened)
+    if before == (served, eager):
+        before = (0, 0)
     found.served = served - before[0]
     found.calls = found.served + eager - before[1]
     found.reasons = [line for report in opened.reports for line in _reasons(report())]

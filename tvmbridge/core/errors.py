@@ -48,10 +48,11 @@ class NumberReadError(CaptureError):
 class StateWrittenError(CaptureError):
     """Forward reads attributes of the module and writes them, so that calls depend on the last one.
 
-    - ``attributes``: these attributes, as (submodule's name, attribute's name).
+    - ``attributes``: these attributes, as (submodule's name, attribute's name); empty: the state is
+      outside of the module.
     """
 
-    def __init__(self, message: str, attributes: frozenset[tuple[str, str]]) -> None:
+    def __init__(self, message: str, attributes: frozenset[tuple[str, str]] = frozenset()) -> None:
         super().__init__(message)
         self.attributes = attributes
 

@@ -24,6 +24,10 @@ _DENSE = "pass plain, dense tensors"
 _CLONE = "pass a clone of the tensor"
 _OUTSIDE = "call the module outside of it, where calls are many"
 _CHECKPOINT = "dispatch the submodules that the checkpoint calls"
+_STATE = (
+    "keep the state in a buffer and write into it (buffer.add_(1)), leave results in attributes of "
+    "modules, also in hooks (layer.out = output), or dispatch submodules that keep no state"
+)
 _MORE = "raise the option max_specializations"
 _SETTLES = "forward sets it at the first call, and further calls find it set"
 
@@ -196,12 +200,7 @@ class Kind(enum.Enum):
     )
     # There is no code.
     FAILED = "{}", _EXPLAIN
-    STATE_WRITTEN = (
-        "forward changes state at each call: {}",
-        "keep the state in a buffer and write into it (buffer.add_(1)), leave results in "
-        "attributes of modules, also in hooks (layer.out = output), or dispatch submodules that "
-        "keep no state",
-    )
+    STATE_WRITTEN = "forward changes state at each call: {}", _STATE
     NOT_COMPILED = "nothing is compiled", _EXPLAIN
     NO_SYMBOLIC = "no code for any size: {}", _EXPLAIN
     COMPILING = "its code is being compiled in the background", ""
@@ -215,6 +214,7 @@ class Kind(enum.Enum):
         "and not for this one",
         _MORE,
     )
+    PARTS_ANEW = "{}; TorchDynamo would compile parts of it anew at each call", _STATE
     NO_PART = "{}; no part of it is large enough to be compiled", LEAVE_TO_EAGER
     OF_PART = "of a part of it, {}", _EXPLAIN
     FURTHER = "further reasons", _EXPLAIN

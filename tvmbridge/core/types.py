@@ -8,7 +8,7 @@ gradient that arrives for an output. A *residual* is a value that forward keeps 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -140,11 +140,14 @@ class Left:
 
     - ``into``: ``"place"`` assigns the attribute; ``"end"`` appends items to the list that it
       holds; ``"content"`` replaces the items of that list.
-    - ``count``: for an integer counter, the number that is added to it; otherwise None.
+    - ``number``: for a number, returns the value that forward assigns, for the value that ``of``
+      had before the call; otherwise None.
+    - ``of``: an attribute, as (submodule's name, attribute's name); None: the same attribute.
     """
 
     into: str = "place"
-    count: int | None = None
+    number: Callable[[Any], Any] | None = None
+    of: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,12 @@ from torch import fx
 
 from tvmbridge.core.errors import FallbackError
 from tvmbridge.core.reasons import Kind, Reason
-from tvmbridge.core.torch_private import dynamo_config, graph_breaks
+from tvmbridge.core.torch_private import (
+    changes_deque,
+    dynamo_config,
+    graph_breaks,
+    skipped_frame,
+)
 from tvmbridge.dynamo.backend import BackendOptions, graph_on_code
 from tvmbridge.dynamo.calls import CompiledGraph, EagerGraph
 from tvmbridge.dynamo.pieces import in_pieces
@@ -40,6 +45,8 @@ _SETTINGS: Mapping[str, Any] = {
     "trace_numpy": False,
     "capture_scalar_outputs": False,
     "capture_dynamic_output_shape_ops": True,
+    # As an input, a counter would have code prepared for each value, 10 ms a call.
+    "allow_unspec_int_on_nn_module": False,
     # All layers of a class share the code object of forward, and TorchDynamo counts by code object.
     "recompile_limit": 64,
 }
@@ -88,7 +95,7 @@ class ModuleInParts:
         # The graphs that TorchDynamo still keeps, each with the reason why it ends.
         self._graphs: weakref.WeakKeyDictionary[CompiledGraph | EagerGraph, str]
         self._graphs = weakref.WeakKeyDictionary()
-        self._made = 0
+        self.made = 0
         self._breaks: Counter[str] = Counter()
 
     def run(
@@ -99,7 +106,7 @@ class ModuleInParts:
         Returns:
             The results, and why compiled code has not served the call; None if it has.
         """
-        made, breaks = self._made, graph_breaks()
+        made, breaks = self.made, graph_breaks()
         outer = _now.ran, _now.reasons
         _now.depth, _now.ran, _now.reasons = _now.depth + 1, 0, ()
         try:
@@ -111,7 +118,7 @@ class ModuleInParts:
             _now.ran, _now.reasons = outer
         found = graph_breaks() - breaks
         leave_out_breaks(found)
-        if self._made != made:
+        if self.made != made:
             self._breaks += found
         reason = next(iter(reasons), None if ran else NO_PART)
         return results, reason
@@ -133,12 +140,14 @@ class ModuleInParts:
 
     def _backend(self, graph_module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
         """Return the function that runs a graph; TorchDynamo calls this method as its backend."""
+        if changes_deque():
+            raise skipped_frame("it changes a deque")
         return in_pieces(graph_module, self._part) or self._part(graph_module)
 
     def _part(self, graph_module: fx.GraphModule) -> Callable[..., Any]:
         """Return the function that runs a part, and record the part for the report."""
         graph = graph_on_code(graph_module, self._options)
-        self._made += 1
+        self.made += 1
         self._graphs[graph] = _end(graph_module)
         run = graph.call
         if isinstance(graph, CompiledGraph):

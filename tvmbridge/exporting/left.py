@@ -18,7 +18,7 @@ from tvmbridge.core.types import OutputKind
 def carried_over(captured: CapturedGraph) -> Iterator[str]:
     """Yield the attributes that forward sets and that the next call reads before it sets them."""
     for place, way in captured.convention.left.items():
-        if way.into == "place" and place in captured.assumptions.values and way.count is None:
+        if way.into == "place" and place in captured.assumptions.values and way.number is None:
             yield ".".join(part for part in place if part)
 
 

@@ -22,6 +22,8 @@ NO_PART = Reason(Kind.NO_PART)
 _FEWEST_OPERATORS = 3
 # After this many calls in which no part was compiled code, the module is not cut any more.
 _CALLS_WITHOUT_PARTS = 8
+# After this many calls in a row that have compiled parts, each call has state of its own.
+_CALLS_WITH_NEW_PARTS = 8
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,12 @@ class PartReport:
 
 
 class ServedParts(Protocol):
-    """Runs the forward of a module in parts."""
+    """Runs the forward of a module in parts.
+
+    - ``made``: the number of parts that TorchDynamo has captured so far.
+    """
+
+    made: int
 
     def run(
         self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -79,14 +86,15 @@ class Cut:
         self.why: str | None = None
         self.served = 0
         self.parts: ServedParts | None = None
-        self._without = 0
+        self._without = self._with_new = 0
+        self._of_state = False
         self._process = os.getpid()
         self._changing = threading.Lock()
 
     def renewed(self) -> Cut:
         """Return the same decision for a copy of the module, without parts yet."""
         cut = Cut(self.make, of_regions=self.of_regions)
-        cut.why = self.why
+        cut.why, cut._of_state = self.why, self._of_state
         return cut
 
     def begin(self, of: Any) -> None:
@@ -96,11 +104,17 @@ class Cut:
                 assert self.make is not None
                 self.parts = self.make(of)
 
-    def at(self, why: str) -> bool:
-        """Serve calls in parts from now on, because of ``why``; return False if it is never cut."""
+    def at(self, why: str, of_state: bool = False) -> bool:
+        """Serve calls in parts from now on; return False if the module is never cut.
+
+        Args:
+            why: the reason.
+            of_state: whether the reason is state that forward changes. A value of it that decides
+                the graph would have new parts compiled at each call.
+        """
         if self.make is None:
             return False
-        self.why = why
+        self.why, self._of_state = why, of_state
         return True
 
     def instead_of(self, eager: Mapping[str, int]) -> None:
@@ -120,6 +134,8 @@ class Cut:
             return Reason(Kind.FORKED)
         if self._without >= _CALLS_WITHOUT_PARTS:
             return self._no_part()
+        if self._of_state and self._with_new >= _CALLS_WITH_NEW_PARTS:
+            return Reason(Kind.PARTS_ANEW, self.why or "")
         # TorchDynamo does not notice a global hook that is registered after its compilation.
         if has_any_global_hook():  # type: ignore[no-untyped-call]
             return Reason(Kind.ALL_HOOKED)
@@ -134,9 +150,11 @@ class Cut:
         """Run the module of the code ``of`` in parts, by :meth:`ServedParts.run`, and count it."""
         self.begin(of)
         assert self.parts is not None
+        made = self.parts.made
         results, reason = self.parts.run(of.original, args, kwargs)
         with self._changing:
             self.served += reason is None
+            self._with_new = self._with_new + 1 if self.parts.made != made else 0
             if reason is NO_PART:
                 self._without += 1
                 reason = self._no_part()

@@ -186,9 +186,12 @@ class Policy:
                 kind = Kind.STATE_WRITTEN if isinstance(error, StateWrittenError) else Kind.FAILED
                 reason = Reason(kind, f"{mode}: {error}")
                 specialization.failures[mode, flags] = reason
-                if isinstance(error, DataDependentError):
-                    self.cut.at(reason.text)
-                if not specialization.compiled():
+                other_code = bool(specialization.compiled())
+                # A first call may write state that settles, and then one graph is enough.
+                unsettled = kind is Kind.STATE_WRITTEN and other_code
+                if isinstance(error, DataDependentError) or unsettled:
+                    self.cut.at(reason.text, of_state=unsettled)
+                if not other_code:
                     self._failed = _Failed(specialization, (mode, flags), StateBefore(self.module))
                 return reason
 
@@ -400,15 +403,22 @@ class Policy:
         """Let the next call compile again if forward, in this call, has set attributes it keeps.
 
         A first call may compute cached values by operations that cannot be compiled; later calls
-        only read the values. It is tried once, so a module that writes at each call is not
-        compiled at each call.
+        only read the values. It is tried once. A module that writes at each call then runs in
+        parts: Python performs the writes.
         """
         failed, self._failed = self._failed, None
-        if failed is not None and id(failed.specialization) not in self._retried:
-            self._retried.add(id(failed.specialization))
-            if any(map(self._is_users, failed.before.written())):
-                failed.specialization.failures.pop(failed.key, None)
+        if failed is None:
+            return
+        specialization, key, before = failed
+        if id(specialization) not in self._retried:
+            self._retried.add(id(specialization))
+            if any(map(self._is_users, before.written())):
+                specialization.failures.pop(key, None)
                 self.cut.why = None
+                return
+        reason = specialization.failures.get(key)
+        if isinstance(reason, Reason) and reason.kind is Kind.STATE_WRITTEN:
+            self.cut.at(reason.text, of_state=True)
 
     def _is_users(self, name: str) -> bool:
         """Whether the attribute of this dotted name is the user's, and not a dispatcher."""

@@ -90,6 +90,7 @@ class Regions:
         cut: Callable[[ModuleCode], Cut],
         checker: Callable[[], Checks | None],
     ) -> None:
+        self.made = 0  # TorchDynamo captures none of them
         self._tally = of.tally
         self._now = _RegionCall()
         self._reached = False

@@ -256,6 +256,17 @@ def traced_code() -> list[Any]:
     return list(importlib.import_module("torch._guards").TracingContext.get_traced_code() or ())
 
 
+def changes_deque() -> bool:
+    """Whether the function that TorchDynamo captures changes a deque, whose limit it forgets."""
+    translators = importlib.import_module("torch._dynamo.symbolic_convert")
+    try:
+        effects = translators.InstructionTranslator.current_tx().output.side_effects
+    except AttributeError:
+        return False
+    held = effects.id_to_variable.values()
+    return any(type(v).__name__ == "DequeVariable" and effects.is_modified(v) for v in held)
+
+
 def guard_global_hooks(names: Iterable[str]) -> None:
     """Make TorchDynamo compile again when hooks of all modules are added or removed.
 

@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from tvmbridge.calls.patches import patched_here
 from tvmbridge.core.contents import CONTAINERS, DEPTH, all_held, attributes_of
-from tvmbridge.core.errors import CaptureError
+from tvmbridge.core.errors import StateWrittenError
 from tvmbridge.core.torch_private import (
     DisableTorchFunction,
     FakeTensor,
@@ -143,12 +143,12 @@ def refuse_hidden(
         read: the values that forward reads; tensors in them can be removed.
 
     Raises:
-        CaptureError: a kept tensor is neither in ``module`` nor in ``read``.
+        StateWrittenError: a kept tensor is neither in ``module`` nor in ``read``.
     """
     own = (value for m in module.modules() for value in vars(m).values())
     known = {id(held) for value in (*own, *read) for held in all_held(value)}
     if any(id(tensor) not in known for tensor in kept):
-        raise CaptureError(
+        raise StateWrittenError(
             f"forward of {type(module).__name__} keeps a tensor outside of the module, where no "
             "name in its code leads to; keep it in an attribute or a global"
         )

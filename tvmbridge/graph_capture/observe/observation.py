@@ -329,7 +329,7 @@ def _observe(
     # Forward does not depend on the earlier value of an attribute that it assigns first, or of a
     # number that it only adds to.
     read_first = {key for key in left if key in read and key not in assignments}
-    read -= {key for key, way in left.items() if key in assignments or way.count is not None}
+    read -= {key for key, way in left.items() if key in assignments or way.number is not None}
     values = values_read(module, read, watches.objects)
     impure += read_and_left(values, left, read_first, run.foreign.found.keys())
     values.update((key, PartOf(list, {})) for key, way in left.items() if way.into != "place")

@@ -47,7 +47,7 @@ from tvmbridge.graph_capture.observe.refusal import (
 )
 from tvmbridge.graph_capture.observe.undo import undone_if_refused
 from tvmbridge.graph_capture.trace.adopted import adopt
-from tvmbridge.graph_capture.trace.held_numbers import hold
+from tvmbridge.graph_capture.trace.held_numbers import hold, start_again
 
 logger = logging.getLogger(__name__)
 
@@ -157,6 +157,7 @@ def _staged(
             adopt(actor, adoption.adopted)
             outside |= hold(actor, module)
             run_unseen(actor, args, kwargs, autocast)
+            start_again(actor)
             if needs_grad:
                 _require_gradients_like(actor, module)
             restore_generators(seen.outside)
@@ -230,7 +231,7 @@ def _refuse_effects(module: nn.Module, seen: Observation) -> None:
             frozenset(map(_split, seen.writes)),
         )
     if seen.kept:
-        raise CaptureError(
+        raise StateWrittenError(
             f"forward of {type(module).__name__} keeps a tensor of each call outside of the "
             "module, in a cache or a global, which compiled code would not do"
         )

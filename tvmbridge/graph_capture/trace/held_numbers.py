@@ -1,8 +1,9 @@
 """Held numbers: Python numbers in attributes of modules that are inputs of compiled code.
 
 A stand-in (the copy of a module that is traced) holds each such number as a buffer too. Forward
-finds a traced number of this buffer in the attribute. It may add an integer to it and assign the
-sum, as a counter does; any other assignment is refused.
+finds a traced number of this buffer in the attribute. It may assign a number computed from it, as a
+counter does that grows, starts again or counts modulo, or a constant. Any other assignment is
+refused.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import weakref
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -57,6 +60,14 @@ def held_by(stand_in: nn.Module) -> Mapping[str, Key]:
     return _HELD.get(stand_in, {})
 
 
+def start_again(stand_in: nn.Module) -> None:
+    """Set the attributes to the numbers that they had before any forward of ``stand_in`` ran."""
+    for name, (path, attribute) in held_by(stand_in).items():
+        buffer = stand_in._buffers[name]
+        assert buffer is not None
+        stand_in.get_submodule(path).__dict__[attribute] = buffer.item()
+
+
 class HeldOfCall:
     """The held numbers of one traced call of a stand-in.
 
@@ -87,7 +98,7 @@ class HeldOfCall:
         """Within the context, the attributes have traced numbers; then they have their old values.
 
         Raises:
-            NumberReadError: forward has assigned something else than the number plus an integer.
+            NumberReadError: forward has assigned a value that none of these numbers gives.
         """
         before: dict[str, float] = {}
         for name, (path, attribute) in self._held.items():
@@ -107,11 +118,19 @@ class HeldOfCall:
 
     def _note(self, name: str, value: object) -> None:
         leaf, key = self._leaves[name], self._held[name]
-        counts = type(value) is TracedNumber and value.leaves == {leaf} and value.shift is not None
-        if not counts:
-            raise NumberReadError(
-                f"forward assigns to {'.'.join(filter(None, key))}", frozenset({leaf})
-            )
-        assert type(value) is TracedNumber
-        if value.shift:
-            self.ways[key] = Left(count=value.shift)
+        if is_number(value):
+            self.ways[key] = Left(number=partial(_always, value))
+        elif type(value) is TracedNumber and value.computed is not None:
+            of = self.keys(value.leaves)
+            if of == {key} and value.shift == 0:
+                return
+            if not of:
+                raise value.refused("keeps it in an attribute")
+            self.ways[key] = Left(number=value.computed, of=next(iter(of)))
+        else:
+            attribute = ".".join(filter(None, key))
+            raise NumberReadError(f"forward assigns to {attribute}", frozenset({leaf}))
+
+
+def _always(value: Any, before: Any) -> Any:
+    return value

@@ -8,8 +8,10 @@ module takes the values from the results and writes them to the user's module.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -86,7 +88,7 @@ class LeftWatch:
                 held.pop(name, None)
             else:
                 held[name] = before[key]
-            if way.count is None:
+            if way.number is None:
                 yield value
 
 
@@ -176,7 +178,7 @@ def _way(now: Any, watched: Any, before: Any, known: set[int]) -> tuple[Left | N
     """
     if type(now) is Count:
         counts = type(watched) is Count and now.origin is watched and not watched.is_read
-        return (Left(count=now.step), None) if counts else (None, None)
+        return (Left(number=partial(operator.add, now.step)), None) if counts else (None, None)
     if type(now) is Grown:
         if now is not watched or now.is_read:
             return None, None
@@ -202,20 +204,24 @@ def adds_to(owner: nn.Module, name: str, way: Left) -> bool:
 
     Forward may create both in its first call, or anew after the script has deleted them.
     """
-    if way.count is not None:
+    if way.number is not None:
         return type(getattr(owner, name, MISSING)) in (int, float)
     return way.into == "place" or type(owner.__dict__.get(name)) is list
 
 
-def leave(owner: nn.Module, name: str, way: Left, values: Iterator[Any]) -> None:
-    """Give the attribute ``name`` of ``owner`` the value that a call leaves behind in it.
+def numbers_left(module: nn.Module, left: Iterable[tuple[nn.Module, str, Left]]) -> Iterator[float]:
+    """Return an iterator over the numbers that a call leaves behind, computed before any is set."""
+    numbers = []
+    for owner, name, way in left:
+        if way.number is not None:
+            path, attribute = way.of or ("", name)
+            source = owner if way.of is None else module.get_submodule(path)
+            numbers.append(way.number(getattr(source, attribute)))
+    return iter(numbers)
 
-    ``values`` yields the values for all attributes in order; a count takes none of them.
-    """
-    if way.count is not None:
-        owner.__dict__[name] = getattr(owner, name) + way.count
-        return
-    value = next(values)
+
+def leave(owner: nn.Module, name: str, way: Left, value: Any) -> None:
+    """Give the attribute ``name`` of ``owner`` the value that a call leaves behind in it."""
     if way.into == "end":
         owner.__dict__[name].extend(value)
     elif way.into == "content":

@@ -226,12 +226,13 @@ def _item(func: _Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
     known = number.of.ranges[min(number.leaves)]
     if number.kind is not int:
         raise number.refused("indexes by it")
-    if number.shift is None or len(before) >= tensor.dim():
-        raise number.refused("indexes by a number that is computed from it")
-    size = tensor.shape[len(before)]
+    size = tensor.shape[len(before)] if len(before) < tensor.dim() else 0
     if not isinstance(size, int):
         raise number.refused("indexes a symbolic dimension by it")
-    known.narrow(NumberRange(int, -size - number.shift, size - 1 - number.shift))
+    if number.shift is not None and size:
+        known.narrow(NumberRange(int, -size - number.shift, size - 1 - number.shift))
+    elif not number.most < size:
+        raise number.refused("indexes by a number that is computed from it")
     place = torch.remainder(number.tensor, size).reshape(1)
     result = torch.index_select(tensor, len(before), place).squeeze(len(before))
     # Eager PyTorch returns a view: a write into it, or into the tensor, would reach the other.

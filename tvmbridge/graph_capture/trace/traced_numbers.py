@@ -8,6 +8,7 @@ is refused with the line.
 
 from __future__ import annotations
 
+import builtins
 import math
 import operator
 import sys
@@ -262,7 +263,8 @@ def _whole(left: Any, right: Any, function: Callable[..., torch.Tensor]) -> Any:
         number = left if type(left) is TracedNumber else right
         raise number.refused("computes // or % of it, by other numbers than integer constants")
     right = _divisor(left, right)
-    return _result((left,), int, function(left.tensor, right), max(left.most, abs(right)))
+    most = abs(right) - 1 if function is torch.remainder else left.most
+    return _result((left,), int, function(left.tensor, right), most)
 
 
 def _floor(tensor: torch.Tensor, divisor: int) -> torch.Tensor:
@@ -337,11 +339,27 @@ def _reading(use: str) -> Callable[..., Any]:
     return method
 
 
+def _converting(name: str, use: str) -> Callable[..., Any]:
+    """Return a method that gives Python the sample's integer, for which alone the trace holds."""
+    function = getattr(math, name, None) or getattr(operator, name, None) or getattr(builtins, name)
+
+    def method(self: TracedNumber, *args: Any) -> Any:
+        computed, sample = self.computed, self.of.ranges[min(self.leaves)].sample
+        # A value of its own, such as a counter, would need code for each value that comes.
+        if self.shift is not None or computed is None or sample is None or args:
+            raise self.refused(use)
+        whole = TracedNumber(self.of, int, self.tensor, self.most, self.leaves)
+        whole.computed = lambda given: function(computed(given))
+        value = whole.computed(sample)
+        whole.decided(operator.eq, value, use)
+        return value
+
+    return method
+
+
 _READ = {
-    "converts it to an int": "int trunc round floor ceil",
     "converts it to a float": "float",
     "converts it to a complex number": "complex",
-    "uses it as an index or a size": "index",
     "writes it as text": "repr str format",
     "computes with its bits": "and rand or ror xor rxor lshift rlshift rshift rrshift invert",
     "divides it with a remainder": "divmod rdivmod",
@@ -355,3 +373,6 @@ for _name in _COMPARED:
 for _use, _names in _READ.items():
     for _name in _names.split():
         setattr(TracedNumber, f"__{_name}__", _reading(_use))
+for _name in ("int", "trunc", "round", "floor", "ceil"):
+    setattr(TracedNumber, f"__{_name}__", _converting(_name, "converts it to an int"))
+TracedNumber.__index__ = _converting("index", "uses it as an index or a size")  # type: ignore[attr-defined]

@@ -24,7 +24,7 @@ from tvmbridge.core.sharding import class_before
 from tvmbridge.core.types import InputKind, Key
 from tvmbridge.core.writes import version_of
 from tvmbridge.graph_capture.observe.hooks import GLOBAL_HOOKS, HOOKS, traced_hooks
-from tvmbridge.graph_capture.trace.left import adds_to, leave
+from tvmbridge.graph_capture.trace.left import adds_to, leave, numbers_left
 from tvmbridge.graph_capture.trace.old_norms import OldNorms
 from tvmbridge.runtime.guards.answers import AnswerGuard
 from tvmbridge.runtime.guards.class_entries import registered_names
@@ -218,9 +218,13 @@ class ModuleState:
 
         :meth:`changed` has checked that the counters and lists exist to which it adds.
         """
+        computed = numbers_left(self.module, self._left)
         remaining = iter(values)
         for owner, name, way in self._left:
-            leave(owner, name, way, remaining)
+            if way.number is not None:
+                owner.__dict__[name] = next(computed)
+            else:
+                leave(owner, name, way, next(remaining))
 
     def watched_dicts(self) -> list[dict[Any, Any]]:
         """Return the dictionaries whose every change matters."""
@@ -334,11 +338,11 @@ class ModuleState:
         return Reason(Kind.CHANGED, label) if label else None
 
     def added_to(self) -> list[tuple[dict[str, Any], str, type]]:
-        """Return the counters and lists that forward adds to: dictionary, key and class of each."""
+        """Return the numbers and lists that forward changes: dictionary, key and class of each."""
         return [
-            (vars(owner), name, list if way.count is None else int)
+            (vars(owner), name, list if way.number is None else type(vars(owner).get(name, 0)))
             for owner, name, way in self._left
-            if way.count is not None or way.into != "place"
+            if way.number is not None or way.into != "place"
         ]
 
     def changed_numbers(self) -> frozenset[Key]:

@@ -45,6 +45,7 @@ DYNAMO = (
             "trace_numpy",
             "capture_scalar_outputs",
             "capture_dynamic_output_shape_ops",
+            "allow_unspec_int_on_nn_module",
             "recompile_limit",
         ),
     ),
@@ -52,6 +53,16 @@ DYNAMO = (
         "torch._dynamo.symbolic_convert.InstructionTranslator",
         "the name of the module whose forward Dynamo captures",
         has("current_tx"),
+    ),
+    PrivateName(
+        "torch._dynamo.side_effects.SideEffects",
+        "leaving a function to Python that changes a deque",
+        has("is_modified"),
+    ),
+    PrivateName(
+        "torch._dynamo.variables.lists.DequeVariable",
+        "leaving a function to Python that changes a deque",
+        has("call_method"),
     ),
     PrivateName(
         "torch._guards.TracingContext",
