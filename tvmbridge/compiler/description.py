@@ -121,6 +121,7 @@ def _text(content: Any) -> str:
 
 
 _FIELDS: Mapping[str, Callable[[Any], Any]] = {
+    "bool": _flag,
     "int": _integer,
     "float": _number,
     "str": _text,
