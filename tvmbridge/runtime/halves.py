@@ -158,9 +158,9 @@ class BackwardHalves:
         """
         step, waiting = ctx.step, ctx.step.waiting
         asked = self._asked(ctx.next_functions, weights_first=waiting is None)
-        if asked is Asked.WEIGHTS and waiting is not None:
-            if self._fits(step, waiting, cotangents) and step.rereads_unwritten():
-                return self._second(ctx, cotangents, waiting)
+        second = asked is Asked.WEIGHTS and waiting is not None
+        if second and self._fits(step, waiting, cotangents) and step.rereads_unwritten():
+            return self._second(ctx, cotangents, waiting)
         step.refuse_freed()
         step.waiting = None
         if asked is Asked.INPUTS:
@@ -269,7 +269,7 @@ def _layouts(cotangents: Gradients) -> tuple[tuple[torch.Size, torch.dtype] | No
 
 
 def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors have the same values; NaNs, which scaled losses have at first, are equal."""
+    """Whether two tensors have the same values. The first scaled losses may have NaNs, as equals."""
     if torch.equal(one, other):
         return True
     return bool(((one == other) | ((one != one) & (other != other))).all())
