@@ -269,7 +269,7 @@ def _layouts(cotangents: Gradients) -> tuple[tuple[torch.Size, torch.dtype] | No
 
 
 def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors have the same values. The first scaled losses may have NaNs, as equals."""
+    """Whether two tensors have the same values, or NaNs, which overflowing gradients contain."""
     if torch.equal(one, other):
         return True
     return bool(((one == other) | ((one != one) & (other != other))).all())
