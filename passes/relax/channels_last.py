@@ -128,6 +128,7 @@ class _LayoutMutator(PyExprMutator):
         if isinstance(value, relax.Call) and isinstance(value.op, tvm.ir.Op):
             if self._is_tuple_of_images(var, value):
                 self.report.rewrote()
+                self._bind_fields(var)
                 return
             image = self._image(var, value)
             if image is not None:
@@ -146,6 +147,16 @@ class _LayoutMutator(PyExprMutator):
         self.last[var] = image
         self._bind(var, op.permute_dims(image, _SECOND))
 
+    def _bind_fields(self, var: relax.Var) -> None:
+        """Bind ``var`` to the fields with channels second; only a reader of the tuple needs it."""
+        whole, images = self.fields[var]
+        fields = [
+            self.builder_.emit(relax.TupleGetItem(whole, i)) for i in range(len(var.ty.fields))
+        ]
+        for i in images:
+            fields[i] = self.builder_.emit(op.permute_dims(fields[i], _SECOND))
+        self._bind(var, relax.Tuple(fields))
+
     def _bind(self, var: relax.Var, value: relax.Expr) -> None:
         self.builder_.emit_normalized(relax.VarBinding(var, self.builder_.normalize(value)))
 
@@ -153,7 +164,8 @@ class _LayoutMutator(PyExprMutator):
         """Emit a call that returns a tuple of images, and note its fields; False if it is none."""
         if call.op.name == "relax.split" and call.args[0] in self.last:
             sections = call.attrs.indices_or_sections
-            parts = int(sections) if isinstance(sections, int) else [int(n) for n in sections]
+            is_count = isinstance(sections, int | tvm.tirx.IntImm)
+            parts = int(sections) if is_count else [int(n) for n in sections]
             axis = _MOVED[int(call.attrs.axis) % len(LAST)]
             whole = self.builder_.emit(op.split(self.last[call.args[0]], parts, axis))
             self.fields[var] = whole, range(len(var.ty.fields))
@@ -259,8 +271,8 @@ class _LayoutMutator(PyExprMutator):
 
     def _reduction(self, call: relax.Call) -> relax.Expr | None:
         """Return a reduction of an image whose result has its dimensions in the same order."""
-        rank, image = len(LAST), self.last[call.args[0]]
-        axes = [int(a) % rank for a in call.attrs.axis or range(rank)]
+        rank, image, axes = len(LAST), self.last[call.args[0]], call.attrs.axis
+        axes = [int(a) % rank for a in (range(rank) if axes is None else axes)]
         kept = [axis for axis in range(rank) if axis not in axes]
         keepdims = bool(call.attrs.keepdims)
         if not keepdims and [_MOVED[a] for a in kept] != sorted(_MOVED[a] for a in kept):

@@ -322,6 +322,22 @@ def test_a_zero_bubble_stage_takes_copies_of_cotangents_that_have_the_same_value
         torch.testing.assert_close(found, in_halves(Case(made.eager)), rtol=1e-12, atol=1e-12)
 
 
+def test_copies_of_cotangents_may_have_nans_as_those_of_scaled_losses() -> None:
+    made = Dispatched()
+    for factor in (2, 1):
+        with weights_follow_inputs():
+            case = Case(made.ours)
+        case.cotangents[0][0, 0] = torch.nan
+        case.of_inputs()
+        first = case.cotangents
+        case.cotangents = [c * factor for c in first]
+        if factor == 2:
+            with pytest.raises(RuntimeError, match="ZeroBubbleStage"):
+                case.of_weights()
+        else:
+            assert case.of_weights()[2].isnan().any()
+
+
 def test_checked_calls_compare_all_gradients(made: Dispatched) -> None:
     ours = copy.deepcopy(made.eager)
     x = torch.zeros(5, 4, dtype=torch.float64, requires_grad=True)

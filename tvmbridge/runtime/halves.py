@@ -104,7 +104,7 @@ class Waiting:
         if _marks(before) != self.marks or _layouts(cotangents) != self.layouts:
             return False
         pairs = zip(before, cotangents, strict=True)
-        return all(b is None or torch.equal(a, b) for a, b in pairs if a is not None)
+        return all(b is None or _are_equal(a, b) for a, b in pairs if a is not None)
 
 
 class BackwardHalves:
@@ -158,8 +158,8 @@ class BackwardHalves:
         """
         step, waiting = ctx.step, ctx.step.waiting
         asked = self._asked(ctx.next_functions, weights_first=waiting is None)
-        fits = waiting is not None and self._fits(step, waiting, cotangents)
-        if asked is Asked.WEIGHTS and fits and step.rereads_unwritten():
+        second = asked is Asked.WEIGHTS and waiting is not None
+        if second and self._fits(step, waiting, cotangents) and step.rereads_unwritten():
             return self._second(ctx, cotangents, waiting)
         step.refuse_freed()
         step.waiting = None
@@ -266,6 +266,13 @@ def _marks(cotangents: Gradients) -> tuple[tuple[int, int], ...]:
 
 def _layouts(cotangents: Gradients) -> tuple[tuple[torch.Size, torch.dtype] | None, ...]:
     return tuple(None if c is None else (c.shape, c.dtype) for c in cotangents)
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have the same values, or NaNs, which overflowing gradients contain."""
+    if torch.equal(one, other):
+        return True
+    return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def _outside_graph(value: Any) -> Any:

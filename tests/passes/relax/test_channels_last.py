@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from tvm import relax
+from tvm.relax import op
 
 from tests.passes.relax.lowered import lowered_text
+from tests.relax_helpers import build_main, compile_and_run
 from tvmbridge import CompileOptions, add_tvm_dispatch, dispatch_report
 from tvmbridge.passes.relax.channels_last import ChannelsLast
 from tvmbridge.passes.relax.collapse_views import CollapseViews
@@ -103,3 +108,25 @@ def test_other_dtypes_are_left(dtype: torch.dtype) -> None:
     x = torch.randn(2, 3, 9, 9, dtype=dtype)
     text = lowered_text(nn.Conv2d(3, 8, 3).to(dtype).eval(), (x,), options)["forward"]
     assert 'data_layout="NCHW"' in text
+
+
+@pytest.mark.parametrize(
+    "formula",
+    [
+        lambda image: op.concat(relax.BlockBuilder.current().emit(op.split(image, 2, 1)), 0),
+        lambda image: op.concat(relax.BlockBuilder.current().emit(op.split(image, [1], 3)), 1),
+        lambda image: op.sum(image, axis=[]),
+    ],
+    ids=["a number of parts", "places of parts", "a sum over no axis"],
+)
+def test_unusual_readers_of_images(formula: Callable[[relax.Expr], relax.Expr]) -> None:
+    def convolved(x: relax.Expr, w: relax.Expr) -> relax.Expr:
+        return formula(relax.BlockBuilder.current().emit(op.nn.conv2d(x, w)))
+
+    x, w = torch.randn(2, 4, 4, 2), torch.randn(6, 4, 1, 1)
+    mod = build_main((x, w), convolved)
+    moved = ChannelsLast(("float32",))(mod)
+    assert not moved.same_as(mod)
+    found, wanted = compile_and_run(moved, x, w), compile_and_run(mod, x, w)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other)
