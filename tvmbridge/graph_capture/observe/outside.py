@@ -34,7 +34,7 @@ from tvmbridge.graph_capture.observe.executed import Executed, executed_function
 from tvmbridge.graph_capture.observe.hooks import traced_hooks
 from tvmbridge.graph_capture.observe.iterators import Iterators
 from tvmbridge.graph_capture.observe.leaks import holds_fakes, remove_fakes
-from tvmbridge.graph_capture.observe.names import Names, asks_type
+from tvmbridge.graph_capture.observe.names import Names, asks_own_id, asks_type
 from tvmbridge.graph_capture.observe.objects import ObjectReads
 from tvmbridge.graph_capture.observe.sources import (
     Attributes,
@@ -149,6 +149,8 @@ class OutsideReads:
         names = executed.names
         if asks_type(executed.code):
             self.types.append(executed.code.co_name)
+        if asks_own_id(executed.code):
+            self.complaints.append("asks for the id of self, which is another in a trace")
         if names.looked_up & _PAST_CLASSES and executed.code.co_name not in _PAST_CLASSES:
             self._objects.blind = True
         if "globals" in names.globals:
