@@ -18,6 +18,7 @@ from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.recall import SharedPlans
 from tvmbridge.runtime.checks import Checks
 from tvmbridge.runtime.dispatcher import Dispatcher, code_of
+from tvmbridge.runtime.guards.forwards import forward_of_instance
 from tvmbridge.runtime.module_code import ModuleCode
 from tvmbridge.runtime.parts import NO_PART, Cut, PartReport
 
@@ -158,7 +159,7 @@ class Regions:
 
 def _dispatched(of: ModuleCode, block: nn.Module, shared: SharedPlans) -> ModuleCode | None:
     """Dispatch a block; return None if it has a dispatcher of the user's."""
-    own = block.__dict__.get("forward")
+    own = forward_of_instance(block)
     if isinstance(own, Dispatcher):
         return None
     code = ModuleCode(block, own, of.policy.compiler.target, of.options, "silent")

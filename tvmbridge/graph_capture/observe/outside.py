@@ -14,6 +14,7 @@ import operator
 import random
 import sys
 import types
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -58,6 +59,7 @@ _ABOUT_COMPILERS = (
     is_compiling,
 )
 _ABOUT_IDENTITY = (builtins.id, operator.is_, operator.is_not)
+_KEYED = (dict, set, frozenset, weakref.WeakKeyDictionary, weakref.WeakSet)
 # A function that uses one of these names may look up attributes by computed names.
 _SEARCHING = frozenset({"getattr", "vars", "__dict__"})
 # A function that uses one of these names may read attributes past the recorder on the class.
@@ -215,6 +217,9 @@ class OutsideReads:
         self._iterators.note(source)
         found = list(watched(source))
         self._keep(found, noted=True)
+        if isinstance(value, _KEYED) and any(isinstance(key, nn.Module) for key in list(value)):
+            # A trace has a stand-in of the module, which is none of the keys.
+            self.complaints.append(f"looks modules up in {source.label}")
         if found and any(source.owner is backend for backend in _EXCHANGED):
             self.complaints.append(f"reads {source.label} (which a trace exchanges)")
         self._keep(defaults(value))
