@@ -203,7 +203,7 @@ def _counting_in_class(model: Model) -> float:
 
 
 MODULES: dict[nn.Module, float] = {nn.Identity(): 3.0}
-NUMBERS: dict[int, float] = {}
+BY_ID: dict[int, float] = {}
 
 
 def _by_module(model: Model) -> float:
@@ -211,7 +211,7 @@ def _by_module(model: Model) -> float:
 
 
 def _by_own_id(self: Model) -> float:
-    return NUMBERS.get(id(self), 2.0)
+    return BY_ID.get(id(self), 2.0)
 
 
 @pytest.mark.parametrize(
