@@ -24,11 +24,11 @@ from tvmbridge.report import DispatchReport, report_of_all
 from tvmbridge.runtime.any_size import sizes_to_serve
 from tvmbridge.runtime.dispatcher import Dispatcher, code_of
 from tvmbridge.runtime.fallbacks import ON_FALLBACK
-from tvmbridge.runtime.guards.forwards import wrapped_dispatcher
+from tvmbridge.runtime.guards.forwards import forward_of_instance, wrapped_dispatcher
 from tvmbridge.runtime.methods import holder_of, install, methods_of, samples_by_method, uninstall
 from tvmbridge.runtime.module_code import ModuleCode
 from tvmbridge.runtime.parts import ON_BREAK, Cut, ServedParts
-from tvmbridge.runtime.regions import WHY, Regions, blocks_of, remove_regions
+from tvmbridge.runtime.regions import WHY, Regions, blocks_of, dispatch_blocks, remove_regions
 from tvmbridge.runtime.samples import compile_sample
 
 
@@ -180,13 +180,14 @@ def add_tvm_dispatch(
                 "an earlier dispatch of this module had another dynamic_shapes: call "
                 "remove_tvm_dispatch first"
             )
-        code.policy.renew_after_fork()
+        if code.policy.renew_after_fork() and code.policy.cut.of_regions:
+            remove_regions(module)
         if budget is not None:
             code.background.budget = chosen.budget
         if on_break is not None and not code.policy.cut.of_regions:
             code.policy.cut = _cut(code, on_break)
     else:
-        code = ModuleCode(module, installed, target, chosen)
+        code = ModuleCode(module, forward_of_instance(module), target, chosen)
         dispatcher = Dispatcher(code)
         regional = chosen.regions == "repeated" and bool(blocks_of(module))
         code.policy.cut = (_regional_cut if regional else _cut)(code, on_break or "eager")
@@ -197,6 +198,7 @@ def add_tvm_dispatch(
     register_containers(module)
     if code.policy.cut.of_regions:
         code.policy.cut.begin(code)
+        dispatch_blocks(code.policy.cut)
     elif sampled:
         try:
             with gathered(module):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import os
+import types
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from tests.dispatch_helpers import assert_same_step, sample, train_step
@@ -196,6 +199,75 @@ def test_other_sizes_and_autocast() -> None:
             torch.testing.assert_close(model(x), reference(x), rtol=2e-2, atol=2e-2)
     assert _compiled(model) == 2
     assert not dispatch_report(model).fallbacks
+
+
+_SCALES: dict[int, float] = {}
+
+
+class _ById(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * _SCALES.get(id(self), 1.0)
+
+
+def test_layers_that_read_their_id() -> None:
+    models = _model(2).eval(), _model(2).eval()
+    for each in models:
+        for number, layer in enumerate(each.layers):
+            layer.__class__ = _ById
+            _SCALES[id(layer)] = 2.0 + number
+    model, reference = models
+    add_tvm_dispatch(model, options=_OPTIONS)
+    with torch.no_grad():
+        _assert_right(model, reference)
+
+
+class _Tripled(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight * 3
+
+
+def test_parametrized_layers_share_code_also_after_unpickling() -> None:
+    models = _model(2).eval(), _model(2).eval()
+    for each in models:
+        for layer in each.layers:
+            parametrize.register_parametrization(layer.inner[0], "weight", _Tripled())
+            layer.inner[0].register_load_state_dict_pre_hook(_ignore)
+    model, reference = models
+    for layer in model.layers:
+        layer.forward = types.MethodType(Layer.forward, layer)  # as a pickle sets it
+    add_tvm_dispatch(model, options=_OPTIONS)
+    with torch.no_grad():
+        _assert_right(model, reference)
+    assert _compiled(model) == 1
+
+
+def _ignore(*_: Any) -> None:
+    pass
+
+
+def test_blocks_that_are_put_in_later_and_taken_out() -> None:
+    model = _model(2).eval()
+    add_tvm_dispatch(model, options=_OPTIONS)
+    model.layers.append(Layer(2).double().eval())
+    assert "forward" not in vars(model.layers[2])
+    add_tvm_dispatch(model)
+    assert region_of(model.layers[2]) is not None
+    del model.layers[1:]
+    remove_tvm_dispatch(model)
+    assert not any("forward" in vars(each) for each in model.modules())
+
+
+def test_a_forked_process_dispatches_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, reference = _model(2).eval(), _model(2).eval()
+    add_tvm_dispatch(model, options=_OPTIONS)
+    pid = os.getpid()
+    monkeypatch.setattr("os.getpid", lambda: pid + 1)
+    with torch.no_grad():
+        _assert_right(model, reference)
+        assert dispatch_report(model).tvm_calls == 0
+        add_tvm_dispatch(model)
+        _assert_right(model, reference)
+    assert dispatch_report(model).tvm_calls == 2
 
 
 def test_blocks_are_found() -> None:

@@ -60,7 +60,8 @@ def module_entry(module: nn.Module, describer: Describer, *, any_device: bool = 
 
 def _refuse_own_calls(module: nn.Module, name: str, is_root: bool) -> None:
     for key, value in vars(module).items():
-        if "hooks" in key and isinstance(value, dict | set) and value:
+        of_calls = "hooks" in key and "state_dict" not in key
+        if of_calls and isinstance(value, dict | set) and value:
             raise UndescribableError(f"hooks of {name or 'the module'}")
         if key in _OWN_CALLS or (key == "forward" and not is_root):
             raise UndescribableError(f"an own {key} of {name or 'the module'}")
@@ -172,12 +173,26 @@ class FunctionsNow:
 
     def entry(self) -> dict[str, str]:
         """Return the entry for PyTorch's functions: the number of their present state."""
-        now = [dict(vars(space)) for space in SPACES]
+        now = [_entries(space) for space in SPACES]
         number = next((n for n, s in enumerate(self._states) if _are_same(s, now)), None)
         if number is None:
             number = len(self._states)
             self._states.append(now)
         return {"functions of PyTorch": f"state {number}"}
+
+
+def _entries(space: Any) -> dict[str, Any]:
+    """Return the entries of a Python module or class, without those that Python adds on its own.
+
+    An import adds submodules, and a first warning adds a registry.
+    """
+    below = f"{space.__name__}."
+    return {
+        name: value
+        for name, value in vars(space).items()
+        if name != "__warningregistry__"
+        and not (isinstance(value, types.ModuleType) and value.__name__.startswith(below))
+    }
 
 
 def _are_same(some: list[dict[str, Any]], others: list[dict[str, Any]]) -> bool:

@@ -47,8 +47,13 @@ _OF_MACHINE = frozenset(
     {"is_available", "device_count", "current_device", "initial_seed", "seed", "get_rng_state"}
     | {"set_rng_state", "manual_seed", "get_device_name", "get_device_properties"}
 )
-# Builtin functions whose results two processes do not have in common.
-_OF_PROCESS = {"open": "opens a file", "hash": "calls hash", "input": "calls input"}
+# Builtin functions whose results two processes, or two equal modules, do not have in common.
+_OF_PROCESS = {
+    "open": "opens a file",
+    "hash": "calls hash",
+    "id": "calls id",
+    "input": "calls input",
+}
 _SEARCHING = frozenset({"getattr", "vars", "__dict__", "globals", "locals", "eval", "exec"})
 
 

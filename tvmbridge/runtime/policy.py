@@ -426,10 +426,16 @@ class Policy:
         held = self.module.get_submodule(path).__dict__.get(attribute)
         return not isinstance(held, StandsForForward)
 
-    def renew_after_fork(self) -> None:
-        """Drop all code after a fork: its threads do not exist in the new process."""
-        if os.getpid() != self.kept.paths.process:
-            self.kept.paths.process = os.getpid()
-            self.kept.known = ()
-            self.kept.paths.forget()
-            self.serve_sizes_like(self)
+    def renew_after_fork(self) -> bool:
+        """Drop all code after a fork: its threads do not exist in the new process.
+
+        Return whether the process was forked.
+        """
+        if os.getpid() == self.kept.paths.process:
+            return False
+        self.kept.paths.process = os.getpid()
+        self.kept.known = ()
+        self.kept.paths.forget()
+        self.serve_sizes_like(self)
+        self.cut = self.cut.renewed()
+        return True

@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.nn.utils import parametrize
 
 from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.recall import SharedPlans
 from tvmbridge.runtime.checks import Checks
 from tvmbridge.runtime.dispatcher import Dispatcher, code_of
+from tvmbridge.runtime.guards.forwards import forward_of_instance
 from tvmbridge.runtime.module_code import ModuleCode
 from tvmbridge.runtime.parts import NO_PART, Cut, PartReport
 
@@ -63,7 +65,13 @@ def _structure(module: nn.Module) -> tuple[Any, ...]:
     """Return the classes, and the names and shapes of the tensors, of a module and what it has."""
     tensors = [*module.named_parameters(), *module.named_buffers()]
     shapes = ((name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors)
-    return (tuple((name, type(each)) for name, each in module.named_modules()), tuple(shapes))
+    return (tuple((name, _kind(each)) for name, each in module.named_modules()), tuple(shapes))
+
+
+def _kind(module: nn.Module) -> Any:
+    """Return the class of a module; a parametrized one has a class of its own for each instance."""
+    kind = type(module)
+    return ("parametrized", kind.__bases__) if parametrize.is_parametrized(module) else kind
 
 
 class _RegionCall(threading.local):
@@ -91,20 +99,26 @@ class Regions:
         checker: Callable[[], Checks | None],
     ) -> None:
         self.made = 0  # TorchDynamo captures none of them
-        self._tally = of.tally
+        self._of, self._cut, self._checker = of, cut, checker
+        self._shared = SharedPlans()
         self._now = _RegionCall()
         self._reached = False
         self._codes: dict[str, ModuleCode] = {}
-        shared = SharedPlans()
-        for name, block in blocks_of(of.module).items():
+        self.dispatch()
+
+    def dispatch(self) -> None:
+        """Dispatch the blocks that the module has now."""
+        codes: dict[str, ModuleCode] = {}
+        for name, block in blocks_of(self._of.module).items():
             code = region_of(block)
             if code is None:
-                code = _dispatched(of, block, shared)
+                code = _dispatched(self._of, block, self._shared)
                 if code is None:
                     continue
-                code.policy.cut, code.checker = cut(code), checker()
+                code.policy.cut, code.checker = self._cut(code), self._checker()
             code.tally.noted = self._note
-            self._codes[name] = code
+            codes[name] = code
+        self._codes = codes
 
     def run(
         self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -114,7 +128,7 @@ class Regions:
         Returns:
             The results, and why PyTorch has served a block; None if code has served all.
         """
-        on_fallback = "raise" if self._tally.on_fallback == "raise" else "silent"
+        on_fallback = "raise" if self._of.tally.on_fallback == "raise" else "silent"
         for code in self._codes.values():
             code.tally.on_fallback = on_fallback
         outer, self._now.reasons = self._now.reasons, ()
@@ -145,7 +159,7 @@ class Regions:
 
 def _dispatched(of: ModuleCode, block: nn.Module, shared: SharedPlans) -> ModuleCode | None:
     """Dispatch a block; return None if it has a dispatcher of the user's."""
-    own = block.__dict__.get("forward")
+    own = forward_of_instance(block)
     if isinstance(own, Dispatcher):
         return None
     code = ModuleCode(block, own, of.policy.compiler.target, of.options, "silent")
@@ -160,9 +174,15 @@ def region_of(module: nn.Module) -> ModuleCode | None:
     return code if code is not None and code.policy.compiler.shared is not None else None
 
 
+def dispatch_blocks(cut: Cut) -> None:
+    """Dispatch blocks that were put into the module after its regions were created."""
+    if isinstance(cut.parts, Regions):
+        cut.parts.dispatch()
+
+
 def remove_regions(module: nn.Module) -> None:
     """Restore the forwards of the blocks of ``module`` that are regions."""
-    for block in blocks_of(module).values():
+    for block in module.modules():  # some may be no blocks any more
         code = region_of(block)
         if code is None:
             continue

@@ -202,9 +202,23 @@ def _counting_in_class(model: Model) -> float:
     return 2.0
 
 
+MODULES: dict[nn.Module, float] = {nn.Identity(): 3.0}
+BY_ID: dict[int, float] = {}
+
+
+def _by_module(model: Model) -> float:
+    return MODULES.get(model, 2.0)
+
+
+def _by_own_id(self: Model) -> float:
+    return BY_ID.get(id(self), 2.0)
+
+
 @pytest.mark.parametrize(
     ("read", "message"),
     [
+        (_by_module, "looks modules up in MODULES"),
+        (_by_own_id, "asks for the id of self"),
         (_counting_in_class, "changes Model.calls outside of the module"),
         (_searching, r"searches its own globals by globals \(name what it reads\)"),
         (_searching_itself, "searches its own globals by sys.modules"),

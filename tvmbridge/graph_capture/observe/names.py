@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import itertools
 from collections.abc import Sequence
 from types import CodeType
 from typing import NamedTuple
@@ -83,6 +84,16 @@ def asks_type(code: CodeType) -> bool:
         and s.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF")
         and (n is None or n.argval != "self")
         for s, n in after
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def asks_own_id(code: CodeType) -> bool:
+    """Whether ``code`` calls ``id(self)`` or ``hash(self)``."""
+    steps = [s for s in dis.get_instructions(code) if s.opname.startswith("LOAD_")]
+    return any(
+        s.opname == "LOAD_GLOBAL" and s.argval in ("id", "hash") and after.argval == "self"
+        for s, after in itertools.pairwise(steps)
     )
 
 

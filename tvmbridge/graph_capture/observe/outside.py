@@ -14,6 +14,7 @@ import operator
 import random
 import sys
 import types
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -34,7 +35,7 @@ from tvmbridge.graph_capture.observe.executed import Executed, executed_function
 from tvmbridge.graph_capture.observe.hooks import traced_hooks
 from tvmbridge.graph_capture.observe.iterators import Iterators
 from tvmbridge.graph_capture.observe.leaks import holds_fakes, remove_fakes
-from tvmbridge.graph_capture.observe.names import Names, asks_type
+from tvmbridge.graph_capture.observe.names import Names, asks_own_id, asks_type
 from tvmbridge.graph_capture.observe.objects import ObjectReads
 from tvmbridge.graph_capture.observe.sources import (
     Attributes,
@@ -58,6 +59,7 @@ _ABOUT_COMPILERS = (
     is_compiling,
 )
 _ABOUT_IDENTITY = (builtins.id, operator.is_, operator.is_not)
+_KEYED = (dict, set, frozenset, weakref.WeakKeyDictionary, weakref.WeakSet)
 # A function that uses one of these names may look up attributes by computed names.
 _SEARCHING = frozenset({"getattr", "vars", "__dict__"})
 # A function that uses one of these names may read attributes past the recorder on the class.
@@ -149,6 +151,8 @@ class OutsideReads:
         names = executed.names
         if asks_type(executed.code):
             self.types.append(executed.code.co_name)
+        if asks_own_id(executed.code):
+            self.complaints.append("asks for the id of self, which is another in a trace")
         if names.looked_up & _PAST_CLASSES and executed.code.co_name not in _PAST_CLASSES:
             self._objects.blind = True
         if "globals" in names.globals:
@@ -213,6 +217,9 @@ class OutsideReads:
         self._iterators.note(source)
         found = list(watched(source))
         self._keep(found, noted=True)
+        if isinstance(value, _KEYED) and any(isinstance(key, nn.Module) for key in list(value)):
+            # A trace has a stand-in of the module, which is none of the keys.
+            self.complaints.append(f"looks modules up in {source.label}")
         if found and any(source.owner is backend for backend in _EXCHANGED):
             self.complaints.append(f"reads {source.label} (which a trace exchanges)")
         self._keep(defaults(value))

@@ -70,6 +70,16 @@ def forward_of_class(module: nn.Module) -> Callable[..., Any]:
     raise AttributeError(f"{type(module).__name__} has no forward")
 
 
+def forward_of_instance(module: nn.Module) -> Any:
+    """Return the forward that is set on ``module``; None if there is none but that of its class.
+
+    A pickle of a dispatched module sets the forward of the class.
+    """
+    held = module.__dict__.get("forward")
+    is_bound = isinstance(held, types.MethodType) and held.__self__ is module
+    return None if is_bound and held == forward_of_class(module) else held
+
+
 def wrapped_dispatcher(forward: Any) -> StandsForForward | None:
     """Return the dispatcher that ``forward`` is or wraps (accelerate's ``prepare`` wraps it)."""
     while forward is not None and not isinstance(forward, StandsForForward):
