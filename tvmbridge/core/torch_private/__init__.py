@@ -256,9 +256,6 @@ def traced_code() -> list[Any]:
     return list(importlib.import_module("torch._guards").TracingContext.get_traced_code() or ())
 
 
-_ARRAY = "NumpyNdarrayVariable"
-
-
 def state_unlike_python() -> str | None:
     """Return what TorchDynamo would leave otherwise than Python after the captured function.
 
@@ -273,7 +270,8 @@ def state_unlike_python() -> str | None:
     held = effects.id_to_variable.values()
     if any(type(v).__name__ == "DequeVariable" and effects.is_modified(v) for v in held):
         return "it changes a deque"
-    arrays = [v for v in output.input_source_to_var.values() if type(v).__name__ == _ARRAY]
+    given = output.input_source_to_var.values()
+    arrays = [v for v in given if type(v).__name__ == "NumpyNdarrayVariable"]
     if any(not v.proxy.node.meta["example_value"].dim() for v in arrays):
         return "it reads a number of numpy's"
     return None

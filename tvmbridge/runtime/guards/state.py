@@ -94,8 +94,8 @@ class ModuleState:
         ]
         left = captured.convention.left.items()
         self._left = [(module.get_submodule(path), name, way) for (path, name), way in left]
-        inputs = {*assumed.values, *map(_split, self.names)}
-        self.carries_over = any(way.is_added or key in inputs for key, way in left)
+        reached = {*assumed.values, *map(_split, self.names)}
+        self.carries_over = any(way.is_added or key in reached for key, way in left)
         self.norms = OldNorms.of(module, assumed.normed)
         self._traced_hooks = list(map(traced_hooks, self._modules[1:]))
         self._is_hooked = any(self._traced_hooks)
