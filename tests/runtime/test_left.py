@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributions import Normal
+from torch.utils.checkpoint import checkpoint
 
 from tvmbridge import CaptureError, add_tvm_dispatch, dispatch_report
 
@@ -244,3 +245,35 @@ def test_what_a_call_makes_between_parts_is_found_by_others(keeps: bool) -> None
         torch.testing.assert_close(module(x, rows), reference(x, rows))
         assert str(module.cache) == str(reference.cache)
     assert dispatch_report(module).tvm_calls == 4
+
+
+def _carried(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.state = m.linear(x) + m.state.detach()
+    return m.state.tanh()  # type: ignore[no-any-return]
+
+
+def _wrapped(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.steps = (m.steps + 1) % 5
+    return m.linear(x).tanh() * m.steps  # type: ignore[no-any-return]
+
+
+def _kept(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.kept = m.linear(x).detach()
+    return m.linear(x).tanh()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("act", [_counts, _lists, _carried, _wrapped, _kept])
+def test_a_checkpoint_leaves_what_it_leaves_in_eager_pytorch(act: Callable[..., Any]) -> None:
+    eager: Any = Leaving(act)
+    eager.state = torch.zeros(2, 4)
+    served: Any = add_tvm_dispatch(copy.deepcopy(eager), on_fallback="silent")
+    for _ in range(3):
+        x = torch.randn(2, 4)
+        for module in (eager, served):
+            module.zero_grad()
+            # A result after the counter keeps the repetition from ending before it.
+            checkpoint(lambda x, m=module: m(x).sin(), x, use_reentrant=False).sum().backward()
+        torch.testing.assert_close(served.linear.weight.grad, eager.linear.weight.grad)
+        assert (served.steps, len(served.history)) == (eager.steps, len(eager.history))
+        torch.testing.assert_close(served.state, eager.state)
+    assert (dispatch_report(served).tvm_calls >= 3) is (act is _kept)

@@ -6,6 +6,7 @@ import copy
 from collections import deque
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -40,6 +41,11 @@ def _recalled(m: Any, y: torch.Tensor) -> torch.Tensor:
 def _logged(m: Any, y: torch.Tensor) -> torch.Tensor:
     m.log[f"call {len(m.log)}"] = y.shape[0]
     return y * 2
+
+
+def _stepped(m: Any, y: torch.Tensor) -> torch.Tensor:
+    m.steps = m.steps + 1
+    return y * float(m.steps)
 
 
 def _flipped(m: Any, y: torch.Tensor) -> torch.Tensor:
@@ -98,6 +104,16 @@ def test_a_bounded_deque_forgets_as_in_python() -> None:
     for seed in range(CALLS):
         torch.testing.assert_close(_trained(served, seed), _trained(eager, seed))
         assert len(served.memory) == len(eager.memory) <= 2
+
+
+@pytest.mark.slow
+def test_a_number_of_numpys_stays_one() -> None:
+    # TorchDynamo makes an array of it.
+    eager: Any = Stateful(_stepped, steps=numpy.int64(1))
+    served: Any = add_tvm_dispatch(copy.deepcopy(eager), on_fallback="silent")
+    for seed in range(4):
+        torch.testing.assert_close(_trained(served, seed), _trained(eager, seed))
+        assert (type(served.steps), served.steps) == (numpy.int64, eager.steps)
 
 
 @pytest.mark.slow

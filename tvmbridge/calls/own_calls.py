@@ -8,10 +8,12 @@ something that makes such a change.
 from __future__ import annotations
 
 import builtins
+import datetime
 import inspect
 import random
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,6 +36,24 @@ _SETTERS = (
     "_set_sdp",
     "_set_warnAlways",
     "set_anomaly",
+)
+_CLOCKS = frozenset(
+    {
+        datetime.date.today,
+        datetime.datetime.now,
+        datetime.datetime.today,
+        datetime.datetime.utcnow,
+        time.monotonic,
+        time.monotonic_ns,
+        time.perf_counter,
+        time.perf_counter_ns,
+        time.process_time,
+        time.process_time_ns,
+        time.thread_time,
+        time.thread_time_ns,
+        time.time,
+        time.time_ns,
+    }
 )
 _CONTAINERS = frozenset({bytes, deque, dict, list, set, str, tuple, type})
 _PYTHON_SETTERS = ("_set_", "set_")
@@ -65,11 +85,13 @@ class OwnCalls:
         generators: the modules whose global generator it may have used: torch, random or
             numpy.random.
         sets: whether it called a setter of PyTorch's.
+        clocks: the names of the functions by which user code asked for the time.
     """
 
     def __init__(self) -> None:
         self.generators: set[str] = set()
         self.sets = False
+        self.clocks: dict[str, None] = {}
         self._others = _other_threads()
 
     def note_builtin(self, function: Any) -> None:
@@ -80,6 +102,11 @@ class OwnCalls:
         self.note_value(function)
         if getattr(function, "__name__", "").startswith(_SETTERS):
             self._note_setter()
+
+    def note_clock(self, function: Any) -> None:
+        """Note a builtin function that user code calls, if it returns the time."""
+        if function in _CLOCKS:
+            self.clocks[function.__qualname__] = None
 
     def note_library(self, frame: FrameType) -> None:
         """Note a function of a library that is called."""

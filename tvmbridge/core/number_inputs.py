@@ -51,7 +51,7 @@ class Condition:
         """Whether the comparison has the outcome for ``value``; no if Python raises an error."""
         try:
             return self.comparison(self.computed(value), self.other) is self.outcome
-        except ArithmeticError:
+        except (ArithmeticError, ValueError):  # such as int(nan)
             return False
 
 

@@ -189,7 +189,7 @@ class Kind(enum.Enum):
         "call the module under torch.no_grad(), or pass an input that requires a gradient",
     )
     CHECKPOINT_WRITES = (
-        "forward writes buffers or arguments, and a checkpoint repeats a part of it",
+        "forward writes buffers, arguments or counters, and a checkpoint repeats a part of it",
         _CHECKPOINT,
     )
     CHECKPOINT_FIRST = "a checkpoint repeats a call that forward itself served", _CHECKPOINT

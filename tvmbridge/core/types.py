@@ -149,6 +149,11 @@ class Left:
     number: Callable[[Any], Any] | None = None
     of: tuple[str, str] | None = None
 
+    @property
+    def is_added(self) -> bool:
+        """Whether the value depends on what the call before has left."""
+        return self.number is not None or self.into == "end"
+
 
 @dataclass(frozen=True)
 class Epilogue:

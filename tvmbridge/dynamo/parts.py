@@ -23,10 +23,10 @@ from torch import fx
 from tvmbridge.core.errors import FallbackError
 from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.core.torch_private import (
-    changes_deque,
     dynamo_config,
     graph_breaks,
     skipped_frame,
+    state_unlike_python,
 )
 from tvmbridge.dynamo.backend import BackendOptions, graph_on_code
 from tvmbridge.dynamo.calls import CompiledGraph, EagerGraph
@@ -140,8 +140,9 @@ class ModuleInParts:
 
     def _backend(self, graph_module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
         """Return the function that runs a graph; TorchDynamo calls this method as its backend."""
-        if changes_deque():
-            raise skipped_frame("it changes a deque")
+        reason = state_unlike_python()
+        if reason is not None:
+            raise skipped_frame(reason)
         return in_pieces(graph_module, self._part) or self._part(graph_module)
 
     def _part(self, graph_module: fx.GraphModule) -> Callable[..., Any]:

@@ -87,7 +87,8 @@ class CompiledEntry:
             )
         self.training = TrainingCall(compiled, packing) if compiled.split is not None else None
         self.second_order = SecondOrder(state, captured, self.mismatch)
-        self.records_writes = self.training is not None and self.outputs.writes
+        writes = self.outputs.writes or state.carries_over
+        self.records_writes = self.training is not None and writes
         self.may_be_fast = may_be_fast(state, captured)
         # Consecutive calls that no fast guard accepted and the full guards did.
         self.slow_calls = 0

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import array
 import collections
+import datetime
 import itertools
 import os
 import queue
 import random
 import secrets
 import threading
+import time
 import types
 import uuid
 from collections.abc import Callable
@@ -109,6 +111,8 @@ EFFECTS: dict[str, tuple[Callable[..., Any], str]] = {
     "uuid": (lambda *_: float(uuid.uuid4().int % 7), "random numbers from the system"),
     "secrets": (lambda *_: float(secrets.randbelow(9)), "random numbers from the system"),
     "system": (lambda *_: random.SystemRandom().random(), "random numbers from the system"),
+    "time": (lambda *_: time.perf_counter(), r"asks for the time by perf_counter"),
+    "date": (lambda *_: datetime.datetime.now().timestamp(), r"the time by datetime\.now"),
     "numpy": (lambda *_: numpy.random.default_rng().random(), "random numbers from the system"),
     "leaf": (lambda _, x: x.requires_grad_(), "changes requires_grad of a tensor"),
     "frozen": (lambda m, _: m.weight.requires_grad_(False), "changes requires_grad of a tensor"),

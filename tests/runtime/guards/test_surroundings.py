@@ -268,8 +268,8 @@ def test_a_checkpoint_repeats_what_eager_repeats_of_the_statistics() -> None:
             checkpoint(called, x, use_reentrant=reentrant).sum().backward()
         torch.testing.assert_close(list(module.buffers()), list(plain.buffers()))
     assert plain.num_batches_tracked == 4
-    reasons = ["forward writes buffers or arguments, and a checkpoint repeats a part of it"]
-    assert list(dispatch_report(module).fallbacks) == reasons
+    (reason,) = dispatch_report(module).fallbacks
+    assert reason.startswith("forward writes buffers, arguments or counters, and a checkpoint")
 
 
 def test_recording_asked_for_in_inference_mode_records_nothing() -> None:

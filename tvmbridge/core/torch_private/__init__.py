@@ -256,15 +256,25 @@ def traced_code() -> list[Any]:
     return list(importlib.import_module("torch._guards").TracingContext.get_traced_code() or ())
 
 
-def changes_deque() -> bool:
-    """Whether the function that TorchDynamo captures changes a deque, whose limit it forgets."""
+def state_unlike_python() -> str | None:
+    """Return what TorchDynamo would leave otherwise than Python after the captured function.
+
+    It forgets the limit of a deque, and makes an array of a number of numpy's. None: nothing.
+    """
     translators = importlib.import_module("torch._dynamo.symbolic_convert")
     try:
-        effects = translators.InstructionTranslator.current_tx().output.side_effects
+        output = translators.InstructionTranslator.current_tx().output
     except AttributeError:
-        return False
+        return None
+    effects = output.side_effects
     held = effects.id_to_variable.values()
-    return any(type(v).__name__ == "DequeVariable" and effects.is_modified(v) for v in held)
+    if any(type(v).__name__ == "DequeVariable" and effects.is_modified(v) for v in held):
+        return "it changes a deque"
+    given = output.input_source_to_var.values()
+    arrays = [v for v in given if type(v).__name__ == "NumpyNdarrayVariable"]
+    if any(not v.proxy.node.meta["example_value"].dim() for v in arrays):
+        return "it reads a number of numpy's"
+    return None
 
 
 def guard_global_hooks(names: Iterable[str]) -> None:

@@ -66,6 +66,8 @@ def executed_functions(note: Callable[[Executed], None], own: OwnCalls) -> Itera
     def called(frame: FrameType, event: str, argument: object) -> None:
         if event == "c_call":
             own.note_builtin(argument)
+            if not is_library(frame.f_globals.get("__name__")):
+                own.note_clock(argument)
             return
         if event != "call" or id(frame.f_code) in of_libraries:
             return

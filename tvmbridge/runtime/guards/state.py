@@ -46,6 +46,8 @@ class ModuleState:
 
     - ``names``: the dotted names of the module's tensors that are inputs of the code.
     - ``kinds``: compares the tensors' dtypes, shapes and devices.
+    - ``carries_over``: whether forward leaves values, such as counts, that the next call reads or
+      adds to.
     - ``norms``: the weights that old ``weight_norm`` and ``spectral_norm`` hooks compute.
     """
 
@@ -92,6 +94,8 @@ class ModuleState:
         ]
         left = captured.convention.left.items()
         self._left = [(module.get_submodule(path), name, way) for (path, name), way in left]
+        reached = {*assumed.values, *map(_split, self.names)}
+        self.carries_over = any(way.is_added or key in reached for key, way in left)
         self.norms = OldNorms.of(module, assumed.normed)
         self._traced_hooks = list(map(traced_hooks, self._modules[1:]))
         self._is_hooked = any(self._traced_hooks)
@@ -408,3 +412,8 @@ def _is_unwritten(tensor: torch.Tensor, signs: tuple[int, int]) -> bool:
     """Whether ``tensor`` has the values that it had with these signs of :func:`_written`."""
     version, address = signs
     return version_of(tensor) == version and is_at(tensor, address)
+
+
+def _split(name: str) -> Key:
+    path, _, attribute = name.rpartition(".")
+    return path, attribute

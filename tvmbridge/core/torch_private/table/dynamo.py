@@ -65,6 +65,11 @@ DYNAMO = (
         has("call_method"),
     ),
     PrivateName(
+        "torch._dynamo.variables.tensor.NumpyNdarrayVariable",
+        "leaving a function to Python that reads a number of numpy's",
+        has("call_method"),
+    ),
+    PrivateName(
         "torch._guards.TracingContext",
         "whether a function that Dynamo captures asks for strides",
         has("get_traced_code"),
