@@ -12,6 +12,7 @@ from torch.export import Dim
 from torch.nn import functional
 
 from tvmbridge import add_tvm_dispatch, dispatch_report
+from tvmbridge.graph_capture.trace.sized_functions import _FUNCTIONS
 from tvmbridge.symbolic.code import traced_for
 from tvmbridge.symbolic.sizes import Size, Sizes
 from tvmbridge.symbolic.symbols import LinearSize, Symbols
@@ -98,3 +99,64 @@ def test_functions_are_served_at_all_sizes(name: str) -> None:
         torch.testing.assert_close(module(*given).double(), exact, rtol=1e-5, atol=1e-5)
     report = dispatch_report(module)
     assert report.tvm_calls == len(sizes), report.fallbacks
+
+
+_OF_THREE = {
+    "two remainders": lambda x, y: (
+        x[: x.shape[0] // 3].sum(0) + y[: (y.shape[0] + 1) // 3].exp().sum(0)
+    ),
+    "all remainders": lambda x, y: x[::3].sum(0) + y[1::3].exp().sum(0) + y[2::3].sin().sum(0),
+}
+
+
+@pytest.mark.parametrize("name", _OF_THREE)
+def test_quotients_that_agree_at_many_sizes_are_told_apart(name: str) -> None:
+    torch.manual_seed(0)
+    module: Any = Calls(_OF_THREE[name]).eval()
+    first = torch.randn(9, 4), torch.randn(9, 4)
+    rows = Dim("rows", min=2)
+    add_tvm_dispatch(module, first, dynamic_shapes=(({0: rows}, {0: rows}),), on_fallback="silent")
+    for size in (9, 16, 17, 33, 34, 35, 103):
+        x, y = torch.randn(size, 4), torch.randn(size, 4)
+        exact = _OF_THREE[name](x.double(), y.double())
+        torch.testing.assert_close(module(x, y).double(), exact, rtol=1e-5, atol=1e-5)
+    assert dispatch_report(module).tvm_calls == 7
+
+
+def test_sizes_that_agree_at_all_points_are_none() -> None:
+    points = [(24,), (478,), (6,)]
+    values = tuple(n // 3 for (n,) in points)
+    third, other, same = (
+        Size(terms, 3) for terms in (((1, (1,)),), ((1, (1,)), (1, (0,))), ((1, (1,)), (0, (0,))))
+    )
+    assert Sizes(points, [third]).find_divided(values) == third
+    assert Sizes(points, [third, other]).find_divided(values) is None
+    assert Sizes(points, [third, same]).find_divided(values) == third
+
+
+_MIXED = torch.float64, torch.float32
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments"),
+    [
+        (torch.take_along_dim, (torch.randn(4, 3), torch.ones(1, 1, dtype=torch.int32), 0)),
+        (torch.take_along_dim, (torch.randn(4, 3), torch.ones(1, 1, dtype=torch.int64), 5)),
+        (torch.take_along_dim, (torch.randn(4, 3), torch.ones(1, dtype=torch.int64), 0)),
+        (torch.take_along_dim, (torch.randn(()), torch.tensor(0), 0)),
+        (torch.block_diag, (torch.randn(2, 2, 2),)),
+        (torch.block_diag, (torch.randn(2), torch.tensor(1.0, dtype=torch.float64))),
+        (torch.linalg.multi_dot, ([torch.randn(2, 3)],)),
+        (torch.linalg.multi_dot, ([torch.randn(2, 2, 3), torch.randn(3, 4)],)),
+        (torch.linalg.multi_dot, ([torch.randn(2, 2, dtype=d) for d in _MIXED],)),
+    ],
+)
+def test_arguments_that_a_replacement_is_not_for_are_pytorchs(
+    function: Callable[..., torch.Tensor], arguments: tuple[Any, ...]
+) -> None:
+    assert _FUNCTIONS[function](*arguments) is None
+
+
+def test_an_index_without_a_dimension_is_not_wrapped() -> None:
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        _FUNCTIONS[torch.take_along_dim](torch.randn(4), torch.tensor([-1]))

@@ -117,6 +117,8 @@ def _extremes(program: Any, hints: Mapping[Any, int]) -> Iterator[Any]:
         if name in ("Min", "Max"):
             traced, sign = function.subs(hints), 1 if name == "Min" else -1
             equal = [a for a in function.args if a.subs(hints) == traced]
+            if not equal:
+                raise CaptureError(f"forward takes {function}, of a size that is not known")
             chosen = min(equal, key=lambda a, sign=sign: sign * a.subs(far))  # type: ignore[misc]
             of = sympy.Le if name == "Min" else sympy.Ge
             yield from (of(chosen, a) for a in function.args if a is not chosen)
@@ -140,7 +142,7 @@ def relations_in(program: Any) -> Relations:
     """Return the relations that an exported program was traced under.
 
     Raises:
-        CaptureError: no argument is a tensor.
+        CaptureError: no argument is a tensor, or data decide which of two sizes is smaller.
     """
     names = program.graph_signature.user_inputs
     nodes = {n.name: n for n in program.graph.find_nodes(op="placeholder")}

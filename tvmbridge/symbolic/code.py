@@ -48,7 +48,7 @@ class Points:
 
     - ``least``, ``most``: the smallest and largest values of the symbols that the code serves.
     - ``middle``: values that are common in calls.
-    - ``between``: further corners of the box from ``least`` to ``most``.
+    - ``between``: further corners of the box from ``least`` to ``most``, and points in it.
     """
 
     least: Point

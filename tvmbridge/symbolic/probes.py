@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,8 +21,9 @@ from tvmbridge.core.torch_private import OpOverload, pytree
 from tvmbridge.graph_capture.any_size import SymbolicTrace, shapes_of
 from tvmbridge.graph_capture.relations import Relations
 from tvmbridge.symbolic.code import Points
-from tvmbridge.symbolic.sizes import Point
+from tvmbridge.symbolic.sizes import Point, Size, alike
 from tvmbridge.symbolic.symbols import LEAST_SIZE, Dimension, Symbols
+from tvmbridge.symbolic.traced import traced_sizes
 
 _LANES = 64
 # The largest sample size is this many times the largest size that calls had.
@@ -31,6 +33,8 @@ _FAR = 8
 _LEAST = (3, 5, 7, 11, 17)
 # Up to this bound a symbol has so few sizes that each may have code of its own.
 _FEW = 16
+# How many points are added to tell sizes of a trace apart.
+_MOST_MORE = 3
 _SMALL_DIVISORS = 2 * 3 * 5 * 7
 # Limits that are tried in turn, since forward may bound sizes in a way that is not analyzed.
 _LIMITS = tuple(1 << i for i in range(40, 4, -1))
@@ -93,6 +97,10 @@ def points_within(
         min(_bound(relations, symbols, d, size) for d in group)
         for group, size in zip(symbols.dimensions, largest, strict=True)
     ]
+
+    def broken_at(point: Point) -> str | None:
+        return relations.broken(shapes_of(symbols.probe(*sample, point)))
+
     floors = floors or _floors(relations, symbols, sample)
     smallest = [*smallest, *(tuple(map(max, least, floors)) for least in smallest)]
     broken: str | None = None
@@ -105,15 +113,31 @@ def points_within(
         )
         if points is None:
             continue
-        probes = (symbols.probe(*sample, point) for point in points.all)
-        broken = next(filter(None, map(relations.broken, map(shapes_of, probes))), None)
+        broken = next(filter(None, map(broken_at, points.all)), None)
         if broken is None:
-            return points
+            return _told_apart(points, traced_sizes(trace, symbols), broken_at)
     reason = broken or f"there are no sizes to compile for around {largest}"
     message = f"forward goes another way at other sizes: {reason}"
     if broken is None and max(bounds) <= _FEW:
         raise FewSizesError(message, math.prod(bounds))
     raise CaptureError(message)
+
+
+def _told_apart(
+    points: Points, traced: Sequence[Size], broken_at: Callable[[Point], str | None]
+) -> Points:
+    """Return ``points`` with points at which sizes of a trace differ that agree at all others."""
+    for _ in range(_MOST_MORE):
+        more = (
+            point
+            for _, point in alike(traced, points.all)
+            if points.hold(point) and broken_at(point) is None
+        )
+        point = next(more, None)
+        if point is None:
+            break
+        points = replace(points, between=(*points.between, point))
+    return points
 
 
 def _bound(relations: Relations, symbols: Symbols, dimension: Dimension, largest: int) -> int:

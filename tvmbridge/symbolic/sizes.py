@@ -33,6 +33,8 @@ _DIVISORS = tuple(1 << i for i in range(1, 17))
 _LEAST_QUOTIENT = 16
 # How many rows or columns padding may add to an image, or a window remove.
 _BORDERS = range(-2, 7)
+# How far from a point two functions of the symbols are compared, at most.
+_MOST_NEAR = 1 << 10
 
 
 class DifferentCodeError(BuildError):
@@ -111,11 +113,13 @@ class Sizes:
         traced: sizes that the code is known to have, such as those of a symbolic trace.
     """
 
-    def __init__(self, points: Sequence[Point], traced: Iterable[Size] = ()) -> None:
+    def __init__(self, points: Sequence[Point], traced: Sequence[Size] = ()) -> None:
         self.points = tuple(points)
         self.traced = tuple(traced)
         self.symbols = len(points[0])
         self._found: dict[tuple[int, ...], Size] = {}
+        # Values at the points that several sizes of the trace have.
+        self._ambiguous = {tuple(a.at(p) for p in self.points) for a, _ in alike(traced, points)}
         self._atoms: tuple[Size, ...] = ()
         # Sums that were found, each with its values at the points.
         self._sums_found: dict[Size, tuple[int, ...]] = {}
@@ -133,7 +137,7 @@ class Sizes:
     def _enter(self, size: Size) -> None:
         """Add a size of a trace, and its quotients as factors of further sizes."""
         values = tuple(size.at(p) for p in self.points)
-        if len(set(values)) > 1:
+        if len(set(values)) > 1 and values not in self._ambiguous:
             self._add(values, self._found.get(values, size))
         quotients = [q for q in (size, *size.atoms) if q.divisor > 1 and not q.remainder]
         self._atoms = tuple(dict.fromkeys((*self._atoms, *quotients)))
@@ -141,6 +145,8 @@ class Sizes:
     def find(self, values: tuple[int, ...]) -> Size | None:
         """Return the size with these values at the points; None if there is none, or several."""
         sought = values, len(self._atoms), len(self._sums_found)
+        if values in self._ambiguous:
+            return None
         if values not in self._found and sought not in self._missed:
             size = self._polynomial(values) or self.only(self._of_atoms(values))
             if size is None and min(values) >= _LEAST_QUOTIENT:
@@ -154,7 +160,7 @@ class Sizes:
     def find_divided(self, values: tuple[int, ...]) -> Size | None:
         """Like :meth:`find`, but try quotients and remainders of the known polynomials too."""
         known = self.find(values)
-        if known is not None or max(values) < _LEAST_QUOTIENT:
+        if known is not None or max(values) < _LEAST_QUOTIENT or values in self._ambiguous:
             return known
         whole = self.known
         whole -= {s for s in whole if _begins_last_vector(s, whole)}
@@ -312,6 +318,32 @@ class Sizes:
         """Return a candidate if all candidates are the same function of the symbols, else None."""
         functions = {tuple(at(c, p) for p in self._elsewhere): c for c in candidates}
         return next(iter(functions.values())) if len(functions) == 1 else None
+
+
+def alike(sizes: Sequence[Size], points: Sequence[Point]) -> list[tuple[Size, Point]]:
+    """Return the sizes that agree with an earlier one at ``points``, and a point where they differ.
+
+    ``(s + 1) // 3`` and ``s // 3`` agree at all multiples of 3. Sizes that agree near the points as
+    well, as ``(s - 1) // 2 + 1`` and ``(s + 1) // 2`` do, are the same function.
+    """
+    first: dict[tuple[int, ...], Size] = {}
+    found = []
+    for size in sizes:
+        other = first.setdefault(tuple(size.at(p) for p in points), size)
+        if other != size:
+            near = _near(points[0], (q.divisor for s in (size, other) for q in (s, *s.atoms)))
+            apart = next((p for p in near if size.at(p) != other.at(p)), None)
+            found += [] if apart is None else [(size, apart)]
+    return found
+
+
+def _near(point: Point, divisors: Iterable[int]) -> Iterable[Point]:
+    """Yield points in each direction from ``point``, until remainders by ``divisors`` repeat."""
+    reach = min(math.lcm(*divisors), _MOST_NEAR)
+    for away in range(1, reach + 1):
+        for i, size in enumerate(point):
+            yield (*point[:i], size + away, *point[i + 1 :])
+        yield tuple(size + away for size in point)
 
 
 def _linear(values: Sequence[int], of: Sequence[int]) -> tuple[int, int] | None:

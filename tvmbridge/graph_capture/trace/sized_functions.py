@@ -2,7 +2,8 @@
 
 Such code makes a constant of a symbolic size: the trace would be valid for the sample's size alone.
 The replacements consist of operators that take symbolic sizes. They are used only for tensors with
-such sizes.
+such sizes. A replacement returns None for arguments that it is not for, most of which are errors.
+PyTorch's function is then called.
 """
 
 from __future__ import annotations
@@ -21,9 +22,13 @@ from tvmbridge.graph_capture.trace.function_table import Call, replaces
 
 def _take_along_dim(
     input: torch.Tensor, indices: torch.Tensor, dim: int | None = None
-) -> torch.Tensor:
+) -> torch.Tensor | None:
+    if indices.dtype != torch.int64:
+        return None
     if dim is None:
-        return _take_along_dim(input.reshape(-1), indices.reshape(-1), 0)
+        return input.reshape(-1).gather(0, indices.reshape(-1))
+    if input.dim() != indices.dim() or not -input.dim() <= dim < input.dim():
+        return None
     dim = dim % input.dim()
     ones = [[1 if i == dim else n for i, n in enumerate(x.shape)] for x in (input, indices)]
     shape = torch.broadcast_shapes(*map(tuple, ones))
@@ -43,7 +48,10 @@ def _kron(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return (rows * columns).reshape([a * b for a, b in zip(left, right, strict=True)])
 
 
-def _block_diag(*tensors: torch.Tensor) -> torch.Tensor:
+def _block_diag(*tensors: torch.Tensor) -> torch.Tensor | None:
+    # The dtype of a tensor without dimensions counts less than those of others.
+    if not tensors or {t.dim() for t in tensors} - {1, 2}:
+        return None
     blocks = [torch.atleast_2d(t) for t in tensors]
     dtype = functools.reduce(torch.promote_types, [b.dtype for b in blocks])
     widths = [b.shape[1] for b in blocks]
@@ -54,8 +62,13 @@ def _block_diag(*tensors: torch.Tensor) -> torch.Tensor:
     return torch.cat(rows)
 
 
-def _multi_dot(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def _multi_dot(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """Return the product in an order that no size decides: from the vector, if there is one."""
+    inner = {t.dim() for t in tensors[1:-1]}
+    if len(tensors) < 2 or inner - {2} or {tensors[0].dim(), tensors[-1].dim()} - {1, 2}:
+        return None
+    if len({t.dtype for t in tensors}) > 1:
+        return None
     if tensors[-1].dim() == 1:
         return functools.reduce(lambda product, matrix: matrix @ product, reversed(tensors))
     return functools.reduce(torch.matmul, tensors)
@@ -77,4 +90,5 @@ def _of_any_size(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     symbolic = any(isinstance(n, torch.SymInt) for t in tensors for n in t.shape)
     if "out" in kwargs or not (symbolic or sizes_vary()):
         return call(*args, **kwargs)
-    return _FUNCTIONS[call.function](*args, **kwargs)
+    result = _FUNCTIONS[call.function](*args, **kwargs)
+    return call(*args, **kwargs) if result is None else result
