@@ -73,11 +73,22 @@ _COMPLEX: Mapping[str, Form] = {
     "moves": lambda x: torch.cat([_pairs(x), _pairs(x).conj()]).T.flip(0).unbind(1)[4].imag,
     "functions": lambda x: (torch.exp(_pairs(x) - 1j).real, (_pairs(x).mean(1) ** 2).imag),
     "copies": lambda x: (x.to(torch.complex64) * 2j).imag.double(),
+    "of integers": lambda x: torch.add(_pairs(x), _bytes(x), alpha=9).real - (_bytes(x) * 2j).imag,
+    "joined with integers": lambda x: torch.cat([_pairs(x), _bytes(x)]).imag,
+    "chosen from integers": lambda x: torch.where(_bytes(x) > 99, _pairs(x), _bytes(x)).imag,
+    "padded with a number": lambda x: functional.pad(_pairs(x), (1, 2), value=3.0).imag,
+    "imaginary bools": lambda x: torch.complex(x * 0, x.relu()).bool(),
+    "quotients by zero": lambda x: torch.view_as_real(_pairs(x) / (_pairs(x) * 0)),
+    "large exponentials": lambda x: torch.exp(torch.complex(x.abs() * 1e6, x * 0)).imag,
 }
 
 
 def _of_many(x: torch.Tensor) -> torch.Tensor:
     return torch.fft.rfft(torch.cat([x.flatten()] * 4)[:300])
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    return (x[:, :16].abs() * 99).to(torch.uint8)
 
 
 def _pairs(x: torch.Tensor) -> torch.Tensor:
