@@ -58,13 +58,21 @@ _IMAGES: Mapping[str, Form] = {
 }
 
 
-# The shape of the operand is (3, 32).
+_SIGNALS = torch.randn(3, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 _COMPLEX: Mapping[str, Form] = {
+    "rotation": lambda x: torch.view_as_real(_pairs(x) * torch.polar(x[:, 16:], x[:, :16])),
+    "of integers": lambda x: torch.add(_pairs(x), _bytes(x), alpha=9).real - (_bytes(x) * 2j).imag,
+    "joined with integers": lambda x: torch.cat([_pairs(x), _bytes(x)]).imag,
+    "chosen from integers": lambda x: torch.where(_bytes(x) > 99, _pairs(x), _bytes(x)).imag,
+    "padded with a number": lambda x: functional.pad(_pairs(x), (1, 2), value=3.0).imag,
+    "imaginary bools": lambda x: torch.complex(x * 0, x.relu()).bool(),
+}
+_MORE_COMPLEX: Mapping[str, Form] = {
+    "large exponentials": lambda x: torch.exp(torch.complex(x.abs() * 1e6, x * 0)).imag,
+    "inverse": lambda x: torch.fft.irfft(torch.fft.rfft(x), norm="forward"),
     "fft": lambda x: torch.fft.fft2(x).imag,
     "real fft": lambda x: torch.fft.rfft(x, norm="ortho").angle(),
-    "inverse": lambda x: torch.fft.irfft(torch.fft.rfft(x), norm="forward"),
     "many numbers": lambda x: torch.fft.irfft(_of_many(x) * (0.5 - 1j), n=300),
-    "rotation": lambda x: torch.view_as_real(_pairs(x) * torch.polar(x[:, 16:], x[:, :16])),
     "quotients": lambda x: ((_pairs(x) / _pairs(x * 3)).real, (1 / _pairs(x)).imag),
     "products": lambda x: (
         (_pairs(x) @ _pairs(x).mH).real,
@@ -73,11 +81,16 @@ _COMPLEX: Mapping[str, Form] = {
     "moves": lambda x: torch.cat([_pairs(x), _pairs(x).conj()]).T.flip(0).unbind(1)[4].imag,
     "functions": lambda x: (torch.exp(_pairs(x) - 1j).real, (_pairs(x).mean(1) ** 2).imag),
     "copies": lambda x: (x.to(torch.complex64) * 2j).imag.double(),
+    "quotients by zero": lambda x: torch.view_as_real(_pairs(x) / (_pairs(x) * 0)),
 }
 
 
 def _of_many(x: torch.Tensor) -> torch.Tensor:
     return torch.fft.rfft(torch.cat([x.flatten()] * 4)[:300])
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    return (x[:, :16].abs() * 99).to(torch.uint8)
 
 
 def _pairs(x: torch.Tensor) -> torch.Tensor:
@@ -101,12 +114,10 @@ class Forms(nn.Module):
         (_INTEGERS, torch.arange(30).view(3, 10) % 10),
         (_FLOATS, torch.randn(3, 10, generator=torch.Generator().manual_seed(0))),
         (_IMAGES, torch.randn(2, 4, 9, 8, generator=torch.Generator().manual_seed(0))),
-        (
-            _COMPLEX,
-            torch.randn(3, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0)),
-        ),
+        (_COMPLEX, _SIGNALS),
+        pytest.param(_MORE_COMPLEX, _SIGNALS, marks=pytest.mark.slow),
     ],
-    ids=["integers", "floats", "images", "complex"],
+    ids=["integers", "floats", "images", "complex", "more complex"],
 )
 def test_forms(forms: Mapping[str, Form], sample: torch.Tensor, tmp_path: Path) -> None:
     module = Forms(forms).eval()

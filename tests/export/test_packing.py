@@ -31,7 +31,9 @@ class Readers(nn.Module):
         return y, first, y @ self.summed + self.summed[0], squared, self.table.weight @ y.mT
 
 
-@pytest.mark.parametrize("shape", [(1, 64), (3, 5, 64)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 5, 64), pytest.param((3, 5, 64), marks=pytest.mark.slow)], ids=str
+)
 def test_packed_weights_give_the_products(shape: tuple[int, ...], tmp_path: Path) -> None:
     torch.manual_seed(0)
     module, x = Readers().eval(), torch.randn(shape)

@@ -8,7 +8,8 @@ that has none stays in the graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ def complex_decompositions(table: Mapping[Any, Function]) -> dict[Any, Function]
 def _for_complex(parts: Function, otherwise: Function | None) -> Function:
     def decompose(*args: Any, **kwargs: Any) -> Any:
         leaves = pytree.tree_leaves((args, kwargs))
-        if any(isinstance(leaf, torch.Tensor) and leaf.is_complex() for leaf in leaves):
+        if any(isinstance(leaf, complex) or _is_complex(leaf) for leaf in leaves):
             return parts(*args, **kwargs)
         return NotImplemented if otherwise is None else otherwise(*args, **kwargs)
 
@@ -50,6 +51,20 @@ def _parts(value: Any) -> Parts:
         real, imaginary = torch.view_as_real(value).unbind(-1)
         return real, imaginary
     return (value.real, value.imag) if isinstance(value, complex) else (value, 0.0)
+
+
+def _promoted(a: Any, b: Any) -> tuple[Parts, Parts]:
+    """Return the parts of both operands in the dtype of the result.
+
+    Integers would wrap in a dtype of their own.
+    """
+    dtype = torch.result_type(a, b).to_real()
+
+    def converted(part: Any) -> Any:
+        return part.to(dtype) if isinstance(part, torch.Tensor) else part
+
+    (re, im), (other_re, other_im) = _parts(a), _parts(b)
+    return (converted(re), converted(im)), (converted(other_re), converted(other_im))
 
 
 def _pair(real: torch.Tensor, imaginary: torch.Tensor) -> torch.Tensor:
@@ -70,7 +85,7 @@ def _as_tensor(value: Any, like: torch.Tensor) -> torch.Tensor:
 def _sum(a: Any, b: Any, *, alpha: Any = 1) -> Any:
     if isinstance(alpha, complex):
         return NotImplemented
-    (re, im), (other_re, other_im) = _parts(a), _parts(b)
+    (re, im), (other_re, other_im) = _promoted(a, b)
     real, imaginary = re + alpha * other_re, im + alpha * other_im
     if not isinstance(real, torch.Tensor):
         return NotImplemented
@@ -82,16 +97,16 @@ def _difference(a: Any, b: Any, *, alpha: Any = 1) -> Any:
 
 
 def _product(a: Any, b: Any) -> torch.Tensor:
-    (re, im), (other_re, other_im) = _parts(a), _parts(b)
+    (re, im), (other_re, other_im) = _promoted(a, b)
     real, imaginary = re * other_re - im * other_im, re * other_im + im * other_re
     return _result(real, imaginary, a, b)
 
 
 def _quotient(a: Any, b: Any) -> torch.Tensor:
-    (re, im), (c, d) = _parts(a), _parts(b)
-    if not (isinstance(b, torch.Tensor) and b.is_complex()):
-        if isinstance(b, complex):
-            return _product(a, 1 / b)
+    (re, im), (c, d) = _promoted(a, b)
+    if isinstance(b, complex):
+        c, d = torch.full_like(re, c), torch.full_like(re, d)
+    elif not _is_complex(b):
         return _result(re / c, im / c, a, b)
     # The larger part of the divisor is divided by, so that its square does not overflow.
     wide = c.abs() >= d.abs()
@@ -101,6 +116,8 @@ def _quotient(a: Any, b: Any) -> torch.Tensor:
     scale = 1 / (large + small * ratio)
     real = torch.where(wide, re + im * ratio, re * ratio + im) * scale
     imaginary = torch.where(wide, im - re * ratio, im * ratio - re) * scale
+    real = torch.where(zero, re / c.abs(), real)
+    imaginary = torch.where(zero, im / d.abs(), imaginary)
     return _result(real, imaginary, a, b)
 
 
@@ -131,7 +148,10 @@ def _angle(x: torch.Tensor) -> torch.Tensor:
 
 def _exponential(x: torch.Tensor) -> torch.Tensor:
     real, imaginary = _parts(x)
-    return _polar(torch.exp(real), imaginary)
+    magnitude = torch.exp(real)
+    # An infinite magnitude times zero would be NaN.
+    sine = torch.where(imaginary == 0, imaginary, magnitude * torch.sin(imaginary))
+    return _pair(magnitude * torch.cos(imaginary), sine)
 
 
 def _power(x: Any, exponent: Any) -> Any:
@@ -155,10 +175,12 @@ def _converted(x: torch.Tensor, *, dtype: torch.dtype | None = None, **_: Any) -
     """Return a copy; of a complex tensor, a real dtype takes the real part."""
     dtype = x.dtype if dtype is None else dtype
     real, imaginary = _parts(x)
+    if dtype == torch.bool:
+        return (real != 0) | (imaginary != 0)
     if not dtype.is_complex:
         return real.to(dtype)
-    part = dtype.to_real()
-    return _pair(real.to(part), _as_tensor(imaginary, real).to(part))
+    real = real.to(dtype.to_real())
+    return _pair(real, _as_tensor(imaginary, real).to(real.dtype))
 
 
 def _to_copy(x: torch.Tensor, **kwargs: Any) -> Any:
@@ -182,19 +204,38 @@ def _by_part(op: Any) -> Function:
     return parts
 
 
+def _is_complex(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_complex()
+
+
 def _real_part(value: Any) -> Any:
-    return _parts(value)[0] if _is_value(value) else value
+    return _parts(value)[0] if _is_complex(value) else value
 
 
 def _imaginary_part(value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and value.is_floating_point():
-        return torch.zeros_like(value)
-    return _parts(value)[1] if _is_value(value) else value
+    return _parts(value)[1] if _is_complex(value) else value
 
 
-def _is_value(value: Any) -> bool:
-    """Whether a value has parts: an index and a dimension have none."""
-    return isinstance(value, complex) or (isinstance(value, torch.Tensor) and value.is_complex())
+def _joined(op: Any) -> Function:
+    """Return a decomposition of an operator that joins tensors, some of which may be real."""
+    by_part = _by_part(op)
+
+    def parts(tensors: Sequence[torch.Tensor], dim: int = 0) -> Any:
+        dtype = reduce(torch.promote_types, [t.dtype for t in tensors])
+        return by_part([_converted(t, dtype=dtype) for t in tensors], dim)
+
+    return parts
+
+
+def _where(condition: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Any:
+    dtype = torch.result_type(a, b)
+    chosen = (_converted(a, dtype=dtype), _converted(b, dtype=dtype))
+    return _by_part(aten.where.self)(condition, *chosen)
+
+
+def _padded(x: torch.Tensor, pad: Sequence[int], value: Any = 0) -> torch.Tensor:
+    pairs = zip(_parts(x), (value.real, value.imag), strict=True)
+    return _pair(*(aten.constant_pad_nd(part, pad, number) for part, number in pairs))
 
 
 _ARITHMETIC: dict[Any, Function] = {
@@ -222,6 +263,9 @@ _ARITHMETIC: dict[Any, Function] = {
     aten.conj_physical.default: _conjugate,
     aten.real.default: lambda x: _parts(x)[0],
     aten.imag.default: lambda x: _parts(x)[1],
+    aten.where.self: _where,
+    aten.constant_pad_nd.default: _padded,
+    **{op: _joined(op) for op in (aten.cat.default, aten.stack.default)},
     **{op: _matrix_product(op) for op in (aten.mm.default, aten.bmm.default, aten.matmul.default)},
 }
 _MAKE_COMPLEX: dict[Any, Function] = {
@@ -230,14 +274,13 @@ _MAKE_COMPLEX: dict[Any, Function] = {
     aten._to_copy.default: _to_copy,
 }
 _BY_PART = (
-    aten.alias.default, aten.cat.default, aten.clone.default, aten.detach.default,
+    aten.alias.default, aten.clone.default, aten.detach.default,
     aten.diagonal.default, aten.expand.default, aten.flip.default, aten.gather.default,
     aten.index.Tensor, aten.index_select.default, aten.mean.default, aten.mean.dim,
     aten.neg.default, aten.permute.default, aten.repeat.default, aten.reshape.default,
     aten.resolve_conj.default, aten.resolve_neg.default, aten.roll.default, aten.select.int,
     aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, aten.squeeze.default,
-    aten.squeeze.dim, aten.squeeze.dims, aten.stack.default, aten.sum.default,
+    aten.squeeze.dim, aten.squeeze.dims, aten.sum.default,
     aten.sum.dim_IntList, aten.t.default, aten.transpose.int, aten.unbind.int, aten.unfold.default,
-    aten.unsqueeze.default, aten.view.default, aten._unsafe_view.default, aten.where.self,
-    aten.constant_pad_nd.default, aten.cumsum.default,
+    aten.unsqueeze.default, aten.view.default, aten._unsafe_view.default, aten.cumsum.default,
 )  # fmt: skip
