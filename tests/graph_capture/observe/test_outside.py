@@ -239,6 +239,17 @@ def test_what_changes_at_each_call_is_refused(read: Callable[..., Any], message:
     assert NUMPYS.bit_generator.state == numpys
 
 
+class Keyed:
+    """An object that is no module, and whose hash is its address."""
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+def test_the_id_of_what_is_no_module_is_no_effect() -> None:
+    add_tvm_dispatch(Model(lambda _: float(len({Keyed()}))).eval(), torch.randn(4))
+
+
 def _filled(_: Model) -> float:
     if not TABLE:
         TABLE.append(2.0)

@@ -10,6 +10,7 @@ from types import CellType, CodeType, FrameType
 from typing import Any
 
 import torch
+from torch import nn
 
 from tvmbridge.calls.callers import calling_python_module
 from tvmbridge.calls.own_calls import OwnCalls
@@ -25,7 +26,7 @@ from tvmbridge.graph_capture.observe.names import Names, names_of
 # Functions of these packages need no guards: the settings that they read are watched elsewhere,
 # and their other globals do not change results.
 _LIBRARIES = frozenset({"functorch", "mpmath", "numpy", "sympy", "torch", "torchgen", "triton"})
-_LIBRARIES |= {"tvm", "tvmbridge", "typing_extensions"}
+_LIBRARIES |= {"tqdm", "tvm", "tvmbridge", "typing_extensions"}
 _DEVICE = torch.ops.prim.device.default
 _IMPORTING = "<frozen importlib._bootstrap>"
 
@@ -38,12 +39,14 @@ class Executed:
     - ``globals``: the globals of its Python module.
     - ``free``: the values of its free variables, by name.
     - ``cells``: the cells of these variables; None if the function object is unknown.
+    - ``of_module``: whether its ``self`` was a module when it ran; None: it is not known.
     """
 
     code: CodeType
     globals: dict[str, Any] = field(repr=False)
     free: Mapping[str, Any]
     cells: Mapping[str, CellType] | None = field(default=None, repr=False)
+    of_module: bool | None = None
 
     @property
     def names(self) -> Names:
@@ -81,7 +84,8 @@ def executed_functions(note: Callable[[Executed], None], own: OwnCalls) -> Itera
         key = (id(code), *map(id, free.values()))
         if key not in known and _imports_under_way(frame) == before:
             known[key] = code
-            note(Executed(code, frame.f_globals, free))
+            of_module = isinstance(frame.f_locals.get("self"), nn.Module)
+            note(Executed(code, frame.f_globals, free, of_module=of_module))
 
     with _profiled(called), _Unprofiled(called):
         yield

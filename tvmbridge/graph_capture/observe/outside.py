@@ -151,7 +151,7 @@ class OutsideReads:
         names = executed.names
         if asks_type(executed.code):
             self.types.append(executed.code.co_name)
-        if asks_own_id(executed.code):
+        if executed.of_module is not False and asks_own_id(executed.code):
             self.complaints.append("asks for the id of self, which is another in a trace")
         if names.looked_up & _PAST_CLASSES and executed.code.co_name not in _PAST_CLASSES:
             self._objects.blind = True
