@@ -32,13 +32,24 @@ class Calls(nn.Module):
 
 def test_quotients_of_a_trace_are_functions_of_the_symbols_of_the_code() -> None:
     symbols = Symbols((((0, 0),),), {(0, 0): LinearSize(2, 1)})
-    module = Calls(lambda x: functional.conv1d(x.t()[None], torch.ones(1, 2, 3), stride=3))
-    trace = traced_for(module, symbols, ((torch.randn(9, 2),), {}), needs_grad=False, autocast=())
-    found = traced_sizes(trace, symbols)
+    found = _sizes_in(lambda x: x[::3].exp(), symbols)
     for symbol in (4, 5, 9, 30):
         values = {size.at((symbol,)) for size in found}
-        assert (2 * symbol + 1 - 3) // 3 + 1 in values
+        assert (2 * symbol + 1 + 2) // 3 in values
         assert 2 * symbol + 1 in values
+
+
+def test_quotients_beside_convolutions_are_left_out() -> None:
+    symbols = Symbols((((0, 0),),), {(0, 0): LinearSize(1, 0)})
+    weights = torch.ones(1, 2, 3)
+    found = _sizes_in(lambda x: functional.conv1d(x.t()[None], weights, stride=3), symbols)
+    assert found == _sizes_in(lambda x: x.exp(), symbols)
+
+
+def _sizes_in(function: Callable[..., torch.Tensor], symbols: Symbols) -> list[Size]:
+    given = (torch.randn(9, 2),)
+    trace = traced_for(Calls(function), symbols, (given, {}), needs_grad=False, autocast=())
+    return traced_sizes(trace, symbols)
 
 
 def test_a_size_of_the_trace_is_found_where_no_guess_would_find_it() -> None:

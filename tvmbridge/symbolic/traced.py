@@ -18,19 +18,26 @@ from tvmbridge.symbolic.symbols import Symbols
 
 # Classes of PyTorch for quotients and remainders, by name because they are private.
 _QUOTIENTS, _REMAINDERS = ("FloorDiv", "CleanDiv"), ("Mod", "PythonMod")
+# Parts of the names of operators whose windows may have strides.
+_WINDOWS = ("conv", "pool")
 
 
 def traced_sizes(trace: SymbolicTrace, symbols: Symbols) -> list[Size]:
     """Return the sizes in the shapes of ``trace`` that depend on ``symbols``, each one once.
 
     Expressions other than polynomials, and quotients and remainders of polynomials by an integer,
-    are left out.
+    are left out. Quotients are left out as well beside convolutions and poolings: with them, code
+    for a ResNet wrote beyond its memory.
     """
+    windows = any(name in str(n.target) for n in trace.program.graph.nodes for name in _WINDOWS)
     places = [sympy.Symbol(f"size{i}", integer=True) for i in range(len(symbols.dimensions))]
     known = _values(trace, symbols, places)
     found: dict[Size, None] = {}
     for expression in expressions_in(trace.program):
-        size = _size(expression.subs(trace.relations.replaced).subs(known), places)
+        expression = expression.subs(trace.relations.replaced).subs(known)
+        if windows and expression.atoms(sympy.Function):
+            continue
+        size = _size(expression, places)
         if size is not None:
             found.setdefault(size)
     return list(found)
