@@ -50,8 +50,10 @@ def drop_open_masks(graph: fx.Graph) -> None:
         if not isinstance(mask, fx.Node) or _argument(node, causal_place):
             continue
         value = _constant(mask, known)
-        causal = simplifies(value is not None and _is_causal(value))
-        if not causal and not simplifies(value is not None and _is_open(value)):
+        if value is None:
+            continue
+        causal = simplifies(_is_causal(value))
+        if not causal and not simplifies(_is_open(value)):
             continue
         kernel = _kernel_without_mask(node, causal) if str(node.target) == _FUSED else None
         backward = _backward_of(node) if str(node.target) == _FUSED else []
