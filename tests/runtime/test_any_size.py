@@ -288,3 +288,25 @@ def test_no_code_takes_the_smaller_of_two_sizes_to_be_always_the_same_one() -> N
     for size in [(31, 9), (24, 24), (40, 16), (50, 17), (17, 129), (9, 31)]:
         x = torch.randn(*size)
         torch.testing.assert_close(module(x), Diagonal()(x))
+
+
+class Masked(nn.Module):
+    """Attention whose mask is an argument, and no constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        q = self.inner(x)[:, None]
+        return nn.functional.scaled_dot_product_attention(q, q, q, mask[:, None, None])
+
+
+def test_a_mask_that_is_no_constant_decides_nothing_by_sizes() -> None:
+    module = Masked().eval()
+    reference = copy.deepcopy(module)
+    add_tvm_dispatch(module, dynamic_shapes="auto", on_fallback="raise")
+    with torch.no_grad():
+        for batch, tokens in ((2, 16), (3, 23), (4, 31), (5, 37), (2, 40), (6, 18)):
+            given = torch.randn(batch, tokens, 8), torch.ones(batch, tokens, dtype=torch.bool)
+            torch.testing.assert_close(module(*given), reference(*given), rtol=1e-4, atol=1e-5)
