@@ -1,9 +1,9 @@
 """Replace functions whose C++ code in PyTorch reads sizes as plain integers.
 
 Such code makes a constant of a symbolic size: the trace would be valid for the sample's size alone.
-The replacements consist of operators that take symbolic sizes. They are used only for tensors with
-such sizes. A replacement returns None for arguments that it is not for, most of which are errors.
-PyTorch's function is then called.
+The replacements consist of operators that take symbolic sizes, and replace calls with tensors of
+such sizes alone. A replacement returns None for arguments that it is not for, most of which are
+errors. PyTorch's function is then called.
 """
 
 from __future__ import annotations
