@@ -15,8 +15,9 @@ After::
         k = merged[1]
         x_q = R.call_pure_packed("tvmbridge.matmul", ..., x, q)
 
-Autocast casts every weight in forward and every gradient of a weight in backward. They are half of
-the kernels of a small language model's step, and a launch takes longer than most of them run.
+Autocast casts every weight in forward and every gradient of a weight in backward. These casts are
+half of the kernels of a small language model's step. Launching one takes longer than most of them
+run.
 
 Requires: kernels are TIR functions without a schedule; a target is set.
 Guarantees: each element is computed as before. A kernel moves to the first of its group, if its
@@ -60,16 +61,7 @@ class MergeCasts(RelaxPass):
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
         kernels = Kernels(mod, tvm.target.Target.current(), self.rule)
-        functions = dict(mod.functions_items())
-        for name, function in functions.items():
-            if isinstance(function, relax.Function):
-                functions[name] = kernels.rewrite(function, _with_merged_casts)
-        report.rewrote(kernels.count)
-        if not kernels.count:
-            return mod
-        return tvm.IRModule(
-            {**functions, **kernels.made}, attrs=mod.attrs, global_infos=mod.global_infos
-        )
+        return kernels.rewritten(_with_merged_casts, report)
 
 
 @dataclass

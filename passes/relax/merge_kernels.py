@@ -81,17 +81,8 @@ class MergeKernels(RelaxPass):
     rule: Rule = _is_one_nest
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
-        merging = Kernels(mod, tvm.target.Target.current(), self.rule)
-        functions = dict(mod.functions_items())
-        for name, function in functions.items():
-            if isinstance(function, relax.Function):
-                functions[name] = merging.rewrite(function, Kernels.grown_together)
-        report.rewrote(merging.count)
-        if not merging.count:
-            return mod
-        return tvm.IRModule(
-            {**functions, **merging.made}, attrs=mod.attrs, global_infos=mod.global_infos
-        )
+        kernels = Kernels(mod, tvm.target.Target.current(), self.rule)
+        return kernels.rewritten(Kernels.grown_together, report)
 
 
 class _Line:
@@ -161,6 +152,18 @@ class Kernels:
         self._known: dict[Any, tvm.ir.GlobalVar | None] = {}
         # The parsed functions; None for those that are not one loop nest.
         self._parsed: dict[tvm.ir.GlobalVar, Kernel | None] = {}
+
+    def rewritten(self, merge: Merge, report: PassReport) -> tvm.IRModule:
+        """Return the module with the blocks of all functions replaced by what ``merge`` returns."""
+        functions = dict(self.mod.functions_items())
+        for name, function in functions.items():
+            if isinstance(function, relax.Function):
+                functions[name] = self.rewrite(function, merge)
+        report.rewrote(self.count)
+        if not self.count:
+            return self.mod
+        attrs, infos = self.mod.attrs, self.mod.global_infos
+        return tvm.IRModule({**functions, **self.made}, attrs=attrs, global_infos=infos)
 
     def rewrite(self, function: relax.Function, merge: Merge) -> relax.Function:
         """Return ``function`` with its dataflow blocks replaced by what ``merge`` returns."""

@@ -102,7 +102,7 @@ def test_a_backward_that_hides_nan_gets_no_zeros(monkeypatch: pytest.MonkeyPatch
     module = Trunk(custom(lambda g, x: torch.nan_to_num(g, nan=7.0) * 2))
     ours = dispatched(module)
     with monkeypatch.context() as patch:
-        patch.setattr(partial_of(ours)._loaded, "_build", fails)
+        patch.setattr(partial_of(ours)._loader, "_build", fails)
         with pytest.raises(BridgeError, match=r"no compiler. Use all outputs .*remove_tvm_dispat"):
             gradients(ours, [0])
     for used in ([0], [2], [1, 2]):

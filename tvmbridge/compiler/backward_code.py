@@ -86,18 +86,28 @@ class BackwardPart(PartialBackward):
 class BackwardLoader:
     """Compiles backward functions of a module, or finds them in the cache, and loads them.
 
+    Args:
+        parts: the split module.
+        layouts: the layouts of gradients that are not contiguous, by number.
+        device: the device of the module's tensors.
+        whole: returns the whole backward function; None: ``parts`` has it.
+
     Attributes:
         keys: the names of the code in the cache.
-        device: the device of the module's tensors.
     """
 
     def __init__(
-        self, build: Callable[..., Built], parts: SplitModule, device: torch.device
+        self,
+        build: Callable[..., Built],
+        parts: SplitModule,
+        layouts: Mapping[int, Layout],
+        device: torch.device,
+        whole: Callable[[], tvm.relax.Function] | None = None,
     ) -> None:
         self.keys: list[str] = []
         self._build = build
-        self._parts = parts
-        self.device = device
+        self.parts, self.layouts, self.device = parts, layouts, device
+        self.whole = whole or (lambda: parts.mod["backward"])
 
     def built(self, mod: tvm.IRModule, bundle: BundleResiduals) -> Built:
         """Compile functions of the backward, and note the key of their code."""
@@ -108,7 +118,7 @@ class BackwardLoader:
 
     def __call__(self, mod: tvm.IRModule) -> tuple[LoadedModule, frozenset[int]]:
         """Return code for a backward function, and the numbers of results that are copied."""
-        built = self.built(mod, self._parts.bundle)
+        built = self.built(mod, self.parts.bundle)
         copied = built.shared["backward"]
         pieces = Pieces.of_function(mod["backward"]) if wholes_of(mod["backward"]) else None
         if pieces is not None:

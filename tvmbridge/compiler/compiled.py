@@ -11,6 +11,7 @@ import tvm
 
 from tvmbridge.backends import backend_of
 from tvmbridge.calls.layouts import Strides
+from tvmbridge.compiler.backward_code import BackwardLoader
 from tvmbridge.compiler.bound import bound_entry
 from tvmbridge.compiler.buffers import Reuse
 from tvmbridge.compiler.build import Built
@@ -219,7 +220,9 @@ def build_lowered(
             note_missing(built.missing, options.tuning_logs, lowered.target, lowered.origin)
     partial_backwards = None
     if parts is not None:
-        partial_backwards = PartialBackwards(parts, build, lowered.layouts.gradients, device)
+        partial_backwards = PartialBackwards(
+            BackwardLoader(build, parts, lowered.layouts.gradients, device)
+        )
     return replace(
         assembled(lowered, mod, parts, built, records, stages),
         cuda_graphs=replays,

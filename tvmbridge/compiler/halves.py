@@ -8,7 +8,7 @@ compute what the whole backward computes, and nothing twice.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,6 @@ import torch
 import tvm
 from tvm import relax
 
-from tvmbridge.calls.layouts import Layout
 from tvmbridge.coloring import color_backward
 from tvmbridge.compiler.backward_code import BackwardLoader, PartialBackward
 from tvmbridge.compiler.executable import LoadedModule
@@ -80,26 +79,12 @@ class Halves:
 
 
 class CompiledHalves:
-    """The halves of the backward of a module, compiled when they are first needed.
+    """The halves of the backward of a module, compiled when they are first needed."""
 
-    Args:
-        layouts: the layouts of gradients that are not contiguous, by number.
-        backward: returns the whole backward function.
-    """
-
-    def __init__(
-        self,
-        parts: SplitModule,
-        loader: BackwardLoader,
-        layouts: Mapping[int, Layout],
-        backward: Callable[[], relax.Function],
-    ) -> None:
+    def __init__(self, loader: BackwardLoader) -> None:
         # Why the halves cannot be compiled; empty if they can.
         self.refused = ""
-        self._parts = parts
         self._loader = loader
-        self._layouts = layouts
-        self._backward = backward
         self._asked = 0
         self._halves: Halves | None = None
 
@@ -124,18 +109,19 @@ class CompiledHalves:
         return self._halves
 
     def _compile(self, inputs: tuple[int, ...]) -> Halves:
-        halved, reads = in_halves(self._parts, self._backward(), inputs)
+        halved, reads = in_halves(self._loader.parts, self._loader.whole(), inputs)
         built = self._loader.built(halved.mod, halved.bundle)
         pieces = Pieces.of_function(halved.mod["backward"])
         loaded = LoadedModule(built.machine, built.unaligned, self._loader.device, pieces)
-        weights, copied = _others(self._parts, inputs), pieces.places(built.shared["backward"])
+        weights = _others(self._loader.parts, inputs)
+        copied = pieces.places(built.shared["backward"])
         logger.info("compiled the gradients of inputs and those of weights separately")
         return Halves(
             loaded=loaded,
             inputs=inputs,
             copied=built.shared["forward"].intersection(range(len(inputs))),
             reads=reads,
-            weights=PartialBackward(loaded, weights, copied, self._layouts),
+            weights=PartialBackward(loaded, weights, copied, self._loader.layouts),
         )
 
 

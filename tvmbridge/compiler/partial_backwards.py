@@ -13,17 +13,15 @@ from __future__ import annotations
 import cmath
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import tvm
 
-from tvmbridge.calls.layouts import Layout
 from tvmbridge.compiler.backward_code import BackwardLoader, BackwardPart, PartialBackward
-from tvmbridge.compiler.build import Built
 from tvmbridge.compiler.cut_backward import PartFunction, cut_backward, memory_of
 from tvmbridge.compiler.halves import CompiledHalves
-from tvmbridge.compiler.split import SplitModule, build_function
+from tvmbridge.compiler.split import build_function
 from tvmbridge.core.errors import LEAVE_TO_EAGER, BridgeError, first_line
 from tvmbridge.core.torch_private import has_storage
 from tvmbridge.core.turns import compiling
@@ -80,38 +78,27 @@ class PartialBackwards:
     """The partial backwards of a module, each compiled when it is first needed.
 
     Args:
-        layouts: the layouts of gradients that are not contiguous, by number.
-        backward: returns the backward function; None: ``parts`` has it.
+        loader: compiles the functions of backward.
 
     Attributes:
         parts: the whole backward, cut into parts that run one after another.
         halves: the gradients of inputs and those of weights in two functions.
     """
 
-    def __init__(
-        self,
-        parts: SplitModule,
-        build: Callable[..., Built],
-        layouts: Mapping[int, Layout],
-        device: torch.device,
-        backward: Callable[[], tvm.relax.Function] | None = None,
-    ) -> None:
+    def __init__(self, loader: BackwardLoader) -> None:
         self.compiled = 0
         # Whether to compile a partial backward for cotangents that are absent again and again.
         self.for_speed = True
-        self._parts = parts
-        self._layouts = layouts
-        self._backward = backward or (lambda: parts.mod["backward"])
-        self._loaded = BackwardLoader(build, parts, device)
-        self.parts = BackwardParts(parts, self._loaded, layouts, self._backward)
-        self.halves = CompiledHalves(parts, self._loaded, layouts, self._backward)
+        self._loader = loader
+        self.parts = BackwardParts(loader)
+        self.halves = CompiledHalves(loader)
         self._patterns: dict[frozenset[int], PartialBackward] = {}
         self._asked: Counter[frozenset[int]] = Counter()
 
     @property
     def keys(self) -> list[str]:
         """The names of the code in the cache, of partial backwards, parts and halves."""
-        return self._loaded.keys
+        return self._loader.keys
 
     def known(self, absent: frozenset[int]) -> PartialBackward | None:
         """Return the partial backward to use at once, or None to try zeros first.
@@ -125,7 +112,7 @@ class PartialBackwards:
         known = self._patterns.get(absent)
         if known is not None:
             return known
-        if self._parts.functions:
+        if self._loader.parts.functions:
             return self.without(absent)
         if not self.for_speed:
             return None
@@ -149,7 +136,7 @@ class PartialBackwards:
                 try:
                     backward = self._compile(absent)
                 except BridgeError as error:
-                    unused = [self._parts.cotangent_of[number] for number in sorted(absent)]
+                    unused = [self._loader.parts.cotangent_of[number] for number in sorted(absent)]
                     raise type(error)(
                         f"backward without a gradient for the outputs {unused}: {error}. Use all "
                         f"outputs (add 0 * output.sum()), or {LEAVE_TO_EAGER}"
@@ -161,8 +148,8 @@ class PartialBackwards:
             return self._patterns[absent]
 
     def _compile(self, absent: frozenset[int]) -> PartialBackward:
-        parts = self._parts
-        function = self._backward()
+        parts = self._loader.parts
+        function = self._loader.whole()
         count = len(parts.cotangent_of)
         gradients = tuple(i for i, reads in enumerate(parts.gradient_reads) if reads - absent)
         bindings = [b for block in function.body.blocks for b in block.bindings]
@@ -175,13 +162,13 @@ class PartialBackwards:
             names,
             tuple(names[number] for number in sorted(absent)),
             called(parts.functions, absent),
-            str(self._loaded.device),
+            str(self._loader.device),
         )
         passes: list[AnyPass] = [dropped, RemoveBorders(), ZeroZapp(names), *tidy_passes()]
         mod = run_passes(tvm.IRModule({"backward": wanted}), passes, [])
-        loaded, copied = self._loaded(mod)
+        loaded, copied = self._loader(mod)
         logger.info("compiled a backward without the cotangents %s", sorted(absent))
-        return PartialBackward(loaded, gradients, copied, self._layouts)
+        return PartialBackward(loaded, gradients, copied, self._loader.layouts)
 
 
 def all_finite(gradients: Sequence[torch.Tensor]) -> bool:
@@ -204,24 +191,10 @@ def refuse_unusual(cotangents: Sequence[torch.Tensor | None]) -> None:
 
 
 class BackwardParts:
-    """The parts of the backward of a module, compiled when they are first needed.
+    """The parts of the backward of a module, compiled when they are first needed."""
 
-    Args:
-        layouts: the layouts of gradients that are not contiguous, by number.
-        backward: returns the whole backward function.
-    """
-
-    def __init__(
-        self,
-        parts: SplitModule,
-        loaded: BackwardLoader,
-        layouts: Mapping[int, Layout],
-        backward: Callable[[], tvm.relax.Function],
-    ) -> None:
-        self._parts = parts
-        self._loaded = loaded
-        self._layouts = layouts
-        self._backward = backward
+    def __init__(self, loader: BackwardLoader) -> None:
+        self._loader = loader
         self._cuts: dict[float, tuple[BackwardPart, ...]] = {}
 
     def cut(
@@ -255,8 +228,8 @@ class BackwardParts:
     def _cut(
         self, packed: Mapping[str, Sequence[str]], part_bytes: float
     ) -> tuple[BackwardPart, ...]:
-        parts = self._parts
-        mod = tvm.IRModule({"backward": self._backward()})
+        parts = self._loader.parts
+        mod = tvm.IRModule({"backward": self._loader.whole()})
         passes: list[AnyPass] = [RemoveBorders()] if parts.functions else []
         function = run_passes(mod, [*passes, *tidy_passes()], [])["backward"]
         memory = memory_of(parts.reads, parts.wanted, packed)
@@ -272,7 +245,6 @@ class BackwardParts:
     def _part(self, part: PartFunction, done: tuple[int, ...]) -> BackwardPart:
         mod = tvm.IRModule({"backward": part.function})
         mod = run_passes(mod, [*tidy_passes(), ReturnWhole()], [])
-        loaded, copied = self._loaded(mod)
-        return BackwardPart(
-            loaded, part.gradients, copied, self._layouts, part.reads, part.takes, done
-        )
+        loaded, copied = self._loader(mod)
+        layouts = self._loader.layouts
+        return BackwardPart(loaded, part.gradients, copied, layouts, part.reads, part.takes, done)

@@ -27,7 +27,7 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 from tvm.relax.utils import copy_with_new_vars
 
 from tvmbridge.kernels.product_form import Form
-from tvmbridge.passes.base import PassReport, RelaxPass, bindings_of, dtype_of, shape_of
+from tvmbridge.passes.base import PassReport, RelaxPass, bindings_of, dtype_of, is_call, shape_of
 from tvmbridge.schedules.machine import Machine
 from tvmbridge.schedules.product_tiles import width_of
 from tvmbridge.schedules.products import panels_shape, product_of_panels
@@ -105,7 +105,7 @@ def _is_large(parameter: relax.Var, machine: Machine) -> bool:
 
 
 def _is_product(value: relax.Expr) -> bool:
-    if not isinstance(value, relax.Call) or getattr(value.op, "name", "") != "relax.matmul":
+    if not is_call(value, "relax.matmul"):
         return False
     left = value.args[0]
     shape = shape_of(left)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from tvmbridge.cache.key import digest_of
+from tvmbridge.compiler.backward_code import BackwardLoader
 from tvmbridge.compiler.build import Built
 from tvmbridge.compiler.cached_build import CachedBuild
 from tvmbridge.compiler.compiled import CompiledModule
@@ -121,7 +122,9 @@ def compiled_of(
     if parts is not None:
         backward = functools.partial(_backward, graph, plan.backward)
         gradients = plan.layouts.gradients
-        partial = PartialBackwards(parts, build, gradients, captured.device, backward)
+        partial = PartialBackwards(
+            BackwardLoader(build, parts, gradients, captured.device, backward)
+        )
     return CompiledModule(
         captured=captured,
         recorded=plan.recorded,

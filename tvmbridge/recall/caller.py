@@ -61,6 +61,12 @@ class Caller:
             return self.refusal
         if self.options.extra_passes or self.options.fx_passes is not None:
             return "passes of the user"
+        return self.refused()
+
+    def refused(self) -> str | None:
+        """Return why neither a plan nor code of an equal module is used; None if one may be."""
+        if self.refusal is not None:
+            return self.refusal
         if self.options.freeze:
             return "frozen weights"
         if dispatch_mode_count():

@@ -1,7 +1,7 @@
 """Share code between equal modules of one process, such as the layers of a model, without capture.
 
-A module is served by code of another if all facts that capture has observed hold for it as well.
-They are compared as for code that another process has kept, but nothing is written to disk.
+The code of one module serves another if all facts that capture has observed hold for both. The
+facts are compared as those of another process's code are, but nothing is written to disk.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tvmbridge.compiler.compiled import CompiledModule
 from tvmbridge.core.captured_graph import CallingConvention
 from tvmbridge.core.errors import first_line
 from tvmbridge.core.structure import children
-from tvmbridge.core.torch_private import dispatch_mode_count, function_mode_count, pytree
+from tvmbridge.core.torch_private import pytree
 from tvmbridge.graph_capture.observe.descriptors import find_aliases
 from tvmbridge.graph_capture.observe.leaks import collections_put_off
 from tvmbridge.recall.caller import Caller
@@ -64,7 +64,7 @@ class SharedPlans:
         """
         digest = ""
         try:
-            reason = _unused(caller)
+            reason = caller.refused()
             if reason is not None:
                 return None, reason, ""
             with collections_put_off():
@@ -118,17 +118,6 @@ class SharedPlans:
         with self._changing:
             plans = [_SharedPlan(compiled, facts, structures), *self._plans.get(digest, ())]
             self._plans[digest] = plans[:_MOST_ALIKE]
-
-
-def _unused(caller: Caller) -> str | None:
-    """Return why the module's code is not shared; None if it may be."""
-    if caller.refusal is not None:
-        return caller.refusal
-    if caller.options.freeze:
-        return "frozen weights"
-    if dispatch_mode_count():
-        return "a dispatch mode is active"
-    return "a function mode is active" if function_mode_count() else None
 
 
 def _bound(plan: _SharedPlan, caller: Caller, describer: Describer) -> CompiledModule:
