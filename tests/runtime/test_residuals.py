@@ -157,7 +157,7 @@ def test_what_cannot_be_compiled_for_speed_is_looked_at(monkeypatch: pytest.Monk
 
     ours, eager, x = pair()
     entry = ours.forward.code.kept.known[0].compiled()[0][1]  # type: ignore[union-attr]
-    monkeypatch.setattr(entry.compiled.partial_backwards._loaded, "_build", fails)
+    monkeypatch.setattr(entry.compiled.partial_backwards._loader, "_build", fails)
     for _ in range(5):
         for module in (ours, eager):
             module(x)[0].sum().backward()
