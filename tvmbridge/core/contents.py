@@ -10,7 +10,7 @@ import pickle
 import queue
 import random
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -142,6 +142,8 @@ def contents(value: Any) -> list[Any]:
     """Return the items and attributes of a container or plain object, such as a configuration."""
     if type(value) in _PLAIN_CONTAINERS:  # Objects of exactly these classes have no attributes.
         return [*value, *value.values()] if type(value) is dict else [*value]
+    if type(value) is OrderedDict and not value.__dict__:  # Modules keep their hooks in such dicts.
+        return [*value, *value.values()]
     if isinstance(value, _THEMSELVES):
         return []
     attributes = attributes_of(value)
@@ -158,7 +160,7 @@ def contents(value: Any) -> list[Any]:
 
 def all_held(value: Any, depth: int = DEPTH) -> list[Any]:
     """Return ``value`` and, depth first, everything that it holds, down to ``depth`` levels."""
-    if depth == 0 or type(value) in _PLAIN_VALUES:
+    if depth == 0 or type(value) in _PLAIN_VALUES or issubclass(type(value), _THEMSELVES):
         return [value]
     held = state_of(value) or ()
     if _PLAIN_VALUES.issuperset(map(type, held)):
@@ -233,7 +235,7 @@ def state_of(value: Any) -> list[Any] | None:
     """
     if type(value) in _PLAIN_VALUES:
         return []
-    if type(value) in _PLAIN_CONTAINERS:
+    if type(value) in _PLAIN_CONTAINERS or type(value) is OrderedDict:
         return contents(value)
     # The proxy of a data-dependent value refuses isinstance.
     if issubclass(type(value), fx.Proxy):

@@ -9,12 +9,12 @@
 #include <signal.h>
 #include <stdint.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <ucontext.h>
 
 #include <type_traits>
 #include <utility>
-#include <vector>
 
 #define __global__
 #define __device__
@@ -131,28 +131,48 @@ typedef Vector<2> char2, uchar2;
 enum State { READY, BARRIER, SHUFFLE, DONE };
 
 struct Fiber {
-  ucontext_t context;
+  jmp_buf at;
   State state;
   int line, offset;
   uint64_t sent, received;
-  std::vector<char> stack;
+  bool started;
+  char* stack;
 };
 
 static const int WARP = 32, STACK = 1 << 16;
-static std::vector<Fiber> fibers;
-static ucontext_t scheduler;
+static Fiber fibers[1024];  // the most threads of a block
+static jmp_buf scheduler;
 static void (*body)();
 static int current;
+static void enter();
 
-static void enter() {
-  body();
-  fibers[current].state = DONE;
+// Let the fiber `current` run until it stops. Unlike swapcontext, these jumps are no system calls.
+__attribute__((noinline)) static void resume() {
+  if (_setjmp(scheduler)) return;
+  Fiber& fiber = fibers[current];
+  if (fiber.started) _longjmp(fiber.at, 1);
+  fiber.started = true;
+  if (!fiber.stack) fiber.stack = (char*)malloc(STACK);
+  ucontext_t context;
+  getcontext(&context);
+  context.uc_stack.ss_sp = fiber.stack;
+  context.uc_stack.ss_size = STACK;
+  makecontext(&context, enter, 0);
+  setcontext(&context);
 }
 
-static void stop(State state, int line) {
+__attribute__((noinline)) static void stop(State state, int line) {
   fibers[current].state = state;
   fibers[current].line = line;
-  swapcontext(&fibers[current].context, &scheduler);
+  if (!_setjmp(fibers[current].at)) _longjmp(scheduler, 1);
+}
+
+// A fiber serves the threads of its number in all blocks of a launch.
+static void enter() {
+  for (;;) {
+    body();
+    stop(DONE, 0);
+  }
 }
 
 template <class T>
@@ -187,7 +207,7 @@ static void run_warp(int first, int count, bool descending) {
     for (int i = 0; i < count; ++i) {
       current = first + (descending ? count - 1 - i : i);
       threadIdx.x = current;
-      if (fibers[current].state == READY) swapcontext(&scheduler, &fibers[current].context);
+      if (fibers[current].state == READY) resume();
     }
     bool shuffling = false;
     for (int i = first; i < first + count; ++i) shuffling |= fibers[i].state == SHUFFLE;
@@ -211,16 +231,7 @@ extern char __start_emulated_shared[], __stop_emulated_shared[];
 static void run_block(int threads, bool descending) {
   // What nobody has written is not a number.
   memset(__start_emulated_shared, 0xff, __stop_emulated_shared - __start_emulated_shared);
-  fibers.resize(threads);
-  for (Fiber& fiber : fibers) {
-    fiber.stack.resize(STACK);
-    fiber.state = READY;
-    getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = fiber.stack.data();
-    fiber.context.uc_stack.ss_size = STACK;
-    fiber.context.uc_link = &scheduler;
-    makecontext(&fiber.context, enter, 0);
-  }
+  for (int i = 0; i < threads; ++i) fibers[i].state = READY;
   int warps = (threads + WARP - 1) / WARP;
   do {
     for (int i = 0; i < warps && !failure[0]; ++i) {
@@ -228,8 +239,8 @@ static void run_block(int threads, bool descending) {
       run_warp(first, threads - first < WARP ? threads - first : WARP, descending);
     }
     if (failure[0] || !agree(0, threads, "block")) return;
-    for (Fiber& fiber : fibers) {
-      if (fiber.state == BARRIER) fiber.state = READY;
+    for (int i = 0; i < threads; ++i) {
+      if (fibers[i].state == BARRIER) fibers[i].state = READY;
     }
   } while (fibers[0].state != DONE);
 }
@@ -257,6 +268,7 @@ struct FaultHandlers {
 
 static const char* run_grid(uint blocks, int threads, bool meets, bool descending) {
   failure[0] = 0;
+  for (Fiber& fiber : fibers) fiber.started = false;  // a failure leaves fibers within a thread
   FaultHandlers handlers;
   if (sigsetjmp(before_fault, 1)) {
     snprintf(failure, 200, "an access outside of an array, by thread %u of block %u",

@@ -8,7 +8,9 @@ nothing outside of an array.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import functools
 import itertools
 import re
 import shutil
@@ -36,6 +38,7 @@ from tvmbridge.schedules.exact_indices import with_exact_indices
 from tvmbridge.schedules.gpu import schedule_for_gpu
 
 _HEADER = Path(__file__).with_name("emulator.h")
+_OPTIONS = ["-O1", "-std=c++17", "-ffp-contract=off", "-fno-strict-aliasing", "-w", "-fPIC"]
 _numbers = itertools.count()
 
 
@@ -104,7 +107,7 @@ def _lowered(host: tirx.PrimFunc, given: tirx.PrimFunc) -> Lowered:
         if isinstance(node, tirx.AllocBuffer):
             places.append((node.buffer, len(parameters) + len(workspaces)))
             items = int(np.prod([int(n) for n in node.buffer.shape]))
-            workspaces.append(items * torch_itemsize(str(node.buffer.dtype)))
+            workspaces.append(items * getattr(torch, str(node.buffer.dtype)).itemsize)
         elif isinstance(node, tirx.DeclBuffer):
             if node.data.op.name == "tirx.buffer_data":
                 places.append((node.buffer, place(node.data.args[0])))
@@ -124,9 +127,14 @@ def _lowered(host: tirx.PrimFunc, given: tirx.PrimFunc) -> Lowered:
     return Lowered(len(parameters), tuple(workspaces), tuple(launches))
 
 
-def torch_itemsize(dtype: str) -> int:
-    """Return the bytes of an element."""
-    return getattr(torch, dtype).itemsize
+@functools.cache
+def _precompiled_header(compiler: str) -> Path:
+    """Return a header that includes ``emulator.h`` and that this process has compiled once."""
+    folder = Path(tempfile.mkdtemp(prefix="tvmbridge-emulator-"))
+    atexit.register(shutil.rmtree, folder)
+    header = Path(shutil.copy(_HEADER, folder))
+    subprocess.run([compiler, *_OPTIONS, "-x", "c++-header", str(header)], check=True)
+    return header
 
 
 def compile_for_host(source: str) -> ctypes.CDLL:
@@ -142,13 +150,12 @@ def compile_for_host(source: str) -> ctypes.CDLL:
         if found:
             meets = "__syncthreads" in text or "__shfl" in text
             entries.append(f"EMULATED({found[1]}, {str(meets).lower()})")
-    text = "\n".join([f'#include "{_HEADER}"', kernels, *entries, ""])
+    text = "\n".join([f'#include "{_precompiled_header(compiler)}"', kernels, *entries, ""])
     folder = Path(tempfile.mkdtemp(prefix="tvmbridge-emulator-"))
     try:
         file, out = folder / "kernels.cpp", folder / "kernels.so"
         file.write_text(text, encoding="utf-8")
-        options = ["-O1", "-std=c++17", "-ffp-contract=off", "-fno-strict-aliasing", "-w"]
-        command = [compiler, *options, "-shared", "-fPIC", "-o", str(out), str(file)]
+        command = [compiler, *_OPTIONS, "-shared", "-o", str(out), str(file)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[:4000]
         return ctypes.CDLL(str(out))
@@ -287,14 +294,3 @@ def run_module(mod: tvm.IRModule, *inputs: torch.Tensor) -> list[torch.Tensor]:
     mod = with_some_loops(schedule(mod, gpu_target()))
     result = relax.VirtualMachine(tvm.compile(mod, "llvm"), tvm.cpu())["main"](*inputs)
     return [torch.from_dlpack(r) for r in result]
-
-
-__all__ = [
-    "emulate_gpu",
-    "emulated",
-    "gpu_target",
-    "run_all",
-    "run_each",
-    "run_module",
-    "source_of",
-]
