@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from tests.frontend.helpers import assert_like_eager
-from tests.graph_capture.trace.test_opaque_ops import Called
+from tests.frontend.helpers import Function, assert_like_eager
 from tvmbridge import add_tvm_dispatch, dispatch_report
 from tvmbridge.core.structure import opened, unflatten
 
@@ -77,7 +76,7 @@ def _in_dataclasses(x: torch.Tensor) -> Any:
 
 
 def test_results_in_dataclasses_are_those_of_eager_pytorch() -> None:
-    module = Called(_in_dataclasses).eval()
+    module = Function(_in_dataclasses).eval()
     x = torch.ones(2, 3)
     add_tvm_dispatch(module, x)
     found = module(x * 3)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from tests.graph_capture.trace.test_opaque_ops import Called
+from tests.frontend.helpers import Function
 from tvmbridge import add_tvm_dispatch, dispatch_report, explain
 from tvmbridge.core.errors import BridgeError
 from tvmbridge.core.types import Epilogue
@@ -104,7 +104,7 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
 
 
 def test_every_function_gives_what_eager_pytorch_gives() -> None:
-    plain = Called(lambda x, i: {name: f(x, i) for name, f in FUNCTIONS.items()}).eval()
+    plain = Function(lambda x, i: {name: f(x, i) for name, f in FUNCTIONS.items()}).eval()
     module = copy.deepcopy(plain)
     with torch.no_grad():
         add_tvm_dispatch(module, (torch.randn(3, 4), torch.tensor([1, 3, 2])))
@@ -129,7 +129,7 @@ def _over_ranges(x: torch.Tensor, written: bool) -> torch.Tensor:
 
 
 def test_a_list_of_the_numbers_of_a_range_is_known() -> None:
-    plain = Called(lambda x: _over_ranges(x, False)).train()
+    plain = Function(lambda x: _over_ranges(x, False)).train()
     module = copy.deepcopy(plain)
     add_tvm_dispatch(module, torch.randn(2, 3, 4, requires_grad=True))
     x = torch.randn(2, 3, 4)
@@ -144,7 +144,7 @@ def test_a_list_of_the_numbers_of_a_range_is_known() -> None:
 
 
 def test_a_range_that_was_written_into_is_not_known() -> None:
-    module = Called(lambda x: _over_ranges(x, True)).eval()
+    module = Function(lambda x: _over_ranges(x, True)).eval()
     with pytest.raises(BridgeError):
         add_tvm_dispatch(module, torch.randn(2, 3, 4), on_break="forward")
 
@@ -154,7 +154,7 @@ def test_a_view_whose_place_depends_on_data_is_a_view_of_the_argument() -> None:
         y = x * 2
         return x.narrow(0, start, 2), y, y[start]
 
-    module = Called(forward).eval()
+    module = Function(forward).eval()
     start, x = torch.tensor(1), torch.zeros(5)
     with torch.no_grad():
         add_tvm_dispatch(module, (x, start))
@@ -168,7 +168,7 @@ def test_a_view_whose_place_depends_on_data_is_a_view_of_the_argument() -> None:
 
 
 def test_where_only_the_tail_is_differentiated_pytorch_does_it() -> None:
-    module = Called(lambda x: x[x > 0] * 2)
+    module = Function(lambda x: x[x > 0] * 2)
     x = torch.randn(9).requires_grad_()
     add_tvm_dispatch(module, x)
     (gradient,) = torch.autograd.grad(module(x).sum(), x)
@@ -178,7 +178,7 @@ def test_where_only_the_tail_is_differentiated_pytorch_does_it() -> None:
 
 
 def test_draws_that_no_name_tells_are_seen() -> None:
-    module = Called(lambda x: functional.fractional_max_pool2d(x[x > 0].expand(1, 3, 3), 1, 1))
+    module = Function(lambda x: functional.fractional_max_pool2d(x[x > 0].expand(1, 3, 3), 1, 1))
     with torch.no_grad(), pytest.raises(BridgeError, match="random numbers"):
         add_tvm_dispatch(module.eval(), torch.tensor([-1.0, 2.0]))
 

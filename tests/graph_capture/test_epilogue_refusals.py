@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tests.graph_capture.trace.test_opaque_ops import Called
+from tests.frontend.helpers import Function
 from tvmbridge import add_tvm_dispatch
 from tvmbridge.core.errors import BridgeError, CaptureError, UnsupportedOperatorError
 from tvmbridge.graph_capture.capture import capture
@@ -89,7 +89,7 @@ REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
 def test_what_a_tail_cannot_repeat_is_refused_by_name(name: str) -> None:
     forward, reason = REFUSED[name]
     with pytest.raises((CaptureError, UnsupportedOperatorError), match=f"(?s){reason}"):
-        capture(Called(forward), torch.randn(4, 4).requires_grad_(), needs_grad=True)
+        capture(Function(forward), torch.randn(4, 4).requires_grad_(), needs_grad=True)
 
 
 class Normed(nn.BatchNorm1d):

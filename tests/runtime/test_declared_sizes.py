@@ -122,24 +122,6 @@ def test_gradients_and_copies() -> None:
     assert [dispatch_report(m).fallbacks for m in (module, twin)] == [{}, {}]
 
 
-class Grown(nn.Module):
-    """Appends a row to two tensors of equal length, as a decoder does to its keys and values."""
-
-    def forward(self, x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        row = x.view(2, 1, 3, 4).transpose(1, 2)
-        return torch.cat([keys, row], 2) * torch.cat([values, row], 2)
-
-
-@pytest.mark.parametrize("shapes", ["auto", (None, {2: Dim.AUTO}, {2: Dim.AUTO})])
-def test_lengths_that_forward_finds_to_be_equal_when_they_have_grown(shapes: Any) -> None:
-    module = Grown().eval()
-    add_tvm_dispatch(module, dynamic_shapes=shapes)
-    for length in (16, 17, 18, 40):
-        x, keys, values = torch.randn(2, 1, 12), *torch.randn(2, 2, 3, length, 4)
-        torch.testing.assert_close(module(x, keys, values), Grown()(x, keys, values))
-    assert dispatch_report(module).fallbacks == {}
-
-
 class Pairs(nn.Module):
     """Sums pairs of elements, appends one result, and multiplies by a mask of that length."""
 

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn import functional
 
-from tests.graph_capture.trace.test_opaque_ops import Called
+from tests.frontend.helpers import Function
 from tvmbridge import BridgeError, add_tvm_dispatch, dispatch_report
 from tvmbridge.graph_capture.trace import kernel_strides
 from tvmbridge.graph_capture.trace.kernel_strides import strides_of_kernels
@@ -89,7 +89,7 @@ def test_forward_is_told_the_strides_of_the_kernels() -> None:
         return [x * shuffled.is_contiguous() + 1, x * normed.stride(1)]
 
     x = torch.randn(2, 4, 4, 4)
-    ours = add_tvm_dispatch(Called(forward), x)
+    ours = add_tvm_dispatch(Function(forward), x)
     torch.testing.assert_close(ours(x), forward(x))
     assert not dispatch_report(ours).fallbacks
 
@@ -200,14 +200,14 @@ def test_memory_that_compiled_code_has_otherwise_is_refused(
 ) -> None:
     x = torch.randn(2, 5, 2, 5).to(memory_format=torch.channels_last)
     with pytest.raises(BridgeError, match="depends on the strides of its input"):
-        add_tvm_dispatch(Called(lambda x: taken(torch.roll(x, 1, 0)) * 2), x)
+        add_tvm_dispatch(Function(lambda x: taken(torch.roll(x, 1, 0)) * 2), x)
 
 
 def test_strides_that_no_kernel_tells_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_strides, "_MOST_ELEMENTS", 8)
     x = torch.randn(2, 5, 2, 5).to(memory_format=torch.channels_last)
     with pytest.raises(BridgeError, match=r"strides behind aten\.roll\.default"):
-        add_tvm_dispatch(Called(lambda x: x * torch.roll(x, 1, 0).stride(1)), x)
+        add_tvm_dispatch(Function(lambda x: x * torch.roll(x, 1, 0).stride(1)), x)
 
 
 def test_strides_of_an_argument_out_that_is_resized_are_refused() -> None:
@@ -216,7 +216,7 @@ def test_strides_of_an_argument_out_that_is_resized_are_refused() -> None:
 
     x = torch.randn(2, 5, 2, 5).to(memory_format=torch.channels_last)
     with pytest.raises(BridgeError, match=r"strides behind aten\.add\.out"):
-        add_tvm_dispatch(Called(forward), x)
+        add_tvm_dispatch(Function(forward), x)
 
 
 def test_no_kernel_that_is_asked_draws_numbers() -> None:

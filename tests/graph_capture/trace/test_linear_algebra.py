@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.graph_capture.trace.test_opaque_ops import Called
+from tests.frontend.helpers import Function
 from tvmbridge import add_tvm_dispatch, dispatch_report
 
 linalg = torch.linalg
@@ -38,7 +38,7 @@ def _positive(*batch: int) -> torch.Tensor:
 
 
 def test_results_gradients_and_errors_are_those_of_eager_pytorch() -> None:
-    plain = Called(_all)
+    plain = Function(_all)
     module = copy.deepcopy(plain)
     # The error messages differ between single matrices and batches.
     batches: list[tuple[int, ...]] = [() if i % 3 else (2,) for i in range(len(FUNCTIONS))]
@@ -80,7 +80,7 @@ def _determinants(*matrices: torch.Tensor) -> list[Any]:
 
 @pytest.mark.parametrize("by_columns", [True, False])
 def test_gradients_of_determinants_do_not_depend_on_how_a_matrix_lies(by_columns: bool) -> None:
-    module = Called(_determinants)
+    module = Function(_determinants)
     given = []
     for batch in ((), (2,), (), (), (2,)):
         lower = torch.randn(*batch, 3, 3, dtype=torch.float64).tril(-1)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 
+from tests.frontend.helpers import Function
 from tvmbridge import BridgeError, add_tvm_dispatch, dispatch_report
 from tvmbridge.graph_capture.trace.function_table import FunctionTable
 
@@ -42,15 +43,6 @@ FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
-class Called(nn.Module):
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args: torch.Tensor) -> Any:
-        return self.function(*args)
-
-
 def _all(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     """Return the doubled results of all functions in one tensor."""
     return torch.cat([(f(x, p) * 2).reshape(-1) for f in FUNCTIONS.values()])
@@ -61,7 +53,7 @@ def _sample() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_forward_and_gradient_are_those_of_eager_pytorch() -> None:
-    plain = Called(_all)
+    plain = Function(_all)
     module = copy.deepcopy(plain).train()
     x, p = (t.requires_grad_() for t in _sample())
     add_tvm_dispatch(module, (x, p))
@@ -102,7 +94,7 @@ def test_what_the_data_forbids_raises_as_in_eager_pytorch() -> None:
         ]
 
     x, q, v = torch.randn(4), torch.rand(2), torch.rand(4)
-    plain = Called(forward).eval()
+    plain = Function(forward).eval()
     module = copy.deepcopy(plain)
     with torch.no_grad():
         add_tvm_dispatch(module, (x, q, v))
@@ -127,7 +119,7 @@ def test_values_that_kernels_refuse_are_refused() -> None:
         ]
 
     x, k = torch.rand(3), torch.tensor([0, 2])
-    plain = Called(forward).eval()
+    plain = Function(forward).eval()
     module = copy.deepcopy(plain)
     add_tvm_dispatch(module, (x, k))
     for bad in ((x + 1, k), (x, k + 2), (x, -k)):
@@ -145,7 +137,7 @@ _BY_ANOTHER_NAME = torch._assert_async
 
 @pytest.mark.parametrize("function", [_BY_ANOTHER_NAME, torch.ops.aten._assert_async.default])
 def test_an_assertion_that_is_not_noted_is_refused_by_name(function: Any) -> None:
-    module = Called(lambda x: (function(x.sum() > 0), x * 2)[1]).eval()
+    module = Function(lambda x: (function(x.sum() > 0), x * 2)[1]).eval()
     with pytest.raises(BridgeError, match="asserts something of values"):
         add_tvm_dispatch(module, torch.ones(2))
 
@@ -187,7 +179,7 @@ def test_gradients_of_products_with_zeros_and_nan_are_those_of_eager_pytorch() -
     values = torch.randn(4, 5, dtype=torch.float64)
     values[0, 1] = values[0, 3] = values[1, 0] = values[2, 2] = 0.0
     values[0, 4] = values[2, 4] = torch.nan
-    plain = Called(forward)
+    plain = Function(forward)
     module = copy.deepcopy(plain).train()
     add_tvm_dispatch(module, tuple(torch.rand_like(values).requires_grad_() for _ in range(5)))
     found = []
@@ -201,7 +193,7 @@ def test_gradients_of_products_with_zeros_and_nan_are_those_of_eager_pytorch() -
 
 
 def test_products_stay_plain_operators_where_no_gradient_flows() -> None:
-    plain = Called(lambda x: x.prod(1) + x.cumprod(1)[:, 0]).eval()
+    plain = Function(lambda x: x.prod(1) + x.cumprod(1)[:, 0]).eval()
     module = copy.deepcopy(plain)
     x = torch.randn(3, 4)
     with torch.no_grad():
@@ -267,7 +259,7 @@ def test_grouped_products_are_those_of_eager_pytorch(shapes: Any) -> None:
     def products(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         return functional.grouped_mm(x.sin(), w, offs=None if batches else ends).cos()
 
-    plain = Called(products)
+    plain = Function(products)
     module = copy.deepcopy(plain).train()
     leaves = [torch.randn(shape, requires_grad=True) for shape in shapes]
     add_tvm_dispatch(module, (*leaves, ends))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from tests.graph_capture.trace.test_opaque_ops import Called
+from tests.frontend.helpers import Function
 from tvmbridge import CompileOptions, add_tvm_dispatch, dispatch_report
 from tvmbridge.core.errors import CaptureError
 
@@ -62,7 +62,7 @@ def test_writes_reach_what_they_reach_in_eager_pytorch(made: str, joint: Any) ->
             results += [base * 2, part + 1]
         return results
 
-    plain, ours = Called(forward), Called(forward)
+    plain, ours = Function(forward), Function(forward)
     sample = torch.randn(2, 4, 4, 4, dtype=torch.float64, requires_grad=joint is not None)
     add_tvm_dispatch(ours, sample, options=CompileOptions(joint=joint or "auto"))
     x = torch.randn(2, 4, 4, 4, dtype=torch.float64, requires_grad=joint is not None)
@@ -84,4 +84,4 @@ def test_views_that_the_parts_of_an_operator_cannot_give_are_refused(made: str, 
         return base + 1
 
     with pytest.raises(CaptureError, match="Cannot view"):
-        add_tvm_dispatch(Called(forward), torch.randn(2, 4, 4, 4))
+        add_tvm_dispatch(Function(forward), torch.randn(2, 4, 4, 4))
