@@ -18,17 +18,30 @@ def _product(x: torch.Tensor, w: torch.Tensor) -> tvm.IRModule:
     return build_main([x, w], lambda a, b: op.matmul(a, op.permute_dims(b, [1, 0])))
 
 
-@pytest.mark.parametrize(
-    ("rows", "columns", "depth"),
-    [(1, 770, 128), (5, 64, 1028), (8, 61, 3072), (14, 96, 768), (17, 130, 772), (32, 64, 1024)],
-)
-def test_results_are_exact_to_rounding(rows: int, columns: int, depth: int) -> None:
-    x, w = torch.randn(rows, depth), torch.randn(columns, depth)
-    mod, report = apply_pass(FewRowProducts(), _product(x, w))
-    assert report.rewrites == 1
-    (found,) = run_module(mod, x, w)
-    exact = x.double() @ w.double().T
-    assert (found.double() - exact).norm() < 2e-7 * exact.norm()
+SHAPES = [
+    (1, 770, 128),
+    (5, 64, 1028),
+    (8, 61, 3072),
+    (14, 96, 768),
+    (17, 130, 772),
+    (32, 64, 1024),
+]
+
+
+def test_results_are_exact_to_rounding() -> None:
+    """Check products of several numbers of rows, columns and terms, compiled as one module."""
+    pairs = [(torch.randn(rows, k), torch.randn(columns, k)) for rows, columns, k in SHAPES]
+    given = [tensor for pair in pairs for tensor in pair]
+
+    def graph(*variables: relax.Expr) -> list[relax.Expr]:
+        both = zip(variables[::2], variables[1::2], strict=True)
+        return [op.matmul(a, op.permute_dims(b, [1, 0])) for a, b in both]
+
+    mod, report = apply_pass(FewRowProducts(), build_main(given, graph))
+    assert report.rewrites == len(SHAPES)
+    for (x, w), found in zip(pairs, run_module(mod, *given), strict=True):
+        exact = x.double() @ w.double().T
+        assert (found.double() - exact).norm() < 2e-7 * exact.norm(), tuple(exact.shape)
 
 
 def test_what_is_fused_behind_reads_the_product() -> None:

@@ -78,26 +78,31 @@ def test_each_part_of_a_concatenation_may_be_computed() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("shifts", "dims"),
-    [([-3, 2], [1, 2]), ([5, -7, 15], [-1, 1, 1]), ([29], []), ([0], [0])],
-    ids=str,
-)
-def test_rolls(shifts: list[int], dims: list[int]) -> None:
-    x = torch.randn(2, 7, 6, 8).bfloat16()
+ROLLS: list[tuple[list[int], list[int]]] = [
+    ([-3, 2], [1, 2]),
+    ([5, -7, 15], [-1, 1, 1]),
+    ([29], []),
+    ([0], [0]),
+]
 
-    def graph(v: relax.Expr) -> relax.Expr:
-        type_ = relax.TensorType([2, 7, 6, 8], "bfloat16")
-        given = [{"tensor": 0}, shifts, dims]
-        rolled = call_overload("aten.roll.default", given, [v], type_, compiled=True)
-        rolled = relax.BlockBuilder.current().emit(rolled)
-        return op.permute_dims(op.reshape(rolled, (2, 7, 2, 3, 8)), [0, 2, 1, 3, 4])
 
-    mod, report = apply_pass(CompileAtenCalls(FOR_GPUS), build_main([x], graph))
-    assert report.rewrites == 1
-    (found,) = run_module(mod, x)
-    expected = x.roll(shifts, dims).reshape(2, 7, 2, 3, 8).permute(0, 2, 1, 3, 4)
-    assert torch.equal(found, expected)
+def test_rolls() -> None:
+    given = [torch.randn(2, 7, 6, 8).bfloat16() for _ in ROLLS]
+
+    def graph(*values: relax.Expr) -> list[relax.Expr]:
+        type_, made = relax.TensorType([2, 7, 6, 8], "bfloat16"), []
+        for v, (shifts, dims) in zip(values, ROLLS, strict=True):
+            args = [{"tensor": 0}, shifts, dims]
+            rolled = call_overload("aten.roll.default", args, [v], type_, compiled=True)
+            rolled = relax.BlockBuilder.current().emit(rolled)
+            made.append(op.permute_dims(op.reshape(rolled, (2, 7, 2, 3, 8)), [0, 2, 1, 3, 4]))
+        return made
+
+    mod, report = apply_pass(CompileAtenCalls(FOR_GPUS), build_main(given, graph))
+    assert report.rewrites == len(ROLLS)
+    for x, (shifts, dims), found in zip(given, ROLLS, run_module(mod, *given), strict=True):
+        expected = x.roll(shifts, dims).reshape(2, 7, 2, 3, 8).permute(0, 2, 1, 3, 4)
+        assert torch.equal(found, expected), (shifts, dims)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

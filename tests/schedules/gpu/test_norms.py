@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice
 from typing import Any
 
 import pytest
@@ -32,53 +33,40 @@ def _call(
     return [relax.TupleGetItem(made, n) for n in range(len(results))]
 
 
-def _check(operator: str, args: list[Any], exact: Sequence[torch.Tensor | None]) -> None:
-    """Run the operator by emulated kernels, and compare with ``exact``, its results in float64.
+# An operator, its arguments, and its results in float64; None is a result that is not checked.
+Call = tuple[str, list[Any], Sequence[torch.Tensor | None]]
 
-    None among ``exact`` is a result that is not checked.
-    """
-    given = [a for a in args if isinstance(a, torch.Tensor)]
-    x, wide = given[0], torch.float64 if given[0].dtype is torch.float64 else torch.float32
 
-    def type_of(truth: torch.Tensor | None, is_statistic: bool) -> relax.Type:
+def _types(call: Call, wide: torch.dtype) -> list[relax.Type]:
+    operator, args, exact = call
+    x = next(a for a in args if isinstance(a, torch.Tensor))
+    found = []
+    for number, truth in enumerate(exact):
         shape = [x.shape[-1]] if truth is None else list(truth.shape)
-        dtype = wide if is_statistic else x.dtype
-        return relax.TensorType(shape, str(dtype).removeprefix("torch."))
-
-    forward = "backward" not in operator
-    results = [type_of(truth, forward and n > 0) for n, truth in enumerate(exact)]
-    mod = build_main(given, lambda *v: _call(operator, args, results, v))
-    for ours, truth in zip(run_module(CompileAtenCalls()(mod), *given), exact, strict=True):
-        if truth is not None:
-            error = (ours.double() - truth).norm() / truth.norm()
-            assert error <= _BOUNDS[wide if ours.dtype is wide else ours.dtype], operator
+        dtype = wide if number and "backward" not in operator else x.dtype
+        found.append(relax.TensorType(shape, str(dtype).removeprefix("torch.")))
+    return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize(
-    ("shape", "affine"), [((3, 5, 48), True), ((130, 37), False), ((2, 768), True)]
-)
-def test_layer_norm(shape: tuple[int, ...], affine: bool, dtype: torch.dtype) -> None:
-    columns, wide = [shape[-1]], torch.float64 if dtype is torch.float64 else torch.float32
+def _layer_norm(shape: tuple[int, ...], affine: bool, dtype: torch.dtype) -> Iterator[Call]:
+    columns, wide = [shape[-1]], _wide(dtype)
     x, dy = torch.randn(shape).to(dtype) + 3, torch.randn(shape).to(dtype)
     weight, bias = (torch.randn(columns).to(dtype) if affine else None for _ in range(2))
     exact_x, *parameters = (None if t is None else t.double() for t in (x, weight, bias))
     assert exact_x is not None
     exact = torch.native_layer_norm(exact_x, columns, *parameters, 1e-5)
-    _check("native_layer_norm", [x, columns, weight, bias, 1e-5], exact)
+    yield "native_layer_norm", [x, columns, weight, bias, 1e-5], exact
     mask = [True, affine, affine]
     gradients = torch.ops.aten.native_layer_norm_backward.default(
         dy.double(), exact_x, columns, *exact[1:], *parameters, mask
     )
     statistics = [t.to(wide) for t in exact[1:]]
     args = [dy, x, columns, *statistics, weight, bias, mask]
-    _check("native_layer_norm_backward", args, gradients)
+    yield "native_layer_norm_backward", args, gradients
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize(("eps", "affine"), [(None, True), (1e-3, False)])
-def test_rms_norm(eps: float | None, affine: bool, dtype: torch.dtype) -> None:
-    columns, wide = [300], torch.float64 if dtype is torch.float64 else torch.float32
+def _rms_norm(eps: float | None, affine: bool, dtype: torch.dtype) -> Iterator[Call]:
+    columns, wide = [300], _wide(dtype)
     x, dy = torch.randn(7, 300).to(dtype) * 1e-2, torch.randn(7, 300).to(dtype)
     weight = torch.randn(300).to(dtype) if affine else None
     exact_x = x.double().requires_grad_()
@@ -86,8 +74,37 @@ def test_rms_norm(eps: float | None, affine: bool, dtype: torch.dtype) -> None:
     added = torch.finfo(wide).eps if eps is None else eps
     y = torch.nn.functional.rms_norm(exact_x, columns, exact_weight, added)
     rstd = (exact_x.square().mean(-1, keepdim=True) + added).rsqrt()
-    _check("_fused_rms_norm", [x, columns, weight, eps], [y.detach(), rstd.detach()])
+    yield "_fused_rms_norm", [x, columns, weight, eps], [y.detach(), rstd.detach()]
     wanted = [exact_x] if exact_weight is None else [exact_x, exact_weight]
     gradients = [*torch.autograd.grad(y, wanted, dy.double()), None]
     args = [dy, x, columns, rstd.detach().to(wide), weight, [True, affine]]
-    _check("_fused_rms_norm_backward", args, gradients[:2])
+    yield "_fused_rms_norm_backward", args, gradients[:2]
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_norms_and_their_gradients(dtype: torch.dtype) -> None:
+    """Compile all cases as one module, whose kernels are compiled for the host once."""
+    calls: list[Call] = []
+    for shape, affine in (((3, 5, 48), True), ((130, 37), False), ((2, 768), True)):
+        calls += _layer_norm(shape, affine, dtype)
+    calls += [*_rms_norm(None, True, dtype), *_rms_norm(1e-3, False, dtype)]
+    tensors = [[a for a in args if isinstance(a, torch.Tensor)] for _, args, _ in calls]
+    given = [*chain.from_iterable(tensors)]
+
+    def graph(*variables: relax.Var) -> list[relax.Expr]:
+        rest, results = iter(variables), list[relax.Expr]()
+        for call, own in zip(calls, tensors, strict=True):
+            types = _types(call, _wide(dtype))
+            results += _call(call[0], call[1], types, tuple(islice(rest, len(own))))
+        return results
+
+    found = run_module(CompileAtenCalls()(build_main(given, graph)), *given)
+    expected = [(operator, truth) for operator, _, exact in calls for truth in exact]
+    for ours, (operator, truth) in zip(found, expected, strict=True):
+        if truth is not None:
+            error = (ours.double() - truth).norm() / truth.norm()
+            assert error <= _BOUNDS[ours.dtype], (operator, tuple(truth.shape))
