@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -58,27 +58,29 @@ NORMS: dict[str, tuple[Make, tuple[int, ...]]] = {
 BY_AUTOGRAD = ("layer", "rms", "group", "instance3d, tracking", "batch2d, cumulative")
 
 
-def case(name: str) -> Case:
-    make, shape = NORMS[name]
+class Norms(nn.Module):
+    """Norms with random weights, each of an argument of its own: one compilation tests them all."""
 
-    def with_weights() -> nn.Module:
-        module = make()
-        for parameter in module.parameters():
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__()
+        self.each = nn.ModuleList(NORMS[name][0]() for name in names)
+        for parameter in self.parameters():
             nn.init.normal_(parameter)
-        return module
 
-    return Case(with_weights, lambda: (torch.randn(shape) * 2 + 3,), "relax")
-
-
-CASES = [
-    *(("relax", name) for name in NORMS),
-    *(("aot", name) for name in BY_AUTOGRAD[::3]),
-]
+    def forward(self, *given: torch.Tensor) -> list[torch.Tensor]:
+        return [norm(x) for norm, x in zip(self.each, given, strict=True)]
 
 
-@pytest.mark.parametrize(("joint", "name"), CASES)
-def test_two_steps_and_an_evaluation_equal_eager(joint: str, name: str) -> None:
-    module, args = build(case(name))
+def case(*names: str) -> Case:
+    def arguments() -> tuple[torch.Tensor, ...]:
+        return tuple(torch.randn(NORMS[name][1]) * 2 + 3 for name in names)
+
+    return Case(lambda: Norms(names), arguments, "relax")
+
+
+@pytest.mark.parametrize(("joint", "names"), [("relax", tuple(NORMS)), ("aot", BY_AUTOGRAD[::3])])
+def test_two_steps_and_an_evaluation_equal_eager(joint: str, names: tuple[str, ...]) -> None:
+    module, args = build(case(*names))
     ours, compiled = dispatched(module, args, joint)
     assert compiled.joint == joint
     for _ in range(2):
@@ -87,9 +89,8 @@ def test_two_steps_and_an_evaluation_equal_eager(joint: str, name: str) -> None:
     assert_served(ours, 3)
 
 
-@pytest.mark.parametrize("name", ["batch2d", "batch2d, cumulative", "instance3d, tracking"])
-def test_statistics_move_without_gradients_too(name: str) -> None:
-    module, args = build(case(name))
+def test_statistics_move_without_gradients_too() -> None:
+    module, args = build(case("batch2d", "batch2d, cumulative", "instance3d, tracking"))
     ours = copy.deepcopy(module.requires_grad_(False))
     with torch.no_grad():
         add_tvm_dispatch(ours, args)
@@ -101,9 +102,8 @@ def test_statistics_move_without_gradients_too(name: str) -> None:
     assert_served(ours, 3)
 
 
-@pytest.mark.parametrize("name", ["batch2d", "group", "instance2d", "rms", "layer"])
-def test_evaluation_runs_natively(name: str) -> None:
-    module, args = build(case(name))
+def test_evaluation_runs_natively() -> None:
+    module, args = build(case("batch2d", "group", "instance2d", "rms", "layer"))
     ours = copy.deepcopy(module).eval()
     with torch.no_grad():
         add_tvm_dispatch(ours, args)
@@ -123,22 +123,26 @@ def _error(value: torch.Tensor, exact: torch.Tensor) -> float:
     return (value.double() - exact).abs().max().item()
 
 
-@pytest.mark.parametrize("name", ["layer", "group", "instance2d", "batch2d"])
 @pytest.mark.parametrize(
     ("dtype", "offset", "bound"),
     # Rounding a mean of 1e4 to float32 costs 5e-4; 2^-8 is half a step of bfloat16 from 2 to 4.
     [(torch.float32, 1e4, 2e-3), (torch.bfloat16, 100.0, 2**-7)],
 )
-def test_large_offsets_and_half_precision(
-    name: str, dtype: torch.dtype, offset: float, bound: float
-) -> None:
-    make, shape = NORMS[name]
-    module = make().to(dtype).train().requires_grad_(False)
-    x = (torch.randn(shape) + offset).to(dtype)
-    exact = copy.deepcopy(module).double()(x.double())
+def test_large_offsets_and_half_precision(dtype: torch.dtype, offset: float, bound: float) -> None:
+    names = ("layer", "group", "instance2d", "batch2d")
+    module = Norms(names)
+    for norm in module.each:
+        norm.reset_parameters()
+    module = module.to(dtype).train().requires_grad_(False)
+    given = []
+    for name in names:
+        torch.manual_seed(0)
+        given.append((torch.randn(NORMS[name][1]) + offset).to(dtype))
+    exact = copy.deepcopy(module).double()(*[x.double() for x in given])
     with torch.no_grad():
-        add_tvm_dispatch(module, x)
-        assert _error(module(x), exact) < bound
+        add_tvm_dispatch(module, tuple(given))
+        for name, found, wanted in zip(names, module(*given), exact, strict=True):
+            assert _error(found, wanted) < bound, name
     assert_served(module, 1)
 
 
