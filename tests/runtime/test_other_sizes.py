@@ -53,7 +53,7 @@ def test_results_at_other_sizes_are_those_of_eager(
         found = _step(module, given, case.trains)
         expected = _step(reference, _exact(given) if case.exact else given, case.trains)
         for ours, theirs, bound in zip(found, expected, (1e-5, case.bound), strict=True):
-            bounds = {"rtol": 1e-4, "atol": bound} if case.exact else {}
+            bounds = {"rtol": case.relative, "atol": bound} if case.exact else {}
             for mine, other in zip(ours, theirs, strict=True):
                 torch.testing.assert_close(mine.to(other.dtype), other, **bounds)
     report = dispatch_report(module)
