@@ -40,7 +40,9 @@ def _moved_for_calls(graph: JointGraph) -> frozenset[relax.Var]:
     """
 
     def read(readers: Collection[relax.Var]) -> set[relax.Var]:
-        operands = {v for call in readers if _is_aten(graph.bound[call]) for v in graph.operands[call]}
+        operands = {
+            v for call in readers if _is_aten(graph.bound[call]) for v in graph.operands[call]
+        }
         return {v for v in operands if operator_name(graph.bound.get(v)) == "relax.permute_dims"}
 
     return frozenset(read(graph.forward) & read(graph.backward))
@@ -99,7 +101,7 @@ def read_in_memory(graph: JointGraph) -> frozenset[relax.Var]:
 def _read_in_memory(
     graph: JointGraph, readers: Collection[relax.Var], moved: Collection[relax.Var] = ()
 ) -> frozenset[relax.Var]:
-    """Return what ``readers`` that do not fuse read; views in ``moved`` are in memory themselves."""
+    """Return what ``readers`` that do not fuse read, directly or through views not in ``moved``."""
     pending = [v for var in readers if not fuses(graph.bound[var]) for v in graph.operands[var]]
     found = set()
     while pending:

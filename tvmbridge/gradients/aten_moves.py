@@ -93,9 +93,9 @@ def _takes_one(x: relax.Expr, dim: int, index: relax.Expr) -> bool:
 
 
 def _where_taken(pull: _Pull) -> relax.Expr:
-    """Return the cotangents where the index is, and zeros elsewhere: this fuses, a scatter does not.
+    """Return the cotangents at the places that ``index`` takes, and zeros elsewhere.
 
-    The gradient of a cross entropy is as large as the logits. Zeros would be written first.
+    This fuses. A scatter does not, and needs zeros in memory, for a loss as many as logits.
     """
     emit, index = pull.builder.emit, pull["index"]
     extents = list(shape_of(pull["self"]))
