@@ -16,6 +16,10 @@ PyTorch's kernels of attention take any strides whose last one is 1. Copies of q
 took a tenth of the time of a vision transformer's layers.
 
 Guarantees: each row of a view begins at a multiple of 16 bytes; other operands are copied.
+
+PyTorch's kernels return results in the memory order of what they read. With heads before tokens,
+the output and each gradient would be copied into the order of the graph. So the pass declines such
+a view if the loops that compute its tensor can write the heads after the tokens.
 Runs before: the joint function is split, so that backward keeps the product's result alone.
 """
 
@@ -38,7 +42,16 @@ from tvmbridge.kernels.aten_call import (
     spec_of,
     tensors_of,
 )
-from tvmbridge.passes.base import PassReport, RelaxPass, dtype_of, is_call, map_calls, shape_of
+from tvmbridge.passes.base import (
+    PassReport,
+    RelaxPass,
+    bindings_of,
+    dtype_of,
+    is_call,
+    map_calls,
+    readers_of,
+    shape_of,
+)
 from tvmbridge.passes.relax.views import VIEWS, viewed
 
 _OPERATORS = (
@@ -49,6 +62,7 @@ _OPERATORS = (
 )
 # The positions of query, key and value.
 _READ = {name: (5, 6, 7) if "backward" in name else (0, 1, 2) for name in _OPERATORS}
+_BY_LIBRARIES = ("relax.matmul", "relax.call_pure_packed")
 _ALIGNED_BYTES = 16
 _SPLIT = "relax.split"
 
@@ -65,20 +79,36 @@ class ReadViews(RelaxPass):
         if sizes_vary():
             return mod
 
+        shared = _shared_values(mod)
+
         def rewritten(call: relax.Call, builder: relax.BlockBuilder) -> relax.Expr:
             name = aten_call_operator(call)
             if name not in _READ:
                 return call
-            return _on_views(call, _READ[name], builder.lookup_binding, report)
+            return _on_views(call, _READ[name], builder.lookup_binding, shared, report)
 
         changed = map_calls(mod, rewritten)
         return changed if report.rewrites else mod
+
+
+def _shared_values(mod: tvm.IRModule) -> set[relax.Var]:
+    """Return the variables that something else than views reads, or several views."""
+    found = set()
+    for function in mod.functions.values():
+        if isinstance(function, relax.Function):
+            bound = bindings_of(function)
+            for var, readers in readers_of(function).items():
+                alone = len(readers) == 1 and readers[0] is not None
+                if not (alone and any(is_call(bound[readers[0]], name) for name in VIEWS)):
+                    found.add(var)
+    return found
 
 
 def _on_views(
     call: relax.Call,
     positions: tuple[int, ...],
     lookup: Lookup,
+    shared: set[relax.Var],
     report: PassReport,
 ) -> relax.Expr:
     content, tensors = spec_of(call), tensors_of(call)
@@ -89,6 +119,9 @@ def _on_views(
         number = argument["tensor"]
         base, view = _origin(tensors[number], lookup)
         if view is None or view.is_contiguous() or not _is_aligned(view):
+            continue
+        if _has_heads_first(view) and base not in shared and _is_by_loops(lookup(base)):
+            report.decline(str(content["op"]), "results would have heads before tokens")
             continue
         tensors[number] = base
         place = [number, list(view.shape), list(view.stride()), view.storage_offset()]
@@ -132,6 +165,20 @@ def _viewed(tensor: torch.Tensor, step: relax.Expr, lookup: Lookup) -> torch.Ten
     if isinstance(sections, tvm.tirx.IntImm):
         return tensor.tensor_split(int(sections), axis)[step.index]
     return tensor.tensor_split([int(n) for n in sections], axis)[step.index]
+
+
+def _has_heads_first(view: torch.Tensor) -> bool:
+    """Whether a view, (batch, tokens, heads, size), has the tokens of a head one after another."""
+    _, tokens, heads, _ = view.shape
+    return tokens > 1 and heads > 1 and view.stride(1) < view.stride(2)
+
+
+def _is_by_loops(value: relax.Expr | None) -> bool:
+    """Whether compiled loops compute a value, which then write it in any order."""
+    if not isinstance(value, relax.Call) or not isinstance(value.op, tvm.ir.Op):
+        return False
+    name = value.op.name
+    return name not in _BY_LIBRARIES and not name.startswith("relax.nn.conv")
 
 
 def _is_aligned(view: torch.Tensor) -> bool:

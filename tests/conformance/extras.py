@@ -86,8 +86,11 @@ _COUNTS: list[Arguments] = [
     ((1,), {"dim": -1, "largest": False}),
 ]
 
+_BOUNDS: list[Arguments] = [((-0.5, 0.7), {}), ((), {"min": 0.1}), ((), {"max": 0.3})]
+
 EXTRAS: tuple[Extra, ...] = (
     *(_bitwise(name) for name in ("and", "or", "xor")),
+    Extra("clamp", "number", torch.clamp, FLOATS, _BOUNDS, gradient=True),
     Extra("div", "scalar_mode", aten.div.Scalar_mode, FLOATS | INTEGERS, _roundings()),
     Extra("fmod", "scalar", aten.fmod.Scalar, FLOATS | INTEGERS, _DIVISORS),
     Extra("nn.functional.fold", "", _folded, FLOATS, [((), {})], gradient=True),

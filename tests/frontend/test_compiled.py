@@ -38,6 +38,14 @@ CASES: Cases = {
     },
     "atan2": (lambda x: torch.atan2(x[:, None], x), (SPECIAL,)),
     "elu": (lambda x: (functional.elu(x), functional.elu(x, 1.3)), (WIDE,)),
+    "softplus": (
+        lambda x: (
+            functional.softplus(x),
+            functional.softplus(x, -1.3, 5.0),
+            torch.ops.aten.softplus_backward(x.flip(0), x, 1.3, 5.0),
+        ),
+        (WIDE,),
+    ),
     # PyTorch's vectorized fmod fails for quotients beyond 2**126 and for denormal numbers.
     "fmod": (lambda x: (x.fmod(2.5), x.fmod(-0.3), x.fmod(1e-40), (x * 1e30).fmod(1e-3)), (WIDE,)),
     "quotients rounded down": (
@@ -126,6 +134,10 @@ def test_result_is_eager_s(name: str) -> None:
 def test_other_floats(dtype: torch.dtype) -> None:
     x = X.to(dtype)
     assert_like_eager(lambda x: (x.log1p(), x.atan(), x.asinh(), functional.elu(x)), x)
+    report = assert_like_eager(
+        lambda x: (functional.softplus(x), x.clamp(-0.3, 0.7), x.clamp(min=0.1)), x
+    )
+    assert not report.aten_calls
     assert_like_eager(lambda x, i: (x[i[0]], x.gather(0, i), x.diagonal()), x, ROWS.abs() % 9)
 
 

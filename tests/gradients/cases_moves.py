@@ -58,6 +58,8 @@ def _reading() -> Iterator[Case]:
     x = normal(3, 4)
     for dim in (0, -1):
         yield _case("aten.gather.default", f"along {dim}", (x, _INDEX), _X, dim, _Y)
+        one = torch.ones(3, 4, dtype=torch.int64).narrow(dim, 0, 1).contiguous()
+        yield _case("aten.gather.default", f"one along {dim}", (x, one), _X, dim, _Y)
         row = _INDEX[0]
         yield _case("aten.index_select.default", f"along {dim}", (x, row), _X, dim, _Y)
         yield _case("aten.cumsum.default", f"along {dim}", (x,), _X, dim)

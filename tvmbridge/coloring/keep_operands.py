@@ -20,17 +20,39 @@ from tvm import relax
 from tvmbridge.coloring.graph import JointGraph
 from tvmbridge.coloring.min_cut import min_cut
 from tvmbridge.coloring.operators import fuses, is_view, operator_name
+from tvmbridge.kernels.aten_call import aten_call_operator
 from tvmbridge.passes.base import dtype_of, shape_of
 from tvmbridge.passes.relax.dispatch_kernels import HALVES
 
 
 def keep_operands(graph: JointGraph) -> frozenset[relax.Var]:
     """Return the variables that backward computes itself, instead of reading forward's values."""
-    once = read_in_memory(graph) | _sums_in_memory(graph)
-    return min_cut(graph, once, written=_written(graph))
+    moved = _moved_for_calls(graph)
+    once = _read_in_memory(graph, graph.backward, moved) | _sums_in_memory(graph)
+    return min_cut(graph, once, written=_written(graph, moved))
 
 
-def _written(graph: JointGraph) -> frozenset[relax.Var]:
+def _moved_for_calls(graph: JointGraph) -> frozenset[relax.Var]:
+    """Return permuted tensors that ATen calls of forward and of backward read.
+
+    Forward writes them in this order of memory. If backward permuted the tensors again, forward
+    would write them in both orders.
+    """
+
+    def read(readers: Collection[relax.Var]) -> set[relax.Var]:
+        operands = {
+            v for call in readers if _is_aten(graph.bound[call]) for v in graph.operands[call]
+        }
+        return {v for v in operands if operator_name(graph.bound.get(v)) == "relax.permute_dims"}
+
+    return frozenset(read(graph.forward) & read(graph.backward))
+
+
+def _is_aten(value: relax.Expr) -> bool:
+    return isinstance(value, relax.Call) and aten_call_operator(value) is not None
+
+
+def _written(graph: JointGraph, moved: frozenset[relax.Var]) -> frozenset[relax.Var]:
     """Return the forward variables that do not fuse, or that operators read which do not fuse.
 
     Kernels of products in half precision add a bias themselves, and round once. Then the sum is
@@ -48,7 +70,7 @@ def _written(graph: JointGraph) -> frozenset[relax.Var]:
         adds_a_bias = readers[product] == 1 and len(shape_of(value.args[1]) or ()) == 1
         if adds_a_bias and product in made:
             made = made - {product} | {var}
-    return _read_in_memory(graph, graph.forward) | made
+    return _read_in_memory(graph, graph.forward, moved) | made
 
 
 def _sums_in_memory(graph: JointGraph) -> frozenset[relax.Var]:
@@ -76,12 +98,15 @@ def read_in_memory(graph: JointGraph) -> frozenset[relax.Var]:
     return _read_in_memory(graph, graph.backward)
 
 
-def _read_in_memory(graph: JointGraph, readers: Collection[relax.Var]) -> frozenset[relax.Var]:
+def _read_in_memory(
+    graph: JointGraph, readers: Collection[relax.Var], moved: Collection[relax.Var] = ()
+) -> frozenset[relax.Var]:
+    """Return what ``readers`` that do not fuse read, directly or through views not in ``moved``."""
     pending = [v for var in readers if not fuses(graph.bound[var]) for v in graph.operands[var]]
     found = set()
     while pending:
         var = pending.pop()
-        if var in graph.bound and is_view(graph.bound[var]):
+        if var in graph.bound and is_view(graph.bound[var]) and var not in moved:
             pending.extend(graph.operands[var])
         elif var in graph.forward:
             found.add(var)

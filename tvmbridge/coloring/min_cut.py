@@ -79,7 +79,7 @@ def _network(
     while pending:
         var = pending.pop()
         size = graph.nbytes(var)
-        if size is None or _is_mere_view(graph, var, size):
+        if size is None or (var not in once and _is_mere_view(graph, var, size)):
             network.add_edge((var, "in"), (var, "out"))
         else:
             capacity = size * scale + (var in graph.early)

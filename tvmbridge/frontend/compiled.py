@@ -41,8 +41,13 @@ def _function(ctx: Importer, node: fx.Node, *_: Any) -> Any:
     return ctx.compiled_call(node)
 
 
-@converts(aten.elu.default, dtypes=FLOATS | HALVES)
-def _elu(ctx: Importer, node: fx.Node, *_: Any) -> Any:
+@converts(
+    aten.elu.default,
+    aten.softplus.default,
+    aten.softplus_backward.default,
+    dtypes=FLOATS | HALVES,
+)
+def _activation(ctx: Importer, node: fx.Node, *_: Any) -> Any:
     return ctx.compiled_call(node)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from tvm import relax
 
+from tvmbridge.core.decisions import sizes_vary
 from tvmbridge.gradients.helpers import constant_like, fit_shape, shape_of
 from tvmbridge.kernels.aten_call import (
     ATEN_CALL,
@@ -75,8 +76,34 @@ MoveRule = Callable[[_Pull], Gradients]
 
 def _gather(pull: _Pull) -> Gradients:
     x = pull["self"]
+    # A range whose length is a size would become a constant of one sample's size.
+    if not sizes_vary() and _takes_one(x, pull["dim"], pull["index"]):
+        return {"self": _where_taken(pull)}
     places = [pull.zeros(x), pull["dim"], pull["index"], pull.cotangent]
     return {"self": pull.aten("aten.scatter_add.default", x, *places)}
+
+
+def _takes_one(x: relax.Expr, dim: int, index: relax.Expr) -> bool:
+    """Whether ``index`` takes exactly one element of each row along ``dim``, as a loss does."""
+    taken = list(shape_of(x))
+    if not taken:
+        return False
+    taken[dim] = 1
+    return list(shape_of(index)) == taken
+
+
+def _where_taken(pull: _Pull) -> relax.Expr:
+    """Return the cotangents at the places that ``index`` takes, and zeros elsewhere.
+
+    This fuses. A scatter does not, and needs zeros in memory, for a loss as many as logits.
+    """
+    emit, index = pull.builder.emit, pull["index"]
+    extents = list(shape_of(pull["self"]))
+    rest = [1] * len(extents)
+    rest[pull["dim"]] = count = extents[pull["dim"]]
+    places = emit(op.reshape(emit(op.arange(count, dtype=str(index.ty.dtype))), rest))
+    taken = emit(op.equal(places, index))
+    return op.where(taken, pull.cotangent, constant_like(pull.cotangent, 0.0))
 
 
 def _index_select(pull: _Pull) -> Gradients:

@@ -231,6 +231,7 @@ class Family:
         )
         body = partial(self._logged, what, mode, matched, bounds)
         code: SymbolicCode | Reason
+        symbols = self._related
         try:
             background = self.compiler.background
             if background is None:
@@ -247,7 +248,9 @@ class Family:
             logger.info("%s of %s for %s", code, name, mode)
         self.compilations += 1
         del self._bounds[key]
-        if isinstance(code, Reason) or not all(map(code.points.hold, bounds[1:])):
+        # The compilation may have replaced the symbols by fewer, or by others in larger units.
+        wanted = bounds[1:] if self._related is symbols else (self._least, self._most)
+        if isinstance(code, Reason) or not all(map(code.points.hold, wanted)):
             self._limited.add(key)
             if least == (LEAST_SIZE,) * len(least):
                 # Code for small sizes would be tried at the same points.

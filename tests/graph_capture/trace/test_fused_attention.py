@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -13,7 +14,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tests.gpu.blocks import Block
+from tests.gpu.blocks import Block, LlamaBlock
+from tests.passes.relax.lowered import lowered_text
 from tvmbridge import add_tvm_dispatch, dispatch_report
 from tvmbridge.coloring.operators import check_names
 from tvmbridge.compiler.lowering import lower_module
@@ -22,6 +24,8 @@ from tvmbridge.core.options import CompileOptions
 from tvmbridge.graph_capture import open_masks
 from tvmbridge.graph_capture.trace import fused_attention as fused
 from tvmbridge.graph_capture.trace.function_table import HANDLERS, Call
+from tvmbridge.passes.relax.dead_code_elimination import DeadCodeElimination
+from tvmbridge.passes.relax.read_views import ReadViews
 from tvmbridge.runtime.guards.mode import Mode
 
 SDPA = functional.scaled_dot_product_attention
@@ -215,6 +219,32 @@ def test_heads_are_not_moved_and_two_draws_stay_two() -> None:
     text = lowered.mod["forward"].script(show_meta=False)
     assert text.count("tvmbridge.fused_attention.default") == 2
     assert "permute_dims" not in text
+
+
+def test_rotated_heads_are_written_after_tokens() -> None:
+    """Kernels return gradients in the memory order of their operands: no copy follows them."""
+    torch.manual_seed(0)
+    eager = LlamaBlock(32, 4, 7).double()
+    tvm, x = copy.deepcopy(eager), torch.randn(2, 7, 32, dtype=torch.float64)
+    passes = ReadViews(), DeadCodeElimination()
+    options = CompileOptions(residual_policy="keep_operands", extra_passes=passes)
+    given = x.clone().requires_grad_()
+    texts = lowered_text(copy.deepcopy(eager), (given,), options)
+    for text in texts.values():
+        (line,) = [n for n in text.splitlines() if "tvmbridge.fused_attention" in n]
+        assert "view" not in line
+    # Forward keeps the heads in the order that it writes anyway.
+    moved = re.findall(r"(\w+): .* = R.permute_dims", texts["backward"])
+    assert not set(moved) & set(re.findall(r"\w+", line))
+    add_tvm_dispatch(tvm, given, options=options)
+    results = []
+    for module in (tvm, eager):
+        given = x.clone().requires_grad_()
+        output = module(given)
+        output.square().sum().backward()
+        results.append([output, given.grad, *(p.grad for p in module.parameters())])
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
+    assert dispatch_report(tvm).fallbacks == {}
 
 
 def test_a_kernel_with_dropout_is_not_repeated() -> None:

@@ -77,3 +77,31 @@ def test_rows_that_begin_off_alignment_are_copied() -> None:
     assert "view" not in lowered_text(module, (x,), OPTIONS)["forward"].replace("views", "")
     add_tvm_dispatch(module, (x,), options=OPTIONS)
     torch.testing.assert_close(module(x), expected)
+
+
+class _Rotated(nn.Module):
+    """Attention of heads that a sum computes before the tokens, as rotary positions do."""
+
+    def __init__(self, returned: bool) -> None:
+        super().__init__()
+        self.product, self.returned = nn.Linear(24, 3 * HEADS * 8), returned
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        query, key, value = (heads.transpose(1, 2) for heads in _stacked(self.product(x)))
+        key = key + key.flip(-1)
+        given = query.sin().transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        found = torch.ops.tvmbridge.attention(*given, None, False, None, False)
+        return (found, key) if self.returned else (found,)
+
+
+@pytest.mark.parametrize(("returned", "views"), [(False, 1), (True, 2)])
+@torch.no_grad()
+def test_loops_write_heads_after_tokens(returned: bool, views: int) -> None:
+    module = _Rotated(returned).double().eval()
+    x = torch.randn(2, 5, 24, dtype=torch.float64)
+    expected = module(x)
+    text = lowered_text(module, (x,), OPTIONS)["forward"]
+    # The value is a view. The key is one if it is returned: loops write it once.
+    assert text.count(json.dumps('"view"')[1:-1]) == views
+    add_tvm_dispatch(module, (x,), options=OPTIONS)
+    torch.testing.assert_close(module(x), expected, rtol=1e-12, atol=1e-12)

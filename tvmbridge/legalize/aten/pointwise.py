@@ -100,6 +100,33 @@ def _elu(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
     return pointwise(function, "self")(bb, call, arguments)
 
 
+def _softplus(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
+    def function(x: Expr) -> Expr:
+        lets, beta, scaled, is_large = _scaled(arguments, x)
+        bent = opaque(FUNCTIONS["log1p"](opaque(FUNCTIONS["exp"](scaled))))
+        return lets.close(tirx.Select(is_large, x, bent / beta))
+
+    return pointwise(function, "self")(bb, call, arguments)
+
+
+def _softplus_backward(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
+    def function(gradient: Expr, x: Expr) -> Expr:
+        lets, _, scaled, is_large = _scaled(arguments, x)
+        power = lets.bind(opaque(FUNCTIONS["exp"](scaled)), "power")
+        slope = opaque(gradient * power) / opaque(power + constant(1.0, dtype_of(x)))
+        return lets.close(tirx.Select(is_large, gradient, slope))
+
+    return pointwise(function, "grad_output", "self")(bb, call, arguments)
+
+
+def _scaled(arguments: Arguments, x: Expr) -> tuple[Lets, Expr, Expr, Expr]:
+    """Return variables, ``beta``, ``x * beta``, and whether softplus is the identity there."""
+    lets, dtype = Lets(), dtype_of(x)
+    beta, threshold = (constant(float(arguments[n]), dtype) for n in ("beta", "threshold"))
+    scaled = lets.bind(opaque(x * beta), "scaled")
+    return lets, beta, scaled, scaled > threshold
+
+
 def _divided(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
     """Emit quotients that are rounded towards zero, or down."""
     down = arguments["rounding_mode"] == "floor"
@@ -165,4 +192,6 @@ POINTWISE: dict[str, Compile] = {
     "aten.div.Tensor_mode": _divided,
     "aten.div.Scalar_mode": _divided,
     "aten.elu.default": _elu,
+    "aten.softplus.default": _softplus,
+    "aten.softplus_backward.default": _softplus_backward,
 }
