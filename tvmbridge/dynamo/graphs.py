@@ -249,7 +249,11 @@ class _Input:
         self.example = node.meta.get("example_value")
         described = node.meta.get("tensor_dict") or {}
         is_tensor = isinstance(self.example, torch.Tensor)
-        self.is_held = is_tensor and "_dynamo_static_input_type" in described
+        # A hidden state with a gradient history is no buffer.
+        stays = isinstance(self.example, nn.Parameter) or not (
+            isinstance(self.example, torch.Tensor) and self.example.requires_grad
+        )
+        self.is_held = is_tensor and stays and "_dynamo_static_input_type" in described
         argument = node.meta.get("grapharg")
         self.is_number = (
             is_tensor
