@@ -322,7 +322,9 @@ def test_blocks_are_the_parts_of_a_module_without_other_parts() -> None:
             each.zero_grad()
             result = each(x)
             result.square().sum().backward()
-            found.append([result, *(p.grad.clone() for p in each.parameters() if p.grad is not None)])
+            found.append(
+                [result, *(p.grad.clone() for p in each.parameters() if p.grad is not None)]
+            )
         torch.testing.assert_close(found[1], found[0])
     report = dispatch_report(served)
     assert report.tvm_calls >= 7
