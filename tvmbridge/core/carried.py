@@ -55,9 +55,6 @@ def with_tensors_replaced(
     if type(value) in (list, tuple):
         items = [with_tensors_replaced(v, replaced, (*steps, i)) for i, v in enumerate(value)]
         return type(value)(items)
-    if isinstance(value, tuple) and hasattr(type(value), "_make"):  # a named tuple
-        items = [with_tensors_replaced(v, replaced, (*steps, i)) for i, v in enumerate(value)]
-        return type(value)._make(items)
     return value
 
 
