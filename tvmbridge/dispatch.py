@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -28,7 +28,14 @@ from tvmbridge.runtime.guards.forwards import forward_of_instance, wrapped_dispa
 from tvmbridge.runtime.methods import holder_of, install, methods_of, samples_by_method, uninstall
 from tvmbridge.runtime.module_code import ModuleCode
 from tvmbridge.runtime.parts import ON_BREAK, Cut, ServedParts
-from tvmbridge.runtime.regions import WHY, Regions, blocks_of, dispatch_blocks, remove_regions
+from tvmbridge.runtime.regions import (
+    WHY,
+    Regions,
+    blocks_of,
+    dispatch_blocks,
+    region_of,
+    remove_regions,
+)
 from tvmbridge.runtime.samples import compile_sample
 
 
@@ -216,6 +223,13 @@ def add_tvm_dispatch(
 
 def _regional_cut(code: ModuleCode, on_break: str) -> Cut:
     """Return the decision to dispatch the repeated blocks of a module in its place."""
+    cut = Cut(_regions_made(code, on_break), of_regions=True)
+    cut.why = WHY
+    return cut
+
+
+def _regions_made(code: ModuleCode, on_break: str) -> Callable[[ModuleCode], ServedParts]:
+    """Return the function that dispatches the repeated blocks of a module in its place."""
     policy = CheckPolicy.of_now(code.options.check)
 
     def checker() -> Checker | None:
@@ -224,9 +238,7 @@ def _regional_cut(code: ModuleCode, on_break: str) -> Cut:
     def make(of: ModuleCode) -> ServedParts:
         return Regions(of, lambda block: _cut(block, on_break), checker)
 
-    cut = Cut(make, of_regions=True)
-    cut.why = WHY
-    return cut
+    return make
 
 
 def _cut(code: ModuleCode, on_break: str) -> Cut:
@@ -239,7 +251,18 @@ def _cut(code: ModuleCode, on_break: str) -> Cut:
 
         return ModuleInParts(of)
 
-    return Cut(make)
+    make_regions = _regions_made(code, on_break) if _may_have_regions(code) else None
+    return Cut(make, make_regions=make_regions)
+
+
+def _may_have_regions(code: ModuleCode) -> bool:
+    """Whether the module has repeated blocks that may be dispatched in its place."""
+    try:
+        replace(code.options, regions="repeated")
+    except ValueError:
+        return False
+    is_part = isinstance(code.module, MethodOf) or region_of(code.module) is not None
+    return not is_part and bool(blocks_of(code.module))
 
 
 def _refuse_to_freeze(module: nn.Module, dynamic_shapes: Any) -> None:

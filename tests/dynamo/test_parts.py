@@ -173,3 +173,33 @@ def test_the_own_forward_where_a_graph_is_not_to_be_cut() -> None:
     assert dispatch_report(module).cut is None
     with pytest.raises(ValueError, match="on_break"):
         add_tvm_dispatch(Tiny(), on_break="break")  # type: ignore[arg-type]
+
+
+class Mixing(nn.Module):
+    """Draws a Python number by an operator that runs without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            scale = x.abs().mean().sqrt() + x.std() * 2
+            kept = float(scale)
+        return self.linear(x).tanh() * kept
+
+
+def test_a_part_that_restores_gradients_is_served_without_them() -> None:
+    module = Mixing().double()
+    served = copy.deepcopy(module)
+    add_tvm_dispatch(served)
+    for _ in range(3):
+        x, found = torch.randn(4, 8, dtype=torch.float64), []
+        for each in (module, served):
+            each.zero_grad()
+            result = each(x)
+            result.square().sum().backward()
+            found.append([result, *(p.grad.clone() for p in each.parameters())])
+            assert torch.is_grad_enabled()
+        torch.testing.assert_close(found[1], found[0])
+    assert dispatch_report(served).tvm_calls == 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import random
 import types
 from collections.abc import Callable
 from typing import Any
@@ -291,3 +292,42 @@ def test_what_needs_whole_modules(given: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match='needs regions="whole"'):
         add_tvm_dispatch(model, options=_OPTIONS, **given)
     assert not any("forward" in vars(each) for each in model.modules())
+
+
+class Dropped(nn.Module):
+    """Leaves out layers by Python's random numbers, in a loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6)) for _ in range(3))
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if random.random() < 0.5:
+                continue
+            x = x + layer(x)
+        return x
+
+
+def test_blocks_are_the_parts_of_a_module_without_other_parts() -> None:
+    module = Dropped().double()
+    served = copy.deepcopy(module)
+    add_tvm_dispatch(served)
+    x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+    for n in range(10):
+        found = []
+        for each in (module, served):
+            random.seed(n)
+            each.zero_grad()
+            result = each(x)
+            result.square().sum().backward()
+            found.append(
+                [result, *(p.grad.clone() for p in each.parameters() if p.grad is not None)]
+            )
+        torch.testing.assert_close(found[1], found[0])
+    report = dispatch_report(served)
+    assert report.tvm_calls >= 7
+    assert "3 blocks" in report.parts[0].name
+    remove_tvm_dispatch(served)
+    assert all("forward" not in vars(layer) for layer in served.layers)

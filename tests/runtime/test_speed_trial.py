@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -48,7 +47,6 @@ CLOCK = Clock()
 @pytest.fixture(autouse=True)
 def _timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TVMBRIDGE_ONLY_IF_FASTER", "1")
-    monkeypatch.setattr(speed_trial, "_LONG", math.inf)  # calls in these tests sleep
     for timing in (speed_trial, timed_path, module_code):
         monkeypatch.setattr(timing, "time", CLOCK)
 
@@ -95,6 +93,26 @@ def test_long_calls_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     report = dispatch_report(module)
     assert (report.tvm_calls, report.timed_calls, report.aside_calls) == (5, 0, 0)
     assert "too long to have calls" in " ".join(str(report).split())
+
+
+def test_a_trial_of_calls_of_milliseconds_ends_after_one_sample_of_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slow_code(monkeypatch, "forward")
+    genuine = ModuleCode.run_own
+
+    def run_own(code: ModuleCode, arguments: Any) -> Any:
+        CLOCK.sleep(1.01 * SECONDS)
+        return genuine(code, arguments)
+
+    monkeypatch.setattr(ModuleCode, "run_own", run_own)
+    module = add_tvm_dispatch(make_block().eval().requires_grad_(False), sample())
+    evaluated(module, sample(), 8)
+    report = dispatch_report(module)
+    assert (report.tvm_calls, report.timed_calls, report.aside_calls) == (6, 2, 0)
+    (found,) = report.specializations
+    assert found.verdict is not None
+    assert found.verdict.pays
 
 
 def test_slower_code_steps_aside(

@@ -113,3 +113,21 @@ def test_a_wrapped_forward_calls_the_dispatch(first: str) -> None:
     if first == "dispatched":
         with pytest.raises(ValueError, match="unwrap it first"):
             remove_tvm_dispatch(module)
+
+
+def test_a_submodule_that_torch_compile_wraps_is_served() -> None:
+    torch.compiler.reset()
+    inner = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5))
+    block = nn.Sequential(torch.compile(inner, backend="eager"), nn.Tanh()).double()
+    reference = copy.deepcopy(nn.Sequential(inner, block[1]))
+    add_tvm_dispatch(block)
+    x = torch.randn(3, 4, dtype=torch.float64)
+    for training in (True, True, False):
+        results = []
+        for module in (block, reference):
+            torch.manual_seed(0)
+            results.append(module.train(training)(x))
+        torch.testing.assert_close(*results)
+    assert dispatch_report(block).tvm_calls == 3
+    inner.eval()
+    block[1].train()

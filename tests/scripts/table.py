@@ -15,6 +15,7 @@ _FILES = (
     "language",
     "vision",
     "changes",
+    "blocks",
 )
 
 

@@ -13,6 +13,7 @@ from torch.export import ExportedProgram
 
 from tvmbridge.core.assumptions import Answer, Check, OutsideValue, Question
 from tvmbridge.core.autocast import Autocast
+from tvmbridge.core.carried import CarriedPlace
 from tvmbridge.core.number_inputs import NumberRange
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.core.types import (
@@ -107,6 +108,8 @@ class CapturedGraph:
     - ``assumptions``: the facts that the graph was specialised on.
     - ``outside``: tensors that forward reads but that no name in the module reaches, by the
       ``target`` of their input.
+    - ``carried``: the places of tensors in containers that the previous call has left in
+      attributes, by the ``target`` of their input.
     - ``prologue``: a graph that makes the draws if one of them reads computed values; else None.
     - ``epilogue``: a graph that runs eagerly after the compiled code, on its last outputs, or None.
     - ``read``: the result of :meth:`read_by_results` if there is no program; otherwise None.
@@ -120,6 +123,7 @@ class CapturedGraph:
     convention: CallingConvention
     assumptions: Assumptions
     outside: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    carried: Mapping[str, CarriedPlace] = field(default_factory=dict)
     prologue: EagerPrologue | None = None
     epilogue: Epilogue | None = None
     read: frozenset[str] | None = None

@@ -215,7 +215,10 @@ class Kind(enum.Enum):
         _MORE,
     )
     PARTS_ANEW = "{}; TorchDynamo would compile parts of it anew at each call", _STATE
-    NO_PART = "{}; no part of it is large enough to be compiled", LEAVE_TO_EAGER
+    NO_PART = (
+        "{}; no part of it is large enough to be compiled",
+        "dispatch the submodules that forward calls, or branch and draw outside of the module",
+    )
     OF_PART = "of a part of it, {}", _EXPLAIN
     FURTHER = "further reasons", _EXPLAIN
     # A module or sample is refused.

@@ -22,7 +22,7 @@ import torch
 from torch import fx, nn
 
 from tvmbridge.core.generated import Scope
-from tvmbridge.core.torch_private import captured_in
+from tvmbridge.core.torch_private import captured_in, set_grad_enabled
 from tvmbridge.dynamo.spelling import as_python_writes
 
 # Nodes with these targets do not count as operators.
@@ -168,6 +168,7 @@ def read_graph(dynamo: fx.GraphModule) -> DynamoGraph:
     lengths = [i for i in given if i.symbol is not None]
     for each in lengths:
         _read_as_size(graph, each.node)
+    _restore_gradients(graph)
     module_class, constants = _running(captured_in(), dynamo, graph)
     return DynamoGraph(
         module_class=module_class,
@@ -180,6 +181,24 @@ def read_graph(dynamo: fx.GraphModule) -> DynamoGraph:
         symbolic=any(i.symbol is not None or i.has_symbols for i in inputs),
         operators=_count(dynamo),
     )
+
+
+def _restore_gradients(graph: fx.Graph) -> None:
+    """Change the graph to restore the gradient mode of its call.
+
+    Dynamo restores the mode of the capture, a constant. Code for calls without a gradient is
+    captured and run with gradients off, where this constant would change the mode.
+    """
+    outside = torch.is_grad_enabled()
+    switches = graph.find_nodes(op="call_function", target=set_grad_enabled)
+    restoring = [node for node in switches if node.args[0] is outside]
+    if not restoring:
+        return
+    first = next(n for n in graph.nodes if n.op != "placeholder")
+    with graph.inserting_before(first):
+        mode = graph.call_function(torch.is_grad_enabled)
+    for node in restoring:
+        node.args = (mode,)
 
 
 def _tensor_of(length: int) -> Any:
@@ -230,7 +249,11 @@ class _Input:
         self.example = node.meta.get("example_value")
         described = node.meta.get("tensor_dict") or {}
         is_tensor = isinstance(self.example, torch.Tensor)
-        self.is_held = is_tensor and "_dynamo_static_input_type" in described
+        # A hidden state with a gradient history is no buffer.
+        stays = isinstance(self.example, nn.Parameter) or not (
+            isinstance(self.example, torch.Tensor) and self.example.requires_grad
+        )
+        self.is_held = is_tensor and stays and "_dynamo_static_input_type" in described
         argument = node.meta.get("grapharg")
         self.is_number = (
             is_tensor

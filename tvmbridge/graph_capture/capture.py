@@ -26,6 +26,7 @@ from tvmbridge.core.errors import (
     DataDependentError,
     NotApartError,
     PassError,
+    StateWrittenError,
     UnsupportedOperatorError,
 )
 from tvmbridge.core.generated import plain_text
@@ -33,7 +34,7 @@ from tvmbridge.core.libraries import register_containers
 from tvmbridge.core.number_inputs import number_inputs, with_tensors
 from tvmbridge.core.structure import children
 from tvmbridge.core.torch_private import inductor_config, pytree
-from tvmbridge.core.types import IntermediateBase, PassRecord
+from tvmbridge.core.types import IntermediateBase, OutputDescriptor, OutputKind, PassRecord
 from tvmbridge.graph_capture.dependence import depends_on_values
 from tvmbridge.graph_capture.host_constants import device_of, move_in_program
 from tvmbridge.graph_capture.noise import find_noise, tidy_draws
@@ -162,6 +163,8 @@ def capture_staged(
     numbers = forward.numbers
     inputs, constant_tensors = describe_inputs(module, program, leaves, needs_grad)
     device = inputs[0].spec.device if inputs else None
+    outputs = with_aliases(describe_outputs(program, device), seen)
+    _refuse_writes_into_carried(stage, outputs)
     noise = find_noise(program.graph)
     convention = CallingConvention(
         in_spec=in_spec,
@@ -195,15 +198,27 @@ def capture_staged(
     return CapturedGraph(
         program=program,
         inputs=inputs,
-        outputs=with_aliases(describe_outputs(program, device), seen),
+        outputs=outputs,
         noise=noise,
         constant_tensors=constant_tensors,
         convention=convention,
         assumptions=assumptions,
         outside=stage.outside,
+        carried=stage.carried,
         prologue=cut_prologue(program.graph, noise, constant_tensors),
         epilogue=forward.epilogue,
     )
+
+
+def _refuse_writes_into_carried(stage: StagedModule, outputs: Sequence[OutputDescriptor]) -> None:
+    """Refuse writes into tensors of a container, because two of its tensors may share memory."""
+    for output in outputs:
+        place = stage.carried.get(output.target or "")
+        if place is not None and output.kind is not OutputKind.USER:
+            raise StateWrittenError(
+                f"forward of {type(stage.module).__name__} writes into {place.label} and sets "
+                "the attribute to another value"
+            )
 
 
 def _export(

@@ -22,6 +22,8 @@ NO_PART = Reason(Kind.NO_PART)
 _FEWEST_OPERATORS = 3
 # After this many calls in which no part was compiled code, the module is not cut any more.
 _CALLS_WITHOUT_PARTS = 8
+# The same, if the module has repeated blocks, which then are the parts.
+_CALLS_BEFORE_REGIONS = 2
 # After this many calls in a row that have compiled parts, each call has state of its own.
 _CALLS_WITH_NEW_PARTS = 8
 
@@ -76,13 +78,20 @@ class Cut:
     - ``served``: the number of calls in which compiled parts have run.
     - ``parts``: the parts, created at the first call that is served in parts.
     - ``of_regions``: whether the parts are regions, the repeated blocks of the module.
+    - ``make_regions``: creates regions in place of parts that are all too small; None: the module
+      has no repeated blocks.
     """
 
     def __init__(
-        self, make: Callable[[Any], ServedParts] | None = None, *, of_regions: bool = False
+        self,
+        make: Callable[[Any], ServedParts] | None = None,
+        *,
+        of_regions: bool = False,
+        make_regions: Callable[[Any], ServedParts] | None = None,
     ) -> None:
         self.make = make
         self.of_regions = of_regions
+        self.make_regions = make_regions
         self.why: str | None = None
         self.served = 0
         self.parts: ServedParts | None = None
@@ -93,7 +102,7 @@ class Cut:
 
     def renewed(self) -> Cut:
         """Return the same decision for a copy of the module, without parts yet."""
-        cut = Cut(self.make, of_regions=self.of_regions)
+        cut = Cut(self.make, of_regions=self.of_regions, make_regions=self.make_regions)
         cut.why, cut._of_state = self.why, self._of_state
         return cut
 
@@ -158,9 +167,21 @@ class Cut:
             if reason is NO_PART:
                 self._without += 1
                 reason = self._no_part()
+                self._turn_to_regions(of)
             elif reason is None:
                 self._without = 0
         return results, reason
+
+    def _turn_to_regions(self, of: Any) -> None:
+        """Have the repeated blocks of the module be its parts, if no other part is large enough.
+
+        TorchDynamo captures no part of a loop over blocks that breaks the graph, and no block
+        whose class is PyTorch's own.
+        """
+        if self.make_regions is None or self._without < _CALLS_BEFORE_REGIONS:
+            return
+        self.make, self.make_regions = self.make_regions, None
+        self.parts, self.of_regions, self._without = self.make(of), True, 0
 
     def _no_part(self) -> Reason:
         """Return why a module runs eagerly whose parts are all too small to be compiled."""

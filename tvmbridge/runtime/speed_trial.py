@@ -84,9 +84,11 @@ _EARLY = 3
 _SAMPLES = 5
 # The most samples of each kind, taken if the medians and the minima give different verdicts.
 _MOST_SAMPLES = 10
-# A call of compiled code that takes more seconds than this has no trial: the cost of a call beside
-# its kernels matters for short calls alone, and a trial would slow down a program with long ones.
-_LONG = 1e-3
+# A call of compiled code that takes more seconds than this may end its trial after one sample of
+# each kind: the cost of a call beside its kernels matters less, and a trial slows a program down.
+_MEDIUM = 1e-3
+# A call that takes more seconds than this has no trial.
+_LONG = 0.1
 
 
 def only_if_faster_now(option: bool) -> bool:
@@ -192,15 +194,16 @@ class SpeedTrial:
     def _decide(self) -> None:
         """Set the verdict if there are enough samples."""
         counts = [len(samples) for samples in self._samples.values()]
-        if min(counts) < _EARLY or counts[0] != counts[1]:
+        early, clearly_faster = (1, 1.0) if self._first > _MEDIUM else (_EARLY, _CLEARLY_FASTER)
+        if min(counts) < early or counts[0] != counts[1]:
             return
         with_backward = all(
-            sum(s.backward is not None for s in samples) >= _EARLY
+            sum(s.backward is not None for s in samples) >= early
             for samples in self._samples.values()
         )
         found, least = (self._verdict(of, with_backward) for of in (statistics.median, min))
         assert found.own is not None
-        if min(counts) < _SAMPLES and found.compiled > _CLEARLY_FASTER * found.own:
+        if min(counts) < _SAMPLES and found.compiled > clearly_faster * found.own:
             return
         if found.pays != least.pays and min(counts) < _MOST_SAMPLES:
             return

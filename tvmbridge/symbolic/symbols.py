@@ -147,7 +147,7 @@ class Symbols:
     def probe(self, args: Any, kwargs: Any, point: Point) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return arguments like those given, with the sizes of ``point`` in symbolic dimensions.
 
-        Resized tensors are uninitialized.
+        Resized tensors are filled with zeros: forward may check that integers are valid indices.
         """
         leaves, spec = pytree.tree_flatten((args, kwargs))
         shapes = {i: list(t.shape) for i, t in enumerate(leaves) if isinstance(t, torch.Tensor)}
@@ -160,8 +160,8 @@ class Symbols:
 
 
 def _resized(leaf: Any, shape: list[int] | None) -> Any:
-    """Return ``leaf``, or an uninitialized tensor like it if its shape differs from ``shape``."""
+    """Return ``leaf``, or a tensor of zeros like it if its shape differs from ``shape``."""
     if shape is None or list(leaf.shape) == shape:
         return leaf
-    made = torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
+    made = torch.zeros(shape, dtype=leaf.dtype, device=leaf.device)
     return made.requires_grad_(leaf.requires_grad)

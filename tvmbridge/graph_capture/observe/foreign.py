@@ -7,7 +7,7 @@ tensors in such places.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -80,14 +80,18 @@ class ForeignTensors(TorchDispatchMode):
             if isinstance(value, torch.Tensor):
                 self._note(self._stand_ins.get(id(value)), value)
 
-    def without_gradient(self) -> list[str]:
-        """Return a list with one complaint if an unregistered tensor would lose its gradient."""
-        shapes = ", ".join(str(tuple(t.shape)) for t in self.differentiated.values())
+    def without_gradient(self, but: Collection[int]) -> list[str]:
+        """Return a list with one complaint if an unregistered tensor would lose its gradient.
+
+        ``but`` are the ids of tensors that become inputs later.
+        """
+        lost = [t for key, t in self.differentiated.items() if key not in but]
+        shapes = ", ".join(str(tuple(t.shape)) for t in lost)
         complaint = (
             f"reads a tensor that requires a gradient (of shape {shapes}) and is neither an "
             "argument nor a parameter of the module"
         )
-        return [complaint] if self.differentiated else []
+        return [complaint] if lost else []
 
     def _note(self, stood_for: torch.Tensor | None, value: torch.Tensor) -> None:
         foreign = stood_for if stood_for is not None or isinstance(value, FakeTensor) else value

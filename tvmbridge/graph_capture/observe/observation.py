@@ -24,6 +24,7 @@ from tvmbridge.calls.standins import tensors_of, tensors_replaced
 from tvmbridge.calls.views import ViewWatch
 from tvmbridge.core.assumptions import OutsideValue, Question
 from tvmbridge.core.autocast import Autocast, without_autocast
+from tvmbridge.core.carried import tensors_in
 from tvmbridge.core.contents import PartOf
 from tvmbridge.core.errors import NumberReadError
 from tvmbridge.core.structure import unflatten
@@ -275,7 +276,11 @@ class _Run:
         if recorded and not self._records:
             found.append("turns gradients on where they are off, for what it returns")
         found = list(dict.fromkeys((*found, *self.questions.complaints, *self.outside.complaints)))
-        return found + (self.foreign.without_gradient() if self._records else [])
+        if not self._records:
+            return found
+        replaced = [self._module.get_submodule(p).__dict__.get(n) for p, n in self.forward.ways]
+        carried = {id(tensor) for value in replaced for _, tensor in tensors_in(value)}
+        return found + self.foreign.without_gradient(carried)
 
 
 def _observe(

@@ -19,6 +19,7 @@ from tvmbridge.calls.copies import copied_values, modules_held
 from tvmbridge.calls.standins import stand_in, tensors_of, without_inference_state, without_own_call
 from tvmbridge.core.assumptions import Question
 from tvmbridge.core.autocast import Autocast
+from tvmbridge.core.carried import CarriedPlace
 from tvmbridge.core.contents import same_value
 from tvmbridge.core.errors import (
     BridgeError,
@@ -31,6 +32,7 @@ from tvmbridge.core.torch_private import pytree
 from tvmbridge.graph_capture.dependence import DependenceError
 from tvmbridge.graph_capture.observe.adoption import Adoption
 from tvmbridge.graph_capture.observe.attributes import values_in_place
+from tvmbridge.graph_capture.observe.carrying import carry, with_any_tensor
 from tvmbridge.graph_capture.observe.compile_flag import goes_another_way
 from tvmbridge.graph_capture.observe.foreign import refuse_foreign
 from tvmbridge.graph_capture.observe.hooks import traced_hooks
@@ -62,6 +64,8 @@ class StagedModule:
     - ``is_compiling``: what ``torch.compiler.is_compiling()`` returns during the trace.
     - ``autocast``: the autocast state that forward runs under.
     - ``outside``: the unregistered tensors that ``module`` has adopted as inputs, by name.
+    - ``carried``: the places of tensors in containers that the previous call has left in
+      attributes, by the names of their inputs.
     - ``fx_passes``: passes that rewrite the captured program.
     """
 
@@ -71,6 +75,7 @@ class StagedModule:
     is_compiling: bool = True
     autocast: Autocast = ()
     outside: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    carried: Mapping[str, CarriedPlace] = field(default_factory=dict)
     fx_passes: tuple[Any, ...] = ()
 
 
@@ -147,6 +152,7 @@ def _staged(
         watch = partial(watch, left=None)
     actor = _actor(module, originals) if apart else module
     outside = adopt(actor, adoption.adopted) | (hold(actor, module) if apart else {})
+    carried: Mapping[str, CarriedPlace] = {}
     try:
         seen = watch(actor, is_compiling=is_compiling)
         leaves_traces = seen.writes or seen.assigned or seen.left or seen.kept or seen.changes
@@ -165,8 +171,10 @@ def _staged(
             counted = _attributes_among(actor, again.writes)
             grown = any(way.into != "place" for way in again.left.values())
             watch = partial(watch, left=[*again.left, *counted])
-            if counted or grown:
+            carried = carry(actor, module, again, adoption)
+            if counted or grown or carried:
                 again = _watched_again(partial(watch, actor), again, is_compiling)
+                again = replace(again, values=with_any_tensor(again.values, carried))
             # A value that the first run wrote must be there at a call, even if later runs do not
             # read it.
             written = {*map(_split, seen.writes), *seen.left} - again.left.keys()
@@ -201,7 +209,14 @@ def _staged(
         seen = replace(seen, values=copied_values(seen.values), assigned={})
     of_foreign = (each.watched(originals) for each in seen.foreign_constants)
     seen = replace(seen, outside=(*seen.outside, *of_foreign))
-    return StagedModule(actor, seen, is_compiling=is_compiling, autocast=autocast, outside=outside)
+    return StagedModule(
+        actor,
+        seen,
+        is_compiling=is_compiling,
+        autocast=autocast,
+        outside=outside,
+        carried=carried,
+    )
 
 
 def _require_gradients_like(actor: nn.Module, module: nn.Module) -> None:

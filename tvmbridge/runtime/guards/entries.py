@@ -50,7 +50,9 @@ def structure_of(module: nn.Module) -> Iterator[DictEntry]:
             continue
         changed = Reason(Kind.CHANGED, "the training flag of a submodule")
         forward = parent.__dict__.get("forward", MISSING)
-        yield DictEntry(parent, "", "training", parent.training, changed)
+        # The wrapper that torch.compile returns has the flag of the module that it wraps.
+        if "training" in parent.__dict__ or not type(parent).__module__.startswith("torch."):
+            yield DictEntry(parent, "", "training", parent.training, changed)
         yield DictEntry(parent, "", "forward", forward, PATCHED)
 
 

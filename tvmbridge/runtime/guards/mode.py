@@ -10,6 +10,7 @@ from torch import nn
 
 from tvmbridge.calls.standins import tensors_of
 from tvmbridge.core.autocast import Autocast, autocast_now
+from tvmbridge.core.carried import tensors_in
 from tvmbridge.core.kernel_settings import (
     Reduced,
     SwitchedOff,
@@ -18,12 +19,26 @@ from tvmbridge.core.kernel_settings import (
 )
 
 Flags: TypeAlias = tuple[bool, ...]
+_REGISTERED = frozenset(vars(nn.Module()))
 
 
 def flags_of(module: nn.Module, leaves: Sequence[Any]) -> Flags:
-    """Return ``requires_grad`` of the tensors among ``leaves``, then of the module's tensors."""
+    """Return ``requires_grad`` of the tensors among ``leaves``, then of the module's tensors.
+
+    The last flag is whether any other tensor in a container of the module's attributes requires
+    a gradient.
+    """
     given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    return tuple(t.requires_grad for t in (*given, *tensors_of(module).values()))
+    own = tensors_of(module).values()
+    known = set(map(id, own))
+    carried = any(
+        t.requires_grad and id(t) not in known
+        for owner in module.modules()
+        for name, value in vars(owner).items()
+        if isinstance(value, tuple | list | dict) and name not in _REGISTERED
+        for _, t in tensors_in(value)
+    )
+    return (*(t.requires_grad for t in (*given, *own)), carried)
 
 
 class Mode(NamedTuple):

@@ -17,6 +17,7 @@ from torch import nn
 
 from tvmbridge.compiler.pack import is_at
 from tvmbridge.core.captured_graph import CapturedGraph
+from tvmbridge.core.carried import CarriedTensors
 from tvmbridge.core.contents import MISSING
 from tvmbridge.core.libraries import acts
 from tvmbridge.core.reasons import Kind, Reason
@@ -64,6 +65,10 @@ class ModuleState:
         beside += self._answers.names
         self._numbers = HeldNumbers(module, captured.convention.held)
         self._outside = {k: v for k, v in captured.outside.items() if k not in self._numbers}
+        self._carried = {
+            name: (module.get_submodule(place.key[0]), place.key[1], place.steps)
+            for name, place in captured.carried.items()
+        }
         self._places = {
             name: entry_of(module, name)
             for name in (*self.names, *beside, *(n for tie in self._ties for n in tie))
@@ -122,6 +127,10 @@ class ModuleState:
         outside = {name: copied(tensor) for name, tensor in self._outside.items()}
         self._found |= {name: (outside, name) for name in outside}
         self._found |= {n: (self._numbers, n) for n in self.names if n in self._numbers}
+        carried = CarriedTensors(
+            {n: (dict_of(o, ""), key, steps) for n, (o, key, steps) in self._carried.items()}
+        )
+        self._found |= {name: (carried, name) for name in self._carried}
         places = [self._found[name] for name in self.names]
         self._slots = [
             (_TensorsOf(owner) if name in self._attributes else owner, key)
@@ -158,6 +167,7 @@ class ModuleState:
         other.kinds = self.kinds.renewed()
         other._assigned = [(memo[id(o)], n, value) for o, n, value in self._assigned]
         other._left = [(memo[id(o)], n, way) for o, n, way in self._left]
+        other._carried = {n: (memo[id(o)], *rest) for n, (o, *rest) in self._carried.items()}
         other._values = self._values.rebound(memo)
         other._modules = [memo[id(m)] for m in self._modules]
         other._places = {n: replace(e, owner=memo[id(e.owner)]) for n, e in self._places.items()}
@@ -332,7 +342,7 @@ class ModuleState:
 
     def _is_beside(self, name: str) -> bool:
         """Whether the input ``name`` is no tensor that a name in the module reaches."""
-        return name in self._outside or name in self._numbers
+        return name in self._outside or name in self._numbers or name in self._carried
 
     def _unserved_number(self) -> Reason | None:
         label = self._numbers.changed()

@@ -1,0 +1,107 @@
+"""Tensors in containers that one call leaves in an attribute are inputs of the next call's code."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tvmbridge import add_tvm_dispatch, dispatch_report
+
+KINDS: dict[str, tuple[Callable[..., Any], Callable[[Any], Any]]] = {
+    "tuple": (lambda h, c: (h, c), lambda s: s),
+    "list": (lambda h, c: [h, c], lambda s: s),
+    "dict": (lambda h, c: {"h": h, "c": c}, lambda s: (s["h"], s["c"])),
+    "nested": (lambda h, c: ((h, len(h)), [c]), lambda s: (s[0][0], s[1][0])),
+    "same": (lambda h, c: (h, h), lambda s: s),
+    "views": (lambda h, c: tuple(torch.stack([h, c])), lambda s: s),
+}
+
+
+class Remembering(nn.Module):
+    """Keeps its state in a container, which it replaces at each call."""
+
+    def __init__(self, kind: str, detached: bool = True, halves: bool = False) -> None:
+        super().__init__()
+        self.cell = nn.Linear(6, 3)
+        self.kind, self.detached, self.halves = kind, detached, halves
+        self.state: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        put, taken = KINDS[self.kind]
+        h, c = (x.new_zeros(len(x), 3),) * 2 if self.state is None else taken(self.state)
+        if self.halves and self.state is not None:
+            h.mul_(0.5)
+        c = c.sigmoid() + h
+        h = torch.tanh(self.cell(torch.cat([x, h], 1))) * c
+        self.state = put(h.detach(), c.detach()) if self.detached else put(h, c)
+        return h * 2
+
+
+def _pair(module: nn.Module) -> tuple[Any, Any]:
+    eager = module.double()
+    served = copy.deepcopy(eager)
+    add_tvm_dispatch(served)
+    return eager, served
+
+
+def _step(modules: tuple[Any, Any], xs: Tensor) -> None:
+    found = []
+    for module in modules:
+        module.zero_grad()
+        results = [module(x) for x in xs]
+        torch.stack(results).square().sum().backward()
+        grads = [p.grad.clone() for p in module.parameters()]
+        found.append((results, grads, torch.utils._pytree.tree_leaves(module.state)))
+    torch.testing.assert_close(found[1], found[0])
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=() if k == "tuple" else pytest.mark.slow) for k in KINDS]
+)
+def test_a_state_in_a_container_is_an_input(kind: str) -> None:
+    pair = _pair(Remembering(kind))
+    for _ in range(5):
+        _step(pair, torch.randn(1, 2, 3, dtype=torch.float64))
+    report = dispatch_report(pair[1])
+    assert report.tvm_calls == 4
+    assert len(report.specializations) == 1
+    copied = copy.deepcopy(pair)
+    for module in pair:
+        module.state = None
+    _step(copied, torch.randn(1, 2, 3, dtype=torch.float64))
+    for _ in range(2):
+        _step(pair, torch.randn(1, 2, 3, dtype=torch.float64))
+    assert dispatch_report(copied[1]).tvm_calls == 1
+    assert dispatch_report(pair[1]).tvm_calls == 5
+
+
+def test_gradients_flow_through_a_state_in_a_tuple() -> None:
+    pair = _pair(Remembering("tuple", detached=False))
+    for _ in range(3):
+        for module in pair:
+            module.state = None
+        _step(pair, torch.randn(4, 2, 3, dtype=torch.float64))
+    assert dispatch_report(pair[1]).tvm_calls == 9
+
+
+def test_a_state_that_the_script_replaces_is_read() -> None:
+    pair = _pair(Remembering("tuple"))
+    for n in range(6):
+        if n > 2:
+            state = torch.randn(2, 2, 3, dtype=torch.float64)
+            for module in pair:
+                module.state = (state[0].clone(), state[n % 2].clone())
+        _step(pair, torch.randn(1, 2, 3, dtype=torch.float64))
+    assert dispatch_report(pair[1]).tvm_calls == 5
+
+
+@pytest.mark.slow
+def test_writes_into_a_state_that_shares_memory_are_right() -> None:
+    pair = _pair(Remembering("same", halves=True))
+    for _ in range(4):
+        _step(pair, torch.randn(1, 2, 3, dtype=torch.float64))
