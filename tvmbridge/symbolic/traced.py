@@ -6,7 +6,7 @@ numbers of compiled code are compared with these functions first, and with guess
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -18,25 +18,19 @@ from tvmbridge.symbolic.symbols import Symbols
 
 # Classes of PyTorch for quotients and remainders, by name because they are private.
 _QUOTIENTS, _REMAINDERS = ("FloorDiv", "CleanDiv"), ("Mod", "PythonMod")
-# Parts of the names of operators whose windows may have strides.
-_WINDOWS = ("conv", "pool")
 
 
 def traced_sizes(trace: SymbolicTrace, symbols: Symbols) -> list[Size]:
     """Return the sizes in the shapes of ``trace`` that depend on ``symbols``, each one once.
 
     Expressions other than polynomials, and quotients and remainders of polynomials by an integer,
-    are left out. Quotients are left out as well beside convolutions and poolings: with them, code
-    for a ResNet wrote beyond its memory.
+    are left out.
     """
-    windows = any(name in str(n.target) for n in trace.program.graph.nodes for name in _WINDOWS)
     places = [sympy.Symbol(f"size{i}", integer=True) for i in range(len(symbols.dimensions))]
     known = _values(trace, symbols, places)
     found: dict[Size, None] = {}
     for expression in expressions_in(trace.program):
         expression = expression.subs(trace.relations.replaced).subs(known)
-        if windows and expression.atoms(sympy.Function):
-            continue
         size = _size(expression, places)
         if size is not None:
             found.setdefault(size)
@@ -71,9 +65,28 @@ def _size(expression: Any, places: Sequence[Any]) -> Size | None:
         atoms[function] = atom
     if expression in atoms:
         return atoms[expression]
+    whole = _absorbed(expression, atoms)
+    if whole is not None:
+        return whole
     names = {function: sympy.Dummy(integer=True) for function in atoms}
     terms = _terms(expression.subs(names), [*places, *names.values()])
     return None if terms is None else Size(terms, atoms=tuple(atoms.values()))
+
+
+def _absorbed(expression: Any, atoms: Mapping[Any, Size]) -> Size | None:
+    """Return a quotient plus an integer as one quotient: ``(s - 1)//2 + 1`` is ``(s + 1)//2``.
+
+    Such an extent is then an atom, and the elements of an image are a product of two atoms.
+    """
+    for function, atom in atoms.items():
+        more = expression - function
+        if more.is_Integer and not atom.remainder:
+            constant = (0,) * len(atom.terms[0][1])
+            terms = {powers: n for n, powers in atom.terms}
+            terms[constant] = terms.get(constant, 0) + int(more) * atom.divisor
+            left = tuple((n, powers) for powers, n in terms.items() if n)
+            return Size(left, atom.divisor)
+    return None
 
 
 def _atom(function: Any, places: Sequence[Any]) -> Size | None:
