@@ -193,6 +193,11 @@ class Sizes:
         """The polynomials found so far."""
         return {s for s in self._found.values() if s.divisor == 1}
 
+    @property
+    def found(self) -> set[Size]:
+        """All sizes found so far."""
+        return set(self._found.values())
+
     def _polynomial(self, values: tuple[int, ...]) -> Size | None:
         if len(set(values)) == 1:
             return Size(((values[0], (0,) * self.symbols),))
