@@ -18,6 +18,8 @@ Shapes: TypeAlias = Sequence[tuple[int, tuple[int, ...]]]
 
 # 0 and 1 have another meaning in broadcasting, so a symbol cannot have these sizes.
 LEAST_SIZE = 2
+# The fewest dimensions of a batch of images.
+_IMAGE = 4
 # The fewest rows that are taken for the rows of a batch.
 _LEAST_ROWS = 3
 
@@ -84,6 +86,21 @@ class Symbols:
         if len(rows) != 1 or min(rows) < _LEAST_ROWS or known & first.keys():
             return None
         return Symbols((tuple(first), *self.dimensions))
+
+    def with_sides(self, shapes: Shapes) -> Symbols | None:
+        """Return these symbols with one for each side of images that were square so far.
+
+        Images are tensors of at least four dimensions. Return None if there are no such images.
+        """
+        ranks = {leaf: len(shape) for leaf, shape in shapes}
+        found: list[tuple[Dimension, ...]] = []
+        for group in self.dimensions:
+            images = all(ranks[leaf] >= _IMAGE and number >= 2 for leaf, number in group)
+            sides: dict[int, list[Dimension]] = {}
+            for leaf, number in group:
+                sides.setdefault(ranks[leaf] - number if images else 0, []).append((leaf, number))
+            found += map(tuple, sides.values())
+        return None if len(found) == len(self.dimensions) else replace(self, dimensions=tuple(found))
 
     def point(self, leaves: Sequence[Any]) -> Point | None:
         """Return the values of the symbols in a call.
