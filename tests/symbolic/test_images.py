@@ -35,6 +35,14 @@ def _padded(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return functional.pad(y, (0, x.shape[3] - y.shape[3], 0, x.shape[2] - y.shape[2]))
 
 
+class _Unshuffled(nn.Module):
+    """Images padded to even sides, with the pixels of each square of four as channels."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        even = functional.pad(x, (0, x.shape[3] % 2, 0, x.shape[2] % 2))
+        return functional.pixel_unshuffle(even, 2)
+
+
 _MODULES: dict[str, Callable[[], nn.Module]] = {
     "convolution and pooling": lambda: nn.Sequential(
         nn.Conv2d(3, 8, 7, 2, 3), nn.MaxPool2d(3, 2, 1), nn.Conv2d(8, 4, 3, 2, 1)
@@ -49,11 +57,7 @@ _MODULES: dict[str, Callable[[], nn.Module]] = {
     "corners of a fixed size": lambda: nn.Upsample(
         size=(7, 10), mode="bilinear", align_corners=True
     ),
-    "padded to a multiple": lambda: Calls(
-        lambda x: functional.pixel_unshuffle(
-            functional.pad(x, (0, x.shape[3] % 2, 0, x.shape[2] % 2)), 2
-        )
-    ),
+    "padded to a multiple": _Unshuffled,
 }
 _QUICK = "convolution and pooling", "mean of windows", "half as many again"
 _CASES = [n if n in _QUICK else pytest.param(n, marks=pytest.mark.slow) for n in _MODULES]

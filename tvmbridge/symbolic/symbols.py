@@ -100,7 +100,9 @@ class Symbols:
             for leaf, number in group:
                 sides.setdefault(ranks[leaf] - number if images else 0, []).append((leaf, number))
             found += map(tuple, sides.values())
-        return None if len(found) == len(self.dimensions) else replace(self, dimensions=tuple(found))
+        if len(found) == len(self.dimensions):
+            return None
+        return replace(self, dimensions=tuple(found))
 
     def point(self, leaves: Sequence[Any]) -> Point | None:
         """Return the values of the symbols in a call.

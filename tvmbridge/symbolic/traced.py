@@ -18,6 +18,8 @@ from tvmbridge.graph_capture.relations import affine, expressions_in
 from tvmbridge.symbolic.sizes import Size
 from tvmbridge.symbolic.symbols import Symbols
 
+# Classes of PyTorch for integers computed as floats, by name as well.
+_OF_FLOATS = ("TruncToInt", "FloorToInt", "ToFloat")
 # Expressions whose remainders repeat after more steps are left out.
 _MOST_PERIOD = 64
 # Classes of PyTorch for quotients and remainders, by name because they are private.
@@ -125,9 +127,7 @@ def _period(expression: Any) -> int | None:
             period *= int(part.args[1])
         elif isinstance(part, sympy.Float):
             period *= Fraction(float(part)).denominator
-        elif isinstance(part, sympy.Function) and name not in ("TruncToInt", "FloorToInt", "ToFloat"):
-            return None
-        elif isinstance(part, sympy.Pow):
+        elif isinstance(part, sympy.Function | sympy.Pow) and name not in _OF_FLOATS:
             return None
         if period > _MOST_PERIOD:
             return None

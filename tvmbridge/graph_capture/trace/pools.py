@@ -1,8 +1,9 @@
 """Trace ``max_pool1d`` with the strides of eager PyTorch's results, and for any size.
 
 PyTorch's function makes a constant of a symbolic length: with symbols, the function for two
-dimensions is traced instead. Without a gradient eager PyTorch has a kernel for one dimension, whose results are contiguous. For
-fake tensors it calls the kernel for two dimensions instead, whose results may follow their input.
+dimensions is traced instead. Without a gradient eager PyTorch has a kernel for one dimension, whose
+results are contiguous. For fake tensors it calls the kernel for two dimensions instead, whose
+results may follow their input.
 """
 
 from __future__ import annotations

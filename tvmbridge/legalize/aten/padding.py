@@ -9,8 +9,8 @@ from __future__ import annotations
 from tvm import relax, te, tirx
 from tvm.ir import Call, Expr
 
-from tvmbridge.legalize.aten.arguments import Arguments, Compile
 from tvmbridge.legalize.arithmetic import opaque
+from tvmbridge.legalize.aten.arguments import Arguments, Compile
 from tvmbridge.legalize.broadcast import INJECTIVE, shape_of
 from tvmbridge.legalize.lets import constant
 
