@@ -48,9 +48,8 @@ def _of_two_dimensions(
     if not all(type(each) is int for each in single):
         return None
     kernel, step, border, apart = ((n, own) for n, own in zip((1, 1, 0, 1), single, strict=True))
-    found = functional.max_pool2d(
-        input.unsqueeze(-2), kernel, step, border, apart, ceil_mode, return_indices
-    )
+    pool: Any = functional.max_pool2d
+    found = pool(input.unsqueeze(-2), kernel, step, border, apart, ceil_mode, return_indices)
     if return_indices:
         return tuple(each.squeeze(-2) for each in found)
     return found.squeeze(-2)
