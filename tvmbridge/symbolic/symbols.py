@@ -18,6 +18,8 @@ Shapes: TypeAlias = Sequence[tuple[int, tuple[int, ...]]]
 
 # 0 and 1 have another meaning in broadcasting, so a symbol cannot have these sizes.
 LEAST_SIZE = 2
+# How many times smaller networks make images by halving, at most.
+_MOST_HALVED = 32
 # The fewest dimensions of a batch of images.
 _IMAGE = 4
 # The fewest rows that are taken for the rows of a batch.
@@ -154,12 +156,13 @@ class Symbols:
     def apart(self, shapes: Mapping[int, Sequence[int]]) -> Point:
         """Return values of the symbols near a call's sizes, all different.
 
-        torch.export would make one symbol of equal sizes.
+        torch.export would make one symbol of equal sizes. A power of two that divides a size, up
+        to 32, still does: networks halve images, and join them with what the halves become.
         """
         taken: list[int] = []
         for size in self.point_of(shapes):
             while size in taken:
-                size += 1
+                size += min(size & -size, _MOST_HALVED)
             taken.append(size)
         return tuple(taken)
 
