@@ -109,4 +109,12 @@ COMPILED_CODE = (
         "self.defined.get(operand, -1) < number",
         ("tests/passes/relax/test_merge_casts.py", "-k", "gradients"),
     ),
+    Plant(
+        "two values determine a factor and a constant",
+        "passes",
+        "tvmbridge.symbolic.sizes",
+        "    return len(set(zip(*of, strict=True))) <= _MOST_UNKNOWN",
+        "    return False",
+        ("tests/symbolic/test_sizes.py", "-k", "two_values"),
+    ),
 )

@@ -155,3 +155,15 @@ def test_images_with_borders() -> None:
     assert sizes.find(values(lambda b, s: padded(b, s) + 5)) is None
     # All sample sizes are odd, so the values also equal (s + 1) * (s + 3).
     assert sizes.find(values(lambda b, s: 4 * (s // 2 + 2) * (s // 2 + 1))) is None
+
+
+@pytest.mark.parametrize("stride", [4, 8])
+def test_two_values_of_a_quotient_determine_no_factor_and_constant(stride: int) -> None:
+    """Check the elements of an image of ``extent + 1`` rows and columns at 19, 478 and 17.
+
+    The extent is the same at 17 and 19, so that ``63 * extent - 117`` has the same values.
+    """
+    points = ((19,), (478,), (17,))
+    extent = Size(((1, (1,)), (-1, (0,))), stride)
+    found = Sizes(points, [extent]).find(tuple((extent.at(p) + 1) ** 2 for p in points))
+    assert found is None or found.at((200,)) == (extent.at((200,)) + 1) ** 2

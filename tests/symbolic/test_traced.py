@@ -39,11 +39,18 @@ def test_quotients_of_a_trace_are_functions_of_the_symbols_of_the_code() -> None
         assert 2 * symbol + 1 in values
 
 
-def test_quotients_beside_convolutions_are_left_out() -> None:
+def test_the_extent_that_a_stride_leaves_is_one_quotient() -> None:
     symbols = Symbols((((0, 0),),), {(0, 0): LinearSize(1, 0)})
     weights = torch.ones(1, 2, 3)
     found = _sizes_in(lambda x: functional.conv1d(x.t()[None], weights, stride=3), symbols)
-    assert found == _sizes_in(lambda x: x.exp(), symbols)
+    (quotient,) = (size for size in found if size.divisor > 1)
+    assert not quotient.atoms
+    assert [quotient.at((n,)) for n in (3, 4, 9, 30)] == [1, 1, 3, 10]
+    # A product of two extents needs no further number.
+    values = tuple(quotient.at((n,)) ** 2 for n in (23, 478, 17))
+    square = Sizes([(23,), (478,), (17,)], found).find(values)
+    assert square is not None
+    assert square.at((100,)) == 33**2
 
 
 def _sizes_in(function: Callable[..., torch.Tensor], symbols: Symbols) -> list[Size]:

@@ -202,6 +202,25 @@ def sizes_vary() -> bool:
     return _now.get() is not None
 
 
+# Whether an amount of padding depends on sizes in the current compilation.
+_padding: ContextVar[bool] = ContextVar("padding", default=False)
+
+
+def padding_varies() -> bool:
+    """Whether padding may add elements at some sizes of the current compilation and not at others.
+
+    The rows that halving an odd image loses are an example.
+    """
+    return _padding.get()
+
+
+@contextmanager
+def padding_by_sizes(varies: bool) -> Iterator[None]:
+    """Within the context, let :func:`padding_varies` return ``varies``."""
+    with set_within(_padding, varies):
+        yield
+
+
 @contextmanager
 def recorded_decisions(
     like: Sequence[Decision] = (), results: Results | None = None

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 from tvm import relax
 
+from tvmbridge.core.decisions import padding_varies
 from tvmbridge.frontend.creation import filled
 from tvmbridge.frontend.elementwise import result_dtype
 from tvmbridge.frontend.importer import Importer
@@ -212,6 +213,8 @@ def _pad(
     ctx: Importer, node: fx.Node, x: fx.Node, pad: Sequence[int], value: int | float | bool = 0
 ) -> relax.Expr:
     """Concatenate edges filled with ``value``; a negative padding slices instead."""
+    if padding_varies() and pad:
+        return ctx.compiled_call(node)
     dtype, shape = result_dtype(node), list(shape_of(x))
     result = ctx.value(x)
     for position in range(len(pad) // 2):

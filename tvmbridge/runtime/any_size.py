@@ -137,8 +137,11 @@ class _SizeGroup:
             symbols = Symbols.of(*calls)
             if symbols is None or not symbols.dimensions or symbols.sizes(matched.leaves) is None:
                 return None
-            # A symbol for the rows saves a compilation when an epoch's last batch has fewer.
-            guessed = symbols.with_rows(shapes) if guesses else None
+            # A symbol for the rows saves a compilation when an epoch's last batch has fewer, and
+            # one for each side of square images when others are not square.
+            if guesses:
+                guessed = symbols.with_rows(shapes)
+                guessed = (guessed or symbols).with_sides(shapes) or guessed
             symbols = guessed or symbols
         else:
             demanded = set() if self.family is None else self.family.demanded

@@ -167,6 +167,8 @@ class Family:
             )
         broken = code.relations.broken(shapes_of(matched.arguments))
         if broken is not None:
+            # Code that has served no call yet may be for images that are not square.
+            self.refused = self.guessed and not self._tried
             raise OtherSizesError(f"the sizes are not such as forward takes for granted: {broken}")
         return self._instantiated(code, point, flags, matched)
 

@@ -60,6 +60,8 @@ class Indexer:
     def flat(self, buffer: Buffer, indices: Sequence[Expr]) -> Expr:
         """Return the row-major offset of an element of ``buffer``."""
         offset: Expr = integer(0)
+        if sizes_vary():
+            indices = [_apart_by_strides(index) for index in indices]
         for index, extent in zip(indices, buffer.shape, strict=True):
             offset = offset * integer(int(extent)) + index
         offset = self._analyzer.simplify(offset)
@@ -90,6 +92,30 @@ class Indexer:
             return 0
         step = self._analyzer.simplify(substitute(flat, {var: var + integer(1)}) - flat)
         return int(step) if isinstance(step, tirx.IntImm) else None
+
+
+def _apart_by_strides(index: Expr) -> Expr:
+    """Return ``index`` with opaque quotients and remainders wherever a stride multiplies them.
+
+    An image of 8 rows is 2 times as high as its windows, and one of 9 rows is not. TVM would merge
+    the row of the window with the number of the image in the first case alone, and code for any
+    size must not differ between the two.
+    """
+
+    def scaled(part: tirx.Mul) -> Expr:
+        if not isinstance(part.b, tirx.IntImm) or not _has_division(part.a):
+            return part
+        opaque = tirx.reinterpret("int64", tirx.reinterpret("float64", part.a))
+        return tirx.Mul(opaque, part.b)
+
+    found: Expr = tvm_ffi.structural_map(index, (tirx.Mul, scaled))
+    return found
+
+
+def _has_division(index: Expr) -> bool:
+    found: list[Any] = []
+    tvm_ffi.structural_walk(index, ((tirx.FloorDiv, tirx.FloorMod), found.append))
+    return bool(found)
 
 
 def divisors_of(index: Expr, var: tirx.Var) -> list[int]:

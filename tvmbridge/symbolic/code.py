@@ -12,8 +12,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+import torch
 import tvm
-from torch import nn
+from torch import fx, nn
 
 from tvmbridge.calls.arguments import Arguments
 from tvmbridge.compiler.build import Built
@@ -27,7 +28,12 @@ from tvmbridge.compiler.split import SplitModule
 from tvmbridge.core.assumptions import Question
 from tvmbridge.core.autocast import Autocast
 from tvmbridge.core.captured_graph import Assumptions, CapturedGraph
-from tvmbridge.core.decisions import recorded_decisions, repeated_decisions
+from tvmbridge.core.decisions import (
+    padding_by_sizes,
+    recorded_decisions,
+    repeated_decisions,
+)
+from tvmbridge.core.torch_private import pytree
 from tvmbridge.core.types import PassRecord
 from tvmbridge.graph_capture.any_size import SymbolicTrace, shapes_of, traced_with_symbols
 from tvmbridge.graph_capture.relations import Relations
@@ -161,13 +167,25 @@ def lowered_at_all(
         BridgeError: the module is refused at the first point.
     """
     first, *others = points.all
-    with recorded_decisions() as decisions:
-        lowered = [lower(first, Known(trace.stage_of_all))]
-    for point in others:
-        known = _known(trace, lowered[0].lowered, sample_at(first), sample_at(point))
-        with refused_as_different(), repeated_decisions(decisions):
-            lowered.append(lower(point, known))
+    with padding_by_sizes(_pads_by_sizes(trace)):
+        with recorded_decisions() as decisions:
+            lowered = [lower(first, Known(trace.stage_of_all))]
+        for point in others:
+            known = _known(trace, lowered[0].lowered, sample_at(first), sample_at(point))
+            with refused_as_different(), repeated_decisions(decisions):
+                lowered.append(lower(point, known))
     return lowered
+
+
+def _pads_by_sizes(trace: SymbolicTrace) -> bool:
+    """Whether a constant padding in ``trace`` has amounts that depend on sizes."""
+    padding = torch.ops.aten.constant_pad_nd.default
+    return any(
+        isinstance(argument, fx.Node | torch.SymInt)
+        for node in trace.program.graph.nodes
+        if node.target is padding
+        for argument in pytree.tree_leaves(node.args[1])
+    )
 
 
 def compile_symbolic(

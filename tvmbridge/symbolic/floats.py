@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import partial
@@ -14,13 +15,14 @@ from tvm.ir import Expr
 from tvmbridge.symbolic.sizes import Point, Size, Sizes
 
 # Functions of a count, each with its inverse: the count itself, the factor of a mean, the
-# correction of an unbiased variance, the factor of a sum of squares.
+# correction of an unbiased variance, the factor of a sum of squares, the distance of two corners.
 _Form: TypeAlias = Callable[[Any], Any]
 _FORMS: tuple[tuple[_Form, _Form], ...] = (
     (lambda n: n, lambda v: v),
     (lambda n: 1 / n, lambda v: 1 / v),
     (lambda n: n / (n - 1), lambda v: v / (v - 1)),
     (lambda n: 1 / (n - 1), lambda v: 1 / v + 1),
+    (lambda n: n - 1, lambda v: v + 1),
 )
 _EXACT = 1 << 24
 _HALF, _MOST_FACTOR = 0.7, 64
@@ -52,7 +54,38 @@ def float_of_sizes(
             size, factor = found
             expression = _expression(number, tirx.Cast("float64", size.expression(symbols)))
             return expression if factor == 1 else tirx.Mul(_number(float(factor)), expression)
+    return _ratio_of_sizes(values, dtype, sizes, symbols)
+
+
+def _ratio_of_sizes(
+    values: Sequence[float], dtype: str, sizes: Sizes, symbols: Sequence[Expr]
+) -> Expr | None:
+    """Return a ratio of two sizes, or of two sizes less one, as the steps of interpolations are."""
+    rounded = numpy.dtype(dtype).type
+    at = {size: [size.at(p) for p in sizes.points] for size in sizes.found}
+    for less in (0, 1):
+        fitting = [
+            (a, b)
+            for a, b in itertools.permutations(at, 2)
+            if min(at[b]) > less
+            and all(
+                float(rounded((x - less) / (y - less))) == v
+                for x, y, v in zip(at[a], at[b], values, strict=True)
+            )
+        ]
+        found = sizes.only(fitting, partial(_exact_ratio, less))
+        if found is not None:
+            above, below = (
+                tirx.Cast("float64", tirx.Sub(n.expression(symbols), tirx.IntImm("int64", less)))
+                for n in found
+            )
+            return tirx.Div(above, below)
     return None
+
+
+def _exact_ratio(less: int, of: tuple[Size, Size], point: Point) -> Fraction | None:
+    above, below = (size.at(point) - less for size in of)
+    return Fraction(above, below) if below > 0 else None
 
 
 def _exact(form: _Form, of: tuple[Size, Fraction], point: Point) -> Fraction | None:
@@ -120,6 +153,8 @@ def _expression(form: int, count: Expr) -> Expr:
     if form == 1:
         return tirx.Div(one, count)
     less = tirx.Sub(count, one)
+    if form == 4:
+        return less
     return tirx.Div(count if form == 2 else one, less)
 
 

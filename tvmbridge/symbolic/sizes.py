@@ -33,6 +33,8 @@ _DIVISORS = tuple(1 << i for i in range(1, 17))
 _LEAST_QUOTIENT = 16
 # How many rows or columns padding may add to an image, or a window remove.
 _BORDERS = range(-2, 7)
+# Functions of sizes have up to two unknown numbers, such as a factor and a constant.
+_MOST_UNKNOWN = 2
 # How far from a point two functions of the symbols are compared, at most.
 _MOST_NEAR = 1 << 10
 
@@ -191,6 +193,11 @@ class Sizes:
         """The polynomials found so far."""
         return {s for s in self._found.values() if s.divisor == 1}
 
+    @property
+    def found(self) -> set[Size]:
+        """All sizes found so far."""
+        return set(self._found.values())
+
     def _polynomial(self, values: tuple[int, ...]) -> Size | None:
         if len(set(values)) == 1:
             return Size(((values[0], (0,) * self.symbols),))
@@ -213,7 +220,7 @@ class Sizes:
                 continue
             x, y = self._values[larger], self._values[smaller]
             determinant = x[0] * y[1] - x[1] * y[0]
-            if not determinant:
+            if not determinant or _too_few(x, y):
                 continue
             first, rest = divmod(values[0] * y[1] - values[1] * y[0], determinant)
             second, other = divmod(x[0] * values[1] - x[1] * values[0], determinant)
@@ -261,6 +268,8 @@ class Sizes:
                     divmod(v, m) for v, m in zip(values, self._values[monomial], strict=True)
                 ]
                 if any(rest for _, rest in divided):
+                    continue
+                if _too_few(y, x, self._values[monomial]):
                     continue
                 for i, j in itertools.product(_BORDERS, _BORDERS):
                     products = [(a + i) * (b + j) for a, b in zip(y, x, strict=True)]
@@ -354,7 +363,18 @@ def _linear(values: Sequence[int], of: Sequence[int]) -> tuple[int, int] | None:
     factor, rest = divmod(values[other] - values[0], of[other] - of[0])
     more = values[0] - factor * of[0]
     right = all(factor * x + more == v for x, v in zip(of, values, strict=True))
-    return (factor, more) if not rest and factor > 0 and right else None
+    if rest or factor < 1 or not right or (more and _too_few(of)):
+        return None
+    return factor, more
+
+
+def _too_few(*of: Sequence[int]) -> bool:
+    """Whether the variables ``of``, by their values at the points, cannot tell two numbers.
+
+    A function of them with two unknown numbers then fits all values, since the variables have
+    at most two different values: a quotient of a symbol may be the same at several points.
+    """
+    return len(set(zip(*of, strict=True))) <= _MOST_UNKNOWN
 
 
 def _is_extent(size: Size) -> bool:

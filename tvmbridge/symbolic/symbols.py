@@ -18,6 +18,10 @@ Shapes: TypeAlias = Sequence[tuple[int, tuple[int, ...]]]
 
 # 0 and 1 have another meaning in broadcasting, so a symbol cannot have these sizes.
 LEAST_SIZE = 2
+# How many times smaller networks make images by halving, at most.
+_MOST_HALVED = 32
+# The fewest dimensions of a batch of images.
+_IMAGE = 4
 # The fewest rows that are taken for the rows of a batch.
 _LEAST_ROWS = 3
 
@@ -85,6 +89,23 @@ class Symbols:
             return None
         return Symbols((tuple(first), *self.dimensions))
 
+    def with_sides(self, shapes: Shapes) -> Symbols | None:
+        """Return these symbols with one for each side of images that were square so far.
+
+        Images are tensors of at least four dimensions. Return None if there are no such images.
+        """
+        ranks = {leaf: len(shape) for leaf, shape in shapes}
+        found: list[tuple[Dimension, ...]] = []
+        for group in self.dimensions:
+            images = all(ranks[leaf] >= _IMAGE and number >= 2 for leaf, number in group)
+            sides: dict[int, list[Dimension]] = {}
+            for leaf, number in group:
+                sides.setdefault(ranks[leaf] - number if images else 0, []).append((leaf, number))
+            found += map(tuple, sides.values())
+        if len(found) == len(self.dimensions):
+            return None
+        return replace(self, dimensions=tuple(found))
+
     def point(self, leaves: Sequence[Any]) -> Point | None:
         """Return the values of the symbols in a call.
 
@@ -135,12 +156,13 @@ class Symbols:
     def apart(self, shapes: Mapping[int, Sequence[int]]) -> Point:
         """Return values of the symbols near a call's sizes, all different.
 
-        torch.export would make one symbol of equal sizes.
+        torch.export would make one symbol of equal sizes. A power of two that divides a size, up
+        to 32, still does: networks halve images, and join them with what the halves become.
         """
         taken: list[int] = []
         for size in self.point_of(shapes):
             while size in taken:
-                size += 1
+                size += min(size & -size, _MOST_HALVED)
             taken.append(size)
         return tuple(taken)
 

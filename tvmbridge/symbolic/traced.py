@@ -6,7 +6,9 @@ numbers of compiled code are compared with these functions first, and with guess
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -16,27 +18,25 @@ from tvmbridge.graph_capture.relations import affine, expressions_in
 from tvmbridge.symbolic.sizes import Size
 from tvmbridge.symbolic.symbols import Symbols
 
+# Classes of PyTorch for integers computed as floats, by name as well.
+_OF_FLOATS = ("TruncToInt", "FloorToInt", "ToFloat")
+# Expressions whose remainders repeat after more steps are left out.
+_MOST_PERIOD = 64
 # Classes of PyTorch for quotients and remainders, by name because they are private.
 _QUOTIENTS, _REMAINDERS = ("FloorDiv", "CleanDiv"), ("Mod", "PythonMod")
-# Parts of the names of operators whose windows may have strides.
-_WINDOWS = ("conv", "pool")
 
 
 def traced_sizes(trace: SymbolicTrace, symbols: Symbols) -> list[Size]:
     """Return the sizes in the shapes of ``trace`` that depend on ``symbols``, each one once.
 
-    Expressions other than polynomials, and quotients and remainders of polynomials by an integer,
-    are left out. Quotients are left out as well beside convolutions and poolings: with them, code
-    for a ResNet wrote beyond its memory.
+    Expressions other than polynomials, quotients and remainders of polynomials by an integer, and
+    what can be written as such a quotient, are left out.
     """
-    windows = any(name in str(n.target) for n in trace.program.graph.nodes for name in _WINDOWS)
     places = [sympy.Symbol(f"size{i}", integer=True) for i in range(len(symbols.dimensions))]
     known = _values(trace, symbols, places)
     found: dict[Size, None] = {}
     for expression in expressions_in(trace.program):
         expression = expression.subs(trace.relations.replaced).subs(known)
-        if windows and expression.atoms(sympy.Function):
-            continue
         size = _size(expression, places)
         if size is not None:
             found.setdefault(size)
@@ -67,13 +67,87 @@ def _size(expression: Any, places: Sequence[Any]) -> Size | None:
     for function in expression.atoms(sympy.Function):
         atom = _atom(function, places)
         if atom is None:
-            return None
+            return _of_one_quotient(expression, places)
         atoms[function] = atom
     if expression in atoms:
         return atoms[expression]
+    padded = any(atom.remainder for atom in atoms.values())
+    whole = _of_one_quotient(expression, places) if padded else _absorbed(expression, atoms)
+    if whole is not None:
+        return whole
     names = {function: sympy.Dummy(integer=True) for function in atoms}
     terms = _terms(expression.subs(names), [*places, *names.values()])
     return None if terms is None else Size(terms, atoms=tuple(atoms.values()))
+
+
+def _of_one_quotient(expression: Any, places: Sequence[Any]) -> Size | None:
+    """Return ``a * ((b * s + c)//d)`` if ``expression`` is such a size of one symbol, else None.
+
+    Images padded to an even size have ``(s + s % 2)//2`` rows of two, which is ``(s + 1)//2``; half
+    as many again are ``TruncToInt(1.5 * ToFloat(s))``, which is ``(3 * s)//2``.
+    """
+    period = _period(expression)
+    if period is None or len(expression.free_symbols) > 1:
+        return None
+    (symbol,) = expression.free_symbols
+    # Both functions grow by a constant in each period: equal in two periods, they are equal.
+    known = [expression.subs(symbol, n) for n in range(2 * period + 1)]
+    if not all(value.is_Integer for value in known):
+        return None
+    values = [int(value) for value in known]
+    factor = math.gcd(*(v - values[0] for v in values))
+    scale = values[period] - values[0]
+    if not factor or scale < 1 or values[0] % factor:
+        return None
+    scale, values = scale // factor, [v // factor for v in values]
+    constants = (
+        c
+        for c in range(period * values[0], period * (values[0] + 1))
+        if all((scale * n + c) // period == v for n, v in enumerate(values))
+    )
+    constant = next(constants, None)
+    if constant is None:
+        return None
+    shared = math.gcd(scale, period)
+    one, none = (tuple(n * (p == symbol) for p in places) for n in (1, 0))
+    terms = ((scale // shared, one), (constant // shared, none))
+    quotient = Size(tuple(t for t in terms if t[0]), period // shared)
+    if factor == 1:
+        return quotient
+    return Size(((factor, (*none, 1)),), atoms=(quotient,))
+
+
+def _period(expression: Any) -> int | None:
+    """Return a number of steps after which the remainders in ``expression`` repeat, or None."""
+    period = 1
+    for part in sympy.preorder_traversal(expression):
+        name = type(part).__name__
+        if name in (*_QUOTIENTS, *_REMAINDERS) and part.args[1].is_Integer and part.args[1] > 0:
+            # A quotient of a quotient repeats after the product of both divisors.
+            period *= int(part.args[1])
+        elif isinstance(part, sympy.Float):
+            period *= Fraction(float(part)).denominator
+        elif isinstance(part, sympy.Function | sympy.Pow) and name not in _OF_FLOATS:
+            return None
+        if period > _MOST_PERIOD:
+            return None
+    return period
+
+
+def _absorbed(expression: Any, atoms: Mapping[Any, Size]) -> Size | None:
+    """Return a quotient plus an integer as one quotient: ``(s - 1)//2 + 1`` is ``(s + 1)//2``.
+
+    Such an extent is then an atom, and the elements of an image are a product of two atoms.
+    """
+    for function, atom in atoms.items():
+        more = expression - function
+        if more.is_Integer and not atom.remainder:
+            constant = (0,) * len(atom.terms[0][1])
+            terms = {powers: n for n, powers in atom.terms}
+            terms[constant] = terms.get(constant, 0) + int(more) * atom.divisor
+            left = tuple((n, powers) for powers, n in terms.items() if n)
+            return Size(left, atom.divisor)
+    return None
 
 
 def _atom(function: Any, places: Sequence[Any]) -> Size | None:

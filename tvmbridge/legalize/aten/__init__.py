@@ -19,6 +19,7 @@ from tvmbridge.legalize.aten.folds import FOLDS
 from tvmbridge.legalize.aten.histograms import HISTOGRAMS
 from tvmbridge.legalize.aten.moves import MOVES
 from tvmbridge.legalize.aten.norms import NORMS
+from tvmbridge.legalize.aten.padding import PADDING
 from tvmbridge.legalize.aten.pointwise import POINTWISE
 from tvmbridge.legalize.aten.scans import SCANS
 from tvmbridge.legalize.aten.scatters import SCATTERS
@@ -40,6 +41,7 @@ COMPILED: dict[str, Compile] = {
     **UPSAMPLE,
     **WINDOWS,
     **NORMS,
+    **PADDING,
 }
 # Operators that are compiled for GPUs too: their loops run over rows of few arrays, or move
 # elements by a fixed pattern.

@@ -1,18 +1,25 @@
 """Loops for interpolation: each element reads one neighbour, or four with fixed weights.
 
-The positions and weights are computed at compile time, by ATen's formulas in ATen's precision
-(``aten/src/ATen/native/UpSample.h``). The loops read them from tables.
+The positions and weights follow from ATen's formulas in ATen's precision
+(``aten/src/ATen/native/UpSample.h``). They are computed at compile time, and the loops read them
+from tables. Code for any size has no tables: its loops compute them.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from tvm import relax, te, tirx
 from tvm.ir import Call, Expr, GenericConst
 
+from tvmbridge.core.decisions import sizes_vary
 from tvmbridge.legalize.aten.arguments import Arguments, Compile
 from tvmbridge.legalize.broadcast import INJECTIVE, shape_of
-from tvmbridge.legalize.reductions import static_shape
+
+# Return a position in the input, or a weight, for an index of the result.
+_Of: TypeAlias = Callable[[Expr], Expr]
 
 
 def _table(values: torch.Tensor) -> GenericConst:
@@ -54,54 +61,98 @@ def _linear(
     return [_table(first), _table(second), _table((real - first).clamp(0, 1))]
 
 
+def _nearest_of(size: int, result: int, factor: float | None) -> list[_Of]:
+    """Return the function of :func:`_nearest`, which ATen computes in float32 for any dtype."""
+    step = float(_step(size, result, False, factor).to(torch.float32))
+
+    def place(i: Expr) -> Expr:
+        if size == result:
+            return i
+        real = tirx.Cast("float32", i) * tirx.const(step, "float32")
+        return tirx.min(tirx.Cast("int64", real), tirx.const(size - 1, "int64"))
+
+    return [place]
+
+
+def _linear_of(
+    size: int, result: int, corners: bool, factor: float | None, dtype: torch.dtype
+) -> list[_Of]:
+    """Return the functions of :func:`_linear`."""
+    name = str(dtype).removeprefix("torch.")
+    zero, half, one = (tirx.const(value, name) for value in (0.0, 0.5, 1.0))
+    step = tirx.const(float(_step(size, result, corners, factor).to(dtype)), name)
+    last = tirx.const(size - 1, "int64")
+
+    def real(i: Expr) -> Expr:
+        place = tirx.Cast(name, i)
+        if size == result:
+            return place
+        return place * step if corners else tirx.max((place + half) * step - half, zero)
+
+    def first(i: Expr) -> Expr:
+        return tirx.min(tirx.Cast("int64", real(i)), last)
+
+    def second(i: Expr) -> Expr:
+        return first(i) if size == result else tirx.min(first(i) + 1, last)
+
+    def weight(i: Expr) -> Expr:
+        return tirx.max(tirx.min(real(i) - tirx.Cast(name, first(i)), one), zero)
+
+    return [first, second, weight]
+
+
 def _upsample(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
     x = arguments["input"]
     shape = shape_of(call)
-    sizes = shape_of(x)[2:]
     factors = arguments["scale_factors"] or [None, None]
     dtype = getattr(torch, str(x.ty.dtype.dtype))
     linear = "bilinear" in arguments.op
-    tables: list[Expr] = []
-    for size, result, factor in zip(sizes, shape[2:], factors, strict=True):
+    vary = sizes_vary()
+    found: list[Any] = []
+    for size, result, factor in zip(shape_of(x)[2:], shape[2:], factors, strict=True):
         if linear:
             corners = bool(arguments["align_corners"])
-            tables += _linear(size, result, corners, factor, dtype)
+            places = _linear_of if vary else _linear
+            found += places(size, result, corners, factor, dtype)
+        elif vary:
+            found += _nearest_of(size, result, factor)
         else:
-            tables += _nearest(size, result, factor, dtype)
+            found += _nearest(size, result, factor, dtype)
 
-    def compute(source: te.Tensor, *where: te.Tensor) -> te.Tensor:
-        return _interpolated(source, where) if linear else _repeated(source, where)
+    def compute(source: te.Tensor, *tables: te.Tensor) -> te.Tensor:
+        of = found if vary else [_read(table) for table in tables]
+        element = _interpolated(source, of) if linear else _repeated(source, of)
+        return te.compute(shape, element, name="T_upsample")
 
     name = "upsample_bilinear" if linear else "upsample_nearest"
     attrs = {"op_pattern": INJECTIVE}
+    tables = [] if vary else found
     return bb.call_te(compute, x, *tables, primfunc_name_hint=name, primfunc_attrs=attrs)
 
 
-def _repeated(x: te.Tensor, where: tuple[te.Tensor, ...]) -> te.Tensor:
-    rows, columns = where
-    shape = [*static_shape(x)[:2], *static_shape(rows), *static_shape(columns)]
-    return te.compute(
-        shape, lambda n, c, i, j: x(n, c, _at(rows, i), _at(columns, j)), name="T_upsample"
-    )
+def _read(table: te.Tensor) -> _Of:
+    if "int" in str(table.dtype):
+        return lambda i: tirx.Cast("int64", table(i))
+    return lambda i: table(i)
 
 
-def _interpolated(x: te.Tensor, where: tuple[te.Tensor, ...]) -> te.Tensor:
-    above, below, down, left, right, across = where
-    shape = [*static_shape(x)[:2], *static_shape(above), *static_shape(left)]
+def _repeated(x: te.Tensor, of: Sequence[_Of]) -> Callable[..., Expr]:
+    rows, columns = of
+    return lambda n, c, i, j: x(n, c, rows(i), columns(j))
+
+
+def _interpolated(x: te.Tensor, of: Sequence[_Of]) -> Callable[..., Expr]:
+    above, below, down, left, right, across = of
     one = tirx.const(1.0, str(x.dtype))
 
     def element(n: Expr, c: Expr, i: Expr, j: Expr) -> Expr:
-        def between(row: te.Tensor) -> Expr:
-            first, second = (x(n, c, _at(row, i), _at(side, j)) for side in (left, right))
+        def between(row: _Of) -> Expr:
+            first, second = (x(n, c, row(i), side(j)) for side in (left, right))
             return (one - across(j)) * first + across(j) * second
 
         return (one - down(i)) * between(above) + down(i) * between(below)
 
-    return te.compute(shape, element, name="T_upsample")
-
-
-def _at(table: te.Tensor, index: Expr) -> Expr:
-    return tirx.Cast("int64", table(index))
+    return element
 
 
 UPSAMPLE: dict[str, Compile] = {
