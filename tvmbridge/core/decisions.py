@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from tvmbridge.core.errors import BuildError
@@ -25,7 +26,8 @@ _T = TypeVar("_T")
 class Rule(enum.Enum):
     """How decisions at several sample sizes are combined into one decision for all sizes.
 
-    - ``LEAST``: take the decision at the smallest sizes; others would be wrong for these sizes.
+    - ``LEAST``: take the decision at the smallest sizes, see :func:`fitting`; others would be wrong
+      for these sizes.
     - ``MIDDLE``: take the decision at common sizes: every decision is correct, and this one fast.
     - ``MOST``: take the decision at the largest sizes.
     - ``ALWAYS``: yes if it is yes at all samples.
@@ -57,6 +59,30 @@ class _Multiple:
 
     def __eq__(self, other: object) -> bool:
         return bool(self) == bool(other)
+
+
+@dataclass(frozen=True, eq=False)
+class Fitting:
+    """A decision such as a number of lanes, which extents limit.
+
+    - ``fits``: returns what is decided for such extents.
+    - ``extents``: the extents.
+    - ``chosen``: what is decided for all sizes; None: not known yet.
+    - ``samples``: the extents at each sample size, where ``chosen`` is known.
+    """
+
+    fits: Callable[..., int]
+    extents: tuple[int, ...]
+    chosen: int | None = None
+    samples: tuple[tuple[int, ...], ...] = ()
+
+    def __int__(self) -> int:
+        return self.fits(*self.extents) if self.chosen is None else self.chosen
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Fitting) and int(self) == int(other)
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 class Decision(NamedTuple):
@@ -140,6 +166,12 @@ class _Repeated:
         del self.left[rest:]
         return kept.result
 
+    def skip(self, key: str) -> None:
+        """Leave out the decisions that were noted with ``key``."""
+        for known in self.results[key].decisions if key in self.results else ():
+            if not self.left or not known.is_like(self.left.pop()):
+                raise BuildError("compiled for other sizes, other things are decided by them")
+
 
 _now: ContextVar[_Recorded | _Repeated | None] = ContextVar("decisions", default=None)
 
@@ -158,9 +190,23 @@ def decided(rule: Rule, decide: Callable[[], _T]) -> _T:
         with set_within(_now, None):
             return decide()
 
-    caller = sys._getframe(2 if rule in (Rule.DIVIDES, Rule.FACT) else 1)
+    caller = sys._getframe(2 if rule in _NAMED else 1)
     decision: _T = now.follow(rule, (caller.f_code.co_filename, caller.f_lineno), alone)
     return decision
+
+
+# Rules with a function of their own, whose caller decides.
+_NAMED = (Rule.DIVIDES, Rule.FACT, Rule.LEAST)
+
+
+def fitting(fits: Callable[..., int], *extents: int) -> int:
+    """Return ``fits(*extents)`` at the smallest sizes, such as the number of lanes that fit a row.
+
+    Args:
+        fits: returns a number that must not grow where the extents become smaller. Code is also
+            right with a smaller number.
+    """
+    return int(decided(Rule.LEAST, lambda: Fitting(fits, extents)))
 
 
 def simplifies(here: bool) -> bool:
@@ -195,6 +241,20 @@ def remembered(key: str, make: Callable[[], _T]) -> _T:
         return make()
     result: _T = now.remember(key, make)
     return result
+
+
+def noted(key: str, make: Callable[[], _T]) -> _T:
+    """Return ``make()``, and note its decisions for :func:`skip`."""
+    now = _now.get()
+    result: _T = now.remember(key, make) if isinstance(now, _Recorded) else make()
+    return result
+
+
+def skip(key: str) -> None:
+    """Leave out the decisions of ``key``, where its result follows from the recorded one."""
+    now = _now.get()
+    if isinstance(now, _Repeated):
+        now.skip(key)
 
 
 def sizes_vary() -> bool:
@@ -298,7 +358,9 @@ def _for_all(rule: Rule, decisions: Sequence[Any], content: Callable[[Sequence[i
     if rule is Rule.DIVIDES:
         whole = content([d.extent for d in decisions])
         return all(whole % d.divisor == 0 for d in decisions)
-    if rule is Rule.LEAST and small != common:
+    if rule is Rule.LEAST:
+        fits = int(small)
         # Only a decision that is itself a size may be no power of two; round it down.
-        return 1 << small.bit_length() - 1
-    return {Rule.LEAST: small, Rule.MOST: large}.get(rule, common)
+        chosen = fits if small == common else 1 << fits.bit_length() - 1
+        return replace(small, chosen=chosen, samples=tuple(d.extents for d in decisions))
+    return large if rule is Rule.MOST else common

@@ -31,6 +31,7 @@ from tvmbridge.core.types import PassRecord
 from tvmbridge.passes.relax.bundle_residuals import BundleResiduals
 from tvmbridge.symbolic.callees import with_common_callees
 from tvmbridge.symbolic.generalize import generalize
+from tvmbridge.symbolic.least import least_sizes
 from tvmbridge.symbolic.sizes import DifferentCodeError, Sizes
 
 
@@ -96,9 +97,10 @@ def code_for_all(
         BuildError: TVM cannot compile it for the target.
     """
     fused = _prepared([mod for mod, _ in graphs], prepare_one)
-    scheduled = _scheduled(fused, [bundle for _, bundle in graphs], sizes)
+    scheduled, decisions = _scheduled(fused, [bundle for _, bundle in graphs], sizes)
     mod = generalize([each.mod for each in scheduled], sizes)
-    return compile_code(replace(scheduled[0], mod=mod), records)
+    code = compile_code(replace(scheduled[0], mod=mod), records)
+    return replace(code, least=least_sizes(decisions, sizes))
 
 
 def _prepared(
@@ -120,8 +122,8 @@ def _prepared(
 
 def _scheduled(
     fused: Sequence[Fused], bundles: Sequence[BundleResiduals | None], sizes: Sizes
-) -> list[Scheduled]:
-    """Return the modules with scheduled loops, by decisions that hold for all sizes."""
+) -> tuple[list[Scheduled], list[Decision]]:
+    """Return the modules with scheduled loops, and the decisions for all sizes."""
 
     def run(each: Fused, bundle: Any) -> Scheduled:
         return schedule(each, [], bundle=bundle)
@@ -144,4 +146,4 @@ def _scheduled(
     for (each, bundle), made in zip(both, results, strict=True):
         with refused_as_different(), repeated_decisions(for_all, made):
             found.append(run(each, bundle))
-    return found
+    return found, for_all

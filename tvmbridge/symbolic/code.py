@@ -27,7 +27,7 @@ from tvmbridge.compiler.split import SplitModule
 from tvmbridge.core.assumptions import Question
 from tvmbridge.core.autocast import Autocast
 from tvmbridge.core.captured_graph import Assumptions, CapturedGraph
-from tvmbridge.core.decisions import recorded_decisions, repeated_decisions
+from tvmbridge.core.decisions import Results, recorded_decisions, repeated_decisions
 from tvmbridge.core.types import PassRecord
 from tvmbridge.graph_capture.any_size import SymbolicTrace, shapes_of, traced_with_symbols
 from tvmbridge.graph_capture.relations import Relations
@@ -161,11 +161,12 @@ def lowered_at_all(
         BridgeError: the module is refused at the first point.
     """
     first, *others = points.all
-    with recorded_decisions() as decisions:
+    made: Results = {}
+    with recorded_decisions(results=made) as decisions:
         lowered = [lower(first, Known(trace.stage_of_all))]
     for point in others:
         known = _known(trace, lowered[0].lowered, sample_at(first), sample_at(point))
-        with refused_as_different(), repeated_decisions(decisions):
+        with refused_as_different(), repeated_decisions(decisions, made):
             lowered.append(lower(point, known))
     return lowered
 
