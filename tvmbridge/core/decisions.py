@@ -320,10 +320,15 @@ def _itself(values: Sequence[int]) -> int:
     return values[0] if len(set(values)) == 1 else 1
 
 
+def _last(values: Sequence[int]) -> int:
+    return values[-1]
+
+
 def agreed(
     recorded: Sequence[Sequence[Decision]],
     content: Callable[[Sequence[int]], int] = _itself,
     known: Sequence[Decision] = (),
+    lowest: Callable[[Sequence[int]], int] = _last,
 ) -> tuple[list[Decision], bool]:
     """Combine the decisions recorded at several sample sizes into decisions for all sizes.
 
@@ -335,6 +340,7 @@ def agreed(
         content: takes the values of a number at all samples, and returns a divisor of that number
             at every size.
         known: the first decisions, which the recordings followed.
+        lowest: takes the values of a number at all samples, and returns its least value.
 
     Returns:
         The decisions up to the first that is of another kind in some recording, and whether these
@@ -346,21 +352,34 @@ def agreed(
         first = each[0]
         if first is None or not all(map(first.is_like, each)):
             return found, False
-        value = _for_all(first.rule, [other.value for other in each], content)
+        values = [other.value for other in each]
+        if first.rule is Rule.LEAST:
+            value = _fitting_all(values, lowest)
+        else:
+            value = _for_all(first.rule, values, content)
         found.append(first.with_value(value))
     return found, True
 
 
 def _for_all(rule: Rule, decisions: Sequence[Any], content: Callable[[Sequence[int]], int]) -> Any:
-    common, large, small = decisions[0], decisions[1], decisions[-1]
+    common, large = decisions[:2]
     if rule is Rule.ALWAYS:
         return all(decisions)
     if rule is Rule.DIVIDES:
         whole = content([d.extent for d in decisions])
         return all(whole % d.divisor == 0 for d in decisions)
-    if rule is Rule.LEAST:
-        fits = int(small)
-        # Only a decision that is itself a size may be no power of two; round it down.
-        chosen = fits if small == common else 1 << fits.bit_length() - 1
-        return replace(small, chosen=chosen, samples=tuple(d.extents for d in decisions))
     return large if rule is Rule.MOST else common
+
+
+def _fitting_all(
+    decisions: Sequence[Fitting], lowest: Callable[[Sequence[int]], int]
+) -> Fitting:
+    """Return the decision for the least extents."""
+    samples = tuple(each.extents for each in decisions)
+    least = [lowest(values) for values in zip(*samples, strict=True)]
+    small = decisions[-1]
+    chosen = small.fits(*least) if min(least, default=1) >= 1 else int(small)
+    if chosen != int(decisions[0]):
+        # Only a decision that is itself a size may be no power of two; round it down.
+        chosen = 1 << chosen.bit_length() - 1
+    return replace(small, chosen=chosen, samples=samples)

@@ -24,6 +24,7 @@ from tvmbridge.runtime.guards.signature import Matched, Signature
 from tvmbridge.runtime.guards.state import ModuleState
 from tvmbridge.runtime.progress import progress
 from tvmbridge.runtime.sized_code import compiled_for
+from tvmbridge.runtime.sizes_of_one import SizesOfOne
 from tvmbridge.runtime.specialization import Specialization
 from tvmbridge.runtime.trial import try_out
 from tvmbridge.symbolic.code import SymbolicCode, traced_for
@@ -92,6 +93,7 @@ class Family:
         self.instances: OrderedDict[Point, Specialization] = OrderedDict()
         # Shape classes for calls in which some symbols are 1, since a size of 1 broadcasts.
         self._ones: dict[Point, Family] = {}
+        self._of_one = SizesOfOne(compiler)
         self._tried: list[SymbolicCode] = []
         # The smallest and largest points of compilations in progress.
         self._bounds: dict[_Key, tuple[Point, ...]] = {}
@@ -126,17 +128,18 @@ class Family:
 
     def _maker(
         self, point: Point, signature: Signature
-    ) -> Callable[[Mode, Matched], CompiledEntry] | None:
+    ) -> Callable[[Mode, Matched], CompiledEntry | None]:
         """Return a function that compiles code for a call at ``point``.
 
-        None: all sizes are 1, and the call needs code for its own sizes. A dimension of size 1 is
-        no symbol, so each choice of dimensions of size 1 has a shape class of its own.
+        The function returns None if all sizes are 1 and the call needs code for its own sizes. A
+        dimension of size 1 may broadcast. If forward does something else then, each choice of
+        dimensions of size 1 has a shape class of its own.
         """
         larger = tuple(size >= LEAST_SIZE for size in point)
         if all(larger):
             return self.entry
         if not any(larger):
-            return None
+            return self._entry_of_ones
         rest = tuple(itertools.compress(point, larger))
         family = self._ones.get(larger)
         if family is None:
@@ -144,7 +147,24 @@ class Family:
             family = Family(self.compiler, signature, symbols, [rest], self.retire)
             family.why = self.why
             self._ones[larger] = family
-        return family.entry
+        other = family.entry
+        return lambda mode, matched: self._entry_of_ones(mode, matched) or other(mode, matched)
+
+    def _entry_of_ones(self, mode: Mode, matched: Matched) -> CompiledEntry | None:
+        """Return the common code for a call with sizes of 1; None if it does not serve them."""
+        flags = flags_of(self.compiler.module, matched.leaves)
+        point = self._related.sizes(matched.leaves)
+        if point is None or self._related != self.symbols:
+            return None
+        code = self._code(mode, flags, matched, point)
+        point = self._related.sizes(matched.leaves)
+        if isinstance(code, Reason) or point is None or self._related != self.symbols:
+            return None
+        if not code.points.hold(point):
+            return None
+        if not self._of_one.serves(code, self.symbols, point, matched.arguments, mode):
+            return None
+        return self._instantiated(code, point, flags, matched)
 
     def entry(self, mode: Mode, matched: Matched) -> CompiledEntry:
         """Return the code for a call, which is compiled now if there is none.
@@ -154,7 +174,7 @@ class Family:
         """
         flags = flags_of(self.compiler.module, matched.leaves)
         self._note(self._point(matched))
-        code = self._code(mode, flags, matched)
+        code = self._code(mode, flags, matched, self._point(matched))
         if isinstance(code, Reason):
             if self._has_code:
                 raise OtherSizesError(code.text)
@@ -193,7 +213,9 @@ class Family:
             )
             self._most = tuple(map(max, self._most, point))
 
-    def _code(self, mode: Mode, flags: Flags, matched: Matched) -> SymbolicCode | Reason:
+    def _code(
+        self, mode: Mode, flags: Flags, matched: Matched, point: Point
+    ) -> SymbolicCode | Reason:
         """Return the code for the sizes of a call, compiled now if it is missing; or a reason.
 
         Sizes below the range of the first code get code of their own, with narrower vectors.
@@ -204,7 +226,7 @@ class Family:
             common = self._compile((mode, flags, False), matched, self._least)
         if isinstance(common, Reason):
             return common
-        point = self._point(matched)
+        point = self._related.sizes(matched.leaves) or point
         if common.points.hold(point):
             return common
         least = common.points.least
@@ -215,7 +237,7 @@ class Family:
             if key in self._limited or self.compilations >= _MOST_RANGES * len(self.codes):
                 return code or common
             small = (LEAST_SIZE,) * len(point)
-            wider = self._compile(key, matched, small if is_small else least)
+            wider = self._compile(key, matched, small if is_small else tuple(map(max, small, least)))
             if isinstance(wider, Reason):
                 return wider if code is None else code
             code = wider
@@ -266,6 +288,10 @@ class Family:
         with progress(what, self.why), tracing_here(), undisturbed():
             args, kwargs = without_inference_tensors(matched.arguments)
             args, kwargs = self.signature.marked((args, kwargs))
+            at = self._related.point_of(shapes_of((args, kwargs)))
+            if min(at) < LEAST_SIZE:
+                larger = tuple(max(LEAST_SIZE, size) for size in at)
+                args, kwargs = self._related.probe(args, kwargs, larger)
             body = partial(self._compiled, mode, args, kwargs, bounds)
             attributes = self.compiler.attributes
             code = body() if attributes is None else attributes.compiled(body)

@@ -69,7 +69,7 @@ def compiled_for(
             points = points_within(
                 trace, symbols, sample, [raised], bounds[-1], names, used, floors=raised
             )
-            return compiled(points)
+            return compiled(points, floors=raised)
         except BridgeError as error:
             logger.debug("no code from %s on: %s", raised, error)
     raise first

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from tvmbridge.core.types import PassRecord
 from tvmbridge.passes.relax.bundle_residuals import BundleResiduals
 from tvmbridge.symbolic.callees import with_common_callees
 from tvmbridge.symbolic.generalize import generalize
-from tvmbridge.symbolic.least import least_sizes
+from tvmbridge.symbolic.least import least_sizes, lowest
 from tvmbridge.symbolic.sizes import DifferentCodeError, Sizes
 
 
@@ -139,7 +140,7 @@ def _scheduled(
                 run(each, bundle)
             decided.append(decisions)
         known = len(for_all)
-        for_all, agree = agreed(decided, sizes.content, for_all)
+        for_all, agree = agreed(decided, sizes.content, for_all, partial(lowest, sizes))
         if not agree and len(for_all) == known:
             raise DifferentCodeError("for other sizes other things are decided by them")
     found = []

@@ -92,15 +92,21 @@ class _Lowered:
 class SymbolicCode:
     """Code for all sizes in the range of ``points`` that satisfy the ``relations``.
 
-    - ``points``: the points at which the module was compiled.
-    - ``relations``: the relations between sizes that forward assumes.
+    - ``points``: the points at which the module was compiled; the least sizes are those that its
+      loops serve.
+    - ``trace``: the module with symbols, with the relations between sizes that forward assumes.
     - ``compiled``: the code, with the descriptions of one point.
     """
 
     points: Points
-    relations: Relations
+    trace: SymbolicTrace
     compiled: CompiledModule
     _described: _Described = field(repr=False)
+
+    @property
+    def relations(self) -> Relations:
+        """The relations between sizes that forward assumes."""
+        return self.trace.relations
 
     def at(self, point: Point) -> CompiledModule:
         """Return the code for one point; it shares the executable."""
@@ -172,7 +178,11 @@ def lowered_at_all(
 
 
 def compile_symbolic(
-    request: CompileRequest, symbols: Symbols, points: Points, trace: SymbolicTrace
+    request: CompileRequest,
+    symbols: Symbols,
+    points: Points,
+    trace: SymbolicTrace,
+    floors: Point | None = None,
 ) -> SymbolicCode:
     """Compile a module for all sizes that ``points`` hold.
 
@@ -181,6 +191,8 @@ def compile_symbolic(
         symbols: the symbolic dimensions of the arguments.
         points: the sizes that it is compiled at; all of them must fulfil its relations.
         trace: the module with symbols.
+        floors: the least sizes, because code for smaller ones differs; None: those that the loops
+            serve.
 
     Raises:
         DifferentCodeError: the code at the points differs in more than sizes.
@@ -216,7 +228,9 @@ def compile_symbolic(
         captured=replace(compiled.captured, assumptions=assumptions),
         partial_backwards=None if common.parts is None else NoPartialBackwards(),
     )
-    return SymbolicCode(points, trace.relations, compiled, described)
+    if floors is None:
+        points = replace(points, least=built.least)
+    return SymbolicCode(points, trace, compiled, described)
 
 
 def _known(trace: SymbolicTrace, first: LoweredModule, there: Arguments, here: Arguments) -> Known:

@@ -133,12 +133,13 @@ class Symbols:
         )
 
     def apart(self, shapes: Mapping[int, Sequence[int]]) -> Point:
-        """Return values of the symbols near a call's sizes, all different.
+        """Return values of the symbols near a call's sizes, all different, and none of them 1.
 
-        torch.export would make one symbol of equal sizes.
+        torch.export would make one symbol of equal sizes, and constants of sizes of 1.
         """
         taken: list[int] = []
         for size in self.point_of(shapes):
+            size = max(size, LEAST_SIZE)
             while size in taken:
                 size += 1
             taken.append(size)
