@@ -34,9 +34,8 @@ from tvmbridge.graph_capture.relations import Relations
 from tvmbridge.symbolic.building import build_for_all, refused_as_different
 from tvmbridge.symbolic.descriptions import at, merged
 from tvmbridge.symbolic.eager_parts import EagerParts, described_parts, with_parts
-from tvmbridge.symbolic.sizes import DifferentCodeError, Point, Sizes
-from tvmbridge.symbolic.symbols import Symbols
-from tvmbridge.symbolic.traced import traced_sizes
+from tvmbridge.symbolic.sizes import DifferentCodeError, Point, Size, Sizes
+from tvmbridge.symbolic.symbols import LEAST_SIZE, Symbols
 
 _NO_ASSUMPTIONS = Assumptions(training=False)
 _NO_GRAPH: Any = None
@@ -49,17 +48,28 @@ class Points:
     - ``least``, ``most``: the smallest and largest values of the symbols that the code serves.
     - ``middle``: values that are common in calls.
     - ``between``: further corners of the box from ``least`` to ``most``, and points in it.
+    - ``traced``: the sizes in the shapes of the symbolic trace.
     """
 
     least: Point
     most: Point
     middle: Point
     between: tuple[Point, ...] = ()
+    traced: tuple[Size, ...] = field(default=(), repr=False)
 
     @property
     def all(self) -> tuple[Point, ...]:
         """All points, first the middle, whose decisions the compilations at the others repeat."""
         return (self.middle, self.most, *self.between, self.least)
+
+    def sizes(self, *, with_ones: bool = False) -> Sizes:
+        """Return a new search for numbers of code as functions of the symbols.
+
+        Args:
+            with_ones: whether the code shall serve 1 where the smallest sample size is 2.
+        """
+        least = tuple(1 if with_ones and n == LEAST_SIZE else n for n in self.least)
+        return Sizes(self.all, self.traced, least)
 
     def hold(self, point: Sequence[int]) -> bool:
         """Whether ``point`` is in the range of sizes that the code serves."""
@@ -208,7 +218,7 @@ def compile_symbolic(
         return _laid_out(lowered, records)
 
     lowered = lowered_at_all(points, trace, sample_at, lower)
-    sizes = Sizes(points.all, traced_sizes(trace, symbols))
+    sizes = points.sizes(with_ones=floors is None)
     common = lowered[0]
     with stages.measure("build"):
         assumptions = _together([each.lowered.captured.assumptions for each in lowered])

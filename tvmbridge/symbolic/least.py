@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 
 from tvmbridge.core.decisions import Decision, Fitting
 from tvmbridge.symbolic.sizes import Point, Size, Sizes
-from tvmbridge.symbolic.symbols import LEAST_SIZE
 
 
 def least_sizes(decisions: Sequence[Decision], sizes: Sizes) -> Point:
@@ -38,14 +37,13 @@ def least_sizes(decisions: Sequence[Decision], sizes: Sizes) -> Point:
 
 
 def lowest(sizes: Sizes, values: Sequence[int]) -> int:
-    """Return a number of the code at the least sizes, which are 1 where a sample size is 2.
+    """Return a number of the code at the least sizes that it shall serve.
 
     Args:
         values: the number at each sample size.
     """
     size = sizes.find(tuple(values))
-    smallest = tuple(1 if n == LEAST_SIZE else n for n in sizes.points[-1])
-    return values[-1] if size is None else size.at(smallest)
+    return values[-1] if size is None else size.at(sizes.least)
 
 
 def _with(points: Sequence[Point], like: Point, place: int) -> list[Point]:

@@ -148,21 +148,23 @@ class Symbols:
     def probe(self, args: Any, kwargs: Any, point: Point) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return arguments like those given, with the sizes of ``point`` in symbolic dimensions.
 
-        Resized tensors are uninitialized.
+        Tensors with symbolic dimensions are contiguous; torch.export would have further symbols
+        for strides. Resized tensors are uninitialized.
         """
         leaves, spec = pytree.tree_flatten((args, kwargs))
         shapes = {i: list(t.shape) for i, t in enumerate(leaves) if isinstance(t, torch.Tensor)}
         for dimensions, symbol in zip(self.dimensions, point, strict=True):
             for leaf, number in dimensions:
                 shapes[leaf][number] = self.form((leaf, number)).size(symbol)
-        made = [_resized(leaf, shapes.get(i)) for i, leaf in enumerate(leaves)]
+        varying = {leaf for dimensions in self.dimensions for leaf, _ in dimensions}
+        made = [_resized(t, shapes[i]) if i in varying else t for i, t in enumerate(leaves)]
         found: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(made, spec)
         return found
 
 
-def _resized(leaf: Any, shape: list[int] | None) -> Any:
-    """Return ``leaf``, or an uninitialized tensor like it if its shape differs from ``shape``."""
-    if shape is None or list(leaf.shape) == shape:
+def _resized(leaf: torch.Tensor, shape: list[int]) -> torch.Tensor:
+    """Return ``leaf``, or an uninitialized contiguous tensor like it of this shape."""
+    if list(leaf.shape) == shape and leaf.is_contiguous():
         return leaf
     made = torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
     return made.requires_grad_(leaf.requires_grad)
