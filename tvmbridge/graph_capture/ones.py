@@ -47,7 +47,7 @@ def compute_alike(
     assert here is not None
     if not (here.values.keys() <= seen.values.keys() and here.asks <= seen.asks):
         return False
-    if {o.key for o in here.outside} - {o.key for o in seen.outside}:
+    if {o.label for o in here.outside} - {o.label for o in seen.outside}:
         return False
     if first.is_compiling != other.is_compiling or here.left or seen.left:
         return False
@@ -67,7 +67,7 @@ def _described(program: ExportedProgram, symbols: Mapping[Any, int]) -> list[Any
 
     def argument(value: Any) -> Any:
         if isinstance(value, fx.Node):
-            return sizes.of(value.meta["val"]) if is_number(value) else f"%{numbers[value]}"
+            return repr(sizes.of(value.meta["val"])) if is_number(value) else f"%{numbers[value]}"
         return repr(sizes.of(value))
 
     for node in program.graph.nodes:

@@ -154,15 +154,13 @@ class Family:
         """Return the common code for a call with sizes of 1; None if it does not serve them."""
         flags = flags_of(self.compiler.module, matched.leaves)
         point = self._related.sizes(matched.leaves)
-        if point is None or self._related != self.symbols:
+        if point is None:
             return None
         code = self._code(mode, flags, matched, point)
         point = self._related.sizes(matched.leaves)
-        if isinstance(code, Reason) or point is None or self._related != self.symbols:
+        if isinstance(code, Reason) or point is None or not code.points.hold(point):
             return None
-        if not code.points.hold(point):
-            return None
-        if not self._of_one.serves(code, self.symbols, point, matched.arguments, mode):
+        if not self._of_one.serves(code, self._related, point, matched.arguments, mode):
             return None
         return self._instantiated(code, point, flags, matched)
 
