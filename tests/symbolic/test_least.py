@@ -43,7 +43,8 @@ def _least(sizes: Sizes, decide: object) -> Point:
 
 def test_code_serves_all_sizes_for_which_its_lanes_fit() -> None:
     sizes = Sizes(POINTS)
-    assert _least(sizes, lambda rows, columns: fitting(_lanes, 8 * rows)) == (1, 1)
+    assert _least(sizes, lambda rows, columns: fitting(_lanes, 8 * rows)) == (2, 1)
+    assert _least(sizes, lambda rows, columns: fitting(_lanes, 16 * rows)) == (1, 1)
     # Four lanes fit the seven columns of the smallest sample, and four columns.
     assert _least(sizes, lambda rows, columns: fitting(_lanes, columns)) == (1, 4)
     # Sixteen lanes fit 35 elements, and 3 rows of 7 columns.
