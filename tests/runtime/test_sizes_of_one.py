@@ -43,7 +43,7 @@ class _Mixed(nn.Module):
         self.norm = nn.LayerNorm(8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(x) - x.softmax(1).transpose(1, 2).reshape(x.shape[0], -1, 8)
+        return self.norm(x) - x.softmax(1)
 
 
 class _Squeezed(nn.Module):
@@ -68,7 +68,7 @@ def test_sizes_of_one_need_no_code_of_their_own(compilations: Compilations) -> N
 @torch.no_grad()
 def test_a_forward_that_branches_at_one_has_code_of_its_own_there() -> None:
     torch.manual_seed(0)
-    sizes = ((5, 6), (7, 9), (1, 6), (5, 1), (1, 1), (1, 9), (8, 1))
+    sizes = ((5, 6), (7, 9), (1, 6), (5, 1), (1, 1))
     _all_right(_Squeezed().eval(), [(torch.randn(*size, 4),) for size in sizes])
 
 

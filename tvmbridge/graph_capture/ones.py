@@ -18,17 +18,21 @@ from tvmbridge.core.torch_private import pytree
 from tvmbridge.graph_capture.any_size import SymbolicTrace
 from tvmbridge.graph_capture.resized import NumbersAt, is_number
 
-# Operators whose result is their first argument, if it has the shape of the result.
-_SAME = frozenset(
+# Operators that are the same where the shape of the result is, given as numbers or as -1.
+_RESHAPES = frozenset(
     {
-        torch.ops.aten.clone.default,
-        torch.ops.aten.alias.default,
-        torch.ops.aten.expand.default,
+        torch.ops.aten._unsafe_view.default,
         torch.ops.aten.reshape.default,
-        torch.ops.aten.slice.Tensor,
         torch.ops.aten.view.default,
     }
 )
+# Operators whose result is their first argument, if it has the shape of the result.
+_SAME = _RESHAPES | {
+    torch.ops.aten.clone.default,
+    torch.ops.aten.alias.default,
+    torch.ops.aten.expand.default,
+    torch.ops.aten.slice.Tensor,
+}
 
 
 def compute_alike(
@@ -81,6 +85,9 @@ def _described(program: ExportedProgram, symbols: Mapping[Any, int]) -> list[Any
                 numbers[node] = numbers[source]
                 continue
         numbers[node] = len(found)
+        if node.target in _RESHAPES:
+            found.append(("reshape", argument(node.args[0]), made))
+            continue
         arguments = pytree.tree_map(argument, _positional(node))
         target = "" if node.op in ("placeholder", "output") else str(node.target)
         found.append((node.op, target, arguments, made))
