@@ -102,9 +102,7 @@ def _encoder() -> nn.Module:
 
 
 FORMS: dict[str, Model] = {
-    "mask or none": _model(
-        attention.Masked, partial(_masked_rows, False), run=_sometimes_masked
-    ),
+    "mask or none": _model(attention.Masked, partial(_masked_rows, False), run=_sometimes_masked),
     "left padding": _model(attention.LeftPadded, partial(_masked_rows, True)),
     "cross attention": _model(attention.Cross, _rows, (*_BATCH, _LENGTHS)),
     "growing cache": _model(

@@ -371,9 +371,7 @@ def _for_all(rule: Rule, decisions: Sequence[Any], content: Callable[[Sequence[i
     return large if rule is Rule.MOST else common
 
 
-def _fitting_all(
-    decisions: Sequence[Fitting], lowest: Callable[[Sequence[int]], int]
-) -> Fitting:
+def _fitting_all(decisions: Sequence[Fitting], lowest: Callable[[Sequence[int]], int]) -> Fitting:
     """Return the decision for the least extents."""
     samples = tuple(each.extents for each in decisions)
     least = [lowest(values) for values in zip(*samples, strict=True)]

@@ -235,7 +235,9 @@ class Family:
             if key in self._limited or self.compilations >= _MOST_RANGES * len(self.codes):
                 return code or common
             small = (LEAST_SIZE,) * len(point)
-            wider = self._compile(key, matched, small if is_small else tuple(map(max, small, least)))
+            wider = self._compile(
+                key, matched, small if is_small else tuple(map(max, small, least))
+            )
             if isinstance(wider, Reason):
                 return wider if code is None else code
             code = wider

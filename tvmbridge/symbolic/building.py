@@ -58,7 +58,9 @@ def build_for_all(
         return {
             "graph": digest_of("\n".join(tvm.ir.save_json(mod) for mod, _ in graphs)),
             "residuals": repr([bundle for _, bundle in graphs]),
-            "sizes": repr((sizes.points, sizes.least, sizes.traced, sorted(map(repr, sizes.known)))),
+            "sizes": repr(
+                (sizes.points, sizes.least, sizes.traced, sorted(map(repr, sizes.known)))
+            ),
         }
 
     def compile_(mine: list[PassRecord]) -> Code:
