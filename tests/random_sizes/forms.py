@@ -207,7 +207,7 @@ def sizes_of(name: str, calls: int = _CALLS) -> list[tuple[int, ...]]:
 
 
 def run(name: str, training: bool, calls: int = _CALLS) -> str:
-    """Call a form at ``calls`` sizes; return a line that begins with ``wrong``, ``few`` or ``ok``."""
+    """Call a form at ``calls`` sizes; return a line that begins with wrong, few or ok."""
     log, counted, start = logging.getLogger("tvmbridge"), Compilations(), time.process_time()
     log.addHandler(counted)
     model, wrong, before, all_before = FORMS[name], "", 0, 0

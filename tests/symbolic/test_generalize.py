@@ -12,15 +12,14 @@ import tvm
 import tvm_ffi
 from tvm import relax, te, tirx
 
+from tvmbridge.core.common_decisions import agreed, followed
 from tvmbridge.core.decisions import (
     Decision,
     Results,
     Rule,
-    agreed,
     decided,
     divides,
     fitting,
-    followed,
     recorded_decisions,
     remembered,
     repeated_decisions,

@@ -6,10 +6,10 @@ from functools import partial
 
 import pytest
 
+from tvmbridge.core.common_decisions import agreed
 from tvmbridge.core.decisions import (
     Results,
     Rule,
-    agreed,
     decided,
     fitting,
     noted,

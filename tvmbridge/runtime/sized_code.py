@@ -20,7 +20,7 @@ from tvmbridge.symbolic.symbols import LEAST_SIZE, Symbols
 
 logger = logging.getLogger(__name__)
 
-# Sizes that code is tried for where there is none for sizes of 2, another one for each symbol: where
+# Sizes that code is tried for where there is none for sizes of 2. Each symbol has another one: if
 # two symbols are equal, kernels may be equal by chance.
 _NEARBY = (5, 7, 11, 13)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 
 from tvmbridge.calls.arguments import Arguments

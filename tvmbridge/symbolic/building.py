@@ -18,11 +18,10 @@ import tvm
 from tvmbridge.cache.key import digest_of
 from tvmbridge.compiler.build import Built, Code, Fused, Scheduled, compile_code, prepare, schedule
 from tvmbridge.compiler.cached_build import CachedBuild
+from tvmbridge.core.common_decisions import agreed, followed
 from tvmbridge.core.decisions import (
     Decision,
     Results,
-    agreed,
-    followed,
     recorded_decisions,
     repeated_decisions,
 )
