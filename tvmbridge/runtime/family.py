@@ -8,7 +8,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from tvmbridge.calls.arguments import Arguments
 from tvmbridge.calls.standins import without_inference_tensors
@@ -57,6 +57,7 @@ class RefusedGuessError(BuildError):
 _Key: TypeAlias = tuple[Mode, Flags, bool]
 _Shapes: TypeAlias = Mapping[int, Sequence[int]]
 Retire: TypeAlias = Callable[[Iterable[CompiledEntry]], None]
+_Result = TypeVar("_Result")
 
 
 class Family:
@@ -160,7 +161,8 @@ class Family:
         point = self._related.sizes(matched.leaves)
         if isinstance(code, Reason) or point is None or not code.points.hold(point):
             return None
-        if not self._of_one.serves(code, self._related, point, matched.arguments, mode):
+        serves = partial(self._of_one.serves, code, self._related, point, mode)
+        if not self._undisturbed(matched, serves):
             return None
         return self._instantiated(code, point, flags, matched)
 
@@ -285,16 +287,8 @@ class Family:
     ) -> SymbolicCode:
         """Compile the code; show progress on a terminal and log the result."""
         start = time.perf_counter()
-        with progress(what, self.why), tracing_here(), undisturbed():
-            args, kwargs = without_inference_tensors(matched.arguments)
-            args, kwargs = self.signature.marked((args, kwargs))
-            at = self._related.point_of(shapes_of((args, kwargs)))
-            if min(at) < LEAST_SIZE:
-                larger = tuple(max(LEAST_SIZE, size) for size in at)
-                args, kwargs = self._related.probe(args, kwargs, larger)
-            body = partial(self._compiled, mode, args, kwargs, bounds)
-            attributes = self.compiler.attributes
-            code = body() if attributes is None else attributes.compiled(body)
+        with progress(what, self.why):
+            code = self._undisturbed(matched, partial(self._compiled_at, mode, bounds))
         logger.info(
             "compiled %s for %s, any size from %s to %s: %.1f s",
             type(self.compiler.module).__name__,
@@ -304,6 +298,26 @@ class Family:
             time.perf_counter() - start,
         )
         return code
+
+    def _undisturbed(self, matched: Matched, body: Callable[[Arguments], _Result]) -> _Result:
+        """Return ``body(arguments)`` for the arguments of a call, in the state for traces."""
+        with tracing_here(), undisturbed():
+            arguments = without_inference_tensors(matched.arguments)
+            run = partial(body, self.signature.marked(arguments))
+            attributes = self.compiler.attributes
+            return run() if attributes is None else attributes.compiled(run)
+
+    def _compiled_at(
+        self, mode: Mode, bounds: tuple[Point, ...], arguments: Arguments
+    ) -> SymbolicCode:
+        """Compile code from the sizes of a call, where sizes of 1 are larger."""
+        args, kwargs = arguments
+        at = self._related.point_of(shapes_of(arguments))
+        if min(at) < LEAST_SIZE:
+            args, kwargs = self._related.probe(
+                args, kwargs, tuple(max(LEAST_SIZE, size) for size in at)
+            )
+        return self._compiled(mode, args, kwargs, bounds)
 
     def _compiled(
         self, mode: Mode, args: Any, kwargs: Any, bounds: tuple[Point, ...]

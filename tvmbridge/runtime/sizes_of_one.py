@@ -26,7 +26,7 @@ class SizesOfOne:
         self._known: dict[tuple[SymbolicCode, tuple[bool, ...]], SymbolicTrace | None] = {}
 
     def serves(
-        self, code: SymbolicCode, symbols: Symbols, point: Point, sample: Arguments, mode: Mode
+        self, code: SymbolicCode, symbols: Symbols, point: Point, mode: Mode, sample: Arguments
     ) -> bool:
         """Whether ``code`` is right for a call at ``point``, in which some symbols are 1."""
         larger = tuple(size >= LEAST_SIZE for size in point)
