@@ -12,6 +12,23 @@ _SPELLING = "tests/runtime/guards/test_spelling.py"
 
 SERVING = (
     Plant(
+        "code for sizes that its lanes do not fit",
+        "kernels",
+        "tvmbridge.symbolic.least",
+        "return min(at, default=1) >= 1 and made.fits(*at) >= int(made)",
+        "return True",
+        ("tests/symbolic/test_least.py",),
+        quick=True,
+    ),
+    Plant(
+        "sizes of 1 served by code of other operators",
+        "runtime",
+        "tvmbridge.runtime.sizes_of_one",
+        "alike = bool(shapes) and compute_alike(code.trace, trace, shapes)",
+        "alike = True",
+        ("tests/runtime/test_sizes_of_one.py", "-k", "branches_at_one"),
+    ),
+    Plant(
         "a compiled half that others may have written",
         "runtime",
         "tvmbridge.core.half_build",

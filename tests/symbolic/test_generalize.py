@@ -12,14 +12,14 @@ import tvm
 import tvm_ffi
 from tvm import relax, te, tirx
 
+from tvmbridge.core.common_decisions import agreed, followed
 from tvmbridge.core.decisions import (
     Decision,
     Results,
     Rule,
-    agreed,
     decided,
     divides,
-    followed,
+    fitting,
     recorded_decisions,
     remembered,
     repeated_decisions,
@@ -115,7 +115,7 @@ def test_other_code_is_refused() -> None:
 def test_decisions_of_several_sizes_are_brought_together() -> None:
     def decide(size: int) -> list[object]:
         return [
-            decided(Rule.LEAST, lambda: min(size, 16)),
+            fitting(lambda n: min(n, 16), size),
             decided(Rule.MIDDLE, lambda: size),
             decided(Rule.MOST, lambda: size > 100),
             decided(Rule.ALWAYS, lambda: size > 16),
@@ -134,14 +134,14 @@ def test_decisions_of_several_sizes_are_brought_together() -> None:
         pass
     # The first decision is of the same rule; another place makes it.
     with pytest.raises(BuildError, match="other things"), repeated_decisions(for_all):
-        decided(Rule.LEAST, lambda: 1)
+        fitting(lambda n: 1, 1)
 
 
 def test_decisions_after_one_that_differs_are_recorded_again() -> None:
     def decide(size: int) -> list[object]:
         if decided(Rule.ALWAYS, lambda: size <= 8):
-            return [decided(Rule.LEAST, lambda: min(size, 4))]
-        return [decided(Rule.MIDDLE, lambda: size), decided(Rule.LEAST, lambda: min(size, 16))]
+            return [fitting(lambda n: min(n, 4), size)]
+        return [decided(Rule.MIDDLE, lambda: size), fitting(lambda n: min(n, 16), size)]
 
     for_all: list[Decision] = []
     for known, expected in ((0, False), (1, True)):
@@ -177,7 +177,7 @@ def test_results_are_made_again_only_where_the_decisions_for_all_sizes_differ() 
 
     def make(name: str, size: int) -> object:
         made.append(name)
-        lanes = decided(Rule.LEAST, lambda: min(1 << size.bit_length() - 1, 16))
+        lanes = fitting(lambda n: min(1 << n.bit_length() - 1, 16), size)
         return name, bool(divides(4, size)), lanes
 
     def both(size: int) -> list[object]:

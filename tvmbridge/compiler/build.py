@@ -87,6 +87,7 @@ class Code:
     - ``missing``: the kernels that nobody has tuned, with the number of calls of each.
     - ``keys``: the specs of kernels by the short keys that replace them in the code.
     - ``reuse``: how much memory the buffers share.
+    - ``least``: the least value of each symbol that loops of symbolic code are right for.
     """
 
     executable: Any
@@ -96,6 +97,7 @@ class Code:
     missing: Mapping[Task, int]
     keys: Mapping[str, str]
     reuse: Mapping[str, Reuse]
+    least: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,7 @@ class Built:
     reuse: Mapping[str, Reuse] = field(default_factory=dict)
     key: str = ""
     source: Mapping[str, str] = field(default_factory=dict)
+    least: tuple[int, ...] = ()
 
 
 def _may_be_unaligned(function: relax.Function) -> tuple[bool, ...]:
@@ -302,5 +305,6 @@ def load_code(
         module: the executable of ``code``, or the module that was loaded from its exported form.
     """
     machine = relax.VirtualMachine(module, backend_for(target).device(device))
-    unaligned, shared = code.unaligned, code.shared
-    return Built(machine, unaligned, shared, code.coverage, code.missing, cache, code.reuse)
+    unaligned, shared, least = code.unaligned, code.shared, code.least
+    coverage, missing, reuse = code.coverage, code.missing, code.reuse
+    return Built(machine, unaligned, shared, coverage, missing, cache, reuse, least=least)

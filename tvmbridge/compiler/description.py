@@ -40,6 +40,7 @@ def description_of(
         "missing": [[task.workload[1], count] for task, count in missing.items()],
         "keys": dict(code.keys),
         "reuse": {name: asdict(reuse) for name, reuse in code.reuse.items()},
+        "least": list(code.least),
         "passes": [asdict(record) for record in passes],
     }
 
@@ -63,7 +64,8 @@ def described(content: Mapping[str, Any], library: bytes) -> tuple[Code, list[Pa
     coverage = _made(Coverage, content["coverage"])
     passes = _list(content["passes"], lambda v: _made(PassRecord, v))
     reuse = _mapping(content["reuse"], lambda v: _made(Reuse, v))
-    return Code(None, unaligned, shared, coverage, missing, keys, reuse), passes
+    least = tuple(_list(content["least"], _count))
+    return Code(None, unaligned, shared, coverage, missing, keys, reuse, least), passes
 
 
 def _made(kind: type[_Made], content: Any) -> _Made:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import tvm
@@ -18,6 +19,7 @@ from tvmbridge.compiler.request import CompileRequest
 from tvmbridge.compiler.split import SplitModule, colored, split
 from tvmbridge.core.alone import runs_alone
 from tvmbridge.core.captured_graph import CapturedGraph
+from tvmbridge.core.decisions import noted, skip
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.types import PassRecord
 from tvmbridge.differentiation.facts import (
@@ -33,6 +35,8 @@ from tvmbridge.graph_capture.observe.staging import StagedModule, staged
 from tvmbridge.pipeline import AnyPass, fx_passes_of, inference_passes, run_extra_passes, run_passes
 
 logger = logging.getLogger(__name__)
+
+_CAPTURE = "capture"
 
 
 @dataclass(frozen=True)
@@ -115,7 +119,12 @@ def lower_module(
             module, args, kwargs, needs_grad, apart=request.apart, autocast=request.autocast
         )
         stage = replace(stage, fx_passes=fx_passes_of(options))
-        captured = known.captured or capture_staged(stage, args, kwargs, needs_grad, records)
+        if known.captured is None:
+            capture = partial(capture_staged, stage, args, kwargs, needs_grad, records)
+            captured = noted(_CAPTURE, capture)
+        else:
+            captured = known.captured
+            skip(_CAPTURE)
         resolved = resolve_target(request.target, captured.device)
     derivation = None
     if needs_grad:

@@ -9,11 +9,11 @@ combined into decisions that hold for all sizes, and repeated at each sample.
 from __future__ import annotations
 
 import enum
-import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from tvmbridge.core.errors import BuildError
@@ -25,7 +25,8 @@ _T = TypeVar("_T")
 class Rule(enum.Enum):
     """How decisions at several sample sizes are combined into one decision for all sizes.
 
-    - ``LEAST``: take the decision at the smallest sizes; others would be wrong for these sizes.
+    - ``LEAST``: take the decision at the smallest sizes, see :func:`fitting`; others would be wrong
+      for these sizes.
     - ``MIDDLE``: take the decision at common sizes: every decision is correct, and this one fast.
     - ``MOST``: take the decision at the largest sizes.
     - ``ALWAYS``: yes if it is yes at all samples.
@@ -42,7 +43,8 @@ class Rule(enum.Enum):
     DIVIDES = "divides"
 
 
-_OPEN: Any = object()
+# The value of a decision that is not made yet.
+OPEN: Any = object()
 
 
 class _Multiple:
@@ -57,6 +59,30 @@ class _Multiple:
 
     def __eq__(self, other: object) -> bool:
         return bool(self) == bool(other)
+
+
+@dataclass(frozen=True, eq=False)
+class Fitting:
+    """A decision such as a number of lanes, which extents limit.
+
+    - ``fits``: returns what is decided for such extents.
+    - ``extents``: the extents.
+    - ``chosen``: what is decided for all sizes; None: not known yet.
+    - ``samples``: the extents at each sample size, where ``chosen`` is known.
+    """
+
+    fits: Callable[..., int]
+    extents: tuple[int, ...]
+    chosen: int | None = None
+    samples: tuple[tuple[int, ...], ...] = ()
+
+    def __int__(self) -> int:
+        return self.fits(*self.extents) if self.chosen is None else self.chosen
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Fitting) and int(self) == int(other)
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 class Decision(NamedTuple):
@@ -99,12 +125,12 @@ class _Recorded:
 
     def follow(self, rule: Rule, place: tuple[str, int], decide: Callable[[], Any]) -> Any:
         """Record and return the decision for all sizes, if it is known, or else ``decide()``."""
-        made = Decision(rule, place, _OPEN)
+        made = Decision(rule, place, OPEN)
         if self.like and made.is_like(self.like[-1]):
             made = self.like.pop()
         else:  # from here on, another place may make each decision
             self.like.clear()
-        if made.value is _OPEN:
+        if made.value is OPEN:
             made = made.with_value(decide())
         self.decisions.append(made)
         return made.value
@@ -125,7 +151,7 @@ class _Repeated:
     def follow(self, rule: Rule, place: tuple[str, int], _: Callable[[], Any]) -> Any:
         """Return the next of the recorded decisions."""
         known = self.left.pop() if self.left else None
-        if known is None or not Decision(rule, place, _OPEN).is_like(known):
+        if known is None or not Decision(rule, place, OPEN).is_like(known):
             raise BuildError("compiled for other sizes, other things are decided by them")
         return known.value
 
@@ -139,6 +165,12 @@ class _Repeated:
             return make()
         del self.left[rest:]
         return kept.result
+
+    def skip(self, key: str) -> None:
+        """Leave out the decisions that were noted with ``key``."""
+        for known in self.results[key].decisions if key in self.results else ():
+            if not self.left or not known.is_like(self.left.pop()):
+                raise BuildError("compiled for other sizes, other things are decided by them")
 
 
 _now: ContextVar[_Recorded | _Repeated | None] = ContextVar("decisions", default=None)
@@ -158,9 +190,23 @@ def decided(rule: Rule, decide: Callable[[], _T]) -> _T:
         with set_within(_now, None):
             return decide()
 
-    caller = sys._getframe(2 if rule in (Rule.DIVIDES, Rule.FACT) else 1)
+    caller = sys._getframe(2 if rule in _NAMED else 1)
     decision: _T = now.follow(rule, (caller.f_code.co_filename, caller.f_lineno), alone)
     return decision
+
+
+# Rules with a function of their own, whose caller decides.
+_NAMED = (Rule.DIVIDES, Rule.FACT, Rule.LEAST)
+
+
+def fitting(fits: Callable[..., int], *extents: int) -> int:
+    """Return ``fits(*extents)`` at the smallest sizes, such as the number of lanes that fit a row.
+
+    Args:
+        fits: returns a number that must not grow where the extents become smaller. Code is also
+            right with a smaller number.
+    """
+    return int(decided(Rule.LEAST, lambda: Fitting(fits, extents)))
 
 
 def simplifies(here: bool) -> bool:
@@ -195,6 +241,20 @@ def remembered(key: str, make: Callable[[], _T]) -> _T:
         return make()
     result: _T = now.remember(key, make)
     return result
+
+
+def noted(key: str, make: Callable[[], _T]) -> _T:
+    """Return ``make()``, and note its decisions for :func:`skip`."""
+    now = _now.get()
+    result: _T = now.remember(key, make) if isinstance(now, _Recorded) else make()
+    return result
+
+
+def skip(key: str) -> None:
+    """Leave out the decisions of ``key``, where its result follows from the recorded one."""
+    now = _now.get()
+    if isinstance(now, _Repeated):
+        now.skip(key)
 
 
 def sizes_vary() -> bool:
@@ -252,72 +312,3 @@ def repeated_decisions(
         yield
     if repeated.left:
         raise BuildError("compiled for other sizes, less is decided by them")
-
-
-def followed(
-    recorded: Sequence[Sequence[Decision]], known: Sequence[Decision] = ()
-) -> list[Decision]:
-    """Return the decisions that the earlier recordings already fix for all sizes.
-
-    The first recording is at common sizes and fixes ``MIDDLE`` decisions. The second is at the
-    largest sizes and fixes ``MOST`` decisions. All others remain open, after the ``known`` ones.
-    """
-    found = list(known)
-    common, largest = [*recorded, (), ()][:2]
-    for made, at_most in itertools.islice(itertools.zip_longest(common, largest), len(known), None):
-        if made is None:
-            break
-        if made.rule is Rule.MOST and made.is_like(at_most):
-            made = at_most
-        elif made.rule not in (Rule.MIDDLE, Rule.FACT):
-            made = made.with_value(_OPEN)
-        found.append(made)
-    return found
-
-
-def _itself(values: Sequence[int]) -> int:
-    return values[0] if len(set(values)) == 1 else 1
-
-
-def agreed(
-    recorded: Sequence[Sequence[Decision]],
-    content: Callable[[Sequence[int]], int] = _itself,
-    known: Sequence[Decision] = (),
-) -> tuple[list[Decision], bool]:
-    """Combine the decisions recorded at several sample sizes into decisions for all sizes.
-
-    Where a decision differs between the samples, the decisions after it may be of other kinds.
-    Recordings that follow the decisions returned have further decisions in common.
-
-    Args:
-        recorded: the recordings: first at common sizes, then at the largest, last at the smallest.
-        content: takes the values of a number at all samples, and returns a divisor of that number
-            at every size.
-        known: the first decisions, which the recordings followed.
-
-    Returns:
-        The decisions up to the first that is of another kind in some recording, and whether these
-        are all decisions.
-    """
-    found = list(known)
-    together = itertools.islice(itertools.zip_longest(*recorded), len(known), None)
-    for each in together:
-        first = each[0]
-        if first is None or not all(map(first.is_like, each)):
-            return found, False
-        value = _for_all(first.rule, [other.value for other in each], content)
-        found.append(first.with_value(value))
-    return found, True
-
-
-def _for_all(rule: Rule, decisions: Sequence[Any], content: Callable[[Sequence[int]], int]) -> Any:
-    common, large, small = decisions[0], decisions[1], decisions[-1]
-    if rule is Rule.ALWAYS:
-        return all(decisions)
-    if rule is Rule.DIVIDES:
-        whole = content([d.extent for d in decisions])
-        return all(whole % d.divisor == 0 for d in decisions)
-    if rule is Rule.LEAST and small != common:
-        # Only a decision that is itself a size may be no power of two; round it down.
-        return 1 << small.bit_length() - 1
-    return {Rule.LEAST: small, Rule.MOST: large}.get(rule, common)

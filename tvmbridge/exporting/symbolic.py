@@ -40,9 +40,8 @@ from tvmbridge.symbolic.building import code_for_all
 from tvmbridge.symbolic.code import Points, lowered_at_all, traced_for
 from tvmbridge.symbolic.declared import DeclaredDimension, declared, symbols_of
 from tvmbridge.symbolic.probes import points_within
-from tvmbridge.symbolic.sizes import DifferentCodeError, Point, Sizes
+from tvmbridge.symbolic.sizes import DifferentCodeError, Point
 from tvmbridge.symbolic.symbols import ITSELF, Dimension, Symbols
-from tvmbridge.symbolic.traced import traced_sizes
 
 _SMALL = (2, 3, 5, 7)
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -176,7 +175,7 @@ def _compiled(
     graphs = _frozen([each.lowered for each in found], partial(frozen_graph, live=live), options)
     code = code_for_all(
         [(graph.mod, None) for graph in graphs],
-        Sizes(points.all, traced_sizes(trace, symbols)),
+        points.sizes(),
         partial(prepared, target=graphs[0].lowered.target),
         records,
     )

@@ -328,13 +328,17 @@ def _exported(
             done = rewrite_program(program, stage.fx_passes)
             if records is not None:
                 records.extend(done)
-        return _taken_apart(program, table), forward
+        # A trace without symbols is compared with one with symbols, where masks have no values.
+        return _taken_apart(program, table, drops_masks=symbolic != {}), forward
 
 
-def _taken_apart(program: ExportedProgram, table: dict[Any, Callable[..., Any]]) -> ExportedProgram:
+def _taken_apart(
+    program: ExportedProgram, table: dict[Any, Callable[..., Any]], *, drops_masks: bool = True
+) -> ExportedProgram:
     """Return ``program`` in functional ATen, decomposed by ``table``."""
     _name_buffers_once(program)
-    drop_open_masks(program.graph)
+    if drops_masks:
+        drop_open_masks(program.graph)
     reshape_instead_of_view(program)
     modules = any(isinstance(x, nn.Module) for x in pytree.tree_leaves(program.example_inputs))
     if not program.range_constraints and not modules:

@@ -44,7 +44,7 @@ class OtherProgramError(BridgeError):
 
 
 @dataclass(frozen=True)
-class _Sizes:
+class NumbersAt:
     """Evaluates the numbers of a symbolic trace for given values of the symbols.
 
     - ``symbols``: the value of each symbol
@@ -91,7 +91,7 @@ def resized(
     Raises:
         OtherProgramError: ``symbolic`` at the sizes ``here`` differs from ``program``.
     """
-    of_sizes = [n for n in symbolic.graph.nodes if not _is_number(n) and not _is_whole(n)]
+    of_sizes = [n for n in symbolic.graph.nodes if not is_number(n) and not _is_whole(n)]
     given = list(program.graph.nodes)
     if len(of_sizes) != len(given):
         raise OtherProgramError("the trace with symbols has more operators, or fewer")
@@ -100,7 +100,7 @@ def resized(
     ]
     if kinds[0] != kinds[1]:
         raise OtherProgramError("a result is a size")
-    known, wanted = _Sizes(here), _Sizes(there)
+    known, wanted = NumbersAt(here), NumbersAt(there)
     graph, partners, made = fx.Graph(), dict[fx.Node, fx.Node](), dict[fx.Node, fx.Node]()
     for node, other in zip(given, of_sizes, strict=True):
         _refuse_other(node, other, known, partners)
@@ -132,14 +132,14 @@ def output_shapes(
     symbolic: ExportedProgram, symbols: Mapping[Any, int]
 ) -> list[tuple[int, ...] | None]:
     """Return the shapes of forward's results for these symbols; None for each that is no tensor."""
-    sizes = _Sizes(symbols)
+    sizes = NumbersAt(symbols)
     values = {n.name: n.meta.get("val") for n in symbolic.graph.nodes}
     specs = symbolic.graph_signature.output_specs
     results = [values.get(s.arg.name) for s in specs if s.kind is OutputKind.USER_OUTPUT]
     return [sizes.of(v)[0] if isinstance(v, torch.Tensor) else None for v in results]
 
 
-def _is_number(node: fx.Node) -> bool:
+def is_number(node: fx.Node) -> bool:
     """Whether a node computes or checks a size."""
     return node.target in _CHECKS or isinstance(node.meta.get("val"), _SYMBOLIC)
 
@@ -158,7 +158,7 @@ def _expression(size: Any) -> Any:
 
 
 def _refuse_other(
-    node: fx.Node, other: fx.Node, known: _Sizes, partners: Mapping[fx.Node, fx.Node]
+    node: fx.Node, other: fx.Node, known: NumbersAt, partners: Mapping[fx.Node, fx.Node]
 ) -> None:
     """Raise OtherProgramError unless ``other`` at the sizes ``known`` equals ``node``."""
     if node.op == "get_attr" or node.op != other.op:
@@ -173,23 +173,23 @@ def _refuse_other(
         raise OtherProgramError(f"{node.name} is {values[1]} with symbols, and not {values[0]}")
 
 
-def _arguments(node: fx.Node, sizes: _Sizes, nodes: Mapping[fx.Node, fx.Node]) -> Any:
+def _arguments(node: fx.Node, sizes: NumbersAt, nodes: Mapping[fx.Node, fx.Node]) -> Any:
     given = node.args
     if node.target is torch.ops.aten.slice.Tensor and len(given) > 2 and given[2] is None:
         given = (*given[:2], 0, *given[3:])  # a trace without symbols has 0 for None
     return pytree.tree_map(lambda v: _at(v, sizes, nodes), (given, node.kwargs))
 
 
-def _at(value: Any, sizes: _Sizes, nodes: Mapping[fx.Node, fx.Node]) -> Any:
+def _at(value: Any, sizes: NumbersAt, nodes: Mapping[fx.Node, fx.Node]) -> Any:
     """Return an argument at concrete sizes; ``nodes`` maps symbolic nodes to concrete ones."""
     if not isinstance(value, fx.Node):
         return sizes.of(value)
     if _is_whole(value):
         return _at(value.args[0], sizes, nodes)
-    return sizes.of(value.meta["val"]) if _is_number(value) else nodes[value]
+    return sizes.of(value.meta["val"]) if is_number(value) else nodes[value]
 
 
-def _resized_values(values: Any, symbolic: Any, sizes: _Sizes) -> Any:
+def _resized_values(values: Any, symbolic: Any, sizes: NumbersAt) -> Any:
     """Return fake values like ``values``, with the shapes and strides of ``symbolic``."""
     leaves, spec = pytree.tree_flatten(values)
     others = pytree.tree_leaves(symbolic)
@@ -198,7 +198,7 @@ def _resized_values(values: Any, symbolic: Any, sizes: _Sizes) -> Any:
     )
 
 
-def _resized(value: Any, symbolic: Any, sizes: _Sizes) -> Any:
+def _resized(value: Any, symbolic: Any, sizes: NumbersAt) -> Any:
     if not isinstance(value, torch.Tensor):
         return sizes.of(symbolic)
     shape, stride, dtype, device = sizes.of(symbolic)

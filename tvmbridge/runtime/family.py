@@ -8,7 +8,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from tvmbridge.calls.arguments import Arguments
 from tvmbridge.calls.standins import without_inference_tensors
@@ -24,6 +24,7 @@ from tvmbridge.runtime.guards.signature import Matched, Signature
 from tvmbridge.runtime.guards.state import ModuleState
 from tvmbridge.runtime.progress import progress
 from tvmbridge.runtime.sized_code import compiled_for
+from tvmbridge.runtime.sizes_of_one import SizesOfOne
 from tvmbridge.runtime.specialization import Specialization
 from tvmbridge.runtime.trial import try_out
 from tvmbridge.symbolic.code import SymbolicCode, traced_for
@@ -56,6 +57,7 @@ class RefusedGuessError(BuildError):
 _Key: TypeAlias = tuple[Mode, Flags, bool]
 _Shapes: TypeAlias = Mapping[int, Sequence[int]]
 Retire: TypeAlias = Callable[[Iterable[CompiledEntry]], None]
+_Result = TypeVar("_Result")
 
 
 class Family:
@@ -92,6 +94,7 @@ class Family:
         self.instances: OrderedDict[Point, Specialization] = OrderedDict()
         # Shape classes for calls in which some symbols are 1, since a size of 1 broadcasts.
         self._ones: dict[Point, Family] = {}
+        self._of_one = SizesOfOne(compiler)
         self._tried: list[SymbolicCode] = []
         # The smallest and largest points of compilations in progress.
         self._bounds: dict[_Key, tuple[Point, ...]] = {}
@@ -126,17 +129,18 @@ class Family:
 
     def _maker(
         self, point: Point, signature: Signature
-    ) -> Callable[[Mode, Matched], CompiledEntry] | None:
+    ) -> Callable[[Mode, Matched], CompiledEntry | None]:
         """Return a function that compiles code for a call at ``point``.
 
-        None: all sizes are 1, and the call needs code for its own sizes. A dimension of size 1 is
-        no symbol, so each choice of dimensions of size 1 has a shape class of its own.
+        The function returns None if all sizes are 1 and the call needs code for its own sizes. A
+        dimension of size 1 may broadcast. If forward does something else then, each choice of
+        dimensions of size 1 has a shape class of its own.
         """
         larger = tuple(size >= LEAST_SIZE for size in point)
         if all(larger):
             return self.entry
         if not any(larger):
-            return None
+            return self._entry_of_ones
         rest = tuple(itertools.compress(point, larger))
         family = self._ones.get(larger)
         if family is None:
@@ -144,7 +148,23 @@ class Family:
             family = Family(self.compiler, signature, symbols, [rest], self.retire)
             family.why = self.why
             self._ones[larger] = family
-        return family.entry
+        other = family.entry
+        return lambda mode, matched: self._entry_of_ones(mode, matched) or other(mode, matched)
+
+    def _entry_of_ones(self, mode: Mode, matched: Matched) -> CompiledEntry | None:
+        """Return the common code for a call with sizes of 1; None if it does not serve them."""
+        flags = flags_of(self.compiler.module, matched.leaves)
+        point = self._related.sizes(matched.leaves)
+        if point is None:
+            return None
+        code = self._code(mode, flags, matched, point)
+        point = self._related.sizes(matched.leaves)
+        if isinstance(code, Reason) or point is None or not code.points.hold(point):
+            return None
+        serves = partial(self._of_one.serves, code, self._related, point, mode)
+        if not self._undisturbed(matched, serves):
+            return None
+        return self._instantiated(code, point, flags, matched)
 
     def entry(self, mode: Mode, matched: Matched) -> CompiledEntry:
         """Return the code for a call, which is compiled now if there is none.
@@ -154,7 +174,7 @@ class Family:
         """
         flags = flags_of(self.compiler.module, matched.leaves)
         self._note(self._point(matched))
-        code = self._code(mode, flags, matched)
+        code = self._code(mode, flags, matched, self._point(matched))
         if isinstance(code, Reason):
             if self._has_code:
                 raise OtherSizesError(code.text)
@@ -195,7 +215,9 @@ class Family:
             )
             self._most = tuple(map(max, self._most, point))
 
-    def _code(self, mode: Mode, flags: Flags, matched: Matched) -> SymbolicCode | Reason:
+    def _code(
+        self, mode: Mode, flags: Flags, matched: Matched, point: Point
+    ) -> SymbolicCode | Reason:
         """Return the code for the sizes of a call, compiled now if it is missing; or a reason.
 
         Sizes below the range of the first code get code of their own, with narrower vectors.
@@ -206,7 +228,7 @@ class Family:
             common = self._compile((mode, flags, False), matched, self._least)
         if isinstance(common, Reason):
             return common
-        point = self._point(matched)
+        point = self._related.sizes(matched.leaves) or point
         if common.points.hold(point):
             return common
         least = common.points.least
@@ -217,7 +239,9 @@ class Family:
             if key in self._limited or self.compilations >= _MOST_RANGES * len(self.codes):
                 return code or common
             small = (LEAST_SIZE,) * len(point)
-            wider = self._compile(key, matched, small if is_small else least)
+            wider = self._compile(
+                key, matched, small if is_small else tuple(map(max, small, least))
+            )
             if isinstance(wider, Reason):
                 return wider if code is None else code
             code = wider
@@ -268,12 +292,8 @@ class Family:
     ) -> SymbolicCode:
         """Compile the code; show progress on a terminal and log the result."""
         start = time.perf_counter()
-        with progress(what, self.why), tracing_here(), undisturbed():
-            args, kwargs = without_inference_tensors(matched.arguments)
-            args, kwargs = self.signature.marked((args, kwargs))
-            body = partial(self._compiled, mode, args, kwargs, bounds)
-            attributes = self.compiler.attributes
-            code = body() if attributes is None else attributes.compiled(body)
+        with progress(what, self.why):
+            code = self._undisturbed(matched, partial(self._compiled_at, mode, bounds))
         logger.info(
             "compiled %s for %s, any size from %s to %s: %.1f s",
             type(self.compiler.module).__name__,
@@ -283,6 +303,26 @@ class Family:
             time.perf_counter() - start,
         )
         return code
+
+    def _undisturbed(self, matched: Matched, body: Callable[[Arguments], _Result]) -> _Result:
+        """Return ``body(arguments)`` for the arguments of a call, in the state for traces."""
+        with tracing_here(), undisturbed():
+            arguments = without_inference_tensors(matched.arguments)
+            run = partial(body, self.signature.marked(arguments))
+            attributes = self.compiler.attributes
+            return run() if attributes is None else attributes.compiled(run)
+
+    def _compiled_at(
+        self, mode: Mode, bounds: tuple[Point, ...], arguments: Arguments
+    ) -> SymbolicCode:
+        """Compile code from the sizes of a call, where sizes of 1 are larger."""
+        args, kwargs = arguments
+        at = self._related.point_of(shapes_of(arguments))
+        if min(at) < LEAST_SIZE:
+            args, kwargs = self._related.probe(
+                args, kwargs, tuple(max(LEAST_SIZE, size) for size in at)
+            )
+        return self._compiled(mode, args, kwargs, bounds)
 
     def _compiled(
         self, mode: Mode, args: Any, kwargs: Any, bounds: tuple[Point, ...]

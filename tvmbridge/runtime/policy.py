@@ -140,9 +140,10 @@ class Policy:
         specialization, mode, matched = wanted
         family = specialization.family
         try:
-            entry = self._of_one_size(wanted) if family is None else family(mode, matched)
+            entry = None if family is None else family(mode, matched)
         except OtherSizesError:
-            entry = self._of_one_size(wanted)
+            entry = None
+        entry = entry or self._of_one_size(wanted)
         self.kept.keep(specialization, mode, entry)
 
     def _of_one_size(self, wanted: Wanted, why: str | None = None) -> CompiledEntry:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Sequence
 from functools import partial
@@ -19,8 +20,9 @@ from tvmbridge.symbolic.symbols import LEAST_SIZE, Symbols
 
 logger = logging.getLogger(__name__)
 
-# Sizes that code is tried for where there is none for sizes of 2; it then serves sizes from 3 on.
-_NEARBY = 6
+# Sizes that code is tried for where there is none for sizes of 2. Each symbol has another one: if
+# two symbols are equal, kernels may be equal by chance.
+_NEARBY = (5, 7, 11, 13)
 
 
 def compiled_for(
@@ -69,7 +71,7 @@ def compiled_for(
             points = points_within(
                 trace, symbols, sample, [raised], bounds[-1], names, used, floors=raised
             )
-            return compiled(points)
+            return compiled(points, floors=raised)
         except BridgeError as error:
             logger.debug("no code from %s on: %s", raised, error)
     raise first
@@ -80,9 +82,10 @@ def _raised(least: Point, most: Point) -> list[Point]:
 
     Small sizes are first a little larger, and then all as large as calls had them.
     """
+    nearby = itertools.cycle(_NEARBY)
     small = tuple(
-        min(high, _NEARBY) if low == LEAST_SIZE else low
-        for low, high in zip(least, most, strict=True)
+        min(high, near) if low == LEAST_SIZE else low
+        for low, high, near in zip(least, most, nearby, strict=False)
     )
     larger = tuple(map(max, least, most))
     return list(dict.fromkeys((small, larger)))

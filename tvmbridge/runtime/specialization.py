@@ -35,7 +35,7 @@ class Specialization:
     def __init__(self, signature: Signature) -> None:
         self.signature = signature
         # None: the code is compiled for the sizes of this signature alone.
-        self.family: Callable[[Mode, Matched], CompiledEntry] | None = None
+        self.family: Callable[[Mode, Matched], CompiledEntry | None] | None = None
         self.entries: dict[Mode, tuple[CompiledEntry, ...]] = {}
         self.failures: dict[tuple[Mode, Flags], Reason] = {}
         self.last_use = 0

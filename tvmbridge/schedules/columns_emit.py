@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tvm import tirx
 from tvm.ir import Expr
 
-from tvmbridge.core.decisions import Rule, decided, sizes_vary
+from tvmbridge.core.decisions import Rule, decided, fitting, sizes_vary
 from tvmbridge.schedules.indexing import index_var, integer
 from tvmbridge.schedules.kernel import KernelStage
 from tvmbridge.schedules.loops import (
@@ -38,7 +38,7 @@ def emit_columns(nest: ReductionNest, machine: Machine, memory: Memory) -> list[
     """Return the statements of a reduction down columns."""
     e = ReductionEmitter(nest, machine, memory)
     stage, rows, columns, depth = nest.stage, nest.rows, nest.columns, nest.stage.depth
-    block = decided(Rule.LEAST, lambda: min(columns, _BLOCK))
+    block = fitting(lambda n: min(n, _BLOCK), columns)
     blocks = -(-columns // block)
     count = integer(blocks)
     if sizes_vary():
@@ -48,7 +48,7 @@ def emit_columns(nest: ReductionNest, machine: Machine, memory: Memory) -> list[
     parts = e.parts(rows * blocks, depth)
     lanes = power_of_two_below(min(machine.lanes, block)) if e.vectorizable else 1
     # Decided even if there is one part, because there may be several at other sizes.
-    across = decided(Rule.LEAST, lambda: power_of_two_below(min(lanes, rows * columns)))
+    across = fitting(lambda n: power_of_two_below(min(lanes, n)), rows * columns)
     partial, room = allocate([parts * rows * columns], stage.dtype, f"{stage.name}_parts")
 
     def put(offset: Expr, value: Expr) -> tirx.Stmt:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tvm import tirx
 from tvm.ir import Expr
 
-from tvmbridge.core.decisions import Rule, decided, divides, sizes_vary
+from tvmbridge.core.decisions import divides, fitting, sizes_vary
 from tvmbridge.schedules.indexing import integer
 from tvmbridge.schedules.loops import (
     allocate,
@@ -29,8 +29,8 @@ def emit_long_rows(nest: ReductionNest, machine: Machine, memory: Memory) -> lis
     """Return the statements of a reduction of few, long rows."""
     e = ReductionEmitter(nest, machine, memory)
     stage, rows, depth = nest.stage, nest.rows, nest.stage.depth
-    widest = power_of_two_below(min(machine.lanes * 4, depth)) if e.vectorizable else 1
-    lanes = decided(Rule.LEAST, lambda: widest)
+    widest = machine.lanes * 4 if e.vectorizable else 1
+    lanes = fitting(lambda n: power_of_two_below(min(widest, n)), depth)
     parts = e.parts(rows, depth // lanes)
     steps = rounded_down(depth, lanes)
     partial, room = allocate([parts * rows], stage.dtype, f"{stage.name}_parts")

@@ -39,13 +39,18 @@ def stored_stages(kernel: Kernel, machine: Machine) -> list[KernelStage]:
         inner = sum(costs.get(load.buffer, 0) for load in stage.loads)
         cost = stage.cost + inner
         uses = readers.get(stage.buffer, [])
-        repeated = len(uses) > 1 or any(_reads_again(use, stage) for use in uses)
-        dear = cost > cheap and repeated
+        dear = cost > cheap and (len(uses) > 1 or _are_repeated(uses, stage))
         if stage.reduction is not None or stage.buffer in kernel.outputs or dear:
             stored.append(stage)
         else:
             costs[stage.buffer] = cost
     return stored
+
+
+def _are_repeated(uses: list[KernelStage], stage: KernelStage) -> bool:
+    """Whether a reader needs elements of ``stage`` more than once, at common sizes."""
+    repeated: bool = decided(Rule.MIDDLE, lambda: any(_reads_again(u, stage) for u in uses))
+    return repeated
 
 
 def _reads_again(reader: KernelStage, stage: KernelStage) -> bool:

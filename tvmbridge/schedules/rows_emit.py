@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from tvm import tirx
 from tvm.ir import Expr
 
-from tvmbridge.core.decisions import Rule, decided, divides
+from tvmbridge.core.decisions import divides, fitting
 from tvmbridge.schedules.accumulators import Accumulator, in_stretches
 from tvmbridge.schedules.down_sums import DownSum, parts_of
 from tvmbridge.schedules.indexing import Indexer, index_var, integer
@@ -174,15 +175,9 @@ class RowEmitter:
         stages = [s for m in members for s in virtual_stages(nest.kernel, nest.stored, m.stage)]
         if not all(stage.vectorizable for stage in stages) and not are_uniform(nest, members):
             return 1
-        lanes = power_of_two_below(min(self.machine.lanes, run))
         cheap = sum(stage.cost for stage in stages) < _CHEAP_PASS
-        if cheap and any(m.along for m in members):
-            whole = run < columns
-            while lanes < 4 * self.machine.lanes and 4 * lanes <= columns:
-                if whole and run % (2 * lanes):
-                    break
-                lanes *= 2
-        return decided(Rule.LEAST, lambda: lanes)
+        wide = cheap and any(m.along for m in members)
+        return fitting(partial(_lanes_for, self.machine.lanes, wide), run, columns)
 
     def _pass(self, members: Sequence[Member], row: Expr) -> list[tirx.Stmt]:
         """Return one loop over the columns, and the statements that finish its reductions."""
@@ -190,9 +185,9 @@ class RowEmitter:
         run = run_of(self.nest, members)
         lanes = self._lanes(members, columns, run)
         # Without vectors there are several sums as well: one long sum has larger rounding errors.
-        places = decided(
-            Rule.LEAST,
-            lambda: lanes if lanes > 1 else power_of_two_below(min(self.machine.lanes, columns)),
+        widest = self.machine.lanes
+        places = fitting(
+            lambda n: lanes if lanes > 1 else power_of_two_below(min(widest, n)), columns
         )
         accumulators = [
             Accumulator.of(m.stage, places, -(-columns // lanes)) for m in members if m.along
@@ -302,6 +297,16 @@ class RowEmitter:
         elif stage.buffer in self.local:
             evaluator.statements.append(store(self.local[stage.buffer], named, column))
         return named
+
+
+def _lanes_for(widest: int, wide: bool, run: int, columns: int) -> int:
+    """Return the number of lanes for rows of ``columns`` in runs; ``wide``: up to four vectors."""
+    lanes = power_of_two_below(min(widest, run))
+    while wide and lanes < 4 * widest and 4 * lanes <= columns:
+        if run < columns and run % (2 * lanes):
+            break
+        lanes *= 2
+    return lanes
 
 
 def emit_rows(nest: RowNest, machine: Machine, shared: set[Any], memory: Memory) -> list[tirx.Stmt]:

@@ -14,7 +14,7 @@ from typing import Any
 from tvm import tirx
 from tvm.ir import Expr
 
-from tvmbridge.core.decisions import Rule, decided, sizes_vary
+from tvmbridge.core.decisions import fitting, sizes_vary
 from tvmbridge.schedules.indexing import Indexer, index_var, integer, unravel
 from tvmbridge.schedules.kernel import Kernel, KernelStage, virtual_stages
 from tvmbridge.schedules.loops import (
@@ -89,8 +89,8 @@ class TileEmitter:
         last = nest.stage.spatial[-1]
         self.rows, self.columns = nest.across.extent, last.extent
         self.tile = (
-            decided(Rule.LEAST, lambda: min(self.rows, _TILE_ROWS)),
-            decided(Rule.LEAST, lambda: min(self.columns, _TILE_COLUMNS)),
+            fitting(lambda n: min(n, _TILE_ROWS), self.rows),
+            fitting(lambda n: min(n, _TILE_COLUMNS), self.columns),
         )
         self.outer = [a for a in nest.stage.spatial if a is not nest.across and a is not last]
         stages = virtual_stages(nest.kernel, nest.stored, nest.stage)

@@ -12,7 +12,7 @@ from tvm import tirx
 from tvm.ir import Expr
 from tvm.s_tir import SBlock, SBlockRealize
 
-from tvmbridge.core.decisions import Rule, decided, divides
+from tvmbridge.core.decisions import divides, fitting
 from tvmbridge.schedules.indexing import integer
 from tvmbridge.schedules.loops import (
     allocate,
@@ -52,7 +52,7 @@ def schedule_product(func: tirx.PrimFunc, machine: Machine) -> tirx.PrimFunc:
     """
     left, right, out = func.params
     batch, rows, depth = (int(n) for n in left.shape)
-    height = decided(Rule.LEAST, lambda: power_of_two_below(min(rows, _HEIGHT)))
+    height = fitting(lambda n: power_of_two_below(min(n, _HEIGHT)), rows)
     tiles = rounded_up(rows, height)
     count = integer(tiles) if isinstance(tiles, int) else tiles
     of_tile = _dots if str(func.attrs[PRODUCT]) == TRANSPOSED else _sums

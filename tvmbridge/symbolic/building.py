@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,11 +18,10 @@ import tvm
 from tvmbridge.cache.key import digest_of
 from tvmbridge.compiler.build import Built, Code, Fused, Scheduled, compile_code, prepare, schedule
 from tvmbridge.compiler.cached_build import CachedBuild
+from tvmbridge.core.common_decisions import agreed, followed
 from tvmbridge.core.decisions import (
     Decision,
     Results,
-    agreed,
-    followed,
     recorded_decisions,
     repeated_decisions,
 )
@@ -31,6 +31,7 @@ from tvmbridge.core.types import PassRecord
 from tvmbridge.passes.relax.bundle_residuals import BundleResiduals
 from tvmbridge.symbolic.callees import with_common_callees
 from tvmbridge.symbolic.generalize import generalize
+from tvmbridge.symbolic.least import least_sizes, lowest
 from tvmbridge.symbolic.sizes import DifferentCodeError, Sizes
 
 
@@ -56,7 +57,9 @@ def build_for_all(
         return {
             "graph": digest_of("\n".join(tvm.ir.save_json(mod) for mod, _ in graphs)),
             "residuals": repr([bundle for _, bundle in graphs]),
-            "sizes": repr((sizes.points, sizes.traced, sorted(map(repr, sizes.known)))),
+            "sizes": repr(
+                (sizes.points, sizes.least, sizes.traced, sorted(map(repr, sizes.known)))
+            ),
         }
 
     def compile_(mine: list[PassRecord]) -> Code:
@@ -96,9 +99,10 @@ def code_for_all(
         BuildError: TVM cannot compile it for the target.
     """
     fused = _prepared([mod for mod, _ in graphs], prepare_one)
-    scheduled = _scheduled(fused, [bundle for _, bundle in graphs], sizes)
+    scheduled, decisions = _scheduled(fused, [bundle for _, bundle in graphs], sizes)
     mod = generalize([each.mod for each in scheduled], sizes)
-    return compile_code(replace(scheduled[0], mod=mod), records)
+    code = compile_code(replace(scheduled[0], mod=mod), records)
+    return replace(code, least=least_sizes(decisions, sizes))
 
 
 def _prepared(
@@ -120,8 +124,8 @@ def _prepared(
 
 def _scheduled(
     fused: Sequence[Fused], bundles: Sequence[BundleResiduals | None], sizes: Sizes
-) -> list[Scheduled]:
-    """Return the modules with scheduled loops, by decisions that hold for all sizes."""
+) -> tuple[list[Scheduled], list[Decision]]:
+    """Return the modules with scheduled loops, and the decisions for all sizes."""
 
     def run(each: Fused, bundle: Any) -> Scheduled:
         return schedule(each, [], bundle=bundle)
@@ -137,11 +141,11 @@ def _scheduled(
                 run(each, bundle)
             decided.append(decisions)
         known = len(for_all)
-        for_all, agree = agreed(decided, sizes.content, for_all)
+        for_all, agree = agreed(decided, sizes.content, for_all, partial(lowest, sizes))
         if not agree and len(for_all) == known:
             raise DifferentCodeError("for other sizes other things are decided by them")
     found = []
     for (each, bundle), made in zip(both, results, strict=True):
         with refused_as_different(), repeated_decisions(for_all, made):
             found.append(run(each, bundle))
-    return found
+    return found, for_all

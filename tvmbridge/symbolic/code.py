@@ -29,6 +29,7 @@ from tvmbridge.core.assumptions import Question
 from tvmbridge.core.autocast import Autocast
 from tvmbridge.core.captured_graph import Assumptions, CapturedGraph
 from tvmbridge.core.decisions import (
+    Results,
     padding_by_sizes,
     recorded_decisions,
     repeated_decisions,
@@ -40,9 +41,8 @@ from tvmbridge.graph_capture.relations import Relations
 from tvmbridge.symbolic.building import build_for_all, refused_as_different
 from tvmbridge.symbolic.descriptions import at, merged
 from tvmbridge.symbolic.eager_parts import EagerParts, described_parts, with_parts
-from tvmbridge.symbolic.sizes import DifferentCodeError, Point, Sizes
-from tvmbridge.symbolic.symbols import Symbols
-from tvmbridge.symbolic.traced import traced_sizes
+from tvmbridge.symbolic.sizes import DifferentCodeError, Point, Size, Sizes
+from tvmbridge.symbolic.symbols import LEAST_SIZE, Symbols
 
 _NO_ASSUMPTIONS = Assumptions(training=False)
 _NO_GRAPH: Any = None
@@ -55,17 +55,28 @@ class Points:
     - ``least``, ``most``: the smallest and largest values of the symbols that the code serves.
     - ``middle``: values that are common in calls.
     - ``between``: further corners of the box from ``least`` to ``most``, and points in it.
+    - ``traced``: the sizes in the shapes of the symbolic trace.
     """
 
     least: Point
     most: Point
     middle: Point
     between: tuple[Point, ...] = ()
+    traced: tuple[Size, ...] = field(default=(), repr=False)
 
     @property
     def all(self) -> tuple[Point, ...]:
         """All points, first the middle, whose decisions the compilations at the others repeat."""
         return (self.middle, self.most, *self.between, self.least)
+
+    def sizes(self, *, with_ones: bool = False) -> Sizes:
+        """Return a new search for numbers of code as functions of the symbols.
+
+        Args:
+            with_ones: whether the code shall serve 1 where the smallest sample size is 2.
+        """
+        least = tuple(1 if with_ones and n == LEAST_SIZE else n for n in self.least)
+        return Sizes(self.all, self.traced, least)
 
     def hold(self, point: Sequence[int]) -> bool:
         """Whether ``point`` is in the range of sizes that the code serves."""
@@ -98,15 +109,21 @@ class _Lowered:
 class SymbolicCode:
     """Code for all sizes in the range of ``points`` that satisfy the ``relations``.
 
-    - ``points``: the points at which the module was compiled.
-    - ``relations``: the relations between sizes that forward assumes.
+    - ``points``: the points at which the module was compiled; the least sizes are those that its
+      loops serve.
+    - ``trace``: the module with symbols, with the relations between sizes that forward assumes.
     - ``compiled``: the code, with the descriptions of one point.
     """
 
     points: Points
-    relations: Relations
+    trace: SymbolicTrace
     compiled: CompiledModule
     _described: _Described = field(repr=False)
+
+    @property
+    def relations(self) -> Relations:
+        """The relations between sizes that forward assumes."""
+        return self.trace.relations
 
     def at(self, point: Point) -> CompiledModule:
         """Return the code for one point; it shares the executable."""
@@ -167,12 +184,13 @@ def lowered_at_all(
         BridgeError: the module is refused at the first point.
     """
     first, *others = points.all
+    made: Results = {}
     with padding_by_sizes(_pads_by_sizes(trace)):
-        with recorded_decisions() as decisions:
+        with recorded_decisions(results=made) as decisions:
             lowered = [lower(first, Known(trace.stage_of_all))]
         for point in others:
             known = _known(trace, lowered[0].lowered, sample_at(first), sample_at(point))
-            with refused_as_different(), repeated_decisions(decisions):
+            with refused_as_different(), repeated_decisions(decisions, made):
                 lowered.append(lower(point, known))
     return lowered
 
@@ -189,7 +207,11 @@ def _pads_by_sizes(trace: SymbolicTrace) -> bool:
 
 
 def compile_symbolic(
-    request: CompileRequest, symbols: Symbols, points: Points, trace: SymbolicTrace
+    request: CompileRequest,
+    symbols: Symbols,
+    points: Points,
+    trace: SymbolicTrace,
+    floors: Point | None = None,
 ) -> SymbolicCode:
     """Compile a module for all sizes that ``points`` hold.
 
@@ -198,6 +220,8 @@ def compile_symbolic(
         symbols: the symbolic dimensions of the arguments.
         points: the sizes that it is compiled at; all of them must fulfil its relations.
         trace: the module with symbols.
+        floors: the least sizes, because code for smaller ones differs; None: those that the loops
+            serve.
 
     Raises:
         DifferentCodeError: the code at the points differs in more than sizes.
@@ -213,7 +237,7 @@ def compile_symbolic(
         return _laid_out(lowered, records)
 
     lowered = lowered_at_all(points, trace, sample_at, lower)
-    sizes = Sizes(points.all, traced_sizes(trace, symbols))
+    sizes = points.sizes(with_ones=floors is None)
     common = lowered[0]
     with stages.measure("build"):
         assumptions = _together([each.lowered.captured.assumptions for each in lowered])
@@ -233,7 +257,9 @@ def compile_symbolic(
         captured=replace(compiled.captured, assumptions=assumptions),
         partial_backwards=None if common.parts is None else NoPartialBackwards(),
     )
-    return SymbolicCode(points, trace.relations, compiled, described)
+    if floors is None:
+        points = replace(points, least=built.least)
+    return SymbolicCode(points, trace, compiled, described)
 
 
 def _known(trace: SymbolicTrace, first: LoweredModule, there: Arguments, here: Arguments) -> Known:

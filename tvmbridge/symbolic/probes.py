@@ -137,7 +137,7 @@ def _told_apart(
         if point is None:
             break
         points = replace(points, between=(*points.between, point))
-    return points
+    return replace(points, traced=tuple(traced))
 
 
 def _bound(relations: Relations, symbols: Symbols, dimension: Dimension, largest: int) -> int:

@@ -113,10 +113,17 @@ class Sizes:
         points: at least three points. Their numbers should be unusual ones, so that no other number
             in compiled code equals one of them by chance.
         traced: sizes that the code is known to have, such as those of a symbolic trace.
+        least: the least values of the symbols that code shall serve; None: those of the last point.
     """
 
-    def __init__(self, points: Sequence[Point], traced: Sequence[Size] = ()) -> None:
+    def __init__(
+        self,
+        points: Sequence[Point],
+        traced: Sequence[Size] = (),
+        least: Point | None = None,
+    ) -> None:
         self.points = tuple(points)
+        self.least = self.points[-1] if least is None else least
         self.traced = tuple(traced)
         self.symbols = len(points[0])
         self._found: dict[tuple[int, ...], Size] = {}

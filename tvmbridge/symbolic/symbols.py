@@ -154,13 +154,15 @@ class Symbols:
         )
 
     def apart(self, shapes: Mapping[int, Sequence[int]]) -> Point:
-        """Return values of the symbols near a call's sizes, all different.
+        """Return values of the symbols near a call's sizes, all different, and none of them 1.
 
-        torch.export would make one symbol of equal sizes. A power of two that divides a size, up
-        to 32, still does: networks halve images, and join them with what the halves become.
+        torch.export would make one symbol of equal sizes, and constants of sizes of 1. A power of
+        two that divides a size, up to 32, still does: networks halve images, and join them with
+        what the halves become.
         """
         taken: list[int] = []
         for size in self.point_of(shapes):
+            size = max(size, LEAST_SIZE)
             while size in taken:
                 size += min(size & -size, _MOST_HALVED)
             taken.append(size)
@@ -169,21 +171,23 @@ class Symbols:
     def probe(self, args: Any, kwargs: Any, point: Point) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return arguments like those given, with the sizes of ``point`` in symbolic dimensions.
 
-        Resized tensors are filled with zeros: forward may check that integers are valid indices.
+        Tensors with symbolic dimensions are contiguous; torch.export would have further symbols
+        for strides. Resized tensors are zeros: forward may check that integers are valid indices.
         """
         leaves, spec = pytree.tree_flatten((args, kwargs))
         shapes = {i: list(t.shape) for i, t in enumerate(leaves) if isinstance(t, torch.Tensor)}
         for dimensions, symbol in zip(self.dimensions, point, strict=True):
             for leaf, number in dimensions:
                 shapes[leaf][number] = self.form((leaf, number)).size(symbol)
-        made = [_resized(leaf, shapes.get(i)) for i, leaf in enumerate(leaves)]
+        varying = {leaf for dimensions in self.dimensions for leaf, _ in dimensions}
+        made = [_resized(t, shapes[i]) if i in varying else t for i, t in enumerate(leaves)]
         found: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(made, spec)
         return found
 
 
-def _resized(leaf: Any, shape: list[int] | None) -> Any:
-    """Return ``leaf``, or a tensor of zeros like it if its shape differs from ``shape``."""
-    if shape is None or list(leaf.shape) == shape:
+def _resized(leaf: torch.Tensor, shape: list[int]) -> torch.Tensor:
+    """Return ``leaf``, or a contiguous tensor of zeros like it of this shape."""
+    if list(leaf.shape) == shape and leaf.is_contiguous():
         return leaf
     made = torch.zeros(shape, dtype=leaf.dtype, device=leaf.device)
     return made.requires_grad_(leaf.requires_grad)

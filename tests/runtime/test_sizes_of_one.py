@@ -1,0 +1,93 @@
+"""Code for any size serves sizes of 1 if forward does the same with them as with others."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from torch import nn
+
+from tests.random_sizes.attention_forms import Cached, Sliding
+from tests.random_sizes.forms import Compilations
+from tvmbridge import add_tvm_dispatch, dispatch_report
+
+
+@pytest.fixture
+def compilations() -> Iterator[Compilations]:
+    log, counted = logging.getLogger("tvmbridge"), Compilations()
+    before = log.level
+    log.addHandler(counted)
+    log.setLevel(logging.INFO)
+    yield counted
+    log.setLevel(before)
+    log.removeHandler(counted)
+
+
+def _all_right(module: nn.Module, calls: Sequence[tuple[torch.Tensor, ...]]) -> None:
+    """Call the module through TVM and in eager PyTorch; all calls must be served, and right."""
+    expected = [module(*given) for given in calls]
+    add_tvm_dispatch(module, dynamic_shapes="auto", on_fallback="silent")
+    for given, one in zip(calls, expected, strict=True):
+        torch.testing.assert_close(module(*given), one, rtol=1e-4, atol=1e-5)
+    report = dispatch_report(module)
+    assert report.tvm_calls == len(calls), report.fallbacks
+
+
+class _Mixed(nn.Module):
+    """Rows, and means over all columns, which may be one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x) - x.softmax(1)
+
+
+class _Squeezed(nn.Module):
+    """A forward that does something else for one row, and for one column."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] == 1:
+            return x.exp() * 3
+        return x.squeeze(1) * 2 if x.shape[1] == 1 else x.softmax(1)
+
+
+@torch.no_grad()
+def test_sizes_of_one_need_no_code_of_their_own(compilations: Compilations) -> None:
+    torch.manual_seed(0)
+    sizes = ((20, 40), (24, 50), (1, 40), (30, 1), (1, 1), (2, 3), (1, 7))
+    _all_right(_Mixed().eval(), [(torch.randn(*size, 8),) for size in sizes])
+    # For the first call, for common sizes, and for columns that are fewer than a vector's lanes.
+    assert compilations.done <= 3
+    assert not compilations.failed
+
+
+@torch.no_grad()
+def test_a_forward_that_branches_at_one_has_code_of_its_own_there() -> None:
+    torch.manual_seed(0)
+    sizes = ((5, 6), (7, 9), (1, 6), (5, 1), (1, 1))
+    _all_right(_Squeezed().eval(), [(torch.randn(*size, 4),) for size in sizes])
+
+
+@torch.no_grad()
+def test_a_constant_mask_that_is_neither_open_nor_causal_has_any_size(
+    compilations: Compilations,
+) -> None:
+    torch.manual_seed(0)
+    sizes = ((2, 5), (3, 9), (4, 12))
+    _all_right(Sliding().eval(), [(torch.randn(*size, 8),) for size in sizes])
+    assert compilations.done == 2
+
+
+@torch.no_grad()
+def test_a_permuted_argument_has_no_symbols_for_strides(compilations: Compilations) -> None:
+    torch.manual_seed(0)
+    calls = []
+    for batch, cached in ((3, 4), (5, 6), (5, 7)):
+        caches = (torch.randn(batch, cached, 2, 4).transpose(1, 2) for _ in range(2))
+        calls.append((torch.randn(batch, 1, 8), *caches))
+    _all_right(Cached().eval(), calls)
+    assert compilations.done == 2

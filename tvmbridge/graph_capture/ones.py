@@ -1,0 +1,108 @@
+"""Whether a trace with symbols is also right where some sizes are 1.
+
+torch.export takes a size of 1 for a constant, because it may broadcast, and assumes that no symbol
+is 1. Where a trace with these sizes of 1 has the same operators, code from the first trace is right
+for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+
+from tvmbridge.core.torch_private import pytree
+from tvmbridge.graph_capture.any_size import SymbolicTrace
+from tvmbridge.graph_capture.resized import NumbersAt, is_number
+
+# Operators that are the same where the shape of the result is, given as numbers or as -1.
+_RESHAPES = frozenset(
+    {
+        torch.ops.aten._unsafe_view.default,
+        torch.ops.aten.reshape.default,
+        torch.ops.aten.view.default,
+    }
+)
+# Operators whose result is their first argument, if it has the shape of the result.
+_SAME = _RESHAPES | {
+    torch.ops.aten.clone.default,
+    torch.ops.aten.alias.default,
+    torch.ops.aten.expand.default,
+    torch.ops.aten.slice.Tensor,
+}
+
+
+def compute_alike(
+    symbolic: SymbolicTrace, ones: SymbolicTrace, shapes: Sequence[Mapping[int, Sequence[int]]]
+) -> bool:
+    """Whether both traces of a module have the same operators for arguments of each of ``shapes``.
+
+    Args:
+        ones: the trace in which the sizes that are 1 in ``shapes`` are constants.
+    """
+    first, other = symbolic.stage_of_all, ones.stage_of_all
+    if first is None or other is None:
+        return False
+    seen, here = first.observation, other.observation
+    assert seen is not None
+    assert here is not None
+    if not (here.values.keys() <= seen.values.keys() and here.asks <= seen.asks):
+        return False
+    if {o.label for o in here.outside} - {o.label for o in seen.outside}:
+        return False
+    if first.is_compiling != other.is_compiling or here.left or seen.left:
+        return False
+    programs = symbolic.program, ones.program
+    kinds = [[type(s.arg) for s in p.graph_signature.output_specs] for p in programs]
+    return kinds[0] == kinds[1] and all(
+        _described(symbolic.program, symbolic.relations.symbols(each))
+        == _described(ones.program, ones.relations.symbols(each))
+        for each in shapes
+    )
+
+
+def _described(program: ExportedProgram, symbols: Mapping[Any, int]) -> list[Any]:
+    """Return the operators of a program with their arguments and the shapes of their results."""
+    sizes, numbers = NumbersAt(symbols), dict[fx.Node, int]()
+    found: list[Any] = []
+
+    def argument(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return repr(sizes.of(value.meta["val"])) if is_number(value) else f"%{numbers[value]}"
+        return repr(sizes.of(value))
+
+    for node in program.graph.nodes:
+        if is_number(node):
+            continue
+        values = pytree.tree_leaves(node.meta.get("val"))
+        made = [_shape(value, sizes) for value in values]
+        if node.target in _SAME:
+            source = node.args[0]
+            if [_shape(source.meta["val"], sizes)] == made:
+                numbers[node] = numbers[source]
+                continue
+        numbers[node] = len(found)
+        if node.target in _RESHAPES:
+            found.append(("reshape", argument(node.args[0]), made))
+            continue
+        arguments = pytree.tree_map(argument, _positional(node))
+        target = "" if node.op in ("placeholder", "output") else str(node.target)
+        found.append((node.op, target, arguments, made))
+    return found
+
+
+def _positional(node: fx.Node) -> Any:
+    """Return the arguments of a node, where the beginning of a slice is a number."""
+    given = node.args
+    if node.target is torch.ops.aten.slice.Tensor and len(given) > 2 and given[2] is None:
+        given = (*given[:2], 0, *given[3:])
+    return given, node.kwargs
+
+
+def _shape(value: Any, sizes: NumbersAt) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return None
+    return tuple(map(sizes.of, value.shape)), value.dtype, value.device
