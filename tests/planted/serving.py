@@ -53,6 +53,23 @@ SERVING = (
         ("tests/graph_capture/observe/test_objects.py", "-k", "not_read or in_part"),
     ),
     Plant(
+        "an attribute that backward reads is not watched",
+        "guard",
+        "tvmbridge.graph_capture.observe.objects",
+        "self._unseen |= names.looked_up",
+        "pass",
+        ("tests/graph_capture/observe/test_unseen.py", "-k", "object"),
+    ),
+    Plant(
+        "a patch that a signal handler leaves in force",
+        "runtime",
+        "tvmbridge.calls.patches",
+        "            _release(owner, name, user)\n            raise",
+        "            raise",
+        ("tests/calls/test_patches.py",),
+        quick=True,
+    ),
+    Plant(
         "a mutation not written back",
         "runtime",
         "tvmbridge.runtime.outputs",

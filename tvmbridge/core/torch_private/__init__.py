@@ -21,6 +21,7 @@ import torch._decomp
 import torch._dispatch.python
 import torch._export.utils
 import torch._higher_order_ops.wrap
+import torch._library.custom_ops
 import torch._ops
 import torch._prims_common
 import torch._subclasses.fake_impls
@@ -51,6 +52,8 @@ TensorBase = torch._C.TensorBase
 jit_internal = torch._jit_internal
 nn_functions = torch._C._nn
 HigherOrderOperator = torch._ops.HigherOrderOperator
+CustomOpDef = torch._library.custom_ops.CustomOpDef
+custom_op_definition = torch._library.custom_ops._maybe_get_opdef
 registered_kernels = torch._C._dispatch_get_registrations_for_dispatch_key
 has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 has_any_kernel = torch._C._dispatch_has_kernel

@@ -39,6 +39,8 @@ class Names(NamedTuple):
 
 # Parts of the names of the opcodes that look a name up in an object or module.
 _NO_GLOBAL = ("ATTR", "METHOD", "IMPORT")
+# A function that uses one of these names may look up attributes by computed names.
+SEARCHING = frozenset({"getattr", "vars", "__dict__"})
 _COMPARING = frozenset({"IS_OP", "COMPARE_OP", "CONTAINS_OP"})
 # Instructions that may come between a name and its comparison, such as loads of a tuple's elements.
 _LOADING = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_ATTR"}) | frozenset(
