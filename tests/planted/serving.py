@@ -61,6 +61,14 @@ SERVING = (
         ("tests/graph_capture/observe/test_unseen.py", "-k", "object"),
     ),
     Plant(
+        "a forward-mode level that a refusal leaves in C++",
+        "runtime",
+        "tvmbridge.calls.standins",
+        "            if level < 0:",
+        "            if False:",
+        ("tests/graph_capture/test_state.py", "-k", "cpp"),
+    ),
+    Plant(
         "a patch that a signal handler leaves in force",
         "runtime",
         "tvmbridge.calls.patches",
