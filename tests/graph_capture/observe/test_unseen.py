@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -137,3 +138,29 @@ def test_functions_of_gradients() -> None:
     assert Kept.__dict__["backward"] in list(gradient_functions(Kept))
     assert custom_op_definition(torch.ops.aten.sin.default) is None
     assert not list(gradient_functions(SimpleNamespace()))
+
+
+class Asking(torch.autograd.Function):
+    """A custom function whose gradient depends on the strides of the cotangent."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient * (2 if gradient.is_contiguous() else 3)
+
+
+def test_a_backward_that_asks_for_strides_is_refused() -> None:
+    x = torch.randn(3, 4, dtype=torch.float64)
+    plain = Model(Asking.apply)  # type: ignore[no-untyped-call]
+    module = add_tvm_dispatch(copy.deepcopy(plain))
+    for loss in (lambda y: y.sum(), lambda y: y.square().sum()):
+        expected = torch.autograd.grad(loss(plain(x)), plain.weight)
+        torch.testing.assert_close(torch.autograd.grad(loss(module(x)), module.weight), expected)
+    (reason,) = dispatch_report(module).fallbacks
+    assert "asks for the strides of a tensor (is_contiguous)" in reason
+    with torch.no_grad():
+        torch.testing.assert_close(module(x), plain(x))
+    assert dispatch_report(module).tvm_calls == 1

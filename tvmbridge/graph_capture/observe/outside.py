@@ -34,7 +34,13 @@ from tvmbridge.graph_capture.observe.executed import Executed, executed_function
 from tvmbridge.graph_capture.observe.hooks import traced_hooks
 from tvmbridge.graph_capture.observe.iterators import Iterators
 from tvmbridge.graph_capture.observe.leaks import holds_fakes, remove_fakes
-from tvmbridge.graph_capture.observe.names import SEARCHING, Names, asks_own_id, asks_type
+from tvmbridge.graph_capture.observe.names import (
+    SEARCHING,
+    Names,
+    asks_own_id,
+    asks_type,
+    layout_asked,
+)
 from tvmbridge.graph_capture.observe.objects import ObjectReads
 from tvmbridge.graph_capture.observe.sources import (
     Attributes,
@@ -77,7 +83,10 @@ class OutsideReads:
       share.
     """
 
-    def __init__(self, module: nn.Module, objects: ObjectReads) -> None:
+    def __init__(self, module: nn.Module, objects: ObjectReads, needs_grad: bool = False) -> None:
+        self._needs_grad = needs_grad
+        # What the functions of gradients ask that a trace of them cannot answer.
+        self._asked: str | None = None
         self.asks: set[Question] = set()
         self.complaints: list[str] = []
         self.types: list[str] = []
@@ -133,6 +142,12 @@ class OutsideReads:
     def _note_function(self, executed: Executed) -> None:
         with self._objects.paused():
             self.note(executed)
+        if self._asked is not None:
+            raise CaptureError(
+                f"the backward of a custom function that {self._of} calls asks for the strides of "
+                f"a tensor ({self._asked}), and a trace has gradients with other strides: call "
+                "contiguous() without asking, or leave this module to PyTorch"
+            )
         iterator = self._iterators.used(self._names, bool(self._names & SEARCHING))
         if iterator is not None:  # No later step could put back what the function takes from it.
             what = f"reads the iterator {iterator}"
@@ -226,6 +241,9 @@ class OutsideReads:
             self._note_unseen(value.__wrapped__)
         for function in gradient_functions(value):
             self._note_unseen(function)
+            code = getattr(getattr(function, "__func__", function), "__code__", None)
+            if self._needs_grad and isinstance(code, types.CodeType):
+                self._asked = self._asked or layout_asked(code)
         return True
 
     def _note_questions(self, source: Source, names: Names, same_anyway: bool) -> None:
