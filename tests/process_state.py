@@ -66,6 +66,7 @@ def now() -> dict[str, Any]:
         "keys excluded": _dispatch._dispatch_tls_local_exclude_set().raw_repr(),
         "transforms": _functorch.get_dynamic_layer_stack_depth(),
         "forward-mode levels": forward_ad._current_level,
+        "a forward-mode level in C++": _in_forward_level(),
         "hooks on saved tensors": hooks,
         "jit traces": _dispatch._get_tracing_state(),
         "fake mode": torch._guards.TracingContext.try_get(),
@@ -78,6 +79,16 @@ def now() -> dict[str, Any]:
         "log filters": list(logging.getLogger("torch._subclasses.fake_tensor").filters),
         "garbage collection": gc.isenabled(),
     }
+
+
+def _in_forward_level() -> bool:
+    """Whether C++ has a forward-mode level, which a graph of TorchDynamo enters without Python."""
+    try:
+        level = torch._C._enter_dual_level()
+    except RuntimeError:
+        return True
+    torch._C._exit_dual_level(level)
+    return False
 
 
 def _read(setting: Callable[[], Any]) -> Any:

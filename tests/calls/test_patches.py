@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import threading
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import pytest
 from torch import nn
 
+from tvmbridge.calls import patches
 from tvmbridge.calls.patches import forward_patched_here, patched_here
 
 
@@ -94,3 +97,35 @@ def test_a_forward_that_an_instance_holds_is_replaced_too() -> None:
         assert plain("x") == "outer forward x"
     assert held.__dict__["forward"] is own
     assert Named.forward is genuine
+
+
+def test_a_signal_handler_may_raise_after_any_call() -> None:
+    """A profiler raises once after each call of the patch, where Python runs signal handlers."""
+    genuine, before = Base.told, dict(patches._INSTALLED)
+
+    def calls_of_a_patch(interrupted: int) -> int:
+        calls = 0
+
+        def profiler(frame: FrameType, event: str, argument: Any) -> None:
+            nonlocal calls
+            if event in ("call", "c_return") and frame.f_code.co_filename == patches.__file__:
+                calls += 1
+                if calls == interrupted:
+                    raise KeyboardInterrupt
+
+        sys.setprofile(profiler)
+        try:
+            with patched_here(Base, "told", _marking("outer")):
+                pass
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.setprofile(None)
+        return calls
+
+    every = calls_of_a_patch(0)
+    assert every > 10
+    for interrupted in range(1, every + 1):
+        calls_of_a_patch(interrupted)
+        assert Base.told is genuine, interrupted
+        assert before == patches._INSTALLED, interrupted

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd import forward_ad
-from torch.func import grad, jvp, vmap
+from torch.func import grad, jacfwd, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
 from tests import process_state
@@ -44,6 +44,16 @@ def _transform_left(module: Refused, x: torch.Tensor) -> torch.Tensor:
 def _level_left(module: Refused, x: torch.Tensor) -> torch.Tensor:
     forward_ad.enter_dual_level()
     return x.undefined  # type: ignore[attr-defined, no-any-return]
+
+
+def _level_of_cpp_left(module: Refused, x: torch.Tensor) -> torch.Tensor:
+    torch._C._enter_dual_level()
+    return x.undefined  # type: ignore[attr-defined, no-any-return]
+
+
+def _dual(module: Refused, x: torch.Tensor) -> Any:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(forward_ad.make_dual(x, x.exp()).sin()).tangent
 
 
 def _interrupted(module: Refused, x: torch.Tensor) -> torch.Tensor:
@@ -81,6 +91,8 @@ REFUSED: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "raises": _raises,
     "a transform left": _transform_left,
     "a forward-mode level left": _level_left,
+    "a forward-mode level in cpp": _level_of_cpp_left,
+    "a dual tensor": _dual,
     "an interrupt": _interrupted,
     "a draw in a branch": _dropped,
     "a way by a value": _item,
@@ -141,12 +153,21 @@ def test_what_torch_compile_has_wrapped_is_captured_after_a_dispatch() -> None:
     assert dispatch_report(module).fallbacks == {}
 
 
-def test_the_first_call_through_torch_compile_is_right() -> None:
-    def function(x: torch.Tensor) -> torch.Tensor:
-        return vmap(grad(lambda r: (r * WEIGHT).sin().sum()))(x)  # type: ignore[no-any-return]
+@pytest.mark.parametrize("function", [lambda f: vmap(grad(lambda r: f(r).sum())), jacfwd])
+def test_the_first_call_through_torch_compile_is_right(function: Callable[..., Any]) -> None:
+    transformed = function(lambda r: (r * WEIGHT).sin())
+    x = torch.randn(3) if function is jacfwd else torch.randn(4, 3)
+    expected = transformed(x)
+    torch.testing.assert_close(torch.compile(transformed, backend="tvmbridge")(x), expected)
+    torch.testing.assert_close(transformed(x), expected)
 
+
+def test_a_tangent_of_forward_is_not_lost() -> None:
+    module = add_tvm_dispatch(Refused(_dual).train())
     x = torch.randn(4, 3)
-    torch.testing.assert_close(torch.compile(function, backend="tvmbridge")(x), function(x))
+    assert isinstance(module(x), torch.Tensor)
+    (reason,) = dispatch_report(module).fallbacks
+    assert "call torch.func.jvp in its place" in reason
 
 
 def test_threads_compile_while_another_one_captures() -> None:

@@ -26,13 +26,13 @@ class _Installed:
 
     - ``genuine``: the original function
     - ``own``: the entry in the owner's ``__dict__`` before the patch; None if it was inherited
-    - ``users``: the number of patches in force, in all threads
+    - ``users``: the patches in force, in all threads
     - ``local``: the stack of replacements of each thread
     """
 
     genuine: Any
     own: Any
-    users: int = 0
+    users: set[Callable[..., Any]] = field(default_factory=set)
     local: threading.local = field(default_factory=threading.local)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
@@ -58,16 +58,20 @@ def patched_here(
         over: whether ``replacement`` receives the thread's previous replacement, if it has one, in
             place of the genuine function.
     """
-    installed = _install(owner, name)
-    stack = installed.local.__dict__.setdefault("stack", [])
-    if over and stack:
-        replacement = partial(_called_over, stack[-1], replacement)
-    stack.append(replacement)
+    before = _stack_here(owner, name)[-1:] if over else []
+    # A new object, because replacements of several patches may be equal.
+    user = partial(_called_over, before[0], replacement) if before else partial(replacement)
     try:
+        installed = _install(owner, name, user)
+        installed.local.__dict__.setdefault("stack", []).append(user)
         yield installed.genuine
     finally:
-        stack.pop()
-        _release(owner, name, installed)
+        # A signal handler may raise between any two calls, also in ``_release``.
+        try:
+            _release(owner, name, user)
+        except BaseException:
+            _release(owner, name, user)
+            raise
 
 
 def _called_over(
@@ -188,15 +192,24 @@ def _calling(installed: _Installed) -> Callable[..., Any]:
     return stub
 
 
-def _install(owner: Any, name: str) -> _Installed:
+def _stack_here(owner: Any, name: str) -> list[Callable[..., Any]]:
+    """Return this thread's replacements of ``owner.name``; the last one is in force."""
+    installed = _INSTALLED.get((id(owner), name))
+    stack: list[Callable[..., Any]] = installed.local.__dict__.get("stack", []) if installed else []
+    return stack
+
+
+def _install(owner: Any, name: str, user: Callable[..., Any]) -> _Installed:
     with _LOCK:
         installed = _INSTALLED.get((id(owner), name))
-        if installed is None:
-            # ``vars`` has the owner's own entry; None if the attribute is inherited.
-            installed = _Installed(getattr(owner, name), vars(owner).get(name))
-            _INSTALLED[id(owner), name] = installed
-            setattr(owner, name, _stub(owner, name, installed))
-        installed.users += 1
+        if installed is not None:
+            installed.users.add(user)
+            return installed
+        # ``vars`` has the owner's own entry; None if the attribute is inherited.
+        installed = _Installed(getattr(owner, name), vars(owner).get(name), {user})
+        stub = _stub(owner, name, installed)
+        _INSTALLED[id(owner), name] = installed
+        setattr(owner, name, stub)
         return installed
 
 
@@ -215,13 +228,19 @@ def unpatched(value: Any, default: Any) -> Any:
     return default if installed.own is None else installed.own
 
 
-def _release(owner: Any, name: str, installed: _Installed) -> None:
+def _release(owner: Any, name: str, user: Callable[..., Any]) -> None:
+    """End the patch of ``user``; a second call finishes what an exception has interrupted."""
     with _LOCK:
-        installed.users -= 1
-        if installed.users:
+        installed = _INSTALLED.get((id(owner), name))
+        if installed is None or user not in installed.users:
             return
-        del _INSTALLED[id(owner), name]
-        if installed.own is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, installed.own)
+        stack = _stack_here(owner, name)
+        if user in stack:
+            stack.remove(user)
+        if len(installed.users) == 1:
+            if installed.own is not None:
+                setattr(owner, name, installed.own)
+            elif name in vars(owner):
+                delattr(owner, name)
+            del _INSTALLED[id(owner), name]
+        installed.users.discard(user)

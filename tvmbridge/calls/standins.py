@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 from unittest import mock
 
@@ -27,6 +27,7 @@ from tvmbridge.core.torch_private import (
     dispatch_keys_excluded,
     dispatch_keys_forced,
     dispatch_keys_included,
+    end_forward_level,
     end_functionalize,
     end_grad,
     end_jvp,
@@ -214,6 +215,10 @@ def transforms_ended() -> Iterator[None]:
             _end_transforms(depth)
             while forward_ad._current_level > level:
                 forward_ad.exit_dual_level()
+            if level < 0:
+                # A graph of TorchDynamo enters the level in C++ alone. Usually it has ended it.
+                with suppress(RuntimeError):
+                    end_forward_level(0)
 
 
 def _end_transforms(depth: int) -> None:

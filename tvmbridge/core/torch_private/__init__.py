@@ -20,7 +20,9 @@ import torch._C._dynamo.guards
 import torch._decomp
 import torch._dispatch.python
 import torch._export.utils
+import torch._functorch.predispatch
 import torch._higher_order_ops.wrap
+import torch._library.custom_ops
 import torch._ops
 import torch._prims_common
 import torch._subclasses.fake_impls
@@ -42,6 +44,7 @@ export_utils = torch._export.utils
 exported_program = torch.export.exported_program
 fake_impls = torch._subclasses.fake_impls
 functorch_utils = torch._functorch.utils
+functorch_predispatch = torch._functorch.predispatch
 
 # Operators and tensors
 DispatchKey = torch._C.DispatchKey
@@ -51,6 +54,8 @@ TensorBase = torch._C.TensorBase
 jit_internal = torch._jit_internal
 nn_functions = torch._C._nn
 HigherOrderOperator = torch._ops.HigherOrderOperator
+CustomOpDef = torch._library.custom_ops.CustomOpDef
+custom_op_definition = torch._library.custom_ops._maybe_get_opdef
 registered_kernels = torch._C._dispatch_get_registrations_for_dispatch_key
 has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 has_any_kernel = torch._C._dispatch_has_kernel
@@ -118,6 +123,7 @@ TransformType = torch._C._functorch.TransformType
 end_vmap = torch._C._functorch._vmap_decrement_nesting
 end_grad = torch._C._functorch._grad_decrement_nesting
 end_jvp = torch._C._functorch._jvp_decrement_nesting
+end_forward_level = torch._C._exit_dual_level
 end_functionalize = torch._C._functorch._func_decrement_nesting
 
 # Autograd

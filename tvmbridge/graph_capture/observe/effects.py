@@ -20,7 +20,12 @@ from tvmbridge.calls.patches import patched_here
 from tvmbridge.calls.standins import tensors_of
 from tvmbridge.core.assumptions import Question
 from tvmbridge.core.contents import all_held, same_held
-from tvmbridge.core.torch_private import FakeTensor, set_grad_enabled
+from tvmbridge.core.torch_private import (
+    FakeTensor,
+    functorch_predispatch,
+    innermost_transform,
+    set_grad_enabled,
+)
 from tvmbridge.core.writes import version_of
 from tvmbridge.graph_capture.dependence import DependenceError
 from tvmbridge.graph_capture.observe.executed import is_called_by_library
@@ -243,7 +248,17 @@ def _autograd_watched(found: list[str]) -> Iterator[None]:
             found.append("leaves inference mode")
         return genuine(mode)
 
+    def dual(genuine: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if innermost_transform() is None:  # within torch.func.jvp, which a trace can follow
+            raise DependenceError(
+                "uses torch.autograd.forward_ad.make_dual, whose tangent a trace does not keep: "
+                "call torch.func.jvp in its place, or leave this module to PyTorch",
+                in_parts=False,
+            )
+        return genuine(*args, **kwargs)
+
     with (
+        patched_here(functorch_predispatch, "_make_dual", dual),
         patched_here(saved_tensors_hooks, "__enter__", hook),
         patched_here(torch.inference_mode, "__enter__", infer),
         patched_here(torch.autograd, "grad", _refusing("torch.autograd.grad")),

@@ -27,6 +27,7 @@ from tvmbridge.core.contents import (
     same_value,
 )
 from tvmbridge.graph_capture.observe.data import is_of_users
+from tvmbridge.graph_capture.observe.names import SEARCHING, Names
 
 # Special attributes that do not depend on the contents of an object.
 _OF_CLASS = frozenset({"__class__", "__doc__", "__module__"})
@@ -44,6 +45,8 @@ class ObjectReads:
         # By id: a recorded object and the names that were read. Holding the object keeps its id
         # from being used again.
         self._reads: dict[int, tuple[Any, set[str]]] = {}
+        # Names that functions use which do not run while forward is observed.
+        self._unseen: set[str] = set()
         self._kinds: dict[type, bool] = {}
         self._patches: ExitStack | None = None
         self._active = False
@@ -99,6 +102,12 @@ class ObjectReads:
             self._reads[id(owner)][1].add(name)
         return genuine(owner, name)
 
+    def note_unseen(self, names: Names) -> None:
+        """Count attributes as read that have a name used by a function which does not run."""
+        self._unseen |= names.looked_up
+        if names.looked_up & SEARCHING:
+            self.blind = True
+
     def narrowed(self, value: Any, copied: Any, beside: Any = MISSING, depth: int = DEPTH) -> Any:
         """Return ``copied`` with a :class:`PartOf` for each object that was read only in part.
 
@@ -122,7 +131,7 @@ class ObjectReads:
             return dict(zip(value, (self.narrowed(*i, depth - 1) for i in each), strict=True))
         if id(value) not in self._reads:
             return copied
-        names = set(self._reads[id(value)][1])
+        names = self._reads[id(value)][1] | {n for n in self._unseen if _defines(value, n)}
         if any(_is_special(n) and n not in _OF_CLASS for n in names):
             return copied
         if type(beside) is type(value):
@@ -145,6 +154,11 @@ def _is_bridge(frame: FrameType) -> bool:
 
 def _is_special(name: str) -> bool:
     return name.startswith("__") and name.endswith("__")
+
+
+def _defines(value: Any, name: str) -> bool:
+    """Whether ``value`` or its class has an attribute ``name``, without a look-up by user code."""
+    return name in vars(value) or any(name in vars(c) for c in type(value).__mro__)
 
 
 def _items_beside(value: Any, beside: Any) -> list[Any]:

@@ -131,7 +131,7 @@ def observe(
     """
     adoption = Adoption() if adoption is None else adoption
     made, handled, objects = leaks.Made(), sys.exc_info()[1], ObjectReads()
-    outside = OutsideReads(module, objects)
+    outside = OutsideReads(module, objects, needs_grad)
     with current_undo().run(), leaks.collections_put_off():
         try:
             with leaks.saved_without_circles():

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import builtins
 import functools
-import inspect
 import operator
 import random
 import sys
@@ -35,7 +34,13 @@ from tvmbridge.graph_capture.observe.executed import Executed, executed_function
 from tvmbridge.graph_capture.observe.hooks import traced_hooks
 from tvmbridge.graph_capture.observe.iterators import Iterators
 from tvmbridge.graph_capture.observe.leaks import holds_fakes, remove_fakes
-from tvmbridge.graph_capture.observe.names import Names, asks_own_id, asks_type
+from tvmbridge.graph_capture.observe.names import (
+    SEARCHING,
+    Names,
+    asks_own_id,
+    asks_type,
+    layout_asked,
+)
 from tvmbridge.graph_capture.observe.objects import ObjectReads
 from tvmbridge.graph_capture.observe.sources import (
     Attributes,
@@ -48,6 +53,7 @@ from tvmbridge.graph_capture.observe.sources import (
     roots,
 )
 from tvmbridge.graph_capture.observe.undo import current_undo
+from tvmbridge.graph_capture.observe.unseen import gradient_functions
 from tvmbridge.graph_capture.observe.watching import Codes, defaults, exactly, watched
 
 # A trace disables these backends, so forward would read other settings than in a call.
@@ -60,12 +66,8 @@ _ABOUT_COMPILERS = (
 )
 _ABOUT_IDENTITY = (builtins.id, operator.is_, operator.is_not)
 _KEYED = (dict, set, frozenset, weakref.WeakKeyDictionary, weakref.WeakSet)
-# A function that uses one of these names may look up attributes by computed names.
-_SEARCHING = frozenset({"getattr", "vars", "__dict__"})
 # A function that uses one of these names may read attributes past the recorder on the class.
 _PAST_CLASSES = frozenset({"__getattribute__", "getattr_static"})
-# The methods of a custom autograd function that compute gradients.
-_OF_GRADIENTS = ("backward", "vjp", "jvp")
 # Methods that PyTorch and Python call, so that user code need not name them.
 _UNNAMED = frozenset({"forward", "backward", "setup_context", "__call__"})
 
@@ -81,7 +83,10 @@ class OutsideReads:
       share.
     """
 
-    def __init__(self, module: nn.Module, objects: ObjectReads) -> None:
+    def __init__(self, module: nn.Module, objects: ObjectReads, needs_grad: bool = False) -> None:
+        self._needs_grad = needs_grad
+        # What the functions of gradients ask that a trace of them cannot answer.
+        self._asked: str | None = None
         self.asks: set[Question] = set()
         self.complaints: list[str] = []
         self.types: list[str] = []
@@ -137,7 +142,13 @@ class OutsideReads:
     def _note_function(self, executed: Executed) -> None:
         with self._objects.paused():
             self.note(executed)
-        iterator = self._iterators.used(self._names, bool(self._names & _SEARCHING))
+        if self._asked is not None:
+            raise CaptureError(
+                f"the backward of a custom function that {self._of} calls asks for the strides of "
+                f"a tensor ({self._asked}), and a trace has gradients with other strides: call "
+                "contiguous() without asking, or leave this module to PyTorch"
+            )
+        iterator = self._iterators.used(self._names, bool(self._names & SEARCHING))
         if iterator is not None:  # No later step could put back what the function takes from it.
             what = f"reads the iterator {iterator}"
             self.complaints.append(what)  # A forward may catch the error.
@@ -185,7 +196,7 @@ class OutsideReads:
         is_module = isinstance(value, types.ModuleType)
         if is_module and not is_library(value.__name__):
             space, label = vars(value), source.label
-            if looked_up & _SEARCHING:
+            if looked_up & SEARCHING:
                 looked_up |= space.keys()
             absent = {n for n in names.strings - space.keys() if not n.startswith("__")}
             found = [Source(value, space, n, f"{label}.{n}", MISSING) for n in sorted(absent)]
@@ -228,9 +239,11 @@ class OutsideReads:
         if isinstance(value, functools._lru_cache_wrapper):
             self._caches[id(value)] = value, value.cache_info().misses
             self._note_unseen(value.__wrapped__)
-        if isinstance(value, type) and issubclass(value, torch.autograd.Function):
-            for name in _OF_GRADIENTS:
-                self._note_unseen(inspect.getattr_static(value, name, None))
+        for function in gradient_functions(value):
+            self._note_unseen(function)
+            code = getattr(getattr(function, "__func__", function), "__code__", None)
+            if self._needs_grad and isinstance(code, types.CodeType):
+                self._asked = self._asked or layout_asked(code)
         return True
 
     def _note_questions(self, source: Source, names: Names, same_anyway: bool) -> None:
@@ -277,6 +290,7 @@ class OutsideReads:
         free = {name: value for name, value in held.items() if value is not MISSING}
         executed = Executed(code, function.__globals__, free)
         self.note(executed)
+        self._objects.note_unseen(executed.names)
         named = [executed.globals.get(name) for name in executed.names.globals]
         for value in (*named, *free.values()):
             self._note_unseen(value)

@@ -170,6 +170,17 @@ def below(source: Source, names: Collection[str]) -> Iterator[Source]:
         inner = unpatched(held.get(name, MISSING), MISSING)
         if inner is not MISSING and name != "__name__" and _leads_on(value, inner):
             yield Source(value, held, name, f"{source.label}.{name}", inner)
+    for name in _inherited(value, names) if isinstance(held, types.MappingProxyType) else ():
+        yield Source(value, held, name, f"{source.label}.{name}", MISSING)
+
+
+def _inherited(cls: type, names: Collection[str]) -> list[str]:
+    """Return those of ``names`` that the user's base classes of ``cls`` define as data.
+
+    An assignment to the class would hide the value of the base class.
+    """
+    held = {n: v for b in reversed(cls.__mro__) if is_of_users(b) for n, v in vars(b).items()}
+    return sorted(n for n in held.keys() & names if n not in vars(cls) and is_data(held[n]))
 
 
 def bound_values(source: Source) -> Iterator[Source]:

@@ -31,6 +31,13 @@ def _fakes(kind: Any) -> bool:
     return bool(fake.fake_mode is mode)
 
 
+def _holds_its_backward(kind: Any) -> bool:
+    return has("register_autograd")(kind) and {
+        "_backward_fn",
+        "_setup_context_fn",
+    } <= set(kind.__init__.__code__.co_names)
+
+
 def _knows_device(handlers: Any) -> bool:
     mode = torch._subclasses.fake_tensor.FakeTensorMode()
     fake = mode.from_tensor(torch.ones(2))
@@ -163,6 +170,16 @@ IMPORTED = (
         "torch._ops.OpOverloadPacket",
         "telling operators from other functions that forward names",
         lambda kind: isinstance(torch.ops.aten.sin, kind),
+    ),
+    PrivateName(
+        "torch._library.custom_ops.CustomOpDef",
+        "noticing what the backward of a custom operator reads",
+        _holds_its_backward,
+    ),
+    PrivateName(
+        "torch._library.custom_ops._maybe_get_opdef",
+        "noticing what the backward of a custom operator reads",
+        lambda find: find("aten::sin") is None,
     ),
     PrivateName(
         "torch._jit_internal",

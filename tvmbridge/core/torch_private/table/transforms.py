@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import torch
+from torch.autograd import forward_ad
 
 from .checks import PrivateName, takes, within
 
@@ -66,6 +68,24 @@ def _is_functional(module: Any) -> bool:
     return bool(within(mode, lambda: callable(module.FunctionalTensor.to_functional)))
 
 
+def _ends_level(end: Any) -> bool:
+    """Whether a level that was entered in C++ can be ended, and then no level is left."""
+    torch._C._enter_dual_level()
+    end(0)
+    try:
+        end(0)
+    except RuntimeError:
+        return True
+    return False
+
+
+def _makes_duals(module: Any) -> bool:
+    """Whether ``forward_ad.make_dual`` calls the function of this module."""
+    with forward_ad.dual_level(), mock.patch.object(module, "_make_dual") as called:
+        forward_ad.make_dual(torch.ones(1), torch.ones(1))
+    return bool(called.called)
+
+
 TRANSFORMS = (
     PrivateName(
         "torch._C._functorch.get_dynamic_layer_stack_depth",
@@ -79,6 +99,16 @@ TRANSFORMS = (
             _ends(f"_{kind}_increment_nesting", *given),
         )
         for kind, given in _KINDS
+    ),
+    PrivateName(
+        "torch._C._exit_dual_level",
+        "ending forward-mode levels that a graph has entered",
+        _ends_level,
+    ),
+    PrivateName(
+        "torch._functorch.predispatch",
+        "refusing forward-mode differentiation within forward",
+        _makes_duals,
     ),
     PrivateName(
         "torch._C._functorch.TransformType",
