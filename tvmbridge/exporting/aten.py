@@ -24,13 +24,18 @@ from tvm.ir import Call, Expr
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from tvmbridge.exporting.attention import attention
+from tvmbridge.exporting.bags import embedding_bag
 from tvmbridge.exporting.elementwise import ELEMENTWISE
 from tvmbridge.exporting.maxima import max_pool
+from tvmbridge.exporting.nothing import without_elements
 from tvmbridge.exporting.recurrent import RECURRENT
+from tvmbridge.exporting.reductions import REDUCTIONS
+from tvmbridge.exporting.searches import searched
 from tvmbridge.exporting.windows import adaptive_average_pool, as_strided, average_pool, unfold
 from tvmbridge.kernels.aten_call import aten_call_operator, compiled_call, spec_of, tensors_of
 from tvmbridge.legalize.aten import COMPILED
 from tvmbridge.legalize.aten.arguments import Arguments, Compile, ComplexTensor, has_complex
+from tvmbridge.legalize.aten.scans import cumulative_product
 from tvmbridge.legalize.broadcast import INJECTIVE, OPAQUE, element_of
 from tvmbridge.legalize.lets import constant, dtype_of
 from tvmbridge.passes.base import PassReport, RelaxPass, shape_of, with_functions
@@ -61,7 +66,13 @@ class _AtenRewriter(PyExprMutator):
         if getattr(call.op, "name", "") == "relax.take":
             return self._take(call)
         operator = aten_call_operator(call)
-        if operator is None or compiled_call(call) is not None or operator not in SPELLED:
+        if operator is None or compiled_call(call) is not None:
+            return call
+        known = without_elements(self.builder_, call, operator, tensors_of(call))
+        if known is not None:
+            self.report.rewrote()
+            return known
+        if operator not in SPELLED:
             return call
         arguments = Arguments.of(spec_of(call), tensors_of(call))
         of_pairs = operator not in _PAIRS and has_complex(arguments.values)
@@ -132,7 +143,8 @@ def _wrapped(index: Expr, extent: int) -> Expr:
 
 
 def _matmul(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
-    return relax.op.matmul(arguments["self"], arguments["other"])
+    values = arguments.values
+    return relax.op.matmul(values["self"], values["other"] if "other" in values else values["mat2"])
 
 
 def _concatenation(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
@@ -243,9 +255,16 @@ SPELLED: dict[str, Any] = {
     **_PAIRS,
     **RECURRENT,
     **ELEMENTWISE,
+    **REDUCTIONS,
     "aten.scaled_dot_product_attention.default": attention,
     "aten.index.Tensor": _index,
     "aten.matmul.default": _matmul,
+    **{f"aten.{name}.default": _matmul for name in ("mm", "bmm")},
+    "aten._embedding_bag.default": embedding_bag,
+    "aten._embedding_bag_forward_only.default": embedding_bag,
+    "aten.bucketize.Tensor": searched,
+    "aten.searchsorted.Tensor": searched,
+    "aten.cumprod.default": cumulative_product,
     "aten.cat.default": _concatenation,
     "aten._is_all_true.default": _is_all_true,
     **{f"aten.arange.{form}": _arange for form in ("default", "start", "start_step")},
