@@ -46,7 +46,7 @@ def _image_model(name: str, size: int) -> Made:
     import torchvision  # type: ignore[import-untyped]
 
     given = {"weights": None}
-    if "_resnet" in name or "_mobilenet" in name:
+    if name.startswith(("fcn_", "deeplabv3_", "lraspp_")):
         given["weights_backbone"] = None
     if name in ("googlenet", "inception_v3"):
         given |= {"aux_logits": False, "init_weights": False}  # type: ignore[dict-item]

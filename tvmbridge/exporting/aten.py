@@ -36,6 +36,7 @@ from tvmbridge.kernels.aten_call import aten_call_operator, compiled_call, spec_
 from tvmbridge.legalize.aten import COMPILED
 from tvmbridge.legalize.aten.arguments import Arguments, Compile, ComplexTensor, has_complex
 from tvmbridge.legalize.aten.scans import cumulative_product
+from tvmbridge.legalize.aten.scatters import REDUCED
 from tvmbridge.legalize.broadcast import INJECTIVE, OPAQUE, element_of
 from tvmbridge.legalize.lets import constant, dtype_of
 from tvmbridge.passes.base import PassReport, RelaxPass, shape_of, with_functions
@@ -201,6 +202,13 @@ def _in_loops(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr 
     return COMPILED[arguments.op](bb, call, arguments)
 
 
+def _reduced_by_index(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr | None:
+    loops = REDUCED.get(arguments["reduce"])
+    if loops is None or not arguments["include_self"] or not shape_of(call):
+        return None
+    return None if dtype_of_tensor(call) == "bool" else loops(bb, call, arguments)
+
+
 def _grouped_products(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr | None:
     """Multiply each row by the matrix of its group; ``offs`` has the end of each group.
 
@@ -271,6 +279,7 @@ SPELLED: dict[str, Any] = {
     "aten.sort.default": _in_loops,
     "aten.sort.stable": _in_loops,
     "aten.topk.default": _in_loops,
+    "aten.scatter_reduce.two": _reduced_by_index,
     "aten.gather.default": _in_loops,
     "aten.index_select.default": _in_loops,
     "transformers.grouped_mm_fallback.default": _grouped_products,

@@ -29,9 +29,14 @@ from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.core.types import PassRecord
 from tvmbridge.exporting.building import prepare_alone
-from tvmbridge.exporting.code import AloneCode, FrozenGraph, described_code, frozen_graph
+from tvmbridge.exporting.code import (
+    AloneCode,
+    FrozenGraph,
+    described_code,
+    frozen_graph,
+    refuse_effects,
+)
 from tvmbridge.exporting.conditions import written_relations
-from tvmbridge.exporting.leftovers import refuse_effects
 from tvmbridge.graph_capture.any_size import SymbolicTrace, shapes_of
 from tvmbridge.graph_capture.surroundings import tracing_here, undisturbed
 from tvmbridge.passes.relax.lift_frozen import varying_places
@@ -162,7 +167,7 @@ def _compiled(
             records=records,
             known=known,
         )
-        refuse_effects(lowered.captured)
+        refuse_effects(lowered)
         return _Folded(lowered, folded(lowered, options, records))
 
     def prepared(mod: tvm.IRModule, target: tvm.target.Target) -> Fused:
@@ -173,7 +178,7 @@ def _compiled(
     live = varying_places([each.mod["forward"] for each in found])
     if live is None:
         raise DifferentCodeError("the graphs at different sizes have different operators")
-    graphs = _frozen([each.lowered for each in found], partial(frozen_graph, live=live), options)
+    graphs = _frozen([each.lowered for each in found], partial(frozen_graph, module, live=live), options)
     code = code_for_all(
         [(graph.mod, None) for graph in graphs],
         Sizes(points.all, traced_sizes(trace, symbols)),

@@ -31,7 +31,7 @@ def alone_decompositions(table: Mapping[Any, Function]) -> dict[Any, Function]:
     """
     whole = get_decompositions(_AS_PYTORCH)
     wide = {op: partial(_in_float32, op) for op in _OF_HALVES}
-    parts = {**whole, **wide, **_PARTS, **_opaque_parts()}
+    parts = {**whole, **wide, **_PARTS, **_opaque_parts(), **_quantization()}
     return {op: _or(function, table.get(op)) for op, function in parts.items()}
 
 
@@ -79,9 +79,11 @@ def _sum_of_all(x: torch.Tensor, **kwargs: Any) -> Any:
     return _sum(x, list(range(x.dim())), **kwargs)
 
 
-def _quotient(a: torch.Tensor, b: torch.Tensor, *, rounding_mode: str | None = None) -> Any:
+def _quotient(a: torch.Tensor, b: Any, *, rounding_mode: str | None = None) -> Any:
     """Return a floor division of floats as the kernel computes it, from the exact remainder."""
-    if rounding_mode != "floor" or {a.dtype, b.dtype} - {torch.float32, torch.float64}:
+    if rounding_mode != "floor" or not isinstance(b, torch.Tensor):
+        return NotImplemented
+    if {a.dtype, b.dtype} - {torch.float32, torch.float64}:
         return NotImplemented
     rest = aten.fmod.Tensor(a, b)
     whole = (a - rest) / b
@@ -142,9 +144,8 @@ def _fake_quantized_by_channel(
     quant_min: int,
     quant_max: int,
 ) -> Any:
-    shape = [-1 if d == axis % x.dim() else 1 for d in range(x.dim())]
-    zero = zero_point.to(torch.float32).view(shape)
-    return _fake_quantized(x, scale.view(shape), zero, quant_min, quant_max)
+    zero = zero_point.to(torch.float32)
+    return _by_channel(_fake_quantized)(x, scale, zero, axis, quant_min, quant_max)
 
 
 def _kth(x: torch.Tensor, k: int, dim: int = -1, keepdim: bool = False) -> Any:
@@ -202,6 +203,85 @@ def _linear_3d(
     return planes.transpose(2, 3).unflatten(3, flat.shape[2:])
 
 
+def _scatter_reduced(
+    x: torch.Tensor,
+    dim: int,
+    index: torch.Tensor,
+    src: torch.Tensor,
+    reduce: str,
+    *,
+    include_self: bool = True,
+) -> Any:
+    """Return sums and means, and other reductions as ones that keep the elements of ``x``."""
+    if include_self and reduce in ("amax", "amin", "prod"):
+        return NotImplemented
+    if not x.dim() or x.dtype is torch.bool or (reduce == "mean" and not x.is_floating_point()):
+        return NotImplemented
+    src = src[tuple(slice(n) for n in index.shape)]
+    wide = x.float() if x.dtype in _HALVES else x
+    ones = torch.ones_like(src, dtype=wide.dtype)
+    count = torch.zeros_like(wide).scatter_add(dim, index, ones)
+    if not include_self:
+        wide = torch.where(count > 0, _neutral(reduce, wide.dtype), wide)
+    if reduce in ("amax", "amin", "prod"):
+        reduced = aten.scatter_reduce.two(wide, dim, index, src.to(wide.dtype), reduce)
+        return reduced.to(x.dtype)
+    total = wide.scatter_add(dim, index, src.to(wide.dtype))
+    if reduce == "mean":
+        total = total / (count + 1 if include_self else count.clamp(min=1))
+    return total.to(x.dtype)
+
+
+def _neutral(reduce: str, dtype: torch.dtype) -> torch.Tensor:
+    """Return the value that a reduction of other values does not depend on."""
+    if reduce in ("sum", "mean", "prod"):
+        return torch.full((), int(reduce == "prod"), dtype=dtype)
+    if dtype.is_floating_point:
+        return torch.full((), -torch.inf if reduce == "amax" else torch.inf, dtype=dtype)
+    limits = torch.iinfo(dtype)
+    return torch.full((), limits.min if reduce == "amax" else limits.max, dtype=dtype)
+
+
+def _quantized(
+    x: torch.Tensor, scale: Any, zero: Any, least: int, most: int, dtype: torch.dtype
+) -> Any:
+    if x.dtype is not torch.float32:
+        return NotImplemented
+    return ((x * (1.0 / scale)).round() + zero).clamp(least, most).to(dtype)
+
+
+def _dequantized(
+    x: torch.Tensor, scale: Any, zero: Any, *_: Any, out_dtype: torch.dtype | None = None
+) -> Any:
+    if out_dtype not in (None, torch.float32):
+        return NotImplemented
+    return (x.to(torch.float32) - zero) * scale
+
+
+def _by_channel(parts: Function) -> Function:
+    def decompose(
+        x: torch.Tensor, scales: torch.Tensor, zeros: Any, axis: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        shape = [-1 if d == axis % x.dim() else 1 for d in range(x.dim())]
+        zero = 0 if zeros is None else zeros.view(shape)
+        return parts(x, scales.view(shape), zero, *args, **kwargs)
+
+    return decompose
+
+
+def _quantization() -> dict[Any, Function]:
+    """Return decompositions of the operators of quantised graphs, if torch.ao has defined them."""
+    namespace = torch.ops.quantized_decomposed
+    found: dict[Any, Function] = {}
+    for name, parts in (("quantize", _quantized), ("dequantize", _dequantized)):
+        if not hasattr(namespace, f"{name}_per_tensor"):
+            continue
+        whole = getattr(namespace, f"{name}_per_tensor")
+        found |= {getattr(whole, overload): parts for overload in ("default", "tensor")}
+        found[getattr(namespace, f"{name}_per_channel").default] = _by_channel(parts)
+    return found
+
+
 def _one_hot(x: torch.Tensor, num_classes: int) -> torch.Tensor:
     """Return the classes as rows; a number beyond them, for which PyTorch raises, is no class."""
     classes = torch.arange(num_classes, device=x.device)
@@ -244,6 +324,7 @@ _PARTS: dict[Any, Function] = {
     aten.median.dim: _median,
     aten.median.default: _median_of_all,
     aten.take.default: _taken,
+    aten.scatter_reduce.two: _scatter_reduced,
     aten.upsample_linear1d.vec: _linear_1d,
     aten.upsample_trilinear3d.vec: _linear_3d,
 }
