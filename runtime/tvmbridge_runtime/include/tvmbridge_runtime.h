@@ -150,26 +150,36 @@ inline ffi::json::Object manifest_of(const Mapped& file, size_t* body) {
   return manifest;
 }
 
-/* Compare the checksum of each chunk, on all processors. */
+using Checksum = std::function<uint32_t(const char*, size_t)>;
+
+/* Some chunks of a file: all from `first` on, up to `last`. */
+struct Chunks {
+  size_t first = 0, last = SIZE_MAX;
+};
+
+/* Compare the checksums of chunks, on all processors. */
 inline void check_chunks(const std::string& path, const char* data, size_t size,
-                         const ffi::json::Object& described) {
-  static const Crc32 crc;
+                         const ffi::json::Object& described, const Checksum& crc,
+                         const Chunks& chunks = {}) {
   if (size != static_cast<size_t>(integer(described, "size")))
     throw Error(path + " is truncated, or something was appended");
   size_t chunk = static_cast<size_t>(integer(described, "chunk"));
+  if (chunk == 0) throw Error(path + " has chunks of no bytes");
   std::vector<uint32_t> expected;
   for (const ffi::Any& sum : list(described, "crc32"))
     expected.push_back(static_cast<uint32_t>(sum.cast<int64_t>()));
-  std::atomic<size_t> next{0};
-  std::atomic<bool> damaged{(size + chunk - 1) / chunk != expected.size()};
+  std::atomic<size_t> next{chunks.first};
+  std::atomic<bool> damaged{(size - 1) / chunk + 1 != expected.size()};
+  size_t last = std::min(chunks.last, expected.size());
   auto work = [&] {
-    for (size_t i = next++; i < expected.size() && !damaged; i = next++) {
+    for (size_t i = next++; i < last && !damaged; i = next++) {
       size_t first = i * chunk;
       if (crc(data + first, std::min(chunk, size - first)) != expected[i]) damaged = true;
     }
   };
   std::vector<std::thread> threads;
-  size_t count = std::min<size_t>(std::thread::hardware_concurrency(), expected.size());
+  size_t parts = last > chunks.first ? last - chunks.first : 0;
+  size_t count = std::min<size_t>({std::thread::hardware_concurrency(), parts, 8});
   for (size_t i = 1; i < count; ++i) threads.emplace_back(work);
   work();
   for (std::thread& thread : threads) thread.join();
@@ -316,13 +326,25 @@ class Function {
     using namespace detail;
     size_t body = 0;
     manifest_ = manifest_of(*file_, &body);
-    check_chunks(path, file_->data + body, file_->size - body, object(at(manifest_, "body")));
+    static const Crc32 by_table;
+    ffi::json::Object described = object(at(manifest_, "body"));
+    const char* data = file_->data + body;
+    Chunks code = chunks_of_code(body);
+    check_chunks(path, data, file_->size - body, described, by_table, code);
     check_processor(object(at(manifest_, "target")));
     check_version(path, object(at(manifest_, "versions")));
     read_inputs();
-    read_weights(body);
+    void* library = load_code(body);
+    /* The code has a checksum that is several times as fast. */
+    using Crc = uint32_t (*)(const void*, size_t);
+    auto fast = reinterpret_cast<Crc>(dlsym(library, "tvmbridge_crc32"));
+    Checksum checksum = by_table;
+    if (fast != nullptr) checksum = fast;
+    check_chunks(path, data, file_->size - body, described, checksum, Chunks{code.last, SIZE_MAX});
+    read_weights(body, checksum);
     if (threads <= 0) threads = static_cast<int>(std::thread::hardware_concurrency());
-    load_code(body, threads);
+    auto use = reinterpret_cast<int (*)(int)>(dlsym(library, "tvmbridge_use_threads"));
+    if (use != nullptr) use(threads);
   }
 
   const std::vector<Input>& inputs() const { return inputs_; }
@@ -361,7 +383,17 @@ class Function {
     for (const ffi::Any& each : detail::list(manifest_, "relations")) relations_.push_back(each);
   }
 
-  void read_weights(size_t body) {
+  /* The chunks that the code is in. */
+  detail::Chunks chunks_of_code(size_t body) const {
+    using namespace detail;
+    ffi::json::Object place = object(at(object(at(manifest_, "sections")), "code"));
+    size_t size = 0, chunk = static_cast<size_t>(integer(object(at(manifest_, "body")), "chunk"));
+    if (chunk == 0) throw Error(file_->path + " has chunks of no bytes");
+    size_t first = static_cast<size_t>(section(body, place, &size) - file_->data) - body;
+    return Chunks{first / chunk, size == 0 ? first / chunk : (first + size - 1) / chunk + 1};
+  }
+
+  void read_weights(size_t body, const detail::Checksum& checksum) {
     using namespace detail;
     ffi::json::Array parameters = list(manifest_, "parameters");
     if (parameters.empty()) return;
@@ -371,7 +403,7 @@ class Function {
     if (manifest_.count(ffi::String("beside"))) {
       ffi::json::Object beside = object(at(manifest_, "beside"));
       from = std::make_shared<Mapped>(beside_of(file_->path, text(beside, "file")));
-      check_chunks(from->path, from->data, from->size, beside);
+      check_chunks(from->path, from->data, from->size, beside, checksum);
       blob = from->data;
       size = from->size;
     } else {
@@ -418,7 +450,8 @@ class Function {
                                     DLDevice{kDLCPU, 0});
   }
 
-  void load_code(size_t body, int threads) {
+  /* Load the code; return the handle of its library. */
+  void* load_code(size_t body) {
     using namespace detail;
     ffi::json::Object code = object(at(object(at(manifest_, "sections")), "code"));
     char path[] = "/tmp/tvmbridge-XXXXXX.so";
@@ -439,13 +472,13 @@ class Function {
       machine_.value()->GetFunction("vm_initialization").value()(1, 0, 2);
       forward_ = machine_.value()->GetFunction("forward").value();
       void* handle = dlopen(path, RTLD_NOW);
-      auto use = reinterpret_cast<int (*)(int)>(dlsym(handle, "tvmbridge_use_threads"));
-      if (use != nullptr) use(threads);
+      if (handle == nullptr) throw Error(dlerror());
+      unlink(path);
+      return handle;
     } catch (const std::exception& error) {
       unlink(path);
       throw Error(file_->path + " cannot be loaded: " + error.what());
     }
-    unlink(path);
   }
 
   /* The arguments as code may read them. */
