@@ -64,16 +64,21 @@ def _loaded(path: str | os.PathLike[str], threads: int) -> Function:
 
 
 def _check_entries(manifest: Mapping[str, Any]) -> None:
-    """Read the entries that calls will read; an error of Python says which one is missing."""
+    """Read the entries that calls will read; an error of Python says which one is wrong."""
+    symbols = {symbol["name"] for symbol in manifest["symbols"]}
     for given in manifest["inputs"]:
-        NUMPY[given["dtype"]], list(given["shape"]), given["name"]
+        NUMPY[given["dtype"]], {given["name"]}
+        for extent in given["shape"]:
+            if extent not in symbols and not (type(extent) is int and 0 <= extent < 1 << 48):
+                raise ValueError(f"argument {given['name']!r} has a dimension of {extent!r}")
     for symbol in manifest["symbols"]:
-        symbol["name"], symbol["least"], symbol["most"]
+        symbol["least"] + 0, symbol["most"]
     for output in manifest["outputs"]:
-        output["dtype"], output["copied"]
+        {output["dtype"]}, output["copied"]
     for check in manifest["checks"]:
-        check["output"], check["error"], check["message"]
-    list(manifest["relations"]), manifest["structure"]["kind"]
+        manifest["outputs"][check["output"]], check["error"], check["message"]
+    list(manifest["relations"])
+    rebuilt(manifest["structure"], manifest["outputs"])
 
 
 def _processors() -> int:
@@ -86,7 +91,9 @@ def _machine(container: Container, module: Any) -> tuple[Any, ctypes.CDLL]:
     """Return a virtual machine of TVM with the code of ``container``, and the code's library."""
     with tempfile.TemporaryDirectory(prefix="tvmbridge-") as folder:
         path = Path(folder, "code.so")
-        path.write_bytes(container.section("code"))
+        code = container.section("code")
+        _check_library(code)
+        path.write_bytes(code)
         try:
             executable = module.load_module(str(path))
             machine = executable["vm_load_executable"]()
@@ -94,6 +101,19 @@ def _machine(container: Container, module: Any) -> tuple[Any, ctypes.CDLL]:
             return machine, ctypes.CDLL(str(path))
         except Exception as error:
             raise MachineError(f"{container.path} cannot be loaded: {error}") from error
+
+
+def _check_library(code: memoryview) -> None:
+    """Check that all of a shared library is there; the system's loader crashes otherwise.
+
+    The table of sections is the last part of a library that a linker writes.
+    """
+    at, width, count = (
+        int.from_bytes(code[first : first + size], "little")
+        for first, size in ((40, 8), (58, 2), (60, 2))
+    )
+    if bytes(code[:5]) != b"\x7fELF\x02" or at + width * count > len(code):
+        raise ValueError("its code is no whole library")
 
 
 def _checksum_of(library: ctypes.CDLL) -> Callable[[memoryview], int]:

@@ -56,6 +56,7 @@ class Error : public std::runtime_error {
 namespace detail {
 
 constexpr size_t kHeader = 64, kAlignment = 64;
+constexpr int kDeepest = 1000;
 
 /* The CRC-32 of zlib, eight bytes at a time. */
 class Crc32 {
@@ -131,6 +132,20 @@ inline ffi::json::Array list(const ffi::json::Object& from, const char* key) {
   return at(from, key).cast<ffi::json::Array>();
 }
 
+/* Parse JSON; TVM's parser overflows the stack if brackets are nested thousands of times. */
+inline ffi::json::Object parsed(const std::string& path, const char* data, size_t size) {
+  int depth = 0;
+  bool quoted = false;
+  for (size_t i = 0; i < size && depth < kDeepest; ++i) {
+    if (quoted && data[i] == '\\') ++i;
+    else if (data[i] == '"') quoted = !quoted;
+    else if (!quoted && (data[i] == '[' || data[i] == '{')) ++depth;
+    else if (!quoted && (data[i] == ']' || data[i] == '}')) --depth;
+  }
+  if (depth >= kDeepest) throw Error(path + " has a table that is nested too deeply");
+  return object(ffi::json::Parse(ffi::String(data, size)));
+}
+
 inline ffi::json::Object manifest_of(const Mapped& file, size_t* body) {
   static const Crc32 crc;
   const std::string& path = file.path;
@@ -145,7 +160,7 @@ inline ffi::json::Object manifest_of(const Mapped& file, size_t* body) {
   if (crc(data + kHeader, length) != number(data + 16, 4))
     throw Error(path + " is damaged: its manifest fails its checksum");
   *body = kHeader + length;
-  ffi::json::Object manifest = object(ffi::json::Parse(ffi::String(data + kHeader, length)));
+  ffi::json::Object manifest = parsed(path, data + kHeader, length);
   if (integer(manifest, "format") != 1) throw Error(path + " has another format than 1");
   return manifest;
 }
@@ -237,6 +252,17 @@ inline void check_version(const std::string& path, const ffi::json::Object& vers
     throw Error(path + " was compiled by TVM " + wanted + ", and the runtime is of TVM " + found);
 }
 
+/* Check that all of a shared library is there; the system's loader crashes otherwise. The table of
+   sections is the last part of a library that a linker writes. */
+inline void check_library(const std::string& path, const char* code, size_t size) {
+  bool whole = size >= 64 && std::memcmp(code, "\x7f" "ELF\x02", 5) == 0;
+  if (whole) {
+    uint64_t at = number(code + 40, 8), room = number(code + 58, 2) * number(code + 60, 2);
+    whole = at <= size && room <= size - at;
+  }
+  if (!whole) throw Error(path + " has code that is no whole library; export the function again");
+}
+
 /* The path of a file beside another, or beside the file that this one links to. */
 inline std::string beside_of(const std::string& path, const std::string& name) {
   std::filesystem::path here = std::filesystem::path(path).parent_path() / name;
@@ -323,6 +349,37 @@ class Function {
   /* threads: how many each call may use; 0: as many as there are processors. */
   explicit Function(const std::string& path, int threads = 0)
       : file_(std::make_shared<detail::Mapped>(path)) {
+    try {
+      read(path, threads);
+    } catch (const Error&) {
+      throw;
+    } catch (const std::exception& error) {
+      throw Error(path + " has a manifest that does not describe its content (" + error.what() +
+                  "); export the function again");
+    }
+  }
+
+  const std::vector<Input>& inputs() const { return inputs_; }
+
+  /* The tensors that forward returns, in order. */
+  std::vector<ffi::Tensor> operator()(const std::vector<ffi::Tensor>& given) {
+    std::lock_guard<std::mutex> lock(*mutex_);
+    std::vector<ffi::Any> arguments;
+    std::vector<ffi::Tensor> kept = checked(given);
+    for (const ffi::Tensor& tensor : kept) arguments.emplace_back(tensor);
+    for (const ffi::Tensor& tensor : weights_) arguments.emplace_back(tensor);
+    if (!symbols_.empty()) arguments.emplace_back(ffi::Shape(sizes_));
+    std::vector<ffi::AnyView> views(arguments.begin(), arguments.end());
+    ffi::Any results;
+    forward_.CallPacked(views.data(), static_cast<int32_t>(views.size()), &results);
+    std::vector<ffi::Tensor> found;
+    for (const ffi::Any& result : results.cast<ffi::Array<ffi::Any>>())
+      found.push_back(result.cast<ffi::Tensor>());
+    return owned(found);
+  }
+
+ private:
+  void read(const std::string& path, int threads) {
     using namespace detail;
     size_t body = 0;
     manifest_ = manifest_of(*file_, &body);
@@ -347,26 +404,6 @@ class Function {
     if (use != nullptr) use(threads);
   }
 
-  const std::vector<Input>& inputs() const { return inputs_; }
-
-  /* The tensors that forward returns, in order. */
-  std::vector<ffi::Tensor> operator()(const std::vector<ffi::Tensor>& given) {
-    std::lock_guard<std::mutex> lock(*mutex_);
-    std::vector<ffi::Any> arguments;
-    std::vector<ffi::Tensor> kept = checked(given);
-    for (const ffi::Tensor& tensor : kept) arguments.emplace_back(tensor);
-    for (const ffi::Tensor& tensor : weights_) arguments.emplace_back(tensor);
-    if (!symbols_.empty()) arguments.emplace_back(ffi::Shape(sizes_));
-    std::vector<ffi::AnyView> views(arguments.begin(), arguments.end());
-    ffi::Any results;
-    forward_.CallPacked(views.data(), static_cast<int32_t>(views.size()), &results);
-    std::vector<ffi::Tensor> found;
-    for (const ffi::Any& result : results.cast<ffi::Array<ffi::Any>>())
-      found.push_back(result.cast<ffi::Tensor>());
-    return owned(found);
-  }
-
- private:
   void read_inputs() {
     for (const ffi::Any& each : detail::list(manifest_, "inputs")) {
       ffi::json::Object spec = detail::object(each);
@@ -381,6 +418,16 @@ class Function {
     for (const ffi::Any& each : detail::list(manifest_, "symbols"))
       symbols_.push_back(detail::object(each));
     for (const ffi::Any& each : detail::list(manifest_, "relations")) relations_.push_back(each);
+    /* Calls read these: an entry that is missing is an error here. */
+    ffi::json::Array outputs = detail::list(manifest_, "outputs");
+    for (const ffi::Any& each : outputs)
+      detail::at(detail::object(each), "copied").cast<bool>();
+    for (const ffi::Any& each : detail::list(manifest_, "checks")) {
+      detail::text(detail::object(each), "message");
+      int64_t output = detail::integer(detail::object(each), "output");
+      if (output < 0 || output >= static_cast<int64_t>(outputs.size()))
+        throw Error("a check reads a result that there is not");
+    }
   }
 
   /* The chunks that the code is in. */
@@ -412,7 +459,7 @@ class Function {
     }
     size_t length = size < 8 ? 0 : number(blob, 8);
     if (size < 8 || length > size - 8) throw Error(from->path + " has no table of weights");
-    ffi::json::Object table = object(ffi::json::Parse(ffi::String(blob + 8, length)));
+    ffi::json::Object table = parsed(from->path, blob + 8, length);
     for (const ffi::Any& each : parameters) {
       ffi::json::Object parameter = object(each);
       ffi::json::Object entry = object(table.at(ffi::String(text(parameter, "name"))));
@@ -454,10 +501,11 @@ class Function {
   void* load_code(size_t body) {
     using namespace detail;
     ffi::json::Object code = object(at(object(at(manifest_, "sections")), "code"));
-    char path[] = "/tmp/tvmbridge-XXXXXX.so";
-    int file = mkstemps(path, 3);
     size_t left = 0;
     const char* data = section(body, code, &left);
+    check_library(file_->path, data, left);
+    char path[] = "/tmp/tvmbridge-XXXXXX.so";
+    int file = mkstemps(path, 3);
     while (file >= 0 && left > 0) {
       ssize_t written = write(file, data, left);
       if (written <= 0) break;
