@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias
@@ -20,6 +21,8 @@ Shapes: TypeAlias = Sequence[tuple[int, tuple[int, ...]]]
 LEAST_SIZE = 2
 # The fewest rows that are taken for the rows of a batch.
 _LEAST_ROWS = 3
+# The most elements of a resized tensor of integers that get values.
+_MOST_REPEATED = 1 << 24
 
 
 class LinearSize(NamedTuple):
@@ -147,7 +150,11 @@ class Symbols:
     def probe(self, args: Any, kwargs: Any, point: Point) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return arguments like those given, with the sizes of ``point`` in symbolic dimensions.
 
-        Resized tensors are uninitialized.
+        Resized integers repeat the given ones, because forward may use them as indices. Other
+        resized tensors are uninitialized, because they may be larger than the memory.
+
+        Raises:
+            MemoryError: a tensor is larger than the address space that is left.
         """
         leaves, spec = pytree.tree_flatten((args, kwargs))
         shapes = {i: list(t.shape) for i, t in enumerate(leaves) if isinstance(t, torch.Tensor)}
@@ -160,8 +167,23 @@ class Symbols:
 
 
 def _resized(leaf: Any, shape: list[int] | None) -> Any:
-    """Return ``leaf``, or an uninitialized tensor like it if its shape differs from ``shape``."""
+    """Return ``leaf``, or a tensor like it if its shape differs from ``shape``."""
     if shape is None or list(leaf.shape) == shape:
         return leaf
-    made = torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
+    is_whole = not leaf.is_floating_point() and not leaf.is_complex()
+    if is_whole and leaf.numel() and math.prod(shape) <= _MOST_REPEATED:
+        return _repeated(leaf, shape)
+    try:
+        made = torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
+    except RuntimeError as error:
+        raise MemoryError(f"there is no memory for a tensor of shape {shape}: {error}") from error
     return made.requires_grad_(leaf.requires_grad)
+
+
+def _repeated(leaf: torch.Tensor, shape: list[int]) -> torch.Tensor:
+    """Return the elements of ``leaf``, repeated along each dimension to fill ``shape``."""
+    for dim, size in enumerate(shape):
+        if leaf.shape[dim] != size:
+            places = torch.arange(size, device=leaf.device) % leaf.shape[dim]
+            leaf = leaf.index_select(dim, places)
+    return leaf
