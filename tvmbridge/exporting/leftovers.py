@@ -75,7 +75,8 @@ def refuse_packed_layers(module: nn.Module) -> None:
         [
             f"{type(each).__module__}.{type(each).__name__} in {name or 'the module itself'}"
             for name, each in module.named_modules()
-            if type(each).__module__.startswith("torch.ao.nn.") and "quantized" in type(each).__module__
+            if type(each).__module__.startswith("torch.ao.nn.")
+            and "quantized" in type(each).__module__
         ]
     )
 

@@ -119,7 +119,9 @@ def _widened(bb: relax.BlockBuilder, arguments: Arguments) -> Arguments:
         return bb.emit(relax.op.astype(value, "float32")) if isinstance(value, Expr) else value
 
     names = ("input", "states", "weights")
-    values = {name: wide(value) if name in names else value for name, value in arguments.values.items()}
+    values = {
+        name: wide(value) if name in names else value for name, value in arguments.values.items()
+    }
     return replace(arguments, values=values)
 
 

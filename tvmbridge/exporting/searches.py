@@ -51,9 +51,7 @@ def searched(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr |
     return relax.op.reshape(found, shape)
 
 
-def _halve(
-    ends: Buffer, edges: Buffer, row: Expr, value: Expr, right: bool, length: int
-) -> None:
+def _halve(ends: Buffer, edges: Buffer, row: Expr, value: Expr, right: bool, length: int) -> None:
     """Halve the places between ``ends``; a comparison with NaN is false, as in the kernel."""
     first, last = ends[index(0)], ends[index(1)]
     middle = tirx.min(tirx.floordiv(first + last, index(2)), index(length - 1))

@@ -178,7 +178,9 @@ def _compiled(
     live = varying_places([each.mod["forward"] for each in found])
     if live is None:
         raise DifferentCodeError("the graphs at different sizes have different operators")
-    graphs = _frozen([each.lowered for each in found], partial(frozen_graph, module, live=live), options)
+    graphs = _frozen(
+        [each.lowered for each in found], partial(frozen_graph, module, live=live), options
+    )
     code = code_for_all(
         [(graph.mod, None) for graph in graphs],
         Sizes(points.all, traced_sizes(trace, symbols)),

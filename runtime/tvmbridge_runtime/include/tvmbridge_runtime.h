@@ -56,7 +56,7 @@ class Error : public std::runtime_error {
 namespace detail {
 
 constexpr size_t kHeader = 64, kAlignment = 64;
-constexpr int kDeepest = 1000;
+constexpr int kDeepest = 256;
 
 /* The CRC-32 of zlib, eight bytes at a time. */
 class Crc32 {
