@@ -112,7 +112,7 @@ def _packaged(module: nn.Module, x: torch.Tensor) -> Call:
         package = inductor.aoti_compile_and_package(
             program,
             package_path=str(Path(folder, "model.pt2")),
-            inductor_configs={"freezing": True, "max_autotune": True},
+            inductor_configs={"freezing": True},
         )
         compiled = inductor.aoti_load_package(package)
     return _inference(compiled, x)

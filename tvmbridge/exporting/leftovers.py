@@ -22,7 +22,7 @@ def effects(captured: CapturedGraph) -> list[str]:
 
     Each effect is named with the line of the model, if the trace knows it.
     """
-    convention, places = captured.convention, _Places(captured)
+    convention, places = captured.convention, _Lines(captured)
     found = [f"random draw {n.op}{places.of(n.name)}" for n in captured.noise]
     if captured.prologue is not None and not captured.noise:
         found.append("operators that run before the compiled code")
@@ -52,7 +52,7 @@ def effects(captured: CapturedGraph) -> list[str]:
     return found
 
 
-class _Places:
+class _Lines:
     """Finds the submodule and the line of the model that a value of the graph comes from."""
 
     def __init__(self, captured: CapturedGraph) -> None:
