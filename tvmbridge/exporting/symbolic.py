@@ -119,8 +119,9 @@ def _symbols(dimensions: Mapping[Dimension, DeclaredDimension], sample: _Argumen
     assert symbols is not None, "the spec names a dimension"
     if any(form != ITSELF for form in symbols.forms.values()):
         raise ExportError(
-            "dynamic_shapes has a Dim made of another, which exported functions do not take: give "
-            "each of the two dimensions a Dim of its own"
+            "dynamic_shapes has a Dim made of another, such as 2 * batch, which exported functions "
+            "do not take: export the module for fixed sizes of these dimensions, or compute the "
+            "longer argument within forward"
         )
     return symbols
 
