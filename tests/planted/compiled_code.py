@@ -109,4 +109,12 @@ COMPILED_CODE = (
         "self.defined.get(operand, -1) < number",
         ("tests/passes/relax/test_merge_casts.py", "-k", "gradients"),
     ),
+    Plant(
+        "an exported bag that ends one element late",
+        "kernels",
+        "tvmbridge.exporting.bags",
+        "with loops(tirx.max(end - begin, index(0))) as (i,):",
+        "with loops(tirx.min(end - begin + index(1), index(count) - begin)) as (i,):",
+        ("tests/export/test_operators.py", "-k", "operators and bags"),
+    ),
 )

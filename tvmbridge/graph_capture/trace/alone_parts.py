@@ -15,6 +15,7 @@ import torch
 
 from tvmbridge.core.torch_private import get_decompositions
 from tvmbridge.graph_capture.trace.framed import inverse_transform
+from tvmbridge.graph_capture.trace.quantised import quantization
 
 aten = torch.ops.aten
 Function = Callable[..., Any]
@@ -31,7 +32,7 @@ def alone_decompositions(table: Mapping[Any, Function]) -> dict[Any, Function]:
     """
     whole = get_decompositions(_AS_PYTORCH)
     wide = {op: partial(_in_float32, op) for op in _OF_HALVES}
-    parts = {**whole, **wide, **_PARTS, **_opaque_parts(), **_quantization()}
+    parts: dict[Any, Function] = {**whole, **wide, **_PARTS, **_opaque_parts(), **quantization()}
     return {op: _or(function, table.get(op)) for op, function in parts.items()}
 
 
@@ -122,30 +123,6 @@ def _has_sign(x: torch.Tensor) -> Any:
 
 def _integer_product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return aten.mm.default(x.to(torch.int32), y.to(torch.int32))
-
-
-def _fake_quantized(
-    x: torch.Tensor, scale: Any, zero_point: Any, quant_min: int, quant_max: int
-) -> Any:
-    """Return values rounded to a grid, and which of them are within its bounds."""
-    if x.dtype is not torch.float32:
-        return NotImplemented
-    inverse = 1.0 / scale
-    number = (x * inverse + zero_point).round()
-    inside = (number >= quant_min) & (number <= quant_max)
-    return (number.clamp(quant_min, quant_max) - zero_point) * scale, inside
-
-
-def _fake_quantized_by_channel(
-    x: torch.Tensor,
-    scale: torch.Tensor,
-    zero_point: torch.Tensor,
-    axis: int,
-    quant_min: int,
-    quant_max: int,
-) -> Any:
-    zero = zero_point.to(torch.float32)
-    return _by_channel(_fake_quantized)(x, scale, zero, axis, quant_min, quant_max)
 
 
 def _kth(x: torch.Tensor, k: int, dim: int = -1, keepdim: bool = False) -> Any:
@@ -242,46 +219,6 @@ def _neutral(reduce: str, dtype: torch.dtype) -> torch.Tensor:
     return torch.full((), limits.min if reduce == "amax" else limits.max, dtype=dtype)
 
 
-def _quantized(
-    x: torch.Tensor, scale: Any, zero: Any, least: int, most: int, dtype: torch.dtype
-) -> Any:
-    if x.dtype is not torch.float32:
-        return NotImplemented
-    return ((x * (1.0 / scale)).round() + zero).clamp(least, most).to(dtype)
-
-
-def _dequantized(
-    x: torch.Tensor, scale: Any, zero: Any, *_: Any, out_dtype: torch.dtype | None = None
-) -> Any:
-    if out_dtype not in (None, torch.float32):
-        return NotImplemented
-    return (x.to(torch.float32) - zero) * scale
-
-
-def _by_channel(parts: Function) -> Function:
-    def decompose(
-        x: torch.Tensor, scales: torch.Tensor, zeros: Any, axis: int, *args: Any, **kwargs: Any
-    ) -> Any:
-        shape = [-1 if d == axis % x.dim() else 1 for d in range(x.dim())]
-        zero = 0 if zeros is None else zeros.view(shape)
-        return parts(x, scales.view(shape), zero, *args, **kwargs)
-
-    return decompose
-
-
-def _quantization() -> dict[Any, Function]:
-    """Return decompositions of the operators of quantised graphs, if torch.ao has defined them."""
-    namespace = torch.ops.quantized_decomposed
-    found: dict[Any, Function] = {}
-    for name, parts in (("quantize", _quantized), ("dequantize", _dequantized)):
-        if not hasattr(namespace, f"{name}_per_tensor"):
-            continue
-        whole = getattr(namespace, f"{name}_per_tensor")
-        found |= {getattr(whole, overload): parts for overload in ("default", "tensor")}
-        found[getattr(namespace, f"{name}_per_channel").default] = _by_channel(parts)
-    return found
-
-
 def _one_hot(x: torch.Tensor, num_classes: int) -> torch.Tensor:
     """Return the classes as rows; a number beyond them, for which PyTorch raises, is no class."""
     classes = torch.arange(num_classes, device=x.device)
@@ -318,8 +255,6 @@ _PARTS: dict[Any, Function] = {
     aten.round.decimals: _rounded,
     aten.signbit.default: _has_sign,
     aten._int_mm.default: _integer_product,
-    aten.fake_quantize_per_tensor_affine_cachemask.default: _fake_quantized,
-    aten.fake_quantize_per_channel_affine_cachemask.default: _fake_quantized_by_channel,
     aten.kthvalue.default: _kth,
     aten.median.dim: _median,
     aten.median.default: _median_of_all,
