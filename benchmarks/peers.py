@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import tempfile
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -100,6 +102,22 @@ def _openvino(module: nn.Module, x: torch.Tensor) -> Call:
     return lambda: torch.from_numpy(request.infer([given])[compiled.output(0)])
 
 
+def _packaged(module: nn.Module, x: torch.Tensor) -> Call:
+    """Return a call of a package of AOTInductor, which PyTorch's runtime loads."""
+    if module.training:
+        raise MissingError("for inference alone")
+    inductor = importlib.import_module("torch._inductor")
+    with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
+        program = torch.export.export(module, (x,), strict=False)
+        package = inductor.aoti_compile_and_package(
+            program,
+            package_path=str(Path(folder, "model.pt2")),
+            inductor_configs={"freezing": True},
+        )
+        compiled = inductor.aoti_load_package(package)
+    return _inference(compiled, x)
+
+
 def _installed(name: str, module: nn.Module) -> Any:
     if module.training:
         raise MissingError("for inference alone")
@@ -134,6 +152,7 @@ PEERS: Mapping[str, Callable[[nn.Module, torch.Tensor], Call]] = MappingProxyTyp
         "max-autotune": _compiled_most,
         "ONNX Runtime": _onnx,
         "OpenVINO": _openvino,
+        "AOTInductor": _packaged,
         LIVE: _live,
         FROZEN: _frozen,
     }

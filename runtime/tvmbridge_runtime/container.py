@@ -1,4 +1,4 @@
-"""Read the file of an exported function, and verify the checksums of all its bytes.
+"""Read the file of an exported function, and verify the checksums of its bytes.
 
 A file has a header of 64 bytes, a manifest in JSON, and a body. The header has these parts:
 
@@ -18,7 +18,7 @@ import json
 import mmap
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +53,12 @@ class Container:
             raise FileError(f"{self.path} has a section {name!r} that reaches beyond its end")
         return self.body[place["offset"] : place["offset"] + place["size"]]
 
+    def chunks_of_code(self) -> range:
+        """Return the numbers of the chunks, by their checksums, that the code is in."""
+        place, size = self.manifest["sections"]["code"], int(self.manifest["body"]["chunk"])
+        end = place["offset"] + len(self.section("code"))
+        return range(place["offset"] // size, -(-end // size))
+
 
 def read_manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the manifest of an exported file; the body is not checked.
@@ -66,10 +72,11 @@ def read_manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def open_container(path: str | os.PathLike[str]) -> Container:
-    """Map a file into memory and verify all its checksums.
+    """Map a file into memory, and verify the checksums of its manifest and of its code.
 
     Raises:
-        FileError: a byte differs from the written file, or the file is no exported function.
+        FileError: such a byte differs from the written file, the file has another length, or it
+            is no exported function.
         OSError: the file cannot be read.
     """
     path = Path(path)
@@ -82,8 +89,9 @@ def open_container(path: str | os.PathLike[str]) -> Container:
                 "something was appended; copy or export it again"
             )
         body = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))[start:]
-    check_chunks(path, body, manifest["body"])
-    return Container(path, manifest, body)
+    container = Container(path, manifest, body)
+    check_chunks(path, body, manifest["body"], numbers=container.chunks_of_code())
+    return container
 
 
 def _manifest_of(path: Path, header: bytes, file: Any) -> tuple[dict[str, Any], int]:
@@ -116,8 +124,19 @@ def _manifest_of(path: Path, header: bytes, file: Any) -> tuple[dict[str, Any], 
     return manifest, _HEADER + length
 
 
-def check_chunks(path: Path, body: memoryview, described: dict[str, Any]) -> None:
-    """Compare the CRC-32 of each chunk of ``body`` with the checksums in ``described``.
+def check_chunks(
+    path: Path,
+    body: memoryview,
+    described: dict[str, Any],
+    *,
+    checksum: Callable[[memoryview], int] = zlib.crc32,
+    numbers: range | None = None,
+) -> None:
+    """Compare the CRC-32 of chunks of ``body`` with the checksums in ``described``.
+
+    Args:
+        checksum: the function that computes a CRC-32.
+        numbers: the chunks to compare; None: all.
 
     Raises:
         FileError: a checksum differs.
@@ -126,14 +145,16 @@ def check_chunks(path: Path, body: memoryview, described: dict[str, Any]) -> Non
     starts = range(0, len(body), size)
 
     def differs(numbers: Sequence[int]) -> bool:
-        return any(zlib.crc32(body[starts[n] : starts[n] + size]) != expected[n] for n in numbers)
+        return any(checksum(body[starts[n] : starts[n] + size]) != expected[n] for n in numbers)
 
+    numbers = range(len(starts)) if numbers is None else numbers
     workers = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2, 8)
-    parts = [range(len(starts))[i::workers] for i in range(workers)]
-    if len(starts) <= 2:
-        damaged = differs(range(len(starts)))
+    if len(starts) != len(expected):
+        damaged = True
+    elif len(numbers) <= 2:
+        damaged = differs(numbers)
     else:
         with ThreadPoolExecutor(workers) as pool:
-            damaged = any(list(pool.map(differs, parts)))
-    if damaged or len(starts) != len(expected):
+            damaged = any(list(pool.map(differs, [numbers[i::workers] for i in range(workers)])))
+    if damaged:
         raise FileError(f"{path} is damaged: its content fails its checksum; copy it again")

@@ -6,7 +6,8 @@ import ctypes
 import os
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,20 +60,25 @@ def _loaded(path: str | os.PathLike[str], threads: int) -> Function:
             f"{path} was compiled by TVM {expected}, and TVM {found} is installed: install "
             f"apache-tvm=={expected}, or export the function again"
         )
-    return Function(container, *_machine(container, module, threads))
+    return Function(container, *_machine(container, module), threads)
 
 
 def _check_entries(manifest: Mapping[str, Any]) -> None:
-    """Read the entries that calls will read; an error of Python says which one is missing."""
+    """Read the entries that calls will read; an error of Python says which one is wrong."""
+    symbols = {symbol["name"] for symbol in manifest["symbols"]}
     for given in manifest["inputs"]:
-        NUMPY[given["dtype"]], list(given["shape"]), given["name"]
+        NUMPY[given["dtype"]], {given["name"]}
+        for extent in given["shape"]:
+            if extent not in symbols and not (type(extent) is int and 0 <= extent < 1 << 48):
+                raise ValueError(f"argument {given['name']!r} has a dimension of {extent!r}")
     for symbol in manifest["symbols"]:
-        symbol["name"], symbol["least"], symbol["most"]
+        symbol["least"] + 0, symbol["most"]
     for output in manifest["outputs"]:
-        output["dtype"], output["copied"]
+        {output["dtype"]}, output["copied"]
     for check in manifest["checks"]:
-        check["output"], check["error"], check["message"]
-    list(manifest["relations"]), manifest["structure"]["kind"]
+        manifest["outputs"][check["output"]], check["error"], check["message"]
+    list(manifest["relations"])
+    rebuilt(manifest["structure"], manifest["outputs"])
 
 
 def _processors() -> int:
@@ -81,19 +87,46 @@ def _processors() -> int:
     return os.cpu_count() or 1
 
 
-def _machine(container: Container, module: Any, threads: int) -> tuple[Any, int]:
-    """Return a virtual machine of TVM with the code of ``container``, and its number of threads."""
+def _machine(container: Container, module: Any) -> tuple[Any, ctypes.CDLL]:
+    """Return a virtual machine of TVM with the code of ``container``, and the code's library."""
     with tempfile.TemporaryDirectory(prefix="tvmbridge-") as folder:
         path = Path(folder, "code.so")
-        path.write_bytes(container.section("code"))
+        code = container.section("code")
+        _check_library(code)
+        path.write_bytes(code)
         try:
             executable = module.load_module(str(path))
             machine = executable["vm_load_executable"]()
             machine["vm_initialization"](_CPU, 0, _POOLED)
-            threads = ctypes.CDLL(str(path)).tvmbridge_use_threads(threads)
+            return machine, ctypes.CDLL(str(path))
         except Exception as error:
             raise MachineError(f"{container.path} cannot be loaded: {error}") from error
-    return machine, threads
+
+
+def _check_library(code: memoryview) -> None:
+    """Check that all of a shared library is there; the system's loader crashes otherwise.
+
+    The table of sections is the last part of a library that a linker writes.
+    """
+    at, width, count = (
+        int.from_bytes(code[first : first + size], "little")
+        for first, size in ((40, 8), (58, 2), (60, 2))
+    )
+    if bytes(code[:5]) != b"\x7fELF\x02" or at + width * count > len(code):
+        raise ValueError("its code is no whole library")
+
+
+def _checksum_of(library: ctypes.CDLL) -> Callable[[memoryview], int]:
+    """Return the CRC-32 in the code, which is several times as fast as the one of zlib."""
+    function = getattr(library, "tvmbridge_crc32", None)
+    if function is None:
+        return zlib.crc32
+    function.restype, function.argtypes = ctypes.c_uint32, (ctypes.c_void_p, ctypes.c_size_t)
+
+    def checksum(part: memoryview) -> int:
+        return int(function(numpy.frombuffer(part, numpy.uint8).ctypes.data, len(part)))
+
+    return checksum
 
 
 class Function:
@@ -105,16 +138,19 @@ class Function:
     - ``threads``: the number of threads that a call uses.
     """
 
-    def __init__(self, container: Container, machine: Any, threads: int) -> None:
+    def __init__(
+        self, container: Container, machine: Any, library: ctypes.CDLL, threads: int
+    ) -> None:
         self.manifest: Mapping[str, Any] = container.manifest
         self.inputs: Sequence[Mapping[str, Any]] = container.manifest["inputs"]
-        self.threads = threads
         self._machine = machine
         self._forward = machine["forward"]
         self._ffi = ffi()
         self._view = self._ffi.get_global_func("runtime.TVMTensorCreateView")
         self._lock = threading.Lock()
-        self._weights = [self._tensor(a, dtype) for a, dtype in weights_of(container)]
+        weights = weights_of(container, _checksum_of(library))
+        self._weights = [self._tensor(a, dtype) for a, dtype in weights]
+        self.threads = int(library.tvmbridge_use_threads(threads))
 
     def __repr__(self) -> str:
         given = ", ".join(f"{s['name']}: {s['dtype']}{_sizes(s)}" for s in self.inputs)

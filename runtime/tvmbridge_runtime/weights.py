@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy
@@ -31,25 +31,34 @@ NUMPY = {
 }
 
 
-def weights_of(container: Container) -> list[tuple[numpy.ndarray[Any, Any], str]]:
+def weights_of(
+    container: Container, checksum: Callable[[memoryview], int]
+) -> list[tuple[numpy.ndarray[Any, Any], str]]:
     """Return the weights in the order in which the code takes them, each with its dtype's name.
 
-    Each array begins at a multiple of 64 bytes.
+    All bytes whose checksum :func:`open_container` has not verified are verified. Each array begins
+    at a multiple of 64 bytes.
+
+    Args:
+        checksum: the function that computes a CRC-32.
 
     Raises:
-        FileError: the file beside is missing, or is not the file that was written.
+        FileError: a byte differs from the written file; or the file beside is missing, or is not
+            the file that was written.
     """
-    parameters = container.manifest["parameters"]
+    described, parameters = container.manifest["body"], container.manifest["parameters"]
+    chunks = range(container.chunks_of_code().stop, len(described["crc32"]))
+    check_chunks(container.path, container.body, described, checksum=checksum, numbers=chunks)
     if not parameters:
         return []
-    blob = _blob(container)
+    blob = _blob(container, checksum)
     length = int.from_bytes(blob[:8], "little")
     table = json.loads(bytes(blob[8 : 8 + length]))
     data = blob[8 + length :]
     return [(_tensor(data, table[p["name"]], p), p["dtype"]) for p in parameters]
 
 
-def _blob(container: Container) -> memoryview:
+def _blob(container: Container, checksum: Callable[[memoryview], int]) -> memoryview:
     described = container.manifest.get("beside")
     if described is None:
         return container.section("weights")
@@ -66,7 +75,7 @@ def _blob(container: Container) -> memoryview:
         raise FileError(f"{path} is not the file of weights that belongs to {container.path}")
     with path.open("rb") as file:
         blob = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
-    check_chunks(path, blob, described)
+    check_chunks(path, blob, described, checksum=checksum)
     return blob
 
 

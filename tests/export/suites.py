@@ -20,7 +20,7 @@ _TORCHVISION = {
     "wide_resnet50_2": 64, "fcn_resnet50": 64, "deeplabv3_resnet50": 64,
     "deeplabv3_mobilenet_v3_large": 64, "lraspp_mobilenet_v3_large": 64,
 }  # fmt: skip
-_VIDEOS = {"r3d_18": 48, "mc3_18": 48, "r2plus1d_18": 48, "s3d": 64, "mvit_v2_s": 224}
+_VIDEOS = {"r3d_18": 48, "mc3_18": 48, "r2plus1d_18": 48, "s3d": 224, "mvit_v2_s": 224}
 _FLOWS = {"raft_small": 128}
 
 _TIMM = (
@@ -46,11 +46,12 @@ def _image_model(name: str, size: int) -> Made:
     import torchvision  # type: ignore[import-untyped]
 
     given = {"weights": None}
-    if "_resnet" in name or "_mobilenet" in name:
+    if name.startswith(("fcn_", "deeplabv3_", "lraspp_")):
         given["weights_backbone"] = None
     if name in ("googlenet", "inception_v3"):
         given |= {"aux_logits": False, "init_weights": False}  # type: ignore[dict-item]
-    return torchvision.models.get_model(name, **given), {"x": torch.randn(2, 3, size, size)}
+    argument = "input" if name.startswith("lraspp_") else "x"
+    return torchvision.models.get_model(name, **given), {argument: torch.randn(2, 3, size, size)}
 
 
 def _video_model(name: str, size: int) -> Made:

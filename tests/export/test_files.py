@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import platform
 import random
 import re
+import subprocess
 import zlib
 from pathlib import Path
 from typing import Any
@@ -102,6 +104,8 @@ def test_other_formats_are_refused(intact: Path, tmp_path: Path) -> None:
         {"sections": {"weights": {"offset": 1 << 62, "size": 8}}},
         {"sections": {"weights": {"offset": -64, "size": 128}}},
         {"sections": {"code": {"offset": 0, "size": 100}}},
+        {"sections": {"code": {"offset": 0, "size": 9000}}},
+        {"structure": {"kind": "output", "number": 7}},
         {"body": {"chunk": 0}},
         {"body": {"size": -1}},
         {"body": {"size": 10**30}},
@@ -158,3 +162,15 @@ def test_an_unknown_processor_is_refused(tmp_path: Path) -> None:
 
 def test_the_intact_file_runs(intact: Path) -> None:
     assert tvmbridge_runtime.load(intact)(numpy.zeros((4, 64), numpy.float32)).shape == (4, 32)
+
+
+def test_the_checksum_in_the_code_is_the_one_of_zlib(tmp_path: Path) -> None:
+    source = Path(tvmbridge.__file__).parent / "exporting" / "_checksums.c"
+    library = tmp_path / "checksums.so"
+    command = ["gcc", "-O2", "-shared", "-fPIC", str(source), "-o", str(library)]
+    subprocess.run(command, check=True, timeout=60)
+    checksum = ctypes.CDLL(str(library)).tvmbridge_crc32
+    checksum.restype, checksum.argtypes = ctypes.c_uint32, (ctypes.c_char_p, ctypes.c_size_t)
+    content = random.Random(0).randbytes(3000)
+    for size in (*range(200), 255, 256, 1000, 3000):
+        assert checksum(content, size) == zlib.crc32(content[:size]), size

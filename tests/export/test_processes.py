@@ -90,13 +90,20 @@ def test_cpp_without_python(model: tuple[Path, float], tmp_path: Path) -> None:
     damaged[-3] ^= 1
     (tmp_path / "damaged.tvmb").write_bytes(damaged)
     holds: list[Any] = ["and", ["ge", ["add", 2, 3], 5], ["eq", ["mod", -7, 3], 2]]
+    nested: list[Any] = []
+    for _ in range(300):
+        nested = [nested]
     wrong: list[tuple[Path, str]] = [(tmp_path / "damaged.tvmb", "is damaged")]
     for number, (values, words) in enumerate(
         [
             ({"versions": {"tvm": "0.1"}}, "compiled by TVM 0.1"),
             ({"relations": [holds, ["lt", ["floordiv", -7, 2], -4]]}, "do not fulfil"),
             ({"sections": {"weights": {"offset": 0, "size": 1 << 60}}}, "beyond its end"),
-            ({"parameters": [{"name": "none", "dtype": "float32"}]}, ""),
+            ({"sections": {"code": {"offset": 0, "size": 9000}}}, "no whole library"),
+            ({"parameters": [{"name": "none", "dtype": "float32"}]}, "does not describe its"),
+            ({"inputs": [{"name": "x"}]}, "does not describe its"),
+            ({"outputs": None}, "does not describe its"),
+            ({"constants": nested}, "nested too deeply"),
         ]
     ):
         wrong.append((changed(tmp_path / f"{number}.tvmb", content, **values), words))

@@ -117,4 +117,12 @@ COMPILED_CODE = (
         "    return False",
         ("tests/symbolic/test_sizes.py", "-k", "two_values"),
     ),
+    Plant(
+        "an exported bag that ends one element late",
+        "kernels",
+        "tvmbridge.exporting.bags",
+        "with loops(tirx.max(end - begin, index(0))) as (i,):",
+        "with loops(tirx.min(end - begin + index(1), index(count) - begin)) as (i,):",
+        ("tests/export/test_operators.py", "-k", "operators and bags"),
+    ),
 )

@@ -11,12 +11,13 @@ from typing import Any, Literal
 import tvm
 from torch import nn
 
-from tvmbridge.core.errors import ExportError
+from tvmbridge.core.errors import CaptureError, ExportError, UnsupportedOperatorError
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.versions import installed_versions
 from tvmbridge.exporting.code import AloneCode, alone_code
 from tvmbridge.exporting.convention import dtype_name
 from tvmbridge.exporting.features import described_target, named_target
+from tvmbridge.exporting.leftovers import refuse_packed_layers
 from tvmbridge.exporting.linking import linked
 from tvmbridge.exporting.symbolic import symbolic_code
 from tvmbridge.exporting.writing import write_file
@@ -59,9 +60,10 @@ def export(
         The path.
 
     Raises:
-        ExportError: operators or effects of forward need PyTorch. The message names all of them,
-            with the lines of the model.
-        CaptureError, UnsupportedOperatorError, PassError, BuildError: the stage that failed.
+        ExportError: operators or effects of forward need PyTorch, and the message names all of
+            them with the lines of the model; or there is no graph of forward, and the message
+            has the reason.
+        PassError, BuildError: the stage that failed.
         OSError: the file cannot be written.
 
     Example:
@@ -77,15 +79,19 @@ def export(
         raise ExportError(
             "the module is in train mode; an exported function is for inference: call eval() first"
         )
+    refuse_packed_layers(module)
     args, kwargs = normalize_sample(sample, sample_kwargs)
     chosen, target = CompileOptions.of(options), named_target(target)
     spec = sizes_to_serve(module, dynamic_shapes, (args, kwargs))
     if spec == "auto":
         raise ValueError('dynamic_shapes="auto" is for calls; name the dimensions of an export')
-    if spec is None:
-        code = alone_code(module, args, kwargs, target=target, options=chosen)
-    else:
-        code = symbolic_code(module, args, kwargs, spec, target=target, options=chosen)
+    try:
+        if spec is None:
+            code = alone_code(module, args, kwargs, target=target, options=chosen)
+        else:
+            code = symbolic_code(module, args, kwargs, spec, target=target, options=chosen)
+    except (CaptureError, UnsupportedOperatorError) as error:
+        raise ExportError(f"{type(module).__name__} cannot be exported: {error}") from error
     library = linked(code.executable)
     names = _unique_names(code)
     manifest = {

@@ -24,13 +24,19 @@ from tvm.ir import Call, Expr
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from tvmbridge.exporting.attention import attention
+from tvmbridge.exporting.bags import embedding_bag
 from tvmbridge.exporting.elementwise import ELEMENTWISE
 from tvmbridge.exporting.maxima import max_pool
+from tvmbridge.exporting.nothing import without_elements
 from tvmbridge.exporting.recurrent import RECURRENT
+from tvmbridge.exporting.reductions import REDUCTIONS
+from tvmbridge.exporting.searches import searched
 from tvmbridge.exporting.windows import adaptive_average_pool, as_strided, average_pool, unfold
 from tvmbridge.kernels.aten_call import aten_call_operator, compiled_call, spec_of, tensors_of
 from tvmbridge.legalize.aten import COMPILED
 from tvmbridge.legalize.aten.arguments import Arguments, Compile, ComplexTensor, has_complex
+from tvmbridge.legalize.aten.scans import cumulative_product
+from tvmbridge.legalize.aten.scatters import REDUCED
 from tvmbridge.legalize.broadcast import INJECTIVE, OPAQUE, element_of
 from tvmbridge.legalize.lets import constant, dtype_of
 from tvmbridge.passes.base import PassReport, RelaxPass, shape_of, with_functions
@@ -61,7 +67,13 @@ class _AtenRewriter(PyExprMutator):
         if getattr(call.op, "name", "") == "relax.take":
             return self._take(call)
         operator = aten_call_operator(call)
-        if operator is None or compiled_call(call) is not None or operator not in SPELLED:
+        if operator is None or compiled_call(call) is not None:
+            return call
+        known = without_elements(self.builder_, call, operator, tensors_of(call))
+        if known is not None:
+            self.report.rewrote()
+            return known
+        if operator not in SPELLED:
             return call
         arguments = Arguments.of(spec_of(call), tensors_of(call))
         of_pairs = operator not in _PAIRS and has_complex(arguments.values)
@@ -132,7 +144,8 @@ def _wrapped(index: Expr, extent: int) -> Expr:
 
 
 def _matmul(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
-    return relax.op.matmul(arguments["self"], arguments["other"])
+    values = arguments.values
+    return relax.op.matmul(values["self"], values["other"] if "other" in values else values["mat2"])
 
 
 def _concatenation(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
@@ -189,6 +202,13 @@ def _in_loops(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr 
     return COMPILED[arguments.op](bb, call, arguments)
 
 
+def _reduced_by_index(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr | None:
+    loops = REDUCED.get(arguments["reduce"])
+    if loops is None or not arguments["include_self"] or not shape_of(call):
+        return None
+    return None if dtype_of_tensor(call) == "bool" else loops(bb, call, arguments)
+
+
 def _grouped_products(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr | None:
     """Multiply each row by the matrix of its group; ``offs`` has the end of each group.
 
@@ -243,15 +263,23 @@ SPELLED: dict[str, Any] = {
     **_PAIRS,
     **RECURRENT,
     **ELEMENTWISE,
+    **REDUCTIONS,
     "aten.scaled_dot_product_attention.default": attention,
     "aten.index.Tensor": _index,
     "aten.matmul.default": _matmul,
+    **{f"aten.{name}.default": _matmul for name in ("mm", "bmm")},
+    "aten._embedding_bag.default": embedding_bag,
+    "aten._embedding_bag_forward_only.default": embedding_bag,
+    "aten.bucketize.Tensor": searched,
+    "aten.searchsorted.Tensor": searched,
+    "aten.cumprod.default": cumulative_product,
     "aten.cat.default": _concatenation,
     "aten._is_all_true.default": _is_all_true,
     **{f"aten.arange.{form}": _arange for form in ("default", "start", "start_step")},
     "aten.sort.default": _in_loops,
     "aten.sort.stable": _in_loops,
     "aten.topk.default": _in_loops,
+    "aten.scatter_reduce.two": _reduced_by_index,
     "aten.gather.default": _in_loops,
     "aten.index_select.default": _in_loops,
     "transformers.grouped_mm_fallback.default": _grouped_products,

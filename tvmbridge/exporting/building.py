@@ -12,7 +12,7 @@ from tvmbridge.core.decisions import sizes_vary
 from tvmbridge.core.types import PassRecord
 from tvmbridge.exporting.aten import SpellOutAtenCalls
 from tvmbridge.exporting.convolutions import ConvolutionsAsProducts
-from tvmbridge.exporting.leftovers import refuse_leftovers
+from tvmbridge.exporting.leftovers import leftovers, refuse
 from tvmbridge.exporting.products import ProductsInLoops
 from tvmbridge.exporting.wide_products import WideProducts
 from tvmbridge.passes.base import shared_results
@@ -41,11 +41,20 @@ def prepare_alone(mod: tvm.IRModule, target: tvm.target.Target, records: list[Pa
     given = shared_results(mod, "forward")
     with target:
         mod = run_passes(mod, _spelling_passes(Machine.of(target)), records)
-        refuse_leftovers(mod["forward"])
+        refuse(leftovers(mod["forward"]))
         mod = run_passes(mod, _kernel_passes(Machine.of(target)), records)
-    refuse_leftovers(mod["forward"])
+    refuse(leftovers(mod["forward"]))
     shared = {"forward": given | shared_results(mod, "forward")}
     return Fused(mod, target, {}, shared)
+
+
+def left_to_pytorch(mod: tvm.IRModule, target: tvm.target.Target) -> list[str]:
+    """Return the operators of ``mod`` that need PyTorch, with the lines of the model."""
+    make_ready(target)
+    forward = tvm.IRModule({"forward": mod["forward"]})
+    with target:
+        mod = run_passes(forward, _spelling_passes(Machine.of(target)), [])
+    return leftovers(mod["forward"])
 
 
 def build_alone(

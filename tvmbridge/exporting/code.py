@@ -26,7 +26,7 @@ from tvmbridge.core.errors import ExportError
 from tvmbridge.core.libraries import register_containers
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.types import PassRecord
-from tvmbridge.exporting.building import build_alone
+from tvmbridge.exporting.building import build_alone, left_to_pytorch
 from tvmbridge.exporting.convention import (
     described_inputs,
     described_structure,
@@ -36,7 +36,7 @@ from tvmbridge.exporting.convention import (
     user_inputs,
 )
 from tvmbridge.exporting.left import without_left
-from tvmbridge.exporting.leftovers import refuse_effects
+from tvmbridge.exporting.leftovers import effects, refuse
 from tvmbridge.exporting.packing import PackWeights, packed_parameters, packed_weight
 from tvmbridge.exporting.views import with_views
 from tvmbridge.graph_capture.surroundings import tracing_here, undisturbed
@@ -100,8 +100,19 @@ def alone_code(
                 f"the module is on {lowered.captured.device}; code is exported for the CPU: move "
                 "the module there"
             )
-        refuse_effects(lowered.captured)
+        refuse_effects(lowered)
         return _built(module, lowered, options, records)
+
+
+def refuse_effects(lowered: LoweredModule) -> None:
+    """Refuse a module whose calls do more than return results.
+
+    Raises:
+        ExportError: the message names all such effects, and all operators that need PyTorch.
+    """
+    found = effects(lowered.captured)
+    if found:
+        refuse([*found, *left_to_pytorch(lowered.mod, lowered.target)])
 
 
 def _lowered(
@@ -126,7 +137,7 @@ def _built(
     options: CompileOptions,
     records: list[PassRecord],
 ) -> AloneCode:
-    graph = _packed(frozen_graph(lowered, options, records), records)
+    graph = _packed(frozen_graph(module, lowered, options, records), records)
     code = build_alone(graph.mod, lowered.target, records)
     return described_code(module, graph, code, records)
 
@@ -149,6 +160,7 @@ class FrozenGraph:
 
 
 def frozen_graph(
+    module: nn.Module,
     lowered: LoweredModule,
     options: CompileOptions,
     records: list[PassRecord],
@@ -160,9 +172,19 @@ def frozen_graph(
     """
     lowered, plan = freeze(lowered, options, records, alone=True, live=live)
     forward = tvm.IRModule({"forward": lowered.mod["forward"]})
-    mod = with_views(forward, lowered.captured, records)
+    mod = with_views(forward, lowered.captured, _tensors_of(module), records)
     lowered = replace(lowered, captured=without_left(lowered.captured))
     return FrozenGraph(lowered, plan, mod)
+
+
+def _tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters, buffers and other tensors in attributes of the module, by name."""
+    found: dict[str, torch.Tensor] = {}
+    for prefix, each in module.named_modules(remove_duplicate=False):
+        for held in (vars(each), each._buffers, each._parameters):
+            names = {n: v for n, v in held.items() if isinstance(v, torch.Tensor)}
+            found |= {f"{prefix}.{n}" if prefix else n: v for n, v in names.items()}
+    return found
 
 
 def _packed(graph: FrozenGraph, records: list[PassRecord]) -> FrozenGraph:

@@ -139,6 +139,12 @@ def _remainder_of(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> E
     return elementwise(remainder, "self")(bb, call, arguments)
 
 
+def _remainder_of_floats(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr | None:
+    if "float" not in dtype_of_tensor(call):
+        return None
+    return elementwise(_libm("fmod"), "self", "other")(bb, call, arguments)
+
+
 def _shift(function: Callable[[Expr, Expr], Expr]) -> Spell:
     def spell(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr | None:
         bits = arguments["other"]
@@ -202,6 +208,9 @@ _ARITHMETIC: dict[str, Spell] = {
     "sub": _with_alpha(lambda a, b: a - b),
     "rsub": _with_alpha(lambda a, b: b - a),
 }
+_BITS: dict[str, Callable[[Expr, Expr], Expr]] = {
+    "and": tirx.bitwise_and, "or": tirx.bitwise_or, "xor": tirx.bitwise_xor,
+}  # fmt: skip
 # Names in PyTorch of functions of the C library.
 _FUNCTIONS = {
     "lgamma": "lgamma", "erfc": "erfc", "exp2": "exp2", "log2": "log2", "log10": "log10",
@@ -218,11 +227,17 @@ ELEMENTWISE: dict[str, Spell] = {
     **{f"aten.{n}.default": elementwise(_libm(f), "self") for n, f in _FUNCTIONS.items()},
     **{f"aten.mul.{form}": elementwise(_product, "self", "other") for form in ("Tensor", "Scalar")},
     **{f"aten.remainder.{form}": _remainder_of for form in ("Tensor", "Scalar")},
+    **{
+        f"aten.bitwise_{name}.{form}": elementwise(function, "self", "other")
+        for name, function in _BITS.items()
+        for form in ("Tensor", "Scalar")
+    },
     **{f"aten.__lshift__.{f}": _shift(lambda a, b: a << b) for f in ("Tensor", "Scalar")},
     **{f"aten.__rshift__.{f}": _shift(lambda a, b: a >> b) for f in ("Tensor", "Scalar")},
     "aten.maximum.default": elementwise(tirx.max, "self", "other"),
     "aten.minimum.default": elementwise(tirx.min, "self", "other"),
     "aten.hypot.default": elementwise(_libm("hypot"), "self", "other"),
+    "aten.fmod.Tensor": _remainder_of_floats,
     "aten.copysign.Tensor": elementwise(_libm("copysign"), "self", "other"),
     "aten.copysign.Scalar": elementwise(_libm("copysign"), "self", "other"),
     "aten._to_copy.default": _copied,

@@ -7,7 +7,8 @@ rest: each row of the batch runs through all steps on one core.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from tvm import relax, tirx
 from tvm.ir import Call, Expr
@@ -15,7 +16,7 @@ from tvm.ir import Call, Expr
 from tvmbridge.legalize.aten.arguments import Arguments
 from tvmbridge.legalize.aten.nests import Buffer, dtype_of, emit_nest, index, local, loops, store
 from tvmbridge.legalize.broadcast import shape_of
-from tvmbridge.legalize.functions import FUNCTIONS
+from tvmbridge.legalize.functions import FUNCTIONS, HALF
 from tvmbridge.legalize.lets import constant
 
 _GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
@@ -79,11 +80,17 @@ class _Layer:
 
 
 def recurrent(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr | None:
-    """Return the results of a stack of recurrent layers; None for a half precision or autocast."""
+    """Return the results of a stack of recurrent layers; None under autocast.
+
+    Layers of half precision are computed in float32, and their results are rounded once.
+    """
     kind = arguments.op.removeprefix("tvmbridge.").removesuffix("_stack.default")
-    x, states = arguments["input"], list(arguments["states"])
-    if dtype_of(x) not in ("float32", "float64") or arguments["autocast"] is not None:
+    if arguments["autocast"] is not None:
         return None
+    dtype = dtype_of(arguments["input"])
+    if dtype in HALF:
+        arguments = _widened(bb, arguments)
+    x, states = arguments["input"], list(arguments["states"])
     if arguments["batch_first"]:
         x = bb.emit(relax.op.permute_dims(x, [1, 0, 2]))
     finals: list[list[Expr]] = [[] for _ in states]
@@ -98,7 +105,24 @@ def recurrent(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr 
                 found.append(value)
         x = outputs[0] if directions == 1 else bb.emit(relax.op.concat(outputs, 2))
     results = [x, *(f[0] if len(f) == 1 else bb.emit(relax.op.concat(f, 0)) for f in finals)]
+    if dtype in HALF:
+        results = [bb.emit(relax.op.astype(result, dtype)) for result in results]
     return relax.Tuple([results[n] for n in arguments.results or range(len(results))])
+
+
+def _widened(bb: relax.BlockBuilder, arguments: Arguments) -> Arguments:
+    """Return the arguments with input, states and weights in float32."""
+
+    def wide(value: Any) -> Any:
+        if isinstance(value, list):
+            return [wide(each) for each in value]
+        return bb.emit(relax.op.astype(value, "float32")) if isinstance(value, Expr) else value
+
+    names = ("input", "states", "weights")
+    values = {
+        name: wide(value) if name in names else value for name, value in arguments.values.items()
+    }
+    return replace(arguments, values=values)
 
 
 def _layers(kind: str, arguments: Arguments, directions: int) -> list[_Layer]:

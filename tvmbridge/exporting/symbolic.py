@@ -29,9 +29,14 @@ from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.core.types import PassRecord
 from tvmbridge.exporting.building import prepare_alone
-from tvmbridge.exporting.code import AloneCode, FrozenGraph, described_code, frozen_graph
+from tvmbridge.exporting.code import (
+    AloneCode,
+    FrozenGraph,
+    described_code,
+    frozen_graph,
+    refuse_effects,
+)
 from tvmbridge.exporting.conditions import written_relations
-from tvmbridge.exporting.leftovers import refuse_effects
 from tvmbridge.graph_capture.any_size import SymbolicTrace, shapes_of
 from tvmbridge.graph_capture.surroundings import tracing_here, undisturbed
 from tvmbridge.passes.relax.lift_frozen import varying_places
@@ -113,8 +118,9 @@ def _symbols(dimensions: Mapping[Dimension, DeclaredDimension], sample: _Argumen
     assert symbols is not None, "the spec names a dimension"
     if any(form != ITSELF for form in symbols.forms.values()):
         raise ExportError(
-            "dynamic_shapes has a Dim made of another, which exported functions do not take: give "
-            "each of the two dimensions a Dim of its own"
+            "dynamic_shapes has a Dim made of another, such as 2 * batch, which exported functions "
+            "do not take: export the module for fixed sizes of these dimensions, or compute the "
+            "longer argument within forward"
         )
     return symbols
 
@@ -161,7 +167,7 @@ def _compiled(
             records=records,
             known=known,
         )
-        refuse_effects(lowered.captured)
+        refuse_effects(lowered)
         return _Folded(lowered, folded(lowered, options, records))
 
     def prepared(mod: tvm.IRModule, target: tvm.target.Target) -> Fused:
@@ -172,7 +178,9 @@ def _compiled(
     live = varying_places([each.mod["forward"] for each in found])
     if live is None:
         raise DifferentCodeError("the graphs at different sizes have different operators")
-    graphs = _frozen([each.lowered for each in found], partial(frozen_graph, live=live), options)
+    graphs = _frozen(
+        [each.lowered for each in found], partial(frozen_graph, module, live=live), options
+    )
     code = code_for_all(
         [(graph.mod, None) for graph in graphs],
         points.sizes(),

@@ -1,7 +1,8 @@
 """Compute outputs that are views: in an exported function they are results of its own code.
 
 In eager PyTorch an output may be an argument, a view of one, or a view of another output. Compiled
-code does not return such an output. Here it is copied, element by element, from its base.
+code does not return such an output. Here it is copied, element by element, from its base. An output
+that is a weight or a view of one is a constant.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 import tvm
 from tvm import relax, te
 from tvm.ir import Expr
@@ -18,15 +20,22 @@ from tvmbridge.core.errors import ExportError
 from tvmbridge.core.types import InputKind, OutputDescriptor, OutputKind, PassRecord
 from tvmbridge.exporting.left import left_places
 from tvmbridge.exporting.windows import flat_place, position
+from tvmbridge.frontend.importer import constant
 from tvmbridge.legalize.broadcast import INJECTIVE
 from tvmbridge.passes.base import flat_results
 from tvmbridge.pipeline import run_passes, tidy_passes
 
 
 def with_views(
-    mod: tvm.IRModule, captured: CapturedGraph, records: list[PassRecord]
+    mod: tvm.IRModule,
+    captured: CapturedGraph,
+    weights: Mapping[str, torch.Tensor],
+    records: list[PassRecord],
 ) -> tvm.IRModule:
     """Return ``mod`` with a forward that returns all tensors among forward's results, in order.
+
+    Args:
+        weights: the module's parameters and buffers by name.
 
     Raises:
         ExportError: an output is a view that the code cannot compute.
@@ -34,14 +43,16 @@ def with_views(
     users = _users(captured)
     if not left_places(captured) and all(o.is_computed or o.spec is None for o in users):
         return mod
-    return run_passes(_with_views(mod, captured), tidy_passes(), records)
+    return run_passes(_with_views(mod, captured, weights), tidy_passes(), records)
 
 
 def _users(captured: CapturedGraph) -> list[OutputDescriptor]:
     return [o for o in captured.outputs if o.kind is OutputKind.USER]
 
 
-def _with_views(mod: tvm.IRModule, captured: CapturedGraph) -> tvm.IRModule:
+def _with_views(
+    mod: tvm.IRModule, captured: CapturedGraph, weights: Mapping[str, torch.Tensor]
+) -> tvm.IRModule:
     forward, users, dropped = mod["forward"], _users(captured), left_places(captured)
     computed = iter(flat_results(forward))
     flat = [next(computed) if o.is_computed else None for o in users]
@@ -55,10 +66,12 @@ def _with_views(mod: tvm.IRModule, captured: CapturedGraph) -> tvm.IRModule:
         if o.alias is not None and o.spec is not None and i not in dropped
     ]
     for place, output in sorted(aliased, key=lambda pair: pair[1].alias.kind is None):  # type: ignore[union-attr]
-        base, strides = bases.of(output)
-        call = _view(builder, base, strides, output)
-        var = relax.DataflowVar(f"view_{place}", call.ty_args[0])
-        bindings.append(relax.VarBinding(var, call))
+        value = _constant(output, weights)
+        if value is None:
+            value = _view(builder, *bases.of(output), output)
+        type_ = value.ty_args[0] if isinstance(value, relax.Call) else value.ty
+        var = relax.DataflowVar(f"view_{place}", type_)
+        bindings.append(relax.VarBinding(var, value))
         flat[place] = var
     fields = [f for i, f in enumerate(flat) if f is not None and i not in dropped]
     results = relax.Var("results", relax.TupleType([f.ty for f in fields]))
@@ -67,6 +80,18 @@ def _with_views(mod: tvm.IRModule, captured: CapturedGraph) -> tvm.IRModule:
     whole = relax.Function(forward.params, body, results.ty, is_pure=True)
     made = {n: f for n, f in builder.get().functions_items() if n.name_hint != "forward"}
     return tvm.IRModule({**made, "forward": whole.with_attr("global_symbol", "forward")})
+
+
+def _constant(output: OutputDescriptor, weights: Mapping[str, torch.Tensor]) -> Expr | None:
+    """Return the values of an output that shares memory with a weight; None for other outputs."""
+    alias = output.alias
+    if alias is None or alias.kind in (None, InputKind.USER) or alias.key not in weights:
+        return None
+    weight = weights[str(alias.key)].detach()
+    if alias.shape is None:
+        return constant(weight)
+    first = weight.storage_offset() + alias.offset
+    return constant(weight.as_strided(alias.shape, alias.stride, first))
 
 
 class _Bases:
@@ -85,9 +110,6 @@ class _Bases:
             for d in inputs
             if d.kind is InputKind.USER
         }
-        self._of_module = {
-            d.target: (parameters[d.name], d.spec.stride) for d in inputs if d.kind.is_of_module
-        }
 
     def of(self, output: OutputDescriptor) -> tuple[Any, tuple[int, ...]]:
         """Return the variable that ``output`` is a view of, and its strides in eager PyTorch."""
@@ -95,10 +117,9 @@ class _Bases:
         assert alias is not None
         if alias.kind is None:
             found = self._flat[int(alias.key)], self._stride(int(alias.key))
-        elif alias.kind is InputKind.USER:
-            found = self._of_user.get(int(alias.key), (None, ()))
         else:
-            found = self._of_module.get(str(alias.key), (None, ()))
+            key = int(alias.key) if alias.kind is InputKind.USER else None
+            found = self._of_user.get(key, (None, ()))
         if found[0] is None:
             raise ExportError(
                 f"output {output.name} is a view of a tensor that the code does not read; return a "

@@ -79,13 +79,14 @@ def user_frame(stack_trace: str) -> tuple[str, int, str] | None:
     """Return file, line and function of the innermost frame of user code in a traceback.
 
     Frames of PyTorch, tvmbridge and generated code do not count. If there are no others, return
-    the first frame; None if the traceback has no frame.
+    the innermost forward of a layer of PyTorch, or the first frame; None if there is no frame.
     """
     frames = [m for m in map(_FRAME.search, stack_trace.splitlines()) if m is not None]
     own = [m for m in frames if not any(part in m[1] for part in _FOREIGN)]
     if not frames:
         return None
-    file, line, function = (own[-1] if own else frames[0]).groups()
+    layers = [m for m in frames if "/torch/nn/modules/" in m[1] and m[3] == "forward"]
+    file, line, function = (own or layers or frames[:1])[-1].groups()
     return file, int(line), function
 
 

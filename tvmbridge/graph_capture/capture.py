@@ -61,6 +61,7 @@ from tvmbridge.graph_capture.symbols import (
     size_marks_put_away,
     spelled_out,
 )
+from tvmbridge.graph_capture.trace.alone_parts import alone_decompositions
 from tvmbridge.graph_capture.trace.answers import small_buffers
 from tvmbridge.graph_capture.trace.autocast import casts_recorded
 from tvmbridge.graph_capture.trace.backends import only_switched_off
@@ -278,6 +279,7 @@ def _exported(
     module = stage.module
     table = decomposition_table(differentiated=needs_grad or module.training)
     if runs_alone():
+        table |= alone_decompositions(table)
         table |= complex_decompositions(table)
     with (
         # torch.export restores copies of containers, a separate one for each sharing module.

@@ -99,7 +99,10 @@ def points_within(
     ]
 
     def broken_at(point: Point) -> str | None:
-        return relations.broken(shapes_of(symbols.probe(*sample, point)))
+        try:
+            return relations.broken(shapes_of(symbols.probe(*sample, point)))
+        except MemoryError as error:
+            return str(error)
 
     floors = floors or _floors(relations, symbols, sample)
     smallest = [*smallest, *(tuple(map(max, least, floors)) for least in smallest)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias
@@ -24,6 +25,8 @@ _MOST_HALVED = 32
 _IMAGE = 4
 # The fewest rows that are taken for the rows of a batch.
 _LEAST_ROWS = 3
+# The most elements of a resized tensor of integers that get values.
+_MOST_REPEATED = 1 << 24
 
 
 class LinearSize(NamedTuple):
@@ -172,7 +175,11 @@ class Symbols:
         """Return arguments like those given, with the sizes of ``point`` in symbolic dimensions.
 
         Tensors with symbolic dimensions are contiguous; torch.export would have further symbols
-        for strides. Resized tensors are zeros: forward may check that integers are valid indices.
+        for strides. Resized integers repeat the given ones, because forward may use them as
+        indices. Other resized tensors are uninitialized: they may be larger than the memory.
+
+        Raises:
+            MemoryError: a tensor is larger than the address space that is left.
         """
         leaves, spec = pytree.tree_flatten((args, kwargs))
         shapes = {i: list(t.shape) for i, t in enumerate(leaves) if isinstance(t, torch.Tensor)}
@@ -186,8 +193,24 @@ class Symbols:
 
 
 def _resized(leaf: torch.Tensor, shape: list[int]) -> torch.Tensor:
-    """Return ``leaf``, or a contiguous tensor of zeros like it of this shape."""
+    """Return ``leaf``, or a contiguous tensor like it of this shape."""
     if list(leaf.shape) == shape and leaf.is_contiguous():
         return leaf
-    made = torch.zeros(shape, dtype=leaf.dtype, device=leaf.device)
+    is_whole = not leaf.is_floating_point() and not leaf.is_complex()
+    if is_whole and leaf.numel() and math.prod(shape) <= _MOST_REPEATED:
+        return _repeated(leaf, shape)
+    create = torch.zeros if is_whole else torch.empty
+    try:
+        made = create(shape, dtype=leaf.dtype, device=leaf.device)
+    except RuntimeError as error:
+        raise MemoryError(f"there is no memory for a tensor of shape {shape}: {error}") from error
     return made.requires_grad_(leaf.requires_grad)
+
+
+def _repeated(leaf: torch.Tensor, shape: list[int]) -> torch.Tensor:
+    """Return the elements of ``leaf``, repeated along each dimension to fill ``shape``."""
+    for dim, size in enumerate(shape):
+        if leaf.shape[dim] != size:
+            places = torch.arange(size, device=leaf.device) % leaf.shape[dim]
+            leaf = leaf.index_select(dim, places)
+    return leaf.contiguous()

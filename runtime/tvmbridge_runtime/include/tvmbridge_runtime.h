@@ -56,6 +56,7 @@ class Error : public std::runtime_error {
 namespace detail {
 
 constexpr size_t kHeader = 64, kAlignment = 64;
+constexpr int kDeepest = 256;
 
 /* The CRC-32 of zlib, eight bytes at a time. */
 class Crc32 {
@@ -131,6 +132,20 @@ inline ffi::json::Array list(const ffi::json::Object& from, const char* key) {
   return at(from, key).cast<ffi::json::Array>();
 }
 
+/* Parse JSON; TVM's parser overflows the stack if brackets are nested thousands of times. */
+inline ffi::json::Object parsed(const std::string& path, const char* data, size_t size) {
+  int depth = 0;
+  bool quoted = false;
+  for (size_t i = 0; i < size && depth < kDeepest; ++i) {
+    if (quoted && data[i] == '\\') ++i;
+    else if (data[i] == '"') quoted = !quoted;
+    else if (!quoted && (data[i] == '[' || data[i] == '{')) ++depth;
+    else if (!quoted && (data[i] == ']' || data[i] == '}')) --depth;
+  }
+  if (depth >= kDeepest) throw Error(path + " has a table that is nested too deeply");
+  return object(ffi::json::Parse(ffi::String(data, size)));
+}
+
 inline ffi::json::Object manifest_of(const Mapped& file, size_t* body) {
   static const Crc32 crc;
   const std::string& path = file.path;
@@ -145,31 +160,41 @@ inline ffi::json::Object manifest_of(const Mapped& file, size_t* body) {
   if (crc(data + kHeader, length) != number(data + 16, 4))
     throw Error(path + " is damaged: its manifest fails its checksum");
   *body = kHeader + length;
-  ffi::json::Object manifest = object(ffi::json::Parse(ffi::String(data + kHeader, length)));
+  ffi::json::Object manifest = parsed(path, data + kHeader, length);
   if (integer(manifest, "format") != 1) throw Error(path + " has another format than 1");
   return manifest;
 }
 
-/* Compare the checksum of each chunk, on all processors. */
+using Checksum = std::function<uint32_t(const char*, size_t)>;
+
+/* Some chunks of a file: all from `first` on, up to `last`. */
+struct Chunks {
+  size_t first = 0, last = SIZE_MAX;
+};
+
+/* Compare the checksums of chunks, on all processors. */
 inline void check_chunks(const std::string& path, const char* data, size_t size,
-                         const ffi::json::Object& described) {
-  static const Crc32 crc;
+                         const ffi::json::Object& described, const Checksum& crc,
+                         const Chunks& chunks = {}) {
   if (size != static_cast<size_t>(integer(described, "size")))
     throw Error(path + " is truncated, or something was appended");
   size_t chunk = static_cast<size_t>(integer(described, "chunk"));
+  if (chunk == 0) throw Error(path + " has chunks of no bytes");
   std::vector<uint32_t> expected;
   for (const ffi::Any& sum : list(described, "crc32"))
     expected.push_back(static_cast<uint32_t>(sum.cast<int64_t>()));
-  std::atomic<size_t> next{0};
-  std::atomic<bool> damaged{(size + chunk - 1) / chunk != expected.size()};
+  std::atomic<size_t> next{chunks.first};
+  std::atomic<bool> damaged{(size - 1) / chunk + 1 != expected.size()};
+  size_t last = std::min(chunks.last, expected.size());
   auto work = [&] {
-    for (size_t i = next++; i < expected.size() && !damaged; i = next++) {
+    for (size_t i = next++; i < last && !damaged; i = next++) {
       size_t first = i * chunk;
       if (crc(data + first, std::min(chunk, size - first)) != expected[i]) damaged = true;
     }
   };
   std::vector<std::thread> threads;
-  size_t count = std::min<size_t>(std::thread::hardware_concurrency(), expected.size());
+  size_t parts = last > chunks.first ? last - chunks.first : 0;
+  size_t count = std::min<size_t>({std::thread::hardware_concurrency(), parts, 8});
   for (size_t i = 1; i < count; ++i) threads.emplace_back(work);
   work();
   for (std::thread& thread : threads) thread.join();
@@ -225,6 +250,17 @@ inline void check_version(const std::string& path, const ffi::json::Object& vers
   std::string wanted = text(versions, "tvm"), found = tvm_version();
   if (!found.empty() && found != wanted)
     throw Error(path + " was compiled by TVM " + wanted + ", and the runtime is of TVM " + found);
+}
+
+/* Check that all of a shared library is there; the system's loader crashes otherwise. The table of
+   sections is the last part of a library that a linker writes. */
+inline void check_library(const std::string& path, const char* code, size_t size) {
+  bool whole = size >= 64 && std::memcmp(code, "\x7f" "ELF\x02", 5) == 0;
+  if (whole) {
+    uint64_t at = number(code + 40, 8), room = number(code + 58, 2) * number(code + 60, 2);
+    whole = at <= size && room <= size - at;
+  }
+  if (!whole) throw Error(path + " has code that is no whole library; export the function again");
 }
 
 /* The path of a file beside another, or beside the file that this one links to. */
@@ -313,16 +349,14 @@ class Function {
   /* threads: how many each call may use; 0: as many as there are processors. */
   explicit Function(const std::string& path, int threads = 0)
       : file_(std::make_shared<detail::Mapped>(path)) {
-    using namespace detail;
-    size_t body = 0;
-    manifest_ = manifest_of(*file_, &body);
-    check_chunks(path, file_->data + body, file_->size - body, object(at(manifest_, "body")));
-    check_processor(object(at(manifest_, "target")));
-    check_version(path, object(at(manifest_, "versions")));
-    read_inputs();
-    read_weights(body);
-    if (threads <= 0) threads = static_cast<int>(std::thread::hardware_concurrency());
-    load_code(body, threads);
+    try {
+      read(path, threads);
+    } catch (const Error&) {
+      throw;
+    } catch (const std::exception& error) {
+      throw Error(path + " has a manifest that does not describe its content (" + error.what() +
+                  "); export the function again");
+    }
   }
 
   const std::vector<Input>& inputs() const { return inputs_; }
@@ -345,6 +379,31 @@ class Function {
   }
 
  private:
+  void read(const std::string& path, int threads) {
+    using namespace detail;
+    size_t body = 0;
+    manifest_ = manifest_of(*file_, &body);
+    static const Crc32 by_table;
+    ffi::json::Object described = object(at(manifest_, "body"));
+    const char* data = file_->data + body;
+    Chunks code = chunks_of_code(body);
+    check_chunks(path, data, file_->size - body, described, by_table, code);
+    check_processor(object(at(manifest_, "target")));
+    check_version(path, object(at(manifest_, "versions")));
+    read_inputs();
+    void* library = load_code(body);
+    /* The code has a checksum that is several times as fast. */
+    using Crc = uint32_t (*)(const void*, size_t);
+    auto fast = reinterpret_cast<Crc>(dlsym(library, "tvmbridge_crc32"));
+    Checksum checksum = by_table;
+    if (fast != nullptr) checksum = fast;
+    check_chunks(path, data, file_->size - body, described, checksum, Chunks{code.last, SIZE_MAX});
+    read_weights(body, checksum);
+    if (threads <= 0) threads = static_cast<int>(std::thread::hardware_concurrency());
+    auto use = reinterpret_cast<int (*)(int)>(dlsym(library, "tvmbridge_use_threads"));
+    if (use != nullptr) use(threads);
+  }
+
   void read_inputs() {
     for (const ffi::Any& each : detail::list(manifest_, "inputs")) {
       ffi::json::Object spec = detail::object(each);
@@ -359,9 +418,29 @@ class Function {
     for (const ffi::Any& each : detail::list(manifest_, "symbols"))
       symbols_.push_back(detail::object(each));
     for (const ffi::Any& each : detail::list(manifest_, "relations")) relations_.push_back(each);
+    /* Calls read these: an entry that is missing is an error here. */
+    ffi::json::Array outputs = detail::list(manifest_, "outputs");
+    for (const ffi::Any& each : outputs)
+      detail::at(detail::object(each), "copied").cast<bool>();
+    for (const ffi::Any& each : detail::list(manifest_, "checks")) {
+      detail::text(detail::object(each), "message");
+      int64_t output = detail::integer(detail::object(each), "output");
+      if (output < 0 || output >= static_cast<int64_t>(outputs.size()))
+        throw Error("a check reads a result that there is not");
+    }
   }
 
-  void read_weights(size_t body) {
+  /* The chunks that the code is in. */
+  detail::Chunks chunks_of_code(size_t body) const {
+    using namespace detail;
+    ffi::json::Object place = object(at(object(at(manifest_, "sections")), "code"));
+    size_t size = 0, chunk = static_cast<size_t>(integer(object(at(manifest_, "body")), "chunk"));
+    if (chunk == 0) throw Error(file_->path + " has chunks of no bytes");
+    size_t first = static_cast<size_t>(section(body, place, &size) - file_->data) - body;
+    return Chunks{first / chunk, size == 0 ? first / chunk : (first + size - 1) / chunk + 1};
+  }
+
+  void read_weights(size_t body, const detail::Checksum& checksum) {
     using namespace detail;
     ffi::json::Array parameters = list(manifest_, "parameters");
     if (parameters.empty()) return;
@@ -371,7 +450,7 @@ class Function {
     if (manifest_.count(ffi::String("beside"))) {
       ffi::json::Object beside = object(at(manifest_, "beside"));
       from = std::make_shared<Mapped>(beside_of(file_->path, text(beside, "file")));
-      check_chunks(from->path, from->data, from->size, beside);
+      check_chunks(from->path, from->data, from->size, beside, checksum);
       blob = from->data;
       size = from->size;
     } else {
@@ -380,7 +459,7 @@ class Function {
     }
     size_t length = size < 8 ? 0 : number(blob, 8);
     if (size < 8 || length > size - 8) throw Error(from->path + " has no table of weights");
-    ffi::json::Object table = object(ffi::json::Parse(ffi::String(blob + 8, length)));
+    ffi::json::Object table = parsed(from->path, blob + 8, length);
     for (const ffi::Any& each : parameters) {
       ffi::json::Object parameter = object(each);
       ffi::json::Object entry = object(table.at(ffi::String(text(parameter, "name"))));
@@ -418,13 +497,15 @@ class Function {
                                     DLDevice{kDLCPU, 0});
   }
 
-  void load_code(size_t body, int threads) {
+  /* Load the code; return the handle of its library. */
+  void* load_code(size_t body) {
     using namespace detail;
     ffi::json::Object code = object(at(object(at(manifest_, "sections")), "code"));
-    char path[] = "/tmp/tvmbridge-XXXXXX.so";
-    int file = mkstemps(path, 3);
     size_t left = 0;
     const char* data = section(body, code, &left);
+    check_library(file_->path, data, left);
+    char path[] = "/tmp/tvmbridge-XXXXXX.so";
+    int file = mkstemps(path, 3);
     while (file >= 0 && left > 0) {
       ssize_t written = write(file, data, left);
       if (written <= 0) break;
@@ -439,13 +520,13 @@ class Function {
       machine_.value()->GetFunction("vm_initialization").value()(1, 0, 2);
       forward_ = machine_.value()->GetFunction("forward").value();
       void* handle = dlopen(path, RTLD_NOW);
-      auto use = reinterpret_cast<int (*)(int)>(dlsym(handle, "tvmbridge_use_threads"));
-      if (use != nullptr) use(threads);
+      if (handle == nullptr) throw Error(dlerror());
+      unlink(path);
+      return handle;
     } catch (const std::exception& error) {
       unlink(path);
       throw Error(file_->path + " cannot be loaded: " + error.what());
     }
-    unlink(path);
   }
 
   /* The arguments as code may read them. */

@@ -60,6 +60,7 @@ registered_kernels = torch._C._dispatch_get_registrations_for_dispatch_key
 has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 has_any_kernel = torch._C._dispatch_has_kernel
 core_aten_decompositions = torch._decomp.core_aten_decompositions
+get_decompositions = torch._decomp.get_decompositions
 tag_activation_checkpoint = torch._higher_order_ops.wrap.tag_activation_checkpoint
 enter_autocast = torch.amp.autocast_mode._enter_autocast
 exit_autocast = torch.amp.autocast_mode._exit_autocast

@@ -14,6 +14,7 @@ from torch.export.graph_signature import InputKind as ExportInputKind
 from torch.export.graph_signature import OutputKind as ExportOutputKind
 
 from tvmbridge.calls.standins import tensors_of
+from tvmbridge.core.alone import runs_alone
 from tvmbridge.core.errors import (
     CaptureError,
     DataDependentError,
@@ -252,7 +253,7 @@ def _output_spec(name: str, value: Any) -> TensorSpec:
         raise DataDependentError(
             f"the result {name} is a number that is computed from the values of tensors"
         )
-    if value.is_complex():
+    if value.is_complex() and not runs_alone():
         raise UnsupportedOperatorError(f"the result {name} is of {value.dtype}")
     if not all(isinstance(extent, int) for extent in value.shape):
         raise DataDependentError(f"the shape of the result {name} depends on data")

@@ -1,4 +1,4 @@
-"""Loops for cumsum."""
+"""Loops for cumsum and cumprod."""
 
 from __future__ import annotations
 
@@ -19,6 +19,16 @@ _COLUMNS = 64
 
 
 def _cumsum(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
+    return _scan(bb, call, arguments, "cumsum")
+
+
+def cumulative_product(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
+    """Emit loops that multiply the elements along a dimension."""
+    return _scan(bb, call, arguments, "cumprod")
+
+
+def _scan(bb: relax.BlockBuilder, call: Call, arguments: Arguments, name: str) -> Expr:
+    multiplies = name == "cumprod"
     x, result, shape = arguments["self"], dtype_of(call), shape_of(call)
     rows, count, columns = around(shape, arguments["dim"] % len(shape))
     widest = 1 if sizes_vary() else min(columns, _COLUMNS)
@@ -32,15 +42,15 @@ def _cumsum(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
             row, first = block // blocks[1], block % blocks[1] * width
             sums = local(width, wide)
             with loops(width) as (k,):
-                store(sums, constant(0, wide), k)
+                store(sums, constant(int(multiplies), wide), k)
             with loops(count, width) as (i, k):
                 # PyTorch casts to the result's dtype first, which may be narrower than the input's.
                 value = tirx.Cast(wide, tirx.Cast(result, source[row, i, first + k]))
-                store(sums, sums[k] + value, k)
+                store(sums, sums[k] * value if multiplies else sums[k] + value, k)
                 store(target, tirx.Cast(result, sums[k]), row, i, first + k)
 
     flat = bb.emit(relax.op.reshape(x, (rows, count, columns)))
-    summed = emit_nest(bb, "cumsum", [flat], [((rows, count, columns), result)], write)
+    summed = emit_nest(bb, name, [flat], [((rows, count, columns), result)], write)
     return relax.op.reshape(summed, shape)
 
 

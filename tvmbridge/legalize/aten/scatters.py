@@ -12,6 +12,7 @@ from tvmbridge.legalize.aten.arguments import Arguments, Compile
 from tvmbridge.legalize.aten.bounds import checked
 from tvmbridge.legalize.aten.nests import Buffer, dtype_of, emit_nest, loops, store
 from tvmbridge.legalize.broadcast import shape_of
+from tvmbridge.legalize.elementwise import larger, smaller
 from tvmbridge.legalize.functions import HALF
 from tvmbridge.legalize.lets import constant
 from tvmbridge.legalize.reductions import accumulator_dtype
@@ -116,6 +117,12 @@ def _element(buffer: Buffer, i: tuple[Any, ...]) -> Expr:
     return buffer[tuple(at)]
 
 
+# Loops for ``scatter_reduce`` that keeps the elements of its first operand.
+REDUCED: dict[str, Compile] = {
+    "amax": _scatter(larger),
+    "amin": _scatter(smaller),
+    "prod": _scatter(lambda old, new: old * new),
+}
 SCATTERS: dict[str, Compile] = {
     "aten.scatter.src": _scatter(_replace),
     "aten.scatter.value": _scatter(_replace),

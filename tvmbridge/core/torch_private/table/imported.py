@@ -212,6 +212,11 @@ IMPORTED = (
         lambda table: callable(table()[torch.ops.aten.mse_loss.default]),
     ),
     PrivateName(
+        "torch._decomp.get_decompositions",
+        "exporting operators that have no loops of their own",
+        lambda get: len(get([torch.ops.aten.grid_sampler_2d.default])) == 1,
+    ),
+    PrivateName(
         "torch._C._dispatch_has_kernel_for_dispatch_key",
         "whether autocast casts for an operator",
         lambda ask: ask("aten::mm", "AutocastCUDA") and not ask("aten::relu", "AutocastCUDA"),
