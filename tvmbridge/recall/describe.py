@@ -7,10 +7,12 @@ classes by their functions and data. What has no such description raises Undescr
 
 from __future__ import annotations
 
+import abc
 import collections
 import contextvars
 import enum
 import functools
+import importlib
 import logging
 import re
 import sys
@@ -172,7 +174,7 @@ class Describer:
         plain = kind in (tuple, list, dict, set, frozenset)
         head = [kind.__name__ if plain else self.of(kind)]
         if isinstance(value, set | frozenset):
-            head += sorted(self.of(each) for each in value)
+            head += [self.of(each) for each in value]  # Forward may depend on their order.
         elif isinstance(value, Mapping):
             head += self._pairs(dict(value.items()))
         else:
@@ -216,6 +218,8 @@ class Describer:
 
     def _class(self, kind: type) -> list[str]:
         parts = ["class", kind.__module__, kind.__qualname__, version_of(kind.__module__)]
+        if isinstance(kind, abc.ABCMeta):
+            parts += _registered(kind)
         if not (is_of_users(kind) or issubclass(kind, nn.Module)):
             return [*parts, self._beside(kind.__module__)]
         parts += [self.of(base) for base in kind.__bases__]
@@ -268,6 +272,14 @@ class Describer:
         return ["variable", value.name, self.of(held)]
 
 
+def _registered(kind: abc.ABCMeta) -> list[str]:
+    """Return the names of the users' classes that ``isinstance`` takes for subclasses."""
+    dumped: Any = importlib.import_module("_abc")._get_dump(kind)
+    classes = [each() for each in dumped[0]]
+    users = [each for each in classes if each is not None and is_of_users(each)]
+    return sorted(f"registered {each.__module__}.{each.__qualname__}" for each in users)
+
+
 def _is_known(kind: type) -> bool:
     """Whether objects of ``kind`` keep their state where attributes show it."""
     return is_of_users(kind) or (holds_all_in_dict(kind) and kind.__name__ != "_Environ")
@@ -290,8 +302,8 @@ def _operator(_: Describer, value: Any) -> list[str]:
     return ["operator", str(value)]
 
 
-def _logger(_: Describer, value: Any) -> list[str]:
-    return ["logger", value.name]
+def _logger(_: Describer, value: logging.Logger) -> list[str]:
+    return ["logger", value.name, str(value.getEffectiveLevel()), str(value.disabled)]
 
 
 def _pattern(_: Describer, value: re.Pattern[Any]) -> list[str]:
