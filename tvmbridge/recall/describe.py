@@ -31,7 +31,13 @@ from tvmbridge.core.errors import BridgeError
 from tvmbridge.core.torch_private import OpOverload, OpOverloadPacket
 from tvmbridge.graph_capture.observe.data import is_of_users
 from tvmbridge.graph_capture.observe.executed import is_library
-from tvmbridge.recall.digests import constant_text, content_of, digest_of_parts, version_of
+from tvmbridge.recall.digests import (
+    constant_text,
+    content_of,
+    digest_of_parts,
+    varies,
+    version_of,
+)
 from tvmbridge.recall.spaces import functions_beside
 
 _CONSTANTS = (bool, int, float, complex, str, bytes, range, type(None), type(...))
@@ -190,6 +196,7 @@ class Describer:
         code = self.code(code_of(function))
         self.functions.setdefault(code, []).append(function)
         module = str(function.__module__)
+        _refuse_varying(module, function.__qualname__)
         parts = ["function", module, version_of(module), function.__qualname__, code]
         parts.append(self._beside(module))
         cells = [content_of(cell) for cell in function.__closure__ or ()]
@@ -285,11 +292,18 @@ def _is_known(kind: type) -> bool:
     return is_of_users(kind) or (holds_all_in_dict(kind) and kind.__name__ != "_Environ")
 
 
+def _refuse_varying(module: str, name: str) -> None:
+    of_environment = module == "os" and (name == "getenv" or name.startswith("_Environ."))
+    if varies(module) and not of_environment:  # Guards compare all environment variables.
+        raise UndescribableError(f"{module}.{name}, which may return something else each time")
+
+
 def _builtin(describer: Describer, value: Any) -> list[str]:
     owner = getattr(value, "__self__", None)
     module = getattr(value, "__module__", None) or getattr(value, "__objclass__", owner)
     module = module if isinstance(module, str) else str(getattr(module, "__module__", "") or "")
     name = getattr(value, "__qualname__", None) or value.__name__
+    _refuse_varying(module, str(name))
     version = version_of(module)
     top = module.partition(".")[0]
     if not version and top and top not in sys.stdlib_module_names:

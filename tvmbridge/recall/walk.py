@@ -24,18 +24,9 @@ from tvmbridge.core.torch_private import pytree
 from tvmbridge.graph_capture.observe.executed import Executed, is_library
 from tvmbridge.graph_capture.observe.names import Names
 from tvmbridge.recall.describe import Describer, UndescribableError
-from tvmbridge.recall.digests import is_filled
+from tvmbridge.recall.digests import is_filled, varies
 from tvmbridge.recall.sets import makes_sets, order_of_sets
 
-# What these Python modules and functions return may be another at the next call.
-_VARYING = frozenset(
-    {"os", "io", "time", "datetime", "random", "secrets", "uuid", "socket", "subprocess"}
-    | {"pathlib", "tempfile", "shutil", "urllib", "http", "pickle", "numpy.random", "posix"}
-    | {"posixpath", "ntpath", "genericpath", "glob", "linecache", "platform", "locale"}
-    | {"getpass", "gc", "weakref", "shelve", "sqlite3", "resource", "signal"}
-    | {"threading", "_thread", "multiprocessing", "decimal", "_decimal"}
-    | {"torch.random", "torch.cuda.random"}
-)
 _READ_FILES = frozenset(
     {"open", "load", "loadtxt", "genfromtxt", "fromfile", "memmap", "from_file"}
 )
@@ -55,7 +46,7 @@ _OF_SETTINGS = {
         {"getrecursionlimit", "getswitchinterval", "getrefcount", "getallocatedblocks"}
         | {"gettrace", "getprofile", "_getframe", "exc_info", "flags", "stdin"}
     ),
-    "logging": frozenset({"getLogger", "getLevelName", "root", "isEnabledFor", "disable"}),
+    "logging": frozenset({"getLogger", "getLevelName", "root"}),
 }
 # Attributes of functions that no description of a function has.
 _OF_FUNCTIONS = frozenset({"__doc__", "__annotations__", "cache_info", "cache_parameters"})
@@ -210,7 +201,7 @@ def _refuse_varying(place: str, value: Any, names: Names) -> None:
     top = module.partition(".")[0]
     if module == "os" and _reads_variables_alone(value, names):
         return
-    if module in _VARYING or top in _VARYING:
+    if varies(module):
         raise UndescribableError(f"{place}, whose functions may return something else each time")
     asked = names.looked_up if is_module else {getattr(value, "__name__", "")}
     if asked & _OF_SETTINGS.get(top, frozenset()):
