@@ -127,7 +127,7 @@ def test_what_a_process_is_asked_is_captured(asked: str) -> None:
         (lambda x: x in {"a", "b"}, False),
         (lambda x: [x for _ in {"a", "b", "c"}], True),
         (lambda x: {x, "b"}, True),
-        (lambda x: {each for each in x}, True),
+        (lambda x: {str(each) for each in x}, True),
         (lambda x: frozenset(x), True),
         (lambda x: (x, "set"), False),
     ],

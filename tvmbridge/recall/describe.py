@@ -293,7 +293,7 @@ def _is_known(kind: type) -> bool:
 
 
 def _refuse_varying(module: str, name: str) -> None:
-    of_environment = module == "os" and (name == "getenv" or name.startswith("_Environ."))
+    of_environment = module == "os" and (name == "getenv" or "environ" in name.lower())
     if varies(module) and not of_environment:  # Guards compare all environment variables.
         raise UndescribableError(f"{module}.{name}, which may return something else each time")
 
