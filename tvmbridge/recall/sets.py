@@ -13,14 +13,11 @@ def makes_sets(code: types.CodeType) -> bool:
     """Whether ``code`` makes a set, or reads a constant one for more than a test of membership."""
     if _NAMES & {*code.co_names}:
         return True
-    before = None
+    constant = False
     for each in dis.get_instructions(code):
-        if each.opname in _MAKING:
+        if each.opname in _MAKING or (constant and each.opname != "CONTAINS_OP"):
             return True
-        constant = before is not None and type(before.argval) is frozenset
-        if constant and before.opcode in dis.hasconst and each.opname != "CONTAINS_OP":
-            return True
-        before = each
+        constant = each.opcode in dis.hasconst and type(each.argval) is frozenset
     return False
 
 

@@ -91,7 +91,7 @@ class _Received(TorchDispatchMode):
     """Notes the operators that reach PyTorch's kernels, with their arguments."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[tuple[Any, Any, dict[str, Any]]] = []
 
     def __torch_dispatch__(
