@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import tvm
+import tvm_ffi
 from tvm import relax
 from tvm.script import ir as I
 from tvm.script import relax as R
@@ -19,6 +20,7 @@ from tvmbridge.core.types import PassRecord
 from tvmbridge.passes.base import PassReport, RelaxPass
 from tvmbridge.passes.relax.append_cotangents import AppendCotangents
 from tvmbridge.passes.relax.combine_parallel_batch_matmul import CombineParallelBatchMatmul
+from tvmbridge.passes.relax.dead_code_elimination import DeadCodeElimination
 from tvmbridge.passes.relax.one_zapp import OneZapp
 from tvmbridge.passes.relax.zapp_like import ZappLike
 from tvmbridge.pipeline import (
@@ -85,6 +87,31 @@ def test_records_say_what_each_pass_did() -> None:
     assert (zapp.bindings_before, zapp.bindings_after) == (4, 4)
     assert tidy[-1].bindings_after == count_bindings(after) == 2
     assert all(r.seconds > 0 for r in records)
+
+
+def test_a_cleaning_pass_runs_once_on_a_module_that_nothing_has_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ran: list[tvm.IRModule] = []
+    records: list[PassRecord] = []
+    apply = DeadCodeElimination.apply
+
+    def noted(self: DeadCodeElimination, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
+        ran.append(mod)
+        return apply(self, mod, report)
+
+    monkeypatch.setattr(DeadCodeElimination, "apply", noted)
+    clean, other = DeadCodeElimination(), DeadCodeElimination(("main",))
+    passes = [clean, OneZapp(), clean, ZappLike(), clean, clean, other, clean, OneZapp()]
+    after = run_passes(Module, passes, records)
+    assert [r.name for r in records] == [pass_name(pass_) for pass_ in passes]
+    assert [i for i, r in enumerate(records) if r.changed] == [3, 8]
+    # Once before ZappLike and once after it; passes with other options are passes of their own.
+    assert len(ran) == 3
+    expected = Module
+    for pass_ in passes:
+        expected = pass_(expected)
+    assert tvm_ffi.structural_equal(after, expected)
 
 
 def test_records_tell_passes_that_changed_something() -> None:

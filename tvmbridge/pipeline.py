@@ -134,10 +134,24 @@ def run_passes(
         PassError: a pass failed, or left an ill-formed module; the message names the pass. Wrong
             types are detected after the last pass.
     """
-    passes = list(passes)
+    passes, settled = list(passes), set[Any]()
     for number, pass_ in enumerate(passes, 1):
-        mod = _run_pass(mod, pass_, records, check_types=number == len(passes))
+        last, key = number == len(passes), _cleaning(pass_)
+        known = not last and key in settled
+        mod = _run_pass(mod, pass_, records, check_types=last, known=known)
+        settled = set() if records[-1].changed else settled | ({key} - {None})
     return mod
+
+
+def _cleaning(pass_: AnyPass) -> Any:
+    """Return a key of a pass that is run several times, equal for equal passes; else None.
+
+    Such a pass decides by the module alone, so it need not run again on one that it left as it was.
+    """
+    if isinstance(pass_, DeadCodeElimination):
+        return pass_
+    name = pass_name(pass_)
+    return name if name == "CanonicalizeBindings" else None
 
 
 def observed_passes(observe: PassObserver) -> AbstractContextManager[object]:
@@ -203,13 +217,17 @@ def _run_pass(
     records: list[PassRecord],
     *,
     check_types: bool,
+    known: bool = False,
 ) -> tvm.IRModule:
+    """Run one pass; with ``known`` it would change nothing, and is recorded alone."""
     let_interrupts_through()
     report = PassReport()
     start = time.perf_counter()
     try:
-        after = pass_.apply(mod, report) if isinstance(pass_, RelaxPass) else pass_(mod)
-        relax.analysis.well_formed(after, check_types)
+        after = mod if known else _applied(pass_, mod, report)
+        changed = not after.same_as(mod) and not _are_equal(mod, after)
+        if changed or check_types:
+            relax.analysis.well_formed(after, check_types)
     except Exception as error:
         raise PassError(f"pass {pass_name(pass_)} failed: {error}") from error
     record = PassRecord(
@@ -220,7 +238,7 @@ def _run_pass(
         declined=tuple(report.declined),
         bindings_before=count_bindings(mod),
         bindings_after=count_bindings(after),
-        changed=not tvm_ffi.structural_equal(mod, after, map_free_vars=True),
+        changed=changed,
     )
     records.append(record)
     logger.debug(
@@ -231,6 +249,14 @@ def _run_pass(
     if observe is not None:
         observe(record, mod, after)
     return after
+
+
+def _applied(pass_: AnyPass, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
+    return pass_.apply(mod, report) if isinstance(pass_, RelaxPass) else pass_(mod)
+
+
+def _are_equal(mod: tvm.IRModule, after: tvm.IRModule) -> bool:
+    return bool(tvm_ffi.structural_equal(mod, after, map_free_vars=True))
 
 
 def _options_of(pass_: AnyPass) -> str:

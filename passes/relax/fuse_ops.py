@@ -33,7 +33,7 @@ Runs after: AnnotateTIROpPattern. Runs before: FuseTIR.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,9 +78,55 @@ class FuseOps(RelaxPass):
 
 
 def _fused(mod: tvm.IRModule, most: int) -> tvm.IRModule:
+    """Return the result of TVM's pass, which gets the returned fields as outputs of their block.
+
+    FuseOps fuses nothing with a returned tuple, but for each of its fields it counts all operators
+    up to it: the time of 1,000 layers whose results are returned grows with the square.
+    """
     config = {**tvm.transform.PassContext.current().config, _MAX_DEPTH: most}
+    fields = {name: _fields_within(mod[name]) for name in _functions(mod)}
+    given = map_functions(mod, lambda f: _renamed(f, _fields_within(f), relax.Var))
     with tvm.transform.PassContext(config=config):
-        return relax.transform.FuseOps()(mod)
+        fused = relax.transform.FuseOps()(given)
+    for name, names in fields.items():
+        if names:
+            renamed = _renamed(fused[name], names, relax.DataflowVar)
+            fused.update_func(fused.get_global_var(name), renamed)
+    return fused
+
+
+def _functions(mod: tvm.IRModule) -> list[str]:
+    functions = mod.functions_items()
+    return [n.name_hint for n, f in functions if isinstance(f, relax.Function) and not _is_fused(f)]
+
+
+def _returned(function: relax.Function) -> relax.Tuple | None:
+    """Return the tuple that is bound to the result of ``function``, or None."""
+    for block in reversed(function.body.blocks):
+        for bound in reversed(block.bindings):
+            if bound.var.same_as(function.body.body):
+                return bound.value if isinstance(bound.value, relax.Tuple) else None
+    return None
+
+
+def _fields_within(function: relax.Function) -> dict[int, str]:
+    """Return positions and names of the returned fields that are not outputs of their block."""
+    returned = None if _is_fused(function) else _returned(function)
+    fields = () if returned is None else returned.fields
+    return {i: f.name for i, f in enumerate(fields) if isinstance(f, relax.DataflowVar)}
+
+
+def _renamed(
+    function: relax.Function, names: Mapping[int, str], kind: type[relax.Var]
+) -> relax.Function:
+    """Return ``function`` with variables of class ``kind`` for the returned fields in ``names``."""
+    returned = _returned(function) if names else None
+    if returned is None:
+        return function
+    fields = list(returned.fields)
+    others = {fields[i]: kind(name, fields[i].ty) for i, name in names.items()}
+    before = relax.DataflowVar if kind is relax.Var else relax.Var
+    return tvm_ffi.structural_mutate(function, (before, lambda var, _: others.get(var, var)))
 
 
 def _is_opaque(value: relax.Expr, mod: tvm.IRModule) -> bool:

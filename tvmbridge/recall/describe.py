@@ -7,10 +7,12 @@ classes by their functions and data. What has no such description raises Undescr
 
 from __future__ import annotations
 
+import abc
 import collections
 import contextvars
 import enum
 import functools
+import importlib
 import logging
 import re
 import sys
@@ -29,7 +31,13 @@ from tvmbridge.core.errors import BridgeError
 from tvmbridge.core.torch_private import OpOverload, OpOverloadPacket
 from tvmbridge.graph_capture.observe.data import is_of_users
 from tvmbridge.graph_capture.observe.executed import is_library
-from tvmbridge.recall.digests import constant_text, content_of, digest_of_parts, version_of
+from tvmbridge.recall.digests import (
+    constant_text,
+    content_of,
+    digest_of_parts,
+    varies,
+    version_of,
+)
 from tvmbridge.recall.spaces import functions_beside
 
 _CONSTANTS = (bool, int, float, complex, str, bytes, range, type(None), type(...))
@@ -172,7 +180,7 @@ class Describer:
         plain = kind in (tuple, list, dict, set, frozenset)
         head = [kind.__name__ if plain else self.of(kind)]
         if isinstance(value, set | frozenset):
-            head += sorted(self.of(each) for each in value)
+            head += [self.of(each) for each in value]  # Forward may depend on their order.
         elif isinstance(value, Mapping):
             head += self._pairs(dict(value.items()))
         else:
@@ -188,6 +196,7 @@ class Describer:
         code = self.code(code_of(function))
         self.functions.setdefault(code, []).append(function)
         module = str(function.__module__)
+        _refuse_varying(module, function.__qualname__)
         parts = ["function", module, version_of(module), function.__qualname__, code]
         parts.append(self._beside(module))
         cells = [content_of(cell) for cell in function.__closure__ or ()]
@@ -216,6 +225,8 @@ class Describer:
 
     def _class(self, kind: type) -> list[str]:
         parts = ["class", kind.__module__, kind.__qualname__, version_of(kind.__module__)]
+        if isinstance(kind, abc.ABCMeta):
+            parts += _registered(kind)
         if not (is_of_users(kind) or issubclass(kind, nn.Module)):
             return [*parts, self._beside(kind.__module__)]
         parts += [self.of(base) for base in kind.__bases__]
@@ -268,9 +279,23 @@ class Describer:
         return ["variable", value.name, self.of(held)]
 
 
+def _registered(kind: abc.ABCMeta) -> list[str]:
+    """Return the names of the users' classes that ``isinstance`` takes for subclasses."""
+    dumped: Any = importlib.import_module("_abc")._get_dump(kind)
+    classes = [each() for each in dumped[0]]
+    users = [each for each in classes if each is not None and is_of_users(each)]
+    return sorted(f"registered {each.__module__}.{each.__qualname__}" for each in users)
+
+
 def _is_known(kind: type) -> bool:
     """Whether objects of ``kind`` keep their state where attributes show it."""
     return is_of_users(kind) or (holds_all_in_dict(kind) and kind.__name__ != "_Environ")
+
+
+def _refuse_varying(module: str, name: str) -> None:
+    of_environment = module == "os" and (name == "getenv" or "environ" in name.lower())
+    if varies(module) and not of_environment:  # Guards compare all environment variables.
+        raise UndescribableError(f"{module}.{name}, which may return something else each time")
 
 
 def _builtin(describer: Describer, value: Any) -> list[str]:
@@ -278,6 +303,7 @@ def _builtin(describer: Describer, value: Any) -> list[str]:
     module = getattr(value, "__module__", None) or getattr(value, "__objclass__", owner)
     module = module if isinstance(module, str) else str(getattr(module, "__module__", "") or "")
     name = getattr(value, "__qualname__", None) or value.__name__
+    _refuse_varying(module, str(name))
     version = version_of(module)
     top = module.partition(".")[0]
     if not version and top and top not in sys.stdlib_module_names:
@@ -290,8 +316,8 @@ def _operator(_: Describer, value: Any) -> list[str]:
     return ["operator", str(value)]
 
 
-def _logger(_: Describer, value: Any) -> list[str]:
-    return ["logger", value.name]
+def _logger(_: Describer, value: logging.Logger) -> list[str]:
+    return ["logger", value.name, str(value.getEffectiveLevel()), str(value.disabled)]
 
 
 def _pattern(_: Describer, value: re.Pattern[Any]) -> list[str]:

@@ -11,6 +11,16 @@ from typing import Any
 
 from tvmbridge.core.contents import MISSING
 
+# What these Python modules and functions return may be another at the next call.
+_VARYING = frozenset(
+    {"os", "io", "time", "datetime", "random", "secrets", "uuid", "socket", "subprocess"}
+    | {"pathlib", "tempfile", "shutil", "urllib", "http", "pickle", "numpy.random", "posix"}
+    | {"posixpath", "ntpath", "genericpath", "glob", "linecache", "platform", "locale"}
+    | {"getpass", "gc", "weakref", "shelve", "sqlite3", "resource", "signal"}
+    | {"threading", "_thread", "multiprocessing", "decimal", "_decimal"}
+    | {"torch.random", "torch.cuda.random"}
+)
+
 
 def is_filled(cell: types.CellType) -> bool:
     """Whether a cell has contents."""
@@ -47,3 +57,8 @@ def version_of(module: str) -> str:
     package = sys.modules.get(module.partition(".")[0])
     found = vars(package).get("__version__") if package is not None else None
     return str(found or "")
+
+
+def varies(module: str) -> bool:
+    """Whether functions of a Python module may return something else at the next call."""
+    return module in _VARYING or module.partition(".")[0] in _VARYING

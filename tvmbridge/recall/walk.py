@@ -24,16 +24,9 @@ from tvmbridge.core.torch_private import pytree
 from tvmbridge.graph_capture.observe.executed import Executed, is_library
 from tvmbridge.graph_capture.observe.names import Names
 from tvmbridge.recall.describe import Describer, UndescribableError
-from tvmbridge.recall.digests import is_filled
+from tvmbridge.recall.digests import is_filled, varies
+from tvmbridge.recall.sets import makes_sets, order_of_sets
 
-# What these Python modules and functions return may be another at the next call.
-_VARYING = frozenset(
-    {"os", "io", "time", "datetime", "random", "secrets", "uuid", "socket", "subprocess"}
-    | {"pathlib", "tempfile", "shutil", "urllib", "http", "pickle", "numpy.random", "posix"}
-    | {"posixpath", "ntpath", "genericpath", "glob", "linecache", "platform", "locale"}
-    | {"getpass", "gc", "weakref", "shelve", "sqlite3", "resource", "signal"}
-    | {"torch.random", "torch.cuda.random"}
-)
 _READ_FILES = frozenset(
     {"open", "load", "loadtxt", "genfromtxt", "fromfile", "memmap", "from_file"}
 )
@@ -47,6 +40,16 @@ _OF_MACHINE = frozenset(
     {"is_available", "device_count", "current_device", "initial_seed", "seed", "get_rng_state"}
     | {"set_rng_state", "manual_seed", "get_device_name", "get_device_properties"}
 )
+# What these functions return depends on the interpreter, or on the levels of loggers.
+_OF_SETTINGS = {
+    "sys": frozenset(
+        {"getrecursionlimit", "getswitchinterval", "getrefcount", "getallocatedblocks"}
+        | {"gettrace", "getprofile", "_getframe", "exc_info", "flags", "stdin"}
+    ),
+    "logging": frozenset({"getLogger", "getLevelName", "root"}),
+}
+# Attributes of functions that no description of a function has.
+_OF_FUNCTIONS = frozenset({"__doc__", "__annotations__", "cache_info", "cache_parameters"})
 # Builtin functions whose results two processes, or two equal modules, do not have in common.
 _OF_PROCESS = {
     "open": "opens a file",
@@ -165,7 +168,11 @@ def _named(executed: Executed, describer: Describer) -> dict[str, str]:
     for name, what in _OF_PROCESS.items():
         if name in names.globals:
             raise UndescribableError(f"a function that {what}")
+    for name in sorted(names.looked_up & _OF_FUNCTIONS):
+        raise UndescribableError(f"a function that reads {name}")
     found: dict[str, str] = {}
+    if makes_sets(executed.code):
+        found[f"{where}, order of sets"] = order_of_sets()
     values: list[tuple[str, Any]] = []
     for name in sorted(names.globals):
         value = space.get(name, vars(builtins).get(name, MISSING))
@@ -194,9 +201,11 @@ def _refuse_varying(place: str, value: Any, names: Names) -> None:
     top = module.partition(".")[0]
     if module == "os" and _reads_variables_alone(value, names):
         return
-    if module in _VARYING or top in _VARYING:
+    if varies(module):
         raise UndescribableError(f"{place}, whose functions may return something else each time")
     asked = names.looked_up if is_module else {getattr(value, "__name__", "")}
+    if asked & _OF_SETTINGS.get(top, frozenset()):
+        raise UndescribableError(f"{place}, which may be asked about a setting of the process")
     if top == "inspect" and asked & _OF_FRAMES:
         raise UndescribableError(f"{place}, which reads frames or files")
     if top not in ("numpy", "torch"):

@@ -114,6 +114,14 @@ class Parameters(nn.Module):
         return rows, functional.layer_norm(x, (4,), *self.weight[:2]), x + self.weight.t()
 
 
+class Arithmetic(nn.Module):
+    """Operators with one new result each, scalars and lists of operands among their arguments."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.cat([x, torch.exp(x) * 2, torch.cos(x) + x], 1)
+        return torch.sum(torch.maximum(y, -y) ** 0.5, 1)
+
+
 class ReadAfter(nn.Module):
     """Reads a view of a tensor after it has written into the tensor."""
 
@@ -213,6 +221,7 @@ CASES = {
     "various": (Various, (4, 4), True),
     "in place": (InPlace, (4, 4), True),
     "parameters": (Parameters, (4, 4), False),
+    "arithmetic": (Arithmetic, (4, 4), True),
 }
 
 
@@ -258,3 +267,16 @@ def test_equal_calls_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     products = traced.count("aten.linear.default")
     assert products == 3  # of 8 features into 8, of 8 into 16, and of 16 into 8
     assert len(traced) < 20
+
+
+def test_operators_that_are_not_decomposed_need_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced: list[torch.fx.Graph] = []
+    genuine = operator_traces.traced_without_writes
+
+    def noted(*args: Any) -> Any:
+        traced.append(genuine(*args))
+        return traced[-1]
+
+    monkeypatch.setattr(operator_traces, "traced_without_writes", noted)
+    capture(Arithmetic().eval(), torch.rand(4, 4))
+    assert not traced

@@ -135,3 +135,32 @@ def test_long_chains_of_equal_layers_are_calls_of_few_functions() -> None:
     assert max(groups) <= 65
     calls = sum(len(block.bindings) for block in fused["main"].body.blocks)
     assert calls <= 200 // 64 + 2
+
+
+def _sums(length: int) -> tvm.IRModule:
+    """Return a module that returns each value of a chain, or the sum of its columns."""
+    builder = relax.BlockBuilder()
+    x = relax.Var("x", _TYPE)
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            value: relax.Expr = x
+            found = []
+            for i in range(length):
+                value = builder.emit(op.tanh(op.add(value, relax.const(float(i), "float32"))))
+                found.append(builder.emit(op.sum(value, axis=[0])) if i % 3 == 0 else value)
+            result = builder.emit_output(relax.Tuple([*found, found[0]]))
+        builder.emit_func_output(result)
+    passes = [relax.transform.LegalizeOps(LEGALIZE_MAP), relax.transform.AnnotateTIROpPattern()]
+    return tvm.ir.transform.Sequential(passes)(builder.get())
+
+
+def test_returned_fields_are_grouped_as_by_tvm() -> None:
+    mod = _sums(8)
+    before = mod.clone()
+    fused, _ = _fused(mod)
+    assert tvm_ffi.structural_equal(fused, relax.transform.FuseOps()(mod))
+    assert tvm_ffi.structural_equal(mod, before)
+    (block,) = fused["main"].body.blocks
+    assert [b.var.name for b in block.bindings if not isinstance(b.var, relax.DataflowVar)] == [
+        fused["main"].body.body.name
+    ]

@@ -10,10 +10,21 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from tvmbridge.core.torch_private import FakeTensor, OpOverload, pytree, storage_key
+from tvmbridge.core.torch_private import (
+    DispatchKey,
+    FakeTensor,
+    OpOverload,
+    TorchDispatchMode,
+    enable_python_dispatcher,
+    pytree,
+    storage_key,
+)
 from tvmbridge.core.torch_private.decomposing import WritesOperandError, traced_without_writes
 
 Table: TypeAlias = dict[Any, Callable[..., Any]]
+
+# The keys whose kernels replace an operator by others, in the trace of a call.
+_REPLACED_BY = (DispatchKey.CompositeImplicitAutograd, DispatchKey.Functionalize)
 
 
 class NotByOperatorError(Exception):
@@ -67,11 +78,59 @@ class Traces:
 
         try:
             written = int(func._schema.is_mutable)
-            graph = traced_without_writes(call, tensors, self.table, written)
+            graph = None if func in self.table else _graph_of_one(func, call, tensors)
+            if graph is None:
+                graph = traced_without_writes(call, tensors, self.table, written)
         except WritesOperandError as error:
             # Batch norm writes its running statistics, which its schema does not declare.
             raise NotByOperatorError(f"{func} writes into an operand") from error
         return OperatorTrace(graph, _views(graph))
+
+
+class _Received(TorchDispatchMode):
+    """Notes the operators that reach PyTorch's kernels, with their arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[tuple[Any, Any, dict[str, Any]]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.calls.append((func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _graph_of_one(
+    func: OpOverload, call: Callable[..., Any], tensors: Sequence[torch.Tensor]
+) -> fx.Graph | None:
+    """Return the graph of an operator that decomposes into itself, and returns one new tensor.
+
+    Return None for others. PyTorch's own trace takes some milliseconds for each operator.
+    """
+    schema = func._schema
+    if any(a.alias_info is not None for a in (*schema.arguments, *schema.returns)):
+        return None
+    if any(func.has_kernel_for_dispatch_key(key) for key in _REPLACED_BY):
+        return None
+    with enable_python_dispatcher(), _Received() as received:
+        result = call(*tensors)
+    if len(received.calls) != 1 or received.calls[0][0] is not func or not _is_tensor(result):
+        return None
+    graph, made = fx.Graph(), {}
+    for number, tensor in enumerate(tensors):
+        made[id(tensor)] = node = graph.placeholder(f"arg{number}_1")
+        node.meta["val"] = tensor
+    _, args, kwargs = received.calls[0]
+    leaves, structure = pytree.tree_flatten((args, kwargs))
+    if any(_is_tensor(leaf) and id(leaf) not in made for leaf in leaves):
+        return None
+    here = [made[id(leaf)] if _is_tensor(leaf) else leaf for leaf in leaves]
+    args, kwargs = pytree.tree_unflatten(here, structure)
+    node = graph.call_function(func, args, kwargs)
+    node.meta["val"] = result
+    graph.output(node)
+    return graph
 
 
 def _is_tensor(leaf: Any) -> bool:
