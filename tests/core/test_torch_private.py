@@ -33,6 +33,7 @@ NOT_OF_PYTORCH = {
     "library._name",  # of ctypes
     "functools._lru_cache_wrapper",
     "_active_collector",
+    "importlib.import_module('_abc')._get_dump",
 }
 
 

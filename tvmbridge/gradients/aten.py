@@ -120,13 +120,7 @@ def _upsample(kind: str, rank: int) -> AtenRule:
     return rule
 
 
-def _padding(pulled: _Pulled) -> relax.Expr:
-    overload = "aten.constant_pad_nd.default"
-    return pulled.back(overload, [], [-amount for amount in pulled.arguments["pad"]])
-
-
 ATEN_RULES: dict[str, AtenRule] = {
-    "aten.constant_pad_nd.default": _padding,
     **{f"aten.avg_pool{n}d.default": _average(n) for n in (2, 3)},
     **{f"aten._adaptive_avg_pool{n}d.default": _adaptive_average(n) for n in (2, 3)},
     **{f"aten.max_pool{n}d_with_indices.default": _largest(n) for n in (2, 3)},

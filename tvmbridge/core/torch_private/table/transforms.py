@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 from unittest import mock
 
@@ -79,8 +80,9 @@ def _ends_level(end: Any) -> bool:
     return False
 
 
-def _makes_duals(module: Any) -> bool:
-    """Whether ``forward_ad.make_dual`` calls the function of this module."""
+def _makes_duals(genuine: Any) -> bool:
+    """Whether ``forward_ad.make_dual`` calls this function of its module."""
+    module = sys.modules[genuine.__module__]
     with forward_ad.dual_level(), mock.patch.object(module, "_make_dual") as called:
         forward_ad.make_dual(torch.ones(1), torch.ones(1))
     return bool(called.called)
@@ -106,7 +108,7 @@ TRANSFORMS = (
         _ends_level,
     ),
     PrivateName(
-        "torch._functorch.predispatch",
+        "torch._functorch.predispatch._make_dual",
         "refusing forward-mode differentiation within forward",
         _makes_duals,
     ),
