@@ -19,11 +19,12 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from tvmbridge.calls.patches import code_of
 from tvmbridge.core.contents import ANY_TENSOR, MISSING, PartOf, attributes_of, holds_all_in_dict
@@ -69,8 +70,8 @@ _NUMBERS: tuple[type[Any], ...] = (int, float, complex, str, bytes)
 _HEAP_TYPE = 1 << 9  # set for the classes that are not written in C
 _DEEPEST = 40
 
-# By id: a code object, which keeps its id in use, and its digest.
-KnownCodes: TypeAlias = dict[int, tuple[types.CodeType, str]]
+# The digests of code objects, which never change.
+_CODES = WeakIdKeyDictionary()
 _LARGEST_ARRAY = 2**20
 
 
@@ -86,10 +87,9 @@ class Describer:
 
     Args:
         module: the module; it, its submodules and its tensors are described by their names.
-        codes: code objects that were described before, with their digests, by id; None: none.
     """
 
-    def __init__(self, module: nn.Module, codes: KnownCodes | None = None) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self.functions: dict[str, list[types.FunctionType]] = {}
         self.opaque: dict[str, str] = {}
         self._names: dict[int, str] = {}
@@ -99,7 +99,6 @@ class Describer:
             self._names[id(tensor)] = f"tensor {name}"
         # By id: an object, which keeps its id in use, and its digest; None while it is described.
         self._known: dict[int, tuple[Any, str | None]] = {}
-        self._codes: KnownCodes = {} if codes is None else codes
         self._spaces: dict[str, str] = {}
         self._depth = 0
 
@@ -134,10 +133,10 @@ class Describer:
 
     def code(self, code: types.CodeType) -> str:
         """Return the digest of a code object, with the code objects in it, without its lines."""
-        known = self._codes.get(id(code))
-        if known is None:
-            known = self._codes[id(code)] = code, digest_of_parts(self._parts_of_code(code))
-        return known[1]
+        digest: str | None = _CODES.get(code)
+        if digest is None:
+            digest = _CODES[code] = digest_of_parts(self._parts_of_code(code))
+        return digest
 
     def _parts_of_code(self, code: types.CodeType) -> list[str]:
         constants = [

@@ -23,7 +23,7 @@ from tvmbridge.core.torch_private import pytree
 from tvmbridge.graph_capture.observe.descriptors import find_aliases
 from tvmbridge.graph_capture.observe.leaks import collections_put_off
 from tvmbridge.recall.caller import Caller
-from tvmbridge.recall.describe import Describer, KnownCodes, UndescribableError
+from tvmbridge.recall.describe import Describer, UndescribableError
 from tvmbridge.recall.facts import ChangedError, Facts, observed, verified
 from tvmbridge.recall.key import FunctionsNow
 from tvmbridge.recall.plan import refused_features
@@ -50,8 +50,6 @@ class SharedPlans:
 
     def __init__(self) -> None:
         self._plans: dict[str, list[_SharedPlan]] = {}
-        # Code objects never change, so their digests serve the descriptions of all modules.
-        self._codes: KnownCodes = {}
         self._functions = FunctionsNow()
         self._changing = threading.Lock()
 
@@ -68,7 +66,7 @@ class SharedPlans:
             if reason is not None:
                 return None, reason, ""
             with collections_put_off():
-                describer = Describer(caller.module, self._codes)
+                describer = Describer(caller.module)
                 digest = self._digest(caller, describer)
                 why = "no equal module has code yet"
                 for plan in list(self._plans.get(digest, ())):
@@ -95,7 +93,7 @@ class SharedPlans:
                 return feature
             if compiled.captured.convention.held:
                 return "numbers in attributes among the inputs of the code"
-            describer = Describer(caller.module, self._codes)
+            describer = Describer(caller.module)
             if self._digest(caller, describer) != digest:
                 return "the module or a setting has changed during the compilation"
             facts = observed(caller.module, compiled.captured.assumptions, describer)
