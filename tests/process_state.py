@@ -75,7 +75,7 @@ def now() -> dict[str, Any]:
         "Dynamo's callback": get_eval_frame_callback(),
         "functions": [dict(vars(owner)) for owner in _OWNERS],
         "patches": dict(patches._INSTALLED),
-        "warnings": list(warnings.filters),
+        "warnings": [each for each in warnings.filters if not _is_of_other_library(each[2])],
         "log filters": list(logging.getLogger("torch._subclasses.fake_tensor").filters),
         "garbage collection": gc.isenabled(),
     }
@@ -89,6 +89,11 @@ def _in_forward_level() -> bool:
         return True
     torch._C._exit_dual_level(level)
     return False
+
+
+def _is_of_other_library(category: type[Warning]) -> bool:
+    """Whether a library defines this class of warnings; its import may add a filter for them."""
+    return category.__module__.partition(".")[0] not in ("builtins", "torch", "tvmbridge")
 
 
 def _read(setting: Callable[[], Any]) -> Any:

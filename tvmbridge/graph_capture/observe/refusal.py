@@ -127,7 +127,8 @@ def refuse_at_sight(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[st
 
 def refuse_what_is_asked(module: nn.Module, arguments: Any, asks: Collection[Question]) -> None:
     """Raise a CaptureError if a tensor has a property that forward reads and a trace changes."""
-    reason = other_answer(asks, pytree.tree_leaves(arguments), tensors_of(module).values())
+    own = {id(tensor): tensor for tensor in tensors_of(module).values()}
+    reason = other_answer(asks, pytree.tree_leaves(arguments), own.values())
     if reason is not None:
         raise CaptureError(f"{type(module).__name__} cannot be captured: {reason}; {reason.advice}")
 
