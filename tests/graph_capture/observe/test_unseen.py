@@ -154,7 +154,6 @@ class Asking(torch.autograd.Function):
         return gradient * (2 if gradient.is_contiguous() else 3)
 
 
-
 def _asked(gradient: torch.Tensor) -> torch.Tensor:
     return gradient * (2 if gradient.is_contiguous() else 3)
 
