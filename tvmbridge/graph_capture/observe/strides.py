@@ -65,12 +65,14 @@ def _named(function: types.FunctionType, code: types.CodeType) -> Iterator[Any]:
     names = names_of(code)
     for value in map(function.__globals__.get, names.globals):
         yield value
-        is_module = isinstance(value, types.ModuleType)
-        if not is_module and not isinstance(value, type):
+        if isinstance(value, types.ModuleType):
+            owner = value.__name__
+        elif isinstance(value, type):
+            owner = value.__module__
+        else:
             continue
-        if not is_library(value.__name__ if is_module else value.__module__):
-            for name in names.looked_up:
-                yield inspect.getattr_static(value, name, None)
+        for name in () if is_library(owner) else names.looked_up:
+            yield inspect.getattr_static(value, name, None)
 
 
 @functools.lru_cache(maxsize=4096)
