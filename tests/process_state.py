@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import sys
@@ -53,6 +54,9 @@ _FLAGS = (
     torch.fx._symbolic_trace.is_fx_symbolic_tracing,
 )
 _dispatch, _functorch = torch._C, torch._C._functorch
+_IMPORTING = "<frozen importlib._bootstrap>"
+# The filters of warnings that were added during an import.
+_OF_IMPORTS: list[Any] = []
 
 
 def now() -> dict[str, Any]:
@@ -75,7 +79,7 @@ def now() -> dict[str, Any]:
         "Dynamo's callback": get_eval_frame_callback(),
         "functions": [dict(vars(owner)) for owner in _OWNERS],
         "patches": dict(patches._INSTALLED),
-        "warnings": list(warnings.filters),
+        "warnings": [each for each in warnings.filters if each not in _OF_IMPORTS],
         "log filters": list(logging.getLogger("torch._subclasses.fake_tensor").filters),
         "garbage collection": gc.isenabled(),
     }
@@ -89,6 +93,27 @@ def _in_forward_level() -> bool:
         return True
     torch._C._exit_dual_level(level)
     return False
+
+
+def _noted(add: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``add``, which adds a filter of warnings, with a note of filters added by imports.
+
+    Libraries add filters when they are imported, which may be within any test.
+    """
+
+    @functools.wraps(add)
+    def noting(*item: Any, append: bool) -> Any:
+        frame: Any = sys._getframe()
+        while frame is not None and frame.f_code.co_filename != _IMPORTING:
+            frame = frame.f_back
+        if frame is not None:
+            _OF_IMPORTS.append(item)
+        return add(*item, append=append)
+
+    return noting
+
+
+warnings._add_filter = _noted(warnings._add_filter)  # type: ignore[attr-defined]
 
 
 def _read(setting: Callable[[], Any]) -> Any:

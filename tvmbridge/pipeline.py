@@ -219,7 +219,7 @@ def _run_pass(
     check_types: bool,
     known: bool = False,
 ) -> tvm.IRModule:
-    """Run one pass; with ``known`` it would change nothing, and is recorded alone."""
+    """Run one pass, and record it. If ``known``, it would change nothing: only record it."""
     let_interrupts_through()
     report = PassReport()
     start = time.perf_counter()

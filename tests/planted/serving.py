@@ -78,6 +78,14 @@ SERVING = (
         ("tests/graph_capture/observe/test_unseen.py", "-k", "object"),
     ),
     Plant(
+        "strides that a helper of backward asks for",
+        "guard",
+        "tvmbridge.graph_capture.observe.strides",
+        "            waiting += _named(each, code)",
+        "            pass",
+        ("tests/graph_capture/observe/test_unseen.py", "-k", "strides and Helped"),
+    ),
+    Plant(
         "a forward-mode level that a refusal leaves in C++",
         "runtime",
         "tvmbridge.calls.standins",

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tvmbridge import add_tvm_dispatch, dispatch_report
+from tvmbridge import CaptureError, add_tvm_dispatch, dispatch_report
 
 KINDS: dict[str, tuple[Callable[..., Any], Callable[[Any], Any]]] = {
     "tuple": (lambda h, c: (h, c), lambda s: s),
@@ -105,3 +105,56 @@ def test_writes_into_a_state_that_shares_memory_are_right() -> None:
     pair = _pair(Remembering("same", halves=True))
     for _ in range(4):
         _step(pair, torch.randn(1, 2, 3, dtype=torch.float64))
+
+
+class Comparing(nn.Module):
+    """Asks whether the two tensors of its state are one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.state is not None:
+            h, c = self.state
+            x = x + (h if h is c else h + c)
+        self.state = (x.sin(), x.cos())
+        return x
+
+
+def test_whether_two_tensors_of_a_state_are_one_is_compared() -> None:
+    eager = Comparing()
+    served, x = copy.deepcopy(eager), torch.ones(2)
+    add_tvm_dispatch(served)
+    with torch.no_grad():
+        for n in range(5):
+            for module in (eager, served) if n == 3 else ():
+                module.state = (module.state[0],) * 2
+            torch.testing.assert_close(served(x), eager(x))
+    assert "one tensor is given twice" in " ".join(dispatch_report(served).fallbacks)
+    assert dispatch_report(served).tvm_calls == 3
+
+
+class Compared(nn.Module):
+    """Asks whether two of its tensors are one."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.h = torch.ones(2)
+        self.c = self.h if tied else torch.ones(2)
+        self.weight = self.bias = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + (self.weight if self.weight is self.bias else self.h)
+        return x + (self.h if self.h is self.c else self.h + self.c)
+
+
+def test_whether_two_attributes_are_one_is_compared() -> None:
+    x = torch.ones(2)
+    with pytest.raises(CaptureError, match="one tensor is given twice"):
+        add_tvm_dispatch(Compared(tied=True), (x,))
+    module = add_tvm_dispatch(Compared(tied=False), (x,))
+    assert torch.equal(module(x), x + 3)
+    module.h = module.c = torch.full((2,), 5.0)
+    assert torch.equal(module(x), x + 6)
+    assert dispatch_report(module).tvm_calls == 1

@@ -54,8 +54,9 @@ def other_answer(
     ):
         return Reason(Kind.ASKS_OFFSET)
     if Question.IDENTITY in asks:
-        different = set(map(id, tensors))
-        if len(different) < len(tensors) or not different.isdisjoint(map(id, own)):
+        # Tied parameters are left out of ``own``: the tensors were different during the capture.
+        present = [*tensors, *(t for t in own if t is not None)]
+        if len(set(map(id, present))) < len(present):
             return Reason(Kind.ASKS_IDENTITY)
     return None
 

@@ -18,7 +18,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy
@@ -100,6 +100,7 @@ class Describer:
         # By id: an object, which keeps its id in use, and its digest; None while it is described.
         self._known: dict[int, tuple[Any, str | None]] = {}
         self._spaces: dict[str, str] = {}
+        self._orders: dict[str, set[str]] = {}
         self._depth = 0
 
     def of(self, value: Any) -> str:
@@ -130,6 +131,19 @@ class Describer:
             self._depth -= 1
         self._known[id(value)] = value, digest
         return digest
+
+    def named(self, name: str, value: Any) -> str:
+        """Return the digest of a value that code reads by ``name``; see :meth:`orders`."""
+        if type(value) not in (set, frozenset):
+            return self.of(value)
+        items = [self.of(each) for each in value]
+        self._orders.setdefault(name, set()).add(digest_of_parts(items))
+        return digest_of_parts([type(value).__name__, *sorted(items)])
+
+    def orders(self, used: Collection[str] | None) -> list[str]:
+        """Return the orders of the sets with the names ``used`` (None: all) that were described."""
+        names = [n for n in self._orders if used is None or n in used]
+        return [f"order of {name} {sorted(self._orders[name])}" for name in names]
 
     def code(self, code: types.CodeType) -> str:
         """Return the digest of a code object, with the code objects in it, without its lines."""
@@ -169,10 +183,13 @@ class Describer:
         if not plain and kind is not types.SimpleNamespace:
             raise UndescribableError(f"a {kind.__module__}.{kind.__qualname__}")
         own = [] if base is None else [base.__repr__(value)]
-        return ["object", self.of(kind), *own, *self._pairs(attributes_of(value))]
+        return ["object", self.of(kind), *own, *self._attributes(attributes_of(value))]
 
     def _pairs(self, held: Mapping[Any, Any]) -> list[str]:
         return [self.of(each) for pair in held.items() for each in pair]
+
+    def _attributes(self, held: Mapping[str, Any]) -> list[str]:
+        return [each for n, v in held.items() for each in (self.of(n), self.named(n, v))]
 
     def _container(self, value: Any) -> list[str]:
         kind = type(value)
@@ -186,10 +203,10 @@ class Describer:
             # A subclass may iterate in its own way.
             base: Any = next(c for c in (tuple, list, collections.deque) if isinstance(value, c))
             head += [self.of(each) for each in base.__iter__(value)]
-        return head if plain else [*head, "attributes", *self._pairs(attributes_of(value))]
+        return head if plain else [*head, "attributes", *self._attributes(attributes_of(value))]
 
     def _part(self, part: PartOf) -> list[str]:
-        return ["part", self.of(part.kind), str(part.asks), *self._pairs(part.attributes)]
+        return ["part", self.of(part.kind), str(part.asks), *self._attributes(part.attributes)]
 
     def _function(self, function: types.FunctionType) -> list[str]:
         code = self.code(code_of(function))
@@ -235,7 +252,7 @@ class Describer:
             if name in _UNREAD:
                 continue
             try:
-                parts += [name, self.of(value)]
+                parts += [name, self.named(name, value)]
             except UndescribableError:
                 # Class attributes that forward reads are described apart, by their places.
                 parts.append(f"opaque {type(value).__qualname__}")
@@ -279,11 +296,24 @@ class Describer:
 
 
 def _registered(kind: abc.ABCMeta) -> list[str]:
-    """Return the names of the users' classes that ``isinstance`` takes for subclasses."""
-    dumped: Any = importlib.import_module("_abc")._get_dump(kind)
-    classes = [each() for each in dumped[0]]
-    users = [each for each in classes if each is not None and is_of_users(each)]
-    return sorted(f"registered {each.__module__}.{each.__qualname__}" for each in users)
+    """Return the names of the users' classes that ``isinstance`` takes for subclasses.
+
+    A class may be registered with ``kind``, or with a user's class below it.
+    """
+    dump: Any = importlib.import_module("_abc")._get_dump
+    waiting: list[type] = [kind]
+    met, found = set[type](), set[str]()
+    while waiting:
+        each = waiting.pop()
+        if each in met:
+            continue
+        met.add(each)
+        waiting += type.__subclasses__(each) if is_of_users(each) else ()
+        dumped = dump(each)[0] if isinstance(each, abc.ABCMeta) else ()
+        new = [c for c in (reference() for reference in dumped) if c is not None and is_of_users(c)]
+        waiting += new
+        found |= {f"registered {c.__module__}.{c.__qualname__}" for c in new}
+    return sorted(found)
 
 
 def _is_known(kind: type) -> bool:
@@ -316,7 +346,8 @@ def _operator(_: Describer, value: Any) -> list[str]:
 
 
 def _logger(_: Describer, value: logging.Logger) -> list[str]:
-    return ["logger", value.name, str(value.getEffectiveLevel()), str(value.disabled)]
+    levels = (value.getEffectiveLevel(), value.manager.disable, value.disabled)
+    return ["logger", value.name, repr(levels)]
 
 
 def _pattern(_: Describer, value: re.Pattern[Any]) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from tvmbridge.core.contents import MISSING
 
-# What these Python modules and functions return may be another at the next call.
+# Functions of these Python modules may return something else at the next call.
 _VARYING = frozenset(
     {"os", "io", "time", "datetime", "random", "secrets", "uuid", "socket", "subprocess"}
     | {"pathlib", "tempfile", "shutil", "urllib", "http", "pickle", "numpy.random", "posix"}

@@ -117,7 +117,7 @@ def observed(module: nn.Module, assumed: Assumptions, describer: Describer) -> F
     if missed:
         raise UndescribableError(f"{missed[0]}, which no function that forward runs leads to")
     outside = tuple(_template(read[v.key].expected) if v.key in read else _UNUSED for v in found)
-    _, of_outside = _outside(outside, found, describer)
+    _, of_outside = _outside(outside, found, describer, walked)
     return Facts(tuple(labels), _named(walked), values, outside, (of_values, of_outside))
 
 
@@ -139,7 +139,7 @@ def verified(
     found = _searched(module, walked)
     if len(found) != len(facts.outside):
         raise ChangedError("forward names other values outside of the module")
-    outside, of_outside = _outside(facts.outside, found, describer)
+    outside, of_outside = _outside(facts.outside, found, describer, walked)
     if of_outside != facts.digests[1]:
         raise ChangedError("a value outside of the module is another")
     codes = Codes(value.expected for value in outside if value.itself).watched()
@@ -178,9 +178,15 @@ def _values(
 
 
 def _outside(
-    templates: Sequence[Template], found: Sequence[OutsideValue], describer: Describer
+    templates: Sequence[Template],
+    found: Sequence[OutsideValue],
+    describer: Describer,
+    walked: Walk,
 ) -> tuple[list[OutsideValue], str]:
-    """Return the values outside of the module, reduced by their templates, and a digest."""
+    """Return the values outside of the module, reduced by their templates, and a digest.
+
+    The digest covers the order of all sets that were described, if forward may depend on it.
+    """
     outside, lines = [], []
     for value, template in zip(found, templates, strict=True):
         if template == _UNUSED:
@@ -190,12 +196,13 @@ def _outside(
         outside.append(value)
         digest = _of(describer, value.label, value.expected)
         lines.append(f"{value.label} {value.name} {value.itself} {digest}")
+    lines += describer.orders(walked.used)
     return outside, digest_of("\n".join(sorted(lines)))
 
 
 def _of(describer: Describer, label: str, value: Any) -> str:
     try:
-        return describer.of(value)
+        return describer.named(label.rpartition(".")[2], value)
     except UndescribableError as error:
         raise UndescribableError(f"{label.lstrip('.')}, which is or holds {error}") from None
 

@@ -1,12 +1,14 @@
-"""Sets that code makes: their order depends on the hashes of texts, which each process draws."""
+"""Sets: their order depends on hashes of texts, which differ between processes."""
 
 from __future__ import annotations
 
 import dis
+import itertools
 import types
 
 _MAKING = frozenset({"BUILD_SET", "SET_UPDATE", "SET_ADD"})
 _NAMES = frozenset({"set", "frozenset"})
+_WRITING = ("STORE", "DELETE")
 
 
 def makes_sets(code: types.CodeType) -> bool:
@@ -19,6 +21,22 @@ def makes_sets(code: types.CodeType) -> bool:
             return True
         constant = each.opcode in dis.hasconst and type(each.argval) is frozenset
     return False
+
+
+def names_used(code: types.CodeType) -> frozenset[str]:
+    """Return the names whose values ``code`` uses for more than a test of membership.
+
+    Identifiers among its texts count, since ``getattr`` may look them up.
+    """
+    steps = [s for s in dis.get_instructions(code) if s.opname != "CACHE"]
+    named = {*dis.hasname, *dis.hasfree}
+    used = {
+        str(step.argval)
+        for step, after in itertools.pairwise(steps)
+        if step.opcode in named and not step.opname.startswith(_WRITING)
+        if after.opname != "CONTAINS_OP"
+    }
+    return frozenset(used.union(c for c in code.co_consts if isinstance(c, str)))
 
 
 def order_of_sets() -> str:

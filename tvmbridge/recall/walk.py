@@ -25,7 +25,7 @@ from tvmbridge.graph_capture.observe.executed import Executed, is_library
 from tvmbridge.graph_capture.observe.names import Names
 from tvmbridge.recall.describe import Describer, UndescribableError
 from tvmbridge.recall.digests import is_filled, varies
-from tvmbridge.recall.sets import makes_sets, order_of_sets
+from tvmbridge.recall.sets import makes_sets, names_used, order_of_sets
 
 _READ_FILES = frozenset(
     {"open", "load", "loadtxt", "genfromtxt", "fromfile", "memmap", "from_file"}
@@ -35,12 +35,12 @@ _OF_FRAMES = frozenset(
     | {"getsource", "getsourcelines", "findsource", "getfile", "getsourcefile", "getmodule"}
     | {"getcomments", "getdoc"}
 )
-# What these functions of PyTorch return depends on the machine and on random generators.
+# The results of these functions of PyTorch depend on the machine and on random generators.
 _OF_MACHINE = frozenset(
     {"is_available", "device_count", "current_device", "initial_seed", "seed", "get_rng_state"}
     | {"set_rng_state", "manual_seed", "get_device_name", "get_device_properties"}
 )
-# What these functions return depends on the interpreter, or on the levels of loggers.
+# The results of these functions depend on the interpreter, or on the levels of loggers.
 _OF_SETTINGS = {
     "sys": frozenset(
         {"getrecursionlimit", "getswitchinterval", "getrefcount", "getallocatedblocks"}
@@ -74,10 +74,12 @@ class Walk:
 
     - ``functions``: the functions that forward ran, in the order of ``codes``.
     - ``named``: for each name that their code uses, its place and the digests of its values.
+    - ``used``: names whose values their code uses for more than tests of membership; None: any.
     """
 
     functions: tuple[Executed, ...]
     named: Mapping[str, Collection[str]]
+    used: frozenset[str] | None
 
 
 def classes_of(module: nn.Module) -> list[type]:
@@ -128,7 +130,9 @@ def walk(module: nn.Module, describer: Describer, codes: Sequence[str]) -> Walk:
         raise NotFoundError(sorted(wanted - found)[0])
     order = {digest: number for number, digest in enumerate(codes)}
     ran.sort(key=lambda each: order[describer.code(each.code)])
-    return Walk(tuple(ran), named)
+    searching = any(each.names.looked_up & _SEARCHING for each in ran)
+    used = None if searching else frozenset[str]().union(*(names_used(e.code) for e in ran))
+    return Walk(tuple(ran), named, used)
 
 
 def flattening(node: Any) -> list[types.FunctionType]:
@@ -225,7 +229,7 @@ def _reads_variables_alone(value: Any, names: Names) -> bool:
 
 def _described(place: str, value: Any, describer: Describer) -> str:
     try:
-        return describer.of(value)
+        return describer.named(place.rpartition(".")[2], value)
     except UndescribableError as error:
         raise UndescribableError(f"{place}, which is or holds {error}") from None
 

@@ -71,6 +71,8 @@ class CompiledEntry:
         self._input_grads = [(d.position or 0, d.requires_grad) for d in users]
         self.outputs = Outputs(state, captured)
         self._asks = captured.assumptions.asks
+        tied = captured.assumptions.aliases
+        self._untied = [n for n, name in enumerate(state.names) if name not in tied]
         self.autocast = captured.assumptions.autocast
         # If forward itself enables gradients, they flow by requires_grad in any mode.
         self._flags_matter = compiled.recorded or Question.GRADIENTS in captured.assumptions.asks
@@ -157,7 +159,7 @@ class CompiledEntry:
         if reason is None:
             reason = self.outputs.mismatch(leaves, tensors)
         if reason is None and self._asks:
-            reason = other_answer(self._asks, leaves, tensors)
+            reason = other_answer(self._asks, leaves, [tensors[n] for n in self._untied])
         if reason is None and self.frozen is not None:
             reason = self.frozen.changed(tensors)
         return reason or self.layouts.mismatch(leaves, tensors)

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from tvmbridge import add_tvm_dispatch, dispatch_report
 from tvmbridge.core.torch_private import custom_op_definition
+from tvmbridge.graph_capture.observe.strides import strides_asked
 from tvmbridge.graph_capture.observe.unseen import gradient_functions
 
 FACTORS = {"backward": 2.0, "saved": 1.0}
@@ -152,15 +154,98 @@ class Asking(torch.autograd.Function):
         return gradient * (2 if gradient.is_contiguous() else 3)
 
 
-def test_a_backward_that_asks_for_strides_is_refused() -> None:
+def _asked(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient * (2 if gradient.is_contiguous() else 3)
+
+
+class _Cloning(torch.autograd.Function):
+    """A custom function whose subclasses have a backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return x.clone()
+
+
+class Once(_Cloning):
+    """Its backward is wrapped by a function of PyTorch."""
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * (2 if gradient.is_contiguous() else 3)
+
+
+class Helped(_Cloning):
+    """Its backward calls a function of a class that asks for strides."""
+
+    helper = staticmethod(_asked)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return Helped.helper(gradient)
+
+
+class Statement(_Cloning):
+    """Its backward asks only whether to copy."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        if not gradient.is_contiguous():
+            gradient = gradient.contiguous()
+        return gradient.view(-1).view(gradient.shape) * 2
+
+
+class Expression(_Cloning):
+    """Its backward asks only whether to copy."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return (gradient if gradient.is_contiguous() else gradient.contiguous()) * 2
+
+
+class Counted(_Cloning):
+    """Its backward also counts the copy."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        factor = 2
+        if not gradient.is_contiguous():
+            gradient = gradient.contiguous()
+            factor = 3
+        return gradient * factor
+
+
+def _losses(module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    found = (module(x).sum(), module(x).square().sum())
+    return [g for loss in found for g in torch.autograd.grad(loss, [*module.parameters()])]
+
+
+@pytest.mark.parametrize(
+    ("kind", "refused"),
+    [(Asking, True), (Once, True), (Helped, True), (Statement, False), (Expression, False)],
+)
+def test_a_backward_that_asks_for_strides(kind: Any, refused: bool) -> None:
     x = torch.randn(3, 4, dtype=torch.float64)
-    plain = Model(Asking.apply)  # type: ignore[no-untyped-call]
+    plain = Model(kind.apply)
     module = add_tvm_dispatch(copy.deepcopy(plain))
-    for loss in (lambda y: y.sum(), lambda y: y.square().sum()):
-        expected = torch.autograd.grad(loss(plain(x)), plain.weight)
-        torch.testing.assert_close(torch.autograd.grad(loss(module(x)), module.weight), expected)
-    (reason,) = dispatch_report(module).fallbacks
-    assert "asks for the strides of a tensor (is_contiguous)" in reason
+    torch.testing.assert_close(_losses(module, x), _losses(plain, x))
+    reasons = " ".join(dispatch_report(module).fallbacks)
+    assert ("asks for the strides of a tensor (is_contiguous)" in reasons) is refused
     with torch.no_grad():
         torch.testing.assert_close(module(x), plain(x))
-    assert dispatch_report(module).tvm_calls == 1
+    assert dispatch_report(module).tvm_calls == (1 if refused else 3)
+
+
+@pytest.mark.parametrize(
+    ("function", "asked"),
+    [
+        (Statement.backward, None),
+        (Expression.backward, None),
+        (Counted.backward, "is_contiguous"),
+        (lambda x: x.stride(0), "stride"),
+        (lambda x: (lambda y: y.storage_offset())(x), "storage_offset"),
+        (lambda x: x.stride, None),
+    ],
+)
+def test_strides_that_code_asks_for(function: Any, asked: str | None) -> None:
+    assert strides_asked(function) == asked

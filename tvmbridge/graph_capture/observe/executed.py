@@ -29,6 +29,7 @@ _LIBRARIES = frozenset({"functorch", "mpmath", "numpy", "sympy", "torch", "torch
 _LIBRARIES |= {"tqdm", "tvm", "tvmbridge", "typing_extensions"}
 _DEVICE = torch.ops.prim.device.default
 _IMPORTING = "<frozen importlib._bootstrap>"
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -55,12 +56,15 @@ class Executed:
 
 
 @contextmanager
-def executed_functions(note: Callable[[Executed], None], own: OwnCalls) -> Iterator[None]:
+def executed_functions(
+    note: Callable[[Executed], None], own: OwnCalls, applied: Callable[[type], None]
+) -> Iterator[None]:
     """Call ``note`` with each user's function that runs in this thread, before its first run.
 
     Functions of PyTorch, Python's standard library and the bridge are left out; ``own`` is notified
     of them and of builtin functions. Functions that run during an import are left out as well,
-    because they do not run again. An active profiler is suspended inside this context.
+    because they do not run again. An active profiler is suspended inside this context. Call
+    ``applied`` with each custom autograd function that is applied.
     """
     known: dict[tuple[int, ...], CodeType] = {}
     of_libraries: dict[int, CodeType] = {}
@@ -72,6 +76,8 @@ def executed_functions(note: Callable[[Executed], None], own: OwnCalls) -> Itera
             if not is_library(frame.f_globals.get("__name__")):
                 own.note_clock(argument)
             return
+        if frame.f_code is _APPLY and event == "call":
+            applied(frame.f_locals["cls"])
         if event != "call" or id(frame.f_code) in of_libraries:
             return
         code = frame.f_code

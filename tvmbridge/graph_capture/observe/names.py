@@ -41,8 +41,6 @@ class Names(NamedTuple):
 _NO_GLOBAL = ("ATTR", "METHOD", "IMPORT")
 # A function that uses one of these names may look up attributes by computed names.
 SEARCHING = frozenset({"getattr", "vars", "__dict__"})
-# Methods whose results depend on the strides of a tensor.
-_LAYOUT = frozenset({"is_contiguous", "stride", "storage_offset", "as_strided"})
 _COMPARING = frozenset({"IS_OP", "COMPARE_OP", "CONTAINS_OP"})
 # Instructions that may come between a name and its comparison, such as loads of a tuple's elements.
 _LOADING = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_ATTR"}) | frozenset(
@@ -99,19 +97,6 @@ def asks_own_id(code: CodeType) -> bool:
         s.opname == "LOAD_GLOBAL" and s.argval in ("id", "hash") and after.argval == "self"
         for s, after in itertools.pairwise(steps)
     )
-
-
-@functools.lru_cache(maxsize=4096)
-def layout_asked(code: CodeType) -> str | None:
-    """Return the method by which ``code`` asks for strides, such as ``is_contiguous``, or None."""
-    for step in dis.get_instructions(code):
-        # Since Python 3.12 LOAD_ATTR loads methods, too.
-        calls = step.opname == "LOAD_METHOD" or (
-            step.opname == "LOAD_ATTR" and step.argrepr != step.argval
-        )
-        if calls and step.argval in _LAYOUT:
-            return str(step.argval)
-    return None
 
 
 def _loaded(steps: Sequence[dis.Instruction]) -> Sequence[dis.Instruction]:

@@ -34,13 +34,7 @@ from tvmbridge.graph_capture.observe.executed import Executed, executed_function
 from tvmbridge.graph_capture.observe.hooks import traced_hooks
 from tvmbridge.graph_capture.observe.iterators import Iterators
 from tvmbridge.graph_capture.observe.leaks import holds_fakes, remove_fakes
-from tvmbridge.graph_capture.observe.names import (
-    SEARCHING,
-    Names,
-    asks_own_id,
-    asks_type,
-    layout_asked,
-)
+from tvmbridge.graph_capture.observe.names import SEARCHING, Names, asks_own_id, asks_type
 from tvmbridge.graph_capture.observe.objects import ObjectReads
 from tvmbridge.graph_capture.observe.sources import (
     Attributes,
@@ -52,8 +46,9 @@ from tvmbridge.graph_capture.observe.sources import (
     namespaces,
     roots,
 )
+from tvmbridge.graph_capture.observe.strides import strides_asked
 from tvmbridge.graph_capture.observe.undo import current_undo
-from tvmbridge.graph_capture.observe.unseen import gradient_functions
+from tvmbridge.graph_capture.observe.unseen import backward_functions, gradient_functions
 from tvmbridge.graph_capture.observe.watching import Codes, defaults, exactly, watched
 
 # A trace disables these backends, so forward would read other settings than in a call.
@@ -85,7 +80,7 @@ class OutsideReads:
 
     def __init__(self, module: nn.Module, objects: ObjectReads, needs_grad: bool = False) -> None:
         self._needs_grad = needs_grad
-        # What the functions of gradients ask that a trace of them cannot answer.
+        # The method by which a function of gradients asks for strides, or None.
         self._asked: str | None = None
         self.asks: set[Question] = set()
         self.complaints: list[str] = []
@@ -137,23 +132,32 @@ class OutsideReads:
 
     def collecting(self) -> AbstractContextManager[None]:
         """Inside this context, record the reads of each user's function before its first run."""
-        return executed_functions(self._note_function, self.own)
+        return executed_functions(self._note_function, self.own, self._note_applied)
 
     def _note_function(self, executed: Executed) -> None:
         with self._objects.paused():
             self.note(executed)
-        if self._asked is not None:
-            raise CaptureError(
-                f"the backward of a custom function that {self._of} calls asks for the strides of "
-                f"a tensor ({self._asked}), and a trace has gradients with other strides: call "
-                "contiguous() without asking, or leave this module to PyTorch"
-            )
+        self._refuse_strides()
         iterator = self._iterators.used(self._names, bool(self._names & SEARCHING))
         if iterator is not None:  # No later step could put back what the function takes from it.
             what = f"reads the iterator {iterator}"
             self.complaints.append(what)  # A forward may catch the error.
             raise CaptureError(
                 f"forward of {self._of} {what}, which compiled code would not do at each call"
+            )
+
+    def _note_applied(self, kind: type) -> None:
+        """Record what a custom autograd function may read, whatever holds it."""
+        with self._objects.paused():
+            self._look_at(Source(kind, {"": kind}, "", kind.__name__, kind))
+        self._refuse_strides()
+
+    def _refuse_strides(self) -> None:
+        if self._asked is not None:
+            raise CaptureError(
+                f"the backward of a custom function that {self._of} calls asks for the strides of "
+                f"a tensor ({self._asked}), and a trace has gradients with other strides: call "
+                "contiguous() without asking, or leave this module to PyTorch"
             )
 
     def note(self, executed: Executed) -> None:
@@ -241,9 +245,8 @@ class OutsideReads:
             self._note_unseen(value.__wrapped__)
         for function in gradient_functions(value):
             self._note_unseen(function)
-            code = getattr(getattr(function, "__func__", function), "__code__", None)
-            if self._needs_grad and isinstance(code, types.CodeType):
-                self._asked = self._asked or layout_asked(code)
+        for function in backward_functions(value) if self._needs_grad else ():
+            self._asked = self._asked or strides_asked(function)
         return True
 
     def _note_questions(self, source: Source, names: Names, same_anyway: bool) -> None:

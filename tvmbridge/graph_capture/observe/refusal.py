@@ -20,6 +20,7 @@ from tvmbridge.core.autocast import Autocast
 from tvmbridge.core.errors import CaptureError
 from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.core.torch_private import pytree
+from tvmbridge.graph_capture.observe.descriptors import find_aliases
 from tvmbridge.graph_capture.observe.hooks import hooked_submodule
 from tvmbridge.graph_capture.observe.outside_tensors import run_unseen
 
@@ -127,7 +128,9 @@ def refuse_at_sight(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[st
 
 def refuse_what_is_asked(module: nn.Module, arguments: Any, asks: Collection[Question]) -> None:
     """Raise a CaptureError if a tensor has a property that forward reads and a trace changes."""
-    reason = other_answer(asks, pytree.tree_leaves(arguments), tensors_of(module).values())
+    tied = find_aliases(module)
+    own = [tensor for name, tensor in tensors_of(module).items() if name not in tied]
+    reason = other_answer(asks, pytree.tree_leaves(arguments), own)
     if reason is not None:
         raise CaptureError(f"{type(module).__name__} cannot be captured: {reason}; {reason.advice}")
 

@@ -18,21 +18,32 @@ from tvmbridge.core.torch_private import (
     custom_op_definition,
 )
 
-# The methods of a custom autograd function that compute gradients.
-_OF_FUNCTIONS = ("backward", "vjp", "jvp")
-# The attributes of a custom operator's definition that hold functions for its gradients.
-_OF_OPERATORS = ("_backward_fn", "_setup_context_fn")
+# The methods of a custom autograd function, and the attributes of a custom operator's definition,
+# that compute gradients in backward.
+_IN_BACKWARD = (("backward", "vjp"), ("_backward_fn",))
+# The others that belong to gradients: the first one is for forward-mode differentiation.
+_BESIDE = (("jvp",), ("_setup_context_fn",))
 
 
 def gradient_functions(value: Any) -> Iterator[Any]:
-    """Yield what computes the gradients of ``value``, if it is a custom function or operator."""
+    """Yield all functions for the gradients of ``value``, a custom function or operator."""
+    yield from backward_functions(value)
+    yield from _functions(value, *_BESIDE)
+
+
+def backward_functions(value: Any) -> Iterator[Any]:
+    """Yield the functions that backward of ``value``, a custom function or operator, calls."""
+    yield from _functions(value, *_IN_BACKWARD)
+
+
+def _functions(value: Any, methods: tuple[str, ...], attributes: tuple[str, ...]) -> Iterator[Any]:
     if isinstance(value, type) and issubclass(value, torch.autograd.Function):
-        for name in _OF_FUNCTIONS:
+        for name in methods:
             yield inspect.getattr_static(value, name, None)
     elif isinstance(value, OpOverloadPacket):
         for name in value.overloads():
-            yield from gradient_functions(getattr(value, name))
+            yield from _functions(getattr(value, name), methods, attributes)
     elif isinstance(value, CustomOpDef | OpOverload):
         definition = custom_op_definition(value)
-        for name in _OF_OPERATORS:
+        for name in attributes:
             yield getattr(definition, name, None)
