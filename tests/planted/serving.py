@@ -29,6 +29,14 @@ SERVING = (
         ("tests/runtime/test_sizes_of_one.py", "-k", "branches_at_one"),
     ),
     Plant(
+        "a fast guard that watches the state before a call",
+        "runtime",
+        "tvmbridge.runtime.guards.fast",
+        "is_fixed = state.is_plain and not state.replaces",
+        "is_fixed = state.is_plain",
+        ("tests/runtime/test_carried.py", "-k", "script_changes"),
+    ),
+    Plant(
         "a compiled half that others may have written",
         "runtime",
         "tvmbridge.core.half_build",

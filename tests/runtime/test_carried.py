@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -158,3 +160,52 @@ def test_whether_two_attributes_are_one_is_compared() -> None:
     module.h = module.c = torch.full((2,), 5.0)
     assert torch.equal(module(x), x + 6)
     assert dispatch_report(module).tvm_calls == 1
+
+
+def test_a_container_that_the_script_changes_is_read() -> None:
+    pair = _pair(Remembering("list"))
+    for n in range(7):
+        for module in pair:
+            if n:
+                module.state[0] = torch.full((2, 3), n / 8, dtype=torch.float64)
+        _step(pair, torch.randn(1, 2, 3, dtype=torch.float64))
+    assert dispatch_report(pair[1]).tvm_calls >= 4
+
+
+class _Deep(Remembering):
+    """Keeps its state in more containers than guards compare."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, n = (x.new_zeros(len(x), 3), 1) if self.state is None else self.state[0][0][0][0]
+        h = torch.tanh(self.cell(torch.cat([x, h], 1))) * n
+        self.state = (((((h.detach(), n + 1),),),),)
+        return h * 2
+
+
+class _Comparing(Remembering):
+    """Asks whether both of its tensors are one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, c = (x.new_zeros(len(x), 3),) * 2 if self.state is None else self.state
+        h = torch.tanh(self.cell(torch.cat([x, h], 1))) * (2 if h is c else 3)
+        self.state = (h.detach(),) * 2
+        return h * 2
+
+
+@pytest.mark.parametrize("kind", [_Deep, _Comparing])
+def test_a_state_that_cannot_be_an_input_is_right(kind: type[Remembering]) -> None:
+    pair = _pair(kind("tuple"))
+    for _ in range(4):
+        _step(pair, torch.randn(1, 2, 3, dtype=torch.float64))
+
+
+def test_no_graph_of_a_state_is_kept() -> None:
+    pair = _pair(Remembering("tuple", detached=False))
+    for module in pair:
+        states = []
+        for _ in range(6):
+            module(torch.randn(2, 3, dtype=torch.float64))
+            states.append(weakref.ref(module.state[0]))
+        module.state = None
+        gc.collect()
+        assert not any(state() is not None for state in states)

@@ -308,7 +308,9 @@ def may_be_fast(state: ModuleState, captured: CapturedGraph) -> bool:
         alias = output.alias
         if alias is not None and alias.kind is InputKind.BUFFER and alias.key not in names:
             return False
-    return state.is_plain and not captured.assumptions.asks & _ASKED_EACH_TIME
+    # A fast guard would watch, and keep alive, what the call before it has replaced.
+    is_fixed = state.is_plain and not state.replaces
+    return is_fixed and not captured.assumptions.asks & _ASKED_EACH_TIME
 
 
 _numbers = iter(range(1 << 62))

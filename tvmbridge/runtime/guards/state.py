@@ -49,6 +49,7 @@ class ModuleState:
     - ``kinds``: compares the tensors' dtypes, shapes and devices.
     - ``carries_over``: whether forward leaves values, such as counts, that the next call reads or
       adds to.
+    - ``replaces``: whether forward replaces a value that the next call reads.
     - ``norms``: the weights that old ``weight_norm`` and ``spectral_norm`` hooks compute.
     """
 
@@ -101,6 +102,8 @@ class ModuleState:
         self._left = [(module.get_submodule(path), name, way) for (path, name), way in left]
         reached = {*assumed.values, *map(_split, self.names)}
         self.carries_over = any(way.is_added or key in reached for key, way in left)
+        placed = {key for key, way in left if way.into == "place" and way.number is None}
+        self.replaces = not placed.isdisjoint(reached)
         self.norms = OldNorms.of(module, assumed.normed)
         self._traced_hooks = list(map(traced_hooks, self._modules[1:]))
         self._is_hooked = any(self._traced_hooks)

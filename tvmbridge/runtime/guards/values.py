@@ -11,10 +11,12 @@ from torch import nn
 from tvmbridge.calls.copies import copied_values
 from tvmbridge.core.assumptions import Holder, OutsideValue
 from tvmbridge.core.contents import (
+    ANY_TENSOR,
     CONTAINERS,
     DEPTH,
     MISSING,
     PartOf,
+    all_held,
     is_constant,
     is_flat,
     may_grow,
@@ -72,6 +74,10 @@ class _Watched:
         # The value at the last full comparison, and the containers in it with the expected parts.
         self.last: Any = self
         self.held: list[tuple[Any, Any]] = []
+        # Whether each call replaces the value, which may hold a graph of autograd.
+        self._is_carried = type(expected) in (tuple, list, dict) and any(
+            held is ANY_TENSOR for held in all_held(expected)
+        )
 
     def changed(self) -> bool:
         """Compare the value in full; if it is unchanged, store data for quick comparisons."""
@@ -83,6 +89,8 @@ class _Watched:
             return value is not self.expected
         if not same_value(value, self.expected):
             return True
+        if self._is_carried:
+            return False
         self.held = []
         self._hold(value, self.expected, DEPTH)
         self.last = found
