@@ -106,6 +106,52 @@ def test_gradients_of_images_of_any_size(name: str) -> None:
     assert report.tvm_calls == len(_SIZES), report.fallbacks
 
 
+def _resized(x: torch.Tensor, **how: Any) -> torch.Tensor:
+    return functional.interpolate(x, **how)
+
+
+_STEPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    # 3 columns become 3, for which ATen leaves the factor out.
+    "nearest": lambda x: _resized(x, scale_factor=(1.0, 1.25)),
+    # 3 columns become 6, for which ATen halves the places.
+    "nearest, doubled": lambda x: _resized(x, scale_factor=(1.0, 2.25)),
+    "bilinear": lambda x: _resized(x, scale_factor=(1.0, 1.25), mode="bilinear"),
+    # One row stays one, which has no distance between its corners.
+    "corners": lambda x: _resized(
+        x, size=[(n + 1) // 2 for n in x.shape[2:]], mode="bilinear", align_corners=True
+    ),
+}
+
+
+_QUICK_STEP = "nearest, doubled"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "name", [n if n == _QUICK_STEP else pytest.param(n, marks=pytest.mark.slow) for n in _STEPS]
+)
+def test_interpolation_at_the_sizes_where_aten_has_another_step(name: str) -> None:
+    torch.manual_seed(0)
+    module, function = Calls(_STEPS[name]), _STEPS[name]
+    add_tvm_dispatch(module, dynamic_shapes="auto", on_fallback="silent")
+    for size in ((20, 33), (23, 40), (17, 29), (20, 3), (1, 40)):
+        x = torch.randn(2, 3, *size)
+        torch.testing.assert_close(module(x), function(x), rtol=1e-4, atol=1e-4)
+    assert dispatch_report(module).tvm_calls >= 4
+
+
+@torch.no_grad()
+def test_an_infinity_beside_an_element_of_an_image_that_keeps_its_size() -> None:
+    module = Calls(lambda x: _resized(x, size=(6, 9), mode="bilinear"))
+    add_tvm_dispatch(module, dynamic_shapes="auto", on_fallback="silent")
+    for width in (33, 40, 9):
+        x = torch.arange(2.0 * 3 * 6 * width).view(2, 3, 6, width)
+        x[:, :, 2, 5] = torch.inf
+        found, expected = module(x), functional.interpolate(x, size=(6, 9), mode="bilinear")
+        torch.testing.assert_close(found, expected, equal_nan=True)
+    assert dispatch_report(module).tvm_calls == 3
+
+
 def test_lengths_of_max_pool1d_with_ceil_mode() -> None:
     lengths = (12, 9, 10, 31, 40)
     module = nn.MaxPool1d(3, 2, 1, ceil_mode=True)

@@ -53,6 +53,17 @@ def test_code_serves_all_sizes_for_which_its_lanes_fit() -> None:
     assert _least(sizes, lambda rows, columns: fitting(lambda n: 1, columns - 1)) == (1, 2)
 
 
+def test_lanes_fit_an_extent_that_is_smaller_at_larger_sizes() -> None:
+    rests = {point: 464 - point[1] for point in POINTS}
+    recorded = []
+    for point in POINTS:
+        with recorded_decisions() as decisions:
+            fitting(_lanes, rests[point])
+        recorded.append(decisions)
+    (decision,), _ = agreed(recorded)
+    assert int(decision.value) == 1
+
+
 def test_an_extent_that_is_no_function_of_the_symbols_leaves_the_smallest_sample() -> None:
     odd = dict(zip(POINTS, (3, 100, 57, 91, 2), strict=True))
     least = _least(Sizes(POINTS), lambda *point: fitting(lambda n: 1, odd[point]))

@@ -92,6 +92,8 @@ def _fitting_all(decisions: Sequence[Fitting], lowest: Callable[[Sequence[int]],
     least = [lowest(values) for values in zip(*samples, strict=True)]
     small = decisions[-1]
     chosen = small.fits(*least) if min(least, default=1) >= 1 else int(small)
+    # Extents such as the rest of a table are smaller at larger sizes.
+    chosen = min(chosen, *map(int, decisions))
     if chosen != int(decisions[0]):
         # Only a decision that is itself a size may be no power of two; round it down.
         chosen = 1 << chosen.bit_length() - 1

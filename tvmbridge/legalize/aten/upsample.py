@@ -15,8 +15,10 @@ from tvm import relax, te, tirx
 from tvm.ir import Call, Expr, GenericConst
 
 from tvmbridge.core.decisions import sizes_vary
+from tvmbridge.legalize.arithmetic import opaque
 from tvmbridge.legalize.aten.arguments import Arguments, Compile
 from tvmbridge.legalize.broadcast import INJECTIVE, shape_of
+from tvmbridge.legalize.lets import constant
 
 # Return a position in the input, or a weight, for an index of the result.
 _Of: TypeAlias = Callable[[Expr], Expr]
@@ -61,15 +63,27 @@ def _linear(
     return [_table(first), _table(second), _table((real - first).clamp(0, 1))]
 
 
+def _is_times(result: int, factor: int, size: int) -> Expr:
+    """Return whether ``result`` is ``factor`` times ``size``, compared when the code runs.
+
+    It may be so at some sizes of a call alone.
+    """
+    whole, other = (opaque(constant(n, "int64")) for n in (factor * size, result))
+    # TVM knows that a number equals itself, also if it is reinterpreted as often.
+    return tirx.EQ(opaque(whole), other)
+
+
 def _nearest_of(size: int, result: int, factor: float | None) -> list[_Of]:
     """Return the function of :func:`_nearest`, which ATen computes in float32 for any dtype."""
-    step = float(_step(size, result, False, factor).to(torch.float32))
+    step = tirx.const(float(_step(size, result, False, factor).to(torch.float32)), "float32")
+    last = constant(size - 1, "int64")
 
     def place(i: Expr) -> Expr:
-        if size == result:
-            return i
-        real = tirx.Cast("float32", i) * tirx.const(step, "float32")
-        return tirx.min(tirx.Cast("int64", real), tirx.const(size - 1, "int64"))
+        i = tirx.Cast("int64", i)
+        scaled = opaque(tirx.min(tirx.Cast("int64", tirx.Cast("float32", i) * step), last))
+        # ATen leaves the step out at these two sizes, also where a factor gives another step.
+        doubled = tirx.Select(_is_times(result, 2, size), i >> constant(1, "int64"), scaled)
+        return tirx.Select(_is_times(result, 1, size), i, doubled)
 
     return [place]
 
@@ -81,22 +95,27 @@ def _linear_of(
     name = str(dtype).removeprefix("torch.")
     zero, half, one = (tirx.const(value, name) for value in (0.0, 0.5, 1.0))
     step = tirx.const(float(_step(size, result, corners, factor).to(dtype)), name)
-    last = tirx.const(size - 1, "int64")
+    last = constant(size - 1, "int64")
+    same = _is_times(result, 1, size)
 
     def real(i: Expr) -> Expr:
         place = tirx.Cast(name, i)
-        if size == result:
-            return place
-        return place * step if corners else tirx.max((place + half) * step - half, zero)
+        # Between corners, a single element of the result has no step: 0 times infinity is NaN.
+        return tirx.max(place * step if corners else (place + half) * step - half, zero)
+
+    def scaled(i: Expr) -> Expr:
+        return opaque(tirx.min(tirx.Cast("int64", real(i)), last))
 
     def first(i: Expr) -> Expr:
-        return tirx.min(tirx.Cast("int64", real(i)), last)
+        return tirx.Select(same, tirx.Cast("int64", i), scaled(i))
 
     def second(i: Expr) -> Expr:
-        return first(i) if size == result else tirx.min(first(i) + 1, last)
+        following = opaque(tirx.min(scaled(i) + 1, last))
+        return tirx.Select(same, tirx.Cast("int64", i), following)
 
     def weight(i: Expr) -> Expr:
-        return tirx.max(tirx.min(real(i) - tirx.Cast(name, first(i)), one), zero)
+        part = tirx.max(tirx.min(real(i) - tirx.Cast(name, scaled(i)), one), zero)
+        return tirx.Select(same, zero, part)
 
     return [first, second, weight]
 
