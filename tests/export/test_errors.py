@@ -92,3 +92,20 @@ def test_weights_may_be_results(tmp_path: Path) -> None:
     compared = tvmbridge.compare_export(module, x, path)
     assert len(compared.outputs) == 5
     assert compared.ok, str(compared)
+
+
+class Sum(nn.Module):
+    """A layer that can be quantised, and is not: it adds floats."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plus = torch.ao.nn.quantized.FloatFunctional()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.plus.add(x, x)
+        return result
+
+
+def test_sums_of_floats_that_can_be_quantised_are_exported(tmp_path: Path) -> None:
+    path = tvmbridge.export(Sum().eval(), torch.ones(3), tmp_path / "m")
+    assert tvmbridge.compare_export(Sum().eval(), torch.ones(3), path).ok
