@@ -90,11 +90,6 @@ def test_other_formats_are_refused(intact: Path, tmp_path: Path) -> None:
         tvmbridge_runtime.load(path)
 
 
-_NESTED: dict[str, Any] = {"kind": "list", "parts": []}
-for _ in range(490):
-    _NESTED = {"kind": "list", "parts": [_NESTED]}
-
-
 @pytest.mark.parametrize(
     "values",
     [
@@ -111,7 +106,6 @@ for _ in range(490):
         {"sections": {"code": {"offset": 0, "size": 100}}},
         {"sections": {"code": {"offset": 0, "size": 9000}}},
         {"structure": {"kind": "output", "number": 7}},
-        {"structure": _NESTED},
         {"body": {"chunk": 0}},
         {"body": {"size": -1}},
         {"body": {"size": 10**30}},
