@@ -16,6 +16,8 @@ import tvmbridge
 class Everything(nn.Module):
     """A module with a random draw, a write, a complex result, and operators without loops."""
 
+    calls: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("calls", torch.zeros(()))
@@ -74,6 +76,8 @@ class Record:
 
 class Weights(nn.Module):
     """A module that returns weights and views of them, in a dataclass."""
+
+    table: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()

@@ -18,6 +18,8 @@ _NUMBERS = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
 _NAN = torch.tensor([[0.5, float("nan"), -1.0], [float("inf"), 0.0, 2.0]])
 _IMAGES = torch.randn(2, 3, 5, 6, generator=torch.Generator().manual_seed(0))
 _EDGES = torch.tensor([-1.0, 0.0, 0.0, 1.5])
+_PLACES, _ENDS = torch.tensor([0, 2, 3, 2, 1, 2]), torch.tensor([0, 1, 3, 6])
+_SCALES = torch.tensor([0.25, 0.5, 0.125, 0.3])
 
 _REDUCTIONS: Mapping[str, Form] = {
     "largest": lambda x: (x.max(), x.min(), (x > 0).max(), (x > 0).min()),
@@ -66,7 +68,6 @@ _WHOLE: Mapping[str, Form] = {
     "products by index": lambda x: x.scatter_reduce(1, (x > 0).long() * 3, x, "prod"),
     "means by index": lambda x: x.scatter_reduce(0, (x > 0).long(), x, "mean"),
 }
-_SCALES = torch.tensor([0.25, 0.5, 0.125, 0.3])
 _BAGS: Mapping[str, Form] = {
     mode: lambda x, mode=mode: (  # type: ignore[misc]
         functional.embedding_bag(_PLACES, x, torch.tensor([0, 0, 3]), mode=mode),
@@ -77,7 +78,6 @@ _BAGS: Mapping[str, Form] = {
     )
     for mode in ("sum", "mean", "max")
 }
-_PLACES, _ENDS = torch.tensor([0, 2, 3, 2, 1, 2]), torch.tensor([0, 1, 3, 6])
 _HALVES: Mapping[str, Form] = {
     "largest": lambda x: functional.max_pool2d(x.bfloat16(), 2).float(),
     "places": lambda x: functional.max_pool2d(x.half(), 2, return_indices=True)[1],
