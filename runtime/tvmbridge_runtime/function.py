@@ -22,6 +22,11 @@ from tvmbridge_runtime.symbols import sizes_of
 from tvmbridge_runtime.weights import NUMPY, aligned, weights_of
 
 _CPU, _POOLED = 1, 2
+# Errors of Python for a manifest that does not describe the file; the last one: nested too deeply.
+_OF_CONTENT = (
+    *(ArithmeticError, AttributeError, LookupError, TypeError, ValueError),
+    RecursionError,
+)
 
 
 def load(path: str | os.PathLike[str], *, threads: int | None = None) -> Function:
@@ -41,7 +46,7 @@ def load(path: str | os.PathLike[str], *, threads: int | None = None) -> Functio
         raise ValueError(f"threads is {threads!r}; give a number of at least 1, or None")
     try:
         return _loaded(path, threads or _processors())
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+    except _OF_CONTENT as error:
         raise FileError(
             f"{path} has a manifest that does not describe its content "
             f"({type(error).__name__}: {error}); export the function again"

@@ -16,6 +16,8 @@ import tvmbridge
 class Everything(nn.Module):
     """A module with a random draw, a write, a complex result, and operators without loops."""
 
+    calls: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("calls", torch.zeros(()))
@@ -75,6 +77,8 @@ class Record:
 class Weights(nn.Module):
     """A module that returns weights and views of them, in a dataclass."""
 
+    table: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.held = nn.Linear(4, 4), torch.arange(6.0)
@@ -92,3 +96,20 @@ def test_weights_may_be_results(tmp_path: Path) -> None:
     compared = tvmbridge.compare_export(module, x, path)
     assert len(compared.outputs) == 5
     assert compared.ok, str(compared)
+
+
+class Sum(nn.Module):
+    """A layer that can be quantised, and is not: it adds floats."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plus = torch.ao.nn.quantized.FloatFunctional()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.plus.add(x, x)
+        return result
+
+
+def test_sums_of_floats_that_can_be_quantised_are_exported(tmp_path: Path) -> None:
+    path = tvmbridge.export(Sum().eval(), torch.ones(3), tmp_path / "m")
+    assert tvmbridge.compare_export(Sum().eval(), torch.ones(3), path).ok

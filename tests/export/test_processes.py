@@ -103,6 +103,10 @@ def test_cpp_without_python(model: tuple[Path, float], tmp_path: Path) -> None:
             ({"parameters": [{"name": "none", "dtype": "float32"}]}, "does not describe its"),
             ({"inputs": [{"name": "x"}]}, "does not describe its"),
             ({"outputs": None}, "does not describe its"),
+            ({"parameters": [{"name": "first.bias", "dtype": "float32x4"}]}, "has dtype float32x4"),
+            ({"inputs": [{"name": "x", "dtype": "int4", "shape": []}]}, "has dtype int4"),
+            ({"relations": [["eq", 1]]}, "lacks operands"),
+            ({"outputs": []}, "returns 1 results, not 0"),
             ({"constants": nested}, "nested too deeply"),
         ]
     ):

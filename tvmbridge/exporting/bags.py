@@ -54,12 +54,18 @@ def embedding_bag(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> E
             end = tirx.Select(bag < last, after, index(count))
             with loops(tirx.max(end - begin, index(0))) as (i,):
                 at = begin + i
-                with when(tirx.NE(tirx.Cast("int64", places[at]), index(padding))):
+                place = tirx.Cast("int64", places[at])
+                inside = tirx.And(place >= index(0), place < index(rows))
+                # Without padding the number is -1.
+                with when(tirx.Or(tirx.NE(place, index(padding)), place < index(0))):
                     factor = tirx.Cast(wide, rest[0][at]) if rest else None
                     with loops(width) as (d,):
-                        value = tirx.Cast(wide, _element(source, places[at], d, rows))
+                        value = tirx.Cast(wide, _element(source, place, inside, d))
                         value = value if factor is None else value * factor
-                        store(total, _joined(mode, total[d], value, used[index(0)]), d)
+                        begins_bag = tirx.EQ(used[index(0)], index(0))
+                        # Outside of the table the value is NaN, and so is the maximum.
+                        replaces = tirx.Or(begins_bag, tirx.Not(inside))
+                        store(total, _joined(mode, total[d], value, replaces), d)
                     store(used, used[index(0)] + index(1), index(0))
             with loops(width) as (d,):
                 found = total[d]
@@ -76,15 +82,13 @@ def _within(place: Expr, count: int) -> Expr:
     return tirx.max(tirx.min(tirx.Cast("int64", place), index(count)), index(0))
 
 
-def _element(table: Buffer, place: Expr, column: Expr, rows: int) -> Expr:
-    wide = tirx.Cast("int64", place)
-    inside = tirx.And(wide >= index(0), wide < index(rows))
-    safe = tirx.max(tirx.min(wide, index(rows - 1)), index(0))
+def _element(table: Buffer, place: Expr, inside: Expr, column: Expr) -> Expr:
+    safe = tirx.Select(inside, place, index(0))
     nan = tirx.Cast(str(table.dtype), constant(float("nan"), "float32"))
     return tirx.Select(inside, table[safe, column], nan)
 
 
-def _joined(mode: int, total: Expr, value: Expr, used: Expr) -> Expr:
+def _joined(mode: int, total: Expr, value: Expr, replaces: Expr) -> Expr:
     if mode == _MAX:
-        return tirx.Select(tirx.Or(tirx.EQ(used, index(0)), value > total), value, total)
+        return tirx.Select(tirx.Or(replaces, value > total), value, total)
     return total + value

@@ -14,6 +14,8 @@ from tvmbridge.exporting.left import carried_over
 from tvmbridge.frontend.origins import origin_of, origin_of_node
 from tvmbridge.kernels.aten_call import aten_call_operator, compiled_call
 
+# Layers of torch.ao.nn.quantized that compute with floats.
+_OF_FLOATS = ("FloatFunctional", "FXFloatFunctional")
 _PACKED = ("relax.call_pure_packed", "relax.call_dps_packed")
 
 
@@ -77,6 +79,7 @@ def refuse_packed_layers(module: nn.Module) -> None:
             for name, each in module.named_modules()
             if type(each).__module__.startswith("torch.ao.nn.")
             and "quantized" in type(each).__module__
+            and type(each).__name__ not in _OF_FLOATS
         ]
     )
 

@@ -29,6 +29,8 @@ def searched(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr |
     right = side == "right" if side is not None else bool(arguments["right"])
     *front, length = shape_of(edges)
     shape = shape_of(values)
+    if not length:
+        return relax.op.zeros(shape, result)
     rows = prod(front)
     count = prod(shape) // max(rows, 1)
 

@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import tvm
 from torch import fx
 from tvm import relax
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (.+)')
-_FOREIGN = ("/torch/", "/tvmbridge/", "/contextlib.py", "<frozen", "<string>", "<eval_with_key>")
+_TORCH = f"{os.path.dirname(torch.__file__)}/"
+_OWN = f"{os.path.dirname(os.path.dirname(os.path.abspath(__file__)))}/"
+_FOREIGN = (_TORCH, _OWN, "/contextlib.py", "<frozen", "<string>", "<eval_with_key>")
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,7 @@ def user_frame(stack_trace: str) -> tuple[str, int, str] | None:
     own = [m for m in frames if not any(part in m[1] for part in _FOREIGN)]
     if not frames:
         return None
-    layers = [m for m in frames if "/torch/nn/modules/" in m[1] and m[3] == "forward"]
+    layers = [m for m in frames if f"{_TORCH}nn/modules/" in m[1] and m[3] == "forward"]
     file, line, function = (own or layers or frames[:1])[-1].groups()
     return file, int(line), function
 

@@ -272,6 +272,14 @@ inline std::string beside_of(const std::string& path, const std::string& name) {
   return std::filesystem::exists(real, ignored) ? real : here;
 }
 
+/* The dtype of a tensor, whose elements are whole bytes. */
+inline DLDataType dtype_of(const ffi::json::Object& spec) {
+  DLDataType dtype = ffi::StringToDLDataType(text(spec, "dtype"));
+  if (dtype.lanes != 1 || dtype.bits == 0 || dtype.bits % 8 != 0)
+    throw std::invalid_argument("a tensor has dtype " + text(spec, "dtype"));
+  return dtype;
+}
+
 /* The bytes of a tensor; more than `room` if they are more, also if the number overflows. */
 inline uint64_t bytes_of(const std::vector<int64_t>& shape, DLDataType dtype, uint64_t room) {
   uint64_t bytes = dtype.bits / 8u;
@@ -293,6 +301,8 @@ inline int64_t value_of(const ffi::Any& condition, const std::map<std::string, i
   std::string op = parts[0].cast<ffi::String>();
   std::vector<int64_t> v;
   for (size_t i = 1; i < parts.size(); ++i) v.push_back(value_of(parts[i], sizes));
+  if (v.empty() || (v.size() == 1 && op != "not"))
+    throw Error("a condition on sizes lacks operands: " + op);
   auto floored = [](int64_t a, int64_t b) { return a / b - (a % b != 0 && (a < 0) != (b < 0)); };
   auto fold = [&v](auto combine) { return std::accumulate(v.begin() + 1, v.end(), v[0], combine); };
   if (op == "eq") return v[0] == v[1];
@@ -407,7 +417,7 @@ class Function {
   void read_inputs() {
     for (const ffi::Any& each : detail::list(manifest_, "inputs")) {
       ffi::json::Object spec = detail::object(each);
-      Input input{detail::text(spec, "name"), {}, ffi::StringToDLDataType(detail::text(spec, "dtype"))};
+      Input input{detail::text(spec, "name"), {}, detail::dtype_of(spec)};
       for (const ffi::Any& extent : detail::list(spec, "shape")) {
         std::optional<int64_t> size = extent.as<int64_t>();
         input.shape.push_back(size ? std::to_string(*size)
@@ -466,7 +476,7 @@ class Function {
       std::vector<int64_t> shape;
       for (const ffi::Any& extent : list(entry, "shape")) shape.push_back(extent.cast<int64_t>());
       uint64_t first = static_cast<uint64_t>(list(entry, "data_offsets")[0].cast<int64_t>());
-      DLDataType dtype = ffi::StringToDLDataType(text(parameter, "dtype"));
+      DLDataType dtype = dtype_of(parameter);
       uint64_t room = size - 8 - length;
       if (first > room || bytes_of(shape, dtype, room) > room - first)
         throw Error(from->path + " has a weight that reaches beyond its end");
@@ -512,7 +522,10 @@ class Function {
       data += written;
       left -= static_cast<size_t>(written);
     }
-    if (file < 0 || close(file) != 0 || left > 0) throw Error("the code cannot be put into /tmp");
+    if (file < 0 || close(file) != 0 || left > 0) {
+      if (file >= 0) unlink(path);
+      throw Error("the code cannot be put into /tmp");
+    }
     try {
       ffi::Module library = ffi::Module::LoadFromFile(path);
       ffi::Function load = library->GetFunction("vm_load_executable").value();
@@ -540,7 +553,7 @@ class Function {
       const Input& input = inputs_[i];
       DLDataType dtype = given[i].dtype();
       std::string what = "argument '" + input.name + "' ";
-      if (dtype.code != input.dtype.code || dtype.bits != input.dtype.bits)
+      if (dtype.code != input.dtype.code || dtype.bits != input.dtype.bits || dtype.lanes != 1)
         throw Error(what + "has another dtype than " + ffi::DLDataTypeToString(input.dtype));
       if (static_cast<size_t>(given[i].ndim()) != input.shape.size())
         throw Error(what + "must have " + std::to_string(input.shape.size()) + " dimensions");
@@ -590,6 +603,9 @@ class Function {
   /* Results that share memory are copied; those that only a check reads are looked at. */
   std::vector<ffi::Tensor> owned(std::vector<ffi::Tensor> results) {
     ffi::json::Array outputs = detail::list(manifest_, "outputs");
+    if (results.size() != outputs.size())
+      throw Error("the code returns " + std::to_string(results.size()) + " results, not " +
+                  std::to_string(outputs.size()));
     for (size_t i = 0; i < results.size(); ++i)
       if (detail::at(detail::object(outputs[i]), "copied").cast<bool>())
         results[i] = copied(results[i]);

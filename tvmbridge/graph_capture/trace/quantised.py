@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 aten = torch.ops.aten
 Function = Callable[..., Any]
+# The kernel for channels converts to int64: larger numbers become the least one, on x86.
+_LARGEST_INT64 = 2.0**63 - 2.0**39
 
 
 def _fake_quantized(
-    x: torch.Tensor, scale: Any, zero_point: Any, quant_min: int, quant_max: int
+    x: torch.Tensor,
+    scale: Any,
+    zero_point: Any,
+    quant_min: int,
+    quant_max: int,
+    *,
+    largest: float = torch.inf,
 ) -> Any:
     """Return values rounded to a grid, and which of them are within its bounds."""
     if x.dtype is not torch.float32:
         return NotImplemented
-    inverse = 1.0 / scale
-    number = (x * inverse + zero_point).round()
+    number = x * (1.0 / scale)
+    if isinstance(zero_point, torch.Tensor) and zero_point.is_floating_point():
+        number = (number + zero_point).round()
+    else:
+        number = number.round() + zero_point
+    # The kernels take the least number for NaN.
+    number = torch.where(number.abs() <= largest, number, -torch.inf)
     inside = (number >= quant_min) & (number <= quant_max)
     return (number.clamp(quant_min, quant_max) - zero_point) * scale, inside
 
@@ -31,8 +45,8 @@ def _fake_quantized_by_channel(
     quant_min: int,
     quant_max: int,
 ) -> Any:
-    zero = zero_point.to(torch.float32)
-    return _by_channel(_fake_quantized)(x, scale, zero, axis, quant_min, quant_max)
+    parts = partial(_fake_quantized, largest=_LARGEST_INT64)
+    return _by_channel(parts)(x, scale, zero_point, axis, quant_min, quant_max)
 
 
 def _quantized(

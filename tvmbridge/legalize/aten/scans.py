@@ -30,6 +30,8 @@ def cumulative_product(bb: relax.BlockBuilder, call: Call, arguments: Arguments)
 def _scan(bb: relax.BlockBuilder, call: Call, arguments: Arguments, name: str) -> Expr:
     multiplies = name == "cumprod"
     x, result, shape = arguments["self"], dtype_of(call), shape_of(call)
+    if not shape:
+        return relax.op.astype(x, result)
     rows, count, columns = around(shape, arguments["dim"] % len(shape))
     widest = 1 if sizes_vary() else min(columns, _COLUMNS)
     width = next(w for w in range(widest, 0, -1) if columns % w == 0)
