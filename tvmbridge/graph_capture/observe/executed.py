@@ -20,6 +20,7 @@ from tvmbridge.core.torch_private import (
     FakeTensor,
     TorchDispatchMode,
     dispatch_modes,
+    innermost_transform,
 )
 from tvmbridge.graph_capture.observe.names import Names, names_of
 
@@ -73,10 +74,13 @@ def executed_functions(
     def called(frame: FrameType, event: str, argument: object) -> None:
         if event == "c_call":
             own.note_builtin(argument)
+            if frame.f_code is _APPLY and getattr(argument, "__name__", "") == "apply":
+                # The frame's locals would keep the tensors that it is called with.
+                applied(argument.__self__)  # type: ignore[attr-defined]
             if not is_library(frame.f_globals.get("__name__")):
                 own.note_clock(argument)
             return
-        if frame.f_code is _APPLY and event == "call":
+        if frame.f_code is _APPLY and event == "call" and innermost_transform() is not None:
             applied(frame.f_locals["cls"])
         if event != "call" or id(frame.f_code) in of_libraries:
             return

@@ -148,9 +148,18 @@ class OutsideReads:
 
     def _note_applied(self, kind: type) -> None:
         """Record what a custom autograd function may read, whatever holds it."""
-        with self._objects.paused():
-            self._look_at(Source(kind, {"": kind}, "", kind.__name__, kind))
+        if is_library(kind.__module__):
+            return
+        if "<locals>" in kind.__qualname__:  # A record would keep the tensors of its closures.
+            self._note_strides(kind)
+        else:
+            with self._objects.paused():
+                self._look_at(Source(kind, {"": kind}, "", kind.__name__, kind))
         self._refuse_strides()
+
+    def _note_strides(self, value: Any) -> None:
+        for function in backward_functions(value) if self._needs_grad else ():
+            self._asked = self._asked or strides_asked(function)
 
     def _refuse_strides(self) -> None:
         if self._asked is not None:
@@ -245,8 +254,7 @@ class OutsideReads:
             self._note_unseen(value.__wrapped__)
         for function in gradient_functions(value):
             self._note_unseen(function)
-        for function in backward_functions(value) if self._needs_grad else ():
-            self._asked = self._asked or strides_asked(function)
+        self._note_strides(value)
         return True
 
     def _note_questions(self, source: Source, names: Names, same_anyway: bool) -> None:
