@@ -56,7 +56,7 @@ _FLAGS = (
 _dispatch, _functorch = torch._C, torch._C._functorch
 _IMPORTING = "<frozen importlib._bootstrap>"
 # The filters of warnings that were added during an import.
-_OF_IMPORTS: list[Any] = []
+_OF_IMPORTS: set[Any] = set()
 
 
 def now() -> dict[str, Any]:
@@ -107,7 +107,7 @@ def _noted(add: Callable[..., Any]) -> Callable[..., Any]:
         while frame is not None and frame.f_code.co_filename != _IMPORTING:
             frame = frame.f_back
         if frame is not None:
-            _OF_IMPORTS.append(item)
+            _OF_IMPORTS.add(item)
         return add(*item, append=append)
 
     return noting
