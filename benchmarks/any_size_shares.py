@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import argparse
 import copy
-import logging
 import random
 import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +24,7 @@ from torch import nn
 from torch.export import Dim
 
 from benchmarks.any_size_models import CONSTANTS, MODELS, NAMES, ids
+from tests.random_sizes.compilations import counted
 from tests.random_sizes.models import Model
 from tests.random_sizes.sequences import difference, step
 from tvmbridge import add_tvm_dispatch, dispatch_report
@@ -34,36 +33,6 @@ _CALLS, _FIRST = 20, 3
 _GENERATES = ("gpt2", "llama", "t5")
 # Four compilations: for the first call's sizes, common sizes, small sizes, and sizes of one.
 _LEAST_SHARE, _MOST_COMPILATIONS = 0.97, 4
-
-
-class _Compilations(logging.Handler):
-    """Count the compilations that the log reports."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.done = 0
-        self.failed: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        text = record.getMessage()
-        self.done += text.startswith("compiled ") and not text.startswith("compiled code:")
-        if text.startswith("no code for any size"):
-            self.failed.append(text)
-
-
-@contextmanager
-def _counted() -> Iterator[_Compilations]:
-    log, handler = logging.getLogger("tvmbridge"), _Compilations()
-    before = log.level, log.propagate
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    log.propagate = False
-    try:
-        yield handler
-    finally:
-        log.removeHandler(handler)
-        log.setLevel(before[0])
-        log.propagate = before[1]
 
 
 @dataclass
@@ -204,7 +173,7 @@ MODES = ("eval", "train")
 
 def _line(name: str, tokens: int, calls: int) -> Line:
     start = time.process_time()
-    with _counted() as counted:
+    with counted() as compilations:
         model, *rest = name.split(":")
         try:
             if rest == ["generate"]:
@@ -213,7 +182,7 @@ def _line(name: str, tokens: int, calls: int) -> Line:
                 line = shares(model, *rest, calls)
         except Exception as error:
             line = Line(name, wrong=f"{type(error).__name__}: {error}")
-    line.compilations, line.failed = counted.done, counted.failed
+    line.compilations, line.failed = compilations.done, compilations.failed
     line.seconds = time.process_time() - start
     return line
 

@@ -35,6 +35,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import tvm
@@ -84,20 +85,20 @@ def _fused(mod: tvm.IRModule, most: int) -> tvm.IRModule:
     up to it: the time of 1,000 layers whose results are returned grows with the square.
     """
     config = {**tvm.transform.PassContext.current().config, _MAX_DEPTH: most}
-    fields = {name: _fields_within(mod[name]) for name in _functions(mod)}
-    given = map_functions(mod, lambda f: _renamed(f, _fields_within(f), relax.Var))
+    functions = {n.name_hint: f for n, f in mod.functions_items() if isinstance(f, relax.Function)}
+    fields = {name: found for name, f in functions.items() if (found := _fields_within(f))}
     with tvm.transform.PassContext(config=config):
-        fused = relax.transform.FuseOps()(given)
+        fused = relax.transform.FuseOps()(_with_renamed(mod, fields, relax.Var))
+    return _with_renamed(fused, fields, relax.DataflowVar)
+
+
+def _with_renamed(
+    mod: tvm.IRModule, fields: Mapping[str, Mapping[int, str]], kind: type[relax.Var]
+) -> tvm.IRModule:
+    """Return ``mod`` with variables of class ``kind`` for the returned fields of functions."""
     for name, names in fields.items():
-        if names:
-            renamed = _renamed(fused[name], names, relax.DataflowVar)
-            fused.update_func(fused.get_global_var(name), renamed)
-    return fused
-
-
-def _functions(mod: tvm.IRModule) -> list[str]:
-    functions = mod.functions_items()
-    return [n.name_hint for n, f in functions if isinstance(f, relax.Function) and not _is_fused(f)]
+        mod = map_functions(mod, partial(_renamed, names=names, kind=kind), only=name)
+    return mod
 
 
 def _returned(function: relax.Function) -> relax.Tuple | None:
@@ -120,7 +121,7 @@ def _renamed(
     function: relax.Function, names: Mapping[int, str], kind: type[relax.Var]
 ) -> relax.Function:
     """Return ``function`` with variables of class ``kind`` for the returned fields in ``names``."""
-    returned = _returned(function) if names else None
+    returned = _returned(function)
     if returned is None:
         return function
     fields = list(returned.fields)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import logging
 import random
 import sys
 import time
@@ -24,6 +23,7 @@ from torch import nn
 
 from tests.random_sizes import attention_forms as attention
 from tests.random_sizes import other_forms as others
+from tests.random_sizes.compilations import counted
 from tests.random_sizes.models import Model
 from tests.random_sizes.sequences import difference, step
 from tvmbridge import add_tvm_dispatch, dispatch_report
@@ -182,21 +182,6 @@ FORMS: dict[str, Model] = {
 }
 
 
-class Compilations(logging.Handler):
-    """Count the compilations that the log reports, and keep the reasons of those that failed."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.done = 0
-        self.failed: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        text = record.getMessage()
-        self.done += text.startswith("compiled ") and not text.startswith("compiled code:")
-        if text.startswith("no code for any size"):
-            self.failed.append(text)
-
-
 def sizes_of(name: str, calls: int = _CALLS) -> list[tuple[int, ...]]:
     """Return random sizes of a form's calls, among them the smallest, 2 and 3."""
     draw, ranges = random.Random(name), FORMS[name].ranges
@@ -208,9 +193,22 @@ def sizes_of(name: str, calls: int = _CALLS) -> list[tuple[int, ...]]:
 
 def run(name: str, training: bool, calls: int = _CALLS) -> str:
     """Call a form at ``calls`` sizes; return a line that begins with wrong, few or ok."""
-    log, counted, start = logging.getLogger("tvmbridge"), Compilations(), time.process_time()
-    log.addHandler(counted)
-    model, wrong, before, all_before = FORMS[name], "", 0, 0
+    start = time.process_time()
+    with counted() as compilations:
+        ours, before, wrong = _called(name, training, calls)
+    served, total = (a - b for a, b in zip(_counts(ours), before, strict=True))
+    reasons = Counter(dict(dispatch_report(ours).fallbacks)).most_common(3)
+    result = "wrong" if wrong else "ok" if served == total else "few"
+    parts = [f"{result} {name}, {'training' if training else 'evaluation'}: {served} of {total}"]
+    parts += [f"{compilations.done} compilations, {len(compilations.failed)} failed"]
+    parts += [f"{time.process_time() - start:.0f} s", wrong]
+    parts += [f"{count} x {reason[:250]}" for reason, count in reasons]
+    return "; ".join(filter(None, [*parts, *(f[:250] for f in compilations.failed)]))
+
+
+def _called(name: str, training: bool, calls: int) -> tuple[nn.Module, tuple[int, int], str]:
+    """Return the called module, the counts before the calls that count, and what was wrong."""
+    model, wrong, before = FORMS[name], "", (0, 0)
     torch.manual_seed(0)
     plain = model.build()
     exact, ours = copy.deepcopy(plain).double(), copy.deepcopy(plain)
@@ -218,7 +216,7 @@ def run(name: str, training: bool, calls: int = _CALLS) -> str:
     try:
         for number, sizes in enumerate(sizes_of(name, calls)):
             if number == _FIRST:
-                before, all_before = _counts(ours)
+                before = _counts(ours)
             torch.manual_seed(number)
             arguments = model.arguments(*sizes)
             found = [step(m, model, arguments, training) for m in (plain, exact, ours)]
@@ -226,15 +224,7 @@ def run(name: str, training: bool, calls: int = _CALLS) -> str:
             wrong = wrong or (f"{sizes}: {different}" if different else "")
     except Exception as error:
         wrong = f"{sizes}: {type(error).__name__}: {str(error)[:300]}"
-    log.removeHandler(counted)
-    served, total = (a - b for a, b in zip(_counts(ours), (before, all_before), strict=True))
-    reasons = Counter(dict(dispatch_report(ours).fallbacks)).most_common(3)
-    result = "wrong" if wrong else "ok" if served == total else "few"
-    parts = [f"{result} {name}, {'training' if training else 'evaluation'}: {served} of {total}"]
-    parts += [f"{counted.done} compilations, {len(counted.failed)} failed"]
-    parts += [f"{time.process_time() - start:.0f} s", wrong]
-    parts += [f"{count} x {reason[:250]}" for reason, count in reasons]
-    return "; ".join(filter(None, [*parts, *(f[:250] for f in counted.failed)]))
+    return ours, before, wrong
 
 
 def _counts(module: nn.Module) -> tuple[int, int]:
@@ -250,9 +240,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--calls", type=int, default=_CALLS)
     options = parser.parse_args(arguments)
     warnings.filterwarnings("ignore")
-    log = logging.getLogger("tvmbridge")
-    log.setLevel(logging.INFO)
-    log.propagate = False
     lines = []
     for name in options.forms:
         for mode in options.modes:

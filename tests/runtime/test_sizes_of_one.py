@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.random_sizes.attention_forms import Cached, Sliding
-from tests.random_sizes.forms import Compilations
+from tests.random_sizes.compilations import Compilations
 from tvmbridge import add_tvm_dispatch, dispatch_report
 
 

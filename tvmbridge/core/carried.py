@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tvmbridge.core.contents import DEPTH
+from tvmbridge.core.contents import DEPTH, is_flat
 from tvmbridge.core.types import Key
 
 Steps = tuple[Any, ...]
@@ -35,11 +35,13 @@ class CarriedPlace:
         return ".".join((*filter(None, self.key), *map(str, self.steps)))
 
 
-def tensors_in(value: Any) -> Iterator[tuple[Steps, torch.Tensor]]:
+def places_in(value: Any, steps: Steps = ()) -> Iterator[tuple[Steps, torch.Tensor]]:
     """Yield the tensors in plain tuples, lists and dicts, each with its steps."""
-    found: list[tuple[Steps, torch.Tensor]] = []
-    with_tensors_replaced(value, lambda steps, tensor: found.append((steps, tensor)))
-    yield from found
+    if isinstance(value, torch.Tensor):
+        yield steps, value
+    elif len(steps) < DEPTH and type(value) in (dict, list, tuple) and not is_flat(value):
+        for step, each in value.items() if type(value) is dict else enumerate(value):
+            yield from places_in(each, (*steps, step))
 
 
 def with_tensors_replaced(

@@ -16,7 +16,7 @@ from torch.export import ExportedProgram
 
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.graph_capture.any_size import SymbolicTrace
-from tvmbridge.graph_capture.resized import NumbersAt, is_number
+from tvmbridge.graph_capture.resized import NumbersAt, arguments_of, is_number
 
 # Operators that are the same where the shape of the result is, given as numbers or as -1.
 _RESHAPES = frozenset(
@@ -88,18 +88,10 @@ def _described(program: ExportedProgram, symbols: Mapping[Any, int]) -> list[Any
         if node.target in _RESHAPES:
             found.append(("reshape", argument(node.args[0]), made))
             continue
-        arguments = pytree.tree_map(argument, _positional(node))
+        arguments = pytree.tree_map(argument, arguments_of(node))
         target = "" if node.op in ("placeholder", "output") else str(node.target)
         found.append((node.op, target, arguments, made))
     return found
-
-
-def _positional(node: fx.Node) -> Any:
-    """Return the arguments of a node, where the beginning of a slice is a number."""
-    given = node.args
-    if node.target is torch.ops.aten.slice.Tensor and len(given) > 2 and given[2] is None:
-        given = (*given[:2], 0, *given[3:])
-    return given, node.kwargs
 
 
 def _shape(value: Any, sizes: NumbersAt) -> Any:

@@ -173,11 +173,19 @@ def _refuse_other(
         raise OtherProgramError(f"{node.name} is {values[1]} with symbols, and not {values[0]}")
 
 
-def _arguments(node: fx.Node, sizes: NumbersAt, nodes: Mapping[fx.Node, fx.Node]) -> Any:
+def arguments_of(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a node, with 0 where a slice begins at None.
+
+    A trace with symbols has None there, and a trace without symbols has 0.
+    """
     given = node.args
     if node.target is torch.ops.aten.slice.Tensor and len(given) > 2 and given[2] is None:
-        given = (*given[:2], 0, *given[3:])  # a trace without symbols has 0 for None
-    return pytree.tree_map(lambda v: _at(v, sizes, nodes), (given, node.kwargs))
+        given = (*given[:2], 0, *given[3:])
+    return given, node.kwargs
+
+
+def _arguments(node: fx.Node, sizes: NumbersAt, nodes: Mapping[fx.Node, fx.Node]) -> Any:
+    return pytree.tree_map(lambda v: _at(v, sizes, nodes), arguments_of(node))
 
 
 def _at(value: Any, sizes: NumbersAt, nodes: Mapping[fx.Node, fx.Node]) -> Any:

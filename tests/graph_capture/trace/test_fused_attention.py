@@ -80,12 +80,8 @@ def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     library._destroy()
 
 
-def test_forward_and_backward() -> None:
-    torch.manual_seed(0)
-    eager = Block(32, 4, causal=True).double()
-    tvm, x = copy.deepcopy(eager), torch.randn(2, 7, 32, dtype=torch.float64)
-    add_tvm_dispatch(tvm, x.clone().requires_grad_())
-    assert "tvmbridge.fused_attention_backward.default" in dispatch_report(tvm).aten_calls
+def _assert_same_steps(tvm: nn.Module, eager: nn.Module, x: torch.Tensor) -> None:
+    """Compare the results of one step of both modules, and all gradients."""
     results = []
     for module in (tvm, eager):
         given = x.clone().requires_grad_()
@@ -93,6 +89,15 @@ def test_forward_and_backward() -> None:
         output.square().sum().backward()
         results.append([output, given.grad, *(p.grad for p in module.parameters())])
     torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
+
+
+def test_forward_and_backward() -> None:
+    torch.manual_seed(0)
+    eager = Block(32, 4, causal=True).double()
+    tvm, x = copy.deepcopy(eager), torch.randn(2, 7, 32, dtype=torch.float64)
+    add_tvm_dispatch(tvm, x.clone().requires_grad_())
+    assert "tvmbridge.fused_attention_backward.default" in dispatch_report(tvm).aten_calls
+    _assert_same_steps(tvm, eager, x)
     with torch.no_grad():
         add_tvm_dispatch(tvm, x)
         torch.testing.assert_close(tvm(x), eager(x), rtol=1e-12, atol=1e-12)
@@ -237,13 +242,7 @@ def test_rotated_heads_are_written_after_tokens() -> None:
     moved = re.findall(r"(\w+): .* = R.permute_dims", texts["backward"])
     assert not set(moved) & set(re.findall(r"\w+", line))
     add_tvm_dispatch(tvm, given, options=options)
-    results = []
-    for module in (tvm, eager):
-        given = x.clone().requires_grad_()
-        output = module(given)
-        output.square().sum().backward()
-        results.append([output, given.grad, *(p.grad for p in module.parameters())])
-    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
+    _assert_same_steps(tvm, eager, x)
     assert dispatch_report(tvm).fallbacks == {}
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from tvmbridge.calls.plain import PLAIN
-from tvmbridge.core.carried import CarriedPlace, Steps, tensors_in, with_tensors_replaced
+from tvmbridge.core.carried import CarriedPlace, Steps, places_in, with_tensors_replaced
 from tvmbridge.core.contents import ANY_TENSOR
 from tvmbridge.core.types import Key
 from tvmbridge.graph_capture.observe.adoption import Adoption
@@ -44,10 +44,10 @@ def carry(
     for key in [k for k, way in seen.left.items() if way.into == "place" and k in seen.values]:
         attributes = actor.get_submodule(key[0]).__dict__
         held = attributes.get(key[1])
-        tensors = [tensor for _, tensor in tensors_in(held)]
+        tensors = [tensor for _, tensor in places_in(held)]
         if isinstance(held, torch.Tensor) or not tensors or not all(map(_is_plain, tensors)):
             continue
-        flags = dict(tensors_in(module.get_submodule(key[0]).__dict__.get(key[1])))
+        flags = dict(places_in(module.get_submodule(key[0]).__dict__.get(key[1])))
         for tensor in (*tensors, *flags.values()):
             adoption.found.pop(id(tensor), None)
         found: dict[Steps, torch.Tensor] = {}

@@ -24,7 +24,7 @@ from tvmbridge.calls.standins import tensors_of, tensors_replaced
 from tvmbridge.calls.views import ViewWatch
 from tvmbridge.core.assumptions import OutsideValue, Question
 from tvmbridge.core.autocast import Autocast, without_autocast
-from tvmbridge.core.carried import tensors_in
+from tvmbridge.core.carried import places_in
 from tvmbridge.core.contents import PartOf
 from tvmbridge.core.errors import NumberReadError
 from tvmbridge.core.structure import unflatten
@@ -279,7 +279,7 @@ class _Run:
         if not self._records:
             return found
         replaced = [self._module.get_submodule(p).__dict__.get(n) for p, n in self.forward.ways]
-        carried = {id(tensor) for value in replaced for _, tensor in tensors_in(value)}
+        carried = {id(tensor) for value in replaced for _, tensor in places_in(value)}
         return found + self.foreign.without_gradient(carried)
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from tvmbridge.calls.standins import tensors_of
 from tvmbridge.core.autocast import Autocast, autocast_now
-from tvmbridge.core.carried import tensors_in
+from tvmbridge.core.carried import places_in
 from tvmbridge.core.kernel_settings import (
     Reduced,
     SwitchedOff,
@@ -36,7 +36,7 @@ def flags_of(module: nn.Module, leaves: Sequence[Any]) -> Flags:
         for owner in module.modules()
         for name, value in vars(owner).items()
         if isinstance(value, tuple | list | dict) and name not in _REGISTERED
-        for _, t in tensors_in(value)
+        for _, t in places_in(value)
     )
     return (*(t.requires_grad for t in (*given, *own)), carried)
 
