@@ -44,7 +44,6 @@ export_utils = torch._export.utils
 exported_program = torch.export.exported_program
 fake_impls = torch._subclasses.fake_impls
 functorch_utils = torch._functorch.utils
-functorch_predispatch = torch._functorch.predispatch
 
 # Operators and tensors
 DispatchKey = torch._C.DispatchKey
@@ -71,6 +70,12 @@ storage_use_count = torch._C._storage_Use_Count
 is_functional_tensor = torch._is_functional_tensor
 GlobalStateGuard = torch._C._dynamo.guards.GlobalStateGuard
 TensorGuards = torch._C._dynamo.guards.TensorGuards
+
+# The module in which ``forward_ad.make_dual`` looks up ``_make_dual``
+if hasattr(torch._functorch.predispatch, "_make_dual"):
+    module_of_duals = torch._functorch.predispatch
+else:  # PyTorch 2.11 and 2.12
+    module_of_duals = torch._VF
 
 # Functions without a public name
 chosen_attention = torch._fused_sdp_choice

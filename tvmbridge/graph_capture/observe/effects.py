@@ -22,8 +22,8 @@ from tvmbridge.core.assumptions import Question
 from tvmbridge.core.contents import all_held, same_held
 from tvmbridge.core.torch_private import (
     FakeTensor,
-    functorch_predispatch,
     innermost_transform,
+    module_of_duals,
     set_grad_enabled,
 )
 from tvmbridge.core.writes import version_of
@@ -258,7 +258,7 @@ def _autograd_watched(found: list[str]) -> Iterator[None]:
         return genuine(*args, **kwargs)
 
     with (
-        patched_here(functorch_predispatch, "_make_dual", dual),
+        patched_here(module_of_duals, "_make_dual", dual),
         patched_here(saved_tensors_hooks, "__enter__", hook),
         patched_here(torch.inference_mode, "__enter__", infer),
         patched_here(torch.autograd, "grad", _refusing("torch.autograd.grad")),

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 from unittest import mock
 
 import torch
+import torch._functorch.predispatch
 from torch.autograd import forward_ad
 
 from .checks import PrivateName, takes, within
@@ -80,10 +80,14 @@ def _ends_level(end: Any) -> bool:
     return False
 
 
+# PyTorch 2.11 and 2.12 look the function up in _VF.
+_HAS_DUALS = hasattr(torch._functorch.predispatch, "_make_dual")
+_DUALS = torch._functorch.predispatch if _HAS_DUALS else torch._VF
+
+
 def _makes_duals(genuine: Any) -> bool:
     """Whether ``forward_ad.make_dual`` calls this function of its module."""
-    module = sys.modules[genuine.__module__]
-    with forward_ad.dual_level(), mock.patch.object(module, "_make_dual") as called:
+    with forward_ad.dual_level(), mock.patch.object(_DUALS, "_make_dual") as called:
         forward_ad.make_dual(torch.ones(1), torch.ones(1))
     return bool(called.called)
 
@@ -108,7 +112,7 @@ TRANSFORMS = (
         _ends_level,
     ),
     PrivateName(
-        "torch._functorch.predispatch._make_dual",
+        f"torch.{'_functorch.predispatch' if _HAS_DUALS else '_VF'}._make_dual",
         "refusing forward-mode differentiation within forward",
         _makes_duals,
     ),
