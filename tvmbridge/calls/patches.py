@@ -216,7 +216,7 @@ def _install(owner: Any, name: str, user: Callable[..., Any]) -> _Installed:
 def _stub(owner: Any, name: str, installed: _Installed) -> Any:
     stub = _calling(installed)
     stub.__dict__["installed"] = installed
-    unbound = isinstance(inspect.getattr_static(owner, name), staticmethod | classmethod)
+    unbound = isinstance(inspect.getattr_static(owner, name, None), staticmethod | classmethod)
     return staticmethod(stub) if unbound and isinstance(owner, type) else stub
 
 
