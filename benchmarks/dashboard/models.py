@@ -44,6 +44,11 @@ _SIZES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         ("GPTNeoForCausalLM", "GPTNeoForSequenceClassification"),
         ({}, {"attention_types": [[["global", "local"], 1]]}),
     ),
+    # Positions begin after that of padding, 1.
+    **dict.fromkeys(
+        ("RobertaForCausalLM", "RobertaForQuestionAnswering"),
+        ({"max_position_embeddings": 514}, {}),
+    ),
     "GPT2ForSequenceClassification": ({"pad_token_id": 0}, {"pad_token_id": 0}),
     "meta-llama/Llama-3.2-1B": (
         {
