@@ -121,6 +121,7 @@ def measure(task: Task) -> dict[str, Any]:
     except Exception as error:
         return {**record, "error": _said(error)}
     exact = _exact(task, model, given)
+    record["float64"] = exact is not None
     _report(record)
     for peer in task.peers:
         _clear(task.device)

@@ -204,7 +204,7 @@ def _run_backward(
         gradients = None if held is None or step.lease is None else step.lease.backward(filled)
         if gradients is None:
             gradients = call.compiled.backward([*values, *filled], bound)
-            call.backwards += 1
+            call.backwards.add(None)
         return gradients
     assert partials is not None
     flowing = [bool(reads - absent) for reads in parts.gradient_reads]
@@ -224,4 +224,5 @@ def _run_backward(
     values += arrived
     if held is not None:
         bound = held.for_partial(backward.loaded, len(values), [call.place_of_residuals])
+    call.backwards.add(backward)
     return backward(values, len(flowing), bound)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -76,6 +77,24 @@ class ConvertedTensors:
             held = {i: t for i, t in enumerate(self.read) if t is not None}
             bound = self.partial[loaded] = loaded.bind("backward", held, count, tuple(given))
         return bound
+
+
+class BackwardRuns:
+    """How often each code of a backward ran without a CUDA graph; None is the whole backward."""
+
+    def __init__(self) -> None:
+        self.of: Counter[Hashable] = Counter()
+        self._last: Hashable = None
+
+    def add(self, code: Hashable) -> None:
+        """Count one run of ``code``."""
+        self.of[code] += 1
+        self._last = code
+
+    @property
+    def of_last(self) -> int:
+        """The runs of the code that ran last."""
+        return self.of[self._last]
 
 
 class TrainingStep:
