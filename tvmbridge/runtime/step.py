@@ -80,21 +80,19 @@ class ConvertedTensors:
 
 
 class BackwardRuns:
-    """How often each code of a backward ran without a CUDA graph; None is the whole backward."""
+    """How often each code of a backward ran without a CUDA graph, and which code ran last.
+
+    The whole backward is None.
+    """
 
     def __init__(self) -> None:
         self.of: Counter[Hashable] = Counter()
-        self._last: Hashable = None
+        self.last: Hashable = None
 
     def add(self, code: Hashable) -> None:
         """Count one run of ``code``."""
         self.of[code] += 1
-        self._last = code
-
-    @property
-    def of_last(self) -> int:
-        """The runs of the code that ran last."""
-        return self.of[self._last]
+        self.last = code
 
 
 class TrainingStep:
