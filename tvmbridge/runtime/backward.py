@@ -213,6 +213,7 @@ def _run_backward(
     backward = partials.known(absent)
     if backward is None:
         gradients = call.compiled.backward([*values, *filled], bound)
+        call.backwards.add_other()
         if all_finite([g for g, flows in zip(gradients, flowing, strict=True) if flows]):
             return [g if flows else None for g, flows in zip(gradients, flowing, strict=True)]
         backward = partials.without(absent)

@@ -142,8 +142,6 @@ class _Training:
         self._forward = code.call("forward", forward, self._memory, self._outputs, kept)
         self._backward = code.call("backward", backward, self._memory)
         self._partial: dict[PartialBackward, ReplayedCall] = {}
-        # Runs of backward before, on a sample or with other tensors, tell nothing of the next ones.
-        self._runs_before = Counter(call.backwards.of)
         self._waited = 0
         self._without_some = without_some
         self._code = code
@@ -171,8 +169,7 @@ class _Training:
 
         A forward that no backward follows is captured all the same, some calls later.
         """
-        runs, kind = self._call.backwards, self._call.backwards.last
-        waits = self._waited < _PATIENCE and runs.of[kind] - self._runs_before[kind] < WARM_UP
+        waits = self._waited < _PATIENCE and self._call.backwards.of_last < WARM_UP
         if self._forward.is_captured or not waits:
             self._forward.count(self._waited)
             return False

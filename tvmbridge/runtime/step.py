@@ -80,19 +80,20 @@ class ConvertedTensors:
 
 
 class BackwardRuns:
-    """How often each code of a backward ran without a CUDA graph, and which code ran last.
-
-    The whole backward is None.
-    """
+    """How often each code of a backward ran without a CUDA graph; None is the whole backward."""
 
     def __init__(self) -> None:
         self.of: Counter[Hashable] = Counter()
-        self.last: Hashable = None
+        self.of_last = 0
 
     def add(self, code: Hashable) -> None:
         """Count one run of ``code``."""
         self.of[code] += 1
-        self.last = code
+        self.of_last = self.of[code]
+
+    def add_other(self) -> None:
+        """Note a run of which the next one like it may use other code."""
+        self.of_last = 0
 
 
 class TrainingStep:
