@@ -103,6 +103,8 @@ def _measured(
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as caches:
         folders = {
             "TVMBRIDGE_CACHE_DIR": f"{caches}/tvm",
+            # An installation has them compiled.
+            FOLDER: str(halves_folder()),
             "TORCHINDUCTOR_CACHE_DIR": f"{caches}/torch",
         }
         command = [sys.executable, "-m", "benchmarks.dashboard.measure", json.dumps(asdict(task))]

@@ -31,7 +31,8 @@ for number in range(STEPS):
         values.append({"output": output.detach()} | gradients(module))
     assert_same(*values)
 report = dispatch_report(tvm).specializations[0]
-found = {"cache": report.cache, "build": report.seconds["build"], "replays": replays(tvm)}
+found = {"cache": report.cache, "seconds": report.seconds, "replays": replays(tvm)}
+found["recalled"] = report.recalled
 print(json.dumps(found))
 """
 
@@ -57,7 +58,17 @@ def test_a_second_process_hits_and_replays_graphs(cache: Path) -> None:
     assert first["cache"] == "miss: nothing is kept for this graph"
     assert second["cache"] == "hit"
     assert second["replays"] == first["replays"] > 0
-    assert second["build"] < first["build"]
+    assert second["recalled"] == "from disk, without capture"
+    assert not second["seconds"]
+
+
+def test_a_second_process_captures_if_plans_are_off(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TVMBRIDGE_RECALL", "0")
+    first, second = _run(), _run()
+    assert second["cache"] == "hit"
+    assert second["seconds"]["build"] < first["seconds"]["build"]
 
 
 def test_damaged_code_is_compiled_again(cache: Path) -> None:

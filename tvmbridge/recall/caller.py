@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tvmbridge.backends import resolve_target
+from tvmbridge.backends import is_on_host, resolve_target
 from tvmbridge.cache import CacheKey
 from tvmbridge.compiler.cached_build import CachedBuild
 from tvmbridge.compiler.compiled import CompiledModule
@@ -45,10 +47,20 @@ class Caller:
     refusal: str | None = None
     offer: Callable[[CompiledModule, Facts, str], None] | None = None
 
+    @functools.cached_property
+    def device(self) -> torch.device:
+        """The device of the first tensor that is not in the host's memory; else the CPU."""
+        tensors = itertools.chain(
+            self.module.parameters(),
+            self.module.buffers(),
+            pytree.tree_leaves((self.args, dict(self.kwargs))),
+        )
+        devices = (t.device for t in tensors if isinstance(t, torch.Tensor))
+        return next((each for each in devices if not is_on_host(each)), torch.device("cpu"))
+
     def build(self) -> CachedBuild:
-        """Return what loads the code: for the CPU, since tensors elsewhere have no plan."""
-        device = torch.device("cpu")
-        return CachedBuild(resolve_target(self.target, device), self.options, device)
+        """Return what loads the code."""
+        return CachedBuild(resolve_target(self.target, self.device), self.options, self.device)
 
     def unused(self) -> str | None:
         """Return why no plan is used; None if one may be, and "" if the option is off."""
@@ -79,22 +91,25 @@ class Caller:
         Raises:
             UndescribableError: something about the module or the call is no data.
         """
-        entries = {**self.entries(describer), **functions_entry(describer)}
+        entries = {**self.entries(describer, self.device), **functions_entry(describer)}
         return CacheKey({**entries, **self.build().key({}).entries})
 
-    def entries(self, describer: Describer, *, any_device: bool = False) -> dict[str, str]:
+    def entries(self, describer: Describer, device: torch.device | None) -> dict[str, str]:
         """Return the entries of the key that describe the module, the call and PyTorch's settings.
+
+        Args:
+            device: where tensors may be, beside the host's memory; None: anywhere.
 
         Raises:
             UndescribableError: something about the module or the call is no data, or a tensor is
-                not in the host's memory and ``any_device`` is False.
+                elsewhere.
         """
         leaves, structure = pytree.tree_flatten((self.args, dict(self.kwargs)))
         module, mode = self.module, self.mode
         return {
             "plan": _FORMAT,
-            "module": module_entry(module, describer, any_device=any_device),
-            "call": call_entry(module, leaves, structure, mode, describer, any_device=any_device),
+            "module": module_entry(module, describer, device),
+            "call": call_entry(module, leaves, structure, mode, describer, device),
             "all options": repr(self.options),
             **settings_entry(),
         }

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import re
 import sys
 import types
 import typing
@@ -58,6 +59,7 @@ _RECORDS: tuple[type[Any], ...] = (
 )
 _ENUMS: tuple[type[enum.Enum], ...] = (InputKind, OutputKind, Question)
 _OF_TORCH = (torch.dtype, torch.layout, torch.memory_format)
+_DEVICE = re.compile(r"cpu|cuda(:[0-9]{1,3})?")
 _ATEN = "aten."
 
 
@@ -206,9 +208,10 @@ def _torch(content: Sequence[Any]) -> Any:
 
 
 def _device(content: Sequence[Any]) -> torch.device:
-    if content != ["cpu"]:
-        raise ValueError("it is of another device")
-    return torch.device("cpu")
+    (name,) = content
+    if type(name) is not str or not _DEVICE.fullmatch(name):
+        raise ValueError("it is no device that code is compiled for")
+    return torch.device(name)
 
 
 def _operator(content: Sequence[Any]) -> Any:

@@ -27,13 +27,13 @@ _TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
 _OWN_CALLS = ("_call_impl", "_wrapped_call_impl", "_compiled_call_impl", "__call__")
 
 
-def module_entry(module: nn.Module, describer: Describer, *, any_device: bool = False) -> str:
+def module_entry(module: nn.Module, describer: Describer, device: torch.device | None) -> str:
     """Return a digest of the module's structure, classes, flags and tensors without their values.
 
     Args:
         module: the module.
         describer: describes values of this module.
-        any_device: whether tensors may be elsewhere than in the host's memory.
+        device: where tensors may be, beside the host's memory; None: anywhere.
 
     Raises:
         UndescribableError: something about the module cannot be described as data.
@@ -44,7 +44,7 @@ def module_entry(module: nn.Module, describer: Describer, *, any_device: bool = 
             raise UndescribableError(f"a {type(each).__name__}")
     if any(GLOBAL_HOOKS):
         raise UndescribableError("hooks of all modules")
-    memory = _Memory(any_device)
+    memory = _Memory(device)
     first: dict[int, int] = {}
     lines: list[Any] = []
     for name, each in module.named_modules(remove_duplicate=False):
@@ -73,8 +73,7 @@ def call_entry(
     structure: Any,
     mode: Sequence[Any],
     describer: Describer,
-    *,
-    any_device: bool = False,
+    device: torch.device | None,
 ) -> str:
     """Return a digest of a call: structure, constants, and tensors without their values.
 
@@ -84,12 +83,12 @@ def call_entry(
         structure: the structure of the arguments.
         mode: the mode of the call.
         describer: describes values of this module.
-        any_device: whether tensors may be elsewhere than in the host's memory.
+        device: where tensors may be, beside the host's memory; None: anywhere.
 
     Raises:
         UndescribableError: an argument cannot be described as data.
     """
-    memory = _Memory(any_device)
+    memory = _Memory(device)
     for tensor in (*module.parameters(), *module.buffers()):
         memory.of(tensor, describer)
     described = [
@@ -104,8 +103,8 @@ def call_entry(
 class _Memory:
     """Describes tensors, by numbers for the tensors and storages that several of them share."""
 
-    def __init__(self, any_device: bool) -> None:
-        self._any_device = any_device
+    def __init__(self, device: torch.device | None) -> None:
+        self._device = device
         self._tensors: dict[int, int] = {}
         self._storages: dict[int, int] = {}
         self._ranges: set[tuple[int, int]] = set()
@@ -118,7 +117,7 @@ class _Memory:
                 raise UndescribableError("tensors whose storages overlap")
 
     def of(self, tensor: torch.Tensor, describer: Describer) -> list[Any]:
-        reason = _unusual(tensor, self._any_device)
+        reason = _unusual(tensor, self._device)
         if reason is not None:
             raise UndescribableError(f"a tensor that is {reason}")
         held = tensor.untyped_storage()
@@ -140,10 +139,10 @@ class _Memory:
         ]
 
 
-def _unusual(tensor: torch.Tensor, any_device: bool) -> str | None:
+def _unusual(tensor: torch.Tensor, device: torch.device | None) -> str | None:
     if type(tensor) not in _TENSORS:
         return f"a {type(tensor).__qualname__}"
-    if not (any_device or is_on_host(tensor.device)):
+    if not (is_on_host(tensor.device) or device in (None, tensor.device)):
         return f"on {tensor.device.type}"
     if tensor.layout is not torch.strided or not has_storage(tensor):
         return "not strided"

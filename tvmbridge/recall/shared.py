@@ -108,7 +108,7 @@ class SharedPlans:
         return None
 
     def _digest(self, caller: Caller, describer: Describer) -> str:
-        entries = caller.entries(describer, any_device=True)
+        entries = caller.entries(describer, None)
         return digest_of(json.dumps({**entries, **self._functions.entry()}))
 
     def add(self, digest: str, compiled: CompiledModule, facts: Facts, structures: str) -> None:
