@@ -75,19 +75,32 @@ def composites_prepared_for(program: ExportedProgram) -> Iterator[None]:
         if not isinstance(keys, _Keys):  # Other threads iterate over all keys, as before.
             setattr(exported_program, name, _Keys(keys))
     registered = tuple(registered_kernels("CompositeImplicitAutograd"))
-    _find_operators(registered)
     before: frozenset[DispatchKey] = getattr(_of_thread, "unused", frozenset())
     _of_thread.unused = _unused_keys(_devices(program))
     try:
         with (
-            patched_here(export_utils, "_materialize_cpp_cia_ops", lambda genuine: None),
-            patched_here(export_utils, "_check_valid_to_preserve", _may_be_preserved),
+            operators_known(registered),
             patched_here(exported_program, "_override_composite_implicit_decomp", _overridden),
             patched_here(exported_program, _SPLIT, partial(_split, registered)),
         ):
             yield
     finally:
         _of_thread.unused = before
+
+
+@contextmanager
+def operators_known(registered: tuple[str, ...]) -> Iterator[None]:
+    """Within the context, PyTorch does not look for its composite operators again and again.
+
+    Args:
+        registered: the names of all composite operators.
+    """
+    _find_operators(registered)
+    with (
+        patched_here(export_utils, "_materialize_cpp_cia_ops", lambda genuine: None),
+        patched_here(export_utils, "_check_valid_to_preserve", _may_be_preserved),
+    ):
+        yield
 
 
 @lru_cache(maxsize=1)
