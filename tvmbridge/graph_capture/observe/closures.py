@@ -19,6 +19,7 @@ class Closures:
 
     def __init__(self) -> None:
         self._found: dict[int, list[types.FunctionType]] = {}
+        self._begun = False
         # A search of functions that ``gc.freeze()`` hides, which goes on where it has stopped.
         self._hidden: Iterator[types.FunctionType] | None = None
 
@@ -33,10 +34,13 @@ class Closures:
     def _candidates(
         self, code: types.CodeType, known: Iterable[object]
     ) -> Iterator[types.FunctionType]:
-        if self._hidden is None:
+        if not self._begun:
             self._keep(gc.get_objects())
-            self._hidden = reachable_functions(known) if gc.get_freeze_count() else iter(())
+            self._begun = True
         yield from list(self._found.get(id(code), ()))
+        if self._hidden is None:
+            # The count takes long where many objects are frozen.
+            self._hidden = reachable_functions(known) if gc.get_freeze_count() else iter(())
         for function in self._hidden:
             self._keep([function])
             yield function
@@ -48,7 +52,7 @@ class Closures:
     def forget(self) -> None:
         """Let go of all functions, and of what their free variables hold."""
         self._found.clear()
-        self._hidden = None
+        self._begun, self._hidden = False, None
 
     def _keep(self, among: Iterable[object]) -> None:
         for function in among:
