@@ -6,6 +6,7 @@ seconds in which no worker runs.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import Counter
 
@@ -24,6 +25,7 @@ def pytest_configure(config: pytest.Config) -> None:
         compiled_half.build_halves()
         os.environ[compiled_half.SWITCH] = "load"
     if is_worker or config.getoption("dist", "no") == "no":
+        gc.disable()  # until tests are collected: imports free few of the objects that they create
         config.pluginmanager.import_plugin("tests.checks")
 
 

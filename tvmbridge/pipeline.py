@@ -135,10 +135,12 @@ def run_passes(
             types are detected after the last pass.
     """
     passes, settled = list(passes), set[Any]()
+    bindings = count_bindings(mod)
     for number, pass_ in enumerate(passes, 1):
         last, key = number == len(passes), _cleaning(pass_)
         known = not last and key in settled
-        mod = _run_pass(mod, pass_, records, check_types=last, known=known)
+        mod = _run_pass(mod, pass_, records, bindings, check_types=last, known=known)
+        bindings = records[-1].bindings_after
         settled = set() if records[-1].changed else settled | ({key} - {None})
     return mod
 
@@ -175,7 +177,7 @@ def run_extra_passes(
     """
     for pass_ in passes:
         before = _conventions(mod)
-        mod = _run_pass(mod, pass_, records, check_types=True)
+        mod = _run_pass(mod, pass_, records, count_bindings(mod), check_types=True)
         if _conventions(mod) != before:
             raise PassError(
                 f"pass {pass_name(pass_)} changed the parameters or results of a function; an "
@@ -215,11 +217,15 @@ def _run_pass(
     mod: tvm.IRModule,
     pass_: AnyPass,
     records: list[PassRecord],
+    bindings: int,
     *,
     check_types: bool,
     known: bool = False,
 ) -> tvm.IRModule:
-    """Run one pass, and record it. If ``known``, it would change nothing: only record it."""
+    """Run one pass on a module of ``bindings`` bindings, and record it.
+
+    If ``known``, it would change nothing: only record it.
+    """
     let_interrupts_through()
     report = PassReport()
     start = time.perf_counter()
@@ -236,8 +242,8 @@ def _run_pass(
         seconds=time.perf_counter() - start,
         rewrites=report.rewrites,
         declined=tuple(report.declined),
-        bindings_before=count_bindings(mod),
-        bindings_after=count_bindings(after),
+        bindings_before=bindings,
+        bindings_after=bindings if after.same_as(mod) else count_bindings(after),
         changed=changed,
     )
     records.append(record)

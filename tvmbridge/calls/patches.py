@@ -216,8 +216,10 @@ def _install(owner: Any, name: str, user: Callable[..., Any]) -> _Installed:
 def _stub(owner: Any, name: str, installed: _Installed) -> Any:
     stub = _calling(installed)
     stub.__dict__["installed"] = installed
-    unbound = isinstance(inspect.getattr_static(owner, name, None), staticmethod | classmethod)
-    return staticmethod(stub) if unbound and isinstance(owner, type) else stub
+    if not isinstance(owner, type):
+        return stub
+    own = installed.own if installed.own is not None else inspect.getattr_static(owner, name, None)
+    return staticmethod(stub) if isinstance(own, staticmethod | classmethod) else stub
 
 
 def unpatched(value: Any, default: Any) -> Any:

@@ -47,14 +47,20 @@ def host_target(cores: int | None = None) -> Target:
     LLVM finds the processor's name by family and model, which a virtual machine may report wrongly.
     PyTorch queries the instruction sets directly, so its answer takes precedence.
     """
-    attributes: dict[str, object] = {"kind": "llvm", "num-cores": cores or usable_cores()}
+    cores = cores or usable_cores()
     pretended = os.environ.get(_PRETENDED)
     if pretended:
-        return Target({**attributes, "mcpu": pretended.partition(":")[0]})
+        return Target({"kind": "llvm", "num-cores": cores, "mcpu": pretended.partition(":")[0]})
     name = codegen.llvm_get_system_cpu()
+    capability = torch.backends.cpu.get_cpu_capability()
+    return _target_named(name, capability, cores)
+
+
+@lru_cache(maxsize=16)
+def _target_named(name: str, capability: str, cores: int) -> Target:
+    attributes: dict[str, object] = {"kind": "llvm", "num-cores": cores}
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return Target({**attributes, "mcpu": name})
-    capability = torch.backends.cpu.get_cpu_capability()
     named = Target({**attributes, "mcpu": name})
     wanted = _WIDTHS.get(capability)
     has = {width: codegen.target_has_features(width, named) for width in _WIDTHS.values()}

@@ -15,7 +15,7 @@ import sys
 import types
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +30,7 @@ from tvmbridge.core.errors import CaptureError
 from tvmbridge.core.libraries import SAME_WHEN_COMPILED
 from tvmbridge.core.methods import MethodOf
 from tvmbridge.core.torch_private import FakeTensor, is_compiling
+from tvmbridge.graph_capture.observe.closures import Closures
 from tvmbridge.graph_capture.observe.executed import Executed, executed_functions, is_library
 from tvmbridge.graph_capture.observe.hooks import traced_hooks
 from tvmbridge.graph_capture.observe.iterators import Iterators
@@ -91,6 +92,7 @@ class OutsideReads:
         self._undo = current_undo()
         self._of = type(module).__name__
         self._iterators = Iterators()
+        self._closures = Closures()
         # Values of attributes of the module and of its classes.
         self._attributes: list[Any] = []
         self._sources: dict[tuple[int, str], Source] = {}
@@ -130,9 +132,15 @@ class OutsideReads:
             self._keep(defaults(hook))
             self._keep([exactly(Source(held, held, "", f"the hook {hook.__name__}", hook))])
 
-    def collecting(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
         """Inside this context, record the reads of each user's function before its first run."""
-        return executed_functions(self._note_function, self.own, self._note_applied)
+        try:
+            with executed_functions(self._note_function, self.own, self._note_applied):
+                yield
+        finally:
+            # They may hold tensors that forward has made.
+            self._closures.forget()
 
     def _note_function(self, executed: Executed) -> None:
         with self._objects.paused():
@@ -188,7 +196,7 @@ class OutsideReads:
         if id(executed.code) not in self._inner:
             met = (source.value for source in self._sources.values())
             known = (*executed.globals.values(), *self._attributes, *met)
-            waiting += free_variables(executed, known)
+            waiting += free_variables(executed, self._closures, known)
         self._inner.update(map(id, _codes_within(executed.code)))
         # A function may look up attributes of an object that another function has found.
         new = names.looked_up - self._names

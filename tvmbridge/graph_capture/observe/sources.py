@@ -25,9 +25,9 @@ from tvmbridge.calls.patches import unpatched
 from tvmbridge.core.assumptions import Holder
 from tvmbridge.core.contents import MISSING, all_held, is_constant
 from tvmbridge.core.errors import CaptureError
+from tvmbridge.graph_capture.observe.closures import Closures
 from tvmbridge.graph_capture.observe.data import is_data, is_object, is_of_users
 from tvmbridge.graph_capture.observe.executed import Executed, is_library
-from tvmbridge.graph_capture.observe.frozen import reachable_functions
 
 # Containers with more entries are no registries of functions.
 LARGEST_REGISTRY = 64
@@ -114,12 +114,17 @@ def roots(executed: Executed) -> Iterator[Source]:
         yield Source(sys.modules, sys.modules, name, name, sys.modules[name])
 
 
-def free_variables(executed: Executed, known: Iterable[Any] = ()) -> Iterator[Source]:
+def free_variables(
+    executed: Executed, closures: Closures, known: Iterable[Any] = ()
+) -> Iterator[Source]:
     """Yield the free variables of a function that ran, as contents of its closure cells.
 
-    A frame does not refer to its function. The function is found among the referrers of its code,
-    by the values of the free variables. ``gc.freeze()`` hides referrers, so the function is then
-    searched from ``known``, the values that forward can reach, and from the user's modules.
+    A frame does not refer to its function. Among the functions with its code, it is found by the
+    values of the free variables.
+
+    Args:
+        closures: finds the functions with its code.
+        known: the values that forward can reach.
 
     Raises:
         CaptureError: the function is not found, so that no guard could watch its variables.
@@ -133,29 +138,25 @@ def free_variables(executed: Executed, known: Iterable[Any] = ()) -> Iterator[So
             cell = executed.cells[n]
             yield Source(cell, Attributes(cell), "cell_contents", n, value)
         return
-    found = _cells(gc.get_referrers(executed.code), executed.code, free)
+    found = _cells(closures.of(executed.code, known), free)
     if found is None and gc.get_freeze_count():
-        found = _cells(reachable_functions(known), executed.code, free)
-        if found is None:
-            raise CaptureError(
-                f"{executed.code.co_qualname} reads {', '.join(free)} of an enclosing function, "
-                "which gc.freeze() hides; call gc.unfreeze() before add_tvm_dispatch"
-            )
+        raise CaptureError(
+            f"{executed.code.co_qualname} reads {', '.join(free)} of an enclosing function, "
+            "which gc.freeze() hides; call gc.unfreeze() before add_tvm_dispatch"
+        )
     for n, (cell, held) in (found or {}).items():
         yield Source(cell, held, "cell_contents", n, free[n])
 
 
 def _cells(
-    among: Iterable[Any], code: types.CodeType, free: Mapping[str, Any]
+    among: Iterable[types.FunctionType], free: Mapping[str, Any]
 ) -> dict[str, tuple[types.CellType, Attributes]] | None:
-    """Return the cells of the function with this code and these free variables, by name.
+    """Return the cells of the first function with these free variables, by name; or None.
 
-    Return None if the function is not ``among`` the objects.
+    The functions have the same code.
     """
     for function in among:
-        if not isinstance(function, types.FunctionType) or function.__code__ is not code:
-            continue
-        cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
+        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
         held = {n: (cells[n], Attributes(cells[n])) for n in free}
         if all(held[n][1].get("cell_contents", MISSING) is v for n, v in free.items()):
             return held

@@ -67,10 +67,8 @@ def _by_operator(program: ExportedProgram, table: Table) -> ExportedProgram:
             raise NotByOperatorError("it has no tensors")
         graph = _Copier(Traces(decompositions)).copied(program.graph)
     graph.eliminate_dead_code()
-    module = fx.GraphModule({}, graph)
-    module.meta.update(program.graph_module.meta)
-    return ExportedProgram(
-        root=module,
+    found = ExportedProgram(
+        root={},  # A module would have its source generated for nothing.
         graph=graph,
         graph_signature=_signature(program.graph_signature, graph),
         state_dict=program.state_dict,
@@ -79,6 +77,8 @@ def _by_operator(program: ExportedProgram, table: Table) -> ExportedProgram:
         example_inputs=program.example_inputs,
         constants=program.constants,
     )
+    found.graph_module.meta.update(program.graph_module.meta)
+    return found
 
 
 def _refuse_unlike(program: ExportedProgram) -> None:

@@ -3,7 +3,8 @@
 PyTorch registers a Python kernel for each of some 500 composite operators under each of two dozen
 dispatch keys, and queries the dispatcher once for each operator library. For a small module this
 takes longer than the rest of the capture. The kernels that a decomposition has created are kept,
-and installed again by the next one.
+and installed again by the next one. So are the two parts of its table: composite operators, and
+operators that have a decomposition written in Python.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -49,6 +50,9 @@ _ADDED = (
 )
 
 
+_SPLIT = "_split_decomp_table_to_cia_and_python_decomp"
+
+
 class _Keys(list[DispatchKey]):
     """A list of dispatch keys whose iteration leaves out the keys that the thread does not use."""
 
@@ -70,18 +74,33 @@ def composites_prepared_for(program: ExportedProgram) -> Iterator[None]:
         keys = getattr(exported_program, name)
         if not isinstance(keys, _Keys):  # Other threads iterate over all keys, as before.
             setattr(exported_program, name, _Keys(keys))
-    _find_operators(tuple(registered_kernels("CompositeImplicitAutograd")))
+    registered = tuple(registered_kernels("CompositeImplicitAutograd"))
     before: frozenset[DispatchKey] = getattr(_of_thread, "unused", frozenset())
     _of_thread.unused = _unused_keys(_devices(program))
     try:
         with (
-            patched_here(export_utils, "_materialize_cpp_cia_ops", lambda genuine: None),
-            patched_here(export_utils, "_check_valid_to_preserve", _may_be_preserved),
+            operators_known(registered),
             patched_here(exported_program, "_override_composite_implicit_decomp", _overridden),
+            patched_here(exported_program, _SPLIT, partial(_split, registered)),
         ):
             yield
     finally:
         _of_thread.unused = before
+
+
+@contextmanager
+def operators_known(registered: tuple[str, ...]) -> Iterator[None]:
+    """Within the context, PyTorch does not look for its composite operators again and again.
+
+    Args:
+        registered: the names of all composite operators.
+    """
+    _find_operators(registered)
+    with (
+        patched_here(export_utils, "_materialize_cpp_cia_ops", lambda genuine: None),
+        patched_here(export_utils, "_check_valid_to_preserve", _may_be_preserved),
+    ):
+        yield
 
 
 @lru_cache(maxsize=1)
@@ -155,6 +174,38 @@ def _may_be_preserved(genuine: Callable[[Any], bool], op: Any) -> bool:
         if has_any_kernel(op.name()):
             _preserved[op] = found
     return found
+
+
+@dataclass(frozen=True)
+class _Split:
+    """A decomposition table in two parts.
+
+    - ``registered``: the names of all composite operators.
+    - ``table``: the whole table.
+    - ``composites``, ``others``: the parts, as PyTorch returns them.
+    """
+
+    registered: tuple[str, ...]
+    table: Mapping[Any, Callable[..., Any]]
+    composites: Mapping[Any, Callable[..., Any]]
+    others: Mapping[Any, Callable[..., Any]]
+
+
+_splits: list[_Split] = []
+
+
+def _split(
+    registered: tuple[str, ...], genuine: Callable[[Any], tuple[Any, Any]], table: dict[Any, Any]
+) -> tuple[dict[Any, Any], dict[Any, Any]]:
+    """Return the parts of ``table``; PyTorch asks the dispatcher for every operator in it."""
+    for kept in _splits:
+        if kept.registered == registered and kept.table == table:
+            return dict(kept.composites), dict(kept.others)
+    whole = dict(table)
+    composites, others = genuine(table)
+    kept = _Split(registered, whole, dict(composites), dict(others))
+    _splits[:] = [kept, *_splits][:_MOST_KEPT]
+    return composites, others
 
 
 # The kernels of the last decompositions: tables for inference and for training differ.

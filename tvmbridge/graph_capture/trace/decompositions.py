@@ -18,6 +18,7 @@ from tvmbridge.core.torch_private import (
     registered_kernels,
 )
 from tvmbridge.graph_capture.trace.attention import attention, attention_with_dropout, safe_softmax
+from tvmbridge.graph_capture.trace.composites import operators_known
 from tvmbridge.graph_capture.trace.extremes import EXTREMUM, extremum_taken_apart
 from tvmbridge.graph_capture.trace.losses import nll_loss
 from tvmbridge.graph_capture.trace.promotion import promoting_as_kernels
@@ -139,7 +140,8 @@ def _table_with(differentiated: bool, registered: tuple[str, ...]) -> dict[Any, 
 
     The result is cached, because building it takes longer than the export of a small module.
     """
-    table: dict[Any, Callable[..., Any]] = dict(default_decompositions())
+    with operators_known(registered):
+        table: dict[Any, Callable[..., Any]] = dict(default_decompositions())
     random = [op for op in table if torch.Tag.nondeterministic_seeded in op.tags]
     for op in (*_KEPT_WHOLE, *random):
         if not str(op).startswith(_DRAWN_IN_PARTS):
