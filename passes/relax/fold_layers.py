@@ -42,10 +42,12 @@ import tvm_ffi
 from tvm import relax
 from tvm.relax.utils import copy_with_new_vars
 
-from tvmbridge.passes.base import PassReport, RelaxPass, bindings_of, with_body
+from tvmbridge.passes.base import PassReport, RelaxPass, with_body
 from tvmbridge.passes.relax.dead_code_elimination import DeadCodeElimination
 
-_ATTRIBUTE = "tvmbridge.layer"
+LAYER = "tvmbridge.layer"
+"""The attribute of the function that all equal layers call."""
+_PLAIN = (relax.ShapeExpr, relax.ExternFunc, tvm.ir.StringImm, tvm.tirx.IntImm, tvm.tirx.FloatImm)
 # Fewer calls of one function are not worth the fusion that ends at the bounds of a layer.
 _FEWEST = 8
 _WINDOW = 8
@@ -61,7 +63,7 @@ class FoldLayers(RelaxPass):
         group: the fewest bindings of a layer; shorter ones are taken together.
     """
 
-    least: int = 1500
+    least: int = 6000
     group: int = 128
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
@@ -87,7 +89,7 @@ class UnfoldLayers(RelaxPass):
         layers = {
             name: function
             for name, function in mod.functions_items()
-            if isinstance(function, relax.Function) and _ATTRIBUTE in (function.attrs or {})
+            if isinstance(function, relax.Function) and LAYER in (function.attrs or {})
         }
         if not layers:
             return mod
@@ -208,7 +210,7 @@ class _Lines:
 
 
 def _described(binding: relax.Binding) -> tuple[Any, list[relax.Var]]:
-    """Return a key that equal operators have in common (None: no other has it), and what is read."""
+    """Return a key that is equal for equal operators, or None, and the variables that are read."""
     value, of_block = binding.value, isinstance(binding.var, relax.DataflowVar)
     if not isinstance(binding, relax.VarBinding):
         return None, list(relax.analysis.free_vars(value))
@@ -236,9 +238,7 @@ def _is_plain(operand: relax.Expr) -> bool:
     """Whether an operand has no variables, and can be compared without the values of tensors."""
     if isinstance(operand, tvm.ir.GenericConst):
         return not operand.value.shape
-    return isinstance(operand, relax.ShapeExpr | relax.ExternFunc | tvm.ir.StringImm) or (
-        isinstance(operand, tvm.tirx.IntImm | tvm.tirx.FloatImm)
-    )
+    return isinstance(operand, _PLAIN)
 
 
 class _Folding:
@@ -258,7 +258,8 @@ class _Folding:
             bindings += [*self.lines.bindings[end:start], *self._call(layer, start)]
             end = start + self.size
         block = relax.DataflowBlock([*bindings, *self.lines.bindings[end:]])
-        return with_body(function, relax.SeqExpr([block], function.body.body))
+        body = self.builder.normalize(relax.SeqExpr([block], function.body.body))
+        return with_body(function, body)
 
     def _layer(self, start: int) -> relax.Function:
         lines = self.lines
@@ -268,9 +269,10 @@ class _Folding:
         result = relax.Var("results", relax.TupleType([field.ty for field in fields]))
         whole = relax.VarBinding(result, self.builder.normalize(relax.Tuple(fields)))
         body = relax.SeqExpr([relax.DataflowBlock([*bindings, whole])], result)
+        body = self.builder.normalize(body)
         layer = relax.Function(_as_parameters(params), body, result.ty)
         given = dict(zip(params, layer.params, strict=True))
-        return copy_with_new_vars(_replacing(layer, given)).with_attr(_ATTRIBUTE, 1)
+        return copy_with_new_vars(_replacing(layer, given)).with_attr(LAYER, 1)
 
     def _call(self, layer: tvm.ir.GlobalVar, start: int) -> Iterator[relax.Binding]:
         lines = self.lines
@@ -326,12 +328,5 @@ def _unfolded(
             bindings += [each for inner in body.blocks for each in inner.bindings]
             bindings.append(relax.VarBinding(binding.var, body.body))
         blocks.append(type(block)(bindings))
-    return with_body(function, relax.SeqExpr(blocks, function.body.body))
-
-
-def count_layers(mod: tvm.IRModule) -> int:
-    """Return the number of calls of layers in the functions of ``mod``."""
-    functions = [f for _, f in mod.functions_items() if isinstance(f, relax.Function)]
-    values = [value for f in functions for value in bindings_of(f).values()]
-    calls = [v for v in values if isinstance(v, relax.Call) and isinstance(v.op, tvm.ir.GlobalVar)]
-    return sum(_ATTRIBUTE in (getattr(mod[c.op], "attrs", None) or {}) for c in calls)
+    body = relax.BlockBuilder().normalize(relax.SeqExpr(blocks, function.body.body))
+    return with_body(function, body)
