@@ -71,7 +71,7 @@ class FoldLayers(RelaxPass):
         folded = {}
         for name, function in mod.functions_items():
             if isinstance(function, relax.Function) and _length(function) >= self.least:
-                lines = _Lines(function)
+                lines = _NumberedLines(function)
                 starts, size = lines.layers(self.group)
                 if starts:
                     folded[name] = _Folding(lines, starts, size, builder).folded()
@@ -108,7 +108,7 @@ def _length(function: relax.Function) -> int:
     return len(blocks[0].bindings) if is_one else 0
 
 
-class _Lines:
+class _NumberedLines:
     """The bindings of a function, as numbers that are equal for equal operators.
 
     - ``bindings``: the bindings of its only block.
@@ -245,7 +245,7 @@ class _Folding:
     """Replaces the layers of a function by calls."""
 
     def __init__(
-        self, lines: _Lines, starts: Sequence[int], size: int, builder: relax.BlockBuilder
+        self, lines: _NumberedLines, starts: Sequence[int], size: int, builder: relax.BlockBuilder
     ) -> None:
         self.lines, self.starts, self.size, self.builder = lines, starts, size, builder
 

@@ -34,7 +34,7 @@ class NoFormError(Exception):
 
 
 @dataclass(frozen=True)
-class Form:
+class ModuleForm:
     """The objects that a module and its classes hold.
 
     - ``tokens``: numbers, texts and types, equal for two modules that hold the same.
@@ -63,7 +63,7 @@ class ByIdentity(Describer):
         return f"class {id(value)}"
 
 
-def form_of(module: nn.Module) -> Form:
+def form_of(module: nn.Module) -> ModuleForm:
     """Return the form of ``module``.
 
     Raises:
@@ -83,7 +83,7 @@ def form_of(module: nn.Module) -> Form:
         for kind in kinds
         if is_of_users(kind)
     ]
-    return Form((modules, classes), (*kinds, *pinned))
+    return ModuleForm((modules, classes), (*kinds, *pinned))
 
 
 def _tokens(held: Mapping[str, Any], pinned: list[Any], *, exact: bool) -> list[Any]:
@@ -135,7 +135,7 @@ def _is_unchanged(value: OutsideValue) -> bool:
     return found is value.expected if value.itself else same_value(found, value.expected)
 
 
-def may_be_shared(module: nn.Module, form: Form, assumed: Assumptions) -> bool:
+def may_be_shared(module: nn.Module, form: ModuleForm, assumed: Assumptions) -> bool:
     """Whether what was found for ``module`` is the same for each module of its form.
 
     It is not if a value is looked up in ``module`` itself, or if anything holds a module or a

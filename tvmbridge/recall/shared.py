@@ -25,7 +25,7 @@ from tvmbridge.graph_capture.observe.descriptors import find_aliases
 from tvmbridge.graph_capture.observe.leaks import collections_put_off
 from tvmbridge.recall.alike import (
     ByIdentity,
-    Form,
+    ModuleForm,
     NoFormError,
     form_of,
     is_as_observed,
@@ -59,7 +59,7 @@ class _AlikePlan:
     """Code, the form of a module that it serves, and what its key names by identity."""
 
     compiled: CompiledModule
-    form: Form
+    form: ModuleForm
     structures: str
     kinds: tuple[type, ...]
 
