@@ -231,7 +231,8 @@ def _run_pass(
     start = time.perf_counter()
     try:
         after = mod if known else _applied(pass_, mod, report)
-        changed = not after.same_as(mod) and not _are_equal(mod, after)
+        # A comparison of the modules takes longer than most passes.
+        changed = not after.same_as(mod) and (report.rewrites > 0 or not _are_equal(mod, after))
         if changed or check_types:
             relax.analysis.well_formed(after, check_types)
     except Exception as error:

@@ -25,7 +25,7 @@ from tvm import relax
 from tvmbridge.kernels import KERNELS
 from tvmbridge.kernels.keys import key_of, spec_named
 from tvmbridge.kernels.sized import SIZED
-from tvmbridge.passes.base import PassReport, RelaxPass, map_calls
+from tvmbridge.passes.base import PassReport, RelaxPass, bindings_of, map_calls
 
 _CALLS = ("relax.call_pure_packed", "relax.call_dps_packed")
 
@@ -40,17 +40,11 @@ class NameSpecs(RelaxPass):
 
 def specs_by_key(mod: tvm.IRModule) -> dict[str, str]:
     """Return the specs of all kernel calls in ``mod``, by their keys."""
-    found: dict[str, str] = {}
-
-    def note(call: relax.Expr) -> None:
-        for arg in _arguments(call) if isinstance(call, relax.Call) else ():
-            if isinstance(arg, tvm.ir.StringImm):
-                found[arg.value] = spec_named(arg.value)
-
-    for _, function in mod.functions_items():
-        if isinstance(function, relax.Function):
-            relax.analysis.post_order_visit(function, note)
-    return found
+    functions = [f for _, f in mod.functions_items() if isinstance(f, relax.Function)]
+    # A visitor from Python meets the types of variables too: its time grows with the square.
+    calls = [v for f in functions for v in bindings_of(f).values() if isinstance(v, relax.Call)]
+    texts = {a.value for c in calls for a in _arguments(c) if isinstance(a, tvm.ir.StringImm)}
+    return {text: spec_named(text) for text in texts}
 
 
 def _arguments(call: relax.Call) -> list[relax.Expr]:

@@ -103,12 +103,14 @@ def _splits(function: relax.Function, report: PassReport) -> list[tuple[relax.Ex
         value = bound.get(result)
         if isinstance(value, relax.TupleGetItem):
             places.setdefault(value.tuple_value, []).append((int(value.index), place))
+    places = {pieces: taken for pieces, taken in places.items() if _is_split(bound.get(pieces))}
+    if not places:
+        return []
     uses = _uses(function)
     found = []
     for pieces, taken in places.items():
-        call = bound.get(pieces)
-        if not is_call(call, "relax.split"):
-            continue
+        call = bound[pieces]
+        assert isinstance(call, relax.Call)
         reason = _refusal(call, taken, uses, pieces, [results[p] for _, p in taken])
         root = storage_root(call.args[0], bound)
         if reason is None and (root is None or root in function.params or root in roots):
@@ -121,6 +123,10 @@ def _splits(function: relax.Function, report: PassReport) -> list[tuple[relax.Ex
         extents = tuple(int(results[place].ty.shape.values[axis]) for place in ordered)
         found.append((call.args[0], Whole(0, ordered, extents, axis)))
     return found
+
+
+def _is_split(value: relax.Expr | None) -> bool:
+    return is_call(value, "relax.split")
 
 
 def _refusal(

@@ -222,6 +222,71 @@ def test_layers_that_read_their_id() -> None:
         _assert_right(model, reference)
 
 
+class _Place:
+    """An object that all layers hold, and that holds one of them."""
+
+    chosen: Any = None
+
+
+_NUMBERS = {"plus": 0.5}
+
+
+class _Compared(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return y * 2 if self.settings["place"].chosen is self else y
+
+
+@pytest.mark.parametrize("chosen", [0, 2])
+def test_layers_that_compare_themselves(chosen: int) -> None:
+    models = _model().eval(), _model().eval()
+    results = []
+    for dispatched, model in enumerate(models):
+        place = _Place()
+        for layer in model.layers:
+            layer.__class__ = _Compared
+            layer.settings["place"] = place
+        place.chosen = model.layers[chosen]
+        if dispatched:
+            add_tvm_dispatch(model, options=_OPTIONS)
+        with torch.no_grad():
+            results.append(model(sample()))
+    torch.testing.assert_close(*results, rtol=1e-11, atol=1e-12)
+
+
+class _Alike(Layer):
+    minus = 0.25
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + _NUMBERS["plus"] - self.minus
+
+
+@pytest.mark.parametrize("changed", ["a global", "a class", "nothing"])
+def test_a_change_between_equal_layers(changed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(undo: bool = False) -> None:
+        if changed == "a global":
+            monkeypatch.setitem(_NUMBERS, "plus", 0.5 if undo else 3.0)
+        if changed == "a class":
+            monkeypatch.setattr(_Alike, "minus", 0.25 if undo else 4.0)
+
+    class Changing(Model):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            change(undo=True)
+            x = self.layers[1](self.layers[0](self.first(x)))
+            change()
+            return self.layers[2](x)
+
+    torch.manual_seed(0)
+    model = Changing().double().eval()
+    for layer in model.layers:
+        layer.__class__ = _Alike
+    reference = copy.deepcopy(model)
+    add_tvm_dispatch(model, options=_OPTIONS)
+    with torch.no_grad():
+        torch.testing.assert_close(model(sample()), reference(sample()), rtol=1e-11, atol=1e-12)
+    assert _compiled(model) == (1 if changed == "nothing" else 2)
+
+
 class _Tripled(nn.Module):
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         return weight * 3

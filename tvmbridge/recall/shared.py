@@ -1,6 +1,7 @@
 """Share code between equal modules of one process, such as the layers of a model, without capture.
 
-The code of one module serves another if all facts that capture has observed hold for both. The
+The code of one module serves another if all facts that capture has observed hold for both. Modules
+that hold the same objects are compared by these (:mod:`~tvmbridge.recall.alike`). Otherwise the
 facts are compared as those of another process's code are, but nothing is written to disk.
 """
 
@@ -22,6 +23,14 @@ from tvmbridge.core.structure import children
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.graph_capture.observe.descriptors import find_aliases
 from tvmbridge.graph_capture.observe.leaks import collections_put_off
+from tvmbridge.recall.alike import (
+    ByIdentity,
+    ModuleForm,
+    NoFormError,
+    form_of,
+    is_as_observed,
+    may_be_shared,
+)
 from tvmbridge.recall.caller import Caller
 from tvmbridge.recall.describe import Describer, UndescribableError
 from tvmbridge.recall.facts import ChangedError, Facts, observed, verified
@@ -45,11 +54,22 @@ class _SharedPlan:
     structures: str
 
 
+@dataclass(frozen=True)
+class _AlikePlan:
+    """Code, the form of a module that it serves, and what its key names by identity."""
+
+    compiled: CompiledModule
+    form: ModuleForm
+    structures: str
+    kinds: tuple[type, ...]
+
+
 class SharedPlans:
     """The codes that equal modules share, with the facts that each of them assumes."""
 
     def __init__(self) -> None:
         self._plans: dict[str, list[_SharedPlan]] = {}
+        self._alike: dict[str, list[_AlikePlan]] = {}
         self._functions = FunctionsNow()
         self._changing = threading.Lock()
 
@@ -66,12 +86,17 @@ class SharedPlans:
             if reason is not None:
                 return None, reason, ""
             with collections_put_off():
+                alike = self._found_alike(caller)
+                if alike is not None:
+                    return alike, "", ""
                 describer = Describer(caller.module)
                 digest = self._digest(caller, describer)
                 why = "no equal module has code yet"
                 for plan in list(self._plans.get(digest, ())):
                     try:
-                        return _bound(plan, caller, describer), "", digest
+                        bound = _bound(plan, caller, describer)
+                        self._note_alike(caller, bound)
+                        return bound, "", digest
                     except ChangedError as error:
                         why = str(error)
                 return None, why, digest
@@ -99,6 +124,7 @@ class SharedPlans:
             facts = observed(caller.module, compiled.captured.assumptions, describer)
             structures = structures_of(compiled.captured.convention, describer)
             self.add(digest, compiled, facts, structures)
+            self._note_alike(caller, compiled)
         except UndescribableError as error:
             return str(error)
         except Exception as error:
@@ -106,6 +132,44 @@ class SharedPlans:
             logger.debug("sharing code", exc_info=True)
             return f"code cannot be shared: {first_line(error)}"
         return None
+
+    def _found_alike(self, caller: Caller) -> CompiledModule | None:
+        """Return the code of a module that holds the same objects, bound to that of ``caller``."""
+        if not self._alike:
+            return None
+        describer = ByIdentity(caller.module)
+        plans = self._alike.get(self._digest(caller, describer), ())
+        if not plans:
+            return None
+        try:
+            form = form_of(caller.module)
+            for plan in list(plans):
+                captured = plan.compiled.captured
+                if (
+                    plan.form.tokens == form.tokens
+                    and is_as_observed(caller.module, captured.assumptions)
+                    and structures_of(captured.convention, describer) == plan.structures
+                ):
+                    refuse_packs(caller, plan.compiled.packs)
+                    return _rebound(plan.compiled, caller)
+        except (NoFormError, UndescribableError):
+            pass  # the facts are compared, which names the reason
+        return None
+
+    def _note_alike(self, caller: Caller, compiled: CompiledModule) -> None:
+        """Note that ``compiled`` serves the module of ``caller``, for modules of its form."""
+        describer = ByIdentity(caller.module)
+        try:
+            form = form_of(caller.module)
+        except NoFormError:
+            return
+        if not may_be_shared(caller.module, form, compiled.captured.assumptions):
+            return
+        digest = self._digest(caller, describer)
+        structures = structures_of(compiled.captured.convention, describer)
+        plan = _AlikePlan(compiled, form, structures, tuple(describer.kinds))
+        with self._changing:
+            self._alike[digest] = [plan, *self._alike.get(digest, ())][:_MOST_ALIKE]
 
     def _digest(self, caller: Caller, describer: Describer) -> str:
         entries = caller.entries(describer, None)
@@ -120,19 +184,23 @@ class SharedPlans:
 
 def _bound(plan: _SharedPlan, caller: Caller, describer: Describer) -> CompiledModule:
     """Compare the facts of ``plan`` with the module of ``caller``, and bind its code to it."""
-    compiled, module = plan.compiled, caller.module
-    captured = compiled.captured
+    captured = plan.compiled.captured
     if structures_of(captured.convention, describer) != plan.structures:
         raise ChangedError("the functions that flatten arguments or results are others")
-    values, outside = verified(module, plan.facts, describer)
-    refuse_packs(caller, compiled.packs)
+    values, outside = verified(caller.module, plan.facts, describer)
+    refuse_packs(caller, plan.compiled.packs)
+    return _rebound(plan.compiled, caller, values=values, outside=outside)
+
+
+def _rebound(compiled: CompiledModule, caller: Caller, **changes: Any) -> CompiledModule:
+    """Return ``compiled`` with assumptions about the module and the arguments of ``caller``."""
+    captured = compiled.captured
     leaves = pytree.tree_leaves((caller.args, dict(caller.kwargs)))
     assumptions = replace(
         captured.assumptions,
         constants={i: v for i, v in enumerate(leaves) if not isinstance(v, torch.Tensor)},
-        aliases=find_aliases(module),
-        values=values,
-        outside=outside,
+        aliases=find_aliases(caller.module),
+        **changes,
     )
     return replace(compiled, captured=replace(captured, assumptions=assumptions), seconds={})
 
