@@ -151,15 +151,13 @@ def _mixed(mod: tvm.IRModule) -> int:
         for value in bound.values():
             if not isinstance(value, relax.Call) or not isinstance(value.op, tvm.ir.GlobalVar):
                 continue
-            if not _is_fused(mod[value.op]):  # a layer that FoldLayers has made
-                continue
             tuples = [t for t in (_tuple_of(arg, bound) for arg in value.args) if t is not None]
             count += len(tuples) > 2 and len(set(tuples)) > 1
     return count
 
 
 def _is_fused(function: relax.Function) -> bool:
-    return "Primitive" in (function.attrs or {})
+    return "Primitive" in function.attrs
 
 
 def _tuple_of(arg: relax.Expr, bound: dict[relax.Var, relax.Expr]) -> relax.Var | None:

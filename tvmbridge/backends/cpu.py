@@ -14,7 +14,6 @@ from tvmbridge.passes.relax.convolutions_in_loops import ConvolutionsInLoops
 from tvmbridge.passes.relax.dead_code_elimination import DeadCodeElimination
 from tvmbridge.passes.relax.dispatch_kernels import DispatchKernels
 from tvmbridge.passes.relax.few_channel_gradients import FewChannelGradients
-from tvmbridge.passes.relax.fold_layers import FoldLayers, UnfoldLayers
 from tvmbridge.passes.relax.merge_kernels import MergeKernels
 from tvmbridge.pipeline import AnyPass
 from tvmbridge.schedules import schedule_for_cpu
@@ -28,9 +27,9 @@ def _kernel_passes(measure: bool) -> list[AnyPass]:
     products = DispatchKernels(measure=measure)
     convolutions = FewChannelGradients(measure), ConvolutionsInLoops(measure)
     passes = kernel_passes(products, *convolutions, CompileAtenCalls())
-    if sizes_vary():  # MergeKernels decides by sizes which kernels to merge
-        return passes
-    return [FoldLayers(), *passes, MergeKernels(), DeadCodeElimination(), UnfoldLayers()]
+    # MergeKernels decides by sizes which kernels to merge.
+    merging = [] if sizes_vary() else [MergeKernels(), DeadCodeElimination()]
+    return [*passes, *merging]
 
 
 def _prepare() -> None:
