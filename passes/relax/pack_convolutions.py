@@ -38,6 +38,7 @@ from tvmbridge.passes.base import (
     is_call,
     map_functions,
     readers_of,
+    reshaped_vector,
     shape_of,
     with_body,
     with_span,
@@ -198,11 +199,4 @@ class _ConvolutionPackMutator(PyExprMutator):
     def _vector(self, row: relax.Expr, result: tuple[int, ...] | None) -> relax.Var | None:
         if result is None or len(result) != 4 or shape_of(row) != (1, 1, 1, result[3]):
             return None
-        while isinstance(row, relax.Var):
-            if shape_of(row) == (result[3],):
-                return row
-            value = self.bound.get(row)
-            if not isinstance(value, relax.Call) or not any(is_call(value, n) for n in _VIEWS):
-                return None
-            row = value.args[0]
-        return None
+        return reshaped_vector(row, self.bound, result[3], _VIEWS)
