@@ -46,8 +46,8 @@ class GradientGraph:
     - ``simple``: whether there is one block, of variable bindings alone.
     - ``operands``: the variables that the value of each variable reads.
     - ``readers``: the variables whose values read a variable; None stands for the result.
-    - ``with_right``: by right operand, the products of matrices with a tensor that is no view.
-    - ``with_transposed``: by view of a tensor, the products whose left operand is its transpose.
+    - ``with_right``: the products of two matrices whose right operand is no view, by that operand.
+    - ``with_transposed``: the products whose left operand is a transpose, by what is transposed.
     """
 
     def __init__(self, function: relax.Function) -> None:
