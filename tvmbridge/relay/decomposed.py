@@ -13,7 +13,7 @@ from tvmbridge.core.torch_private import OpOverload, get_decompositions, pytree
 
 aten = torch.ops.aten
 
-_TABLE: Final = get_decompositions(
+_TABLE: Final[dict[Any, Any]] = get_decompositions(
     [
         aten._fused_rms_norm.default,
         aten._native_batch_norm_legit.no_stats,

@@ -11,10 +11,12 @@ import torch
 from torch import fx
 
 from tvmbridge.frontend.elementwise import Operand as Operand
-from tvmbridge.frontend.elementwise import result_dtype as dtype_of
+from tvmbridge.frontend.elementwise import result_dtype
 from tvmbridge.frontend.shapes import shape_of as shape_of
 from tvmbridge.relay.literals import attribute_text, name_text, number_text, type_text
 from tvmbridge.relay.registry import Refused
+
+dtype_of = result_dtype
 
 
 def axis_of(dim: int, rank: int) -> int:

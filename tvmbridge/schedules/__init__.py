@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -55,7 +55,7 @@ def schedule_function(func: tirx.PrimFunc, target: Target) -> tirx.PrimFunc | No
 def with_loops(
     func: tirx.PrimFunc,
     kernel: Kernel,
-    nests: Sequence[Nest],
+    nests: list[Nest],
     memory: Memory,
     loops_of: Callable[[Nest, set[Any]], list[tirx.Stmt]],
 ) -> tirx.PrimFunc | None:
