@@ -37,7 +37,8 @@ _TABLE: Final[dict[Any, Any]] = get_decompositions(
 
 
 def _rms_norm(x: Any, shape: Any, weight: Any = None, eps: float | None = None) -> Any:
-    return aten._fused_rms_norm.default(x, shape, weight, eps)[0]
+    # Not by the operator: its kernel adds epsilon in place, which a graph cannot express.
+    return _TABLE[aten._fused_rms_norm.default](x, shape, weight, eps)[0]
 
 
 # Operators whose kernel calls others before the table of decompositions is asked.
