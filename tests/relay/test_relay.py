@@ -210,7 +210,13 @@ class Decomposed(nn.Module):
         activations += [f.hardsigmoid(x), f.hardtanh(x), f.prelu(x, w[:1])]
         norms = [f.rms_norm(x, [4], w), f.rms_norm(x, [4]), f.instance_norm(x)]
         norms += [x.norm(dim=1), torch.linalg.vector_norm(x, 3), x.logsumexp((0, 1))]
-        moves = [x.roll(1, 1), x.select_scatter(x[:, 1], 1, 0), x.tril(), x.triu(1), torch.mv(x[0], w)]
+        moves = [
+            x.roll(1, 1),
+            x.select_scatter(x[:, 1], 1, 0),
+            x.tril(),
+            x.triu(1),
+            torch.mv(x[0], w),
+        ]
         return [*activations, *norms, *moves, torch.rsub(x, x), torch.baddbmm(x, x[:, :, :3], x)]
 
 
