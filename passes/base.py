@@ -238,6 +238,26 @@ def storage_root(result: relax.Expr, bound: Mapping[relax.Var, relax.Expr]) -> r
     return None
 
 
+def reshaped_vector(
+    row: relax.Expr,
+    bound: Mapping[relax.Var, relax.Expr],
+    extent: int,
+    through: tuple[str, ...] = ("relax.reshape", "relax.expand_dims"),
+) -> relax.Var | None:
+    """Return the vector of ``extent`` numbers that ``row`` is a view of; None if it is none.
+
+    ``through`` are the operators that the views may be.
+    """
+    while isinstance(row, relax.Var):
+        if shape_of(row) == (extent,):
+            return row
+        value = bound.get(row)
+        if not isinstance(value, relax.Call) or getattr(value.op, "name", "") not in through:
+            return None
+        row = value.args[0]
+    return None
+
+
 def _shares_memory(call: relax.Call) -> bool:
     """Whether the call compiles to a view of its first operand.
 

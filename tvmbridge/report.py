@@ -392,13 +392,13 @@ def _speed_lines(report: DispatchReport) -> list[str]:
     return lines
 
 
-def residuals_text(residuals: Sequence[ValueDescriptor], shown: int = 3) -> str:
-    """Return one line: the bytes kept for backward, and the ``shown`` largest values."""
+def residuals_text(residuals: Sequence[ValueDescriptor]) -> str:
+    """Return one line: the bytes kept for backward, and the three largest values."""
     total = sum(r.spec.nbytes for r in residuals) / 1e6
     largest = ", ".join(
-        f"{r.name} {r.spec} of {r.made_by} {r.spec.nbytes / 1e6:.1f} MB" for r in residuals[:shown]
+        f"{r.name} {r.spec} of {r.made_by} {r.spec.nbytes / 1e6:.1f} MB" for r in residuals[:3]
     )
-    more = f", {len(residuals) - shown} more" if len(residuals) > shown else ""
+    more = f", {len(residuals) - 3} more" if len(residuals) > 3 else ""
     return f"kept for backward: {total:.1f} MB ({largest}{more})"
 
 

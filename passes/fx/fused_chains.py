@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from tvmbridge.core.pass_report import PassReport
+from tvmbridge.core.reached import reached
 from tvmbridge.passes.fx.base import (
     LEAVES,
     Emitter,
@@ -266,15 +267,8 @@ class Chains:
 
     def _reads_chains(self, node: fx.Node) -> bool:
         """Whether ``node`` depends on a member of a family."""
-        seen, todo = set(), [node]
-        while todo:
-            each = todo.pop()
-            if each in self.fused:
-                return True
-            if each not in seen:
-                seen.add(each)
-                todo += each.all_input_nodes
-        return False
+        inputs = reached([node], lambda n: () if n in self.fused else n.all_input_nodes)
+        return any(each in self.fused for each in inputs)
 
     def _erase(self) -> None:
         kept = {node for node, _ in self.redrawn} | set(self.start.nodes)

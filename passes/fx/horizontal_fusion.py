@@ -44,11 +44,11 @@ class HorizontalFusion(FxPass):
     costs: Costs | None = None
 
     def applies(self, graph_module: fx.GraphModule) -> bool:
-        """Whether at least ``least`` slices of one tensor are used alike."""
+        """Whether the same operators read at least ``least`` slices of one tensor."""
         return bool(self._candidates(graph_module.graph))
 
     def rewrite(self, graph_module: fx.GraphModule, report: PassReport) -> None:
-        """Fuse the chains of every group of equal slices that are used alike."""
+        """Fuse the chains that begin at equal slices of one tensor, group by group."""
         graph = graph_module.graph
         candidates = [
             (f"{len(each)} slices of {each[0].source.name}", partial(_start, each))

@@ -24,6 +24,7 @@ from torch import fx
 
 from tvmbridge.core.errors import PassError
 from tvmbridge.core.pass_report import PassReport
+from tvmbridge.core.reached import reached
 from tvmbridge.core.torch_private import process_group
 from tvmbridge.passes.fx.base import FxPass, bound_arguments, is_operator, value_of
 from tvmbridge.passes.fx.collectives import NAMES, NAMESPACES, Collective, request, wait
@@ -243,14 +244,7 @@ def _ancestors(
 
     ``stop`` has the waits, which return the results of other collectives.
     """
-    found: set[fx.Node] = set()
-    todo = list(requests)
-    while todo:
-        node = todo.pop()
-        if node not in found and node not in stop:
-            found.add(node)
-            todo += before[node]
-    return found
+    return set(reached(requests, lambda node: before[node] - stop))
 
 
 def _between(order: list[fx.Node], requests: list[fx.Node], waits: list[fx.Node]) -> int:

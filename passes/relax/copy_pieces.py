@@ -32,12 +32,12 @@ from tvm import relax
 from tvmbridge.kernels.aten_call import ATEN_CALL, call_overload, packed_call
 from tvmbridge.passes.base import PassReport, RelaxPass, map_calls
 
+_MOST = 16
+
 
 @dataclass(frozen=True)
 class CopyPieces(RelaxPass):
-    """Call PyTorch's kernel for concatenations of, and splits into, more than ``most`` tensors."""
-
-    most: int = 16
+    """Call PyTorch's kernel for concatenations of, and splits into, more than 16 tensors."""
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
         return map_calls(mod, lambda call, _: self._copied(call, report), report)
@@ -51,7 +51,7 @@ class CopyPieces(RelaxPass):
             count = len(call.ty.fields)
         else:
             return call
-        if count <= self.most:
+        if count <= _MOST:
             return call
         if call.attrs.axis is None:
             report.decline(name, "it flattens")

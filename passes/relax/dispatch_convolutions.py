@@ -32,10 +32,9 @@ from tvmbridge.passes.base import (
     is_call,
     map_functions,
     readers_of,
+    reshaped_vector,
     shape_of,
 )
-
-_RESHAPES = ("relax.reshape", "relax.expand_dims")
 
 
 @dataclass(frozen=True)
@@ -84,14 +83,7 @@ def _vector(
     """
     if result is None or shape_of(row) != (1, result[1], *[1] * (len(result) - 2)):
         return None
-    while isinstance(row, relax.Var):
-        if shape_of(row) == (result[1],):
-            return row
-        value = bound.get(row)
-        if not isinstance(value, relax.Call) or getattr(value.op, "name", "") not in _RESHAPES:
-            return None
-        row = value.args[0]
-    return None
+    return reshaped_vector(row, bound, result[1])
 
 
 @mutator

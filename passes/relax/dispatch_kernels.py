@@ -55,6 +55,9 @@ _LOOPS = Loops(transposition, multiplication)
 
 _VIEWS = (PERMUTATION, "relax.reshape", "relax.expand_dims")
 
+# The dtypes of the products that become calls.
+_DTYPES = (*HALVES, "float32", "float64")
+
 
 @dataclass(frozen=True)
 class DispatchKernels(RelaxPass):
@@ -66,12 +69,10 @@ class DispatchKernels(RelaxPass):
             the function, the kernel adds the bias for every dtype.
         measure: whether to measure on this machine if a library, or loops of tvmbridge, multiply
             each shape fastest; otherwise the library behind ``torch.mm`` is called.
-        dtypes: the dtypes of the products that are replaced.
     """
 
     fuse_bias: tuple[str, ...] = HALVES
     measure: bool = False
-    dtypes: tuple[str, ...] = (*HALVES, "float32", "float64")
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
         mutator = _KernelMutator(mod, self, report)
@@ -109,7 +110,7 @@ def _biased_products(
         is_last = all(
             r is None or isinstance(bound[r], relax.Tuple | relax.Var) for r in readers[var]
         )
-        allowed = options.dtypes if is_last else options.fuse_bias
+        allowed = _DTYPES if is_last else options.fuse_bias
         if sum_shape is None or sum_shape[-1:] != shape[1:]:
             continue
         if _no_product_of_matrices(call, allowed) is None:
@@ -156,7 +157,7 @@ class _KernelMutator(PyExprMutator):
             return relax.op.reshape(self.builder_.emit(result), shape_of(call))
         call = self.builder_.normalize(super().visit_call_(call))
         if is_call(call, "relax.matmul"):
-            reason = _no_product_of_matrices(call, self.options.dtypes)
+            reason = _no_product_of_matrices(call, _DTYPES)
             if reason is None:
                 return self._product(list(call.args), call)
             self.report.decline("matmul", reason)

@@ -35,6 +35,7 @@ from tvmbridge.passes.base import (
     is_call,
     map_functions,
     readers_of,
+    reshaped_vector,
     shape_of,
     with_span,
 )
@@ -140,16 +141,7 @@ class _Finder:
             return None
         if (1,) * (len(result) - len(shape)) + shape != (1, result[1], *[1] * (len(result) - 2)):
             return None
-        while isinstance(row, relax.Var):
-            if shape_of(row) == (result[1],):
-                return row
-            value = self.bound.get(row)
-            if not isinstance(value, relax.Call):
-                return None
-            if getattr(value.op, "name", "") not in ("relax.reshape", "relax.expand_dims"):
-                return None
-            row = value.args[0]
-        return None
+        return reshaped_vector(row, self.bound, result[1])
 
     def _convolution(self, var: relax.Var) -> tuple[relax.Call | None, relax.Var | None]:
         """Return the convolution that ``var`` is, with or without a bias, and the bias.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from tvm import relax
 
+from tvmbridge.core.reached import reached
 from tvmbridge.passes.base import is_call, readers_of, shape_of
 from tvmbridge.passes.relax.parallel_products import Views, views_of
 
@@ -45,8 +46,8 @@ class GradientGraph:
     - ``simple``: whether there is one block, of variable bindings alone.
     - ``operands``: the variables that the value of each variable reads.
     - ``readers``: the variables whose values read a variable; None stands for the result.
-    - ``with_right``: by right operand, the products of matrices with a tensor that is no view.
-    - ``with_transposed``: by view of a tensor, the products whose left operand is its transpose.
+    - ``with_right``: the products of two matrices whose right operand is no view, by that operand.
+    - ``with_transposed``: the products whose left operand is a transpose, by what is transposed.
     """
 
     def __init__(self, function: relax.Function) -> None:
@@ -159,14 +160,7 @@ class GradientGraph:
         """Whether the value of one of ``variables`` is computed from another one."""
         wanted = set(variables)
         first = min(self.order[var] for var in wanted)
-        seen: set[relax.Var] = set()
-        pending = [operand for var in wanted for operand in self.operands[var]]
-        while pending:
-            one = pending.pop()
-            if one in wanted:
-                return True
-            # A value reads only variables that are bound before it.
-            if one not in seen and self.order.get(one, -1) > first:
-                seen.add(one)
-                pending.extend(self.operands[one])
-        return False
+        read = [operand for var in wanted for operand in self.operands[var]]
+        # A value reads only variables that are bound before it.
+        inputs = reached(read, lambda v: self.operands[v] if self.order.get(v, -1) > first else ())
+        return not wanted.isdisjoint(inputs)

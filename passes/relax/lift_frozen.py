@@ -56,13 +56,11 @@ class LiftFrozen(RelaxPass):
 
     Args:
         frozen: names of the parameters whose values do not change.
-        prefix: the new parameters are named ``prefix0``, ``prefix1`` ...
         transposes: whether transposed operands of products are computed once, too.
         live: the places, among the bindings of ``forward``, of values that stay there.
     """
 
     frozen: tuple[str, ...]
-    prefix: str = "frozen_"
     transposes: bool = False
     live: frozenset[int] = frozenset()
 
@@ -79,7 +77,7 @@ class LiftFrozen(RelaxPass):
 
     def _without(self, forward: relax.Function, found: _Found) -> relax.Function:
         """Return ``forward`` with new parameters for lifted values, without unread frozen ones."""
-        prefix = free_prefix(self.prefix, [p.name for p in forward.params])
+        prefix = free_prefix("frozen_", [p.name for p in forward.params])
         added = {v: relax.Var(f"{prefix}{i}", v.ty) for i, v in enumerate(found.lifted)}
         body = _LiftMutator(added, found.left_out).visit_expr(forward.body)
         read = set(relax.analysis.free_vars(body))

@@ -1,4 +1,4 @@
-"""One kernel computes several casts of tensors of one shape, which nothing between them needs.
+"""Several casts of tensors of one shape become one kernel, if no kernel between reads the results.
 
 Before::
 
@@ -21,7 +21,8 @@ run.
 
 Requires: kernels are TIR functions without a schedule; a target is set.
 Guarantees: each element is computed as before. A kernel moves to the first of its group, if its
-operand exists there, or to the last one, if nothing reads the results before it.
+operand is computed before it. Otherwise it moves to the last one, if nothing reads its result
+before that.
 Runs after: MergeKernels. Runs before: schedules.
 """
 

@@ -33,12 +33,12 @@ from tvm import relax
 
 from tvmbridge.passes.base import PassReport, RelaxPass, map_calls
 
+_MOST = 16
+
 
 @dataclass(frozen=True)
 class NestSplits(RelaxPass):
-    """Replace splits into more than ``most`` tensors by splits in two steps."""
-
-    most: int = 16
+    """Replace splits into more than 16 tensors by splits in two steps."""
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
         return map_calls(mod, lambda call, builder: self._nested(call, builder, report), report)
@@ -46,7 +46,7 @@ class NestSplits(RelaxPass):
     def _nested(
         self, call: relax.Call, builder: relax.BlockBuilder, report: PassReport
     ) -> relax.Expr:
-        if getattr(call.op, "name", "") != "relax.split" or len(call.ty.fields) <= self.most:
+        if getattr(call.op, "name", "") != "relax.split" or len(call.ty.fields) <= _MOST:
             return call
         report.rewrote()
         axis = int(call.attrs.axis)

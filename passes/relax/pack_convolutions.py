@@ -34,14 +34,15 @@ from tvmbridge.passes.base import (
     RelaxPass,
     bindings_of,
     dtype_of,
-    free_prefix,
     is_call,
     map_functions,
     readers_of,
+    reshaped_vector,
     shape_of,
     with_body,
     with_span,
 )
+from tvmbridge.passes.relax.pack_products import tickets_of
 
 _CONVOLUTIONS = ("relax.nn.conv2d", "relax.nn.conv2d_transpose")
 _VIEWS = ("relax.reshape", "relax.permute_dims", "relax.expand_dims")
@@ -94,19 +95,15 @@ class PackConvolutions(RelaxPass):
 
     Args:
         packings: pairs of the name of a weight and the form of the convolution that reads it.
-        prefix: the new parameters are named ``prefix0``, ``prefix1`` ... in the order of packings.
     """
 
     packings: Packings
-    prefix: str = "packed_weight_"
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
         return map_functions(mod, lambda f: self._packed(f, report), "forward")
 
     def _packed(self, forward: relax.Function, report: PassReport) -> relax.Function:
-        prefix = free_prefix(self.prefix, [p.name for p in forward.params])
-        type_ = relax.TensorType([1], "int64")
-        tickets = {p: relax.Var(f"{prefix}{i}", type_) for i, p in enumerate(self.packings)}
+        tickets = tickets_of(forward, self.packings, "packed_weight_")
         body = _ConvolutionPackMutator(forward, tickets, report).visit_expr(forward.body)
         return with_body(forward, body, [*forward.params, *tickets.values()])
 
@@ -198,11 +195,4 @@ class _ConvolutionPackMutator(PyExprMutator):
     def _vector(self, row: relax.Expr, result: tuple[int, ...] | None) -> relax.Var | None:
         if result is None or len(result) != 4 or shape_of(row) != (1, 1, 1, result[3]):
             return None
-        while isinstance(row, relax.Var):
-            if shape_of(row) == (result[3],):
-                return row
-            value = self.bound.get(row)
-            if not isinstance(value, relax.Call) or not any(is_call(value, n) for n in _VIEWS):
-                return None
-            row = value.args[0]
-        return None
+        return reshaped_vector(row, self.bound, result[3], _VIEWS)

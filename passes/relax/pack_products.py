@@ -20,7 +20,9 @@ the packings. Runs after: LiftFrozen. Runs before: DispatchKernels.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import tvm
 from tvm import relax
@@ -48,6 +50,8 @@ _ACTIVATIONS = {
     "relax.nn.gelu_tanh": ("gelu", "tanh"),
 }
 
+Packing = TypeVar("Packing")
+
 
 @dataclass(frozen=True)
 class FrozenProduct:
@@ -73,19 +77,15 @@ class PackProducts(RelaxPass):
 
     Args:
         packings: pairs of the name of a weight and how it is packed.
-        prefix: the new parameters are named ``prefix0``, ``prefix1`` ... in the order of packings.
     """
 
     packings: tuple[tuple[str, WeightPacking], ...]
-    prefix: str = "packed_"
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
         return map_functions(mod, lambda f: self._packed(f, report), "forward")
 
     def _packed(self, forward: relax.Function, report: PassReport) -> relax.Function:
-        prefix = free_prefix(self.prefix, [p.name for p in forward.params])
-        type_ = relax.TensorType([1], "int64")
-        tickets = {p: relax.Var(f"{prefix}{i}", type_) for i, p in enumerate(self.packings)}
+        tickets = tickets_of(forward, self.packings, "packed_")
         chains = {}
         for found in _chains(forward):
             product = found.product
@@ -96,6 +96,15 @@ class PackProducts(RelaxPass):
                     report.rewrote()
         body = _PackMutator(chains).visit_expr(forward.body)
         return with_body(forward, body, [*forward.params, *tickets.values()])
+
+
+def tickets_of(
+    forward: relax.Function, packings: Sequence[Packing], prefix: str
+) -> dict[Packing, relax.Var]:
+    """Return a new parameter for each packed weight, named by ``prefix`` and a number."""
+    prefix = free_prefix(prefix, [p.name for p in forward.params])
+    type_ = relax.TensorType([1], "int64")
+    return {packing: relax.Var(f"{prefix}{i}", type_) for i, packing in enumerate(packings)}
 
 
 def _fits(product: FrozenProduct, packing: WeightPacking) -> bool:

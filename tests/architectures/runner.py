@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import queue
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
-from typing import Any
 
 from tests.architectures.check import Outcome, check
 from tests.device import VARIABLE
+from tests.processes import Died, in_threads, run_alone
 
 
 @dataclass(frozen=True)
@@ -54,44 +53,18 @@ def run_entries(
         context.set_forkserver_preload(
             ["torch", "tvm", "transformers", "tests.architectures.check"]
         )
-    waiting: queue.SimpleQueue[Entry] = queue.SimpleQueue()
-    for entry in entries:
-        waiting.put(entry)
     lock = threading.Lock()
 
-    def serve() -> None:
-        while True:
+    def serve(taken: Iterator[Entry]) -> None:
+        for entry in taken:
             try:
-                entry = waiting.get_nowait()
-            except queue.Empty:
-                return
-            outcome = _run(context, entry, timeout, door)
+                outcome = run_alone(context, _work, (entry, door), timeout)
+            except Died as death:
+                outcome = Outcome(**asdict(entry), result=death.result, reason=str(death))
             with lock:
                 record(outcome)
 
-    threads = [threading.Thread(target=serve) for _ in range(workers)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
-def _run(context: Any, entry: Entry, timeout: float, door: str) -> Outcome:
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_work, args=(entry, door, theirs))
-    process.start()
-    theirs.close()
-    try:
-        if not ours.poll(timeout):
-            return Outcome(**asdict(entry), result="timeout", reason=f"over {timeout:.0f} s")
-        outcome: Outcome = ours.recv()
-        return outcome
-    except EOFError:
-        process.join()
-        return Outcome(**asdict(entry), result="crash", reason=f"exit status {process.exitcode}")
-    finally:
-        process.kill()
-        process.join()
+    in_threads(entries, serve, workers)
 
 
 def _work(entry: Entry, door: str, connection: Connection) -> None:

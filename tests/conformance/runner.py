@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.processes import in_threads
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -224,18 +226,13 @@ def run_entries(
     record: Callable[[Entry, dict[str, Any]], None],
 ) -> None:
     """Run ``entries`` on ``settings.workers`` processes; ``record`` gets the outcomes of each."""
-    waiting: queue.SimpleQueue[Entry] = queue.SimpleQueue()
-    for entry in entries:
-        waiting.put(entry)
     lock = threading.Lock()
 
-    def serve() -> None:
+    def serve(taken: Iterator[Entry]) -> None:
         worker = Worker()
         try:
-            while time.monotonic() < settings.deadline:
-                try:
-                    entry = waiting.get_nowait()
-                except queue.Empty:
+            for entry in taken:
+                if time.monotonic() >= settings.deadline:
                     return
                 outcomes, worker = _run_entry(entry, settings, worker)
                 with lock:
@@ -243,8 +240,4 @@ def run_entries(
         finally:
             worker.close()
 
-    threads = [threading.Thread(target=serve) for _ in range(settings.workers)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(entries, serve, settings.workers)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.export.running import run_alone
+from tests.export.running import checked_alone
 from tests.export.suites import SUITES
 
 
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if (suite, name) not in rows or (options.retry and rows[suite, name]["result"] != "agrees")
     ]
     with ThreadPoolExecutor(options.workers) as pool:
-        for row in pool.map(lambda each: run_alone(context, *each, options.limit), wanted):
+        for row in pool.map(lambda each: checked_alone(context, *each, options.limit), wanted):
             rows[row["suite"], row["name"]] = row
             print(json.dumps(row), flush=True)
             with options.out.open("a") as file:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.export.suites import make
+from tests.processes import Died, run_alone
 
 
 def check(suite: str, name: str) -> dict[str, Any]:
@@ -55,20 +56,10 @@ def _work(suite: str, name: str, connection: Connection) -> None:
     connection.send(row)
 
 
-def run_alone(context: Any, suite: str, name: str, limit: float) -> dict[str, Any]:
+def checked_alone(context: Any, suite: str, name: str, limit: float) -> dict[str, Any]:
     """Return the row of a model that runs in a process of its own."""
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_work, args=(suite, name, theirs))
-    process.start()
-    theirs.close()
-    row = {"suite": suite, "name": name, "result": "timeout", "reason": f"over {limit:.0f} s"}
     try:
-        if ours.poll(limit):
-            row = ours.recv()
-    except EOFError:
-        process.join()
-        row |= {"result": "crash", "reason": f"exit status {process.exitcode}"}
-    finally:
-        process.kill()
-        process.join()
-    return row
+        row: dict[str, Any] = run_alone(context, _work, (suite, name), limit)
+        return row
+    except Died as death:
+        return {"suite": suite, "name": name, "result": death.result, "reason": str(death)}

@@ -30,12 +30,11 @@ GRAPHS = (
         "promotion of a quotient",
         "converters",
         "tvmbridge.frontend.elementwise",
-        "return relax.op.divide(ctx.tensor(a, dtype), ctx.tensor(b, dtype))\n"
-        "\n\n@converts(aten.max",
-        "whole = a.meta['val'].dtype if isinstance(a, fx.Node) else dtype\n"
-        "    quotient = relax.op.floor_divide if not whole.is_floating_point else relax.op.divide\n"
-        "    return ctx.cast(quotient(ctx.tensor(a, whole), ctx.tensor(b, whole)), whole, dtype)"
-        "\n\n\n@converts(aten.max",
+        "(_plain(relax.op.divide))",
+        "(lambda ctx, node, a, b: ctx.cast(\n"
+        "    (relax.op.divide if result_dtype(a).is_floating_point else relax.op.floor_divide)(\n"
+        "        ctx.value(a), ctx.tensor(b, result_dtype(a))\n"
+        "    ), result_dtype(a), result_dtype(node)))",
         (_TRAPS, "-k", "promotion"),
     ),
     Plant(
@@ -66,16 +65,16 @@ GRAPHS = (
         "sign of rsqrt's gradient",
         "rules",
         "tvmbridge.gradients.rules",
-        "constant_like(cotangent, -0.5)), cube",
-        "constant_like(cotangent, 0.5)), cube",
+        "constant_like(of.cotangent, -0.5)), cube",
+        "constant_like(of.cotangent, 0.5)), cube",
         (_RULES, "-k", "rsqrt"),
     ),
     Plant(
         "ties of maximum",
         "rules",
         "tvmbridge.gradients.rules",
-        "half = op.multiply(cotangent, constant_like(cotangent, 0.5))",
-        "half = cotangent",
+        "half = op.multiply(of.cotangent, constant_like(of.cotangent, 0.5))",
+        "half = of.cotangent",
         (_RULES, "-k", "maximum or minimum"),
     ),
     Plant(

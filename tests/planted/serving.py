@@ -170,8 +170,8 @@ SERVING = (
         "a parameter read after its gradient is handed out",
         "runtime",
         "tvmbridge.compiler.cut_backward",
-        "pending = [p for p, position in self.given.items() if position in memory]",
-        "pending = [p for p, _ in self.given.items() if p is None]",
+        "given = [p for p, position in self.given.items() if position in memory]",
+        "given = [p for p, _ in self.given.items() if p is None]",
         ("tests/runtime/test_gradient_parts.py", "-k", "hooks_may_step"),
     ),
     Plant(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from tests.conformance.runner import Worker, WorkerDied
+from tests.processes import in_threads
 from tests.random_graphs.check import is_valid
 from tests.random_graphs.modules import modules
 from tests.random_graphs.outcome import Outcome
@@ -65,18 +66,12 @@ def run_programs(
         workers: the number of worker processes.
         timeout: seconds for one program.
     """
-    waiting = iter(chosen)
-    drawing, lock = threading.Lock(), threading.Lock()
+    lock = threading.Lock()
 
-    def serve() -> None:
+    def serve(taken: Iterator[tuple[int, Program]]) -> None:
         served = Served(timeout)
         try:
-            while True:
-                with drawing:
-                    item = next(waiting, None)
-                if item is None:
-                    return
-                number, program = item
+            for number, program in taken:
                 outcome = served.outcome(program)
                 if outcome.result in ("wrong", "error") or "BuildError" in outcome.reason:
                     program = served.reduced(program)
@@ -85,11 +80,7 @@ def run_programs(
         finally:
             served.worker.close()
 
-    threads = [threading.Thread(target=serve) for _ in range(workers)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(chosen, serve, workers)
 
 
 class Served:

@@ -201,6 +201,31 @@ def test_all_results_and_operands_are_variables_or_numbers() -> None:
     assert "None" not in text
 
 
+class Decomposed(nn.Module):
+    """Calls operators without a converter, which PyTorch decomposes."""
+
+    def forward(self, x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+        f = nn.functional
+        activations = [f.gelu(x), f.gelu(x, approximate="tanh"), f.silu(x), f.hardswish(x)]
+        activations += [f.hardsigmoid(x), f.hardtanh(x), f.prelu(x, w[:1])]
+        norms = [f.rms_norm(x, [4], w), f.rms_norm(x, [4]), f.instance_norm(x)]
+        norms += [x.norm(dim=1), torch.linalg.vector_norm(x, 3), x.logsumexp((0, 1))]
+        moves = [
+            x.roll(1, 1),
+            x.select_scatter(x[:, 1], 1, 0),
+            x.tril(),
+            x.triu(1),
+            torch.mv(x[0], w),
+        ]
+        return [*activations, *norms, *moves, torch.rsub(x, x), torch.baddbmm(x, x[:, :, :3], x)]
+
+
+def test_operators_that_pytorch_decomposes_are_written() -> None:
+    text, _ = tvmbridge.to_relay(Decomposed().eval(), (torch.zeros(2, 3, 4), torch.zeros(4)))
+    assert text.count("erf") == text.count("tanh") == 1
+    assert "?" not in text
+
+
 def test_the_converters_are_aten_operators() -> None:
     assert len(CONVERTERS) > 150
     assert all(str(overload).startswith("aten.") for overload in CONVERTERS)

@@ -10,6 +10,7 @@ from tvm import relax
 
 from tvmbridge.coloring import operators
 from tvmbridge.core.errors import UnsupportedOperatorError
+from tvmbridge.core.reached import reached
 from tvmbridge.differentiation.differentiate import JointModule
 from tvmbridge.kernels.dtypes import from_relax_dtype
 from tvmbridge.passes.base import dtype_of, flat_results, shape_of, storage_root
@@ -123,18 +124,8 @@ class JointGraph:
         Raises:
             UnsupportedOperatorError: a value that must be kept cannot be: it is not a tensor.
         """
-        kept: dict[relax.Var, None] = {}
-        seen: set[relax.Var] = set()
-        pending = list(self.needed)
-        while pending:
-            var = pending.pop()
-            if var in seen:
-                continue
-            seen.add(var)
-            if var in repeated:
-                pending.extend(self.operands[var])
-            else:
-                kept[var] = None
+        read = reached(self.needed, lambda var: self.operands[var] if var in repeated else ())
+        kept = {var: None for var in read if var not in repeated}
         for var in kept:
             if self.nbytes(var) is None:
                 raise UnsupportedOperatorError(
@@ -152,15 +143,9 @@ class JointGraph:
 
     def _dependencies(self, roots: Iterable[relax.Expr]) -> set[relax.Var]:
         """Return the bound variables that ``roots`` depend on, including the roots."""
-        found: set[relax.Var] = set()
-        pending = [r for r in roots if isinstance(r, relax.Var)]
-        while pending:
-            var = pending.pop()
-            if var in found or var not in self.bound:
-                continue
-            found.add(var)
-            pending.extend(self.operands[var])
-        return found
+        variables = (r for r in roots if isinstance(r, relax.Var))
+        found = reached(variables, lambda var: self.operands[var] if var in self.bound else ())
+        return {var for var in found if var in self.bound}
 
     def _with_items(self, forward: Collection[relax.Var]) -> frozenset[relax.Var]:
         """Add to ``forward`` the items of its tuples, since only tensors can be kept."""

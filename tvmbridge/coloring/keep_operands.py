@@ -20,6 +20,7 @@ from tvm import relax
 from tvmbridge.coloring.graph import JointGraph
 from tvmbridge.coloring.min_cut import min_cut
 from tvmbridge.coloring.operators import fuses, is_view, operator_name
+from tvmbridge.core.reached import reached
 from tvmbridge.kernels.aten_call import aten_call_operator
 from tvmbridge.passes.base import dtype_of, shape_of
 from tvmbridge.passes.relax.dispatch_kernels import HALVES
@@ -102,15 +103,13 @@ def _read_in_memory(
     graph: JointGraph, readers: Collection[relax.Var], moved: Collection[relax.Var] = ()
 ) -> frozenset[relax.Var]:
     """Return what ``readers`` that do not fuse read, directly or through views not in ``moved``."""
-    pending = [v for var in readers if not fuses(graph.bound[var]) for v in graph.operands[var]]
-    found = set()
-    while pending:
-        var = pending.pop()
-        if var in graph.bound and is_view(graph.bound[var]) and var not in moved:
-            pending.extend(graph.operands[var])
-        elif var in graph.forward:
-            found.add(var)
-    return frozenset(found)
+
+    def is_read_through(var: relax.Var) -> bool:
+        return var in graph.bound and is_view(graph.bound[var]) and var not in moved
+
+    read = [v for var in readers if not fuses(graph.bound[var]) for v in graph.operands[var]]
+    found = reached(read, lambda var: graph.operands[var] if is_read_through(var) else ())
+    return frozenset(v for v in found if v in graph.forward and not is_read_through(v))
 
 
 def keep_casts(graph: JointGraph) -> frozenset[relax.Var]:

@@ -15,7 +15,7 @@ _LIGHT = frozenset(f"relax.{name}" for name in ("astype", "multiply", "power", "
 
 
 def save_all(graph: JointGraph) -> frozenset[relax.Var]:
-    """Return the variables that backward computes itself, instead of reading forward's values."""
+    """Return the forward variables that backward computes again; forward keeps the others."""
     repeated: set[relax.Var] = set()
     from_inputs: set[relax.Var] = set(graph.primals)
     for var, value in graph.bound.items():
@@ -32,10 +32,11 @@ def save_all(graph: JointGraph) -> frozenset[relax.Var]:
 
 
 def recompute_cheap(graph: JointGraph) -> frozenset[relax.Var]:
-    """Return what backward computes itself: also element-wise operators of operands it has anyway.
+    """Return the forward variables that backward computes again, more than under ``save_all``.
 
-    The policy goes once over the values that ``save_all`` keeps. It keeps no additional value in
-    order to repeat another, and it searches no alternatives.
+    They include results of element-wise operators whose operands backward has in memory anyway. The
+    policy goes once over the values that ``save_all`` keeps. It never keeps a further value so that
+    another one can be computed from it, and it compares no alternatives.
     """
     repeated = set(save_all(graph))
     kept = graph.kept(repeated)

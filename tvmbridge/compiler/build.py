@@ -192,24 +192,18 @@ def build(
     mod: tvm.IRModule,
     target: tvm.target.Target,
     records: list[PassRecord],
-    *,
-    measure: bool = False,
-    library: Library = NO_RECORDS,
-    device: torch.device = _CPU,
     bundle: BundleResiduals | None = None,
 ) -> Built:
-    """Compile ``mod`` and load it.
+    """Compile ``mod`` without measurements or tuning records, and load it on the CPU.
 
     Args:
-        measure: whether kernels may be chosen by measurement.
         bundle: the pass that makes one result, and one argument, of all residuals; None: no
             residuals.
 
     Raises:
         BuildError: TVM cannot compile the module for ``target``.
     """
-    fused = prepare(mod, target, records, measure=measure)
-    return load(schedule(fused, records, library=library, bundle=bundle), records, device)
+    return load(schedule(prepare(mod, target, records), records, bundle=bundle), records)
 
 
 def prepare(

@@ -22,6 +22,7 @@ from tvmbridge.coloring import tensor_bytes
 from tvmbridge.coloring.operators import is_cheap, repeats_every_bit
 from tvmbridge.compiler.split import build_function
 from tvmbridge.core.errors import BuildError
+from tvmbridge.core.reached import reached
 from tvmbridge.passes.base import bindings_of, flat_results
 
 # Parts do not pay if one of them runs more than this share of backward's operators.
@@ -132,13 +133,14 @@ class _Backward:
     def needs(self, number: int, memory: Collection[int]) -> int:
         """Return the bindings that run before gradient ``number`` may be handed out."""
         found = self.behind.get(self.gradients[number], 0)
-        pending = [p for p, position in self.given.items() if position in memory]
-        while pending:
-            for user in self.users.get(pending.pop(), ()):
-                if user in self.repeated:
-                    pending.append(user)
-                else:
-                    found |= self.behind[user]
+        given = [p for p, position in self.given.items() if position in memory]
+
+        def users(var: relax.Var) -> Iterable[relax.Var]:
+            return self.users.get(var, ()) if var in self.repeated or var in self.given else ()
+
+        for user in reached(given, users):
+            if user not in self.repeated:
+                found |= self.behind.get(user, 0)
         return found
 
     def parts(self, groups: Sequence[Sequence[int]], works: Sequence[int]) -> list[PartFunction]:

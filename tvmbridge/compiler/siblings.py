@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from tvmbridge.core.captured_graph import CapturedGraph
+from tvmbridge.core.reached import reached
 
 
 def siblings_of(captured: CapturedGraph, differentiable: Collection[int]) -> dict[int, set[int]]:
@@ -26,13 +27,9 @@ def siblings_of(captured: CapturedGraph, differentiable: Collection[int]) -> dic
 
 def _operands(node: fx.Node) -> set[fx.Node]:
     """Return all nodes that ``node`` is computed from and that gradients flow to."""
-    found: set[fx.Node] = set()
-    waiting = list(node.all_input_nodes)
-    while waiting:
-        operand = waiting.pop()
-        value = operand.meta.get("val")
-        stops = isinstance(value, torch.Tensor) and not value.is_floating_point()
-        if operand not in found and not stops:
-            found.add(operand)
-            waiting += operand.all_input_nodes
-    return found
+
+    def inputs(reader: fx.Node) -> list[fx.Node]:
+        values = [(n, n.meta.get("val")) for n in reader.all_input_nodes]
+        return [n for n, v in values if not isinstance(v, torch.Tensor) or v.is_floating_point()]
+
+    return set(reached(inputs(node), inputs))

@@ -15,6 +15,7 @@ from tvmbridge.core.assumptions import Answer, Check, OutsideValue, Question
 from tvmbridge.core.autocast import Autocast
 from tvmbridge.core.carried import CarriedPlace
 from tvmbridge.core.number_inputs import NumberRange
+from tvmbridge.core.reached import reached
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.core.types import (
     EagerPrologue,
@@ -141,11 +142,6 @@ class CapturedGraph:
             return self.read
         ends: Any = self.program.graph.output_node().args[0]
         pairs = zip(ends, self.outputs, strict=True)
-        stack = [n for n, o in pairs if isinstance(n, fx.Node) and o.kind is OutputKind.USER]
-        seen = set(stack)
-        while stack:
-            for node in stack.pop().all_input_nodes:
-                if node not in seen:
-                    seen.add(node)
-                    stack.append(node)
-        return frozenset(node.name for node in seen if node.op == "placeholder")
+        users = [n for n, o in pairs if isinstance(n, fx.Node) and o.kind is OutputKind.USER]
+        read = reached(users, lambda node: node.all_input_nodes)
+        return frozenset(node.name for node in read if node.op == "placeholder")

@@ -18,6 +18,7 @@ from torch.autograd.function import BackwardCFunction
 
 from tvmbridge.calls.patches import patched_here
 from tvmbridge.core.errors import UnsupportedOperatorError
+from tvmbridge.differentiation.saved import nodes_behind
 from tvmbridge.kernels.borders import enters, leaves
 
 # The operators of tvmbridge, whose backward has PyTorch's formulas.
@@ -152,16 +153,8 @@ def _behind(node: Any) -> set[Any]:
 
 def _edges_behind(edge: _Edge) -> set[_Edge]:
     """Return the autograd edges (node, number of an output) that backward may visit."""
-    edges: set[_Edge] = {edge}
-    waiting, visited = [edge[0]], set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in visited:
-            continue
-        visited.add(node)
-        edges |= set(node.next_functions)
-        waiting += [other for other, _ in node.next_functions]
-    return edges
+    nodes = nodes_behind(edge[0])
+    return {edge, *(following for node in nodes for following in node.next_functions)}
 
 
 def called(functions: Sequence[AppliedFunction], absent: Collection[int]) -> frozenset[int]:

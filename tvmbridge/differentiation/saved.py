@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from tvmbridge.core.reached import reached
 from tvmbridge.core.torch_private import pytree, storage_key
 
 
@@ -52,7 +53,7 @@ def readers_by_storage(outputs: Sequence[torch.Tensor]) -> dict[int, frozenset[i
     # The nodes are kept alive, so that no other node gets the same id.
     known: dict[int, tuple[Any, frozenset[int]]] = {}
     for number, output in enumerate(outputs):
-        for node in _nodes_of(output):
+        for node in nodes_behind(output.grad_fn):
             if id(node) not in known:
                 known[id(node)] = node, frozenset(_storages_of(node))
             for storage in known[id(node)][1]:
@@ -60,16 +61,10 @@ def readers_by_storage(outputs: Sequence[torch.Tensor]) -> dict[int, frozenset[i
     return readers
 
 
-def _nodes_of(output: torch.Tensor) -> Iterator[Any]:
-    """Yield the autograd nodes that a backward from ``output`` visits."""
-    waiting, seen = [output.grad_fn], set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        yield node
-        waiting += [following for following, _ in node.next_functions]
+def nodes_behind(node: Any) -> dict[Any, None]:
+    """Return the autograd nodes that a backward from ``node`` may visit, ``node`` included."""
+    start = [] if node is None else [node]
+    return reached(start, lambda n: [other for other, _ in n.next_functions if other is not None])
 
 
 def _storages_of(node: Any) -> Iterator[int]:

@@ -58,16 +58,14 @@ def _nearest(size: int, microbatches: int) -> str:
     return " or ".join(str(n) for n in (below, below + microbatches) if n)
 
 
-def check_sizes(
-    given: Sequence[Any], captured: Sequence[Any], names: Sequence[str] | None = None
-) -> None:
+def check_sizes(given: Sequence[Any], captured: Sequence[Any]) -> None:
     """Compare a micro-batch's leaves with those that the stages were made for."""
     if len(given) != len(captured):
         raise PipelineError(
             f"a call has {len(given)} values, the sample of the pipeline {len(captured)}"
         )
     for i, (value, sample) in enumerate(zip(given, captured, strict=True)):
-        name = f"input {i}" if names is None else names[i]
+        name = f"input {i}"
         if isinstance(sample, torch.Tensor):
             if not isinstance(value, torch.Tensor):
                 raise PipelineError(f"{name} is {type(value).__name__}, in the sample a tensor")

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from tvmbridge.core.reached import reached
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.distributed.graph import PipelineGraph, is_random, value_of, written
 
@@ -123,17 +124,10 @@ def _sources(
 def _used_inputs(
     graph: PipelineGraph, nodes: Sequence[fx.Node], outputs: Sequence[Any]
 ) -> list[int]:
-    seen: set[fx.Node] = set()
-    waiting = [read for node in nodes for read in node.all_input_nodes]
-    waiting += [n for n in outputs if isinstance(n, fx.Node)]
-    while waiting:
-        node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if node in graph.recomputed:
-            waiting += node.all_input_nodes
-    return [i for i, node in enumerate(graph.inputs) if node in seen]
+    read = [read for node in nodes for read in node.all_input_nodes]
+    read += [n for n in outputs if isinstance(n, fx.Node)]
+    needed = reached(read, lambda n: n.all_input_nodes if n in graph.recomputed else ())
+    return [i for i, node in enumerate(graph.inputs) if node in needed]
 
 
 class _Builder:

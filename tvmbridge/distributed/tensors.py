@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from tvmbridge.core.errors import PipelineError
+from tvmbridge.core.reached import reached
 from tvmbridge.distributed.graph import PipelineGraph
 from tvmbridge.distributed.splitting import StageModule
 
@@ -68,12 +69,5 @@ class StageTensors:
 
 
 def _read(graph: PipelineGraph, node: torch.fx.Node) -> list[torch.Tensor]:
-    found, waiting, seen = [], [node], set()
-    while waiting:
-        now = waiting.pop()
-        found += [graph.tensors[name] for name in graph.read_tensors(now)]
-        for read in now.all_input_nodes:
-            if read in graph.recomputed and read not in seen:
-                seen.add(read)
-                waiting.append(read)
-    return found
+    readers = reached([node], lambda n: [r for r in n.all_input_nodes if r in graph.recomputed])
+    return [graph.tensors[name] for reader in readers for name in graph.read_tensors(reader)]

@@ -46,12 +46,12 @@ class TiedGradients:
                     )
 
     def counts_here(self, name: str) -> bool:
-        """Whether this rank counts a shared parameter in the total norm: one rank must."""
+        """Whether this rank adds a shared parameter to the total norm; exactly one rank does."""
         return self._owners.get(name, [self._control.rank])[0] == self._control.rank
 
     @contextmanager
     def added_up(self) -> Iterator[None]:
-        """Sum over the ranks the gradients computed in this context, and no earlier ones."""
+        """On exit, sum the gradients of shared parameters that ranks computed in this context."""
         own = [n for n in self._owners if n in self._parameters]
         own = [n for n in own if self._parameters[n].requires_grad]
         before = {name: self._parameters[name].grad for name in own}

@@ -24,37 +24,31 @@ def _clip(ctx: Importer, node: fx.Node, x: fx.Node, low: Bound, high: Bound) -> 
     if any(math.isnan(b) for b in bounds):
         raise Declined("a bound that is NaN")
     if not dtype.is_floating_point:
-        return _clip_integers(ctx, ctx.tensor(x, dtype), dtype, low, high)
+        # Relax's clip takes floats, which do not hold all integers below 2^63.
+        whole = [None if b is None else int(b) for b in (low, high)]
+        return _between(ctx, ctx.tensor(x, dtype), dtype, *whole)
     edges = [-math.inf if low is None else float(low), math.inf if high is None else float(high)]
     if edges[0] > edges[1]:
         raise Declined("bounds in the wrong order")
     return relax.op.clip(ctx.tensor(x, dtype), *edges)
 
 
-def _clip_integers(
-    ctx: Importer, value: relax.Expr, dtype: torch.dtype, low: Bound, high: Bound
+def _between(
+    ctx: Importer, value: relax.Expr, dtype: torch.dtype, low: Any, high: Any
 ) -> relax.Expr:
-    """Apply the bounds as constants of the dtype, one after the other.
-
-    Relax's clip takes floats, which do not hold all integers below 2^63.
-    """
+    """Apply bounds, which are numbers or nodes, one after the other."""
     if low is not None:
-        value = ctx.emit(relax.op.maximum(value, ctx.tensor(int(low), dtype)))
+        value = ctx.emit(relax.op.maximum(value, ctx.tensor(low, dtype)))
     if high is not None:
-        value = ctx.emit(relax.op.minimum(value, ctx.tensor(int(high), dtype)))
+        value = ctx.emit(relax.op.minimum(value, ctx.tensor(high, dtype)))
     return value
 
 
-@converts(aten.clamp.default, dtypes=NUMBERS)
+@converts(aten.clamp.default, aten.clamp_min.default, dtypes=NUMBERS)
 def _clamp(
     ctx: Importer, node: fx.Node, x: fx.Node, min: Bound = None, max: Bound = None
 ) -> relax.Expr:
     return _clip(ctx, node, x, min, max)
-
-
-@converts(aten.clamp_min.default, dtypes=NUMBERS)
-def _clamp_min(ctx: Importer, node: fx.Node, x: fx.Node, bound: Bound) -> relax.Expr:
-    return _clip(ctx, node, x, bound, None)
 
 
 @converts(aten.clamp_max.default, dtypes=NUMBERS)
@@ -78,12 +72,7 @@ def _clamp_by_tensors(
     high: fx.Node | None = None,
 ) -> relax.Expr:
     dtype = result_dtype(node)
-    value = ctx.tensor(x, dtype)
-    if low is not None:
-        value = ctx.emit(relax.op.maximum(value, ctx.tensor(low, dtype)))
-    if high is not None:
-        value = ctx.emit(relax.op.minimum(value, ctx.tensor(high, dtype)))
-    return value
+    return _between(ctx, ctx.tensor(x, dtype), dtype, low, high)
 
 
 @converts(aten.leaky_relu.default, dtypes=FLOATS)

@@ -6,8 +6,6 @@ equals it.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import fx
 from tvm import relax
@@ -16,6 +14,7 @@ from tvmbridge.frontend.elementwise import result_dtype
 from tvmbridge.frontend.importer import Importer
 from tvmbridge.frontend.registry import FLOATS, Declined, converts
 from tvmbridge.frontend.shapes import shape_of
+from tvmbridge.gradients.slopes import gelu_slope, gelu_tanh_slope, silu_slope
 from tvmbridge.kernels.dtypes import to_relax_dtype
 
 aten = torch.ops.aten
@@ -48,50 +47,15 @@ def _sigmoid_backward(ctx: Importer, node: fx.Node, grad: fx.Node, result: fx.No
 
 @converts(aten.silu_backward.default, dtypes=FLOATS)
 def _silu_backward(ctx: Importer, node: fx.Node, grad: fx.Node, x: fx.Node) -> relax.Expr:
-    """Multiply the cotangent by ``s + x * s * (1 - s)``, where ``s`` is the sigmoid of ``x``."""
-    one = ctx.tensor(1, result_dtype(node))
-    sigmoid = ctx.emit(op.sigmoid(ctx.value(x)))
-    rest = ctx.emit(op.multiply(ctx.value(x), ctx.emit(op.subtract(one, sigmoid))))
-    slope = ctx.emit(op.multiply(sigmoid, ctx.emit(op.add(one, rest))))
-    return op.multiply(ctx.value(grad), slope)
+    return op.multiply(ctx.value(grad), silu_slope(ctx.builder, ctx.value(x)))
 
 
 @converts(aten.gelu_backward.default, dtypes=FLOATS)
 def _gelu_backward(
     ctx: Importer, node: fx.Node, grad: fx.Node, x: fx.Node, approximate: str = "none"
 ) -> relax.Expr:
-    formula = _gelu_tanh_slope if approximate == "tanh" else _gelu_slope
-    slope = formula(ctx, ctx.value(x), result_dtype(node))
-    return op.multiply(ctx.value(grad), slope)
-
-
-def _gelu_slope(ctx: Importer, x: relax.Expr, dtype: torch.dtype) -> relax.Expr:
-    """Emit Phi(x) + x * phi(x); Phi is the normal distribution function and phi its density."""
-    half, one = ctx.tensor(0.5, dtype), ctx.tensor(1, dtype)
-    error = ctx.emit(op.erf(ctx.emit(op.multiply(x, ctx.tensor(math.sqrt(0.5), dtype)))))
-    distribution = ctx.emit(op.multiply(half, ctx.emit(op.add(one, error))))
-    exponent = ctx.emit(op.multiply(ctx.emit(op.multiply(x, x)), ctx.tensor(-0.5, dtype)))
-    scale = ctx.tensor(1 / math.sqrt(2 * math.pi), dtype)
-    density = ctx.emit(op.multiply(ctx.emit(op.exp(exponent)), scale))
-    return ctx.emit(op.add(distribution, ctx.emit(op.multiply(x, density))))
-
-
-def _gelu_tanh_slope(ctx: Importer, x: relax.Expr, dtype: torch.dtype) -> relax.Expr:
-    """Emit the derivative of ``x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 * x**3)))``."""
-    beta, kappa = math.sqrt(2 / math.pi), 0.044715
-    half, one = ctx.tensor(0.5, dtype), ctx.tensor(1, dtype)
-    square = ctx.emit(op.multiply(x, x))
-    scaled = ctx.emit(op.multiply(square, ctx.tensor(kappa, dtype)))
-    inner = ctx.emit(op.multiply(x, ctx.emit(op.add(one, scaled))))
-    tanh = ctx.emit(op.tanh(ctx.emit(op.multiply(inner, ctx.tensor(beta, dtype)))))
-    left = ctx.emit(op.multiply(half, ctx.emit(op.add(one, tanh))))
-    tripled = ctx.emit(op.multiply(square, ctx.tensor(3 * kappa, dtype)))
-    slope = ctx.emit(op.multiply(ctx.emit(op.add(one, tripled)), ctx.tensor(beta, dtype)))
-    bend = ctx.emit(op.subtract(one, ctx.emit(op.multiply(tanh, tanh))))
-    right = ctx.emit(
-        op.multiply(ctx.emit(op.multiply(x, half)), ctx.emit(op.multiply(bend, slope)))
-    )
-    return ctx.emit(op.add(left, right))
+    slope = gelu_tanh_slope if approximate == "tanh" else gelu_slope
+    return op.multiply(ctx.value(grad), slope(ctx.builder, ctx.value(x)))
 
 
 @converts(aten._softmax_backward_data.default, dtypes=FLOATS)

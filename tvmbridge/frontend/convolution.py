@@ -10,10 +10,10 @@ from tvm import relax
 
 from tvmbridge.frontend.elementwise import result_dtype
 from tvmbridge.frontend.importer import Importer
-from tvmbridge.frontend.pooling import per_dimension
 from tvmbridge.frontend.registry import FLOATS, Declined, converts
 from tvmbridge.frontend.shapes import shape_of
 from tvmbridge.kernels.convolution import Convolution
+from tvmbridge.legalize.aten.windows import each
 
 aten = torch.ops.aten
 
@@ -56,11 +56,11 @@ def _convolution(
     if len({result_dtype(n) for n in node.all_input_nodes}) > 1:
         raise Declined("operands of different dtypes")
     convolution = Convolution(
-        stride=tuple(per_dimension(stride, rank)),
-        padding=tuple(per_dimension(padding, rank)),
-        dilation=tuple(per_dimension(dilation, rank)),
+        stride=tuple(each(stride, rank)),
+        padding=tuple(each(padding, rank)),
+        dilation=tuple(each(dilation, rank)),
         transposed=transposed,
-        output_padding=tuple(per_dimension(output_padding, rank)),
+        output_padding=tuple(each(output_padding, rank)),
         groups=groups,
     )
     ends = zip(convolution.output_padding, convolution.stride, strict=True)

@@ -25,9 +25,11 @@ def result_dtype(node: fx.Node) -> torch.dtype:
     return dtype
 
 
-def _unary(relax_op: Callable[[relax.Expr], relax.Expr]) -> Callable[..., relax.Expr]:
-    def convert(ctx: Importer, node: fx.Node, x: fx.Node) -> relax.Expr:
-        return relax_op(ctx.tensor(x, result_dtype(node)))
+def _plain(relax_op: Callable[..., relax.Expr]) -> Callable[..., relax.Expr]:
+    """Return a converter that casts the operands to the result's dtype and calls ``relax_op``."""
+
+    def convert(ctx: Importer, node: fx.Node, *operands: Operand) -> relax.Expr:
+        return relax_op(*(ctx.tensor(x, result_dtype(node)) for x in operands))
 
     return convert
 
@@ -43,21 +45,26 @@ for _overload, _op in (
     (aten.sigmoid.default, relax.op.sigmoid),
     (aten.erf.default, relax.op.erf),
 ):
-    converts(_overload, dtypes=COMPUTED)(_unary(_op))
+    converts(_overload, dtypes=COMPUTED)(_plain(_op))
 
 for _overload, _op in (
     (aten.neg.default, relax.op.negative),
     (aten.abs.default, relax.op.abs),
     (aten.relu.default, relax.op.nn.relu),
+    (aten.maximum.default, relax.op.maximum),
+    (aten.minimum.default, relax.op.minimum),
 ):
-    converts(_overload, dtypes=NUMBERS)(_unary(_op))
+    converts(_overload, dtypes=NUMBERS)(_plain(_op))
 
 for _overload, _op in (
     (aten.floor.default, relax.op.floor),
     (aten.ceil.default, relax.op.ceil),
     (aten.trunc.default, relax.op.trunc),
+    (aten.silu.default, relax.op.nn.silu),
 ):
-    converts(_overload, dtypes=FLOATS)(_unary(_op))
+    converts(_overload, dtypes=FLOATS)(_plain(_op))
+
+converts(aten.div.Tensor, aten.div.Scalar)(_plain(relax.op.divide))
 
 
 @converts(aten.reciprocal.default)
@@ -71,11 +78,6 @@ def _gelu(ctx: Importer, node: fx.Node, x: fx.Node, approximate: str = "none") -
     if approximate == "tanh":
         return relax.op.nn.gelu_tanh(ctx.value(x))
     return relax.op.nn.gelu(ctx.value(x))
-
-
-@converts(aten.silu.default, dtypes=FLOATS)
-def _silu(ctx: Importer, node: fx.Node, x: fx.Node) -> relax.Expr:
-    return relax.op.nn.silu(ctx.value(x))
 
 
 @converts(aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, dtypes=NUMBERS)
@@ -109,19 +111,6 @@ def _mul(ctx: Importer, node: fx.Node, a: Operand, b: Operand) -> relax.Expr:
     if dtype is torch.bool:
         return relax.op.logical_and(ctx.tensor(a, dtype), ctx.tensor(b, dtype))
     return relax.op.multiply(ctx.tensor(a, dtype), ctx.tensor(b, dtype))
-
-
-@converts(aten.div.Tensor, aten.div.Scalar)
-def _div(ctx: Importer, node: fx.Node, a: Operand, b: Operand) -> relax.Expr:
-    dtype = result_dtype(node)
-    return relax.op.divide(ctx.tensor(a, dtype), ctx.tensor(b, dtype))
-
-
-@converts(aten.maximum.default, aten.minimum.default, dtypes=NUMBERS)
-def _extremum(ctx: Importer, node: fx.Node, a: Operand, b: Operand) -> relax.Expr:
-    dtype = result_dtype(node)
-    op = relax.op.maximum if node.target is aten.maximum.default else relax.op.minimum
-    return op(ctx.tensor(a, dtype), ctx.tensor(b, dtype))
 
 
 @converts(aten.pow.Tensor_Scalar, dtypes=FLOATS)

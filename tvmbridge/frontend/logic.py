@@ -22,19 +22,19 @@ def common_dtype(a: Operand, b: Operand) -> torch.dtype:
     return torch.result_type(*fakes)
 
 
-_COMPARISONS: dict[Any, Callable[[relax.Expr, relax.Expr], relax.Expr]] = {
-    aten.eq.Tensor: relax.op.equal,
-    aten.eq.Scalar: relax.op.equal,
-    aten.ne.Tensor: relax.op.not_equal,
-    aten.ne.Scalar: relax.op.not_equal,
-    aten.lt.Tensor: relax.op.less,
-    aten.lt.Scalar: relax.op.less,
-    aten.le.Tensor: relax.op.less_equal,
-    aten.le.Scalar: relax.op.less_equal,
-    aten.gt.Tensor: relax.op.greater,
-    aten.gt.Scalar: relax.op.greater,
-    aten.ge.Tensor: relax.op.greater_equal,
-    aten.ge.Scalar: relax.op.greater_equal,
+Binary = Callable[[relax.Expr, relax.Expr], relax.Expr]
+
+_COMPARISONS: dict[Any, Binary] = {
+    overload: compare
+    for name, compare in (
+        ("eq", relax.op.equal),
+        ("ne", relax.op.not_equal),
+        ("lt", relax.op.less),
+        ("le", relax.op.less_equal),
+        ("gt", relax.op.greater),
+        ("ge", relax.op.greater_equal),
+    )
+    for overload in (getattr(aten, name).Tensor, getattr(aten, name).Scalar)
 }
 
 
@@ -48,37 +48,23 @@ def _compare(ctx: Importer, node: fx.Node, a: Operand, b: Operand) -> relax.Expr
     return _COMPARISONS[node.target](ctx.tensor(a, dtype), ctx.tensor(b, dtype))
 
 
-_LOGIC: dict[Any, Callable[[relax.Expr, relax.Expr], relax.Expr]] = {
-    aten.logical_and.default: relax.op.logical_and,
-    aten.logical_or.default: relax.op.logical_or,
-    aten.logical_xor.default: relax.op.logical_xor,
+# Relax's operators for booleans, and for integers where ATen has one operator for both.
+_LOGIC: dict[Any, tuple[Binary, Binary | None]] = {
+    aten.logical_and.default: (relax.op.logical_and, None),
+    aten.logical_or.default: (relax.op.logical_or, None),
+    aten.logical_xor.default: (relax.op.logical_xor, None),
+    aten.bitwise_and.Tensor: (relax.op.logical_and, relax.op.bitwise_and),
+    aten.bitwise_or.Tensor: (relax.op.logical_or, relax.op.bitwise_or),
+    aten.bitwise_xor.Tensor: (relax.op.logical_xor, relax.op.bitwise_xor),
 }
 
 
 @converts(*_LOGIC)
 def _logical(ctx: Importer, node: fx.Node, a: Operand, b: Operand) -> relax.Expr:
-    return _LOGIC[node.target](ctx.tensor(a, torch.bool), ctx.tensor(b, torch.bool))
-
-
-_BITWISE_OF_INTEGERS: dict[Any, Callable[[relax.Expr, relax.Expr], relax.Expr]] = {
-    aten.bitwise_and.Tensor: relax.op.bitwise_and,
-    aten.bitwise_or.Tensor: relax.op.bitwise_or,
-    aten.bitwise_xor.Tensor: relax.op.bitwise_xor,
-}
-
-_BITWISE: dict[Any, Callable[[relax.Expr, relax.Expr], relax.Expr]] = {
-    aten.bitwise_and.Tensor: relax.op.logical_and,
-    aten.bitwise_or.Tensor: relax.op.logical_or,
-    aten.bitwise_xor.Tensor: relax.op.logical_xor,
-}
-
-
-@converts(*_BITWISE)
-def _bitwise(ctx: Importer, node: fx.Node, a: Operand, b: Operand) -> relax.Expr:
-    dtype = common_dtype(a, b)
-    if dtype is not torch.bool:
-        return _BITWISE_OF_INTEGERS[node.target](ctx.tensor(a, dtype), ctx.tensor(b, dtype))
-    return _BITWISE[node.target](ctx.tensor(a, torch.bool), ctx.tensor(b, torch.bool))
+    of_bools, of_integers = _LOGIC[node.target]
+    dtype = torch.bool if of_integers is None else common_dtype(a, b)
+    chosen = of_bools if dtype is torch.bool or of_integers is None else of_integers
+    return chosen(ctx.tensor(a, dtype), ctx.tensor(b, dtype))
 
 
 @converts(aten.logical_not.default)

@@ -107,19 +107,7 @@ def _native_group_norm(
     eps: float,
 ) -> tuple[Any, ...]:
     check(node, x, weight, bias, unread=(1, 2))
-    gamma, beta = _affine(ctx, weight, bias, [channels], wide(x))
-    normed = relax.op.nn.group_norm(
-        ctx.tensor(x, wide(x)),
-        gamma,
-        beta,
-        groups,
-        1,
-        list(range(2, len(shape_of(x)))),
-        eps,
-        center=bias is not None,
-        scale=weight is not None,
-    )
-    return _narrow(ctx, ctx.emit(normed), x), None, None
+    return _by_channel(ctx, relax.op.nn.group_norm, x, weight, bias, eps, groups), None, None
 
 
 @converts(aten._native_batch_norm_legit_no_training.default, dtypes=_DTYPES)
@@ -154,7 +142,9 @@ def _batch_norm_without_statistics(
     if not training:
         raise Declined("batch norm without any statistics")
     if shape_of(x)[0] == 1 and len(shape_of(x)) > 2:
-        return _instance_norm(ctx, x, weight, bias, eps), None, None
+        # PyTorch computes an instance norm as the batch norm of one sample, whose channels are
+        # all channels of all samples.
+        return _by_channel(ctx, relax.op.nn.instance_norm, x, weight, bias, eps), None, None
     normed, _, _ = _batch_norm(ctx, x, weight, bias, eps, None)
     return _narrow(ctx, normed, x), None, None
 
@@ -258,23 +248,12 @@ def _batch_norm(
     return y, new_mean, new_variance
 
 
-def _instance_norm(
-    ctx: Importer, x: fx.Node, weight: Operand, bias: Operand, eps: float
+def _by_channel(
+    ctx: Importer, norm: Any, x: fx.Node, weight: Operand, bias: Operand, eps: float, *groups: int
 ) -> relax.Expr:
-    """Emit an instance norm for a batch norm of one sample.
-
-    PyTorch computes instance norm as such a batch norm: it reshapes each channel of each sample to
-    a channel of one sample.
-    """
+    """Emit Relax's group norm or instance norm over all dimensions after the channels."""
     gamma, beta = _affine(ctx, weight, bias, [shape_of(x)[1]], wide(x))
-    normed = relax.op.nn.instance_norm(
-        ctx.tensor(x, wide(x)),
-        gamma,
-        beta,
-        1,
-        list(range(2, len(shape_of(x)))),
-        eps,
-        center=bias is not None,
-        scale=weight is not None,
-    )
-    return _narrow(ctx, ctx.emit(normed), x)
+    axes = list(range(2, len(shape_of(x))))
+    named = {"center": bias is not None, "scale": weight is not None}
+    operands = (ctx.tensor(x, wide(x)), gamma, beta, *groups, 1, axes, eps)
+    return _narrow(ctx, ctx.emit(norm(*operands, **named)), x)

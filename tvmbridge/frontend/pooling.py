@@ -19,14 +19,9 @@ from tvmbridge.frontend.elementwise import result_dtype
 from tvmbridge.frontend.importer import Importer
 from tvmbridge.frontend.registry import FLOATS, MOVED, Declined, converts
 from tvmbridge.frontend.shapes import shape_of
+from tvmbridge.legalize.aten.windows import each
 
 aten = torch.ops.aten
-
-
-def per_dimension(value: int | Sequence[int], count: int) -> list[int]:
-    """Return one number for each of ``count`` dimensions; a single number holds for all of them."""
-    listed = [value] if isinstance(value, int) else list(value)
-    return listed * count if len(listed) == 1 else listed
 
 
 def _tiled(shape: Sequence[int], windows: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -85,9 +80,9 @@ def _mean_of_windows(
     divisor_override: int | None = None,
 ) -> Any:
     count = _DIMENSIONS[node.target]  # type: ignore[index]
-    windows = per_dimension(kernel, count)
-    steps = per_dimension(stride or windows, count)
-    edges = per_dimension(padding, count)
+    windows = each(kernel, count)
+    steps = each(stride or windows, count)
+    edges = each(padding, count)
     if ceil_mode or divisor_override or (any(edges) and not count_include_pad):
         raise Declined("windows that are not all divided by their size")
     inputs = shape_of(x)[-count:]
@@ -128,9 +123,9 @@ def _mean_of_tiles_backward(
     windows = _even_windows(inputs, outputs)
     if rest:
         kernel, stride, padding, ceil_mode, _, divisor = rest
-        steps = per_dimension(stride or kernel, 2)
-        plain = not any(per_dimension(padding, 2)) and not ceil_mode and not divisor
-        if not plain or per_dimension(kernel, 2) != windows or steps != windows:
+        steps = each(stride or kernel, 2)
+        plain = not any(each(padding, 2)) and not ceil_mode and not divisor
+        if not plain or each(kernel, 2) != windows or steps != windows:
             raise Declined("windows that do not tile the input")
     number = ctx.tensor(float(prod(windows)), result_dtype(node))
     share = ctx.emit(relax.op.divide(ctx.value(grad), number))

@@ -48,18 +48,17 @@ def _reduce(
     return op(value, axes_of(x, dims), keepdim) if shape_of(x) else value
 
 
-@converts(aten.sum.dim_IntList, aten.sum.default)
-def _sum(
-    ctx: Importer, node: fx.Node, x: fx.Node, dims: Any = None, keepdim: bool = False, **_: Any
-) -> relax.Expr:
-    return _reduce(ctx, node, relax.op.sum, x, dims, keepdim)
+def _plain(op: Callable[..., relax.Expr]) -> Callable[..., relax.Expr]:
+    def convert(
+        ctx: Importer, node: fx.Node, x: fx.Node, dims: Any = None, keepdim: bool = False, **_: Any
+    ) -> relax.Expr:
+        return _reduce(ctx, node, op, x, dims, keepdim)
+
+    return convert
 
 
-@converts(aten.mean.dim, aten.mean.default, dtypes=FLOATS)
-def _mean(
-    ctx: Importer, node: fx.Node, x: fx.Node, dims: Any = None, keepdim: bool = False, **_: Any
-) -> relax.Expr:
-    return _reduce(ctx, node, relax.op.mean, x, dims, keepdim)
+converts(aten.sum.dim_IntList, aten.sum.default)(_plain(relax.op.sum))
+converts(aten.mean.dim, aten.mean.default, dtypes=FLOATS)(_plain(relax.op.mean))
 
 
 @converts(aten.amax.default, aten.amin.default, dtypes=NUMBERS)
@@ -74,28 +73,23 @@ def _extremum(
     return op(row, [0])
 
 
-@converts(aten.any.dim, aten.any.dims, aten.any.default, dtypes=COMPUTED)
-def _any(
-    ctx: Importer, node: fx.Node, x: fx.Node, dims: Any = None, keepdim: bool = False
-) -> relax.Expr:
-    return _count(ctx, x, dims, keepdim, relax.op.max)
+def _truth(op: Callable[..., relax.Expr]) -> Callable[..., relax.Expr]:
+    """Return a converter that reduces booleans, as the numbers 0 and 1, by ``op``."""
+
+    def convert(
+        ctx: Importer, node: fx.Node, x: fx.Node, dims: Any = None, keepdim: bool = False
+    ) -> relax.Expr:
+        if not shape_of(x):
+            return ctx.tensor(x, torch.bool)
+        flags = ctx.cast(ctx.tensor(x, torch.bool), torch.bool, torch.int32)
+        extreme = ctx.emit(op(flags, axes_of(x, dims), keepdim))
+        return relax.op.not_equal(extreme, relax.const(0, "int32"))
+
+    return convert
 
 
-@converts(aten.all.dim, aten.all.dims, aten.all.default, dtypes=COMPUTED)
-def _all(
-    ctx: Importer, node: fx.Node, x: fx.Node, dims: Any = None, keepdim: bool = False
-) -> relax.Expr:
-    return _count(ctx, x, dims, keepdim, relax.op.min)
-
-
-def _count(
-    ctx: Importer, x: fx.Node, dims: Any, keepdim: bool, op: Callable[..., relax.Expr]
-) -> relax.Expr:
-    if not shape_of(x):
-        return ctx.tensor(x, torch.bool)
-    flags = ctx.cast(ctx.tensor(x, torch.bool), torch.bool, torch.int32)
-    extreme = ctx.emit(op(flags, axes_of(x, dims), keepdim))
-    return relax.op.not_equal(extreme, relax.const(0, "int32"))
+converts(aten.any.dim, aten.any.dims, aten.any.default, dtypes=COMPUTED)(_truth(relax.op.max))
+converts(aten.all.dim, aten.all.dims, aten.all.default, dtypes=COMPUTED)(_truth(relax.op.min))
 
 
 @converts(aten.linalg_vector_norm.default, dtypes=FLOATS)
@@ -176,8 +170,8 @@ def _moments(
     return variance, mean if keepdim else ctx.emit(relax.op.squeeze(mean, axes))
 
 
-@converts(aten.var.correction, dtypes=FLOATS)
-def _var(
+@converts(aten.var.correction, aten.var_mean.correction, dtypes=FLOATS)
+def _variance(
     ctx: Importer,
     node: fx.Node,
     x: fx.Node,
@@ -185,18 +179,6 @@ def _var(
     *,
     correction: int | float | None = None,
     keepdim: bool = False,
-) -> relax.Expr:
-    return _moments(ctx, x, dims, correction, keepdim)[0]
-
-
-@converts(aten.var_mean.correction, dtypes=FLOATS)
-def _var_mean(
-    ctx: Importer,
-    node: fx.Node,
-    x: fx.Node,
-    dims: Any = None,
-    *,
-    correction: int | float | None = None,
-    keepdim: bool = False,
-) -> tuple[relax.Expr, ...]:
-    return _moments(ctx, x, dims, correction, keepdim)
+) -> Any:
+    moments = _moments(ctx, x, dims, correction, keepdim)
+    return moments[0] if node.target is aten.var.correction else moments

@@ -70,10 +70,10 @@ def with_statistics(ctx: Importer, node: fx.Node, x: fx.Node) -> Any:
     return ctx.compiled_call(node)
 
 
-@converts(aten.native_layer_norm_backward.default, dtypes=_DTYPES)
-def _native_layer_norm_backward(
-    ctx: Importer, node: fx.Node, grad_out: fx.Node, x: fx.Node, *_: Any
-) -> Any:
+@converts(
+    aten.native_layer_norm_backward.default, aten._fused_rms_norm_backward.default, dtypes=_DTYPES
+)
+def _backward(ctx: Importer, node: fx.Node, grad_out: fx.Node, x: fx.Node, *_: Any) -> Any:
     operands = [n for n in node.all_input_nodes if n.meta["val"].dtype != wide(x)]
     check(node, x, *operands, unread=())
     return with_statistics(ctx, node, x)
@@ -89,13 +89,4 @@ def _fused_rms_norm(
     eps: float | None,
 ) -> Any:
     check(node, x, weight, unread=())
-    return with_statistics(ctx, node, x)
-
-
-@converts(aten._fused_rms_norm_backward.default, dtypes=_DTYPES)
-def _fused_rms_norm_backward(
-    ctx: Importer, node: fx.Node, grad_out: fx.Node, x: fx.Node, *_: Any
-) -> Any:
-    operands = [n for n in node.all_input_nodes if n.meta["val"].dtype != wide(x)]
-    check(node, x, *operands, unread=())
     return with_statistics(ctx, node, x)

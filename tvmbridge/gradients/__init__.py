@@ -14,10 +14,12 @@ import tvm
 from tvm import relax
 
 from tvmbridge.core.admission import is_proven
-from tvmbridge.gradients.aten import ATEN_RULES, aten_rule, is_pulled_back
-from tvmbridge.gradients.aten_moves import MOVE_RULES, can_move_back, move_rule
+from tvmbridge.gradients.aten import ATEN_RULES, is_pulled_back
+from tvmbridge.gradients.aten_moves import MOVE_RULES, can_move_back
+from tvmbridge.gradients.helpers import Differentiated
 from tvmbridge.gradients.powers import has_short_form
-from tvmbridge.gradients.rules import CONVOLUTION_RULES, OWN_RULES, is_plain
+from tvmbridge.gradients.pulled import aten_gradients
+from tvmbridge.gradients.rules import CONVOLUTION_RULES, OWN_RULES, Rule, is_plain
 from tvmbridge.kernels.aten_call import aten_call_operator
 
 # TVM's own registrations have level 10, and a higher level overrides them.
@@ -97,17 +99,19 @@ def dtypes_of(call: relax.Call) -> set[str]:
     return {name for name in (str(t.dtype.dtype) for t in types) if "float" in name}
 
 
-def _packed_rule(
-    var: relax.Var, call: relax.Call, cotangent: relax.Var, builder: relax.BlockBuilder
-) -> list[relax.Expr]:
+def _packed_rule(of: Differentiated) -> list[relax.Expr]:
     """Return the gradients of a ``relax.call_pure_packed`` by the rule of its ATen operator."""
-    rule = move_rule if rule_name(call) in MOVE_RULES else aten_rule
-    return rule(var, call, cotangent, builder)
+    name = rule_name(of.call)
+    return aten_gradients(MOVE_RULES.get(name) or ATEN_RULES[name], name, of)
 
 
 @functools.cache
 def install_rules() -> None:
     """Register tvmbridge's rules with TVM, overriding its own, before the first gradient."""
     rules = {**OWN_RULES, **CONVOLUTION_RULES, "relax.call_pure_packed": _packed_rule}
+
+    def with_tvm_s_signature(rule: Rule) -> Callable[..., list[relax.Expr]]:
+        return lambda *arguments: rule(Differentiated(*arguments))
+
     for name, rule in rules.items():
-        relax.op.register_gradient(name, rule, level=_LEVEL)
+        relax.op.register_gradient(name, with_tvm_s_signature(rule), level=_LEVEL)

@@ -5,22 +5,13 @@ The rules are PyTorch's own formulas, and emit ATen calls to move elements.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
-
 from tvm import relax
 
 from tvmbridge.core.decisions import sizes_vary
 from tvmbridge.gradients.helpers import constant_like, fit_shape, shape_of
+from tvmbridge.gradients.pulled import AtenRule, Gradients, Pulled
 from tvmbridge.kernels.aten_call import (
-    ATEN_CALL,
-    FIRST_TENSOR,
     aten_call_operator,
-    call_overload,
-    packed_call,
-    resolve_overload,
     spec_of,
     tensors_of,
 )
@@ -29,52 +20,7 @@ from tvmbridge.legalize.aten.arguments import Arguments
 op = relax.op
 
 
-@dataclass(frozen=True)
-class _Pull:
-    """The input of a rule: an ATen call, its result, and the cotangent of the result.
-
-    - ``arguments``: the arguments of the ATen operator by name; ``pull[name]`` returns one.
-    - ``builder``: emits the bindings of the gradient.
-    """
-
-    call: relax.Call
-    arguments: Arguments
-    result: relax.Expr
-    cotangent: relax.Expr
-    builder: relax.BlockBuilder
-
-    def __getitem__(self, name: str) -> Any:
-        return self.arguments[name]
-
-    def aten(self, overload: str, like: relax.Expr, *args: Any) -> relax.Expr:
-        """Emit an ATen call whose result has the type of ``like``.
-
-        Relax expressions in ``args`` become the tensor operands, all other values constants.
-        """
-        tensors: list[relax.Expr] = []
-
-        def encoded(value: Any) -> Any:
-            if isinstance(value, list):
-                return [encoded(v) for v in value]
-            if isinstance(value, relax.Expr):
-                tensors.append(value)
-                return {"tensor": len(tensors) - 1}
-            return value
-
-        listed = [encoded(a) for a in args]
-        return self.builder.emit(call_overload(overload, listed, tensors, like.ty))
-
-    def zeros(self, like: relax.Expr) -> relax.Expr:
-        """Emit zeros with the shape of ``like`` and the cotangent's dtype."""
-        number = constant_like(self.cotangent, 0.0)
-        return self.builder.emit(op.full(list(shape_of(like)), number, str(number.ty.dtype)))
-
-
-Gradients = dict[str, relax.Expr]
-MoveRule = Callable[[_Pull], Gradients]
-
-
-def _gather(pull: _Pull) -> Gradients:
+def _gather(pull: Pulled) -> Gradients:
     x = pull["self"]
     # A range whose length is a size would become a constant of one sample's size.
     if not sizes_vary() and _takes_one(x, pull["dim"], pull["index"]):
@@ -92,7 +38,7 @@ def _takes_one(x: relax.Expr, dim: int, index: relax.Expr) -> bool:
     return list(shape_of(index)) == taken
 
 
-def _where_taken(pull: _Pull) -> relax.Expr:
+def _where_taken(pull: Pulled) -> relax.Expr:
     """Return the cotangents at the places that ``index`` takes, and zeros elsewhere.
 
     This fuses. A scatter does not, and needs zeros in memory, for a loss as many as logits.
@@ -106,19 +52,19 @@ def _where_taken(pull: _Pull) -> relax.Expr:
     return op.where(taken, pull.cotangent, constant_like(pull.cotangent, 0.0))
 
 
-def _index_select(pull: _Pull) -> Gradients:
+def _index_select(pull: Pulled) -> Gradients:
     x = pull["self"]
     places = [pull.zeros(x), pull["dim"], pull["index"], pull.cotangent]
     return {"self": pull.aten("aten.index_add.default", x, *places)}
 
 
-def _index(pull: _Pull) -> Gradients:
+def _index(pull: Pulled) -> Gradients:
     x = pull["self"]
     written = [pull.zeros(x), pull["indices"], pull.cotangent, True]
     return {"self": pull.aten("aten.index_put.default", x, *written)}
 
 
-def _scatter(pull: _Pull) -> Gradients:
+def _scatter(pull: Pulled) -> Gradients:
     x, grad, where = pull["self"], pull.cotangent, (pull["dim"], pull["index"])
     found = {"self": pull.aten("aten.scatter.value", x, grad, *where, 0)}
     if "src" in pull.arguments.values:
@@ -126,12 +72,12 @@ def _scatter(pull: _Pull) -> Gradients:
     return found
 
 
-def _scatter_add(pull: _Pull) -> Gradients:
+def _scatter_add(pull: Pulled) -> Gradients:
     taken = [pull.cotangent, pull["dim"], pull["index"]]
     return {"self": pull.cotangent, "src": pull.aten("aten.gather.default", pull["src"], *taken)}
 
 
-def _index_put(pull: _Pull) -> Gradients:
+def _index_put(pull: Pulled) -> Gradients:
     x, values, indices = pull["self"], pull["values"], pull["indices"]
     axes = [axis for axis, i in enumerate(indices) if i is not None]
     kept = [n for axis, n in enumerate(shape_of(x)) if axis not in axes]
@@ -147,7 +93,7 @@ def _index_put(pull: _Pull) -> Gradients:
     return {"self": grad, "values": fit_shape(pull.builder, taken, values)}
 
 
-def _cumsum(pull: _Pull) -> Gradients:
+def _cumsum(pull: Pulled) -> Gradients:
     x = pull["self"]
     dim = pull["dim"] % len(shape_of(x))
     turned = pull.builder.emit(op.flip(pull.cotangent, dim))
@@ -155,25 +101,21 @@ def _cumsum(pull: _Pull) -> Gradients:
     return {"self": op.flip(summed, dim)}
 
 
-def _ordered(pull: _Pull) -> Gradients:
+def _ordered(pull: Pulled) -> Gradients:
     """Scatter the cotangents of sorted elements to the elements' positions before sorting."""
     x = pull["self"]
-    content = {**spec_of(pull.call), "results": [1], "compiled": False}
-    type_ = relax.TupleType([relax.TensorType(list(shape_of(pull.cotangent)), "int64")])
-    tensors = tensors_of(pull.call)
-    call = pull.builder.emit(packed_call(ATEN_CALL, json.dumps(content), tensors, type_))
-    places = pull.builder.emit(relax.TupleGetItem(call, 0))
+    places = pull.places(list(shape_of(pull.cotangent)), compiled=False)
     written = [pull.zeros(x), pull["dim"], places, pull.cotangent]
     return {"self": pull.aten("aten.scatter.src", x, *written)}
 
 
-def _operand(pull: _Pull, name: str) -> relax.Expr:
+def _operand(pull: Pulled, name: str) -> relax.Expr:
     """Return an operand of a power as an expression: a number becomes a constant."""
     value = pull[name]
     return value if isinstance(value, relax.Expr) else constant_like(pull.cotangent, float(value))
 
 
-def _power(pull: _Pull) -> Gradients:
+def _power(pull: Pulled) -> Gradients:
     """Return the gradients of ``b ** e`` for the base and the exponent, with PyTorch's exceptions.
 
     The derivative by the base is e b^(e-1), but 0 if e is 0. The derivative by the exponent is
@@ -200,7 +142,7 @@ def _power(pull: _Pull) -> Gradients:
     return {name: fit_shape(pull.builder, g, pull[name]) for name, g in found.items()}
 
 
-MOVE_RULES: dict[str, MoveRule] = {
+MOVE_RULES: dict[str, AtenRule] = {
     "aten.gather.default": _gather,
     "aten.index_select.default": _index_select,
     "aten.index.Tensor": _index,
@@ -244,26 +186,3 @@ def can_move_back(call: relax.Call) -> bool:
         # With indices of one shape, the elements that they select have this shape too.
         return len({shape_of(i) for i in arguments["indices"] if i is not None}) == 1
     return True
-
-
-def move_rule(
-    var: relax.Var, call: relax.Call, cotangent: relax.Var, builder: relax.BlockBuilder
-) -> list[relax.Expr]:
-    """Return the gradients of an ATen call's arguments by its operator's rule in ``MOVE_RULES``.
-
-    Arguments that the rule names no gradient for, such as indices, get none.
-    """
-    result, pulled = var, cotangent
-    if isinstance(var.ty, relax.TupleType):
-        result = builder.emit(relax.TupleGetItem(var, 0))
-        pulled = builder.emit(relax.TupleGetItem(cotangent, 0))
-    content, tensors = spec_of(call), tensors_of(call)
-    overload = str(aten_call_operator(call))
-    pull = _Pull(call, Arguments.of(content, tensors), result, pulled, builder)
-    found = MOVE_RULES[overload](pull)
-    gradients = [op.grad.no_grad(a) for a in [tensors[0]] * FIRST_TENSOR + tensors]
-    names = [argument.name for argument in resolve_overload(overload)._schema.arguments]
-    for name, encoded in zip(names, content["args"], strict=False):
-        if name in found:
-            gradients[FIRST_TENSOR + encoded["tensor"]] = found[name]
-    return gradients

@@ -2,8 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import tvm
 from tvm import relax
+
+
+@dataclass(frozen=True)
+class Differentiated:
+    """A call whose gradients a rule returns.
+
+    - ``var``: the variable that the call is bound to.
+    - ``call``: the call.
+    - ``cotangent``: the cotangent of ``var``.
+    - ``builder``: emits the bindings of the gradients.
+    """
+
+    var: relax.Var
+    call: relax.Call
+    cotangent: relax.Var
+    builder: relax.BlockBuilder
+
+    @property
+    def x(self) -> relax.Expr:
+        """The first argument."""
+        return self.call.args[0]
 
 
 def shape_of(expr: relax.Expr) -> tuple[int, ...]:

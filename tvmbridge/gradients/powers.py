@@ -9,7 +9,7 @@ from __future__ import annotations
 from tvm import relax
 from tvm.ir import GenericConst
 
-from tvmbridge.gradients.helpers import constant_like, fit_shape
+from tvmbridge.gradients.helpers import Differentiated, constant_like, fit_shape
 from tvmbridge.legalize.powers import SHORT_EXPONENTS, exponent_of
 
 op = relax.op
@@ -20,32 +20,28 @@ def has_short_form(call: relax.Call) -> bool:
     return exponent_of(call) in SHORT_EXPONENTS
 
 
-def divide(
-    var: relax.Var, call: relax.Call, cotangent: relax.Var, builder: relax.BlockBuilder
-) -> list[relax.Expr]:
+def divide(of: Differentiated) -> list[relax.Expr]:
     """Return the gradients of ``a / b`` for a cotangent g: g / b for a, and -g ((a / b) / b) for b.
 
     If ``a`` is the constant 1, the gradient for ``b`` is -g (1 / b)^2.
     """
-    left, right = call.args
+    left, right = of.call.args
     reciprocal = isinstance(left, GenericConst) and not left.value.shape
     if reciprocal and left.value.numpy().item() == 1:
-        slope = op.multiply(var, var)
+        slope = op.multiply(of.var, of.var)
     else:
-        slope = op.divide(var, right)
-    of_right = op.multiply(op.negative(cotangent), slope)
+        slope = op.divide(of.var, right)
+    of_right = op.multiply(op.negative(of.cotangent), slope)
     return [
-        fit_shape(builder, op.divide(cotangent, right), left),
-        fit_shape(builder, of_right, right),
+        fit_shape(of.builder, op.divide(of.cotangent, right), left),
+        fit_shape(of.builder, of_right, right),
     ]
 
 
-def power(
-    var: relax.Var, call: relax.Call, cotangent: relax.Var, builder: relax.BlockBuilder
-) -> list[relax.Expr]:
+def power(of: Differentiated) -> list[relax.Expr]:
     """Return the gradient g (e x^(e - 1)) of ``x ** e``, with e among ``SHORT_EXPONENTS``."""
-    x, exponent = call.args
-    number = exponent_of(call)
+    x, exponent = of.call.args
+    number = exponent_of(of.call)
     one, infinity = constant_like(x, 1.0), constant_like(x, float("-inf"))
     if number == 2:
         lower = x
@@ -58,7 +54,7 @@ def power(
         lower = op.divide(op.divide(one, x), op.multiply(x, x))
     else:
         # x^(-3/2) is +inf at both zeros, and 0 at both infinities.
-        cube = op.abs(op.multiply(op.multiply(var, var), var))
+        cube = op.abs(op.multiply(op.multiply(of.var, of.var), of.var))
         lower = op.where(op.equal(x, infinity), constant_like(x, 0.0), cube)
     slope = op.multiply(exponent, lower)
-    return [op.multiply(cotangent, slope), op.grad.no_grad(exponent)]
+    return [op.multiply(of.cotangent, slope), op.grad.no_grad(exponent)]

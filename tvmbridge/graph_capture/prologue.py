@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from tvmbridge.core.reached import reached
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.core.types import ComputedTensor, EagerPrologue, NoiseDescriptor, TensorSpec
 from tvmbridge.graph_capture.noise import dropout_arguments
@@ -55,16 +56,12 @@ def _ancestors(read: Sequence[fx.Node], draws: Mapping[fx.Node, NoiseDescriptor]
     The search continues through the inputs of dropout, but not of other draws: the inputs whose
     values these read are in ``read`` already.
     """
-    found: set[fx.Node] = set()
-    rest = list(read)
-    while rest:
-        node = rest.pop()
-        if node in found:
-            continue
-        found.add(node)
-        if node not in draws or draws[node].drop_probability is not None:
-            rest += node.all_input_nodes
-    return found
+
+    def inputs(node: fx.Node) -> Sequence[fx.Node]:
+        stops = node in draws and draws[node].drop_probability is None
+        return [] if stops else node.all_input_nodes
+
+    return set(reached(read, inputs))
 
 
 class _Cut:

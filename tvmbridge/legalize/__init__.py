@@ -53,9 +53,9 @@ LEGALIZE_MAP: dict[str, LegalizeFunc] = {
     "relax.clip": clip,
     **COMPARISONS,
     "relax.nn.softmax": normalizations.softmax,
-    "relax.nn.log_softmax": normalizations.log_softmax,
-    "relax.nn.layer_norm": normalizations.layer_norm,
-    "relax.nn.rms_norm": normalizations.rms_norm,
+    "relax.nn.log_softmax": normalizations.softmax,
+    "relax.nn.layer_norm": normalizations.norm,
+    "relax.nn.rms_norm": normalizations.norm,
     **{f"relax.{kind}": reduction(kind) for kind in ("sum", "mean", "variance", "prod")},
     **{f"relax.{kind}": reduction(kind) for kind in ("max", "min")},
 }

@@ -78,48 +78,48 @@ def te_log_softmax(x: te.Tensor, axis: int) -> te.Tensor:
     return cast(result, dtype)
 
 
-def te_layer_norm(
-    x: te.Tensor, weight: te.Tensor, bias: te.Tensor, axes: list[int], epsilon: float
-) -> te.Tensor:
-    """Return (x - mean) / sqrt(var + epsilon) * weight + bias, with statistics over ``axes``."""
+def te_norm(
+    x: te.Tensor,
+    parameters: tuple[te.Tensor | None, te.Tensor | None],
+    axes: list[int],
+    epsilon: float,
+    *,
+    centered: bool,
+) -> tuple[te.Tensor, te.Tensor | None, te.Tensor]:
+    """Return a layer norm, its mean and 1 / sqrt(var + epsilon), with statistics over ``axes``.
+
+    Args:
+        parameters: weight and bias, over ``axes``; either may be None.
+        centered: False for an RMS norm, which has no mean: var is then the mean of squares.
+    """
     dtype = str(x.dtype)
     acc = accumulator_dtype(dtype)
     wide = cast(x, acc)
-    mean = mean_of(wide, axes, True)
-    var = variance_of(wide, mean, axes, True)
+    if centered:
+        mean = mean_of(wide, axes, True)
+        var = variance_of(wide, mean, axes, True)
+    else:
+        mean = None
+        square = te.compute(x.shape, lambda *i: wide(*i) * wide(*i), name="T_square")
+        var = mean_of(square, axes, True)
     inverse = te.compute(
         var.shape,
         lambda *i: FUNCTIONS["rsqrt"](var(*i) + constant(epsilon, acc)),
         name="T_rsqrt",
     )
+    weight, bias = parameters
 
     def compute(*i: Expr) -> Expr:
         row, element = _at(i, axes), [i[axis] for axis in axes]
-        normal = (wide(*i) - mean(*row)) * inverse(*row)
-        scaled = normal * tirx.Cast(acc, weight(*element)) + tirx.Cast(acc, bias(*element))
-        return tirx.Cast(dtype, scaled)
+        value = (wide(*i) if mean is None else wide(*i) - mean(*row)) * inverse(*row)
+        if weight is not None:
+            value = value * tirx.Cast(acc, weight(*element))
+        if bias is not None:
+            value = value + tirx.Cast(acc, bias(*element))
+        return tirx.Cast(dtype, value)
 
-    return te.compute(x.shape, compute, name="T_layer_norm")
-
-
-def te_rms_norm(x: te.Tensor, weight: te.Tensor, axes: list[int], epsilon: float) -> te.Tensor:
-    """Return x / sqrt(mean(x^2) + epsilon) * weight, with the mean over ``axes``."""
-    dtype = str(x.dtype)
-    acc = accumulator_dtype(dtype)
-    wide = cast(x, acc)
-    square = te.compute(x.shape, lambda *i: wide(*i) * wide(*i), name="T_square")
-    mean = mean_of(square, axes, True)
-    inverse = te.compute(
-        mean.shape,
-        lambda *i: FUNCTIONS["rsqrt"](mean(*i) + constant(epsilon, acc)),
-        name="T_rsqrt",
-    )
-
-    def compute(*i: Expr) -> Expr:
-        normal = wide(*i) * inverse(*_at(i, axes))
-        return tirx.Cast(dtype, normal * tirx.Cast(acc, weight(*[i[axis] for axis in axes])))
-
-    return te.compute(x.shape, compute, name="T_rms_norm")
+    name = "T_layer_norm" if centered else "T_rms_norm"
+    return te.compute(x.shape, compute, name=name), mean, inverse
 
 
 def _pattern(call: Call, axes: list[int]) -> dict[str, int]:
@@ -127,42 +127,29 @@ def _pattern(call: Call, axes: list[int]) -> dict[str, int]:
 
 
 def softmax(bb: relax.BlockBuilder, call: Call) -> Expr:
-    """Legalize relax.nn.softmax."""
+    """Legalize relax.nn.softmax and relax.nn.log_softmax."""
     axis = int(call.attrs.axis)
-    attrs = _pattern(call, normalized_axes([axis], len(shape_of(call))))
+    is_log = call.op.name == "relax.nn.log_softmax"
     return bb.call_te(
-        te_softmax, call.args[0], axis, primfunc_name_hint="softmax", primfunc_attrs=attrs
+        te_log_softmax if is_log else te_softmax,
+        call.args[0],
+        axis,
+        primfunc_name_hint="log_softmax" if is_log else "softmax",
+        primfunc_attrs=_pattern(call, normalized_axes([axis], len(shape_of(call)))),
     )
 
 
-def log_softmax(bb: relax.BlockBuilder, call: Call) -> Expr:
-    """Legalize relax.nn.log_softmax."""
-    axis = int(call.attrs.axis)
-    attrs = _pattern(call, normalized_axes([axis], len(shape_of(call))))
-    return bb.call_te(
-        te_log_softmax, call.args[0], axis, primfunc_name_hint="log_softmax", primfunc_attrs=attrs
-    )
-
-
-def layer_norm(bb: relax.BlockBuilder, call: Call) -> Expr:
-    """Legalize relax.nn.layer_norm."""
+def norm(bb: relax.BlockBuilder, call: Call) -> Expr:
+    """Legalize relax.nn.layer_norm and relax.nn.rms_norm."""
     axes = normalized_axes(call.attrs.axes, len(shape_of(call)))
-    epsilon = float(call.attrs.epsilon)
-    return bb.call_te(
-        lambda x, w, b: te_layer_norm(x, w, b, axes, epsilon),
-        *call.args,
-        primfunc_name_hint="layer_norm",
-        primfunc_attrs=_pattern(call, axes),
-    )
+    epsilon, centered = float(call.attrs.epsilon), call.op.name == "relax.nn.layer_norm"
 
+    def compute(x: te.Tensor, weight: te.Tensor, bias: te.Tensor | None = None) -> te.Tensor:
+        return te_norm(x, (weight, bias), axes, epsilon, centered=centered)[0]
 
-def rms_norm(bb: relax.BlockBuilder, call: Call) -> Expr:
-    """Legalize relax.nn.rms_norm."""
-    axes = normalized_axes(call.attrs.axes, len(shape_of(call)))
-    epsilon = float(call.attrs.epsilon)
     return bb.call_te(
-        lambda x, w: te_rms_norm(x, w, axes, epsilon),
+        compute,
         *call.args,
-        primfunc_name_hint="rms_norm",
+        primfunc_name_hint="layer_norm" if centered else "rms_norm",
         primfunc_attrs=_pattern(call, axes),
     )

@@ -196,7 +196,7 @@ def _named(executed: Executed, describer: Describer) -> dict[str, str]:
 
 
 def _refuse_varying(place: str, value: Any, names: Names) -> None:
-    """Raise UndescribableError if code may read files, the clock or the like by ``value``."""
+    """Raise UndescribableError if ``value`` gives code access to files, the clock or the like."""
     is_module = isinstance(value, types.ModuleType)
     if not is_module and not callable(value):
         return

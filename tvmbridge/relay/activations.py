@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import fx
 
@@ -19,42 +17,6 @@ def _times(ctx: Writer, text: str, factor: float, dtype: torch.dtype) -> str:
 
 def _plus(ctx: Writer, text: str, term: float, dtype: torch.dtype) -> str:
     return ctx.call("add", text, ctx.number(term, dtype))
-
-
-@converts(aten.gelu.default, dtypes=FLOATS)
-def _gelu(ctx: Writer, node: fx.Node, x: fx.Node, approximate: str = "none") -> str:
-    dtype, value = dtype_of(node), ctx.value(x)
-    if approximate == "tanh":
-        cube = ctx.call("multiply", ctx.call("multiply", value, value), value)
-        inner = ctx.call("add", value, _times(ctx, cube, 0.044715, dtype))
-        curve = ctx.call("tanh", _times(ctx, inner, math.sqrt(2 / math.pi), dtype))
-    else:
-        curve = ctx.call("erf", _times(ctx, value, math.sqrt(0.5), dtype))
-    half = _plus(ctx, _times(ctx, curve, 0.5, dtype), 0.5, dtype)
-    return ctx.call("multiply", value, half)
-
-
-@converts(aten.silu.default, dtypes=FLOATS)
-def _silu(ctx: Writer, node: fx.Node, x: fx.Node) -> str:
-    value = ctx.value(x)
-    return ctx.call("multiply", value, ctx.call("sigmoid", value))
-
-
-@converts(aten.hardsigmoid.default, dtypes=FLOATS)
-def _hardsigmoid(ctx: Writer, node: fx.Node, x: fx.Node) -> str:
-    return _hard_gate(ctx, ctx.value(x), dtype_of(node))
-
-
-@converts(aten.hardswish.default, dtypes=FLOATS)
-def _hardswish(ctx: Writer, node: fx.Node, x: fx.Node) -> str:
-    value = ctx.value(x)
-    return ctx.call("multiply", value, _hard_gate(ctx, value, dtype_of(node)))
-
-
-def _hard_gate(ctx: Writer, value: str, dtype: torch.dtype) -> str:
-    """Return min(max(value + 3, 0), 6) / 6."""
-    clipped = ctx.call("clip", _plus(ctx, value, 3, dtype), a_min=0.0, a_max=6.0)
-    return ctx.call("divide", clipped, ctx.number(6, dtype))
 
 
 @converts(aten.leaky_relu.default, dtypes=FLOATS)
@@ -89,16 +51,6 @@ def _softplus(
     curve = curve if beta == 1 else _times(ctx, curve, 1 / beta, dtype)
     linear = ctx.call("greater", scaled, ctx.number(threshold, dtype))
     return ctx.call("where", linear, value, curve)
-
-
-@converts(aten.prelu.default, aten._prelu_kernel.default, dtypes=FLOATS)
-def _prelu(ctx: Writer, node: fx.Node, x: fx.Node, weight: fx.Node) -> str:
-    dtype, value, slope = dtype_of(node), ctx.value(x), ctx.value(weight)
-    rank, shape = len(shape_of(node)), shape_of(weight)
-    if len(shape) == 1 and rank != 1:
-        slope = ctx.reshape(slope, [1, *shape, *[1] * (rank - 2)][:rank] if rank else [])
-    positive = ctx.call("greater", value, ctx.number(0, dtype))
-    return ctx.call("where", positive, value, ctx.call("multiply", value, slope))
 
 
 @converts(aten._softmax.default, aten._log_softmax.default, dtypes=FLOATS)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from tvmbridge.legalize.aten.windows import each
 from tvmbridge.relay.registry import FLOATS, Refused, converts
-from tvmbridge.relay.windows import spread
 from tvmbridge.relay.writer import Writer, shape_of
 
 aten = torch.ops.aten
@@ -54,9 +54,9 @@ def _convolution(
     rank = len(kernel) - 2
     channels = kernel[1] * groups if transposed else kernel[0]
     named: dict[str, Any] = {
-        "strides": spread(stride, rank),
-        "padding": spread(padding, rank) * 2,
-        "dilation": spread(dilation, rank),
+        "strides": each(stride, rank),
+        "padding": each(padding, rank) * 2,
+        "dilation": each(dilation, rank),
         "kernel_size": list(kernel[2:]),
         "data_layout": _DATA[rank],
         "kernel_layout": (_TRANSPOSED_KERNEL if transposed else _KERNEL)[rank],
@@ -65,7 +65,7 @@ def _convolution(
     if transposed:
         if any(d != 1 for d in named["dilation"]):
             raise Refused("a dilated transposed convolution")
-        name, named["output_padding"] = f"{name}_transpose", spread(output_padding, rank)
+        name, named["output_padding"] = f"{name}_transpose", each(output_padding, rank)
     data, unbatched = ctx.value(x), len(shape) == rank + 1
     data = ctx.reshape(data, [1, *shape]) if unbatched else data
     filters = ctx.value(weight)

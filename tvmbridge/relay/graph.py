@@ -15,6 +15,7 @@ from tvmbridge.core.torch_private import FakeTensor, OpOverload
 from tvmbridge.core.types import InputDescriptor, InputKind, OutputKind
 from tvmbridge.exporting.leftovers import effects
 from tvmbridge.frontend.origins import origin_of_node
+from tvmbridge.relay.decomposed import decomposition, is_decomposed
 from tvmbridge.relay.literals import type_text
 from tvmbridge.relay.registry import CONVERTERS, Refused
 from tvmbridge.relay.writer import Writer, dtype_of, shape_of
@@ -108,11 +109,31 @@ def _convert(ctx: Writer, node: fx.Node) -> None:
     elif all(n in ctx.known for n in node.all_input_nodes):
         _compute(ctx, node)
     elif _NONE in (ctx.values.get(n) for n in node.all_input_nodes):
-        _check(node)
+        if not is_decomposed(target):
+            _check(node)
         ctx.values[node] = _NONE
+    elif is_decomposed(target):
+        _convert_parts(ctx, node)
     else:
         converter = _check(node)
         ctx.values[node] = converter.function(ctx, node, *node.args, **node.kwargs)
+
+
+def _convert_parts(ctx: Writer, node: fx.Node) -> None:
+    """Write an operator as the operators that PyTorch decomposes it into."""
+    graph, operands = decomposition(node)
+    inputs = iter(operands)
+    for part in graph.nodes:
+        if part.op == "placeholder":
+            given = next(inputs)
+            if given in ctx.known:
+                ctx.known[part] = ctx.known[given]
+            else:
+                ctx.values[part] = ctx.value(given)
+        elif part.op == "call_function":
+            _convert(ctx, part)
+        else:
+            ctx.values[node] = fx.map_arg(part.args[0], lambda n: ctx.value(n))
 
 
 def _take_result(ctx: Writer, node: fx.Node) -> None:

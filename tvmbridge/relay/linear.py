@@ -67,17 +67,13 @@ def _addmm(
     product = _scaled(ctx, _dense(ctx, a, b), alpha, dtype_of(node))
     if beta == 1 and shape_of(bias) == shape_of(node)[1:]:
         return ctx.call("nn.bias_add", product, ctx.value(bias), axis=1)
-    return _with_bias(ctx, node, bias, product, beta)
+    if beta == 0:  # PyTorch does not read the bias then.
+        return product
+    return ctx.call("add", product, _scaled(ctx, ctx.value(bias), beta, dtype_of(node)))
 
 
 def _scaled(ctx: Writer, text: str, factor: float, dtype: torch.dtype) -> str:
     return text if factor == 1 else ctx.call("multiply", text, ctx.number(factor, dtype))
-
-
-def _with_bias(ctx: Writer, node: fx.Node, bias: fx.Node, product: str, beta: float) -> str:
-    if beta == 0:  # PyTorch does not read the bias then.
-        return product
-    return ctx.call("add", product, _scaled(ctx, ctx.value(bias), beta, dtype_of(node)))
 
 
 @converts(aten.bmm.default, dtypes=FLOATS)
@@ -90,33 +86,7 @@ def batch_matmul(ctx: Writer, a: str, b: str, *, transpose_b: bool = False) -> s
     return ctx.call("nn.batch_matmul", a, b, transpose_a=False, transpose_b=transpose_b)
 
 
-@converts(aten.baddbmm.default, dtypes=FLOATS)
-def _baddbmm(
-    ctx: Writer,
-    node: fx.Node,
-    bias: fx.Node,
-    a: fx.Node,
-    b: fx.Node,
-    *,
-    beta: float = 1,
-    alpha: float = 1,
-) -> str:
-    product = batch_matmul(ctx, ctx.value(a), ctx.value(b))
-    product = _scaled(ctx, product, alpha, dtype_of(node))
-    return _with_bias(ctx, node, bias, product, beta)
-
-
-@converts(aten.mv.default, dtypes=FLOATS)
-def _mv(ctx: Writer, node: fx.Node, a: fx.Node, b: fx.Node) -> str:
-    return _matmul(ctx, node, a, b)
-
-
-@converts(aten.dot.default, aten.vdot.default, dtypes=FLOATS)
-def _dot(ctx: Writer, node: fx.Node, a: fx.Node, b: fx.Node) -> str:
-    return _matmul(ctx, node, a, b)
-
-
-@converts(aten.matmul.default, dtypes=FLOATS)
+@converts(aten.matmul.default, aten.dot.default, aten.vdot.default, aten.mv.default, dtypes=FLOATS)
 def _matmul(ctx: Writer, node: fx.Node, a: fx.Node, b: fx.Node) -> str:
     left, right = shape_of(a), shape_of(b)
     if len(left) == len(right) == 2:

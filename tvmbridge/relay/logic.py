@@ -88,14 +88,9 @@ def _bitwise_not(ctx: Writer, node: fx.Node, x: fx.Node) -> str:
     return ctx.call(name, ctx.value(x))
 
 
-@converts(aten.isnan.default, dtypes=FLOATS | {torch.bool})
-def _isnan(ctx: Writer, node: fx.Node, x: fx.Node) -> str:
-    return ctx.call("isnan", ctx.value(x))
-
-
-@converts(aten.isinf.default, dtypes=FLOATS | {torch.bool})
-def _isinf(ctx: Writer, node: fx.Node, x: fx.Node) -> str:
-    return ctx.call("isinf", ctx.value(x))
+@converts(aten.isnan.default, aten.isinf.default, dtypes=FLOATS | {torch.bool})
+def _is_special(ctx: Writer, node: fx.Node, x: fx.Node) -> str:
+    return ctx.call("isnan" if node.target is aten.isnan.default else "isinf", ctx.value(x))
 
 
 @converts(aten.where.self, dtypes=ALL)

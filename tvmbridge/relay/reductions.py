@@ -95,18 +95,6 @@ def _variance(
     return ctx.call("divide", squares, ctx.number(count, dtype))
 
 
-@converts(aten.logsumexp.default, dtypes=FLOATS)
-def _logsumexp(ctx: Writer, node: fx.Node, x: fx.Node, dims: Any, keepdim: bool = False) -> str:
-    axes, text = _axes(dims, len(shape_of(x))), ctx.value(x)
-    if not axes:
-        return text
-    most = ctx.call("max", text, axis=axes, keepdims=True)
-    shifted = ctx.call("exp", ctx.call("subtract", text, most))
-    total = ctx.call("log", ctx.call("sum", shifted, axis=axes, keepdims=True))
-    result = ctx.call("add", total, most)
-    return result if keepdim else ctx.reshape(result, shape_of(node))
-
-
 def _arg(operator: str) -> ConverterFn:
     def convert(
         ctx: Writer, node: fx.Node, x: fx.Node, dim: int | None = None, keepdim: bool = False

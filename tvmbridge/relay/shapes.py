@@ -124,18 +124,6 @@ def _slice_scatter(
     return ctx.call("concatenate", ctx.pack(parts), axis=dim) if len(parts) > 1 else wide
 
 
-@converts(aten.select_scatter.default)
-def _select_scatter(
-    ctx: Writer, node: fx.Node, x: fx.Node, source: fx.Node, dim: int, index: int
-) -> str:
-    shape = shape_of(x)
-    dim = axis_of(dim, len(shape))
-    places = torch.arange(shape[dim]).reshape([-1, *[1] * (len(shape) - dim - 1)])
-    row = ctx.operand(source, dtype_of(node))
-    row = ctx.reshape(row, [*shape[:dim], 1, *shape[dim + 1 :]])
-    return ctx.call("where", ctx.constant(places == index % shape[dim]), row, ctx.value(x))
-
-
 @converts(aten.copy.default)
 def _copy(ctx: Writer, node: fx.Node, x: fx.Node, source: fx.Node, *_: Any) -> str:
     text = ctx.operand(source, dtype_of(node))
@@ -195,32 +183,6 @@ def _flip(ctx: Writer, node: fx.Node, x: fx.Node, dims: Sequence[int]) -> str:
     return value
 
 
-@converts(aten.roll.default)
-def _roll(
-    ctx: Writer, node: fx.Node, x: fx.Node, shifts: Sequence[int], dims: Sequence[int] = ()
-) -> str:
-    value, shape = ctx.value(x), shape_of(x)
-    if not dims:
-        flat = _rolled(ctx, ctx.reshape(value, [x.meta["val"].numel()]), shifts[0], 0, None, x)
-        return ctx.reshape(flat, shape)
-    for shift, dim in zip(shifts, dims, strict=True):
-        value = _rolled(ctx, value, shift, axis_of(dim, len(shape)), shape, x)
-    return value
-
-
-def _rolled(
-    ctx: Writer, text: str, shift: int, dim: int, shape: Sequence[int] | None, x: fx.Node
-) -> str:
-    shape = [x.meta["val"].numel()] if shape is None else shape
-    size = shape[dim]
-    cut = (size - shift) % size
-    if not cut:
-        return text
-    end = sliced(ctx, text, shape, {dim: (cut, size, 1)})
-    start = sliced(ctx, text, shape, {dim: (0, cut, 1)})
-    return ctx.call("concatenate", ctx.pack([end, start]), axis=dim)
-
-
 @converts(aten.constant_pad_nd.default, dtypes=ALL - {torch.bool})
 def _pad(ctx: Writer, node: fx.Node, x: fx.Node, pad: Sequence[int], value: float = 0) -> str:
     shape, dtype, text = shape_of(x), dtype_of(node), ctx.value(x)
@@ -257,11 +219,3 @@ def _filled(ctx: Writer, node: fx.Node, x: fx.Node, *args: Any, **named: Any) ->
     return ctx.call(
         "full", ctx.number(fill, dtype_of(node)), shape=shape_of(node), dtype=dtype_of(node)
     )
-
-
-@converts(aten.tril.default, aten.triu.default)
-def _triangle(ctx: Writer, node: fx.Node, x: fx.Node, diagonal: int = 0) -> str:
-    ones = torch.ones(shape_of(x)[-2:], dtype=torch.bool)
-    part = ones.tril(diagonal) if node.target is aten.tril.default else ones.triu(diagonal)
-    dtype = dtype_of(node)
-    return ctx.call("where", ctx.constant(part), ctx.value(x), ctx.number(0, dtype))

@@ -5,11 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-
-def spread(values: Sequence[int] | int, rank: int) -> list[int]:
-    """Return one number for each spatial dimension."""
-    listed = [values] if isinstance(values, int) else list(values)
-    return listed * rank if len(listed) == 1 else listed
+from tvmbridge.legalize.aten.windows import each
 
 
 @dataclass(frozen=True)
@@ -44,8 +40,8 @@ class Windows:
         """
         rank = len(extents)
         kernel, stride, padding, gaps = numbers
-        sizes, pads, dilation = spread(kernel, rank), spread(padding, rank), spread(gaps, rank)
-        strides = sizes if stride in ((), []) else spread(stride, rank)
+        sizes, pads, dilation = each(kernel, rank), each(padding, rank), each(gaps, rank)
+        strides = sizes if stride in ((), []) else each(stride, rank)
         ends = [
             (count - 1) * step + gap * (size - 1) + 1
             for count, step, gap, size in zip(counts, strides, dilation, sizes, strict=True)

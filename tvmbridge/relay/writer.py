@@ -10,21 +10,13 @@ from typing import Any, Final
 import torch
 from torch import fx
 
+from tvmbridge.frontend.elementwise import Operand as Operand
+from tvmbridge.frontend.elementwise import result_dtype
+from tvmbridge.frontend.shapes import shape_of as shape_of
 from tvmbridge.relay.literals import attribute_text, name_text, number_text, type_text
 from tvmbridge.relay.registry import Refused
 
-Operand = fx.Node | int | float | bool
-
-
-def shape_of(node: fx.Node) -> tuple[int, ...]:
-    """Return the shape of a node's tensor."""
-    return tuple(int(n) for n in node.meta["val"].shape)
-
-
-def dtype_of(node: fx.Node) -> torch.dtype:
-    """Return the dtype of a node's tensor."""
-    dtype: torch.dtype = node.meta["val"].dtype
-    return dtype
+dtype_of = result_dtype
 
 
 def axis_of(dim: int, rank: int) -> int:

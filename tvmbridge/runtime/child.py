@@ -95,7 +95,7 @@ class Child:
         return self._ended
 
     def end(self, reason: str) -> None:
-        """Kill the child; its error says ``reason``."""
+        """Kill the child process, and report ``reason`` as the error of the compilation."""
         self._process.kill()
         self._over(BuildError(f"{self.what} in the background: {reason}"))
 

@@ -50,14 +50,14 @@ class Replay:
         self._is_plain = not (changed or self._left or held)
 
     def keep(self, tensors: Sequence[Any]) -> dict[int, torch.Tensor]:
-        """Return copies of the module's ``tensors`` that a call replaces and its results need."""
+        """Return copies of those of the module's ``tensors`` that a call reads and then writes."""
         return {i: tensors[i].detach().clone() for i in self._kept}
 
     def can_replace(self, tensors: Sequence[Any]) -> bool:
-        """Whether a stand-in can hold ``tensors``, which a script may have exchanged since.
+        """Whether a stand-in of the module can hold ``tensors``, the module's tensors at a call.
 
-        ``torch.func.functional_call`` exchanges parameters for one call. Each present tensor must
-        be there, and stand for one tensor of the call.
+        A script may have exchanged the tensors since, as ``torch.func.functional_call`` does for
+        one call. No tensor may be missing now, and none may stand for two tensors of the call.
         """
         found: dict[int, Any] = {}
         return all(
@@ -70,7 +70,7 @@ class Replay:
     def forward(
         self, tensors: Sequence[Any], kept: Mapping[int, torch.Tensor]
     ) -> Iterator[Callable[..., Any]]:
-        """Yield a forward that computes what it computed at the call.
+        """Yield the module's own forward, which computes what it computed at the call.
 
         It returns ``(results, left)`` if forward leaves values in attributes.
 

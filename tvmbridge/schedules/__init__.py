@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import tvm
 import tvm_ffi
@@ -19,9 +21,9 @@ from tvmbridge.schedules.kernel import Kernel, parse
 from tvmbridge.schedules.long_rows_emit import emit_long_rows
 from tvmbridge.schedules.loops import sequence
 from tvmbridge.schedules.machine import Machine
-from tvmbridge.schedules.plan import plan, shared_buffers
+from tvmbridge.schedules.plan import Nest, plan, shared_buffers
 from tvmbridge.schedules.rows import RowNest
-from tvmbridge.schedules.rows_emit import emit_rows
+from tvmbridge.schedules.rows_emit import RowEmitter
 from tvmbridge.schedules.tiles import TileNest, emit_tiles
 from tvmbridge.schedules.values import Memory, TooLargeError
 from tvmbridge.schedules.varying_products import is_product, schedule_product
@@ -37,14 +39,45 @@ def schedule_function(func: tirx.PrimFunc, target: Target) -> tirx.PrimFunc | No
     kernel = parse(func)
     if kernel is None or is_reshape(kernel):
         return None
+    machine, memory = Machine.of(target), Memory()
+
+    def loops_of(nest: Nest, shared: set[Any]) -> list[tirx.Stmt]:
+        if isinstance(nest, RowNest):
+            return RowEmitter(nest, machine, shared, memory).emit()
+        if isinstance(nest, TileNest):
+            return emit_tiles(nest, machine, memory)
+        emit = emit_columns if nest.columns > 1 else emit_long_rows
+        return emit(nest, machine, memory)
+
+    return with_loops(func, kernel, plan(kernel, machine), memory, loops_of)
+
+
+def with_loops(
+    func: tirx.PrimFunc,
+    kernel: Kernel,
+    nests: list[Nest],
+    memory: Memory,
+    loops_of: Callable[[Nest, set[Any]], list[tirx.Stmt]],
+) -> tirx.PrimFunc | None:
+    """Return ``func`` with the statements that ``loops_of`` returns for each loop nest.
+
+    ``loops_of`` gets a nest and the buffers that several nests use. Return None if an expression
+    grows too large.
+    """
+    shared = shared_buffers(kernel, nests)
+    for stage in kernel.stages:
+        if stage.buffer in shared and stage.buffer not in kernel.outputs:
+            memory.allocate(stage.buffer)
+    statements = list(memory.allocations)
     try:
-        statements = _loops(kernel, Machine.of(target))
+        for nest in nests:
+            statements += loops_of(nest, shared)
     except TooLargeError:
         return None
-    # Passes over Relax modules expect functions to have a root block.
     body = sequence(statements)
     if any(stage.dtype == "bool" for stage in kernel.stages):
         body = kept_as_bytes(body)
+    # Passes over Relax modules expect functions to have a root block.
     root = SBlock([], [], [], "root", body)
     return marked_scheduled(func.with_body(SBlockRealize([], True, root)))
 
@@ -72,26 +105,6 @@ def is_one_nest(kernel: Kernel, target: Target) -> bool:
         return False
     nests = plan(kernel, Machine.of(target))
     return len(nests) == 1 and not isinstance(nests[0], TileNest)
-
-
-def _loops(kernel: Kernel, machine: Machine) -> list[tirx.Stmt]:
-    nests = plan(kernel, machine)
-    shared = shared_buffers(kernel, nests)
-    memory = Memory()
-    for stage in kernel.stages:
-        if stage.buffer in shared and stage.buffer not in kernel.outputs:
-            memory.allocate(stage.buffer)
-    statements = list(memory.allocations)
-    for nest in nests:
-        if isinstance(nest, RowNest):
-            statements += emit_rows(nest, machine, shared, memory)
-        elif isinstance(nest, TileNest):
-            statements += emit_tiles(nest, machine, memory)
-        elif nest.columns > 1:
-            statements += emit_columns(nest, machine, memory)
-        else:
-            statements += emit_long_rows(nest, machine, memory)
-    return statements
 
 
 def is_scheduled(func: tirx.PrimFunc) -> bool:

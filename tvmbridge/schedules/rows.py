@@ -8,12 +8,13 @@ passes. A chain of elementwise stages is a loop nest with one pass.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import tvm_ffi
 from tvm.ir import Expr
+from tvm.tirx import Stmt
 
 from tvmbridge.schedules.indexing import Indexer, cut_axes, index_var, integer, split_axes, unravel
 from tvmbridge.schedules.kernel import Kernel, KernelStage
@@ -105,6 +106,30 @@ class RowNest:
         """Return a copy, to which stages can be added without changing this loop nest."""
         members = [replace(m) for m in self.members]
         return RowNest(self.kernel, self.rows, self.stored, members, self.cuts)
+
+    def in_passes(
+        self,
+        scalar: Callable[[Member], list[Stmt]],
+        columns: Callable[[list[Member]], list[Stmt]],
+        end: Callable[[list[Member]], list[Stmt]] = lambda members: [],
+    ) -> list[Stmt]:
+        """Return the statements of all passes over a row, and of the scalars between them.
+
+        Args:
+            scalar: returns the statements of a scalar.
+            columns: returns the loop of members with equal widths.
+            end: returns what follows the loops of a pass with these members.
+        """
+        statements: list[Stmt] = []
+        for time in sorted({member.time for member in self.members}):
+            members = [m for m in self.members if m.time == time]
+            if time % 2:
+                statements += (s for member in members for s in scalar(member))
+                continue
+            for width in dict.fromkeys(m.columns for m in members):
+                statements += columns([m for m in members if m.columns == width])
+            statements += end(members)
+        return statements
 
     def member(self, buffer: Buffer) -> Member | None:
         """Return the member that computes ``buffer``."""

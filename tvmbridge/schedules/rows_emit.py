@@ -133,16 +133,9 @@ class RowEmitter:
         if isinstance(row, tirx.Var):
             self.indexer.bind(row, self.nest.rows)
         self._redirect(row)
-        statements: list[tirx.Stmt] = []
-        for time in sorted({member.time for member in self.nest.members}):
-            members = [m for m in self.nest.members if m.time == time]
-            if time % 2:
-                for member in members:
-                    statements += self._scalar(member, row)
-                continue
-            for columns in dict.fromkeys(m.columns for m in members):
-                statements += self._pass([m for m in members if m.columns == columns], row)
-        return statements
+        return self.nest.in_passes(
+            lambda member: self._scalar(member, row), lambda members: self._pass(members, row)
+        )
 
     def _redirect(self, row: Expr) -> None:
         """Redirect reads of buffered rows to their local buffers."""
@@ -307,8 +300,3 @@ def _lanes_for(widest: int, wide: bool, run: int, columns: int) -> int:
             break
         lanes *= 2
     return lanes
-
-
-def emit_rows(nest: RowNest, machine: Machine, shared: set[Any], memory: Memory) -> list[tirx.Stmt]:
-    """Return the statements of ``nest``; ``shared`` are the buffers that are read outside of it."""
-    return RowEmitter(nest, machine, shared, memory).emit()

@@ -86,19 +86,22 @@ class HeldOfCall:
             self.ranges[name] = NumberRange(type(value), sample=value)
 
     def by_leaf(self) -> dict[int, NumberRange]:
-        """Return the ranges by numbers below zero, which stand for leaves of the arguments."""
+        """Return the ranges by the numbers -1, -2, ..., one for each attribute.
+
+        Leaves of the arguments have the numbers 0, 1, ... in the same dictionaries.
+        """
         return {self._leaves[name]: known for name, known in self.ranges.items()}
 
     def keys(self, leaves: Collection[int]) -> frozenset[Key]:
-        """Return the attributes that these numbers below zero stand for."""
+        """Return the attributes whose negative numbers (see :meth:`by_leaf`) are in ``leaves``."""
         return frozenset(self._held[n] for n, leaf in self._leaves.items() if leaf in leaves)
 
     @contextmanager
     def in_attributes(self, of: NumbersOfCall) -> Iterator[None]:
-        """Within the context, the attributes have traced numbers; then they have their old values.
+        """Set the attributes to traced numbers in this context, and to their old values after it.
 
         Raises:
-            NumberReadError: forward has assigned a value that none of these numbers gives.
+            NumberReadError: forward has assigned a value that is not computed from these numbers.
         """
         before: dict[str, float] = {}
         for name, (path, attribute) in self._held.items():

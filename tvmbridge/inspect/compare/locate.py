@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tvmbridge.core.reached import reached
 from tvmbridge.inspect.compare.trace import Trace, TraceStep
 
 
@@ -130,15 +131,15 @@ def _finding(before: TraceStep | None, after: Sequence[TraceStep]) -> Finding:
 def _lost(trace: Trace, result: str, matched: list[int | None]) -> list[int]:
     """Return the lost values that lead to ``result`` through lost values only, in order."""
     start = trace.results.get(result)
-    found: set[int] = set()
-    pending = [] if start is None else [start]
-    while pending:
-        number = pending.pop()
-        lost = matched[number] is None or number == start
-        if lost and number not in found and trace.steps[number].operator:
-            found.add(number)
-            pending.extend(trace.steps[number].operands)
-    return sorted(found)
+    if start is None:
+        return []
+
+    def is_lost(number: int) -> bool:
+        unmatched = matched[number] is None or number == start
+        return unmatched and bool(trace.steps[number].operator)
+
+    read = reached([start], lambda n: trace.steps[n].operands if is_lost(n) else ())
+    return sorted(filter(is_lost, read))
 
 
 def _front(trace: Trace, lost: list[int]) -> list[int]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from operator import getitem
 from typing import Any
 
 import torch
 from torch import fx
 
+from tvmbridge.core.reached import reached
 from tvmbridge.graph_capture.noise import dropout_arguments, is_active_dropout
 from tvmbridge.inspect.compare.recorder import Recorder
 from tvmbridge.inspect.compare.trace import Trace, tensors_in, user_source
@@ -75,11 +76,11 @@ class ProgramRun(fx.Interpreter):
         def end(*_: Any) -> None:
             recorder.between = True
 
-        pending = [function]
-        while pending:
-            made = pending.pop()
-            if made is not None and made not in self._known:
-                self._known.add(made)
-                made.register_prehook(begin)
-                made.register_hook(end)
-                pending.extend(following for following, _ in made.next_functions)
+        def new(nodes: Iterable[Any]) -> list[Any]:
+            return [node for node in nodes if node is not None and node not in self._known]
+
+        found = reached(new([function]), lambda n: new(other for other, _ in n.next_functions))
+        self._known |= found.keys()
+        for made in found:
+            made.register_prehook(begin)
+            made.register_hook(end)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import prod
 
 from tvm import relax, te, tirx
@@ -59,26 +60,19 @@ def _index(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
     return _moved(bb, call, "index", [x, *indices], element)
 
 
-def _gather(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
+def _along(
+    bb: relax.BlockBuilder, call: Call, arguments: Arguments, *, error: str, aligned: bool
+) -> Expr:
+    """Emit a look-up along one dimension: by a vector, or by a tensor if ``aligned``."""
     x, shape = arguments["self"], shape_of(arguments["self"])
     dim = arguments["dim"] % len(shape)
-    index = checked(bb, arguments["index"], shape[dim], "RuntimeError", negative=False)
+    index = checked(bb, arguments["index"], shape[dim], error, negative=False)
 
     def element(tensors: Sequence[te.Tensor], i: tuple[Expr, ...]) -> Expr:
-        return tensors[0](*[_wide(tensors[1](*i)) if a == dim else n for a, n in enumerate(i)])
+        place = _wide(tensors[1](*i) if aligned else tensors[1](i[dim]))
+        return tensors[0](*[place if a == dim else n for a, n in enumerate(i)])
 
-    return _moved(bb, call, "gather", [x, index], element)
-
-
-def _index_select(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
-    x, shape = arguments["self"], shape_of(arguments["self"])
-    dim = arguments["dim"] % len(shape)
-    index = checked(bb, arguments["index"], shape[dim], "IndexError", negative=False)
-
-    def element(tensors: Sequence[te.Tensor], i: tuple[Expr, ...]) -> Expr:
-        return tensors[0](*[_wide(tensors[1](n)) if a == dim else n for a, n in enumerate(i)])
-
-    return _moved(bb, call, "index_select", [x, index], element)
+    return _moved(bb, call, "gather" if aligned else "index_select", [x, index], element)
 
 
 def _diagonal(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
@@ -147,8 +141,8 @@ def _rolled(bb: relax.BlockBuilder, x: Expr, moved: Mapping[int, int]) -> Expr:
 
 MOVES: dict[str, Compile] = {
     "aten.index.Tensor": _index,
-    "aten.gather.default": _gather,
-    "aten.index_select.default": _index_select,
+    "aten.gather.default": partial(_along, error="RuntimeError", aligned=True),
+    "aten.index_select.default": partial(_along, error="IndexError", aligned=False),
     "aten.diagonal.default": _diagonal,
     "aten.slice_scatter.default": _slice_scatter,
     "aten.roll.default": _roll,

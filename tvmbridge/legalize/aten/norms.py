@@ -5,6 +5,7 @@ Half precisions are computed in float32. The gradients of weight and bias are su
 
 from __future__ import annotations
 
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -14,60 +15,46 @@ from tvm.ir import Call, Expr
 
 from tvmbridge.legalize.aten.arguments import Arguments, Compile
 from tvmbridge.legalize.broadcast import shape_of
-from tvmbridge.legalize.functions import FUNCTIONS
 from tvmbridge.legalize.lets import Lets, constant
-from tvmbridge.legalize.reductions import accumulator_dtype, cast, mean_of, plain_sum, variance_of
+from tvmbridge.legalize.normalizations import te_norm
+from tvmbridge.legalize.reductions import accumulator_dtype, cast, mean_of, plain_sum
 
 _ZERO = constant(0, "int64")
 
 
-def _layer_norm(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
-    x, epsilon = arguments["input"], float(arguments["eps"])
-    rows = _rows(bb, x, arguments)
-    parameters = [p for p in (arguments["weight"], arguments["bias"]) if p is not None]
-    has = [arguments[name] is not None for name in ("weight", "bias")]
+def _norm(bb: relax.BlockBuilder, call: Call, arguments: Arguments, *, centered: bool) -> Expr:
+    """Write a layer norm, or an RMS norm if not ``centered``, and its statistics."""
+    has = [name for name in ("weight", "bias") if arguments.values.get(name) is not None]
+    operands = [_rows(bb, arguments["input"], arguments), *[_flat(bb, arguments[n]) for n in has]]
 
     def compute(x: te.Tensor, *given: te.Tensor) -> list[te.Tensor]:
-        left = iter(given)
-        weight, bias = (next(left) if there else None for there in has)
-        acc = accumulator_dtype(str(x.dtype))
-        wide = cast(x, acc)
-        mean = mean_of(wide, _last(x), True)
-        var = variance_of(wide, mean, _last(x), True)
-        inverse = te.compute(
-            var.shape,
-            lambda *i: FUNCTIONS["rsqrt"](var(*i) + constant(epsilon, acc)),
-            name="T_rsqrt",
-        )
+        parameters = dict(zip(has, given, strict=True))
+        epsilon = arguments["eps"]
+        if epsilon is None:
+            epsilon = np.finfo(accumulator_dtype(str(x.dtype))).eps
+        pair = (parameters.get("weight"), parameters.get("bias"))
+        results = te_norm(x, pair, _last(x), float(epsilon), centered=centered)
+        return [r for r in results if r is not None]
 
-        def element(*at: Expr) -> Expr:
-            value = (wide(*at) - _of_row(mean, at)) * _of_row(inverse, at)
-            if weight is not None:
-                value = value * tirx.Cast(acc, weight(at[-1]))
-            if bias is not None:
-                value = value + tirx.Cast(acc, bias(at[-1]))
-            return tirx.Cast(str(x.dtype), value)
-
-        return [te.compute(x.shape, element, name="T_layer_norm"), mean, inverse]
-
-    operands = [rows, *[_flat(bb, p) for p in parameters]]
-    read = arguments.results or (0, 1, 2)
-    return _emitted(bb, call, [read], "layer_norm", compute, operands)
+    read = arguments.results or ((0, 1, 2) if centered else (0, 1))
+    return _emitted(bb, call, [read], "layer_norm" if centered else "rms_norm", compute, operands)
 
 
-def _layer_norm_backward(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
-    rows = [_rows(bb, arguments[name], arguments) for name in ("grad_out", "input")]
-    statistics = [_rows(bb, arguments[name], arguments) for name in ("mean", "rstd")]
+def _norm_backward(
+    bb: relax.BlockBuilder, call: Call, arguments: Arguments, *, centered: bool
+) -> Expr:
+    """Write the gradients of a layer norm, or of an RMS norm if not ``centered``."""
+    names = ("grad_out", "input", *(["mean"] if centered else []), "rstd")
     weights = [] if arguments["weight"] is None else [_flat(bb, arguments["weight"])]
+    operands = [*[_rows(bb, arguments[name], arguments) for name in names], *weights]
 
-    def compute(
-        dy: te.Tensor, x: te.Tensor, mean: te.Tensor, inverse: te.Tensor, *weight: te.Tensor
-    ) -> list[te.Tensor]:
-        return _gradients(dy, x, mean, inverse, weight)
+    def compute(dy: te.Tensor, x: te.Tensor, *rest: te.Tensor) -> list[te.Tensor]:
+        mean, inverse, *weight = rest if centered else (None, *rest)
+        gradients = _gradients(dy, x, mean, inverse, tuple(weight))
+        return gradients if centered else gradients[:2]
 
-    operands = [*rows, *statistics, *weights]
-    groups = _alone(arguments)
-    return _emitted(bb, call, groups, "layer_norm_backward", compute, operands)
+    name = "layer_norm_backward" if centered else "rms_norm_backward"
+    return _emitted(bb, call, _alone(arguments), name, compute, operands)
 
 
 def _gradients(
@@ -112,49 +99,6 @@ def _gradients(
     grad_weight = plain_sum(te.compute(x.shape, of_weight, name="T_of_weight"), outer, False)
     grad_bias = plain_sum(cast(dy, acc), outer, False)
     return [grad_x, grad_weight, grad_bias]
-
-
-def _rms_norm(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
-    x, weight = arguments["input"], arguments["weight"]
-    operands = [_rows(bb, x, arguments), *([] if weight is None else [_flat(bb, weight)])]
-
-    def compute(x: te.Tensor, *weight: te.Tensor) -> list[te.Tensor]:
-        acc = accumulator_dtype(str(x.dtype))
-        epsilon = arguments["eps"]
-        epsilon = float(np.finfo(acc).eps if epsilon is None else epsilon)
-        wide = cast(x, acc)
-        square = te.compute(x.shape, lambda *i: wide(*i) * wide(*i), name="T_square")
-        mean = mean_of(square, _last(x), True)
-        inverse = te.compute(
-            mean.shape,
-            lambda *i: FUNCTIONS["rsqrt"](mean(*i) + constant(epsilon, acc)),
-            name="T_rsqrt",
-        )
-
-        def element(*at: Expr) -> Expr:
-            value = wide(*at) * _of_row(inverse, at)
-            if weight:
-                value = value * tirx.Cast(acc, weight[0](at[-1]))
-            return tirx.Cast(str(x.dtype), value)
-
-        return [te.compute(x.shape, element, name="T_rms_norm"), inverse]
-
-    read = arguments.results or (0, 1)
-    return _emitted(bb, call, [read], "rms_norm", compute, operands)
-
-
-def _rms_norm_backward(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
-    rows = [_rows(bb, arguments[name], arguments) for name in ("grad_out", "input")]
-    weights = [] if arguments["weight"] is None else [_flat(bb, arguments["weight"])]
-    operands = [*rows, _rows(bb, arguments["rstd"], arguments), *weights]
-
-    def compute(
-        dy: te.Tensor, x: te.Tensor, inverse: te.Tensor, *weight: te.Tensor
-    ) -> list[te.Tensor]:
-        return _gradients(dy, x, None, inverse, weight)[:2]
-
-    groups = _alone(arguments)
-    return _emitted(bb, call, groups, "rms_norm_backward", compute, operands)
 
 
 def _rows(bb: relax.BlockBuilder, x: Expr, arguments: Arguments) -> Expr:
@@ -228,8 +172,8 @@ def _shaped(bb: relax.BlockBuilder, x: Expr, type_: relax.TensorType) -> Expr:
 
 
 NORMS: dict[str, Compile] = {
-    "aten.native_layer_norm.default": _layer_norm,
-    "aten.native_layer_norm_backward.default": _layer_norm_backward,
-    "aten._fused_rms_norm.default": _rms_norm,
-    "aten._fused_rms_norm_backward.default": _rms_norm_backward,
+    "aten.native_layer_norm.default": partial(_norm, centered=True),
+    "aten.native_layer_norm_backward.default": partial(_norm_backward, centered=True),
+    "aten._fused_rms_norm.default": partial(_norm, centered=False),
+    "aten._fused_rms_norm_backward.default": partial(_norm_backward, centered=False),
 }

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import struct
+from typing import Any
 
 import tvm_ffi
 from tvm import tirx
 from tvm.ir import Expr, IRModule
-from tvm.s_tir import SBlock, SBlockRealize, dlight
+from tvm.s_tir import dlight
 from tvm.target import Target
 
-from tvmbridge.schedules import is_reshape, is_scheduled, marked_scheduled
+from tvmbridge.schedules import is_reshape, is_scheduled, with_loops
 from tvmbridge.schedules.bfloat16 import rounded_by_cuda
-from tvmbridge.schedules.bool_buffers import kept_as_bytes
 from tvmbridge.schedules.gpu.elementwise import emit_elementwise, emit_transpose
 from tvmbridge.schedules.gpu.reductions import emit_gpu_reduction
-from tvmbridge.schedules.gpu.rows import emit_gpu_rows, fits_registers
+from tvmbridge.schedules.gpu.rows import GpuRowEmitter, fits_registers
 from tvmbridge.schedules.gpu.tails import with_tails
 from tvmbridge.schedules.kernel import Kernel, parse
-from tvmbridge.schedules.loops import sequence
 from tvmbridge.schedules.machine import Machine
-from tvmbridge.schedules.plan import plan, shared_buffers
+from tvmbridge.schedules.plan import Nest, plan
 from tvmbridge.schedules.reductions import ReductionNest
 from tvmbridge.schedules.rows import RowNest
 from tvmbridge.schedules.tiles import TileNest
-from tvmbridge.schedules.values import Memory, TooLargeError
+from tvmbridge.schedules.values import Memory
 
 # A GPU as the planner sees it: no vector lanes, and 132 multiprocessors (an H100's) as cores.
 _MACHINE = Machine(lanes=1, cores=132, cheap_without_reductions=100, longest_row=8192)
@@ -61,14 +60,19 @@ def schedule_function(func: tirx.PrimFunc) -> tirx.PrimFunc | None:
     kernel = parse(func)
     if kernel is None:
         return None
-    try:
-        body = sequence(_kernels(kernel))
-    except TooLargeError:
-        return None
-    if any(stage.dtype == "bool" for stage in kernel.stages):
-        body = kept_as_bytes(body)
-    root = SBlock([], [], [], "root", body)
-    return marked_scheduled(func.with_body(SBlockRealize([], True, root)))
+    memory = Memory(cells="local")
+
+    def loops_of(nest: Nest, shared: set[Any]) -> list[tirx.Stmt]:
+        if isinstance(nest, TileNest):
+            return emit_transpose(nest, memory)
+        if isinstance(nest, ReductionNest):
+            return emit_gpu_reduction(nest, _MACHINE, memory)
+        if nest.is_elementwise:
+            return emit_elementwise(nest, shared, memory)
+        return GpuRowEmitter(nest, shared, memory).emit()
+
+    nests = with_tails(kernel, plan(kernel, _MACHINE))
+    return with_loops(func, kernel, nests, memory, loops_of)
 
 
 def is_one_kernel(kernel: Kernel, parts: tuple[Kernel, ...], _: Target) -> bool:
@@ -100,26 +104,6 @@ def _only_nest(kernel: Kernel) -> RowNest | ReductionNest | None:
         return None
     nests = with_tails(kernel, plan(kernel, _MACHINE))
     return nests[0] if len(nests) == 1 and not isinstance(nests[0], TileNest) else None
-
-
-def _kernels(kernel: Kernel) -> list[tirx.Stmt]:
-    nests = with_tails(kernel, plan(kernel, _MACHINE))
-    shared = shared_buffers(kernel, nests)
-    memory = Memory(cells="local")
-    for stage in kernel.stages:
-        if stage.buffer in shared and stage.buffer not in kernel.outputs:
-            memory.allocate(stage.buffer)
-    statements = list(memory.allocations)
-    for nest in nests:
-        if isinstance(nest, TileNest):
-            statements += emit_transpose(nest, memory)
-        elif isinstance(nest, ReductionNest):
-            statements += emit_gpu_reduction(nest, _MACHINE, memory)
-        elif isinstance(nest, RowNest) and nest.is_elementwise:
-            statements += emit_elementwise(nest, shared, memory)
-        else:
-            statements += emit_gpu_rows(nest, shared, memory)
-    return statements
 
 
 __all__ = ["is_one_kernel", "schedule_for_gpu", "schedule_function"]

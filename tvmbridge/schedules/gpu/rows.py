@@ -88,17 +88,11 @@ class GpuRowEmitter:
             own = tirx.Min(own, integer(rows - 1))
         statements: list[tirx.Stmt] = [tirx.Bind(row, own), *self.allocations()]
         self._redirect(row)
-        for time in sorted({member.time for member in self.nest.members}):
-            members = [m for m in self.nest.members if m.time == time]
-            if time % 2:
-                for member in members:
-                    statements += self._scalar(member, row)
-                continue
-            for columns in dict.fromkeys(m.columns for m in members):
-                statements += self._pass([m for m in members if m.columns == columns], row)
-            if any(m.crossed for m in members):
-                statements.append(barrier())
-        return statements
+        return statements + self.nest.in_passes(
+            lambda member: self._scalar(member, row),
+            lambda members: self._pass(members, row),
+            lambda members: [barrier()] if any(m.crossed for m in members) else [],
+        )
 
     def allocations(self) -> list[tirx.Stmt]:
         """Allocate registers and shared memory for values that later passes read."""
@@ -274,11 +268,6 @@ def _team_size(columns: int, rows: int) -> int:
     longest = _WARP_COLUMNS_OF_MANY if rows >= _MANY else _WARP_COLUMNS
     wanted = columns if columns <= WARP else WARP if columns <= longest else -(-columns // 4)
     return min(1 << max(wanted - 1, 0).bit_length(), MOST_THREADS)
-
-
-def emit_gpu_rows(nest: RowNest, shared: set[Any], memory: Memory) -> list[tirx.Stmt]:
-    """Return the kernel of ``nest``; ``shared`` are the buffers that are read outside of it."""
-    return GpuRowEmitter(nest, shared, memory).emit()
 
 
 def fits_registers(nest: RowNest) -> bool:
