@@ -12,7 +12,10 @@ from tvm import relax, tirx
 from tvm.relax import op
 
 from tests.legalize.compiled import build_module, fuse, run_all, target
+from tvmbridge.core.decisions import recorded_decisions, repeated_decisions
 from tvmbridge.schedules import schedule_for_cpu
+from tvmbridge.symbolic.generalize import generalize
+from tvmbridge.symbolic.sizes import Sizes
 
 Graph = Callable[..., relax.Expr]
 
@@ -74,6 +77,27 @@ def test_halves_of_a_row_exchanged(width: int) -> None:
     tensors = [torch.randn(shape) for shape in shapes]
     expected = _turned(*(t.double() for t in tensors))
     torch.testing.assert_close(_run(mod, tensors).double(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_pieces_of_narrow_heads_have_one_code_for_any_size() -> None:
+    """The offsets in a piece are simplified in one way, whatever the batch and the length are."""
+
+    def at(batch: int, length: int) -> tvm.IRModule:
+        def joined(q: relax.Expr, k: relax.Expr, c: relax.Expr, s: relax.Expr) -> relax.Expr:
+            pieces = [(_halves(q, c, s), 32), (k, 16), (op.exp(k), 16)]
+            flat = [(op.permute_dims(t, [0, 2, 1, 3]), width) for t, width in pieces]
+            return op.concat([op.reshape(t, (batch * length, n)) for t, n in flat], 1)
+
+        heads = [(batch, 4, length, 8), (batch, 2, length, 8)]
+        return _scheduled([*heads, (length, 8), (length, 8)], joined)
+
+    points = ((23, 59), (463, 439), (463, 2), (2, 439), (2, 2))
+    with recorded_decisions() as decisions:
+        mods = [at(*points[0])]
+    for point in points[1:]:
+        with repeated_decisions(decisions):
+            mods.append(at(*point))
+    assert generalize(mods, Sizes(points)) is not None
 
 
 def test_pieces_of_any_width() -> None:

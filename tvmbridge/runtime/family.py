@@ -235,17 +235,19 @@ class Family:
         is_small = any(size < bound for size, bound in zip(point, least, strict=True))
         key = mode, flags, is_small
         code = self.codes.get(key)
-        while not (isinstance(code, SymbolicCode) and code.points.hold(point)):
-            if key in self._limited or self.compilations >= _MOST_RANGES * len(self.codes):
-                return code or common
-            small = (LEAST_SIZE,) * len(point)
-            wider = self._compile(
-                key, matched, small if is_small else tuple(map(max, small, least))
-            )
-            if isinstance(wider, Reason):
-                return wider if code is None else code
-            code = wider
-        return code
+        if isinstance(code, SymbolicCode) and code.points.hold(point):
+            return code
+        if key in self._limited or self.compilations >= _MOST_RANGES * len(self.codes):
+            return code or common
+        small = (LEAST_SIZE,) * len(point)
+        wider = self._compile(key, matched, small if is_small else tuple(map(max, small, least)))
+        if isinstance(wider, Reason):
+            return wider if code is None else code
+        point = self._related.sizes(matched.leaves) or point
+        if not wider.points.hold(tuple(map(max, small, point))):
+            # Another compilation would be for the same sizes.
+            self._limited.add(key)
+        return wider
 
     def _compile(self, key: _Key, matched: Matched, least: Point) -> SymbolicCode | Reason:
         mode, name = key[0], type(self.compiler.module).__name__

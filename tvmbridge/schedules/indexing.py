@@ -48,7 +48,7 @@ class Indexer:
         """
         var = index_var("position")
         self.bind(var, extent)
-        self._positions[var] = value
+        self._positions[var] = substitute(value, self._positions)
         return var
 
     def simplify(self, index: Expr) -> Expr:

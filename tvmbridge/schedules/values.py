@@ -18,7 +18,15 @@ from tvm.ir import Call, Expr, TensorLoad
 from tvmbridge.schedules import bfloat16
 from tvmbridge.schedules.indexing import Indexer, integer
 from tvmbridge.schedules.kernel import Kernel, KernelStage
-from tvmbridge.schedules.reader import Buffer, chooses, fresh_lets, is_if, substitute, variables
+from tvmbridge.schedules.reader import (
+    Buffer,
+    chooses,
+    fresh_lets,
+    is_if,
+    mentions,
+    substitute,
+    variables,
+)
 
 Indices = tuple[Expr, ...]
 
@@ -322,9 +330,13 @@ class Evaluator:
         lying = {b for b in self.stored if self._lies(b)}
         inner = _Inliner(self.kernel, lying, self.indexer, self.memory)
         inner.places = dict(self.places)
-        value = inner.load(buffer, indices)
+        inside = [inner.inside(i, int(n)) for i, n in zip(indices, buffer.shape, strict=True)]
+        value = inner.load(buffer, tuple(inside))
         for var, bound in reversed(inner.bindings):
             value = tirx.Let(var, bound, value)
+        for var, index in inner.positions:
+            if mentions(value, var):
+                value = tirx.Let(var, index, value)
         return fresh_lets(value)
 
 
@@ -334,6 +346,21 @@ class _Inliner(Evaluator):
     def __init__(self, kernel: Kernel, stored: set[Any], indexer: Indexer, memory: Memory) -> None:
         super().__init__(kernel, stored, indexer, memory)
         self.bindings: list[tuple[tirx.Var, Expr]] = []
+        self.positions: list[tuple[tirx.Var, Expr]] = []
+
+    def inside(self, index: Expr, extent: int) -> Expr:
+        """Return a position for an index that is in [0, extent) wherever it is evaluated.
+
+        The simplifier does not know which branch of a choice an index belongs to. It rewrites
+        ``(row * 16 + column - 32) // 16`` to ``row + column // 16 - 2``, and in other ways at other
+        sizes. With a position in [0, 16) for ``column - 32`` it finds ``row``.
+        """
+        is_known = isinstance(index, tirx.Var | tirx.IntImm) or self.indexer.lies_in(index, extent)
+        if is_known or str(index.ty.dtype) != "int64":
+            return index
+        position = self.indexer.position(index, extent)
+        self.positions.append((position, index))
+        return position
 
     def name(self, value: Expr, hint: str) -> Expr:
         """Bind ``value`` to a variable by a Let around the whole expression."""

@@ -105,7 +105,7 @@ def points_within(
             return str(error)
 
     floors = floors or _floors(relations, symbols, sample)
-    smallest = [*smallest, *(tuple(map(max, least, floors)) for least in smallest)]
+    smallest = [p for least in smallest for p in (least, tuple(map(max, least, floors)))]
     broken: str | None = None
     avoided = dict.fromkeys((static_numbers(trace), frozenset[int]()))
     ways = itertools.product(dict.fromkeys(smallest), avoided, _LIMITS, (False, True))
