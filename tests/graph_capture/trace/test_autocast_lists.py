@@ -90,6 +90,7 @@ _UNREACHED_ON_CUDA = {
     "binary_cross_entropy",
     "cudnn_convolution",
     "cudnn_convolution_transpose",
+    "_cudnn_rnn",
     "grid_sampler",
     "gru_cell",
     "_scaled_dot_product_flash_attention",

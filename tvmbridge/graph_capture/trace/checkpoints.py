@@ -112,7 +112,7 @@ def _plain_generator(
         yield
 
 
-def _plain_generator_2_14(
+def _plain_generator_impl(
     genuine: Any, function: Any, args: Any, kwargs: Any, *, preserve_rng_state: bool, **options: Any
 ) -> Iterator[None]:
     return _plain_generator(genuine, function, preserve_rng_state)
@@ -121,7 +121,7 @@ def _plain_generator_2_14(
 # The function of PyTorch that runs a checkpoint without reentrant autograd, and its replacement.
 _GENERATOR: tuple[str, Callable[..., Any]]
 if hasattr(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator_impl"):
-    _GENERATOR = "_checkpoint_without_reentrant_generator_impl", _plain_generator_2_14
+    _GENERATOR = "_checkpoint_without_reentrant_generator_impl", _plain_generator_impl
 else:  # before PyTorch 2.14
     _GENERATOR = "_checkpoint_without_reentrant_generator", _plain_generator
 
