@@ -74,7 +74,7 @@ TensorGuards = torch._C._dynamo.guards.TensorGuards
 
 # The module in which ``forward_ad.make_dual`` looks up ``_make_dual``
 if hasattr(torch._functorch.predispatch, "_make_dual"):
-    module_of_duals = torch._functorch.predispatch
+    module_of_duals: Any = torch._functorch.predispatch
 else:  # PyTorch 2.11 and 2.12
     module_of_duals = torch._VF
 
