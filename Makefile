@@ -11,13 +11,15 @@ DEMO_ARGS ?=
 TIMEOUT ?= 7200
 TUNED := bert_1x14 bert_1x128 bert_training minilm_1x14 minilm_1x128 minilm_training
 
+# MINIMUMS and NEWEST of torch.
+RELEASES := $(shell sed -n 's/^    "torch": "\([0-9.]*\)",$$/\1/p' tvmbridge/core/versions.py)
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 READY_DEMO := $(VENV)/.ready-demo
 READY_DEV := $(VENV)/.ready-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-pipeline demo-recommender test test-pipeline test-slow test-gpu check docs tune notebooks bench clean
+.PHONY: help demo demo-pipeline demo-recommender test test-versions test-pipeline test-slow test-gpu check docs tune notebooks bench clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -39,6 +41,11 @@ test: $(READY_DEV) ## Run the tests, without those marked slow or bench
 	@# With bytecode on the disk, each of some thirty processes that tests start compiles no sources.
 	OMP_WAIT_POLICY=passive PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder \
 		-m "not slow and not bench" $(PYTEST_ARGS)
+
+test-versions: ## Run the tests with the oldest and the newest supported PyTorch, each night; needs 15 GB
+	for release in $(RELEASES); do \
+		$(MAKE) test TORCH="torch==$$release.*" VENV=".venv-torch-$$release" || exit 1; \
+	done
 
 test-slow: $(READY_DEV) ## Run the long sweeps, which `make test` leaves out
 	$(BIN)/python -m pytest -m "slow and not bench" $(PYTEST_ARGS)

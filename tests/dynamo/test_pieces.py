@@ -86,6 +86,8 @@ def _without_gradients(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     ],
 )
 def test_pieces(function: Callable[..., torch.Tensor], pieces: int) -> None:
+    if function is _of_different_values and torch.__version__.startswith("2.11."):
+        pytest.skip("TorchDynamo of PyTorch 2.11 gives the inverse of torch.unique a float dtype")
     x = torch.cat([torch.ones(8), -torch.ones(8)]).requires_grad_()
     y = torch.arange(8.0)
     expected = function(x * 1, y)

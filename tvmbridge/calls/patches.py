@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from types import CodeType, FunctionType, MethodType
+from types import ClassMethodDescriptorType, CodeType, FunctionType, MethodType
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -54,7 +54,8 @@ def patched_here(
     Yield the genuine function.
 
     Args:
-        replacement: called with the genuine function first, then with the arguments.
+        replacement: called with the genuine function first, then with the arguments. A class
+            method of C that ``owner`` itself defines is called with the class first.
         over: whether ``replacement`` receives the thread's previous replacement, if it has one, in
             place of the genuine function.
     """
@@ -206,11 +207,18 @@ def _install(owner: Any, name: str, user: Callable[..., Any]) -> _Installed:
             installed.users.add(user)
             return installed
         # ``vars`` has the owner's own entry; None if the attribute is inherited.
-        installed = _Installed(getattr(owner, name), vars(owner).get(name), {user})
+        installed = _Installed(_genuine(owner, name), vars(owner).get(name), {user})
         stub = _stub(owner, name, installed)
         _INSTALLED[id(owner), name] = installed
         setattr(owner, name, stub)
         return installed
+
+
+def _genuine(owner: Any, name: str) -> Any:
+    method = vars(owner).get(name)
+    if isinstance(method, ClassMethodDescriptorType):  # Subclasses inherit the patch.
+        return lambda kind, *args, **kwargs: method.__get__(None, kind)(*args, **kwargs)
+    return getattr(owner, name)
 
 
 def _stub(owner: Any, name: str, installed: _Installed) -> Any:
@@ -218,6 +226,8 @@ def _stub(owner: Any, name: str, installed: _Installed) -> Any:
     stub.__dict__["installed"] = installed
     if not isinstance(owner, type):
         return stub
+    if isinstance(vars(owner).get(name), ClassMethodDescriptorType):
+        return classmethod(stub)
     own = installed.own if installed.own is not None else inspect.getattr_static(owner, name, None)
     return staticmethod(stub) if isinstance(own, staticmethod | classmethod) else stub
 

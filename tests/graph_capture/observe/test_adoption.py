@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -229,6 +230,50 @@ class Scaled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
         return gradient * (ctx.saved_tensors[0] if ctx.saves else SCALE), None, None
+
+
+class ScaledBySetup(torch.autograd.Function):
+    """As Scaled, with its context set up apart from forward."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, scale: torch.Tensor, power: int = 1) -> torch.Tensor:
+        return x * scale**power
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        _, scale, power = inputs  # PyTorch fills in the default.
+        ctx.save_for_backward(scale**power)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        return gradient * ctx.saved_tensors[0], None, None
+
+
+STORED = Scaled.apply, ScaledBySetup.apply
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_custom_functions_of_both_forms_get_globals_current_or_are_refused(stored: bool) -> None:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        first, second = STORED if stored else (Scaled.apply, ScaledBySetup.apply)
+        return second(first(m.layer(x), SCALE, True), SCALE)  # type: ignore[no-any-return]
+
+    x, module = torch.randn(3, 4), Reads(forward)
+    if stored and isinstance(torch.autograd.Function.apply, types.BuiltinFunctionType):
+        # Since PyTorch 2.14 nothing can give a stored apply another tensor.
+        with pytest.raises(CaptureError, match=r"a stored Scaled\.apply is called with a tensor"):
+            add_tvm_dispatch(module, x, on_fallback="raise")
+        return
+    add_tvm_dispatch(module, x, on_fallback="raise")
+    for factor in (1.0, 3.0):
+        SCALE.data.fill_(factor)
+        found = []
+        for called in (module, functools.partial(Reads.forward, module)):
+            module.zero_grad()
+            called(x).square().sum().backward()
+            found.append(module.layer.weight.grad)
+        torch.testing.assert_close(*found)
+    SCALE.data.fill_(1)
 
 
 def test_custom_functions_read_globals_that_they_are_given_alone() -> None:

@@ -15,6 +15,7 @@ from tvmbridge.core.number_inputs import FloatInput, IntInput, as_tensor
 from tvmbridge.graph_capture.capture import capture
 
 INTEGERS = (7, 3, 0, -1, 9, 1000, 1 << 30)
+IS_NAN_A_BOUND = bool(torch.ones(1).clamp(max=math.nan).isnan())
 FLOATS = (0.5, 0.0, -0.0, -1.5, math.nan, math.inf, 1e30)
 Function = Callable[..., Any]
 
@@ -90,6 +91,9 @@ def _check(function: Function, mark: type, values: tuple[Any, ...]) -> Any:
     graph = captured.program.module(check_guards=False)
     served = captured.convention.numbers[1]
     for value in filter(served.holds, values):
+        # PyTorch 2.11 ignores a bound that is NaN; the graph, as later releases, does not.
+        if function is ANY["chosen"] and math.isnan(value) and not IS_NAN_A_BOUND:
+            continue
         expected, found = model(x, value), graph(x, as_tensor(value))
         torch.testing.assert_close(found, expected, equal_nan=True)
     return served

@@ -20,6 +20,7 @@ import torch._C._dynamo.guards
 import torch._decomp
 import torch._dispatch.python
 import torch._export.utils
+import torch._functorch.autograd_function
 import torch._functorch.predispatch
 import torch._higher_order_ops.wrap
 import torch._library.custom_ops
@@ -143,6 +144,8 @@ backward_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 will_engine_execute = torch._C._will_engine_execute_node
 engine_run_backward = torch.autograd.graph._engine_run_backward
 queue_callback = torch.autograd.Variable._execution_engine.queue_callback
+
+call_in_transform = torch._functorch.autograd_function.CustomFunctionHigherOrderOperator.__call__
 
 # Distributed
 active_data_parallel = torch.nn.parallel.DistributedDataParallel._get_active_ddp_module

@@ -11,16 +11,18 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import BackwardCFunction
 
 from tvmbridge.calls.callers import calling_python_module
 from tvmbridge.calls.own_calls import OwnCalls
+from tvmbridge.calls.patches import patched_here
 from tvmbridge.core.libraries import KEEPS_BOOKS
 from tvmbridge.core.torch_private import (
     METADATA_OF_FAKES,
     FakeTensor,
     TorchDispatchMode,
+    call_in_transform,
     dispatch_modes,
-    innermost_transform,
 )
 from tvmbridge.graph_capture.observe.names import Names, names_of
 
@@ -30,7 +32,8 @@ _LIBRARIES = frozenset({"functorch", "mpmath", "numpy", "sympy", "torch", "torch
 _LIBRARIES |= {"tqdm", "tvm", "tvmbridge", "typing_extensions"}
 _DEVICE = torch.ops.prim.device.default
 _IMPORTING = "<frozen importlib._bootstrap>"
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+# A function transform calls custom autograd functions by this function of PyTorch.
+_IN_TRANSFORM = call_in_transform.__code__
 
 
 @dataclass(frozen=True)
@@ -74,14 +77,11 @@ def executed_functions(
     def called(frame: FrameType, event: str, argument: object) -> None:
         if event == "c_call":
             own.note_builtin(argument)
-            if frame.f_code is _APPLY and getattr(argument, "__name__", "") == "apply":
-                # The frame's locals would keep the tensors that it is called with.
-                applied(argument.__self__)  # type: ignore[attr-defined]
             if not is_library(frame.f_globals.get("__name__")):
                 own.note_clock(argument)
             return
-        if frame.f_code is _APPLY and event == "call" and innermost_transform() is not None:
-            applied(frame.f_locals["cls"])
+        if frame.f_code is _IN_TRANSFORM and event == "call":
+            applied(frame.f_locals["autograd_function"])
         if event != "call" or id(frame.f_code) in of_libraries:
             return
         code = frame.f_code
@@ -97,7 +97,13 @@ def executed_functions(
             of_module = isinstance(frame.f_locals.get("self"), nn.Module)
             note(Executed(code, frame.f_globals, free, of_module=of_module))
 
-    with _profiled(called), _Unprofiled(called):
+    def begun(genuine: Any, ctx: BackwardCFunction) -> None:
+        # Each call of Function.apply, from Python or C++, creates this autograd node.
+        genuine(ctx)
+        applied(ctx._forward_cls)  # type: ignore[attr-defined]
+
+    patched = patched_here(BackwardCFunction, "__init__", begun)
+    with patched, _profiled(called), _Unprofiled(called):
         yield
 
 

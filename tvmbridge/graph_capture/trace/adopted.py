@@ -11,14 +11,17 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
 from tvmbridge.calls.patches import patched_here
+from tvmbridge.core.errors import CaptureError
 from tvmbridge.core.structure import unflatten
 from tvmbridge.core.torch_private import functorch_utils, pytree
 
@@ -75,8 +78,13 @@ def adopted_are_read(module: nn.Module) -> Iterator[_Redirected]:
         yield redirected
         return
     # A torch-function mode does not see calls of custom autograd functions.
-    unwrap = "unwrap_dead_wrappers"
-    with patched_here(functorch_utils, unwrap, redirected.in_arguments, over=True), redirected:
+    if isinstance(torch.autograd.Function.apply, BuiltinFunctionType):  # since PyTorch 2.14
+        patched = patched_here(torch.autograd.Function, "apply", redirected.in_apply, over=True)
+    else:
+        unwrap = "unwrap_dead_wrappers"
+        patched = patched_here(functorch_utils, unwrap, redirected.in_arguments, over=True)
+    seen = patched_here(BackwardCFunction, "__init__", redirected.in_context, over=True)
+    with patched, seen, redirected.checked, redirected:
         yield redirected
 
 
@@ -87,6 +95,7 @@ class _Redirected(TorchFunctionMode):
         super().__init__()
         self.places = places
         self._module = module
+        self.checked = ExitStack()  # holds the patch of the forward that is about to run
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*self._exchanged(args), **self._exchanged(kwargs or {}))
@@ -109,6 +118,31 @@ class _Redirected(TorchFunctionMode):
     def in_arguments(self, genuine: Any, args: tuple[Any, ...]) -> Any:
         """Call ``genuine`` with a custom autograd function's arguments, adopted ones replaced."""
         return genuine(self._exchanged(args))
+
+    def in_apply(self, genuine: Any, kind: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call ``kind.apply`` with adopted tensors replaced."""
+        return genuine(kind, *self._exchanged(args), **self._exchanged(kwargs))
+
+    def in_context(self, genuine: Any, ctx: BackwardCFunction) -> None:
+        """Refuse a call of a custom autograd function that still gets an adopted tensor.
+
+        An ``apply`` that was stored before the trace is PyTorch's, and has recorded the original
+        tensor as a source of gradients. PyTorch makes ``ctx`` just before it looks up forward.
+        """
+        genuine(ctx)
+        kind: Any = ctx._forward_cls  # type: ignore[attr-defined]
+
+        def checked(forward: Any, *args: Any, **kwargs: Any) -> Any:
+            self.checked.close()
+            if any(id(each) in self.places for each in (*args, *kwargs.values())):
+                raise CaptureError(
+                    f"a stored {kind.__name__}.apply is called with a tensor of a global or "
+                    f"closure; call {kind.__name__}.apply by its name"
+                )
+            return forward(*args, **kwargs)
+
+        self.checked.close()
+        self.checked.enter_context(patched_here(kind, "forward", checked, over=True))
 
     def in_results(self, results: Any) -> Any:
         """Return the ``results`` of forward with adopted tensors replaced."""

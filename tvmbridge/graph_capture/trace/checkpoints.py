@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
@@ -47,7 +47,7 @@ def plain_checkpoints(module: nn.Module) -> Iterator[set[str]]:
     with (
         set_within(_traced, (module, changed)),
         patched_here(place.CheckpointFunction, "apply", _plain_reentrant),
-        patched_here(place, "_checkpoint_without_reentrant_generator", _plain_generator),
+        patched_here(place, *_GENERATOR),
     ):
         yield changed
 
@@ -110,6 +110,20 @@ def _plain_generator(
 ) -> Iterator[None]:
     with _once(preserve_rng_state):
         yield
+
+
+def _plain_generator_impl(
+    genuine: Any, function: Any, args: Any, kwargs: Any, *, preserve_rng_state: bool, **options: Any
+) -> Iterator[None]:
+    return _plain_generator(genuine, function, preserve_rng_state)
+
+
+# The function of PyTorch that runs a checkpoint without reentrant autograd, and its replacement.
+_GENERATOR: tuple[str, Callable[..., Any]]
+if hasattr(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator_impl"):
+    _GENERATOR = "_checkpoint_without_reentrant_generator_impl", _plain_generator_impl
+else:  # before PyTorch 2.14
+    _GENERATOR = "_checkpoint_without_reentrant_generator", _plain_generator
 
 
 def _once(preserves_rng_state: bool) -> AbstractContextManager[Any]:

@@ -7,13 +7,13 @@ become further inputs of the graph.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import fx
+from torch.autograd.function import BackwardCFunction
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
@@ -27,7 +27,6 @@ from tvmbridge.core.torch_private import (
     OpOverload,
     disable_current_modes,
     function_mode_count,
-    functorch_utils,
     is_in_transform,
     out_of_transform,
     pop_function_mode,
@@ -279,13 +278,13 @@ def _custom_functions_refused(name: str) -> Iterator[None]:
     """
     records = torch.is_grad_enabled()
 
-    def applied(unwrap: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        # Frame 3 is Function.apply: the patch's stub and its call are between.
-        applying = getattr(sys._getframe(3).f_locals.get("cls"), "__name__", "unnamed")
-        known = applying.startswith(_BY_LIBRARY) or applying.endswith(_INDEXING)
+    def applied(genuine: Any, ctx: BackwardCFunction) -> None:
+        # Each call of Function.apply, from Python or C++, creates this autograd node.
+        genuine(ctx)
+        applying = getattr(ctx._forward_cls, "__name__", "unnamed")  # type: ignore[attr-defined]
+        known = applying.startswith(_BY_LIBRARY) or _INDEXING in applying
         if records and not known:
             raise _refusal(name, f"applies the custom autograd function {applying}")
-        return unwrap(args)
 
-    with patched_here(functorch_utils, "unwrap_dead_wrappers", applied):
+    with patched_here(BackwardCFunction, "__init__", applied):
         yield

@@ -109,7 +109,9 @@ def _scan(combine: Any, init: Any, xs: Any, additional_inputs: Any = ()) -> Any:
     return (*carried, *_stacked(rows))
 
 
-def _map(function: Any, xs: Any, operands: Any) -> Any:
+def _map(function: Any, xs: Any, operands: Any, *, mutated_arg_indices: str = "") -> Any:
+    if mutated_arg_indices:  # an option since PyTorch 2.14
+        raise UnsupportedOperatorError("the function of a map writes into its arguments")
     rows = [
         function(*(x.select(0, number) for x in xs), *operands) for number in range(xs[0].shape[0])
     ]

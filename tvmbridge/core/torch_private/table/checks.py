@@ -55,6 +55,24 @@ def resolve(path: str) -> Any:
     return value
 
 
+# The paths given to each call of ``first_of``.
+ALTERNATIVES: list[tuple[str, ...]] = []
+
+
+def first_of(*paths: str) -> str:
+    """Return the first path that this PyTorch has, or the last one: releases differ in a name."""
+    ALTERNATIVES.append(paths)
+    return next((path for path in paths[:-1] if _has(path)), paths[-1])
+
+
+def _has(path: str) -> bool:
+    try:
+        resolve(path)
+    except AttributeError:
+        return False
+    return True
+
+
 def takes(*args: Any, **kwargs: Any) -> Check:
     """Return a check that a function's signature accepts these arguments."""
 

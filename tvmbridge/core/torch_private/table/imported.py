@@ -145,6 +145,11 @@ _KEYS += ("AutocastCPU", "AutocastCUDA", "CompositeImplicitAutograd")
 _KEYS += tuple(f"AutogradPrivateUse{i}" for i in (1, 2, 3))
 
 IMPORTED = (
+    PrivateName(
+        "torch._functorch.autograd_function.CustomFunctionHigherOrderOperator.__call__",
+        "noticing custom autograd functions within function transforms",
+        has_local("autograd_function"),
+    ),
     PrivateName("torch.utils._pytree", "nested arguments and results", _offers),
     PrivateName(
         "torch._C.DispatchKey",

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from types import BuiltinFunctionType
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.utils.checkpoint
 from torch.autograd import Function
 from torch.autograd.function import BackwardCFunction
 
-from .checks import PrivateName, has, takes
+from .checks import PrivateName, first_of, has, takes
 
 
 class _Applied(Function):
@@ -30,6 +32,26 @@ def _is_known_by_its_context(_: Any) -> bool:
     ):
         bound(torch.ones(1))
     return made == [_Applied]
+
+
+def _unwraps(genuine: Any) -> bool:
+    """Whether ``Function.apply`` calls this function of its module, or is one of C++."""
+    if isinstance(Function.apply, BuiltinFunctionType):  # since PyTorch 2.14
+        return True
+    bound: Any = _Applied.apply
+    with mock.patch.object(
+        torch._functorch.utils, "unwrap_dead_wrappers", side_effect=genuine
+    ) as called:
+        bound(torch.ones(1))
+    return bool(called.called)
+
+
+def _is_in_checkpoints(generator: Any) -> bool:
+    """Whether ``checkpoint`` calls this function of its module."""
+    place = torch.utils.checkpoint
+    with mock.patch.object(place, generator.__name__, side_effect=generator) as called:
+        place.checkpoint(torch.sin, torch.ones(1, requires_grad=True), use_reentrant=False)
+    return bool(called.called)
 
 
 REPLACED = (
@@ -61,7 +83,7 @@ REPLACED = (
     PrivateName(
         "torch._functorch.utils.unwrap_dead_wrappers",
         "giving custom autograd functions what stands for tensors of globals",
-        takes(()),
+        _unwraps,
     ),
     PrivateName(
         "torch.autograd.function.Function._backward_cls._forward_cls",
@@ -117,9 +139,12 @@ REPLACED = (
         takes(None, None, None),
     ),
     PrivateName(
-        "torch.utils.checkpoint._checkpoint_without_reentrant_generator",
+        first_of(
+            "torch.utils.checkpoint._checkpoint_without_reentrant_generator_impl",
+            "torch.utils.checkpoint._checkpoint_without_reentrant_generator",
+        ),
         "checkpoints that run once in a trace",
-        takes(len, True),
+        _is_in_checkpoints,
     ),
     PrivateName(
         "torch._dynamo.eval_frame._callback_from_stance",

@@ -6,10 +6,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch._functorch.predispatch
 from torch.autograd import forward_ad
 
-from .checks import PrivateName, takes, within
+from .checks import PrivateName, first_of, resolve, takes, within
 
 
 def _seen_in_vmap(ask: Any) -> tuple[Any, Any]:
@@ -81,13 +80,13 @@ def _ends_level(end: Any) -> bool:
 
 
 # PyTorch 2.11 and 2.12 look the function up in _VF.
-_HAS_DUALS = hasattr(torch._functorch.predispatch, "_make_dual")
-_DUALS = torch._functorch.predispatch if _HAS_DUALS else torch._VF
+_MAKE_DUAL = first_of("torch._functorch.predispatch._make_dual", "torch._VF._make_dual")
 
 
 def _makes_duals(genuine: Any) -> bool:
     """Whether ``forward_ad.make_dual`` calls this function of its module."""
-    with forward_ad.dual_level(), mock.patch.object(_DUALS, "_make_dual") as called:
+    module = resolve(_MAKE_DUAL.removesuffix("._make_dual"))
+    with forward_ad.dual_level(), mock.patch.object(module, "_make_dual") as called:
         forward_ad.make_dual(torch.ones(1), torch.ones(1))
     return bool(called.called)
 
@@ -112,7 +111,7 @@ TRANSFORMS = (
         _ends_level,
     ),
     PrivateName(
-        f"torch.{'_functorch.predispatch' if _HAS_DUALS else '_VF'}._make_dual",
+        _MAKE_DUAL,
         "refusing forward-mode differentiation within forward",
         _makes_duals,
     ),
