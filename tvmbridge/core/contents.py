@@ -19,6 +19,8 @@ import numpy
 import torch
 from torch import fx, nn
 
+from tvmbridge.core.states import StateOf, reader_of
+
 # Marks an attribute that does not exist.
 MISSING: Any = enum.Enum("Missing", "MISSING").MISSING  # type: ignore[attr-defined]
 # As an expected value, matches any tensor.
@@ -95,6 +97,8 @@ def same_value(a: Any, b: Any, depth: int = DEPTH) -> bool:
         return isinstance(a, torch.Tensor)
     if type(b) is PartOf and type(a) is not PartOf:
         return b.fits(a, depth)
+    if type(b) is StateOf and type(a) is not StateOf:
+        return same_value(b.now(a), b.state, depth)
     if type(a) is not type(b) or issubclass(type(a), fx.Proxy):
         return False
     if isinstance(a, float):
@@ -123,12 +127,18 @@ def same_value(a: Any, b: Any, depth: int = DEPTH) -> bool:
 
 def same_array(a: numpy.ndarray[Any, Any], b: numpy.ndarray[Any, Any]) -> bool:
     """Whether two arrays have the same shape, dtype and bytes."""
-    if a.shape != b.shape or a.dtype.str != b.dtype.str:
+    if a.shape != b.shape or a.dtype.str != b.dtype.str or _mask_of(a) != _mask_of(b):
         return False
     words, plain = f"u{a.itemsize}", not a.dtype.hasobject
     if plain and a.ndim and a.flags.c_contiguous and b.flags.c_contiguous and words in _WORDS:
         return bool((numpy.asarray(a).view(words) == numpy.asarray(b).view(words)).all())
     return a.tobytes() == b.tobytes()
+
+
+def _mask_of(array: numpy.ndarray[Any, Any]) -> list[bytes]:
+    """Return the mask of a masked array in a list; an empty list for another array."""
+    is_masked = isinstance(array, numpy.ma.MaskedArray)
+    return [numpy.ma.getmaskarray(array).tobytes()] if is_masked else []  # type: ignore[no-untyped-call]
 
 
 def is_constant(value: Any) -> bool:
@@ -240,8 +250,11 @@ def state_of(value: Any) -> list[Any] | None:
     # The proxy of a data-dependent value refuses isinstance.
     if issubclass(type(value), fx.Proxy):
         return None
+    reader = reader_of(type(value))
+    if reader is not None:
+        return reader.read(value)
     if isinstance(value, numpy.ndarray):
-        return [value.dtype.str, value.shape, value.tobytes()]
+        return [value.dtype.str, value.shape, value.tobytes(), *_mask_of(value)]
     if isinstance(value, torch.Generator):
         return [value.get_state().numpy().tobytes()]
     if isinstance(value, numpy.random.Generator):
@@ -253,7 +266,7 @@ def state_of(value: Any) -> list[Any] | None:
     if isinstance(value, queue.SimpleQueue):
         return [value.qsize()]
     if isinstance(value, functools.partial):
-        return [value.func, value.args, value.keywords]
+        return [value.func, value.args, value.keywords, vars(value)]
     if isinstance(value, types.MethodType):
         return [value.__self__]
     if isinstance(value, (*CONTAINERS, *_THEMSELVES)):

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import nn
 
+from tvmbridge.calls.copies import copied_values
 from tvmbridge.calls.patches import patched_here
 from tvmbridge.core.contents import (
     DEPTH,
@@ -25,7 +26,9 @@ from tvmbridge.core.contents import (
     holds_all_in_dict,
     is_flat,
     same_value,
+    state_of,
 )
+from tvmbridge.core.states import StateOf, reader_of
 from tvmbridge.graph_capture.observe.data import is_of_users
 from tvmbridge.graph_capture.observe.names import SEARCHING, Names
 
@@ -36,12 +39,14 @@ _OF_CLASS = frozenset({"__class__", "__doc__", "__module__"})
 class ObjectReads:
     """Record the attributes of plain objects that forward's thread reads.
 
+    - ``looked_up``: names that user code may look up as attributes.
     - ``blind``: whether user code may read attributes past the recorder. Objects then count as read
       as a whole.
     """
 
     def __init__(self) -> None:
         self.blind = False
+        self.looked_up: set[str] = set()
         # By id: a recorded object and the names that were read. Holding the object keeps its id
         # from being used again.
         self._reads: dict[int, tuple[Any, set[str]]] = {}
@@ -108,6 +113,16 @@ class ObjectReads:
         if names.looked_up & SEARCHING:
             self.blind = True
 
+    def state(self, value: Any) -> StateOf:
+        """Return the present state of ``value``, which no later change reaches."""
+        parts = state_of(value) or []
+        copies = copied_values(dict(enumerate(parts)))
+        return StateOf(type(value), [self._part(p, copies[i]) for i, p in enumerate(parts)])
+
+    def _part(self, value: Any, copied: Any) -> Any:
+        stateful = reader_of(type(value)) is not None
+        return self.state(value) if stateful else self.narrowed(value, copied)
+
     def narrowed(self, value: Any, copied: Any, beside: Any = MISSING, depth: int = DEPTH) -> Any:
         """Return ``copied`` with a :class:`PartOf` for each object that was read only in part.
 
@@ -117,7 +132,13 @@ class ObjectReads:
             copied: a copy of ``value``, or ``value`` itself.
             beside: another state of ``value``; attributes that differ in it count as read.
         """
-        if depth == 0 or self.blind or type(copied) is not type(value):
+        if type(copied) is not type(value):
+            return copied
+        reader = reader_of(type(value))
+        if reader is not None:
+            counts = reader.names is None or not reader.names.isdisjoint(self.looked_up)
+            return self.state(value) if counts else copied
+        if depth == 0 or self.blind:
             return copied
         if is_flat(value) and is_flat(copied):
             return type(value)(copied)

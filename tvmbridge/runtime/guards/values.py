@@ -23,11 +23,17 @@ from tvmbridge.core.contents import (
     same_value,
     state_of,
 )
+from tvmbridge.core.states import StateOf
 from tvmbridge.graph_capture.observe.attributes import own_names
 from tvmbridge.graph_capture.observe.data import is_of_users
 from tvmbridge.runtime.guards.class_entries import ClassEntries, registered_names
 from tvmbridge.runtime.guards.forwards import StandsForForward, stands_for
-from tvmbridge.runtime.guards.holding import Beyond, Container, WatchedPart
+from tvmbridge.runtime.guards.holding import (
+    Beyond,
+    Container,
+    WatchedPart,
+    WatchedState,
+)
 
 
 class _Names:
@@ -119,6 +125,9 @@ class _Watched:
 
     def _hold(self, value: Any, expected: Any, depth: int) -> None:
         if depth == 0:
+            return
+        if isinstance(expected, StateOf):
+            self.held.append((value, expected))
             return
         if isinstance(expected, PartOf):
             self.held.append((value, expected))
@@ -221,13 +230,17 @@ class ValueGuard:
         for watched in self._watched:
             watched.changed()
         self._slots = [(w.holder, w.name, w.last, w) for w in self._watched]
-        containers: dict[int, Container] = {}
+        containers: dict[int, Container | WatchedState] = {}
         parts: dict[int, WatchedPart] = {}
         for watched in self._watched:
             for value, part in watched.held:
                 # Many submodules often share one configuration object, so it is compared once.
                 if part is None:
                     containers.setdefault(id(value), Container(value)).watched.append(watched)
+                    continue
+                if isinstance(part, StateOf):
+                    state = WatchedState(value, part)
+                    containers.setdefault(id(value), state).watched.append(watched)
                     continue
                 held = parts.setdefault(id(value), WatchedPart(value, part))
                 held.add(part)
@@ -243,7 +256,7 @@ class ValueGuard:
         slots = [(h, n, v) for h, n, v, _ in self._slots if id(h) not in watched]
         names = [h.owner.__dict__ for h, *_ in slots if isinstance(h, _Names)]
         dicts = [c.dictionary for c in self._containers if c.dictionary is not None]
-        holding: list[Container | WatchedPart] = [*self._parts, *self._containers]
+        holding: list[Container | WatchedPart | WatchedState] = [*self._parts, *self._containers]
         return Beyond(
             dicts=[*names, *dicts],
             places=[place for p in self._parts if not p.part.asks for place in p.places()],
@@ -261,7 +274,7 @@ class ValueGuard:
         if hiding := self._classes.changed():
             return hiding
         suspects = [w for d, name, last, w in self._slots if d.get(name, MISSING) is not last]
-        holding: list[Container | WatchedPart] = [*self._containers, *self._parts]
+        holding: list[Container | WatchedPart | WatchedState] = [*self._containers, *self._parts]
         for container in holding:
             if container.changed():
                 suspects += container.watched
