@@ -25,8 +25,10 @@ from tvmbridge.core.states import StateOf, reader_of
 MISSING: Any = enum.Enum("Missing", "MISSING").MISSING  # type: ignore[attr-defined]
 # As an expected value, matches any tensor.
 ANY_TENSOR: Any = enum.Enum("Tensor", "ANY_TENSOR").ANY_TENSOR  # type: ignore[attr-defined]
-# How many levels of nested objects are examined.
-DEPTH = 4
+# How many levels of nested objects are examined. A plain container counts as a part of a level:
+# configurations nest dictionaries deeply, and seldom in a circle.
+DEPTH = 4.0
+_OF_CONTAINER = 0.25
 # Values of these classes are compared by identity. Guards watch modules separately, and the other
 # values hold nothing that could change.
 _THEMSELVES = (
@@ -77,19 +79,25 @@ class PartOf:
         own_method = isinstance(found, types.MethodType) and found.__self__ is value
         return found.__func__ if own_method else found
 
-    def fits(self, value: Any, depth: int = DEPTH) -> bool:
+    def fits(self, value: Any, depth: float = DEPTH) -> bool:
         """Whether ``value`` has the expected class and attributes."""
         return type(value) is self.kind and all(
-            same_value(self.found(value, name), expected, depth - 1)
+            same_value(self.found(value, name), expected, depth)
             for name, expected in self.attributes.items()
         )
 
 
-def same_value(a: Any, b: Any, depth: int = DEPTH) -> bool:
+def deeper(value: Any, depth: float) -> float:
+    """Return how many levels are left inside ``value``, of ``depth`` levels with it."""
+    return depth - (_OF_CONTAINER if type(value) in _PLAIN_CONTAINERS else 1)
+
+
+def same_value(a: Any, b: Any, depth: float = DEPTH) -> bool:
     """Whether two values are the same for forward: equal in value, type and sign of zero.
 
-    ``b`` is the expected value: it, or a value inside it, may be a :class:`PartOf`. Objects nested
-    deeper than ``depth`` levels count as the same if their classes are equal.
+    ``b`` is the expected value: it, or a value inside it, may be a :class:`PartOf` or a
+    :class:`StateOf`. Objects nested deeper than ``depth`` levels count as the same if their classes
+    are equal; the attributes of a ``PartOf`` are all compared.
     """
     if a is b:
         return True
@@ -111,7 +119,7 @@ def same_value(a: Any, b: Any, depth: int = DEPTH) -> bool:
         return False
     if isinstance(a, types.MethodType) and a.__func__ is not b.__func__:
         return False
-    if depth == 0:
+    if depth <= 0:
         return True
     if isinstance(a, numpy.ndarray):
         return same_array(a, b)
@@ -120,8 +128,9 @@ def same_value(a: Any, b: Any, depth: int = DEPTH) -> bool:
         return False
     if len(ours) == len(theirs) and all(map(operator.is_, ours, theirs)):
         return True
+    inside = deeper(b, depth)
     return len(ours) == len(theirs) and all(
-        same_value(x, y, depth - 1) for x, y in zip(ours, theirs, strict=True)
+        same_value(x, y, inside) for x, y in zip(ours, theirs, strict=True)
     )
 
 
@@ -168,14 +177,15 @@ def contents(value: Any) -> list[Any]:
     return held
 
 
-def all_held(value: Any, depth: int = DEPTH) -> list[Any]:
+def all_held(value: Any, depth: float = DEPTH) -> list[Any]:
     """Return ``value`` and, depth first, everything that it holds, down to ``depth`` levels."""
-    if depth == 0 or type(value) in _PLAIN_VALUES or issubclass(type(value), _THEMSELVES):
+    if depth <= 0 or type(value) in _PLAIN_VALUES or issubclass(type(value), _THEMSELVES):
         return [value]
     held = state_of(value) or ()
     if _PLAIN_VALUES.issuperset(map(type, held)):
         return [value, *held]
-    return [value, *(inner for item in held for inner in all_held(item, depth - 1))]
+    inside = deeper(value, depth)
+    return [value, *(inner for item in held for inner in all_held(item, inside))]
 
 
 def is_flat(value: Any) -> bool:

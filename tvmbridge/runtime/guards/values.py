@@ -17,6 +17,7 @@ from tvmbridge.core.contents import (
     MISSING,
     PartOf,
     all_held,
+    deeper,
     is_constant,
     is_flat,
     may_grow,
@@ -123,8 +124,8 @@ class _Watched:
         expected = copy.deepcopy(self.expected, dict(memo))
         return _Watched(owner, self.name, self.label, expected)
 
-    def _hold(self, value: Any, expected: Any, depth: int) -> None:
-        if depth == 0:
+    def _hold(self, value: Any, expected: Any, depth: float) -> None:
+        if depth <= 0:
             return
         if isinstance(expected, StateOf):
             self.held.append((value, expected))
@@ -132,7 +133,7 @@ class _Watched:
         if isinstance(expected, PartOf):
             self.held.append((value, expected))
             for name, each in expected.attributes.items():
-                self._hold(expected.found(value, name), each, depth - 1)
+                self._hold(expected.found(value, name), each, depth)
             return
         if is_flat(value):
             self.held += [(value, None)] if type(value) is not tuple else []
@@ -143,7 +144,7 @@ class _Watched:
         if not isinstance(value, tuple | frozenset):
             self.held.append((value, None))
         for item, each in zip(held, state_of(expected) or [], strict=False):
-            self._hold(item, each, depth - 1)
+            self._hold(item, each, deeper(value, depth))
 
 
 def _of_class(cls: type[nn.Module], name: str, label: str) -> list[_Watched]:
@@ -168,7 +169,8 @@ def _of_class(cls: type[nn.Module], name: str, label: str) -> list[_Watched]:
 class ValueGuard:
     """Checks that the values that forward read during capture are unchanged.
 
-    The contents of objects are compared to a depth of four; deeper changes are not noticed.
+    What forward reads of a user's objects is compared at any depth. The contents of other objects
+    are compared to a depth of four; deeper changes are not noticed.
     """
 
     def __init__(self, watched: list[_Watched], classes: ClassEntries) -> None:
