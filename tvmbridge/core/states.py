@@ -7,6 +7,7 @@ itself. A guard compares what the methods of such an object return.
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -29,6 +30,13 @@ def _logger(value: Any) -> list[Any]:
     handlers = list(map(id, value.handlers))
     switches = [value.level, value.disabled, value.propagate, value.manager.disable]
     return [*switches, value.getEffectiveLevel(), value.hasHandlers(), handlers]
+
+
+def _loggers(value: Any) -> list[Any]:
+    known = [value.root, *value.loggerDict.values()]
+    levels = [(e.name, e.level, e.disabled) for e in known if isinstance(e, logging.Logger)]
+    # Without the loggers that somebody asked for and left as they were: more may come at any time.
+    return [value.disable, *(each for each in levels if each[1] or each[2])]
 
 
 def _bytes(value: Any) -> list[Any]:
@@ -76,6 +84,7 @@ _READERS = {
     "collections.UserString": _HELD,
     "decimal.Context": Reader(lambda value: [repr(value)]),
     "logging.Logger": Reader(_logger, _OF_LOGGERS),
+    "logging.Manager": Reader(_loggers, _OF_LOGGERS),
     "logging.LoggerAdapter": Reader(lambda value: [value.logger], _OF_LOGGERS),
     "mmap.mmap": _BYTES,
     "multiprocessing.sharedctypes.SynchronizedBase": Reader(lambda value: [value.get_obj()]),

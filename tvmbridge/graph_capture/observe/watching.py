@@ -101,6 +101,10 @@ def _state(source: Source) -> OutsideValue | None:
     The attributes of a thread-local object are guard values of their own.
     """
     value, owner = source.value, source.owner
+    if value is logging.getLogger:  # Forward may ask it for any logger.
+        every = logging.Logger.manager
+        state = NO_READS.state(every)
+        return OutsideValue({"": every}, "", "the levels of loggers", state, (id(every), ""))
     if reader_of(type(value)) is None or isinstance(value, threading.local):
         return None
     if isinstance(value, weakref.ReferenceType):
