@@ -91,9 +91,7 @@ CASES = {
     "number of C": Case(
         lambda: ctypes.c_int(0), lambda v: v.value, lambda v: setattr(v, "value", 1)
     ),
-    "memory": Case(
-        lambda: memoryview(bytearray(2)), lambda v: v[0], lambda v: v.__setitem__(0, 1)
-    ),
+    "memory": Case(lambda: memoryview(bytearray(2)), lambda v: v[0], lambda v: v.__setitem__(0, 1)),
     "view of a dict": Case(
         lambda: types.MappingProxyType(ITEMS), lambda v: v["on"], lambda v: ITEMS.update(on=True)
     ),

@@ -23,7 +23,6 @@ from tvmbridge.core.contents import (
 from tvmbridge.core.states import StateOf
 from tvmbridge.runtime.guards.watch import Asked, Place
 
-
 # Objects of these classes have a state beside their ``__dict__``.
 _WITH_STATE = (numpy.ndarray, random.Random)
 
