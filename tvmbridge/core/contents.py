@@ -147,7 +147,7 @@ def same_array(a: numpy.ndarray[Any, Any], b: numpy.ndarray[Any, Any]) -> bool:
 def _mask_of(array: numpy.ndarray[Any, Any]) -> list[bytes]:
     """Return the mask of a masked array in a list; an empty list for another array."""
     is_masked = isinstance(array, numpy.ma.MaskedArray)
-    return [numpy.ma.getmaskarray(array).tobytes()] if is_masked else []  # type: ignore[no-untyped-call]
+    return [numpy.ma.getmaskarray(array).tobytes()] if is_masked else []
 
 
 def is_constant(value: Any) -> bool:

@@ -99,7 +99,7 @@ _READERS = {
 
 
 @functools.lru_cache(maxsize=4096)
-def reader_of(kind: type[Any]) -> Reader | None:
+def reader_of(kind: Any) -> Reader | None:
     """Return how the state of the objects of ``kind`` is read; None if attributes show it."""
     names = (f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__)
     found = next((_READERS[name] for name in names if name in _READERS), None)

@@ -1,4 +1,4 @@
-"""Modules that get other dictionaries of submodules, parameters or hooks, and then other entries."""
+"""Modules that get other dictionaries of submodules, parameters or hooks."""
 
 from __future__ import annotations
 
