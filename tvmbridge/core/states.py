@@ -98,9 +98,13 @@ _READERS = {
 }
 
 
-@functools.lru_cache(maxsize=4096)
-def reader_of(kind: Any) -> Reader | None:
+def reader_of(kind: type[Any]) -> Reader | None:
     """Return how the state of the objects of ``kind`` is read; None if attributes show it."""
+    return _found(kind)  # type: ignore[arg-type]
+
+
+@functools.lru_cache(maxsize=4096)
+def _found(kind: type[Any]) -> Reader | None:
     names = (f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__)
     found = next((_READERS[name] for name in names if name in _READERS), None)
     if found is None or kind.__module__.partition(".")[0] in sys.stdlib_module_names:
