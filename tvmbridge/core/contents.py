@@ -10,6 +10,7 @@ import pickle
 import queue
 import random
 import types
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -261,7 +262,8 @@ def state_of(value: Any) -> list[Any] | None:
     if issubclass(type(value), fx.Proxy):
         return None
     reader = reader_of(type(value))
-    if reader is not None:
+    # Equal references may refer to two tensors, as those of a recurrent layer and of its copy.
+    if reader is not None and not isinstance(value, weakref.ReferenceType):
         return reader.read(value)
     if isinstance(value, numpy.ndarray):
         return [value.dtype.str, value.shape, value.tobytes(), *_mask_of(value)]

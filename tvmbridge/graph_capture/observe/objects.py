@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType
@@ -28,7 +29,6 @@ from tvmbridge.core.contents import (
     is_constant,
     is_flat,
     same_value,
-    state_of,
 )
 from tvmbridge.core.states import StateOf, reader_of
 from tvmbridge.graph_capture.observe.data import is_of_users
@@ -52,6 +52,8 @@ class ObjectReads:
         # By id: a recorded object and the names that were read. Holding the object keeps its id
         # from being used again.
         self._reads: dict[int, tuple[Any, set[str]]] = {}
+        # Weak references that were followed, by id.
+        self._references: dict[int, Any] = {}
         # Names that functions use which do not run while forward is observed.
         self._unseen: set[str] = set()
         self._kinds: dict[type, bool] = {}
@@ -95,6 +97,9 @@ class ObjectReads:
         if self._patches is None:
             return
         for held in all_held(value):
+            if isinstance(held, weakref.ReferenceType) and id(held) not in self._references:
+                self._references[id(held)] = held
+                self.follow(held())
             kind = type(held)
             if kind not in self._kinds:
                 self._kinds[kind] = _can_be_followed(kind)
@@ -121,7 +126,8 @@ class ObjectReads:
 
     def state(self, value: Any, depth: float = DEPTH) -> StateOf:
         """Return the present state of ``value``, which no later change reaches."""
-        parts = (state_of(value) or []) if depth > 0 else []
+        reader = reader_of(type(value))
+        parts = reader.read(value) if reader is not None and depth > 0 else []
         copies = copied_values(dict(enumerate(parts)))
         inside = deeper(value, depth)
         return StateOf(type(value), [self._part(p, copies[i], inside) for i, p in enumerate(parts)])
