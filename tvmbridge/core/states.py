@@ -27,7 +27,7 @@ class Reader(NamedTuple):
 
 
 def _logger(value: Any) -> list[Any]:
-    handlers = list(map(id, value.handlers))
+    handlers = [type(handler).__qualname__ for handler in value.handlers]
     switches = [value.level, value.disabled, value.propagate, value.manager.disable]
     return [*switches, value.getEffectiveLevel(), value.hasHandlers(), handlers]
 

@@ -351,8 +351,8 @@ def _logger(_: Describer, value: logging.Logger) -> list[str]:
     return ["logger", value.name, repr(levels)]
 
 
-def _state(_: Describer, value: StateOf) -> list[str]:
-    raise UndescribableError(f"a {value.kind.__qualname__}, whose state another process has not")
+def _state(describer: Describer, value: StateOf) -> list[str]:
+    return ["state", value.kind.__module__, value.kind.__qualname__, describer.of(value.state)]
 
 
 def _pattern(_: Describer, value: re.Pattern[Any]) -> list[str]:
