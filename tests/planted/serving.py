@@ -12,6 +12,24 @@ _SPELLING = "tests/runtime/guards/test_spelling.py"
 
 SERVING = (
     Plant(
+        "the state of a logger that forward asks for is not watched",
+        "guard",
+        "tvmbridge.core.states",
+        "return found is None or found.names is None or not found.names.isdisjoint(names)",
+        "return False",
+        ("tests/core/test_states.py", "-k", "logger_that_forward"),
+        quick=True,
+    ),
+    Plant(
+        "a module with other dictionaries, watched by the former ones",
+        "guard",
+        "tvmbridge.runtime.guards.state",
+        "if not all(map(operator.is_, now, self._in_holders)) and self._is_followed():",
+        "if False:",
+        ("tests/runtime/guards/test_replaced_dicts.py", "-k", "submodules"),
+        quick=True,
+    ),
+    Plant(
         "code for sizes that its lanes do not fit",
         "kernels",
         "tvmbridge.symbolic.least",

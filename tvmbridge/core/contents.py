@@ -10,6 +10,7 @@ import pickle
 import queue
 import random
 import types
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,12 +20,16 @@ import numpy
 import torch
 from torch import fx, nn
 
+from tvmbridge.core.states import StateOf, reader_of
+
 # Marks an attribute that does not exist.
 MISSING: Any = enum.Enum("Missing", "MISSING").MISSING  # type: ignore[attr-defined]
 # As an expected value, matches any tensor.
 ANY_TENSOR: Any = enum.Enum("Tensor", "ANY_TENSOR").ANY_TENSOR  # type: ignore[attr-defined]
-# How many levels of nested objects are examined.
-DEPTH = 4
+# How many levels of nested objects are examined. A plain container counts as a part of a level:
+# configurations nest dictionaries deeply, and seldom in a circle.
+DEPTH = 4.0
+_OF_CONTAINER = 0.25
 # Values of these classes are compared by identity. Guards watch modules separately, and the other
 # values hold nothing that could change.
 _THEMSELVES = (
@@ -75,19 +80,25 @@ class PartOf:
         own_method = isinstance(found, types.MethodType) and found.__self__ is value
         return found.__func__ if own_method else found
 
-    def fits(self, value: Any, depth: int = DEPTH) -> bool:
+    def fits(self, value: Any, depth: float = DEPTH) -> bool:
         """Whether ``value`` has the expected class and attributes."""
         return type(value) is self.kind and all(
-            same_value(self.found(value, name), expected, depth - 1)
+            same_value(self.found(value, name), expected, depth)
             for name, expected in self.attributes.items()
         )
 
 
-def same_value(a: Any, b: Any, depth: int = DEPTH) -> bool:
+def deeper(value: Any, depth: float) -> float:
+    """Return how many levels are left inside ``value``, of ``depth`` levels with it."""
+    return depth - (_OF_CONTAINER if type(value) in _PLAIN_CONTAINERS else 1)
+
+
+def same_value(a: Any, b: Any, depth: float = DEPTH) -> bool:
     """Whether two values are the same for forward: equal in value, type and sign of zero.
 
-    ``b`` is the expected value: it, or a value inside it, may be a :class:`PartOf`. Objects nested
-    deeper than ``depth`` levels count as the same if their classes are equal.
+    ``b`` is the expected value: it, or a value inside it, may be a :class:`PartOf` or a
+    :class:`StateOf`. Objects nested deeper than ``depth`` levels count as the same if their classes
+    are equal; the attributes of a ``PartOf`` are all compared.
     """
     if a is b:
         return True
@@ -95,6 +106,8 @@ def same_value(a: Any, b: Any, depth: int = DEPTH) -> bool:
         return isinstance(a, torch.Tensor)
     if type(b) is PartOf and type(a) is not PartOf:
         return b.fits(a, depth)
+    if type(b) is StateOf and type(a) is not StateOf:
+        return same_value(b.now(a), b.state, depth)
     if type(a) is not type(b) or issubclass(type(a), fx.Proxy):
         return False
     if isinstance(a, float):
@@ -107,7 +120,7 @@ def same_value(a: Any, b: Any, depth: int = DEPTH) -> bool:
         return False
     if isinstance(a, types.MethodType) and a.__func__ is not b.__func__:
         return False
-    if depth == 0:
+    if depth <= 0:
         return True
     if isinstance(a, numpy.ndarray):
         return same_array(a, b)
@@ -116,19 +129,26 @@ def same_value(a: Any, b: Any, depth: int = DEPTH) -> bool:
         return False
     if len(ours) == len(theirs) and all(map(operator.is_, ours, theirs)):
         return True
+    inside = deeper(b, depth)
     return len(ours) == len(theirs) and all(
-        same_value(x, y, depth - 1) for x, y in zip(ours, theirs, strict=True)
+        same_value(x, y, inside) for x, y in zip(ours, theirs, strict=True)
     )
 
 
 def same_array(a: numpy.ndarray[Any, Any], b: numpy.ndarray[Any, Any]) -> bool:
     """Whether two arrays have the same shape, dtype and bytes."""
-    if a.shape != b.shape or a.dtype.str != b.dtype.str:
+    if a.shape != b.shape or a.dtype.str != b.dtype.str or _mask_of(a) != _mask_of(b):
         return False
     words, plain = f"u{a.itemsize}", not a.dtype.hasobject
     if plain and a.ndim and a.flags.c_contiguous and b.flags.c_contiguous and words in _WORDS:
         return bool((numpy.asarray(a).view(words) == numpy.asarray(b).view(words)).all())
     return a.tobytes() == b.tobytes()
+
+
+def _mask_of(array: numpy.ndarray[Any, Any]) -> list[bytes]:
+    """Return the mask of a masked array in a list; an empty list for another array."""
+    is_masked = isinstance(array, numpy.ma.MaskedArray)
+    return [numpy.ma.getmaskarray(array).tobytes()] if is_masked else []
 
 
 def is_constant(value: Any) -> bool:
@@ -158,14 +178,15 @@ def contents(value: Any) -> list[Any]:
     return held
 
 
-def all_held(value: Any, depth: int = DEPTH) -> list[Any]:
+def all_held(value: Any, depth: float = DEPTH) -> list[Any]:
     """Return ``value`` and, depth first, everything that it holds, down to ``depth`` levels."""
-    if depth == 0 or type(value) in _PLAIN_VALUES or issubclass(type(value), _THEMSELVES):
+    if depth <= 0 or type(value) in _PLAIN_VALUES or issubclass(type(value), _THEMSELVES):
         return [value]
     held = state_of(value) or ()
     if _PLAIN_VALUES.issuperset(map(type, held)):
         return [value, *held]
-    return [value, *(inner for item in held for inner in all_held(item, depth - 1))]
+    inside = deeper(value, depth)
+    return [value, *(inner for item in held for inner in all_held(item, inside))]
 
 
 def is_flat(value: Any) -> bool:
@@ -240,8 +261,12 @@ def state_of(value: Any) -> list[Any] | None:
     # The proxy of a data-dependent value refuses isinstance.
     if issubclass(type(value), fx.Proxy):
         return None
+    reader = reader_of(type(value))
+    # Equal references may refer to two tensors, as those of a recurrent layer and of its copy.
+    if reader is not None and not isinstance(value, weakref.ReferenceType):
+        return reader.read(value)
     if isinstance(value, numpy.ndarray):
-        return [value.dtype.str, value.shape, value.tobytes()]
+        return [value.dtype.str, value.shape, value.tobytes(), *_mask_of(value)]
     if isinstance(value, torch.Generator):
         return [value.get_state().numpy().tobytes()]
     if isinstance(value, numpy.random.Generator):
@@ -253,7 +278,7 @@ def state_of(value: Any) -> list[Any] | None:
     if isinstance(value, queue.SimpleQueue):
         return [value.qsize()]
     if isinstance(value, functools.partial):
-        return [value.func, value.args, value.keywords]
+        return [value.func, value.args, value.keywords, vars(value)]
     if isinstance(value, types.MethodType):
         return [value.__self__]
     if isinstance(value, (*CONTAINERS, *_THEMSELVES)):

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.nn.utils import parametrize
 
 from tvmbridge.calls.generators import torch_generator_kept
 from tvmbridge.calls.own_calls import all_own_calls
@@ -37,8 +38,31 @@ def tracing_here() -> Iterator[None]:
         tensors_forgotten(),
         _failures_not_logged(),
         undone_if_refused(),
+        _parametrizations_computed(),
     ):
         yield
+
+
+class _Nothing(dict[Any, Any]):
+    """A cache that keeps nothing."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
+
+
+@contextmanager
+def _parametrizations_computed() -> Iterator[None]:
+    """Compute each parametrization within the context, though the caller is in ``cached()``.
+
+    The cache belongs to the process, and would keep the tensors of a trace for later calls.
+    """
+    kept, parametrize._cache = parametrize._cache, _Nothing()
+    instead = parametrize._cache
+    try:
+        yield
+    finally:
+        if parametrize._cache is instead:  # Otherwise the last region of ``cached()`` has ended.
+            parametrize._cache = kept if parametrize._cache_enabled else {}
 
 
 @contextmanager

@@ -29,6 +29,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from tvmbridge.calls.patches import code_of
 from tvmbridge.core.contents import ANY_TENSOR, MISSING, PartOf, attributes_of, holds_all_in_dict
 from tvmbridge.core.errors import BridgeError
+from tvmbridge.core.states import StateOf
 from tvmbridge.core.torch_private import OpOverload, OpOverloadPacket
 from tvmbridge.graph_capture.observe.data import is_of_users
 from tvmbridge.graph_capture.observe.executed import is_library
@@ -350,6 +351,10 @@ def _logger(_: Describer, value: logging.Logger) -> list[str]:
     return ["logger", value.name, repr(levels)]
 
 
+def _state(describer: Describer, value: StateOf) -> list[str]:
+    return ["state", value.kind.__module__, value.kind.__qualname__, describer.of(value.state)]
+
+
 def _pattern(_: Describer, value: re.Pattern[Any]) -> list[str]:
     return ["pattern", repr(value.pattern), str(value.flags)]
 
@@ -365,6 +370,7 @@ def _typing(_: Describer, value: Any) -> list[str]:
 _KINDS: tuple[tuple[Any, Callable[[Describer, Any], list[str]]], ...] = (
     (types.FunctionType, Describer._function),
     (PartOf, Describer._part),
+    (StateOf, _state),
     (types.GenericAlias | types.UnionType | typing.TypeVar, _typing),
     (type, Describer._class),
     (types.ModuleType, _module),

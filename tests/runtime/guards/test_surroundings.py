@@ -278,3 +278,25 @@ def test_recording_asked_for_in_inference_mode_records_nothing() -> None:
     with torch.inference_mode(), torch.enable_grad():
         assert module(torch.ones(1, 2)).is_inference()
     assert dispatch_report(module).tvm_calls == 1
+
+
+def test_gradients_within_inference_mode_and_outside_of_it() -> None:
+    module, x = nn.Linear(2, 2), torch.ones(1, 2)
+    add_tvm_dispatch(module, x)
+    for _ in range(2):
+        with torch.inference_mode(), torch.enable_grad():
+            inferred = module(x)
+        with torch.inference_mode(), torch.inference_mode(False):
+            left = module(x)
+        assert (inferred.requires_grad, inferred.is_inference()) == (False, True)
+        assert (left.requires_grad, left.is_inference()) == (True, False)
+        assert module(x).requires_grad
+
+
+def test_a_strided_nested_tensor_runs_the_modules_own_forward() -> None:
+    module = add_tvm_dispatch(nn.Linear(2, 2), on_fallback="silent")
+    module(torch.ones(3, 2))
+    rows = torch.nested.nested_tensor([torch.ones(1, 2), torch.ones(3, 2)])
+    for given, plain in zip(module(rows).unbind(), rows.unbind(), strict=True):
+        torch.testing.assert_close(given, eager(module)(plain))
+    assert dispatch_report(module).tvm_calls == 1

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from tvmbridge.calls.patches import patched_here
-from tvmbridge.core.contents import ANY_TENSOR, DEPTH, MISSING, all_held, is_constant
+from tvmbridge.core.contents import ANY_TENSOR, DEPTH, MISSING, all_held, deeper, is_constant
 from tvmbridge.core.libraries import BOOKKEEPING
 from tvmbridge.core.types import Left
 from tvmbridge.graph_capture.observe.executed import is_called_by_library
@@ -169,12 +169,12 @@ def read_and_left(
             yield f"writes {'.'.join(filter(None, key))}, which it reads"
 
 
-def _is_deep(value: Any, depth: int = DEPTH) -> bool:
+def _is_deep(value: Any, depth: float = DEPTH) -> bool:
     """Whether plain containers are nested deeper than guards compare them."""
     if type(value) not in (tuple, list, dict) or not value:
         return False
     items = value.values() if type(value) is dict else value
-    return depth == 0 or any(_is_deep(item, depth - 1) for item in items)
+    return depth <= 0 or any(_is_deep(item, deeper(value, depth)) for item in items)
 
 
 def iterators_among(values: Mapping[tuple[str, str], Any]) -> Iterator[str]:

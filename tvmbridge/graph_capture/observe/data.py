@@ -26,6 +26,7 @@ from tvmbridge.core.contents import (
     DEPTH,
     all_held,
     attributes_of,
+    deeper,
     holds_all_in_dict,
     is_constant,
     may_grow,
@@ -45,7 +46,7 @@ _VALUES += (datetime.timedelta, pathlib.PurePath, re.Pattern)
 _PLAIN = (types.SimpleNamespace, argparse.Namespace)
 
 
-def is_data(value: Any, depth: int = DEPTH) -> bool:
+def is_data(value: Any, depth: float = DEPTH) -> bool:
     """Whether ``value`` is a constant, a tensor, a random generator, or a container of data.
 
     An empty container that can grow counts, too. The keys of a mapping do not count: a registry of
@@ -53,19 +54,21 @@ def is_data(value: Any, depth: int = DEPTH) -> bool:
     """
     if is_constant(value) or isinstance(value, (*_GENERATORS, *_FILLED, *_VALUES)):
         return True
-    if depth == 0 or not isinstance(value, CONTAINERS) or value is sys.modules:
+    if depth <= 0 or not isinstance(value, CONTAINERS) or value is sys.modules:
         return False
     held = value.values() if isinstance(value, Mapping) else value
-    return (may_grow(value) and not held) or any(_has_data(h, depth - 1) for h in list(held))
+    return (may_grow(value) and not held) or any(
+        _has_data(h, deeper(value, depth)) for h in list(held)
+    )
 
 
-def is_object(value: Any, depth: int = DEPTH) -> bool:
+def is_object(value: Any, depth: float = DEPTH) -> bool:
     """Whether ``value`` is a plain object of a user's class that holds data.
 
     The data may be in its attributes, in attributes of its class, or in an object that it holds.
     An object without attributes counts as well if it can get some.
     """
-    if depth == 0 or isinstance(value, CONTAINERS):
+    if depth <= 0 or isinstance(value, CONTAINERS):
         return False
     if isinstance(value, (type, torch.Tensor, nn.Module, types.ModuleType)):
         return False
@@ -77,7 +80,7 @@ def is_object(value: Any, depth: int = DEPTH) -> bool:
     return may_come or any(_has_data(h, depth - 1) for h in (*held.values(), *of_classes))
 
 
-def _has_data(value: Any, depth: int) -> bool:
+def _has_data(value: Any, depth: float) -> bool:
     return is_data(value, depth) or is_object(value, depth)
 
 

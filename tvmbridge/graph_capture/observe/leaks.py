@@ -159,7 +159,7 @@ def holds_fakes(value: Any) -> bool:
     return any(issubclass(type(held), FakeTensor | fx.Proxy) for held in all_held(value))
 
 
-def remove_fakes(now: Any, before: Any, depth: int = DEPTH) -> None:
+def remove_fakes(now: Any, before: Any, depth: float = DEPTH) -> None:
     """Remove fake tensors and proxies from a container or a plain object.
 
     Args:

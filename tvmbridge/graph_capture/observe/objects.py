@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType
@@ -16,16 +17,20 @@ from typing import Any
 
 from torch import nn
 
+from tvmbridge.calls.copies import copied_values
 from tvmbridge.calls.patches import patched_here
 from tvmbridge.core.contents import (
     DEPTH,
     MISSING,
     PartOf,
     all_held,
+    deeper,
     holds_all_in_dict,
+    is_constant,
     is_flat,
     same_value,
 )
+from tvmbridge.core.states import StateOf, reader_of
 from tvmbridge.graph_capture.observe.data import is_of_users
 from tvmbridge.graph_capture.observe.names import SEARCHING, Names
 
@@ -36,15 +41,19 @@ _OF_CLASS = frozenset({"__class__", "__doc__", "__module__"})
 class ObjectReads:
     """Record the attributes of plain objects that forward's thread reads.
 
+    - ``looked_up``: names that user code may look up as attributes.
     - ``blind``: whether user code may read attributes past the recorder. Objects then count as read
       as a whole.
     """
 
     def __init__(self) -> None:
         self.blind = False
+        self.looked_up: set[str] = set()
         # By id: a recorded object and the names that were read. Holding the object keeps its id
         # from being used again.
         self._reads: dict[int, tuple[Any, set[str]]] = {}
+        # Weak references that were followed, by id.
+        self._references: dict[int, Any] = {}
         # Names that functions use which do not run while forward is observed.
         self._unseen: set[str] = set()
         self._kinds: dict[type, bool] = {}
@@ -88,6 +97,9 @@ class ObjectReads:
         if self._patches is None:
             return
         for held in all_held(value):
+            if isinstance(held, weakref.ReferenceType) and id(held) not in self._references:
+                self._references[id(held)] = held
+                self.follow(held())
             kind = type(held)
             if kind not in self._kinds:
                 self._kinds[kind] = _can_be_followed(kind)
@@ -100,6 +112,10 @@ class ObjectReads:
         # The frames of the patch's call and stub are between this function and the reader.
         if self._active and id(owner) in self._reads and not _is_bridge(sys._getframe(3)):
             self._reads[id(owner)][1].add(name)
+            found = genuine(owner, name)
+            if id(found) not in self._reads and not is_constant(found):
+                self.follow(found)  # It may lie deeper than the objects that are recorded yet.
+            return found
         return genuine(owner, name)
 
     def note_unseen(self, names: Names) -> None:
@@ -108,7 +124,26 @@ class ObjectReads:
         if names.looked_up & SEARCHING:
             self.blind = True
 
-    def narrowed(self, value: Any, copied: Any, beside: Any = MISSING, depth: int = DEPTH) -> Any:
+    def state(self, value: Any, depth: float = DEPTH) -> StateOf:
+        """Return the present state of ``value``, which no later change reaches."""
+        reader = reader_of(type(value))
+        parts = reader.read(value) if reader is not None and depth > 0 else []
+        copies = copied_values(dict(enumerate(parts)))
+        inside = deeper(value, depth)
+        return StateOf(type(value), [self._part(p, copies[i], inside) for i, p in enumerate(parts)])
+
+    def _part(self, value: Any, copied: Any, depth: float) -> Any:
+        stateful = reader_of(type(value)) is not None
+        return self.state(value, depth) if stateful else self.narrowed(value, copied, depth=depth)
+
+    def narrowed(
+        self,
+        value: Any,
+        copied: Any,
+        beside: Any = MISSING,
+        depth: float = DEPTH,
+        around: frozenset[int] = frozenset(),
+    ) -> Any:
         """Return ``copied`` with a :class:`PartOf` for each object that was read only in part.
 
         A ``PartOf`` has only the attributes that were read.
@@ -116,31 +151,49 @@ class ObjectReads:
         Args:
             copied: a copy of ``value``, or ``value`` itself.
             beside: another state of ``value``; attributes that differ in it count as read.
+            around: the ids of the objects that hold ``value``.
         """
-        if depth == 0 or self.blind or type(copied) is not type(value):
+        if type(copied) is not type(value):
+            return copied
+        reader = reader_of(type(value))
+        if reader is not None:
+            counts = reader.names is None or not reader.names.isdisjoint(self.looked_up)
+            return self.state(value, depth) if counts else copied
+        if depth <= 0 or self.blind:
             return copied
         if is_flat(value) and is_flat(copied):
             return type(value)(copied)
+        inside = deeper(value, depth)
         if type(value) in (list, tuple) and len(value) == len(copied):
             states = _items_beside(value, beside)
             each = zip(value, copied, states, strict=True)
-            return type(value)(self.narrowed(*items, depth - 1) for items in each)
+            return type(value)(self.narrowed(*items, inside, around) for items in each)
         if type(value) is dict and list(value) == list(copied):
             states = _items_beside(value, beside)
             each = zip(value.values(), copied.values(), states, strict=True)
-            return dict(zip(value, (self.narrowed(*i, depth - 1) for i in each), strict=True))
+            held = (self.narrowed(*items, inside, around) for items in each)
+            return dict(zip(value, held, strict=True))
         if id(value) not in self._reads:
             return copied
+        return self._part_of(value, copied, beside, depth, around)
+
+    def _part_of(
+        self, value: Any, copied: Any, beside: Any, depth: float, around: frozenset[int]
+    ) -> Any:
+        """Return a :class:`PartOf` for a recorded object, or ``copied`` if all of it was read."""
         names = self._reads[id(value)][1] | {n for n in self._unseen if _defines(value, n)}
         if any(_is_special(n) and n not in _OF_CLASS for n in names):
             return copied
         if type(beside) is type(value):
             names |= _differing(vars(value), vars(beside))
         part = PartOf(type(value), {}, _has_own_lookup(type(value)))
+        if id(value) in around:  # Its attributes are compared where it was met first.
+            return part
         for name in sorted(n for n in names if not _is_special(n)):
             found, copy = part.found(value, name), part.found(copied, name)
             state = part.found(beside, name) if type(beside) is type(value) else MISSING
-            part.attributes[name] = self.narrowed(found, copy, state, depth - 1)
+            within = around | {id(value)}
+            part.attributes[name] = self.narrowed(found, copy, state, depth, within)
         return part
 
 

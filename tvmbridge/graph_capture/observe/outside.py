@@ -29,6 +29,7 @@ from tvmbridge.core.contents import MISSING, same_value
 from tvmbridge.core.errors import CaptureError
 from tvmbridge.core.libraries import SAME_WHEN_COMPILED
 from tvmbridge.core.methods import MethodOf
+from tvmbridge.core.states import StateOf
 from tvmbridge.core.torch_private import FakeTensor, is_compiling
 from tvmbridge.graph_capture.observe.closures import Closures
 from tvmbridge.graph_capture.observe.executed import Executed, executed_functions, is_library
@@ -199,6 +200,7 @@ class OutsideReads:
             waiting += free_variables(executed, self._closures, known)
         self._inner.update(map(id, _codes_within(executed.code)))
         # A function may look up attributes of an object that another function has found.
+        self._objects.looked_up |= names.looked_up
         new = names.looked_up - self._names
         self._names |= new
         for source, _ in self._namespaces.values():
@@ -322,8 +324,14 @@ class OutsideReads:
 
     def values(self) -> tuple[OutsideValue, ...]:
         """Return the collected values as they were when they were recorded, before any change."""
-        codes = Codes(v.expected for v in self._values.values() if v.itself).watched()
-        return (*(self._narrowed(value) for value in self._values.values()), codes)
+        found = list(filter(self._counts, self._values.values()))
+        codes = Codes(v.expected for v in found if v.itself).watched()
+        return (*map(self._narrowed, found), codes)
+
+    def _counts(self, value: OutsideValue) -> bool:
+        """Whether forward can depend on ``value``; a logger may be there for its messages alone."""
+        state = value.expected
+        return not isinstance(state, StateOf) or state.counts(self._names)
 
     def _narrowed(self, value: OutsideValue) -> OutsideValue:
         """Return ``value`` reduced to the attributes of plain objects that were read."""
@@ -334,7 +342,8 @@ class OutsideReads:
 
     def changed(self) -> tuple[str, ...]:
         """Return the labels of the changed values, and restore changed random generators."""
-        changed = [value.label for value in self._values.values() if _has_changed(value)]
+        found = filter(self._counts, self._values.values())
+        changed = [value.label for value in found if _has_changed(value)]
         changed += [f"{source.label}.{name}" for source, name in self._added()]
         restore_generators(self._values.values())
         return tuple(dict.fromkeys(changed))

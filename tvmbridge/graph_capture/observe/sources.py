@@ -13,6 +13,7 @@ import importlib.util
 import sys
 import threading
 import types
+import weakref
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -96,6 +97,16 @@ class Attributes:
             return getattr(self._owner, name, default)
         except (ValueError, RuntimeError):  # An empty cell; a setting that PyTorch refuses to read.
             return default
+
+
+class _Referent:
+    """A :class:`Holder` of the object that a weak reference refers to."""
+
+    def __init__(self, reference: weakref.ReferenceType[Any]) -> None:
+        self._reference = reference
+
+    def get(self, name: str, default: Any) -> Any:
+        return self._reference()
 
 
 def roots(executed: Executed) -> Iterator[Source]:
@@ -191,6 +202,9 @@ def bound_values(source: Source) -> Iterator[Source]:
     functions and classes. A guard of the container compares which ones it holds.
     """
     value = source.value
+    if isinstance(value, weakref.ReferenceType):
+        yield Source(value, _Referent(value), "", f"{source.label}()", value())
+        return
     names = next((n for kind, n in _BOUND.items() if isinstance(value, kind)), ())
     if isinstance(value, types.MethodType) and _is_of_library(value.__self__):
         return

@@ -10,10 +10,13 @@ from __future__ import annotations
 import contextvars
 import functools
 import inspect
+import logging
 import os
 import queue
 import sys
+import threading
 import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -25,7 +28,9 @@ from tvmbridge.calls.copies import copied_values
 from tvmbridge.calls.patches import code_of
 from tvmbridge.core.assumptions import Holder, OutsideValue
 from tvmbridge.core.contents import MISSING, is_constant, same_value, state_of
+from tvmbridge.core.states import reader_of
 from tvmbridge.graph_capture.observe.data import is_data, is_object
+from tvmbridge.graph_capture.observe.objects import NO_READS
 from tvmbridge.graph_capture.observe.sources import LARGEST_REGISTRY, Attributes, Source
 
 # Functions of PyTorch without arguments that read a setting which is not guarded otherwise.
@@ -67,6 +72,8 @@ def watched(source: Source) -> Iterator[OutsideValue]:
         yield setting
     elif value is MISSING:
         yield exactly(source)
+    elif (state := _state(source)) is not None:
+        yield state
     elif owner is torch:  # It holds dtypes, numbers, and functions that nobody exchanges.
         return
     elif is_data(value) or is_object(value):
@@ -86,6 +93,27 @@ def watched(source: Source) -> Iterator[OutsideValue]:
         yield _copied(source)
     elif isinstance(value, slice | memoryview):
         yield exactly(source)
+
+
+def _state(source: Source) -> OutsideValue | None:
+    """Return a guard value for an object whose methods show its state; None for another object.
+
+    The attributes of a thread-local object are guard values of their own.
+    """
+    value, owner = source.value, source.owner
+    if value is logging.getLogger:  # Forward may ask it for any logger.
+        every = logging.Logger.manager
+        state = NO_READS.state(every)
+        return OutsideValue({"": every}, "", "the levels of loggers", state, (id(every), ""))
+    if reader_of(type(value)) is None or isinstance(value, threading.local):
+        return None
+    if isinstance(value, weakref.ReferenceType):
+        return exactly(source)
+    of_library = isinstance(owner, types.ModuleType) and _is_of_pythons_library(owner.__name__)
+    if of_library and not isinstance(value, logging.Logger):
+        return None
+    state = NO_READS.state(value)
+    return OutsideValue(source.holder, source.name, source.label, state, source.key)
 
 
 def _is_of_pythons_library(module: Any) -> bool:

@@ -112,6 +112,7 @@ class FastGuard:
         self._emit_tensors(signature, leaves)
         modes = [f"if {condition}: return None" for condition in _MODES]
         self._lines += modes
+        self._emit_inference()
         self._emit_surroundings(signature, records_writes)
         self._emit_module(state, [*tensors, *constants], signature)
         self._emit_versions("frozen", [t for t, _ in frozen], tuple(v for _, v in frozen))
@@ -206,6 +207,15 @@ class FastGuard:
             check = self._name("alike", alike([leaves[i] for i in positions]))
             given = ", ".join(f"leaves[{i}]" for i in positions)
             self._refuse_if(f"not {check}({given})")
+
+    def _emit_inference(self) -> None:
+        """Generate the comparison of inference mode, which the state of PyTorch does not have.
+
+        Where gradients are off, the mode makes no difference.
+        """
+        if torch.is_grad_enabled():
+            self._scope.set("inferring", torch.is_inference_mode_enabled)
+            self._refuse_if(f"inferring() is not {torch.is_inference_mode_enabled()}")
 
     def _emit_surroundings(self, signature: Signature, records_writes: bool) -> None:
         self._refuse_if(_DISPATCHED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -19,7 +20,11 @@ from tvmbridge.core.contents import (
     slots_of,
     state_of,
 )
+from tvmbridge.core.states import StateOf
 from tvmbridge.runtime.guards.watch import Asked, Place
+
+# Objects of these classes have a state beside their ``__dict__``.
+_WITH_STATE = (numpy.ndarray, random.Random)
 
 
 class Container:
@@ -52,6 +57,26 @@ class Container:
         if self._keys is None:
             return not all(map(self._same, now, self._held))
         return list(now) != self._keys or not all(map(operator.is_, now.values(), self._held))
+
+
+class WatchedState:
+    """An object whose methods must return the expected state.
+
+    - ``value``: the object.
+    - ``watched``: the watched values that it is part of.
+    - ``expected``: its class and its state.
+    """
+
+    dictionary = None
+    has_dict = False
+
+    def __init__(self, value: Any, expected: StateOf) -> None:
+        self.value = value
+        self.watched: list[Any] = []
+        self.expected = expected
+
+    def changed(self) -> bool:
+        return not same_value(self.value, self.expected)
 
 
 class WatchedPart:
@@ -113,7 +138,7 @@ class Beyond:
     dicts: list[dict[Any, Any]]
     places: list[Place]
     slots: list[Slot]
-    containers: list[Container]
+    containers: list[Container | WatchedState]
     asked: list[Asked]
     objects: list[Any]
 
@@ -124,6 +149,6 @@ def _reader(value: Any) -> Callable[[Any], Any]:
         return lambda same: same
     if isinstance(value, CONTAINERS):
         return contents
-    if not hasattr(value, "__dict__") or isinstance(value, numpy.ndarray):
+    if not hasattr(value, "__dict__") or isinstance(value, _WITH_STATE):
         return state_of
     return attributes_of if slots_of(type(value)) else vars  # type: ignore[arg-type]

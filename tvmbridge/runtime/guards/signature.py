@@ -79,7 +79,7 @@ class Signature:
             if place in ignored and not isinstance(leaves[i], torch.Tensor)
         }
         self.tensors = [
-            (i, leaf.shape, leaf.dtype, leaf.device)
+            (i, _shape_of(leaf), leaf.dtype, leaf.device)
             for i, leaf in enumerate(leaves)
             if isinstance(leaf, torch.Tensor)
         ]
@@ -301,6 +301,12 @@ class Signature:
             for _, shape, dtype, _ in self.tensors
         )
         return f"({shapes})"
+
+
+def _shape_of(tensor: torch.Tensor) -> torch.Size:
+    """Return the shape of ``tensor``; an empty one for a strided nested tensor, which has none."""
+    none = tensor.is_nested and tensor.layout is torch.strided
+    return torch.Size() if none else tensor.shape
 
 
 def has_plain_names(kwargs: Mapping[str, Any]) -> bool:

@@ -157,6 +157,11 @@ class ModuleState:
         self._hooks = [dict_of(m, name) for m in children for name in HOOKS if name in m.__dict__]
         self._hooks += GLOBAL_HOOKS if children else ()
         self._hookable = [copied(m) for m in children]
+        replaceable = [(m, held) for m, held, _ in self._sizes]
+        replaceable += [(m, name) for m in children for name in HOOKS if name in m.__dict__]
+        self._holders = [dict_of(m, "") for m, _ in replaceable]
+        self._holder_keys = [key for _, key in replaceable]
+        self._in_holders = [dict_of(*each) for each in replaceable]
 
     def rebound(self, memo: Mapping[int, Any]) -> ModuleState:
         """Return a state with the same expectations for a deep copy of the module.
@@ -196,7 +201,16 @@ class ModuleState:
 
     def tensors(self) -> list[torch.Tensor | None]:
         """Return the module's present tensors in the order of :attr:`names`; None if missing."""
+        # Some code gives a module another dictionary: ``del sequential[-1]`` renames submodules.
+        now = map(dict.get, self._holders, self._holder_keys)
+        if not all(map(operator.is_, now, self._in_holders)) and self._is_followed():
+            self._bind({})
         return [owner.get(name) for owner, name in self._slots]
+
+    def _is_followed(self) -> bool:
+        """Whether each module still has all dictionaries that are read at a call."""
+        held = zip(self._holders, self._holder_keys, strict=True)
+        return all(isinstance(holder.get(key), dict) for holder, key in held)
 
     def requires_grad(self) -> bool:
         """Whether a tensor that compiled code reads or has as a constant requires a gradient."""

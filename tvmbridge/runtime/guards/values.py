@@ -17,17 +17,24 @@ from tvmbridge.core.contents import (
     MISSING,
     PartOf,
     all_held,
+    deeper,
     is_constant,
     is_flat,
     may_grow,
     same_value,
     state_of,
 )
+from tvmbridge.core.states import StateOf
 from tvmbridge.graph_capture.observe.attributes import own_names
 from tvmbridge.graph_capture.observe.data import is_of_users
 from tvmbridge.runtime.guards.class_entries import ClassEntries, registered_names
 from tvmbridge.runtime.guards.forwards import StandsForForward, stands_for
-from tvmbridge.runtime.guards.holding import Beyond, Container, WatchedPart
+from tvmbridge.runtime.guards.holding import (
+    Beyond,
+    Container,
+    WatchedPart,
+    WatchedState,
+)
 
 
 class _Names:
@@ -117,13 +124,16 @@ class _Watched:
         expected = copy.deepcopy(self.expected, dict(memo))
         return _Watched(owner, self.name, self.label, expected)
 
-    def _hold(self, value: Any, expected: Any, depth: int) -> None:
-        if depth == 0:
+    def _hold(self, value: Any, expected: Any, depth: float) -> None:
+        if depth <= 0:
+            return
+        if isinstance(expected, StateOf):
+            self.held.append((value, expected))
             return
         if isinstance(expected, PartOf):
             self.held.append((value, expected))
             for name, each in expected.attributes.items():
-                self._hold(expected.found(value, name), each, depth - 1)
+                self._hold(expected.found(value, name), each, depth)
             return
         if is_flat(value):
             self.held += [(value, None)] if type(value) is not tuple else []
@@ -134,7 +144,7 @@ class _Watched:
         if not isinstance(value, tuple | frozenset):
             self.held.append((value, None))
         for item, each in zip(held, state_of(expected) or [], strict=False):
-            self._hold(item, each, depth - 1)
+            self._hold(item, each, deeper(value, depth))
 
 
 def _of_class(cls: type[nn.Module], name: str, label: str) -> list[_Watched]:
@@ -159,7 +169,8 @@ def _of_class(cls: type[nn.Module], name: str, label: str) -> list[_Watched]:
 class ValueGuard:
     """Checks that the values that forward read during capture are unchanged.
 
-    The contents of objects are compared to a depth of four; deeper changes are not noticed.
+    What forward reads of a user's objects is compared at any depth. The contents of other objects
+    are compared to a depth of four; deeper changes are not noticed.
     """
 
     def __init__(self, watched: list[_Watched], classes: ClassEntries) -> None:
@@ -221,13 +232,17 @@ class ValueGuard:
         for watched in self._watched:
             watched.changed()
         self._slots = [(w.holder, w.name, w.last, w) for w in self._watched]
-        containers: dict[int, Container] = {}
+        containers: dict[int, Container | WatchedState] = {}
         parts: dict[int, WatchedPart] = {}
         for watched in self._watched:
             for value, part in watched.held:
                 # Many submodules often share one configuration object, so it is compared once.
                 if part is None:
                     containers.setdefault(id(value), Container(value)).watched.append(watched)
+                    continue
+                if isinstance(part, StateOf):
+                    state = WatchedState(value, part)
+                    containers.setdefault(id(value), state).watched.append(watched)
                     continue
                 held = parts.setdefault(id(value), WatchedPart(value, part))
                 held.add(part)
@@ -243,7 +258,7 @@ class ValueGuard:
         slots = [(h, n, v) for h, n, v, _ in self._slots if id(h) not in watched]
         names = [h.owner.__dict__ for h, *_ in slots if isinstance(h, _Names)]
         dicts = [c.dictionary for c in self._containers if c.dictionary is not None]
-        holding: list[Container | WatchedPart] = [*self._parts, *self._containers]
+        holding: list[Container | WatchedPart | WatchedState] = [*self._parts, *self._containers]
         return Beyond(
             dicts=[*names, *dicts],
             places=[place for p in self._parts if not p.part.asks for place in p.places()],
@@ -261,7 +276,7 @@ class ValueGuard:
         if hiding := self._classes.changed():
             return hiding
         suspects = [w for d, name, last, w in self._slots if d.get(name, MISSING) is not last]
-        holding: list[Container | WatchedPart] = [*self._containers, *self._parts]
+        holding: list[Container | WatchedPart | WatchedState] = [*self._containers, *self._parts]
         for container in holding:
             if container.changed():
                 suspects += container.watched
