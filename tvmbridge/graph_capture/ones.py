@@ -43,9 +43,9 @@ def compute_alike(
     Args:
         ones: the trace in which the sizes that are 1 in ``shapes`` are constants.
     """
-    first, other = symbolic.stage_of_all, ones.stage_of_all
-    if first is None or other is None:
+    if not (symbolic.has_dense_results and ones.has_dense_results):
         return False
+    first, other = symbolic.stage, ones.stage
     seen, here = first.observation, other.observation
     assert seen is not None
     assert here is not None

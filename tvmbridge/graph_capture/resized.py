@@ -128,15 +128,20 @@ def resized(
         raise OtherProgramError(f"it is no program: {error}") from error
 
 
-def output_shapes(
+def outputs_at(
     symbolic: ExportedProgram, symbols: Mapping[Any, int]
-) -> list[tuple[int, ...] | None]:
-    """Return the shapes of forward's results for these symbols; None for each that is no tensor."""
+) -> list[torch.Tensor | None]:
+    """Return forward's results for these symbols, as tensors without data; None for no tensor."""
     sizes = NumbersAt(symbols)
     values = {n.name: n.meta.get("val") for n in symbolic.graph.nodes}
     specs = symbolic.graph_signature.output_specs
     results = [values.get(s.arg.name) for s in specs if s.kind is OutputKind.USER_OUTPUT]
-    return [sizes.of(v)[0] if isinstance(v, torch.Tensor) else None for v in results]
+    return [_without_data(v, sizes) if isinstance(v, torch.Tensor) else None for v in results]
+
+
+def _without_data(value: torch.Tensor, sizes: NumbersAt) -> torch.Tensor:
+    shape, stride, dtype, _ = sizes.of(value)
+    return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
 
 
 def is_number(node: fx.Node) -> bool:
