@@ -84,9 +84,7 @@ class SymbolicTrace:
             return False
         return self._strides_at(self.sizes) == seen.strides
 
-    def _strides_at(
-        self, sizes: Mapping[int, Sequence[int]]
-    ) -> tuple[tuple[int, ...] | None, ...]:
+    def _strides_at(self, sizes: Mapping[int, Sequence[int]]) -> tuple[tuple[int, ...] | None, ...]:
         """Return the dense strides that results have in the trace at these sizes."""
         return tuple(
             None if each is None else dense_strides(each)

@@ -129,9 +129,7 @@ def resized(
         raise OtherProgramError(f"it is no program: {error}") from error
 
 
-def outputs_at(
-    symbolic: ExportedProgram, symbols: Mapping[Any, int]
-) -> list[torch.Tensor | None]:
+def outputs_at(symbolic: ExportedProgram, symbols: Mapping[Any, int]) -> list[torch.Tensor | None]:
     """Return forward's results for these symbols, as tensors without data; None for no tensor."""
     sizes = NumbersAt(symbols)
     values = {n.name: n.meta.get("val") for n in symbolic.graph.nodes}
