@@ -43,6 +43,38 @@ class Counted(nn.Module):
         return x * 2, x.shape[0]
 
 
+class Transposed(nn.Module):
+    """Returns a result that is not contiguous, and its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.project(x).transpose(0, 1), self.project.weight
+
+
+class Whole(nn.Module):
+    """Slices all elements, as models that compute the logits of the last positions do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x)[:, slice(0, None)].sum(-1)
+
+
+class ReturnsWhole(nn.Module):
+    """Returns a slice of all elements."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x)[:, slice(0, None)]
+
+
+class Viewed(nn.Module):
+    """Returns a view of its argument."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x * 2, x[:, :2]
+
+
 def _x(rows: int, length: int) -> tuple[Any, dict[str, Any]]:
     return (torch.randn(rows, length, 8),), {}
 
@@ -73,7 +105,28 @@ def _told(node: torch.fx.Node) -> Any:
     return repr((node, node.target, node.args, node.kwargs, value))
 
 
-@pytest.mark.parametrize("module", [Marked(), Counted()])
+@pytest.mark.parametrize("module", [Transposed(), Whole()])
+def test_strides_and_whole_slices_need_no_further_capture(module: nn.Module) -> None:
+    like = capture(module, _x(7, 31)[0], needs_grad=False)
+    found = _traced(module).captured(like, _x(7, 31), _x(5, 17))
+    expected = capture(module, _x(5, 17)[0], needs_grad=False)
+    assert found is not None
+    assert (found.inputs, found.outputs) == (expected.inputs, expected.outputs)
+    alias = torch.ops.aten.alias.default
+    targets = [n.target for n in expected.program.graph.nodes if n.target is not alias]
+    assert [n.target for n in found.program.graph.nodes] == targets
+
+
+def test_a_returned_slice_of_all_elements_is_the_result() -> None:
+    module = ReturnsWhole()
+    like = capture(module, _x(7, 31)[0], needs_grad=False)
+    found = _traced(module).captured(like, _x(7, 31), _x(5, 17))
+    if found is not None:
+        x = _x(5, 17)[0][0]
+        assert torch.equal(found.program.module(check_guards=False)(x), module(x))
+
+
+@pytest.mark.parametrize("module", [Marked(), Counted(), Viewed()])
 def test_sizes_beside_tensors_are_not_guessed(module: nn.Module) -> None:
     like = capture(module, _x(7, 31)[0], needs_grad=False)
     assert _traced(module).captured(like, _x(7, 31), _x(5, 17)) is None

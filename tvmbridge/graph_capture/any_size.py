@@ -13,6 +13,7 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from tvmbridge.calls.arguments import Arguments
+from tvmbridge.calls.layouts import dense_strides
 from tvmbridge.core.autocast import Autocast
 from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.core.errors import CaptureError
@@ -27,7 +28,7 @@ from tvmbridge.graph_capture.observe.descriptors import (
 from tvmbridge.graph_capture.observe.refusal import first_paragraph
 from tvmbridge.graph_capture.observe.staging import StagedModule, staged
 from tvmbridge.graph_capture.relations import Relations, relations_in
-from tvmbridge.graph_capture.resized import OtherProgramError, output_shapes, resized
+from tvmbridge.graph_capture.resized import OtherProgramError, outputs_at, resized
 
 logger = logging.getLogger(__name__)
 
@@ -49,24 +50,46 @@ class SymbolicTrace:
     sizes: Mapping[int, Sequence[int]]
     needs_grad: bool
 
-    @functools.cached_property
-    def stage_of_all(self) -> StagedModule | None:
-        """Return the traced module if what its run showed holds at all sizes, else None.
+    def stage_at(self, arguments: Arguments) -> StagedModule | None:
+        """Return the traced module with what its run would show for ``arguments``.
 
-        What a run shows depends on sizes if forward assigns attributes or rebinds buffers, if
-        results share memory, or if a result is not contiguous.
+        Return None if this does not follow from the trace: forward assigns attributes or rebinds
+        buffers, results are views, or the trace has other strides for results than eager PyTorch.
         """
         seen = self.stage.observation
+        if seen is None or not self._shows_all:
+            return None
+        strides = self._strides_at(shapes_of(arguments))
+        return replace(self.stage, observation=replace(seen, strides=strides))
+
+    @functools.cached_property
+    def has_dense_results(self) -> bool:
+        """Whether :meth:`stage_at` is known, with contiguous results."""
+        results = outputs_at(self.program, self.relations.symbols(self.sizes))
+        return self._shows_all and all(
+            result is None or dense_strides(result) == make_contiguous_strides_for(result.shape)
+            for result in results
+        )
+
+    @functools.cached_property
+    def _shows_all(self) -> bool:
+        """Whether the run of the module shows nothing that depends on sizes, except for strides."""
+        seen = self.stage.observation
         if seen is None or seen.assigned or seen.rebound:
-            return None
-        if any(seen.sharing.aliases) or seen.sharing.bases or seen.sharing.exchanged:
-            return None
-        shapes = output_shapes(self.program, self.relations.symbols(self.sizes))
-        dense = [s if s is None else make_contiguous_strides_for(s) for s in shapes]
-        if dense != list(seen.strides):
-            return None
-        # Strides of None mean contiguous results.
-        return replace(self.stage, observation=replace(seen, strides=(None,) * len(dense)))
+            return False
+        if seen.sharing.bases or seen.sharing.exchanged:
+            return False
+        aliases = filter(None, seen.sharing.aliases)
+        if any(alias.shape is not None or alias.steps for alias in aliases):
+            return False
+        return self._strides_at(self.sizes) == seen.strides
+
+    def _strides_at(self, sizes: Mapping[int, Sequence[int]]) -> tuple[tuple[int, ...] | None, ...]:
+        """Return the dense strides that results have in the trace at these sizes."""
+        return tuple(
+            None if each is None else dense_strides(each)
+            for each in outputs_at(self.program, self.relations.symbols(sizes))
+        )
 
     def captured(
         self, like: CapturedGraph, there: Arguments, arguments: Arguments
@@ -76,10 +99,10 @@ class SymbolicTrace:
         Return None if the symbolic trace cannot give it, so that ``arguments`` need a capture of
         their own.
         """
-        if self.stage_of_all is None or like.prologue is not None or like.epilogue is not None:
+        stage = self.stage_at(arguments)
+        if stage is None or like.prologue is not None or like.epilogue is not None:
             return None
-        seen = self.stage_of_all.observation
-        assert seen is not None
+        assert stage.observation is not None
         symbols = [self.relations.symbols(shapes_of(each)) for each in (there, arguments)]
         try:
             program = resized(like.program, self.program, *symbols)
@@ -91,7 +114,7 @@ class SymbolicTrace:
             like,
             program=program,
             inputs=describe_inputs(self.stage.module, program, leaves, self.needs_grad)[0],
-            outputs=with_aliases(describe_outputs(program, like.device), seen),
+            outputs=with_aliases(describe_outputs(program, like.device), stage.observation),
             noise=find_noise(program.graph),
         )
 

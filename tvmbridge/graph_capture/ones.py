@@ -43,9 +43,9 @@ def compute_alike(
     Args:
         ones: the trace in which the sizes that are 1 in ``shapes`` are constants.
     """
-    first, other = symbolic.stage_of_all, ones.stage_of_all
-    if first is None or other is None:
+    if not (symbolic.has_dense_results and ones.has_dense_results):
         return False
+    first, other = symbolic.stage, ones.stage
     seen, here = first.observation, other.observation
     assert seen is not None
     assert here is not None
@@ -58,13 +58,13 @@ def compute_alike(
     programs = symbolic.program, ones.program
     kinds = [[type(s.arg) for s in p.graph_signature.output_specs] for p in programs]
     return kinds[0] == kinds[1] and all(
-        _described(symbolic.program, symbolic.relations.symbols(each))
-        == _described(ones.program, ones.relations.symbols(each))
+        described_at(symbolic.program, symbolic.relations.symbols(each))
+        == described_at(ones.program, ones.relations.symbols(each))
         for each in shapes
     )
 
 
-def _described(program: ExportedProgram, symbols: Mapping[Any, int]) -> list[Any]:
+def described_at(program: ExportedProgram, symbols: Mapping[Any, int]) -> list[Any]:
     """Return the operators of a program with their arguments and the shapes of their results."""
     sizes, numbers = NumbersAt(symbols), dict[fx.Node, int]()
     found: list[Any] = []

@@ -29,6 +29,7 @@ from tvmbridge.core.torch_private import pytree
 
 _PLAIN: dict[Any, Any] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 _SYMBOLIC = tuple(_PLAIN)
+_ALIAS = torch.ops.aten.alias.default
 # Checks of sizes; the relations between sizes contain the same conditions.
 _CHECKS = frozenset(
     {
@@ -92,7 +93,7 @@ def resized(
         OtherProgramError: ``symbolic`` at the sizes ``here`` differs from ``program``.
     """
     of_sizes = [n for n in symbolic.graph.nodes if not is_number(n) and not _is_whole(n)]
-    given = list(program.graph.nodes)
+    given = [n for n in program.graph.nodes if n.target is not _ALIAS]
     if len(of_sizes) != len(given):
         raise OtherProgramError("the trace with symbols has more operators, or fewer")
     kinds = [
@@ -128,15 +129,18 @@ def resized(
         raise OtherProgramError(f"it is no program: {error}") from error
 
 
-def output_shapes(
-    symbolic: ExportedProgram, symbols: Mapping[Any, int]
-) -> list[tuple[int, ...] | None]:
-    """Return the shapes of forward's results for these symbols; None for each that is no tensor."""
+def outputs_at(symbolic: ExportedProgram, symbols: Mapping[Any, int]) -> list[torch.Tensor | None]:
+    """Return forward's results for these symbols, as tensors without data; None for no tensor."""
     sizes = NumbersAt(symbols)
     values = {n.name: n.meta.get("val") for n in symbolic.graph.nodes}
     specs = symbolic.graph_signature.output_specs
     results = [values.get(s.arg.name) for s in specs if s.kind is OutputKind.USER_OUTPUT]
-    return [sizes.of(v)[0] if isinstance(v, torch.Tensor) else None for v in results]
+    return [_without_data(v, sizes) if isinstance(v, torch.Tensor) else None for v in results]
+
+
+def _without_data(value: torch.Tensor, sizes: NumbersAt) -> torch.Tensor:
+    shape, stride, dtype, _ = sizes.of(value)
+    return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
 
 
 def is_number(node: fx.Node) -> bool:
@@ -145,7 +149,9 @@ def is_number(node: fx.Node) -> bool:
 
 
 def _is_whole(node: fx.Node) -> bool:
-    """Whether a node slices all elements, which a trace without symbols leaves out."""
+    """Whether a node slices all elements, where a trace without symbols has an alias or nothing."""
+    if node.target is _ALIAS:
+        return True
     if node.target is not torch.ops.aten.slice.Tensor or len(node.args) > 4:
         return False
     given = node.all_input_nodes[0]
@@ -166,11 +172,18 @@ def _refuse_other(
     if node.op != "output" and node.op != "placeholder" and node.target != other.target:
         raise OtherProgramError(f"{other.target} stands for {node.target}")
     arguments = _arguments(other, known, partners)
-    if pytree.tree_map(repr, arguments) != pytree.tree_map(repr, (node.args, node.kwargs)):
+    given = pytree.tree_map(_without_alias, (node.args, node.kwargs))
+    if pytree.tree_map(repr, arguments) != pytree.tree_map(repr, given):
         raise OtherProgramError(f"{node.name} has other arguments with symbols")
     values = [pytree.tree_map(known.of, each.meta.get("val")) for each in (node, other)]
     if values[0] != values[1]:
         raise OtherProgramError(f"{node.name} is {values[1]} with symbols, and not {values[0]}")
+
+
+def _without_alias(value: Any) -> Any:
+    while isinstance(value, fx.Node) and value.target is _ALIAS:
+        value = value.args[0]
+    return value
 
 
 def arguments_of(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -187,7 +187,7 @@ def lowered_at_all(
     made: Results = {}
     with padding_by_sizes(_pads_by_sizes(trace)):
         with recorded_decisions(results=made) as decisions:
-            lowered = [lower(first, Known(trace.stage_of_all))]
+            lowered = [lower(first, Known(trace.stage_at(sample_at(first))))]
         for point in others:
             known = _known(trace, lowered[0].lowered, sample_at(first), sample_at(point))
             with refused_as_different(), repeated_decisions(decisions, made):
@@ -264,11 +264,11 @@ def compile_symbolic(
 
 def _known(trace: SymbolicTrace, first: LoweredModule, there: Arguments, here: Arguments) -> Known:
     """Return results for the arguments ``there`` that are valid for the arguments ``here`` too."""
-    captured = trace.captured(first.captured, there, here)
+    stage, captured = trace.stage_at(here), trace.captured(first.captured, there, here)
     derivation = first.derivation
     if captured is None or derivation is None or derivation.layouts:
-        return Known(trace.stage_of_all, captured)
-    return Known(trace.stage_of_all, captured, derivation.facts)
+        return Known(stage, captured)
+    return Known(stage, captured, derivation.facts)
 
 
 def _laid_out(lowered: LoweredModule, records: list[PassRecord]) -> _Lowered:

@@ -16,8 +16,10 @@ from torch.utils import _pytree as pytree
 from tests.models import TransformerLayer
 from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.graph_capture import capture as capturing
+from tvmbridge.graph_capture.any_size import traced_with_symbols
 from tvmbridge.graph_capture.capture import capture
-from tvmbridge.graph_capture.trace import operator_traces
+from tvmbridge.graph_capture.ones import described_at
+from tvmbridge.graph_capture.trace import by_operator, operator_traces
 
 
 class Stack(nn.Module):
@@ -280,3 +282,39 @@ def test_operators_that_are_not_decomposed_need_no_trace(monkeypatch: pytest.Mon
     monkeypatch.setattr(operator_traces, "traced_without_writes", noted)
     capture(Arithmetic().eval(), torch.rand(4, 4))
     assert not traced
+
+
+class Sized(nn.Module):
+    """Computes with sizes: in views, slices, a mask, a mean, and a size that is a product."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        rows, length, width = x.shape
+        windows = x[:, :-1].unfold(1, 2, 2).mean(-1)
+        mask = torch.ones(length, length, dtype=torch.bool).tril()
+        attended = functional.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+        longer = torch.cat([x, x[:, :3]], 1).view(rows, (length + 3) * width)
+        return windows.cumsum(1), attended, longer.softmax(1), x.sum(1) / length
+
+
+@pytest.mark.parametrize("module", [Sized(), Stack().eval()])
+def test_traces_with_symbols_are_decomposed_alike(
+    module: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*given: Any) -> Any:
+        raise AssertionError("decomposed as a whole")
+
+    def left_to_pytorch(*given: Any) -> Any:
+        raise operator_traces.NotByOperatorError("for the test")
+
+    def traced() -> Any:
+        x = torch.randn(12, 34, 8)
+        trace = traced_with_symbols(module, (x,), {}, [(0, 0), (0, 1)], needs_grad=False)
+        guards = sorted(map(str, trace.relations.guards))
+        values = trace.relations.symbols({0: (5, 9, 8)})
+        return guards, str(trace.relations.shapes), described_at(trace.program, values)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ExportedProgram, "run_decompositions", refuse)
+        ours = traced()
+    monkeypatch.setattr(by_operator, "_by_operator", left_to_pytorch)
+    assert ours == traced()

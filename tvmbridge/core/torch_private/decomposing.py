@@ -48,24 +48,25 @@ def as_run_decompositions(module: torch.fx.GraphModule, table: Any) -> Iterator[
 
 
 def traced_without_writes(
-    function: Callable[..., Any], tensors: list[torch.Tensor], table: Any, may_write: int
+    function: Callable[..., Any], operands: list[Any], table: Any, may_write: int
 ) -> torch.fx.Graph:
-    """Return the graph of ``function(*tensors)``, decomposed by ``table``, with writes removed.
+    """Return the graph of ``function(*operands)``, decomposed by ``table``, with writes removed.
 
     Args:
-        tensors: the operands, which are fake.
+        operands: fake tensors, and numbers that are symbols.
         may_write: the number of operands, from the first on, that the function may write into.
 
     Raises:
         WritesOperandError: the function writes into another operand.
     """
 
-    def called(*given: torch.Tensor) -> Any:
+    def called(*given: Any) -> Any:
         functionalize = torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)
         with torch._C._ExcludeDispatchKeyGuard(functionalize):
-            held: list[Any] = [_FunctionalTensor.to_functional(tensor) for tensor in given]
+            held = [_functional(operand) for operand in given]
             results = function(*held)
-            if any(_untyped._functionalize_has_data_mutation(h.elem) for h in held[may_write:]):
+            unwritten = [h for h in held[may_write:] if isinstance(h, _FunctionalTensor)]
+            if any(_untyped._functionalize_has_data_mutation(h.elem) for h in unwritten):
                 raise WritesOperandError
             return torch.utils._pytree.tree_map(_value_of, results)
 
@@ -73,9 +74,16 @@ def traced_without_writes(
         pre_dispatch=False, export=True, _allow_token_discovery=True
     )
     with torch._dispatch.python.enable_python_dispatcher(), without_writes:
-        traced = make_fx(called, table, pre_dispatch=False)(*tensors)
+        traced = make_fx(called, table, pre_dispatch=False)(*operands)
     assert isinstance(traced, torch.fx.GraphModule)
     return traced.graph
+
+
+def _functional(operand: Any) -> Any:
+    if not isinstance(operand, torch.Tensor):
+        return operand
+    made: Any = _FunctionalTensor.to_functional(operand)
+    return made
 
 
 def _value_of(result: Any) -> Any:

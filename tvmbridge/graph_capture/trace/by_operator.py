@@ -11,8 +11,8 @@ further call of the same operator on operands with the same metadata.
 
 An operator may write into a tensor that no other value shares memory with: the new value takes the
 place of the old one. A program that this cannot decompose as PyTorch would is left to
-``run_decompositions``: one that writes otherwise, has subgraphs, sizes that are symbols, or tensors
-that are not plain.
+``run_decompositions``: one that writes otherwise, has subgraphs, sizes that depend on data, or
+tensors that are not plain. Sizes may be symbols; numbers that are computed from them are copied.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ from tvmbridge.graph_capture.trace.operator_traces import (
     OperatorTrace,
     Table,
     Traces,
+    is_known_number,
+    is_operand,
     is_plain,
 )
 
@@ -72,7 +74,7 @@ def _by_operator(program: ExportedProgram, table: Table) -> ExportedProgram:
         graph=graph,
         graph_signature=_signature(program.graph_signature, graph),
         state_dict=program.state_dict,
-        range_constraints={},
+        range_constraints=program.range_constraints,
         module_call_graph=program.module_call_graph,
         example_inputs=program.example_inputs,
         constants=program.constants,
@@ -85,8 +87,8 @@ def _refuse_unlike(program: ExportedProgram) -> None:
     """Refuse a program with a node whose decomposition may depend on other nodes."""
     signature = program.graph_signature
     kinds = {spec.kind for spec in signature.output_specs}
-    if kinds - {OutputKind.USER_OUTPUT} or program.range_constraints:
-        raise NotByOperatorError("it writes, or has symbols")
+    if kinds - {OutputKind.USER_OUTPUT}:
+        raise NotByOperatorError("it writes")
     if any(spec.kind not in _INPUTS for spec in signature.input_specs):
         raise NotByOperatorError("an input is neither a tensor nor a constant")
     called = [entry.signature for entry in program.module_call_graph]
@@ -95,7 +97,7 @@ def _refuse_unlike(program: ExportedProgram) -> None:
     for node in program.graph.nodes:
         if node.op not in ("placeholder", "call_function", "output"):
             raise NotByOperatorError(f"{node.op} {node.target}")
-        if node.op != "call_function":
+        if node.op != "call_function" or _is_of_numbers(node):
             continue
         if not isinstance(node.target, OpOverload):
             if node.target is not operator.getitem:
@@ -124,7 +126,10 @@ class _Copier:
         """Return ``graph`` with its calls decomposed."""
         self._writes = writes_of(graph)
         for node in graph.nodes:
-            if node.op == "call_function":
+            if node.op == "call_function" and _is_of_numbers(node):
+                self._nodes[node] = copy = self._graph.node_copy(node, self._nodes.__getitem__)
+                self._values[copy] = node.meta.get("val")
+            elif node.op == "call_function":
                 self._nodes[node] = result = self._called(node)
                 self._nodes.update(dict.fromkeys(self._writes.get(node, ()), result))
             elif node.op == "placeholder":
@@ -154,7 +159,8 @@ class _Copier:
         leaves = [self._values[n] if isinstance(n, fx.Node) else n for n in here]
         trace = self._traces.of(node.target, leaves, structure)
         # By value, as the tensors of a trace are told apart.
-        operands = {id(self._values[n]): n for n in here if isinstance(n, fx.Node)}
+        nodes_here = (n for n in here if isinstance(n, fx.Node))
+        operands = {id(self._values[n]): n for n in nodes_here if is_operand(self._values[n])}
         return self._inlined(trace, list(operands.values()), node)
 
     def _inlined(self, trace: OperatorTrace, operands: Sequence[fx.Node], source: fx.Node) -> Any:
@@ -185,6 +191,13 @@ class _Copier:
         args, kwargs = fx.map_arg((copy.args, copy.kwargs), self._values.__getitem__)
         value = copy.target(*args, **kwargs)  # type: ignore[operator]
         return pytree.tree_map_only(torch.Tensor, _without_gradient, value)
+
+
+def _is_of_numbers(node: fx.Node) -> bool:
+    """Whether a node computes a number from sizes, or checks one."""
+    given = (n.meta.get("val") for n in node.all_input_nodes)
+    checks = node.meta.get("val") is None and all(map(is_known_number, given))
+    return is_known_number(node.meta.get("val")) or (checks and bool(node.all_input_nodes))
 
 
 def _name(target: Any) -> str | None:

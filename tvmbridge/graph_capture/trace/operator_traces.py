@@ -23,6 +23,7 @@ from tvmbridge.core.torch_private.decomposing import WritesOperandError, traced_
 
 Table: TypeAlias = dict[Any, Callable[..., Any]]
 
+_SYMBOLIC = torch.SymInt | torch.SymFloat | torch.SymBool
 # The keys whose kernels replace an operator by others, in the trace of a call.
 _REPLACED_BY = (DispatchKey.CompositeImplicitAutograd, DispatchKey.Functionalize)
 
@@ -35,7 +36,7 @@ class NotByOperatorError(Exception):
 class OperatorTrace:
     """The decomposition of one call.
 
-    - ``graph``: its operators; the placeholders are the tensors among the operands.
+    - ``graph``: its operators; the placeholders are the operands that are tensors or symbols.
     - ``views``: the nodes whose result shares memory with an operand or an earlier result.
     """
 
@@ -68,19 +69,19 @@ class Traces:
         return found
 
     def _traced(self, func: OpOverload, leaves: Sequence[Any], structure: Any) -> OperatorTrace:
-        tensors = list({id(leaf): leaf for leaf in leaves if _is_tensor(leaf)}.values())
-        positions = {id(tensor): i for i, tensor in enumerate(tensors)}
+        operands = list({id(leaf): leaf for leaf in leaves if is_operand(leaf)}.values())
+        positions = {id(operand): i for i, operand in enumerate(operands)}
 
         def call(*given: Any) -> Any:
-            put = [given[positions[id(leaf)]] if _is_tensor(leaf) else leaf for leaf in leaves]
+            put = [given[positions[id(leaf)]] if is_operand(leaf) else leaf for leaf in leaves]
             args, kwargs = pytree.tree_unflatten(put, structure)
             return func(*args, **kwargs)
 
         try:
             written = int(func._schema.is_mutable)
-            graph = None if func in self.table else _graph_of_one(func, call, tensors)
+            graph = None if func in self.table else _graph_of_one(func, call, operands)
             if graph is None:
-                graph = traced_without_writes(call, tensors, self.table, written)
+                graph = traced_without_writes(call, operands, self.table, written)
         except WritesOperandError as error:
             # Batch norm writes its running statistics, which its schema does not declare.
             raise NotByOperatorError(f"{func} writes into an operand") from error
@@ -108,6 +109,8 @@ def _graph_of_one(
 
     Return None for others. PyTorch's own trace takes some milliseconds for each operator.
     """
+    if not all(map(_is_tensor, tensors)):
+        return None
     schema = func._schema
     if any(a.alias_info is not None for a in (*schema.arguments, *schema.returns)):
         return None
@@ -137,14 +140,25 @@ def _is_tensor(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor)
 
 
+def is_operand(leaf: Any) -> bool:
+    """Whether an argument of an operator is a placeholder of its trace."""
+    return isinstance(leaf, torch.Tensor | _SYMBOLIC)
+
+
 def _described(leaf: Any, numbers: dict[int, int]) -> Any:
-    """Return what a decomposition may depend on; ``numbers`` counts the distinct tensors."""
-    if not isinstance(leaf, torch.Tensor):
+    """Return what a decomposition may depend on; ``numbers`` counts the distinct operands."""
+    if not is_operand(leaf):
         return type(leaf), leaf, repr(leaf) if isinstance(leaf, float | complex) else None
     number = numbers.setdefault(id(leaf), len(numbers))
-    offset, records = leaf.storage_offset(), leaf.requires_grad
-    where = (leaf.device, offset, number, records, isinstance(leaf, torch.nn.Parameter))
-    return (tuple(leaf.shape), leaf.stride(), leaf.dtype, *where)
+    if not isinstance(leaf, torch.Tensor):
+        return type(leaf), leaf.node.expr, number
+    sizes = tuple(map(_expression, (*leaf.shape, *leaf.stride(), leaf.storage_offset())))
+    where = (leaf.device, number, leaf.requires_grad, isinstance(leaf, torch.nn.Parameter))
+    return (sizes, leaf.dtype, *where)
+
+
+def _expression(size: Any) -> Any:
+    return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
 def _views(graph: fx.Graph) -> frozenset[fx.Node]:
@@ -161,6 +175,8 @@ def _views(graph: fx.Graph) -> frozenset[fx.Node]:
         value = node.meta.get("val")
         if node.op not in ("placeholder", "call_function"):
             raise NotByOperatorError(f"a decomposition has {node.op} {node.target}")
+        if is_known_number(value):
+            continue
         if not isinstance(node.target, OpOverload | str) and node.target is not operator.getitem:
             raise NotByOperatorError(f"a decomposition calls {node.target}")
         if not all(map(is_plain, pytree.tree_leaves(value))):
@@ -178,6 +194,11 @@ def is_plain(value: Any) -> bool:
         type(value) in (FakeTensor, torch.nn.Parameter)
         and isinstance(value, FakeTensor)
         and value.layout is torch.strided
-        and all(type(n) is int for n in (*value.shape, *value.stride()))
+        and all(type(n) is int or is_known_number(n) for n in (*value.shape, *value.stride()))
         and not (value.is_conj() or value.is_neg() or value.is_quantized)
     )
+
+
+def is_known_number(value: Any) -> bool:
+    """Whether ``value`` is an expression of the sizes of inputs, and so does not depend on data."""
+    return isinstance(value, _SYMBOLIC) and value.node.hint is not None
