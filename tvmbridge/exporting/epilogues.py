@@ -95,7 +95,11 @@ class _Group:
         """Return the group of the first ``steps`` operators, which read ``operands``."""
         members = {v: n for v, n in self.numbers.items() if n <= steps}
         return _Group(
-            self.producer, self.shape, members, self.names[: steps + 1], self.steps[:steps],
+            self.producer,
+            self.shape,
+            members,
+            self.names[: steps + 1],
+            self.steps[:steps],
             self.operands[:operands],
         )
 
@@ -211,7 +215,7 @@ class _Fuser:
                 return False
             step: Step | None = Step(None, (group.numbers[args[0]],))
         else:
-            sources = {param: arg for param, arg in zip(kernel.params, args, strict=False)}
+            sources = dict(zip(kernel.params, args, strict=False))
             step = _step(group, stage, [sources.get(read.buffer) for read in stage.loads])
         if step is None:
             return False
@@ -220,9 +224,7 @@ class _Fuser:
         group.names.append(callee.name_hint)
         return True
 
-    def _call(
-        self, group: _Group, value: relax.Call, loops: tirx.PrimFunc
-    ) -> list[relax.Binding]:
+    def _call(self, group: _Group, value: relax.Call, loops: tirx.PrimFunc) -> list[relax.Binding]:
         """Return the bindings of a fused call."""
         callee = self.builder.add_func(loops, group.name)
         bindings, operands = [], []
@@ -284,7 +286,9 @@ def _dims(shape: Shape, stage: KernelStage, read: Load) -> tuple[int, ...] | Non
     for index, extent in zip(read.indices, read.buffer.shape, strict=True):
         if int(extent) == 1:
             continue
-        place = next((p for p, d in enumerate(stage.dims) if d is not None and d.same_as(index)), -1)
+        place = next(
+            (p for p, d in enumerate(stage.dims) if d is not None and d.same_as(index)), -1
+        )
         if place < 0 or extents[place] != int(extent) or place <= max(indexed, default=-1):
             return None
         indexed.append(place)

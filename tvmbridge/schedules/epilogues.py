@@ -119,7 +119,10 @@ class _Fusing:
         if isinstance(stmt, SBlockRealize):
             block = stmt.block
             made = SBlock(
-                block.iter_vars, block.reads, block.writes, block.name_hint,
+                block.iter_vars,
+                block.reads,
+                block.writes,
+                block.name_hint,
                 self.rewritten(block.body),
             )
             return SBlockRealize(stmt.iter_values, stmt.predicate, made)
