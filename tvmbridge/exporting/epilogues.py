@@ -40,7 +40,7 @@ from tvmbridge.passes.base import (
     with_bindings,
 )
 from tvmbridge.schedules import is_reshape, is_scheduled
-from tvmbridge.schedules.epilogues import Epilogue, NotFusedError, Operand, Step, fused
+from tvmbridge.schedules.epilogues import StoreEpilogue, NotFusedError, ReadOperand, Step, fused
 from tvmbridge.schedules.kernel import Kernel, KernelStage, parse
 from tvmbridge.schedules.reader import Load, variables
 
@@ -73,7 +73,7 @@ class FuseEpilogues(RelaxPass):
 
 
 @dataclass
-class _Group:
+class _EpilogueGroup:
     """A kernel's call with operators that follow it.
 
     - ``producer``: the variable of the kernel's result.
@@ -91,10 +91,10 @@ class _Group:
     steps: list[Step] = field(default_factory=list)
     operands: list[tuple[relax.Expr, Shape]] = field(default_factory=list)
 
-    def until(self, steps: int, operands: int) -> _Group:
+    def until(self, steps: int, operands: int) -> _EpilogueGroup:
         """Return the group of the first ``steps`` operators, which read ``operands``."""
         members = {v: n for v, n in self.numbers.items() if n <= steps}
-        return _Group(
+        return _EpilogueGroup(
             self.producer,
             self.shape,
             members,
@@ -138,7 +138,7 @@ class _Fuser:
             if group is None:
                 continue
             try:
-                epilogue = Epilogue(tuple(group.steps), tuple(s for _, s in group.operands))
+                epilogue = StoreEpilogue(tuple(group.steps), tuple(s for _, s in group.operands))
                 loops = fused(kernel, epilogue)
             except NotFusedError:
                 self.report.decline(value.args[0].name_hint, "it stores no vectors of its result")
@@ -170,10 +170,10 @@ class _Fuser:
         callee = self.mod[value.args[0]]
         return callee if isinstance(callee, tirx.PrimFunc) else None
 
-    def _group(self, producer: relax.Var, value: relax.Call) -> _Group | None:
+    def _group(self, producer: relax.Var, value: relax.Call) -> _EpilogueGroup | None:
         """Return the largest group of which nothing but the last result is read elsewhere."""
         shape = shape_of(value) or ()
-        group = _Group(producer, shape, {producer: 0}, [value.args[0].name_hint])
+        group = _EpilogueGroup(producer, shape, {producer: 0}, [value.args[0].name_hint])
         found: tuple[int, int] | None = None
         pending = [self.places[r] for r in self.readers[producer] if r in self.places]
         order = list(self.bound)
@@ -193,11 +193,11 @@ class _Fuser:
                 found = len(group.steps), len(group.operands)
         return None if found is None else group.until(*found)
 
-    def _is_closed(self, group: _Group) -> bool:
+    def _is_closed(self, group: _EpilogueGroup) -> bool:
         *inner, _ = group.numbers
         return all(reader in group.numbers for var in inner for reader in self.readers[var])
 
-    def _join(self, group: _Group, var: relax.Var) -> bool:
+    def _join(self, group: _EpilogueGroup, var: relax.Var) -> bool:
         """Add the operator that computes ``var`` to a group, if it is element-wise."""
         value = self.bound[var]
         loops = self._callee(value)
@@ -224,7 +224,9 @@ class _Fuser:
         group.names.append(callee.name_hint)
         return True
 
-    def _call(self, group: _Group, value: relax.Call, loops: tirx.PrimFunc) -> list[relax.Binding]:
+    def _call(
+        self, group: _EpilogueGroup, value: relax.Call, loops: tirx.PrimFunc
+    ) -> list[relax.Binding]:
         """Return the bindings of a fused call."""
         callee = self.builder.add_func(loops, group.name)
         bindings, operands = [], []
@@ -245,7 +247,7 @@ class _Fuser:
         return [*bindings, binding(result, call), view]
 
 
-def _step(group: _Group, stage: KernelStage, args: list[relax.Expr | None]) -> Step | None:
+def _step(group: _EpilogueGroup, stage: KernelStage, args: list[relax.Expr | None]) -> Step | None:
     """Return the step of an operator whose loads read ``args``; None if it is not element-wise.
 
     The operands that it reads are added to the group.
@@ -255,7 +257,7 @@ def _step(group: _Group, stage: KernelStage, args: list[relax.Expr | None]) -> S
     dtypes = {str(stage.buffer.dtype), *(str(read.buffer.dtype) for read in stage.loads)}
     if stage.reduction or not stage.vectorizable or dtypes != {_FLOAT} or not used <= names:
         return None
-    sources: list[Operand | int] = []
+    sources: list[ReadOperand | int] = []
     added: list[tuple[relax.Expr, Shape]] = []
     for read, arg in zip(stage.loads, args, strict=True):
         if arg is None:
@@ -269,7 +271,7 @@ def _step(group: _Group, stage: KernelStage, args: list[relax.Expr | None]) -> S
             sources.append(group.numbers[arg])
             continue
         shape = tuple(group.shape[d] for d in dims) or (1,)
-        sources.append(Operand(len(group.operands) + len(added), dims))
+        sources.append(ReadOperand(len(group.operands) + len(added), dims))
         added.append((arg, shape))
     group.operands += added
     return Step(stage, tuple(sources))

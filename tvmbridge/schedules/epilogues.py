@@ -30,7 +30,7 @@ class NotFusedError(Exception):
 
 
 @dataclass(frozen=True)
-class Operand:
+class ReadOperand:
     """An operand of an operator that the kernel did not compute.
 
     - ``number``: its place among the operands.
@@ -51,11 +51,11 @@ class Step:
     """
 
     stage: KernelStage | None
-    sources: tuple[Operand | int, ...]
+    sources: tuple[ReadOperand | int, ...]
 
 
 @dataclass(frozen=True)
-class Epilogue:
+class StoreEpilogue:
     """The operators that follow a kernel; the result of the last one is stored.
 
     - ``shapes``: the shapes of the operands.
@@ -70,7 +70,7 @@ class Epilogue:
         return sum(s.stage.cost for s in self.steps if s.stage is not None) <= _SHORT
 
 
-def fused(kernel: tirx.PrimFunc, epilogue: Epilogue) -> tirx.PrimFunc:
+def fused(kernel: tirx.PrimFunc, epilogue: StoreEpilogue) -> tirx.PrimFunc:
     """Return ``kernel`` with the operators of ``epilogue``, and operands before its result.
 
     Raises:
@@ -100,7 +100,7 @@ class _Fusing:
     - ``vector``: whether a vector loop is around the statement.
     """
 
-    epilogue: Epilogue
+    epilogue: StoreEpilogue
     operands: Sequence[Buffer]
     out: Buffer
     vector: bool = False
@@ -189,7 +189,7 @@ class _Fusing:
         for step in self.epilogue.steps:
             read = [
                 load(self.operands[s.number], *([indices[d] for d in s.dims] or [integer(0)]))
-                if isinstance(s, Operand)
+                if isinstance(s, ReadOperand)
                 else values[s]
                 for s in step.sources
             ]
