@@ -40,7 +40,7 @@ from tvmbridge.passes.base import (
     with_bindings,
 )
 from tvmbridge.schedules import is_reshape, is_scheduled
-from tvmbridge.schedules.epilogues import StoreEpilogue, NotFusedError, ReadOperand, Step, fused
+from tvmbridge.schedules.epilogues import NotFusedError, ReadOperand, Step, StoreEpilogue, fused
 from tvmbridge.schedules.kernel import Kernel, KernelStage, parse
 from tvmbridge.schedules.reader import Load, variables
 
