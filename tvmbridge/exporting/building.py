@@ -12,6 +12,7 @@ from tvmbridge.core.decisions import sizes_vary
 from tvmbridge.core.types import PassRecord
 from tvmbridge.exporting.aten import SpellOutAtenCalls
 from tvmbridge.exporting.convolutions import ConvolutionsAsProducts
+from tvmbridge.exporting.epilogues import FuseEpilogues
 from tvmbridge.exporting.leftovers import leftovers, refuse
 from tvmbridge.exporting.products import ProductsInLoops
 from tvmbridge.exporting.wide_products import WideProducts
@@ -89,7 +90,7 @@ def _kernel_passes(machine: Machine) -> list[Any]:
         LegalizeOps(),
         relax.transform.AnnotateTIROpPattern(),
         DeadCodeElimination(),
-        *([] if sizes_vary() else [relax.transform.FoldConstant()]),
+        *([] if sizes_vary() else [relax.transform.FoldConstant(), FuseEpilogues()]),
         DeadCodeElimination(),
         FuseOps(),
         relax.transform.FuseTIR(),
