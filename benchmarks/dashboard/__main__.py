@@ -36,6 +36,7 @@ from rich.table import Table
 
 from benchmarks.dashboard.measure import PEERS, Task
 from benchmarks.dashboard.models import SUITES, Entry, entries
+from tvmbridge.core.compiled_half import FOLDER, halves_folder
 
 _TINY_BATCH = 2
 _USUAL = ("eager", "inductor", "reduce-overhead", "tvmbridge", "tvmbridge-compile")

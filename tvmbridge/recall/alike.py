@@ -97,12 +97,12 @@ def _tokens(held: Mapping[str, Any], pinned: list[Any], *, exact: bool) -> list[
     ]
 
 
-def _token(value: Any, pinned: list[Any], depth: int) -> Any:
+def _token(value: Any, pinned: list[Any], depth: float) -> Any:
     kind = type(value)
     if is_constant(value):
         return kind, repr(value)
     if kind in _CONTAINERS:
-        if depth == 0:
+        if depth <= 0:
             raise NoFormError
         items = (
             [each for pair in value.items() for each in pair] if hasattr(value, "items") else value
