@@ -62,7 +62,7 @@ def _parametrizations_computed() -> Iterator[None]:
         yield
     finally:
         if parametrize._cache is instead:  # Otherwise the last region of ``cached()`` has ended.
-            parametrize._cache = kept if parametrize._cache_enabled else {}
+            parametrize._cache = kept if parametrize._cache_enabled or not kept else {}
 
 
 @contextmanager
