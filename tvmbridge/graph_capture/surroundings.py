@@ -50,18 +50,21 @@ class _Nothing(dict[Any, Any]):
         pass
 
 
+# One for all traces: equal layers share code only if no name of PyTorch has another value.
+_NOTHING = _Nothing()
+
+
 @contextmanager
 def _parametrizations_computed() -> Iterator[None]:
     """Compute each parametrization within the context, though the caller is in ``cached()``.
 
     The cache belongs to the process, and would keep the tensors of a trace for later calls.
     """
-    kept, parametrize._cache = parametrize._cache, _Nothing()
-    instead = parametrize._cache
+    kept, parametrize._cache = parametrize._cache, _NOTHING
     try:
         yield
     finally:
-        if parametrize._cache is instead:  # Otherwise the last region of ``cached()`` has ended.
+        if parametrize._cache is _NOTHING:  # Otherwise the last region of ``cached()`` has ended.
             parametrize._cache = kept if parametrize._cache_enabled or not kept else {}
 
 
