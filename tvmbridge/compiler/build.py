@@ -29,6 +29,8 @@ from tvmbridge.schedules.exact_indices import with_exact_indices
 # LLVM finds common subexpressions itself. TVM's pass moves some before the values they are made of.
 COMPILER_CONFIG = {"tirx.disable_cse_tir": True}
 _CPU = torch.device("cpu")
+# The function of a module that returns nothing.
+RELEASE = "release"
 
 
 def _as_tvm_pass(pass_: AnyPass) -> tvm.transform.Pass:
@@ -267,7 +269,7 @@ def compile_code(scheduled: Scheduled, records: list[PassRecord]) -> Code:
         mod = run_passes(scheduled.mod, [NameSpecs()], records)
         keys = specs_by_key(mod)
         try:
-            mod = with_exact_indices(with_some_loops(mod))
+            mod = _releasing(with_exact_indices(with_some_loops(mod)))
             left_out = backend_for(target).left_out
             with tvm.transform.PassContext(config=COMPILER_CONFIG, disabled_pass=left_out):
                 executable = relax.build(
@@ -282,6 +284,24 @@ def compile_code(scheduled: Scheduled, records: list[PassRecord]) -> Code:
     reuse = {n: p.reuse for n, p in noting.plans.items() if p.storages}
     coverage, missing = scheduled.coverage, scheduled.missing
     return Code(executable, unaligned, shared, coverage, missing, keys, reuse)
+
+
+def _releasing(mod: tvm.IRModule) -> tvm.IRModule:
+    """Return a training module with a function that returns nothing.
+
+    A virtual machine keeps the results of its last call, which are residuals after forward: a
+    backward that runs in another machine would leave them in memory during the next forward.
+    """
+    if {"forward", "backward"} <= {variable.name_hint for variable in mod.get_global_vars()}:
+        mod = tvm.IRModule({**dict(mod.functions_items()), RELEASE: _nothing()}, attrs=mod.attrs)
+    return mod
+
+
+def _nothing() -> relax.Function:
+    builder = relax.BlockBuilder()
+    with builder.function(RELEASE, []):
+        builder.emit_func_output(relax.Tuple([]))
+    return builder.get()[RELEASE]
 
 
 def make_ready(target: tvm.target.Target) -> None:

@@ -17,6 +17,7 @@ from torch.utils.dlpack import from_dlpack
 from tvm import relax
 
 from tvmbridge.backends import backend_of
+from tvmbridge.compiler.build import RELEASE
 from tvmbridge.compiler.pieces import Pieces
 from tvmbridge.core.borrowed import borrowed
 from tvmbridge.core.called_in_mode import without_gradients
@@ -106,6 +107,7 @@ class LoadedModule:
             if _has(vm, name)
         }
         self._gradients = gradients
+        self._release = vm[RELEASE] if _has(vm, RELEASE) else None
         self._lock = threading.RLock()
         if backend_of(device).stays_at_exit:
             stays_at_exit(self)
@@ -194,6 +196,8 @@ class LoadedModule:
                     results: list[Any] = function(*tensors)[:]
             else:
                 results = function(*tensors)[:]
+            if self._release is not None and name == "forward":
+                self._release()
         # TVM returns PyTorch tensors only if an argument was one.
         if results and isinstance(results[0], tvm_ffi.Tensor):
             results = [from_dlpack(r) if isinstance(r, tvm_ffi.Tensor) else r for r in results]

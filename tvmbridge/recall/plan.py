@@ -36,6 +36,8 @@ from tvmbridge.recall.codec import decode_as, encode
 from tvmbridge.recall.describe import UndescribableError
 
 MOST_GRAPH_BYTES = 2**28
+# Other operators of tvmbridge stand for functions of one process.
+_ATTENTION = {"tvmbridge::attention", "tvmbridge::fused_attention"}
 
 
 @dataclass(frozen=True)
@@ -186,7 +188,7 @@ def refused_features(compiled: CompiledModule) -> Iterator[str]:
     }
     yield from (feature for feature, present in features.items() if present)
     for node in captured.program.graph.nodes:
-        if node.op == "call_function" and not _is_aten(node.target):
+        if node.op == "call_function" and not _is_known(node.target):
             yield f"the operator {node.target}"
 
 
@@ -196,7 +198,8 @@ def _is_static(captured: CapturedGraph) -> bool:
     return all(type(size) is int for spec in specs for size in (*spec.shape, *spec.stride))
 
 
-def _is_aten(target: Any) -> bool:
+def _is_known(target: Any) -> bool:
+    """Whether the code of the operator that a node calls depends on its arguments alone."""
     if isinstance(target, OpOverload):
-        return target.namespace == "aten"
+        return target.namespace == "aten" or target.name() in _ATTENTION
     return getattr(target, "__module__", "") == "_operator"

@@ -28,7 +28,7 @@ from tvmbridge.runtime.cuda_graphs import (
 from tvmbridge.runtime.step import ConvertedTensors
 
 # Calls in training, with no backward after them, before forward is captured alone.
-_PATIENCE = 6
+_PATIENCE = 4
 
 # Replays a call with these user inputs; returns None if the code has to be called instead.
 Graphs: TypeAlias = Callable[[Tensors], Replayed | None]
