@@ -31,6 +31,7 @@ NOT_OF_PYTORCH = {
     "sys._current_frames",
     "context._fields",  # of a named tuple
     "library._name",  # of ctypes
+    "value._value",  # of threading.Semaphore
     "functools._lru_cache_wrapper",
     "_active_collector",
     "importlib.import_module('_abc')._get_dump",

@@ -29,7 +29,7 @@ from tvmbridge.runtime.primals import overwritten_by, packed_into, picker
 from tvmbridge.runtime.saved_versions import SavedVersions
 from tvmbridge.runtime.second_order import SecondOrderCall
 from tvmbridge.runtime.siblings import Watched
-from tvmbridge.runtime.step import BackwardRuns, ConvertedTensors, TrainingStep
+from tvmbridge.runtime.step import ConvertedTensors, TrainingStep
 
 _CALLED_ALONE = Reason(Kind.AGAIN_ALONE)
 _numbers = itertools.count(1)
@@ -79,7 +79,8 @@ class TrainingCall:
         self.halves = BackwardHalves.of(compiled, self.gradient_of)
         self.cotangent_specs = [computed[i].spec for i in parts.cotangent_of]
         self.gradient_parts = GradientParts(compiled)
-        self.backwards = BackwardRuns()
+        # How often the whole backward ran without a CUDA graph.
+        self.backwards = 0
 
     @property
     def half_runs(self) -> Mapping[str, int]:

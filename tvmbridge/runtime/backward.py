@@ -204,7 +204,7 @@ def _run_backward(
         gradients = None if held is None or step.lease is None else step.lease.backward(filled)
         if gradients is None:
             gradients = call.compiled.backward([*values, *filled], bound)
-            call.backwards.add(None)
+            call.backwards += 1
         return gradients
     assert partials is not None
     flowing = [bool(reads - absent) for reads in parts.gradient_reads]
@@ -213,7 +213,6 @@ def _run_backward(
     backward = partials.known(absent)
     if backward is None:
         gradients = call.compiled.backward([*values, *filled], bound)
-        call.backwards.add_other()
         if all_finite([g for g, flows in zip(gradients, flowing, strict=True) if flows]):
             return [g if flows else None for g, flows in zip(gradients, flowing, strict=True)]
         backward = partials.without(absent)
@@ -225,5 +224,4 @@ def _run_backward(
     values += arrived
     if held is not None:
         bound = held.for_partial(backward.loaded, len(values), [call.place_of_residuals])
-    call.backwards.add(backward)
     return backward(values, len(flowing), bound)

@@ -27,7 +27,7 @@ from tvmbridge.core.kernel_settings import gpu_settings
 from tvmbridge.core.torch_private import current_raw_stream, foreach_mul, free_cublas_workspaces
 
 # Calls without a graph before the capture, in which libraries choose kernels and allocate memory.
-WARM_UP = 2
+_WARM_UP = 2
 # The dtypes of which PyTorch multiplies several tensors by one in one launch, without a change of
 # any bit. It multiplies no tensors of other dtypes, such as float8, and changes complex infinities.
 _MULTIPLIED = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
@@ -113,15 +113,10 @@ class ReplayedCall:
                 return None
             if self._graph is None:
                 self._calls += 1
-                if self._calls <= WARM_UP or not self._captured(inputs):
+                if self._calls <= _WARM_UP or not self._captured(inputs):
                     return None
             assert self._graph is not None
             return without_gradients(self._replay, self._graph, inputs)
-
-    @property
-    def is_captured(self) -> bool:
-        """Whether there is a graph."""
-        return self._graph is not None
 
     def count(self, calls: int) -> None:
         """Count ``calls`` of the function, all without a graph, as calls before the capture."""

@@ -17,18 +17,8 @@ from tvmbridge.compiler.backward_code import PartialBackward
 from tvmbridge.compiler.compiled import CompiledModule
 from tvmbridge.compiler.executable import Bound
 from tvmbridge.runtime.autograd import TrainingCall
-from tvmbridge.runtime.cuda_graphs import (
-    WARM_UP,
-    GraphMemory,
-    Lease,
-    Replayed,
-    ReplayedCall,
-    Tensors,
-)
+from tvmbridge.runtime.cuda_graphs import GraphMemory, Lease, Replayed, ReplayedCall, Tensors
 from tvmbridge.runtime.step import ConvertedTensors
-
-# Calls in training, with no backward after them, before forward is captured alone.
-_PATIENCE = 4
 
 # Replays a call with these user inputs; returns None if the code has to be called instead.
 Graphs: TypeAlias = Callable[[Tensors], Replayed | None]
@@ -104,9 +94,7 @@ class _Inference:
 class _Training:
     """Runs training calls by a graph of forward, and leases its residuals to graphs of backward.
 
-    While the backward of an earlier call has not run, calls are made without a graph. Forward is
-    captured once its backward can be captured in the same step: a backward without a graph would
-    run beside the memory that forward's graph keeps.
+    While the backward of an earlier call has not run, calls are made without a graph.
     """
 
     def __init__(self, code: GraphedCode, call: TrainingCall, held: ConvertedTensors) -> None:
@@ -142,7 +130,6 @@ class _Training:
         self._forward = code.call("forward", forward, self._memory, self._outputs, kept)
         self._backward = code.call("backward", backward, self._memory)
         self._partial: dict[PartialBackward, ReplayedCall] = {}
-        self._waited = 0
         self._without_some = without_some
         self._code = code
         self._call = call
@@ -156,7 +143,7 @@ class _Training:
         if lease is not None and lease.active:
             self._skips["the backward of an earlier call has not run"] += 1
             return None
-        results = None if self._waits() else self._forward(inputs)
+        results = self._forward(inputs)
         if results is None:
             return None
         *outputs, primals, residuals = results
@@ -164,26 +151,13 @@ class _Training:
         self._lease = weakref.ref(lease)
         return Replayed(outputs, primals, residuals, lease)
 
-    def _waits(self) -> bool:
-        """Whether forward's capture waits for a backward, of which the first calls tell the kind.
-
-        A forward that no backward follows is captured all the same, some calls later.
-        """
-        waits = self._waited < _PATIENCE and self._call.backwards.of_last < WARM_UP
-        if self._forward.is_captured or not waits:
-            self._forward.count(self._waited)
-            return False
-        self._waited += 1
-        return True
-
     def _graph_of(self, partial: PartialBackward | None) -> ReplayedCall:
         """Return the graph of a partial backward, created at its first use; None: the whole."""
         if partial is None:
-            found = self._backward
-        elif partial in self._partial:
-            found = self._partial[partial]
-        else:
+            self._backward.count(self._call.backwards)
+            return self._backward
+        found = self._partial.get(partial)
+        if found is None:
             run = functools.partial(self._without_some, partial)
             found = self._partial[partial] = self._code.call("backward", run, self._memory)
-        found.count(self._call.backwards.of[partial])
         return found

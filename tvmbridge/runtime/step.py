@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -77,23 +76,6 @@ class ConvertedTensors:
             held = {i: t for i, t in enumerate(self.read) if t is not None}
             bound = self.partial[loaded] = loaded.bind("backward", held, count, tuple(given))
         return bound
-
-
-class BackwardRuns:
-    """How often each code of a backward ran without a CUDA graph; None is the whole backward."""
-
-    def __init__(self) -> None:
-        self.of: Counter[Hashable] = Counter()
-        self.of_last = 0
-
-    def add(self, code: Hashable) -> None:
-        """Count one run of ``code``."""
-        self.of[code] += 1
-        self.of_last = self.of[code]
-
-    def add_other(self) -> None:
-        """Note a run of which the next one like it may use other code."""
-        self.of_last = 0
 
 
 class TrainingStep:

@@ -10,6 +10,7 @@ import torch
 import torch.utils.checkpoint
 from torch.autograd import Function
 from torch.autograd.function import BackwardCFunction
+from torch.nn.utils import parametrize
 
 from .checks import PrivateName, first_of, has, takes
 
@@ -34,6 +35,13 @@ def _is_known_by_its_context(_: Any) -> bool:
     return made == [_Applied]
 
 
+def _counts_regions(outside: Any) -> bool:
+    """Whether the number of open regions of ``parametrize.cached()`` is in this variable."""
+    with parametrize.cached():
+        inside = vars(parametrize)["_cache_enabled"]
+    return bool(inside == outside + 1)
+
+
 def _unwraps(genuine: Any) -> bool:
     """Whether ``Function.apply`` calls this function of its module, or is one of C++."""
     if isinstance(Function.apply, BuiltinFunctionType):  # since PyTorch 2.14
@@ -55,6 +63,16 @@ def _is_in_checkpoints(generator: Any) -> bool:
 
 
 REPLACED = (
+    PrivateName(
+        "torch.nn.utils.parametrize._cache",
+        "computing parametrizations in each trace",
+        lambda cache: type(cache) is dict,
+    ),
+    PrivateName(
+        "torch.nn.utils.parametrize._cache_enabled",
+        "computing parametrizations in each trace",
+        _counts_regions,
+    ),
     PrivateName(
         "torch.fx.graph_module._loader",
         "forgetting the sources that a compilation generated",
