@@ -158,7 +158,7 @@ class ObjectReads:
         reader = reader_of(type(value))
         if reader is not None:
             counts = reader.names is None or not reader.names.isdisjoint(self.looked_up)
-            return self.state(value, depth) if counts else copied
+            return self.state(value, depth) if counts else StateOf(type(value), None)
         if depth <= 0 or self.blind:
             return copied
         if is_flat(value) and is_flat(copied):
