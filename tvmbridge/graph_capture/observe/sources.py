@@ -24,7 +24,7 @@ from torch import nn
 
 from tvmbridge.calls.patches import unpatched
 from tvmbridge.core.assumptions import Holder
-from tvmbridge.core.contents import MISSING, all_held, is_constant
+from tvmbridge.core.contents import MISSING, all_held, is_constant, slots_of
 from tvmbridge.core.errors import CaptureError
 from tvmbridge.graph_capture.observe.closures import Closures
 from tvmbridge.graph_capture.observe.data import is_data, is_object, is_of_users
@@ -97,6 +97,19 @@ class Attributes:
             return getattr(self._owner, name, default)
         except (ValueError, RuntimeError):  # An empty cell; a setting that PyTorch refuses to read.
             return default
+
+
+class _Slots:
+    """A :class:`Holder` of the slots of an object that has no ``__dict__``."""
+
+    def __init__(self, owner: Any) -> None:
+        self._owner = owner
+
+    def keys(self) -> set[str]:
+        return set(slots_of(type(self._owner)))  # type: ignore[arg-type]
+
+    def get(self, name: str, default: Any) -> Any:
+        return getattr(self._owner, name, default)
 
 
 class _Referent:
@@ -239,7 +252,7 @@ def namespaces(source: Source) -> Iterator[Source]:
     classes = [type(held) for held in all_held(value)] if whole else [type(value)]
     if isinstance(value, type):
         classes = [value, type(value)]
-    elif attributes_below(value) is not None:
+    elif hasattr(value, "__dict__") and attributes_below(value) is not None:
         named = "__name__" if isinstance(value, types.ModuleType) else "__module__"
         if isinstance(value, threading.local) or not is_library(getattr(value, named, None)):
             yield source
@@ -257,7 +270,11 @@ def attributes_below(value: Any) -> Any:
     if isinstance(value, threading.local) or str(kind).startswith("torch.backends"):
         return Attributes(value)
     held = getattr(value, "__dict__", None)
-    if not isinstance(held, dict) or isinstance(value, (torch.Tensor, nn.Module)):
+    if isinstance(value, (torch.Tensor, nn.Module)):
+        return None
+    if held is None and is_of_users(type(value)) and slots_of(type(value)):  # type: ignore[arg-type]
+        held = _Slots(value)
+    if not isinstance(held, dict | _Slots):
         return None
     return None if is_constant(value) or is_data(value) or is_object(value) else held
 

@@ -266,9 +266,16 @@ class ValueGuard:
             dicts=[*names, *dicts],
             places=[place for p in self._parts if not p.part.asks for place in p.places()],
             slots=[slot for slot in slots if not isinstance(slot[0], _Names)],
-            containers=[c for c in self._containers if c.dictionary is None],
+            containers=[
+                *(c for c in self._containers if c.dictionary is None),
+                *(p for p in self._parts if p.has_slots),
+            ],
             asked=[
-                *((vars(p.value), p.holds, None) for p in self._parts if p.part.asks),
+                *(
+                    (vars(p.value), p.holds, None)
+                    for p in self._parts
+                    if p.part.asks and not p.has_slots
+                ),
                 *self._classes.asked(),
             ],
             objects=[each.value for each in holding if each.has_dict],
