@@ -201,7 +201,6 @@ class ObjectReads:
             part.attributes[name] = self.narrowed(found, copy, state, depth, within)
         return part
 
-
     def _whole(self, value: Any, copied: Any, depth: float, around: frozenset[int]) -> Any:
         """Return ``copied``; for an object that holds states, which a copy shares, its parts."""
         held = all_held(value, depth) if is_of_users(type(value)) else []

@@ -252,7 +252,7 @@ def namespaces(source: Source) -> Iterator[Source]:
     classes = [type(held) for held in all_held(value)] if whole else [type(value)]
     if isinstance(value, type):
         classes = [value, type(value)]
-    elif hasattr(value, "__dict__") and attributes_below(value) is not None:
+    elif attributes_below(value) is not None:
         named = "__name__" if isinstance(value, types.ModuleType) else "__module__"
         if isinstance(value, threading.local) or not is_library(getattr(value, named, None)):
             yield source
@@ -279,9 +279,14 @@ def attributes_below(value: Any) -> Any:
     return None if is_constant(value) or is_data(value) or is_object(value) else held
 
 
+def names_in(source: Source) -> Mapping[str, Any]:
+    """Return the names at ``source`` with their values; none for an object that can get none."""
+    return getattr(source.value, "__dict__", {})
+
+
 def names_added(source: Source, before: frozenset[str]) -> Iterator[str]:
     """Yield the names at ``source`` that ``before`` does not have, except for imports."""
-    for name, value in list(vars(source.value).items()):
+    for name, value in list(names_in(source).items()):
         if name not in before and not (name.startswith("__") or _is_imported(source, value)):
             yield name
 
