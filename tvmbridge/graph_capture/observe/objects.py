@@ -206,7 +206,8 @@ class ObjectReads:
         held = all_held(value, depth) if is_of_users(type(value)) else []
         if id(value) in around or all(reader_of(type(each)) is None for each in held):
             return copied
-        part = PartOf(type(value), {}, bool(slots_of(type(value))))
+        kind = type(value)
+        part = PartOf(kind, {}, bool(slots_of(kind)))  # type: ignore[arg-type]
         within, inside = around | {id(value)}, deeper(value, depth)
         for name, each in attributes_of(value).items():
             copy = part.found(copied, name)

@@ -107,7 +107,7 @@ class WatchedPart:
     @property
     def has_slots(self) -> bool:
         """Whether a dictionary does not show all changes."""
-        return bool(slots_of(self.part.kind))  # type: ignore[arg-type]
+        return bool(slots_of(self.part.kind))
 
     def changed(self) -> bool:
         return type(self.value) is not self.part.kind or not all(
