@@ -16,6 +16,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy
@@ -25,8 +26,11 @@ from torch import nn
 
 from tvmbridge import add_tvm_dispatch, dispatch_report
 from tvmbridge.core.contents import same_value, state_of
+from tvmbridge.core.errors import NotApartError
 from tvmbridge.core.states import reader_of
 from tvmbridge.graph_capture.observe.objects import NO_READS
+from tvmbridge.graph_capture.observe.staging import staged
+from tvmbridge.runtime.guards.values import ValueGuard
 
 
 class Case(NamedTuple):
@@ -137,29 +141,84 @@ class OfAttribute(OfGlobal):
         return x * 5 if self.ask(self.held) else x * 3
 
 
+@dataclass(slots=True)
+class Slots:
+    """An object that holds another one and has no ``__dict__``."""
+
+    held: Any
+
+
+class OfSlots(OfAttribute):
+    """Asks an object in a slot of an object."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 5 if self.ask(self.held.held) else x * 3
+
+
 # A stand-in of a module has a copy of its stream, which counts as an iterator, and is refused.
 _IN_GLOBALS = {"text"}
 # Thread-local objects in globals are compared by the names that the function itself has.
 _IN_ATTRIBUTES = {"thread-local"}
 
 
+def _made(case: Case, monkeypatch: pytest.MonkeyPatch) -> Any:
+    SETTINGS.on = ITEMS["on"] = False
+    held = case.make()
+    if isinstance(held, logging.Logger | logging.LoggerAdapter):
+        _reset_loggers()
+    monkeypatch.setitem(globals(), "_ASKED", held)
+    return held
+
+
+def _guard(module: nn.Module) -> ValueGuard:
+    """Return the guard of what forward reads, without compiled code."""
+    arguments: Any = module, (torch.ones(3),), {}, False
+    try:
+        seen = staged(*arguments).observation
+    except NotApartError:  # It holds a lock.
+        seen = staged(*arguments, apart=False).observation
+    assert seen is not None
+    return ValueGuard.of(module, seen.values, seen.outside)
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_served_calls_follow_the_state(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case, x = CASES[name], torch.ones(3)
-    ways = ((OfGlobal, _IN_ATTRIBUTES), (OfAttribute, _IN_GLOBALS))
+def test_a_guard_notices_the_change(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES[name]
+    ways = ((OfGlobal, _IN_ATTRIBUTES), (OfAttribute, _IN_GLOBALS), (OfSlots, set[str]()))
     for kind in [kind for kind, others in ways if name not in others]:
-        SETTINGS.on = ITEMS["on"] = False
-        held = case.make()
-        if isinstance(held, logging.Logger | logging.LoggerAdapter):
-            _reset_loggers()
-        monkeypatch.setitem(globals(), "_ASKED", held)
-        module = add_tvm_dispatch(kind(case.ask, held), x)
-        for _ in range(2):
-            assert module(x)[0] == 3
-        assert dispatch_report(module).tvm_calls == 2
+        held = _made(case, monkeypatch)
+        module = kind(case.ask, Slots(held) if kind is OfSlots else held)
+        guard = _guard(module)
+        assert guard.changed() is None
         case.change(held)
-        for _ in range(2):
-            assert module(x)[0] == 5, kind.__name__
+        assert guard.changed() is not None, kind.__name__
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("logger", OfGlobal), ("event", OfAttribute), ("weak reference", OfSlots)],
+)
+def test_served_calls_follow_the_state(
+    name: str, kind: type[OfGlobal], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, x = CASES[name], torch.ones(3)
+    held = _made(case, monkeypatch)
+    module = add_tvm_dispatch(kind(case.ask, Slots(held) if kind is OfSlots else held), x)
+    for _ in range(2):
+        assert module(x)[0] == 3
+    assert dispatch_report(module).tvm_calls == 2
+    case.change(held)
+    for _ in range(2):
+        assert module(x)[0] == 5
+
+
+def test_slots_of_an_object_in_a_global(monkeypatch: pytest.MonkeyPatch) -> None:
+    event = threading.Event()
+    monkeypatch.setitem(globals(), "_ASKED", Slots(event))
+    guard = _guard(OfGlobal(lambda slots: slots.held.is_set(), None))
+    assert guard.changed() is None
+    event.set()
+    assert guard.changed() is not None
 
 
 def _reset_loggers() -> None:
@@ -176,11 +235,11 @@ class Talking(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.log, self.lock = logging.getLogger("tests.states.talking"), threading.Lock()
-        self.settings = weakref.ref(SETTINGS)
+        self.settings, self.places = weakref.ref(SETTINGS), threading.Semaphore(2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.log.debug("called")
-        with self.lock:
+        with self.lock, self.places:
             return x * 5 if self.settings().on else x * 3
 
 
@@ -189,9 +248,8 @@ def test_what_forward_does_not_ask_for_ends_no_service() -> None:
     module, x = add_tvm_dispatch(Talking(), torch.ones(3)), torch.ones(3)
     module.log.setLevel(logging.ERROR)
     SETTINGS.unread += 1
-    with module.lock:
-        pass
-    assert module(x)[0] == 3
+    with module.places:  # Another thread may be in forward.
+        assert module(x)[0] == 3
     report = dispatch_report(module)
     assert (report.tvm_calls, dict(report.fallbacks)) == (1, {})
 
@@ -231,3 +289,10 @@ def test_the_state_of_a_users_class_has_its_attributes(change: Callable[[Mine], 
     assert same_value(mine, before)
     change(mine)
     assert not same_value(mine, before)
+
+
+def test_a_stream_that_is_closed_has_changed() -> None:
+    stream = memoryview(bytearray(2))
+    before = NO_READS.state(stream)
+    stream.release()
+    assert not same_value(stream, before)

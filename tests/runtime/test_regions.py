@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import random
 import types
@@ -252,6 +253,52 @@ def test_layers_that_compare_themselves(chosen: int) -> None:
         with torch.no_grad():
             results.append(model(sample()))
     torch.testing.assert_close(*results, rtol=1e-11, atol=1e-12)
+
+
+_PLACE = _Place()
+
+
+class _Chosen(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return y * 2 if _PLACE.chosen is self else y
+
+
+@pytest.mark.parametrize("options", [_OPTIONS, {"regions": "whole"}])
+def test_layers_that_compare_themselves_with_one_that_a_global_holds(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = _model().eval()
+    for layer in model.layers:
+        layer.__class__ = _Chosen
+    reference = copy.deepcopy(model)
+    add_tvm_dispatch(model, options=options, on_fallback="silent")
+    for chosen in (0, 2):
+        results = []
+        for each in (reference, model):
+            monkeypatch.setattr(_PLACE, "chosen", each.layers[chosen])
+            with torch.no_grad():
+                results.append(each(sample()))
+        torch.testing.assert_close(*results, rtol=1e-11, atol=1e-12)
+
+
+class _Logging(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return y * 2 if self.settings["log"].isEnabledFor(logging.DEBUG) else y
+
+
+def test_equal_layers_that_ask_a_logger() -> None:
+    model, log = _model(2).eval(), logging.getLogger("tests.regions")
+    log.setLevel(logging.INFO)
+    for layer in model.layers:
+        layer.__class__, layer.settings["log"] = _Logging, log
+    reference = copy.deepcopy(model)
+    add_tvm_dispatch(model, options=_OPTIONS, on_fallback="silent")
+    with torch.no_grad():
+        for level in (logging.INFO, logging.DEBUG):
+            log.setLevel(level)
+            _assert_right(model, reference)
 
 
 class _Alike(Layer):

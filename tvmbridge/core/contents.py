@@ -14,7 +14,7 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy
 import torch
@@ -47,6 +47,9 @@ _SEQUENCES: tuple[Any, ...] = (list, tuple, deque)
 _WORDS = frozenset({"u1", "u2", "u4", "u8"})  # numpy's names of unsigned integers
 _PLAIN_VALUES = frozenset({bool, int, float, complex, str, bytes, range, type(None), type(...)})
 _PLAIN_CONTAINERS = frozenset({dict, list, tuple})
+# The pairs of objects that a walk has passed, by their ids, with the levels that were left there.
+# The walk holds the objects, so that their ids are not used again.
+Passed: TypeAlias = dict[tuple[int, int], tuple[float, Any, Any]]
 _OF_TENSORS = frozenset({torch.Size, torch.dtype, torch.device, torch.layout})
 
 
@@ -80,34 +83,38 @@ class PartOf:
         own_method = isinstance(found, types.MethodType) and found.__self__ is value
         return found.__func__ if own_method else found
 
-    def fits(self, value: Any, depth: float = DEPTH) -> bool:
+    def fits(self, value: Any, depth: float = DEPTH, passed: Passed | None = None) -> bool:
         """Whether ``value`` has the expected class and attributes."""
         return type(value) is self.kind and all(
-            same_value(self.found(value, name), expected, depth)
+            same_value(self.found(value, name), expected, depth, passed)
             for name, expected in self.attributes.items()
         )
 
 
 def deeper(value: Any, depth: float) -> float:
     """Return how many levels are left inside ``value``, of ``depth`` levels with it."""
+    if type(value) in (PartOf, StateOf):  # Each has only what forward reads, at any depth.
+        return depth
     return depth - (_OF_CONTAINER if type(value) in _PLAIN_CONTAINERS else 1)
 
 
-def same_value(a: Any, b: Any, depth: float = DEPTH) -> bool:
+def same_value(a: Any, b: Any, depth: float = DEPTH, passed: Passed | None = None) -> bool:
     """Whether two values are the same for forward: equal in value, type and sign of zero.
 
     ``b`` is the expected value: it, or a value inside it, may be a :class:`PartOf` or a
     :class:`StateOf`. Objects nested deeper than ``depth`` levels count as the same if their classes
-    are equal; the attributes of a ``PartOf`` are all compared.
+    are equal; the attributes of a ``PartOf`` are all compared. ``passed`` has the pairs that are
+    compared already: many objects may hold the same ones, or each other.
     """
     if a is b:
         return True
     if b is ANY_TENSOR:
         return isinstance(a, torch.Tensor)
     if type(b) is PartOf and type(a) is not PartOf:
-        return b.fits(a, depth)
+        return b.fits(a, depth, passed)
     if type(b) is StateOf and type(a) is not StateOf:
-        return same_value(b.now(a), b.state, depth)
+        any_state = b.state is None and type(a) is b.kind
+        return any_state or same_value(b.now(a), b.state, depth, passed)
     if type(a) is not type(b) or issubclass(type(a), fx.Proxy):
         return False
     if isinstance(a, float):
@@ -124,6 +131,10 @@ def same_value(a: Any, b: Any, depth: float = DEPTH) -> bool:
         return True
     if isinstance(a, numpy.ndarray):
         return same_array(a, b)
+    passed, pair = {} if passed is None else passed, (id(a), id(b))
+    if pair in passed and passed[pair][0] >= depth:
+        return True
+    passed[pair] = depth, a, b
     ours, theirs = state_of(a), state_of(b)
     if ours is None or theirs is None:
         return False
@@ -131,7 +142,7 @@ def same_value(a: Any, b: Any, depth: float = DEPTH) -> bool:
         return True
     inside = deeper(b, depth)
     return len(ours) == len(theirs) and all(
-        same_value(x, y, inside) for x, y in zip(ours, theirs, strict=True)
+        same_value(x, y, inside, passed) for x, y in zip(ours, theirs, strict=True)
     )
 
 
@@ -179,14 +190,30 @@ def contents(value: Any) -> list[Any]:
 
 
 def all_held(value: Any, depth: float = DEPTH) -> list[Any]:
-    """Return ``value`` and, depth first, everything that it holds, down to ``depth`` levels."""
+    """Return ``value`` and, depth first, everything that it holds, down to ``depth`` levels.
+
+    The contents of an object that is held several times may be listed only once.
+    """
+    found: list[Any] = []
+    _collect(value, depth, found, {})
+    return found
+
+
+def _collect(value: Any, depth: float, found: list[Any], passed: Passed) -> None:
+    found.append(value)
     if depth <= 0 or type(value) in _PLAIN_VALUES or issubclass(type(value), _THEMSELVES):
-        return [value]
+        return
+    key = id(value), id(value)
+    if key in passed and passed[key][0] >= depth:
+        return
+    passed[key] = depth, value, value
     held = state_of(value) or ()
     if _PLAIN_VALUES.issuperset(map(type, held)):
-        return [value, *held]
+        found += held
+        return
     inside = deeper(value, depth)
-    return [value, *(inner for item in held for inner in all_held(item, inside))]
+    for item in held:
+        _collect(item, inside, found, passed)
 
 
 def is_flat(value: Any) -> bool:

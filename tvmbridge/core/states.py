@@ -120,18 +120,21 @@ class StateOf:
     """The expected state of an object that is compared by what its methods return.
 
     - ``kind``: the class of the object.
-    - ``state``: the expected state; its parts may be expected values themselves.
+    - ``state``: the expected state; its parts may be expected values themselves. None: any state.
 
     Example: an event that nobody has set: ``StateOf(threading.Event, [False])``.
     """
 
     kind: type[Any]
-    state: list[Any]
+    state: list[Any] | None
 
     def now(self, value: Any) -> list[Any] | None:
-        """Return the present state of ``value``; None if it has another class."""
+        """Return the present state of ``value``; None if it has none or another class."""
         found = reader_of(self.kind) if type(value) is self.kind else None
-        return None if found is None else found.read(value)
+        try:
+            return None if found is None else found.read(value)
+        except Exception:  # closed, released, or changed by another thread meanwhile
+            return None
 
     def counts(self, names: Collection[str]) -> bool:
         """Whether code that has these ``names`` can depend on the state."""

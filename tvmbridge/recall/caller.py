@@ -24,7 +24,7 @@ from tvmbridge.recall.facts import Facts
 from tvmbridge.recall.key import call_entry, functions_entry, module_entry, settings_entry
 
 SWITCH = "TVMBRIDGE_RECALL"
-_FORMAT = "1"
+_FORMAT = "2"
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,8 +18,9 @@ from tvmbridge.calls.copies import copied_values
 from tvmbridge.core.assumptions import OutsideValue
 from tvmbridge.core.captured_graph import Assumptions
 from tvmbridge.core.contents import ANY_TENSOR, MISSING, PartOf
+from tvmbridge.core.states import StateOf, reader_of
 from tvmbridge.graph_capture.observe.attributes import own_names
-from tvmbridge.graph_capture.observe.objects import ObjectReads
+from tvmbridge.graph_capture.observe.objects import NO_READS, ObjectReads
 from tvmbridge.graph_capture.observe.outside import OutsideReads
 from tvmbridge.graph_capture.observe.watching import Codes
 from tvmbridge.recall.describe import Describer, UndescribableError
@@ -29,6 +30,8 @@ from tvmbridge.recall.walk import NotFoundError, Walk, walk
 Template = Any
 _TENSOR = "tensor"
 _UNUSED = "unused"
+_STATE = "state"
+_ANY_STATE = "any state"
 _MOST_CODES = 4096
 
 
@@ -229,6 +232,8 @@ def _template(expected: Any) -> Template:
     """Return which parts of an expected value were read."""
     if expected is ANY_TENSOR:
         return _TENSOR
+    if type(expected) is StateOf:
+        return _ANY_STATE if expected.state is None else _STATE
     if type(expected) is PartOf:
         parts = [[name, _template(each)] for name, each in expected.attributes.items()]
         return ["part", expected.asks, parts]
@@ -241,8 +246,12 @@ def _template(expected: Any) -> Template:
 
 def _narrowed(template: Template, copied: Any) -> Any:
     """Return ``copied`` with the parts that were read, as ``ObjectReads.narrowed`` does."""
-    if template is None or copied is ANY_TENSOR:
+    if template is None or copied is ANY_TENSOR or type(copied) is StateOf:
         return copied
+    if template in (_STATE, _ANY_STATE):
+        if reader_of(type(copied)) is None:
+            raise ChangedError("the state of a value cannot be read")
+        return NO_READS.state(copied) if template == _STATE else StateOf(type(copied), None)
     if template == _TENSOR:
         if not isinstance(copied, torch.Tensor):
             raise ChangedError("a value is no tensor")
@@ -263,7 +272,7 @@ def _narrowed(template: Template, copied: Any) -> Any:
 
 def _checked(template: Any) -> None:
     """Raise ValueError unless ``template`` has the form that :func:`_template` returns."""
-    if template in (None, _TENSOR, _UNUSED):
+    if template in (None, _TENSOR, _UNUSED, _STATE, _ANY_STATE):
         return
     if not isinstance(template, list):
         raise ValueError("it is no template")

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from tvmbridge import add_tvm_dispatch, dispatch_report
+from tvmbridge.calls.copies import copied_values
+from tvmbridge.core.contents import all_held, same_value
 
 
 class Node:
@@ -66,3 +68,18 @@ def test_an_entry_of_a_deep_container() -> None:
     assert module(x)[0] == 2
     module.config["a"]["b"][0]["c"][0]["scale"] = 7.0
     assert module(x)[0] == 7
+
+
+def _tree(levels: int, parent: Any = None) -> dict[str, Any]:
+    node: dict[str, Any] = {"parent": parent, "weight": 1.0}
+    node["children"] = [_tree(levels - 1, node) for _ in range(4)] if levels else []
+    return node
+
+
+def test_walks_pass_each_node_once() -> None:
+    tree = _tree(3)
+    assert len(all_held(tree)) < 2000
+    copied = copied_values({0: tree})[0]
+    assert same_value(copied, tree)
+    copied["children"][3]["children"][3]["children"][3]["weight"] = 2.0
+    assert not same_value(copied, tree)

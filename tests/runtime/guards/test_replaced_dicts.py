@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -61,3 +62,24 @@ def test_calls_follow_a_module_with_other_dictionaries(
         for _ in range(3):
             torch.testing.assert_close(module(x), eager(module)(x))
     assert dispatch_report(module).tvm_calls == 9
+
+
+class _OfList(nn.Module):
+    """Multiplies by a tensor in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.held = nn.Linear(4, 4), [torch.ones(4)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * self.held[0]
+
+
+def test_a_copy_with_other_dictionaries_reads_its_own_tensors() -> None:
+    module, x = _OfList(), torch.ones(2, 4)
+    add_tvm_dispatch(module, x, on_fallback="silent")
+    duplicate = copy.deepcopy(module)
+    duplicate.held[0].mul_(3)
+    duplicate._parameters = dict(duplicate._parameters)
+    torch.testing.assert_close(duplicate(x), 3 * module(x))
+    assert dispatch_report(duplicate).tvm_calls == 1

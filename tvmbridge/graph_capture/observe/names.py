@@ -99,6 +99,18 @@ def asks_own_id(code: CodeType) -> bool:
     )
 
 
+@functools.lru_cache(maxsize=4096)
+def compares(code: CodeType) -> bool:
+    """Whether ``code`` compares by identity, equality or membership, and not with a constant."""
+    steps = [s for s in dis.get_instructions(code) if s.opname != "EXTENDED_ARG"]
+    return any(
+        s.opname in _COMPARING
+        and before.opname != "LOAD_CONST"
+        and not str(s.argval).strip("=").startswith(("<", ">"))
+        for before, s in itertools.pairwise(steps)
+    )
+
+
 def _loaded(steps: Sequence[dis.Instruction]) -> Sequence[dis.Instruction]:
     """Return the loading instructions at the end of ``steps``."""
     others = (p for p in reversed(range(len(steps))) if steps[p].opname not in _LOADING)

@@ -24,11 +24,13 @@ from tvmbridge.core.contents import (
     MISSING,
     PartOf,
     all_held,
+    attributes_of,
     deeper,
     holds_all_in_dict,
     is_constant,
     is_flat,
     same_value,
+    slots_of,
 )
 from tvmbridge.core.states import StateOf, reader_of
 from tvmbridge.graph_capture.observe.data import is_of_users
@@ -54,6 +56,8 @@ class ObjectReads:
         self._reads: dict[int, tuple[Any, set[str]]] = {}
         # Weak references that were followed, by id.
         self._references: dict[int, Any] = {}
+        # Values of attributes that were followed, by id.
+        self._followed: dict[int, Any] = {}
         # Names that functions use which do not run while forward is observed.
         self._unseen: set[str] = set()
         self._kinds: dict[type, bool] = {}
@@ -113,7 +117,8 @@ class ObjectReads:
         if self._active and id(owner) in self._reads and not _is_bridge(sys._getframe(3)):
             self._reads[id(owner)][1].add(name)
             found = genuine(owner, name)
-            if id(found) not in self._reads and not is_constant(found):
+            if id(found) not in self._followed and not is_constant(found):
+                self._followed[id(found)] = found
                 self.follow(found)  # It may lie deeper than the objects that are recorded yet.
             return found
         return genuine(owner, name)
@@ -158,8 +163,8 @@ class ObjectReads:
         reader = reader_of(type(value))
         if reader is not None:
             counts = reader.names is None or not reader.names.isdisjoint(self.looked_up)
-            return self.state(value, depth) if counts else copied
-        if depth <= 0 or self.blind:
+            return self.state(value, depth) if counts else StateOf(type(value), None)
+        if depth <= 0:
             return copied
         if is_flat(value) and is_flat(copied):
             return type(value)(copied)
@@ -173,8 +178,8 @@ class ObjectReads:
             each = zip(value.values(), copied.values(), states, strict=True)
             held = (self.narrowed(*items, inside, around) for items in each)
             return dict(zip(value, held, strict=True))
-        if id(value) not in self._reads:
-            return copied
+        if self.blind or id(value) not in self._reads:
+            return self._whole(value, copied, depth, around)
         return self._part_of(value, copied, beside, depth, around)
 
     def _part_of(
@@ -183,7 +188,7 @@ class ObjectReads:
         """Return a :class:`PartOf` for a recorded object, or ``copied`` if all of it was read."""
         names = self._reads[id(value)][1] | {n for n in self._unseen if _defines(value, n)}
         if any(_is_special(n) and n not in _OF_CLASS for n in names):
-            return copied
+            return self._whole(value, copied, depth, around)
         if type(beside) is type(value):
             names |= _differing(vars(value), vars(beside))
         part = PartOf(type(value), {}, _has_own_lookup(type(value)))
@@ -194,6 +199,19 @@ class ObjectReads:
             state = part.found(beside, name) if type(beside) is type(value) else MISSING
             within = around | {id(value)}
             part.attributes[name] = self.narrowed(found, copy, state, depth, within)
+        return part
+
+    def _whole(self, value: Any, copied: Any, depth: float, around: frozenset[int]) -> Any:
+        """Return ``copied``; for an object that holds states, which a copy shares, its parts."""
+        held = all_held(value, depth) if is_of_users(type(value)) else []
+        if id(value) in around or all(reader_of(type(each)) is None for each in held):
+            return copied
+        kind = type(value)
+        part = PartOf(kind, {}, bool(slots_of(kind)))  # type: ignore[arg-type]
+        within, inside = around | {id(value)}, deeper(value, depth)
+        for name, each in attributes_of(value).items():
+            copy = part.found(copied, name)
+            part.attributes[name] = self.narrowed(each, copy, MISSING, inside, within)
         return part
 
 

@@ -45,6 +45,7 @@ from tvmbridge.graph_capture.observe.sources import (
     bound_values,
     free_variables,
     names_added,
+    names_in,
     namespaces,
     roots,
 )
@@ -235,7 +236,7 @@ class OutsideReads:
 
     def _new_namespaces(self, source: Source) -> list[Source]:
         new = [s for s in namespaces(source) if id(s.value) not in self._namespaces]
-        self._namespaces.update({id(s.value): (s, frozenset(vars(s.value))) for s in new})
+        self._namespaces.update({id(s.value): (s, frozenset(names_in(s))) for s in new})
         for each in new:
             self._undo.note_namespace(each)
         return new

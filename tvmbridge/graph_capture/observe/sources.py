@@ -24,7 +24,7 @@ from torch import nn
 
 from tvmbridge.calls.patches import unpatched
 from tvmbridge.core.assumptions import Holder
-from tvmbridge.core.contents import MISSING, all_held, is_constant
+from tvmbridge.core.contents import MISSING, all_held, is_constant, slots_of
 from tvmbridge.core.errors import CaptureError
 from tvmbridge.graph_capture.observe.closures import Closures
 from tvmbridge.graph_capture.observe.data import is_data, is_object, is_of_users
@@ -97,6 +97,19 @@ class Attributes:
             return getattr(self._owner, name, default)
         except (ValueError, RuntimeError):  # An empty cell; a setting that PyTorch refuses to read.
             return default
+
+
+class _Slots:
+    """A :class:`Holder` of the slots of an object that has no ``__dict__``."""
+
+    def __init__(self, owner: Any) -> None:
+        self._owner = owner
+
+    def keys(self) -> set[str]:
+        return set(slots_of(type(self._owner)))  # type: ignore[arg-type]
+
+    def get(self, name: str, default: Any) -> Any:
+        return getattr(self._owner, name, default)
 
 
 class _Referent:
@@ -257,14 +270,23 @@ def attributes_below(value: Any) -> Any:
     if isinstance(value, threading.local) or str(kind).startswith("torch.backends"):
         return Attributes(value)
     held = getattr(value, "__dict__", None)
-    if not isinstance(held, dict) or isinstance(value, (torch.Tensor, nn.Module)):
+    if isinstance(value, (torch.Tensor, nn.Module)):
+        return None
+    if held is None and is_of_users(type(value)) and slots_of(type(value)):  # type: ignore[arg-type]
+        held = _Slots(value)
+    if not isinstance(held, dict | _Slots):
         return None
     return None if is_constant(value) or is_data(value) or is_object(value) else held
 
 
+def names_in(source: Source) -> Mapping[str, Any]:
+    """Return the names at ``source`` with their values; none for an object that can get none."""
+    return getattr(source.value, "__dict__", {})
+
+
 def names_added(source: Source, before: frozenset[str]) -> Iterator[str]:
     """Yield the names at ``source`` that ``before`` does not have, except for imports."""
-    for name, value in list(vars(source.value).items()):
+    for name, value in list(names_in(source).items()):
         if name not in before and not (name.startswith("__") or _is_imported(source, value)):
             yield name
 

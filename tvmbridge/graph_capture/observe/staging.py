@@ -7,7 +7,7 @@ it, and side effects that compiled code would not repeat are refused by name.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from tvmbridge.calls.standins import stand_in, tensors_of, without_inference_sta
 from tvmbridge.core.assumptions import Question
 from tvmbridge.core.autocast import Autocast
 from tvmbridge.core.carried import CarriedPlace
-from tvmbridge.core.contents import same_value
+from tvmbridge.core.contents import PartOf, all_held, same_value
 from tvmbridge.core.errors import (
     BridgeError,
     CaptureError,
@@ -36,6 +36,7 @@ from tvmbridge.graph_capture.observe.carrying import carry, with_any_tensor
 from tvmbridge.graph_capture.observe.compile_flag import goes_another_way
 from tvmbridge.graph_capture.observe.foreign import refuse_foreign
 from tvmbridge.graph_capture.observe.hooks import traced_hooks
+from tvmbridge.graph_capture.observe.names import compares, names_of
 from tvmbridge.graph_capture.observe.observation import Observation, observe
 from tvmbridge.graph_capture.observe.outside import restore_generators
 from tvmbridge.graph_capture.observe.outside_tensors import run_unseen
@@ -52,6 +53,8 @@ from tvmbridge.graph_capture.trace.adopted import adopt
 from tvmbridge.graph_capture.trace.held_numbers import hold, start_again
 
 logger = logging.getLogger(__name__)
+
+_OF_IDENTITY = frozenset({"id", "hash"})
 
 
 @dataclass(frozen=True)
@@ -306,6 +309,25 @@ def _refuse_to_part(module: nn.Module, seen: Observation) -> None:
     for tensor in seen.foreign:
         if id(tensor) in owned:
             raise NotApartError(f"forward reaches {owned[id(tensor)]} past the module")
+    # A stand-in is none of the user's modules, with which forward may compare itself.
+    if any(names_of(code).globals & _OF_IDENTITY for code in seen.executed):
+        raise NotApartError(f"forward of {type(module).__name__} may ask for its id")
+    compared = any(map(compares, seen.executed))
+    for value in (*seen.values.values(), *(each.expected for each in seen.outside)):
+        if _may_be_met(value, own, compared):
+            raise NotApartError(f"forward may compare a module of {type(module).__name__} with it")
+
+
+def _may_be_met(value: Any, own: Collection[int], compared: bool) -> bool:
+    """Whether forward may find one of the ``own`` modules in ``value``.
+
+    It does if it compares (``compared``), or if a container has the module.
+    """
+    if type(value) is PartOf:
+        return any(_may_be_met(each, own, compared) for each in value.attributes.values())
+    if isinstance(value, nn.Module):
+        return compared and id(value) in own
+    return any(id(held) in own for held in all_held(value))
 
 
 def _of_users(

@@ -35,7 +35,7 @@ from tvmbridge.graph_capture.observe.snapshots import (
     write,
     write_changes,
 )
-from tvmbridge.graph_capture.observe.sources import Source, names_added
+from tvmbridge.graph_capture.observe.sources import Source, names_added, names_in
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ class Undo:
         key = id(source.value)
         if key in self._namespaces:
             return
-        self._namespaces[key] = source, frozenset(vars(source.value))
+        self._namespaces[key] = source, frozenset(names_in(source))
         put, remove = partial(setattr, source.value), partial(delattr, source.value)
         read = partial(_names_added, *self._namespaces[key])
         change = partial(write_changes, assign=put, remove=remove)

@@ -85,14 +85,14 @@ class WatchedPart:
     - ``value``: the object.
     - ``watched``: the watched values that it is part of.
     - ``part``: the class of the object and the attributes that matter.
+    - ``has_dict``: whether the object has a ``__dict__``.
     """
-
-    has_dict = True
 
     def __init__(self, value: Any, part: PartOf) -> None:
         self.value = value
         self.watched: list[Any] = []
         self.part = part
+        self.has_dict = hasattr(value, "__dict__")
         self._found: dict[str, Any] = {}
         self.add(part)
 
@@ -103,6 +103,11 @@ class WatchedPart:
     def places(self) -> list[Place]:
         """Return the entries of the object's ``__dict__`` that matter, for a plain class."""
         return [(vars(self.value), name, value) for name, value in self._found.items()]
+
+    @property
+    def has_slots(self) -> bool:
+        """Whether a dictionary does not show all changes."""
+        return bool(slots_of(self.part.kind))
 
     def changed(self) -> bool:
         return type(self.value) is not self.part.kind or not all(
@@ -130,7 +135,7 @@ class Beyond:
     - ``dicts``: further dictionaries, compared as a whole.
     - ``places``: single entries of dictionaries in which other entries do not matter.
     - ``slots``: values that are looked up and compared by identity at each call.
-    - ``containers``: containers without a dictionary, such as lists.
+    - ``containers``: containers without a dictionary, such as lists, and objects with slots.
     - ``asked``: dictionaries, each with a function that compares the entries that matter.
     - ``objects``: objects of which the class and the ``__dict__`` must stay the same.
     """
@@ -138,7 +143,7 @@ class Beyond:
     dicts: list[dict[Any, Any]]
     places: list[Place]
     slots: list[Slot]
-    containers: list[Container | WatchedState]
+    containers: list[Container | WatchedState | WatchedPart]
     asked: list[Asked]
     objects: list[Any]
 

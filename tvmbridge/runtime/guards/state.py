@@ -124,17 +124,20 @@ class ModuleState:
             # A copy in progress has no attributes yet, but its dictionaries have been copied.
             return copied(owner.__dict__[held]) if held else copied(owner).__dict__
 
-        self._found: dict[str, tuple[Any, str]]
-        self._found = {n: (dict_of(e.owner, e.held), e.key) for n, e in self._places.items()}
+        # Other threads may read while this thread binds: each attribute is assigned once, complete,
+        # and ``_in_holders``, which ends the binding for them, comes last.
+        found: dict[str, tuple[Any, str]]
+        found = {n: (dict_of(e.owner, e.held), e.key) for n, e in self._places.items()}
         # Tensors in lists of the module may have been copied with it.
         outside = {name: copied(tensor) for name, tensor in self._outside.items()}
-        self._found |= {name: (outside, name) for name in outside}
-        self._found |= {n: (self._numbers, n) for n in self.names if n in self._numbers}
+        found |= {name: (outside, name) for name in outside}
+        found |= {n: (self._numbers, n) for n in self.names if n in self._numbers}
         carried = CarriedTensors(
             {n: (dict_of(o, ""), key, steps) for n, (o, key, steps) in self._carried.items()}
         )
-        self._found |= {name: (carried, name) for name in self._carried}
-        places = [self._found[name] for name in self.names]
+        found |= {name: (carried, name) for name in self._carried}
+        self._found = found
+        places = [found[name] for name in self.names]
         self._slots = [
             (_TensorsOf(owner) if name in self._attributes else owner, key)
             for name, (owner, key) in zip(self.names, places, strict=True)
@@ -154,8 +157,8 @@ class ModuleState:
         self._types = [type(m) for m in self._modules]
         self._attributes_of = [dict_of(m, "") for m in self._modules]
         self._hideable = [(dict_of(m, ""), names) for m, names in self._unhidden if names]
-        self._hooks = [dict_of(m, name) for m in children for name in HOOKS if name in m.__dict__]
-        self._hooks += GLOBAL_HOOKS if children else ()
+        hooks = [dict_of(m, name) for m in children for name in HOOKS if name in m.__dict__]
+        self._hooks = [*hooks, *(GLOBAL_HOOKS if children else ())]
         self._hookable = [copied(m) for m in children]
         replaceable = [(m, held) for m, held, _ in self._sizes]
         replaceable += [(m, name) for m in children for name in HOOKS if name in m.__dict__]
@@ -173,6 +176,7 @@ class ModuleState:
         other._numbers = self._numbers.rebound(memo)
         other._bind(memo)
         other.kinds = self.kinds.renewed()
+        other._outside = {n: memo.get(id(t), t) for n, t in self._outside.items()}
         other._assigned = [(memo[id(o)], n, value) for o, n, value in self._assigned]
         other._left = [(memo[id(o)], n, way) for o, n, way in self._left]
         other._carried = {n: (memo[id(o)], *rest) for n, (o, *rest) in self._carried.items()}

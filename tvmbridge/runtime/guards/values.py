@@ -16,6 +16,7 @@ from tvmbridge.core.contents import (
     DEPTH,
     MISSING,
     PartOf,
+    Passed,
     all_held,
     deeper,
     is_constant,
@@ -99,7 +100,7 @@ class _Watched:
         if self._is_carried:
             return False
         self.held = []
-        self._hold(value, self.expected, DEPTH)
+        self._hold(value, self.expected, DEPTH, {})
         self.last = found
         return False
 
@@ -124,16 +125,18 @@ class _Watched:
         expected = copy.deepcopy(self.expected, dict(memo))
         return _Watched(owner, self.name, self.label, expected)
 
-    def _hold(self, value: Any, expected: Any, depth: float) -> None:
-        if depth <= 0:
+    def _hold(self, value: Any, expected: Any, depth: float, passed: Passed) -> None:
+        pair = id(value), id(expected)
+        if depth <= 0 or (pair in passed and passed[pair][0] >= depth):
             return
+        passed[pair] = depth, value, expected
         if isinstance(expected, StateOf):
-            self.held.append((value, expected))
+            self.held += [(value, expected)] if expected.state is not None else []
             return
         if isinstance(expected, PartOf):
             self.held.append((value, expected))
             for name, each in expected.attributes.items():
-                self._hold(expected.found(value, name), each, depth)
+                self._hold(expected.found(value, name), each, depth, passed)
             return
         if is_flat(value):
             self.held += [(value, None)] if type(value) is not tuple else []
@@ -144,7 +147,7 @@ class _Watched:
         if not isinstance(value, tuple | frozenset):
             self.held.append((value, None))
         for item, each in zip(held, state_of(expected) or [], strict=False):
-            self._hold(item, each, deeper(value, depth))
+            self._hold(item, each, deeper(value, depth), passed)
 
 
 def _of_class(cls: type[nn.Module], name: str, label: str) -> list[_Watched]:
@@ -263,9 +266,16 @@ class ValueGuard:
             dicts=[*names, *dicts],
             places=[place for p in self._parts if not p.part.asks for place in p.places()],
             slots=[slot for slot in slots if not isinstance(slot[0], _Names)],
-            containers=[c for c in self._containers if c.dictionary is None],
+            containers=[
+                *(c for c in self._containers if c.dictionary is None),
+                *(p for p in self._parts if p.has_slots),
+            ],
             asked=[
-                *((vars(p.value), p.holds, None) for p in self._parts if p.part.asks),
+                *(
+                    (vars(p.value), p.holds, None)
+                    for p in self._parts
+                    if p.part.asks and not p.has_slots
+                ),
                 *self._classes.asked(),
             ],
             objects=[each.value for each in holding if each.has_dict],
