@@ -20,9 +20,9 @@ half of the kernels of a small language model's step. Launching one takes longer
 run.
 
 Requires: kernels are TIR functions without a schedule; a target is set.
-Guarantees: each element is computed as before. A kernel moves to the first of its group, if its
-operand is computed before it. Otherwise it moves to the last one, if nothing reads its result
-before that.
+Guarantees: each element is computed as before. A cast moves to the first cast of its group, if the
+operand is computed before that one. Otherwise it moves to the last cast, if nothing reads the
+result before that one.
 Runs after: MergeKernels. Runs before: schedules.
 """
 

@@ -110,8 +110,8 @@ def install_rules() -> None:
     """Register tvmbridge's rules with TVM, overriding its own, before the first gradient."""
     rules = {**OWN_RULES, **CONVOLUTION_RULES, "relax.call_pure_packed": _packed_rule}
 
-    def with_tvm_s_signature(rule: Rule) -> Callable[..., list[relax.Expr]]:
+    def for_tvm(rule: Rule) -> Callable[..., list[relax.Expr]]:
         return lambda *arguments: rule(Differentiated(*arguments))
 
     for name, rule in rules.items():
-        relax.op.register_gradient(name, with_tvm_s_signature(rule), level=_LEVEL)
+        relax.op.register_gradient(name, for_tvm(rule), level=_LEVEL)
