@@ -6,34 +6,88 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from tvmbridge.runtime.family import Family
+from tvmbridge.runtime.background import UnderWayError
+from tvmbridge.runtime.family import Family, OtherSizesError
 from tvmbridge.symbolic.code import Points, SymbolicCode
+from tvmbridge.symbolic.sizes import Point
 
 
-def _code_from(least: int) -> SymbolicCode:
-    points = Points((least, 8), (502, 478), (23, 19))
-    return SymbolicCode(points, *[None] * 3)  # type: ignore[arg-type]
+class _Related:
+    """Symbols whose values in a call are the call's leaves."""
+
+    def sizes(self, leaves: Point) -> Point:
+        return leaves
 
 
-@pytest.mark.parametrize(("least", "serves"), [(3, False), (2, True)])
-def test_small_sizes_that_no_code_serves_compile_once(
-    least: int, serves: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compiled: list[Any] = []
+class _Counted(Family):
+    """A shape class whose code is for sizes from ``least`` to the largest that calls had.
 
-    def compile_(family: Any, key: Any, matched: Any, bounds: Any) -> SymbolicCode:
-        compiled.append(bounds)
-        family.compilations += 1
-        family.codes[key] = code = _code_from(least)
-        return code
+    - ``compiled``: the bounds of the compilations.
+    - ``waits``: whether the next compilation does not end at its call.
+    """
 
-    monkeypatch.setattr(Family, "_compile", compile_)
-    family: Any = object.__new__(Family)
-    family.codes, family._limited = {("eval", (), False): _code_from(5)}, set()
-    family.compilations = 1
-    for point in ((2, 9), (2, 30), (2, 8)):
-        family._related = SimpleNamespace(sizes=lambda leaves, point=point: point)
-        code = family._code("eval", (), SimpleNamespace(leaves=()), point)
-        assert code.points.hold(point) is serves
-    assert compiled == [(2, 2)]
+    def __init__(self, least: int) -> None:
+        compiler: Any = SimpleNamespace(module=torch.nn.Identity(), background=self)
+        symbols: Any = _Related()
+        super().__init__(compiler, None, symbols, [(5, 8)], list)  # type: ignore[arg-type]
+        self.least, self.waits = least, False
+        self.compiled: list[tuple[Point, ...]] = []
+
+    def run(self, what: str, about: object, key: Any, body: Any, sample: object) -> SymbolicCode:
+        """Return code for the bounds of a compilation, as the background does."""
+        if self.waits:
+            raise UnderWayError
+        *_, bounds = body.args
+        self.compiled.append(bounds)
+        first = max(self.least, bounds[0][0])
+        points = Points((first, bounds[0][1]), bounds[-1], (23, 19))
+        trace: Any = SimpleNamespace(relations=SimpleNamespace(broken=lambda sizes: None))
+        return SymbolicCode(points, trace, *[None] * 2)  # type: ignore[arg-type]
+
+    def _instantiated(self, *given: Any) -> Any:
+        return given
+
+    def serves(self, *point: int) -> bool:
+        """Make a call of these sizes, and return whether there is code for it."""
+        matched: Any = SimpleNamespace(leaves=point, arguments=((), {}))
+        mode: Any = "eval"
+        if min(point) == 1:
+            return self._entry_of_ones(mode, matched) is not None
+        try:
+            self.entry(mode, matched)
+        except OtherSizesError:
+            return False
+        return True
+
+
+@pytest.mark.parametrize(("least", "served"), [(3, False), (2, True)])
+def test_small_sizes_that_no_code_serves_compile_once(least: int, served: bool) -> None:
+    family = _Counted(least)
+    assert family.serves(5, 8)
+    for point in ((2, 8), (2, 7), (2, 8), (2, 6)):
+        assert family.serves(*point) is served
+    assert [bounds[0] for bounds in family.compiled] == [(5, 8), (2, 2)]
+
+
+def test_calls_with_sizes_of_one_compile_once_and_limit_no_other_calls() -> None:
+    family = _Counted(2)
+    assert family.serves(5, 8)
+    for _ in range(3):
+        assert not family.serves(1, 7)
+    assert len(family.compiled) == 2
+    assert not family.serves(1, 900)
+    assert family.serves(2, 900)
+    assert family.serves(6, 900)
+
+
+def test_sizes_that_come_while_code_is_compiled_have_code_later() -> None:
+    family = _Counted(2)
+    assert family.serves(5, 8)
+    family.waits = True
+    with pytest.raises(UnderWayError):
+        family.serves(5, 80)
+    family.waits = False
+    assert not family.serves(5, 800)
+    assert family.serves(5, 800)

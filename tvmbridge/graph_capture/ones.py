@@ -55,6 +55,8 @@ def compute_alike(
         return False
     if first.is_compiling != other.is_compiling or here.left or seen.left:
         return False
+    if here.sharing.aliases != seen.sharing.aliases:
+        return False
     programs = symbolic.program, ones.program
     kinds = [[type(s.arg) for s in p.graph_signature.output_specs] for p in programs]
     return kinds[0] == kinds[1] and all(

@@ -98,6 +98,8 @@ class Family:
         self._tried: list[SymbolicCode] = []
         # The smallest and largest points of compilations in progress.
         self._bounds: dict[_Key, tuple[Point, ...]] = {}
+        # The bounds of the last compilation for each key.
+        self._compiled_within: dict[_Key, tuple[Point, ...]] = {}
         # Keys whose range of sizes is not widened: forward limits it, or a compilation failed.
         self._limited: set[_Key] = set()
         # The symbols of the code: fewer than ``symbols`` if some sizes depend on others.
@@ -157,6 +159,7 @@ class Family:
         point = self._related.sizes(matched.leaves)
         if point is None:
             return None
+        self._note(tuple(map(max, self._least, point)))
         code = self._code(mode, flags, matched, point)
         point = self._related.sizes(matched.leaves)
         if isinstance(code, Reason) or point is None or not code.points.hold(point):
@@ -237,26 +240,29 @@ class Family:
         code = self.codes.get(key)
         if isinstance(code, SymbolicCode) and code.points.hold(point):
             return code
-        if key in self._limited or self.compilations >= _MOST_RANGES * len(self.codes):
-            return code or common
         small = (LEAST_SIZE,) * len(point)
-        wider = self._compile(key, matched, small if is_small else tuple(map(max, small, least)))
-        if isinstance(wider, Reason):
-            return wider if code is None else code
-        point = self._related.sizes(matched.leaves) or point
-        if not wider.points.hold(tuple(map(max, small, point))):
-            # Another compilation would be for the same sizes.
-            self._limited.add(key)
-        return wider
+        least = small if is_small else tuple(map(max, small, least))
+        # Another compilation within the same bounds would give the same code.
+        is_tried = self._compiled_within.get(key) == self._bounds_from(least)
+        if is_tried or key in self._limited or self._is_often_compiled:
+            return code or common
+        wider = self._compile(key, matched, least)
+        return code if isinstance(wider, Reason) and code is not None else wider
+
+    @property
+    def _is_often_compiled(self) -> bool:
+        return self.compilations >= _MOST_RANGES * len(self.codes)
+
+    def _bounds_from(self, least: Point) -> tuple[Point, ...]:
+        """Return the bounds of a compilation now: two smallest points to try, and the largest."""
+        return (least, tuple(map(max, least, self._least)), self._most)
 
     def _compile(self, key: _Key, matched: Matched, least: Point) -> SymbolicCode | Reason:
         mode, name = key[0], type(self.compiler.module).__name__
         what = f"compiling {name} for {mode}, any size"
         # The background process and this one must compile for the same sizes, although calls
         # with other sizes may come in between.
-        bounds = self._bounds.setdefault(
-            key, (least, tuple(map(max, least, self._least)), self._most)
-        )
+        bounds = self._bounds.setdefault(key, self._bounds_from(least))
         body = partial(self._logged, what, mode, matched, bounds)
         code: SymbolicCode | Reason
         symbols = self._related
@@ -275,7 +281,7 @@ class Family:
             code = Reason(Kind.NO_SYMBOLIC, _why_none(error))
             logger.info("%s of %s for %s", code, name, mode)
         self.compilations += 1
-        del self._bounds[key]
+        self._compiled_within[key] = self._bounds.pop(key)
         # The compilation may have replaced the symbols by fewer, or by others in larger units.
         wanted = bounds[1:] if self._related is symbols else (self._least, self._most)
         if isinstance(code, Reason) or not all(map(code.points.hold, wanted)):
