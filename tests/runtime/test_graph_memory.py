@@ -18,6 +18,7 @@ from tvmbridge.core.borrowed import borrowed
 from tvmbridge.runtime import cuda_graphs
 from tvmbridge.runtime.cuda_graphs import GraphMemory, ReplayedCall, _copied
 from tvmbridge.runtime.graphed import _Training
+from tvmbridge.runtime.step import BackwardRuns
 
 _DEVICE = torch.device("cuda", 0)
 Made = list["weakref.ref[torch.Tensor]"]
@@ -145,12 +146,20 @@ def test_calls_made_elsewhere_count_before_the_capture(captures: _Captures) -> N
     assert len(captures.pools) == 1
 
 
+def _training() -> tuple[_Training, BackwardRuns]:
+    """Return what runs training calls by graphs, and counts the backwards of its calls."""
+    code, call, held, runs = mock.MagicMock(), mock.MagicMock(), mock.MagicMock(), BackwardRuns()
+    call.parts.kept_outputs, call.parts.num_outputs, call.backwards = (), 1, runs
+    code.skips = Counter()
+    code.run = lambda inputs, _: ([*inputs, ()], [])
+    memory = GraphMemory(_DEVICE)
+    code.call = lambda name, run, _, copies=None, read=(): _call(memory, copies, run, read)
+    return _Training(code, call, held), runs
+
+
 def test_a_forward_of_another_thread_waits_for_the_lease() -> None:
     """Check that no second forward is replayed before the residuals of the first are leased."""
-    code, call, held = mock.MagicMock(), mock.MagicMock(), mock.MagicMock()
-    call.parts.kept_outputs, call.parts.num_outputs = (), 1
-    code.skips = Counter()
-    training = _Training(code, call, held)
+    training, _ = _training()
     entered, ended = threading.Event(), threading.Event()
 
     def slowly(_: Sequence[torch.Tensor]) -> list[Any]:
@@ -158,7 +167,7 @@ def test_a_forward_of_another_thread_waits_for_the_lease() -> None:
         ended.wait(0.2)
         return [torch.zeros(1), (), ()]
 
-    training._forward = slowly  # type: ignore[assignment]
+    training._forward = mock.MagicMock(side_effect=slowly, is_captured=True)
     results: list[Any] = []
     threads = [threading.Thread(target=lambda: results.append(training([]))) for _ in range(2)]
     threads[0].start()
@@ -167,7 +176,42 @@ def test_a_forward_of_another_thread_waits_for_the_lease() -> None:
     for thread in threads:
         thread.join()
     assert sorted(result is None for result in results) == [False, True]
-    assert code.skips == {"the backward of an earlier call has not run": 1}
+    assert training._skips == {"the backward of an earlier call has not run": 1}
+
+
+def test_forward_is_captured_with_its_backward(captures: _Captures) -> None:
+    whole, some, other = None, mock.MagicMock(), BackwardRuns.add_other
+    expected: list[tuple[list[Any], int]] = [
+        ([whole] * 9, 2),
+        ([other, other, some, some, some], 4),  # code without some cotangents is compiled late
+        ([whole, some, whole, some, whole], 3),
+        ([other] * 9, 6),
+        ([], 6),  # no backward runs
+    ]
+    for codes, before in expected:
+        training, runs = _training()
+        for number in range(8):
+            replayed = training([torch.zeros(1)])
+            assert (replayed is not None) == (number >= before), (codes, number)
+            if replayed is not None and replayed.lease is not None:
+                replayed.lease.end()
+            elif number < len(codes):
+                code = codes[number]
+                runs.add_other() if code is other else runs.add(code)
+
+
+def test_a_counted_backward_is_not_held() -> None:
+    class Code:
+        pass
+
+    runs, code = BackwardRuns(), Code()
+    runs.add(code)
+    runs.add(None)
+    runs.add(code)
+    assert (runs.of(code), runs.of(None), runs.of_last) == (2, 1, 2)
+    held = weakref.ref(code)
+    del code
+    assert held() is None
 
 
 def test_results_of_every_dtype_are_copied() -> None:

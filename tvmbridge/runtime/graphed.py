@@ -185,5 +185,5 @@ class _Training:
         else:
             run = functools.partial(self._without_some, partial)
             found = self._partial[partial] = self._code.call("backward", run, self._memory)
-        found.count(self._call.backwards.of[partial])
+        found.count(self._call.backwards.of(partial))
         return found

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -80,16 +79,24 @@ class ConvertedTensors:
 
 
 class BackwardRuns:
-    """How often each code of a backward ran without a CUDA graph; None is the whole backward."""
+    """How often each code of a backward ran without a CUDA graph; None is the whole backward.
+
+    - ``of_last``: that number for the code that ran last; 0 if the next backward like the last one
+      may use other code.
+    """
 
     def __init__(self) -> None:
-        self.of: Counter[Hashable] = Counter()
+        # Weak keys, because partial backwards are dropped when there are many.
+        self._runs: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self.of_last = 0
 
-    def add(self, code: Hashable) -> None:
+    def of(self, code: object | None) -> int:
+        """Return how often ``code`` ran."""
+        return self._runs.get(self if code is None else code, 0)
+
+    def add(self, code: object | None) -> None:
         """Count one run of ``code``."""
-        self.of[code] += 1
-        self.of_last = self.of[code]
+        self.of_last = self._runs[self if code is None else code] = self.of(code) + 1
 
     def add_other(self) -> None:
         """Note a run of which the next one like it may use other code."""
