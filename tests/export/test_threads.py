@@ -67,9 +67,12 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     driver, made = folder / "driver.c", folder / "driver"
     driver.write_text(DRIVER)
     pool = Path(linking.__file__).with_name("_threads.c")
-    command = [compiler, "-x", "c", "-std=gnu11", "-O2", "-pthread"]
-    command += [str(driver), str(pool), "-o", str(made)]
-    subprocess.run(command, check=True, capture_output=True)
+    objects = [str(folder / f"{source.stem}.o") for source in (driver, pool)]
+    command = [compiler, "-x", "c", "-std=gnu11", "-O2", "-pthread", "-c"]
+    for source, path in zip((driver, pool), objects, strict=True):
+        subprocess.run([*command, str(source), "-o", path], check=True, capture_output=True)
+    link = [compiler, "-pthread", *objects, "-o", str(made)]
+    subprocess.run(link, check=True, capture_output=True)
     return made
 
 
