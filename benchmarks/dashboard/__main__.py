@@ -36,7 +36,7 @@ from rich.table import Table
 
 from benchmarks.dashboard.measure import PEERS, Task
 from benchmarks.dashboard.models import SUITES, Entry, entries
-from tvmbridge.core.compiled_half import FOLDER, halves_folder
+from tvmbridge.core.compiled_half import FOLDER, build_halves, halves_folder
 
 _TINY_BATCH = 2
 _USUAL = ("eager", "inductor", "reduce-overhead", "tvmbridge", "tvmbridge-compile")
@@ -104,7 +104,6 @@ def _measured(
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as caches:
         folders = {
             "TVMBRIDGE_CACHE_DIR": f"{caches}/tvm",
-            # An installation has them compiled.
             FOLDER: str(halves_folder()),
             "TORCHINDUCTOR_CACHE_DIR": f"{caches}/torch",
         }
@@ -229,6 +228,7 @@ def main(argv: Sequence[str] = ()) -> int:
     deadline = time.monotonic() + chosen.limit
     chosen.resume.parent.mkdir(parents=True, exist_ok=True)
     known = _read(chosen.resume)
+    build_halves()  # An installation has them; the first model would wait for the compiler.
     with tempfile.NamedTemporaryFile() as lock, ThreadPoolExecutor(chosen.jobs) as pool:
         tasks = list(_tasks(chosen, lock.name))
         waiting = [task for task in tasks if task.key not in known]

@@ -30,8 +30,8 @@ static void rest(int microseconds) {
 static int run(int part, Environment* of, void* data) {
   Loop* loop = data;
   int step = (loop->extent + of->count - 1) / of->count, end = (part + 1) * step;
-  for (int i = part * step; i < end && i < loop->extent; ++i) ++loop->runs[i];
   if (loop->extent % 50 == 0 && part % 3 == 0) rest(20);
+  for (int i = part * step; i < end && i < loop->extent; ++i) ++loop->runs[i];
   return loop->extent % 97 == 0 && part == 0 ? -1 : 0;
 }
 static void* call(void* argument) {
@@ -57,18 +57,25 @@ int main(int count, char** arguments) {
 """
 
 
-@pytest.mark.parametrize("threads", [1, 2, 5])
-def test_each_part_of_a_loop_runs_once(threads: int, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a program of the driver above and the thread pool."""
     compiler = get_cc()
     if compiler is None:
         pytest.skip("there is no C compiler")
-    driver, program = tmp_path / "driver.c", tmp_path / "driver"
+    folder = tmp_path_factory.mktemp("threads")
+    driver, made = folder / "driver.c", folder / "driver"
     driver.write_text(DRIVER)
     pool = Path(linking.__file__).with_name("_threads.c")
-    objects = [str(tmp_path / f"{source.stem}.o") for source in (driver, pool)]
+    objects = [str(folder / f"{source.stem}.o") for source in (driver, pool)]
     command = [compiler, "-x", "c", "-std=gnu11", "-O2", "-pthread", "-c"]
-    for source, made in zip((driver, pool), objects, strict=True):
-        subprocess.run([*command, str(source), "-o", made], check=True, capture_output=True)
-    link = [compiler, "-pthread", *objects, "-o", str(program)]
+    for source, path in zip((driver, pool), objects, strict=True):
+        subprocess.run([*command, str(source), "-o", path], check=True, capture_output=True)
+    link = [compiler, "-pthread", *objects, "-o", str(made)]
     subprocess.run(link, check=True, capture_output=True)
+    return made
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_each_part_of_a_loop_runs_once(threads: int, program: Path) -> None:
     assert subprocess.run([str(program), str(threads)], timeout=60).returncode == 0

@@ -118,6 +118,8 @@ class _Fusing:
             return tirx.IfThenElse(stmt.condition, self.rewritten(stmt.then_case), other)
         if isinstance(stmt, SBlockRealize):
             block = stmt.block
+            if block.init is not None or block.alloc_buffers or block.match_buffers:
+                raise NotFusedError
             made = SBlock(
                 block.iter_vars,
                 block.reads,
@@ -126,9 +128,9 @@ class _Fusing:
                 self.rewritten(block.body),
             )
             return SBlockRealize(stmt.iter_values, stmt.predicate, made)
-        if isinstance(stmt, tirx.AllocBuffer | tirx.Bind | tirx.Evaluate):
+        if isinstance(stmt, tirx.AllocBuffer | tirx.Bind):
             return stmt
-        raise NotFusedError
+        raise NotFusedError  # such as a call, which may write the result
 
     def _loop(self, stmt: tirx.For) -> tirx.Stmt:
         if stmt.kind == tirx.ForKind.UNROLLED and not self.epilogue.short:
