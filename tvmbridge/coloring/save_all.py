@@ -34,9 +34,9 @@ def save_all(graph: JointGraph) -> frozenset[relax.Var]:
 def recompute_cheap(graph: JointGraph) -> frozenset[relax.Var]:
     """Return the forward variables that backward computes again, more than under ``save_all``.
 
-    They include results of element-wise operators whose operands backward has in memory anyway. The
-    policy goes once over the values that ``save_all`` keeps. It never keeps a further value so that
-    another one can be computed from it, and it compares no alternatives.
+    Results of element-wise operators are among them if backward has the operands in memory anyway.
+    The policy goes once over the values that ``save_all`` keeps. It never keeps a further value so
+    that another one can be computed from it, and it compares no alternatives.
     """
     repeated = set(save_all(graph))
     kept = graph.kept(repeated)

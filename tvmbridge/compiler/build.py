@@ -13,6 +13,7 @@ from tvm import relax, te
 from tvmbridge.backends import Backend, backend_for
 from tvmbridge.compiler.argument_checks import UNCHECKED
 from tvmbridge.compiler.buffers import BufferPlan, NotePlans, Reuse
+from tvmbridge.compiler.split import build_function
 from tvmbridge.core.errors import BuildError
 from tvmbridge.core.types import PassRecord
 from tvmbridge.kernels import register_kernels
@@ -293,15 +294,9 @@ def _releasing(mod: tvm.IRModule) -> tvm.IRModule:
     backward that runs in another machine would leave them in memory during the next forward.
     """
     if {"forward", "backward"} <= {variable.name_hint for variable in mod.get_global_vars()}:
-        mod = tvm.IRModule({**dict(mod.functions_items()), RELEASE: _nothing()}, attrs=mod.attrs)
+        nothing = build_function(RELEASE, (), (), ())
+        mod = tvm.IRModule({**dict(mod.functions_items()), RELEASE: nothing}, attrs=mod.attrs)
     return mod
-
-
-def _nothing() -> relax.Function:
-    builder = relax.BlockBuilder()
-    with builder.function(RELEASE, []):
-        builder.emit_func_output(relax.Tuple([]))
-    return builder.get()[RELEASE]
 
 
 def make_ready(target: tvm.target.Target) -> None:

@@ -203,9 +203,8 @@ def build_lowered(
     if parts is not None and parts.functions:
         mod = run_passes(mod, [RemoveBorders(), *tidy_passes()], records)
     device = lowered.captured.device
-    replays = options.cuda_graphs and backend_of(device).replays
     mod = run_passes(mod, [ReturnWhole()], records)
-    if parts is None and replays and not sizes_vary():
+    if parts is None and _replays(options, device) and not sizes_vary():
         kept = frozenset(lowered.layouts.outputs) | _not_returned(lowered.captured)
         mod = run_passes(mod, [ReturnPadded(kept)], records)
     with stages.measure("build"):
@@ -223,12 +222,18 @@ def build_lowered(
         partial_backwards = PartialBackwards(
             BackwardLoader(build, parts, lowered.layouts.gradients, device)
         )
-    return replace(
-        assembled(lowered, mod, parts, built, records, stages),
-        cuda_graphs=replays,
-        gradient_parts=options.gradient_parts,
-        partial_backwards=partial_backwards,
-    )
+    compiled = assembled(lowered, mod, parts, built, records, stages)
+    return replace(with_call_options(compiled, options), partial_backwards=partial_backwards)
+
+
+def with_call_options(compiled: CompiledModule, options: CompileOptions) -> CompiledModule:
+    """Return ``compiled`` with the options that affect its calls, and not its code."""
+    replays = _replays(options, compiled.captured.device)
+    return replace(compiled, cuda_graphs=replays, gradient_parts=options.gradient_parts)
+
+
+def _replays(options: CompileOptions, device: torch.device) -> bool:
+    return options.cuda_graphs and backend_of(device).replays
 
 
 def _not_returned(captured: CapturedGraph) -> frozenset[int]:

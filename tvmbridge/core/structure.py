@@ -13,6 +13,7 @@ import torch
 from torch import fx, nn
 
 from tvmbridge.core.contents import holds_all_in_dict, is_constant
+from tvmbridge.core.symbolic_numbers import SYMBOLIC
 from tvmbridge.core.torch_private import pytree
 
 
@@ -89,7 +90,7 @@ UNKNOWN: Any = object()
 
 
 # Values of a trace. A data-dependent value refuses isinstance: only its type is safe to read.
-_TRACED = (torch.Tensor, fx.Proxy, torch.SymInt, torch.SymFloat, torch.SymBool)
+_TRACED = (torch.Tensor, fx.Proxy, *SYMBOLIC)
 
 
 def with_parts(value: Any, known: Collection[int], within: tuple[int, ...] = ()) -> Any:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.autograd.function import BackwardCFunction
 
+from tvmbridge.calls.custom_functions import custom_functions_told
 from tvmbridge.calls.patches import patched_here
 from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.differentiation.saved import nodes_behind
@@ -63,10 +64,8 @@ class FunctionWatch:
     def noticing(self) -> Iterator[None]:
         """Record the functions applied in this context, also by a stored reference to ``apply``."""
 
-        def applied(genuine: Any, ctx: BackwardCFunction) -> None:
-            # Each call of Function.apply, from Python or C++, creates this autograd node.
-            genuine(ctx)
-            name = getattr(ctx._forward_cls, "__name__", "unnamed")  # type: ignore[attr-defined]
+        def applied(kind: type[Any]) -> None:
+            name = getattr(kind, "__name__", "unnamed")
             self._reasons[f"the custom autograd function {name} has a backward of its own"] = None
 
         def told(genuine: Any, ctx: BackwardCFunction, name: str, value: Any) -> None:
@@ -76,7 +75,7 @@ class FunctionWatch:
                 self._bare += [] if value else [ctx]
 
         with (
-            patched_here(BackwardCFunction, "__init__", applied),
+            custom_functions_told(applied),
             patched_here(BackwardCFunction, "__setattr__", told),
         ):
             yield

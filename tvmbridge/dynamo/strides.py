@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from tvmbridge.core.symbolic_numbers import SYMBOLIC
 from tvmbridge.core.torch_private import (
     FakeTensor,
     FakeTensorMode,
@@ -98,8 +99,7 @@ def _strides(leaf: object) -> object:
 
 def _number(size: Any) -> Any:
     """Return a number for a symbol: its value in the call that Dynamo captured, or None."""
-    symbolic = isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool)
-    return size.node.hint if symbolic else size
+    return size.node.hint if isinstance(size, SYMBOLIC) else size
 
 
 def _at_sizes(value: Any) -> Any:

@@ -15,6 +15,7 @@ import sympy  # type: ignore[import-untyped]
 import torch
 
 from tvmbridge.core.errors import CaptureError
+from tvmbridge.core.symbolic_numbers import expression_of
 from tvmbridge.core.torch_private import pytree
 
 # The upper bound of a size that has none of its own.
@@ -153,7 +154,7 @@ def relations_in(program: Any) -> Relations:
         value: Any = nodes[name].meta.get("val") if name in nodes else None
         if isinstance(value, torch.Tensor):
             if value.dim():  # without dimensions, it may stand for a Python number
-                shapes[leaf] = tuple(_expression(size) for size in value.shape)
+                shapes[leaf] = tuple(expression_of(size) for size in value.shape)
                 traced[leaf] = [_hint_of(size) for size in value.shape]
             environment = environment or value.fake_mode.shape_env  # type: ignore[attr-defined]
     if environment is None:
@@ -179,10 +180,6 @@ def _bound(bounds: dict[Any, tuple[int, int]], condition: Any) -> None:
         if symbol in bounds:
             least, most = bounds[symbol]
             bounds[symbol] = least, min(most, (int(condition.gts) - offset) // scale)
-
-
-def _expression(size: Any) -> Any:
-    return size.node.expr if isinstance(size, torch.SymInt) else int(size)
 
 
 def _hint_of(size: Any) -> int:

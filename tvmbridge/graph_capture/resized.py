@@ -25,10 +25,10 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 
 from tvmbridge.core.errors import BridgeError
+from tvmbridge.core.symbolic_numbers import SYMBOLIC, expression_of
 from tvmbridge.core.torch_private import pytree
 
 _PLAIN: dict[Any, Any] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
-_SYMBOLIC = tuple(_PLAIN)
 _ALIAS = torch.ops.aten.alias.default
 # Checks of sizes; the relations between sizes contain the same conditions.
 _CHECKS = frozenset(
@@ -60,7 +60,7 @@ class NumbersAt:
 
         For a tensor, return shape, strides, dtype and device.
         """
-        if isinstance(value, _SYMBOLIC):
+        if isinstance(value, SYMBOLIC):
             return self._number(value.node.expr, type(value))
         if isinstance(value, torch.Tensor):
             shape, stride = (tuple(map(self.of, ns)) for ns in (value.shape, value.stride()))
@@ -145,7 +145,7 @@ def _without_data(value: torch.Tensor, sizes: NumbersAt) -> torch.Tensor:
 
 def is_number(node: fx.Node) -> bool:
     """Whether a node computes or checks a size."""
-    return node.target in _CHECKS or isinstance(node.meta.get("val"), _SYMBOLIC)
+    return node.target in _CHECKS or isinstance(node.meta.get("val"), SYMBOLIC)
 
 
 def _is_whole(node: fx.Node) -> bool:
@@ -155,12 +155,8 @@ def _is_whole(node: fx.Node) -> bool:
     if node.target is not torch.ops.aten.slice.Tensor or len(node.args) > 4:
         return False
     given = node.all_input_nodes[0]
-    part, whole = ([_expression(n) for n in x.meta["val"].shape] for x in (node, given))
+    part, whole = ([expression_of(n) for n in x.meta["val"].shape] for x in (node, given))
     return part == whole
-
-
-def _expression(size: Any) -> Any:
-    return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
 def _refuse_other(

@@ -2,8 +2,8 @@
 
 Layers of a model mostly hold the same objects: classes, functions, a configuration. A *form* names
 these objects by their identity. If the forms of two modules are equal, the search for values
-outside of the module finds the same values for both. They are compared with the values that were
-found the first time.
+outside of the module finds the same values for both. Their present values are compared with the
+values at the first search.
 """
 
 from __future__ import annotations

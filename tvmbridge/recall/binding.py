@@ -12,7 +12,6 @@ import tvm
 from torch import nn
 from torch.export import ExportedProgram
 
-from tvmbridge.backends import backend_of
 from tvmbridge.cache.key import digest_of
 from tvmbridge.compiler.backward_code import BackwardLoader
 from tvmbridge.compiler.build import Built
@@ -128,7 +127,6 @@ def compiled_of(
         )
     return CompiledModule(
         captured=captured,
-        cuda_graphs=build.options.cuda_graphs and backend_of(build.device).replays,
         recorded=plan.recorded,
         origin=plan.origin,
         packs=plan.packs,

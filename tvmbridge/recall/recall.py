@@ -10,7 +10,7 @@ from typing import Any
 
 from tvmbridge.cache import CacheKey, Kept, Store
 from tvmbridge.compiler.bound import bound_entry
-from tvmbridge.compiler.compiled import CompiledModule
+from tvmbridge.compiler.compiled import CompiledModule, with_call_options
 from tvmbridge.core.errors import BridgeError, first_line
 from tvmbridge.core.plain_json import parse_json
 from tvmbridge.core.profiling import region
@@ -78,7 +78,7 @@ def _bound(caller: Caller, kept: Kept, describer: Describer) -> CompiledModule:
     if isinstance(built, str):
         raise UndescribableError(f"code that is not kept: {built}")
     compiled = compiled_of(plan, captured, built, build, records, kept.library)
-    compiled = replace(compiled, gradient_parts=caller.options.gradient_parts)
+    compiled = with_call_options(compiled, caller.options)
     if caller.offer is not None:
         caller.offer(compiled, facts, structures)
     return compiled

@@ -200,7 +200,8 @@ class _Contents:
             self.bfloat16 = True
 
 
-# Most nodes are of these classes. They are of bfloat16 only if a read or a constant below them is.
+# Most nodes are of these classes. Their dtype is bfloat16 only if that of a read or a constant
+# below them is.
 _PLAIN = frozenset((tirx.Var, tirx.IntImm, tirx.Add, tirx.Sub, tirx.Mul, tirx.Div))
 
 

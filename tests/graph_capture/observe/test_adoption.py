@@ -252,6 +252,19 @@ class ScaledBySetup(torch.autograd.Function):
 STORED = Scaled.apply, ScaledBySetup.apply
 
 
+def assert_gradients_follow(module: nn.Module, x: torch.Tensor, write: Any) -> None:
+    """Check that gradients are those of eager PyTorch after ``write(SCALE.data, factor)``."""
+    for factor in (1.0, 3.0):
+        write(SCALE.data, factor)
+        found = []
+        for called in (module, functools.partial(Reads.forward, module)):
+            module.zero_grad()
+            called(x).square().sum().backward()
+            found.append(module.layer.weight.grad)
+        torch.testing.assert_close(*found)
+    SCALE.data.fill_(1)
+
+
 @pytest.mark.parametrize("stored", [False, True])
 def test_custom_functions_of_both_forms_get_globals_current_or_are_refused(stored: bool) -> None:
     def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
@@ -265,30 +278,14 @@ def test_custom_functions_of_both_forms_get_globals_current_or_are_refused(store
             add_tvm_dispatch(module, x, on_fallback="raise")
         return
     add_tvm_dispatch(module, x, on_fallback="raise")
-    for factor in (1.0, 3.0):
-        SCALE.data.fill_(factor)
-        found = []
-        for called in (module, functools.partial(Reads.forward, module)):
-            module.zero_grad()
-            called(x).square().sum().backward()
-            found.append(module.layer.weight.grad)
-        torch.testing.assert_close(*found)
-    SCALE.data.fill_(1)
+    assert_gradients_follow(module, x, torch.Tensor.fill_)
 
 
 def test_custom_functions_read_globals_that_they_are_given_alone() -> None:
     x = torch.randn(3, 4)
     module = Reads(lambda m, x: Scaled.apply(m.layer(x), SCALE, True))
     add_tvm_dispatch(module, x, on_fallback="raise")
-    for factor in (1.0, 3.0):
-        SCALE.data.mul_(factor)
-        found = []
-        for forward in (module, functools.partial(Reads.forward, module)):
-            module.zero_grad()
-            forward(x).square().sum().backward()
-            found.append(module.layer.weight.grad)
-        torch.testing.assert_close(*found)
-    SCALE.data.fill_(1)
+    assert_gradients_follow(module, x, torch.Tensor.mul_)
     unsaved = Reads(lambda m, x: Scaled.apply(m.layer(x), SCALE, False))
     with pytest.raises(tvmbridge.BridgeError, match=r"save it by ctx\.save_for_backward"):
         add_tvm_dispatch(unsaved, x)

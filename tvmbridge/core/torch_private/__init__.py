@@ -75,7 +75,7 @@ TensorGuards = torch._C._dynamo.guards.TensorGuards
 # The module in which ``forward_ad.make_dual`` looks up ``_make_dual``
 if hasattr(torch._functorch.predispatch, "_make_dual"):
     module_of_duals: Any = torch._functorch.predispatch
-else:  # PyTorch 2.11 and 2.12
+else:  # PyTorch 2.11
     module_of_duals = torch._VF
 
 # Functions without a public name

@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import BackwardCFunction
 
 from tvmbridge.calls.callers import calling_python_module
+from tvmbridge.calls.custom_functions import custom_functions_told
 from tvmbridge.calls.own_calls import OwnCalls
-from tvmbridge.calls.patches import patched_here
 from tvmbridge.core.libraries import KEEPS_BOOKS
 from tvmbridge.core.torch_private import (
     METADATA_OF_FAKES,
@@ -97,13 +96,7 @@ def executed_functions(
             of_module = isinstance(frame.f_locals.get("self"), nn.Module)
             note(Executed(code, frame.f_globals, free, of_module=of_module))
 
-    def begun(genuine: Any, ctx: BackwardCFunction) -> None:
-        # Each call of Function.apply, from Python or C++, creates this autograd node.
-        genuine(ctx)
-        applied(ctx._forward_cls)  # type: ignore[attr-defined]
-
-    patched = patched_here(BackwardCFunction, "__init__", begun)
-    with patched, _profiled(called), _Unprofiled(called):
+    with custom_functions_told(applied), _profiled(called), _Unprofiled(called):
         yield
 
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
+from tvmbridge.calls.custom_functions import custom_functions_told
 from tvmbridge.calls.patches import patched_here
 from tvmbridge.core.errors import CaptureError
 from tvmbridge.core.structure import unflatten
@@ -83,7 +83,7 @@ def adopted_are_read(module: nn.Module) -> Iterator[_Redirected]:
     else:
         unwrap = "unwrap_dead_wrappers"
         patched = patched_here(functorch_utils, unwrap, redirected.in_arguments, over=True)
-    seen = patched_here(BackwardCFunction, "__init__", redirected.in_context, over=True)
+    seen = custom_functions_told(redirected.before_forward, over=True)
     with patched, seen, redirected.checked, redirected:
         yield redirected
 
@@ -123,14 +123,12 @@ class _Redirected(TorchFunctionMode):
         """Call ``kind.apply`` with adopted tensors replaced."""
         return genuine(kind, *self._exchanged(args), **self._exchanged(kwargs))
 
-    def in_context(self, genuine: Any, ctx: BackwardCFunction) -> None:
+    def before_forward(self, kind: Any) -> None:
         """Refuse a call of a custom autograd function that still gets an adopted tensor.
 
         An ``apply`` that was stored before the trace is PyTorch's, and has recorded the original
-        tensor as a source of gradients. PyTorch makes ``ctx`` just before it looks up forward.
+        tensor as a source of gradients.
         """
-        genuine(ctx)
-        kind: Any = ctx._forward_cls  # type: ignore[attr-defined]
 
         def checked(forward: Any, *args: Any, **kwargs: Any) -> Any:
             self.checked.close()

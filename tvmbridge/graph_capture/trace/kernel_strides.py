@@ -23,6 +23,7 @@ import torch
 from tvmbridge.calls.patches import patched_here
 from tvmbridge.core.custom_operator import is_function
 from tvmbridge.core.set_within import set_within
+from tvmbridge.core.symbolic_numbers import SYMBOLIC
 from tvmbridge.core.torch_private import (
     DisablePythonDispatcher,
     DisableTorchFunction,
@@ -97,7 +98,7 @@ def _dispatched(
     tensors = [leaf for leaf in made if isinstance(leaf, torch.Tensor)]
     if not operands or not tensors or not _may_differ(operands, tensors):
         return results
-    if any(isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool) for leaf in given):
+    if any(isinstance(leaf, SYMBOLIC) for leaf in given):
         return results
     fits = sum(t.numel() for t in (*operands, *tensors)) <= _MOST_ELEMENTS
     strides = _strides_of(func, given, structure, made) if fits else None

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
+from tvmbridge.core.symbolic_numbers import SYMBOLIC, expression_of
 from tvmbridge.core.torch_private import (
     DispatchKey,
     FakeTensor,
@@ -23,7 +24,6 @@ from tvmbridge.core.torch_private.decomposing import WritesOperandError, traced_
 
 Table: TypeAlias = dict[Any, Callable[..., Any]]
 
-_SYMBOLIC = torch.SymInt | torch.SymFloat | torch.SymBool
 # The keys whose kernels replace an operator by others, in the trace of a call.
 _REPLACED_BY = (DispatchKey.CompositeImplicitAutograd, DispatchKey.Functionalize)
 
@@ -142,7 +142,7 @@ def _is_tensor(leaf: Any) -> bool:
 
 def is_operand(leaf: Any) -> bool:
     """Whether an argument of an operator is a placeholder of its trace."""
-    return isinstance(leaf, torch.Tensor | _SYMBOLIC)
+    return isinstance(leaf, (torch.Tensor, *SYMBOLIC))
 
 
 def _described(leaf: Any, numbers: dict[int, int]) -> Any:
@@ -152,13 +152,9 @@ def _described(leaf: Any, numbers: dict[int, int]) -> Any:
     number = numbers.setdefault(id(leaf), len(numbers))
     if not isinstance(leaf, torch.Tensor):
         return type(leaf), leaf.node.expr, number
-    sizes = tuple(map(_expression, (*leaf.shape, *leaf.stride(), leaf.storage_offset())))
+    sizes = tuple(map(expression_of, (*leaf.shape, *leaf.stride(), leaf.storage_offset())))
     where = (leaf.device, number, leaf.requires_grad, isinstance(leaf, torch.nn.Parameter))
     return (sizes, leaf.dtype, *where)
-
-
-def _expression(size: Any) -> Any:
-    return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
 def _views(graph: fx.Graph) -> frozenset[fx.Node]:
@@ -201,4 +197,4 @@ def is_plain(value: Any) -> bool:
 
 def is_known_number(value: Any) -> bool:
     """Whether ``value`` is an expression of the sizes of inputs, and so does not depend on data."""
-    return isinstance(value, _SYMBOLIC) and value.node.hint is not None
+    return isinstance(value, SYMBOLIC) and value.node.hint is not None

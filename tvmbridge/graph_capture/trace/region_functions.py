@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.autograd.function import BackwardCFunction
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
-from tvmbridge.calls.patches import patched_here
+from tvmbridge.calls.custom_functions import custom_functions_told
 from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.core.torch_private import (
     DisablePythonDispatcher,
@@ -278,13 +277,11 @@ def _custom_functions_refused(name: str) -> Iterator[None]:
     """
     records = torch.is_grad_enabled()
 
-    def applied(genuine: Any, ctx: BackwardCFunction) -> None:
-        # Each call of Function.apply, from Python or C++, creates this autograd node.
-        genuine(ctx)
-        applying = getattr(ctx._forward_cls, "__name__", "unnamed")  # type: ignore[attr-defined]
+    def applied(kind: type[Any]) -> None:
+        applying = getattr(kind, "__name__", "unnamed")
         known = applying.startswith(_BY_LIBRARY) or _INDEXING in applying
         if records and not known:
             raise _refusal(name, f"applies the custom autograd function {applying}")
 
-    with patched_here(BackwardCFunction, "__init__", applied):
+    with custom_functions_told(applied):
         yield

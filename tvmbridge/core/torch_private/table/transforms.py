@@ -79,7 +79,7 @@ def _ends_level(end: Any) -> bool:
     return False
 
 
-# PyTorch 2.11 and 2.12 look the function up in _VF.
+# PyTorch 2.11 looks the function up in _VF.
 _MAKE_DUAL = first_of("torch._functorch.predispatch._make_dual", "torch._VF._make_dual")
 
 
