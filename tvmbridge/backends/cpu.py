@@ -15,6 +15,7 @@ from tvmbridge.passes.relax.dead_code_elimination import DeadCodeElimination
 from tvmbridge.passes.relax.dispatch_kernels import DispatchKernels
 from tvmbridge.passes.relax.few_channel_gradients import FewChannelGradients
 from tvmbridge.passes.relax.merge_kernels import MergeKernels
+from tvmbridge.passes.relax.results_early import ResultsEarly
 from tvmbridge.pipeline import AnyPass
 from tvmbridge.schedules import schedule_for_cpu
 from tvmbridge.schedules.target import host_target
@@ -29,7 +30,7 @@ def _kernel_passes(measure: bool) -> list[AnyPass]:
     passes = kernel_passes(products, *convolutions, CompileAtenCalls())
     # MergeKernels decides by sizes which kernels to merge.
     merging = [] if sizes_vary() else [MergeKernels(), DeadCodeElimination()]
-    return [*passes, *merging]
+    return [*passes, *merging, ResultsEarly()]
 
 
 def _prepare() -> None:

@@ -39,6 +39,7 @@ from tvmbridge.passes.relax.merge_kernels import MergeKernels
 from tvmbridge.passes.relax.pad_products import PadProducts
 from tvmbridge.passes.relax.read_views import ReadViews
 from tvmbridge.passes.relax.repeat_casts import CHEAP_ON_GPUS, RepeatCasts
+from tvmbridge.passes.relax.results_early import ResultsEarly
 from tvmbridge.passes.relax.table_gradients import TableGradients
 from tvmbridge.pipeline import AnyPass, tidy_passes
 from tvmbridge.schedules.gpu import is_one_kernel, schedule_for_gpu
@@ -63,7 +64,7 @@ def _kernel_passes(measure: bool) -> list[AnyPass]:
     # Sizes decide which kernels to merge.
     merges = MergeKernels(is_one_kernel), MergeCasts(is_one_kernel), DeadCodeElimination()
     merging = [] if sizes_vary() else [relax.transform.CanonicalizeBindings(), *merges]
-    return [*ours, *shared, *merging]
+    return [*ours, *shared, *merging, ResultsEarly()]
 
 
 def _graph_passes(has_backward: bool) -> list[AnyPass]:
