@@ -60,6 +60,7 @@ def test_a_module_that_is_split_after_its_compilation_is_refused_by_name(how: st
     try:
         torch.manual_seed(0)
         block, sample = Block(0.0), torch.randn(2, 5, 16)
+        block.held = torch.ones(3)[None]  # a view, but not of a flat parameter
         add_tvm_dispatch(block, sample, on_fallback="silent")
         eager = block(sample).detach()
         assert dispatch_report(block).tvm_calls == 1

@@ -46,12 +46,13 @@ def is_flattened(module: nn.Module) -> bool:
     """
     return any(
         any(c.__name__ == _FLATTENING for c in type(m).__mro__)
-        or (
-            getattr(m, "_is_fsdp_managed_module", False)
-            and any(isinstance(v, torch.Tensor) and v._is_view() for v in vars(m).values())
-        )
+        or any(_is_of_flat(v) for v in vars(m).values())
         for m in module.modules()
     )
+
+
+def _is_of_flat(held: object) -> bool:
+    return isinstance(held, torch.Tensor) and hasattr(held._base, "_is_flat_param")
 
 
 @contextmanager
