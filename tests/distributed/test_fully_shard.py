@@ -10,9 +10,18 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from tests.distributed.processes import run_ranks, values
-from tests.distributed.sharded_scripts import Setting, compared
+from tests.distributed.sharded_scripts import Block, Setting, compared
+from tvmbridge import add_tvm_dispatch, dispatch_report
 
 QUICK = {"sharded first": Setting(sharded_first=True, sample=True, reshard=False)}
 ALL = {
@@ -43,6 +52,39 @@ def check(settings: dict[str, Setting], ranks: int, device_type: str = "cpu") ->
 
 def test_steps_are_those_of_eager() -> None:
     check(QUICK, 2)
+
+
+@pytest.mark.parametrize("how", ["fully_shard", "FullyShardedDataParallel", "parallelize_module"])
+def test_a_module_that_is_split_after_its_compilation_is_refused_by_name(how: str) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        torch.manual_seed(0)
+        block, sample = Block(0.0), torch.randn(2, 5, 16)
+        block.held = torch.ones(3)[None]  # a view, but not of a flat parameter
+        add_tvm_dispatch(block, sample, on_fallback="silent")
+        eager = block(sample).detach()
+        assert dispatch_report(block).tvm_calls == 1
+        called, part = split(block, how)
+        torch.testing.assert_close(called(sample).detach(), eager)
+        (reason,) = dispatch_report(block).fallbacks
+        assert reason.startswith(part), reason
+    finally:
+        dist.destroy_process_group()
+
+
+def split(block: Block, how: str) -> tuple[nn.Module, str]:
+    """Split the block's parameters over processes; return it and how its reason begins."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+    if how == "fully_shard":
+        for part in (block.up, block):
+            fully_shard(part, mesh=mesh)
+        return block, "its submodule up is sharded by itself (fully_shard)"
+    if how == "parallelize_module":
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        return block, "up.weight is a DTensor (parallelize_module"
+    device = torch.device("cpu")
+    wrapped = FullyShardedDataParallel(nn.Sequential(block), device_id=device, use_orig_params=True)
+    return wrapped, "its parameters are sharded by FullyShardedDataParallel"
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from tvmbridge.calls.standins import tensors_of
 from tvmbridge.core.assumptions import Question
 from tvmbridge.core.contents import all_held, is_constant
 from tvmbridge.core.reasons import Kind, Reason
-from tvmbridge.core.sharding import sharded_within
+from tvmbridge.core.sharding import is_flattened, sharded_within
 from tvmbridge.core.torch_private import is_functional_tensor
 
 # Exactly these classes: a subclass may override what operators do.
@@ -61,15 +61,27 @@ def other_answer(
     return None
 
 
+def split_over_ranks(module: nn.Module) -> Reason | None:
+    """Return why a module is not served whose parameters are split over processes, or None."""
+    sharded = sharded_within(module)
+    if sharded is not None:
+        return Reason(Kind.SHARDED_WITHIN, sharded)
+    if is_flattened(module):
+        return Reason(Kind.SHARDED_WHOLE)
+    held = tensors_of(module).items()
+    name = next((n for n, t in held if type(t).__name__ == "DTensor"), None)
+    return None if name is None else Reason(Kind.DISTRIBUTED, name)
+
+
 def unusual_in(module: nn.Module, leaves: Sequence[Any] = ()) -> Reason | None:
     """Return why a tensor or leaf cannot be traced, for the first one; None if all can.
 
     The tensors of the module and the ``leaves`` of its arguments are checked. Tracing some kinds of
     tensors would end the process.
     """
-    sharded = sharded_within(module)
+    sharded = split_over_ranks(module)
     if sharded is not None:
-        return Reason(Kind.SHARDED_WITHIN, sharded)
+        return sharded
     arguments = {f"argument {i}": leaf for i, leaf in enumerate(leaves)}
     for name, value in {**arguments, **tensors_of(module)}.items():
         reason = unusual(value) if isinstance(value, torch.Tensor) else None

@@ -10,7 +10,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import nn
+
+# The class of the older wrapper; its own name is compared, since importing it takes a second.
+_FLATTENING = "FullyShardedDataParallel"
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -33,6 +37,22 @@ def class_before(module: nn.Module) -> type[nn.Module]:
 def sharded_within(module: nn.Module) -> str | None:
     """Return the name of a submodule that ``fully_shard`` was applied to; None if there is none."""
     return next((n for n, m in module.named_modules() if n and is_sharded(m)), None)
+
+
+def is_flattened(module: nn.Module) -> bool:
+    """Whether ``FullyShardedDataParallel`` wraps a part of ``module``, or the module itself.
+
+    Around the module, it replaces parameters by attributes that are views of one flat parameter.
+    """
+    return any(
+        any(c.__name__ == _FLATTENING for c in type(m).__mro__)
+        or any(_is_of_flat(v) for v in vars(m).values())
+        for m in module.modules()
+    )
+
+
+def _is_of_flat(held: object) -> bool:
+    return isinstance(held, torch.Tensor) and hasattr(held._base, "_is_flat_param")
 
 
 @contextmanager

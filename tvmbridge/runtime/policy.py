@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tvmbridge.calls.plain import unusual_in
+from tvmbridge.calls.plain import split_over_ranks, unusual_in
 from tvmbridge.core.errors import DataDependentError, StateWrittenError
 from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.core.turns import compiling
@@ -264,7 +264,16 @@ class Policy:
                     self.kept.retire([outgrown])
 
     def explained(self, why: Reason) -> Reason:
-        """Return the reason of a fallback, completed by why a number is no input of the code."""
+        """Return the reason of a fallback, completed by why a number is no input of the code.
+
+        If the module was split over processes since it was compiled, that is the reason: its
+        hooks and tensors changed because of it.
+        """
+        distributed = torch.distributed
+        if distributed.is_available() and distributed.is_initialized():
+            split = split_over_ranks(self.module)
+            if split is not None:
+                return split
         attributes = self.compiler.attributes
         return why if attributes is None else attributes.explained(why)
 

@@ -33,7 +33,6 @@ _WRAPPERS = {
     "torch.nn.parallel.data_parallel.DataParallel": "module",
     "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
 }
-_SHARDED = "FullyShardedDataParallel"
 
 # PyTorch's messages for an operator without a kernel for a device or dtype.
 _NO_KERNEL = re.compile(r"[Cc]ould not run '|not implemented for '|no kernel|No operator found")
@@ -157,8 +156,6 @@ def _unusual_class(module: nn.Module) -> Reason | None:
         held = _WRAPPERS.get(f"{each.__module__}.{each.__name__}")
         if held is not None:
             return Reason(Kind.WRAPPER, f".{held}")
-    if any(c.__name__ == _SHARDED for m in module.modules() for c in type(m).__mro__):
-        return Reason(Kind.SHARDED_WHOLE)
     for name, submodule in module.named_modules():
         if isinstance(submodule, torch.jit.ScriptModule):
             return Reason(Kind.SCRIPT_WITHIN, name)
