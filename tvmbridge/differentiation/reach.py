@@ -48,12 +48,14 @@ def reached_by_gradients(
         before, asked = graph.add(output)
         given = [] if before is None else [outputs[before]]
         gradients = _gradients(output, [*given, *(leaves[position] for position in asked)])
-        arrives = before is not None and gradients.pop(0) is not None
+        through = frozenset[int]()
+        if before is not None and gradients.pop(0) is not None:
+            through = found[before]
         sent = {p: g for p, g in zip(asked, gradients, strict=True) if g is not None}
         for position, gradient in sent.items():
             _refuse_sparse(rehearsal.inputs[position], gradient)
             layouts.setdefault(position, layout_of(gradient))
-        found.append(frozenset(sent) | (found[before] if arrives else frozenset()))  # type: ignore[index]
+        found.append(frozenset(sent) | through)
     return {
         position: frozenset(number for number, sent in enumerate(found) if position in sent)
         for position in rehearsal.wanted
@@ -78,9 +80,9 @@ class _Graph:
     def add(self, output: torch.Tensor) -> tuple[int | None, list[int]]:
         """Return the earlier output to which ``output`` is differentiated, and the primals.
 
-        The earlier output is None if its reach is not a part of the reach of ``output``. This is
-        so if a primal can be reached on a way around it as well, because a node may answer two
-        gradients otherwise than each of them. It is also so if another result of its node is read.
+        The earlier output is None if its reach may not be a part of the reach of ``output``: if a
+        path around it leads to a primal behind it, because a node may treat two gradients together
+        otherwise than each of them alone, or if ``output`` reads another result of its node.
         """
         edge = output.grad_fn, output.output_nr
         edges = reached([edge], self._following) if edge[0] is not None else {edge: None}
