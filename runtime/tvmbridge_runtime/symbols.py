@@ -37,7 +37,10 @@ def sizes_of(manifest: Mapping[str, Any], shapes: Sequence[Sequence[int]]) -> li
             least, most = bounds[wanted]["least"], bounds[wanted]["most"]
             if extent < least or (most is not None and extent > most):
                 limit = f"at least {least}" if most is None else f"from {least} to {most}"
-                raise ArgumentError(f"{place}, {wanted}, is {extent} and must be {limit}")
+                raise ArgumentError(
+                    f"{place}, {wanted}, is {extent} and must be {limit}: export another function "
+                    "for other sizes"
+                )
     sizes = {name: found[name][0] for name in bounds}
     for condition in manifest["relations"]:
         if not value_of(condition, sizes):

@@ -80,6 +80,23 @@ class _Followed(nn.Module):
         return self.after(self.convolution(x))
 
 
+def _functions(
+    module: nn.Module, args: tuple[torch.Tensor, ...], monkeypatch: pytest.MonkeyPatch
+) -> list[str]:
+    """Return the names of the loops and of ``forward`` in a module's code."""
+    names: list[str] = []
+    compile_code = building.compile_code
+
+    def noted(scheduled: object, records: object) -> object:
+        functions = scheduled.mod.functions_items()  # type: ignore[attr-defined]
+        names.extend(name.name_hint for name, _ in functions if name.name_hint != "forward")
+        return compile_code(scheduled, records)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(building, "compile_code", noted)
+    alone_code(module, args, {}, target=None, options=CompileOptions())
+    return names
+
+
 @pytest.mark.parametrize(
     ("after", "fused", "others"),
     [(_relu, "product_reshape_add_relu", 0), (_read_twice, "add", 2), (_permuted, "add", 1)],
@@ -91,21 +108,30 @@ def test_only_readers_of_each_element_are_fused(
     others: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    names: list[str] = []
-    compile_code = building.compile_code
-
-    def noted(scheduled: object, records: object) -> object:
-        functions = scheduled.mod.functions_items()  # type: ignore[attr-defined]
-        names.extend(name.name_hint for name, _ in functions if name.name_hint != "forward")
-        return compile_code(scheduled, records)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(building, "compile_code", noted)
     module, x = _Followed(after).eval(), torch.randn(1, 16, 8, 9)
-    alone_code(module, (x,), {}, target=None, options=CompileOptions())
+    names = _functions(module, (x,), monkeypatch)
     products = [name for name in names if name.startswith("product")]
     assert len(products) == 1, names
     assert all(part in products[0] for part in fused.split("_")), names
     assert len(names) - 1 == others, names
+
+
+class _Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(16, 64, 1)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.convolution(x) + y)
+
+
+@pytest.mark.parametrize(("side", "alone"), [(16, False), (80, True)])
+def test_large_sums_have_loops_of_their_own(
+    side: int, alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = (torch.randn(1, 16, side, side), torch.randn(1, 64, side, side))
+    names = _functions(_Residual().eval(), args, monkeypatch)
+    assert any("relu" in name and not name.startswith("product") for name in names) == alone, names
 
 
 def test_dimensions_are_matched_by_their_products() -> None:

@@ -72,7 +72,7 @@ def test_any_batch_and_length(tmp_path: Path) -> None:
         with torch.no_grad():
             expected = module(tokens)
         numpy.testing.assert_allclose(function(tokens.numpy()), expected, rtol=1e-4, atol=1e-5)
-    for shape in ((49, 9), (4, 65), (1, 9)):
+    for shape in ((49, 9), (4, 65), (0, 9)):
         with pytest.raises(tvmbridge_runtime.ArgumentError, match=r"'tokens', dimension \d, "):
             function(numpy.zeros(shape, numpy.int64))
 
@@ -91,7 +91,40 @@ def test_conditions_on_sizes_are_checked(tmp_path: Path) -> None:
         function(x.numpy(), x[:20].numpy())
 
 
+class Singles(nn.Module):
+    """A module that does something else for two single rows."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return (x * 2, y) if x.shape[0] * y.shape[0] == 1 else (x + 1, y + 1)
+
+
+class Squeezed(nn.Module):
+    """A module that does something else for one row."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.squeeze(0) * 2
+
+
+def test_sizes_of_one_are_served_where_forward_does_the_same(tmp_path: Path) -> None:
+    path, spec = tmp_path / "model.tvmb", {"x": {0: Dim("rows")}, "y": {0: Dim("others")}}
+    sample = torch.randn(3, 8), torch.randn(4, 8)
+    tvmbridge.export(Singles().eval(), sample, path, dynamic_shapes=spec)
+    function = tvmbridge_runtime.load(path)
+    for rows, others in ((1, 5), (5, 1), (7, 2)):
+        x, y = torch.randn(rows, 8), torch.randn(others, 8)
+        found = function(x.numpy(), y.numpy())
+        assert torch.equal(torch.from_numpy(found[0]), x + 1)
+        assert torch.equal(torch.from_numpy(found[1]), y + 1)
+    one = numpy.zeros((1, 8), numpy.float32)
+    with pytest.raises(tvmbridge_runtime.ArgumentError, match=r"rows > 1.*or.*others > 1"):
+        function(one, one)
+    spec = {"x": {0: Dim("rows")}}
+    tvmbridge.export(Squeezed().eval(), torch.randn(3, 4), path, dynamic_shapes=spec)
+    with pytest.raises(tvmbridge_runtime.ArgumentError, match="is 1 and must be from 2"):
+        tvmbridge_runtime.load(path)(numpy.zeros((1, 4), numpy.float32))
+
+
 def test_what_sizes_must_fulfil_is_refused_at_export(tmp_path: Path) -> None:
     spec = {"x": {0: Dim("rows", max=64)}}
-    with pytest.raises(tvmbridge.BridgeError, match="another way at other sizes"):
+    with pytest.raises(tvmbridge.BridgeError, match=r"another way at other sizes.*for each of"):
         tvmbridge.export(Halves().eval(), torch.randn(6, 8), tmp_path / "m", dynamic_shapes=spec)

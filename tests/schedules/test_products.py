@@ -7,10 +7,13 @@ import math
 
 import pytest
 import torch
+import tvm
 
 from tests.thinned import thinned
 from tvmbridge.kernels.product_form import Form
 from tvmbridge.schedules.alone import multiplication
+from tvmbridge.schedules.machine import Machine
+from tvmbridge.schedules.products import product_of_panels
 
 # Rows, columns and depth: full and partial tiles; depths summed in one part and in several.
 SIZES = [
@@ -80,3 +83,22 @@ def test_what_is_too_small_or_has_too_many_rows_is_left_to_libraries() -> None:
     forms = [Form(2, 64, 64), Form(64, 8, 64), Form(1000, 64, 64, right_transposed=True)]
     both = Form(64, 64, 64, left_transposed=True, right_transposed=True)
     assert all(multiplication(form) is None for form in [*forms, both])
+
+
+@pytest.mark.parametrize("depth", [512, 768, 1024])
+def test_sums_of_blocks_stay_in_registers(depth: int) -> None:
+    """LLVM unrolls a loop over few blocks, and then had more values than registers."""
+    target = tvm.target.Target({"kind": "llvm", "mcpu": "x86-64-v3", "num-cores": 2})
+    product = product_of_panels(Form(128, 768, depth), Machine.of(target))
+    mod = tvm.IRModule({"product": product.with_attr("global_symbol", "product")})
+    lines = tvm.tirx.build(mod, target).inspect_source("asm").splitlines()
+    labels = {line.split(":")[0]: at for at, line in enumerate(lines) if line.startswith(".L")}
+    loops = [
+        lines[labels[to] : at]
+        for at, line in enumerate(lines)
+        if (to := line.split()[-1] if "\tj" in line else "") in labels and labels[to] < at
+    ]
+    sums = [body for body in loops if sum("vfmadd" in line for line in body) in (12, 24)]
+    innermost = [body for body in sums if not any(line.startswith(".L") for line in body[1:])]
+    assert innermost
+    assert not [line for body in innermost for line in body if "(%rsp)" in line]

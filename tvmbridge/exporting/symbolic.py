@@ -37,6 +37,7 @@ from tvmbridge.exporting.code import (
     refuse_effects,
 )
 from tvmbridge.exporting.conditions import written_relations
+from tvmbridge.exporting.ones import OnesOfExport
 from tvmbridge.graph_capture.any_size import SymbolicTrace, shapes_of
 from tvmbridge.graph_capture.surroundings import tracing_here, undisturbed
 from tvmbridge.passes.relax.lift_frozen import varying_places
@@ -48,6 +49,7 @@ from tvmbridge.symbolic.probes import points_within
 from tvmbridge.symbolic.sizes import DifferentCodeError, Point
 from tvmbridge.symbolic.symbols import ITSELF, Dimension, Symbols
 
+_FIXED = "leave these dimensions out of dynamic_shapes, and export one file for each of their sizes"
 _SMALL = (2, 3, 5, 7)
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -72,7 +74,7 @@ def symbolic_code(
     try:
         return _for_any_size(module, args, kwargs, spec, target, options)
     except DifferentCodeError as error:
-        raise ExportError(f"there is no code for any size: {error}") from error
+        raise ExportError(f"there is no code for any size: {error}; {_FIXED}") from error
 
 
 def _for_any_size(
@@ -92,22 +94,27 @@ def _for_any_size(
         try:
             # A size of 2 may be confused with another 2 in the code; then try larger shapes.
             points = _points(trace, sample, symbols, bounds, from_two=True)
-            code = _compiled(module, sample, symbols, trace, points, target, options)
+            code, loops_least = _compiled(module, sample, symbols, trace, points, target, options)
         except (DifferentCodeError, CaptureError):
-            points = _points(trace, sample, symbols, bounds, from_two=False)
-            code = _compiled(module, sample, symbols, trace, points, target, options)
+            try:
+                points = _points(trace, sample, symbols, bounds, from_two=False)
+            except CaptureError as error:
+                raise ExportError(f"there is no code for any size: {error}; {_FIXED}") from error
+            code, loops_least = _compiled(module, sample, symbols, trace, points, target, options)
         names = _names(symbols, dimensions)
         relations = written_relations(trace.relations, symbols, names)
+        ones = OnesOfExport(module, sample, symbols, names, trace, points)
+        least, conditions = ones.served(loops_least)
     return replace(
         code,
         inputs=_with_symbols(code.inputs, sample, symbols, names),
         symbols=[
-            {"name": name, **_bounds([dimensions[d] for d in group], least, most)}
-            for name, group, least, most in zip(
-                names, symbols.dimensions, points.least, points.most, strict=True
+            {"name": name, **_bounds([dimensions[d] for d in group], low, most)}
+            for name, group, low, most in zip(
+                names, symbols.dimensions, least, points.most, strict=True
             )
         ],
-        relations=relations,
+        relations=[*relations, *conditions],
         outputs=[{**output, "shape": None} for output in code.outputs],
     )
 
@@ -157,7 +164,8 @@ def _compiled(
     points: Points,
     target: Any,
     options: CompileOptions,
-) -> AloneCode:
+) -> tuple[AloneCode, Point]:
+    """Return the code, and the least values of the symbols that its loops are right for."""
     records: list[PassRecord] = []
 
     def lower(point: Point, known: Known) -> _Folded:
@@ -183,11 +191,11 @@ def _compiled(
     )
     code = code_for_all(
         [(graph.mod, None) for graph in graphs],
-        points.sizes(),
+        points.sizes(with_ones=True),
         partial(prepared, target=graphs[0].lowered.target),
         records,
     )
-    return described_code(module, graphs[0], code, records)
+    return described_code(module, graphs[0], code, records), code.least
 
 
 @dataclass(frozen=True)
