@@ -138,11 +138,13 @@ class _SizeGroup:
             if symbols is None or not symbols.dimensions or symbols.sizes(matched.leaves) is None:
                 return None
             # A symbol for the rows saves a compilation when an epoch's last batch has fewer, and
-            # one for each side of square images when others are not square.
+            # one for each side of square images when others are not square. Arguments with equal
+            # sizes so far, such as the texts of a translation, may have different ones later.
             if guesses:
                 guessed = symbols.with_rows(shapes)
                 guessed = (guessed or symbols).with_sides(shapes) or guessed
-            symbols = guessed or symbols
+                known, symbols = guessed or symbols, (guessed or symbols).by_argument()
+                guessed = guessed or (symbols if len(symbols.equal) > len(known.dimensions) else None)
         else:
             demanded = set() if self.family is None else self.family.demanded
             symbols = symbols_of(self.declared, calls, demanded)
