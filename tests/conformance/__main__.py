@@ -158,7 +158,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_document()
         return 0
     apart = "--dynamic" if options.dynamic else f"--values {options.values}"
-    if apart != "--values samples" and (options.admit or options.write_results or options.quick):
+    writes, is_quick = options.admit or options.write_results, options.quick and not options.dynamic
+    if apart != "--values samples" and (writes or is_quick):
         raise SystemExit(f"{apart} is a check of its own: it proves and writes nothing")
     rows = read_rows(options.read) if options.read else _run(options)
     print(describe(rows))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from tvmbridge.symbolic.symbols import Symbols
+from tvmbridge.symbolic.symbols import LinearSize, Symbols
 
 
 def test_resized_integers_are_values_of_the_sample() -> None:
@@ -19,3 +20,22 @@ def test_tensors_of_floats_are_not_filled() -> None:
     symbols = Symbols((((0, 0),),))
     (found,), _ = symbols.probe((torch.ones(2, 4),), {}, (1 << 20,))
     assert found.shape == (1 << 20, 4)
+
+
+def test_equal_sizes_of_two_arguments_are_traced_as_equal_and_kept_apart() -> None:
+    first, later = ([(0, (n, m)), (1, (n, m)), (2, (m, 4))] for n, m in ((3, 6), (5, 9)))
+    symbols = Symbols.of(first, later)
+    assert symbols is not None
+    each = symbols.by_argument()
+    assert each.dimensions == (((0, 0), (1, 0)), ((0, 1),), ((1, 1),), ((2, 0),))
+    assert each.apart({0: (9, 9), 1: (9, 9), 2: (9, 4)}) == (9, 10, 10, 10)
+    assert each.joined() == symbols
+    assert each.where([True, True, False, True]).equal == (0, 1, 1)
+
+
+@pytest.mark.parametrize(("size", "joined"), [(6, True), (7, False)])
+def test_joined_dimensions_are_equal_in_a_call(size: int, joined: bool) -> None:
+    symbols = Symbols((((0, 0), (1, 0)),), {(1, 0): LinearSize(1, 1)})
+    assert symbols.are_joined([torch.ones(6), torch.ones(7)])
+    symbols = Symbols((((0, 0), (1, 0)),))
+    assert symbols.are_joined([torch.ones(6), torch.ones(size)]) == joined

@@ -131,18 +131,20 @@ class _SizeGroup:
         """
         shapes = [(i, tuple(matched.leaves[i].shape)) for i, *_ in self.signature.tensors]
         sample = [(i, tuple(shape)) for i, shape, *_ in self.signature.tensors]
-        calls, guessed, demanded = [*self.calls, shapes], None, set[Dimension]()
+        calls, guessed, demanded = [*self.calls, shapes], False, set[Dimension]()
         if self.declared is None:
             calls = [sample, *calls]
             symbols = Symbols.of(*calls)
             if symbols is None or not symbols.dimensions or symbols.sizes(matched.leaves) is None:
                 return None
             # A symbol for the rows saves a compilation when an epoch's last batch has fewer, and
-            # one for each side of square images when others are not square.
+            # one for each side of square images when others are not square. Arguments with equal
+            # sizes so far, such as the texts of a translation, may have different ones later.
+            changed = len(symbols.dimensions)
             if guesses:
-                guessed = symbols.with_rows(shapes)
-                guessed = (guessed or symbols).with_sides(shapes) or guessed
-            symbols = guessed or symbols
+                symbols = symbols.with_rows(shapes) or symbols
+                symbols = (symbols.with_sides(shapes) or symbols).by_argument()
+            guessed = len(symbols.dimensions) > changed
         else:
             demanded = set() if self.family is None else self.family.demanded
             symbols = symbols_of(self.declared, calls, demanded)
@@ -159,7 +161,7 @@ class _SizeGroup:
         retire(entry for i in self.instances() for _, entry in i.compiled())
         self.calls.append(shapes)
         self.family = family = Family(compiler, self.signature, symbols, seen, retire)
-        family.guessed, family.demanded = guessed is not None, demanded
+        family.guessed, family.demanded = guessed, demanded
         if self.declared is not None:
             family.why = ""
         return self.served(matched)

@@ -116,6 +116,8 @@ class Family:
         sample = [(i, tuple(shape)) for i, shape, *_ in self.signature.tensors]
         if point is None or not self.symbols.are_all(sample, matched.leaves):
             return None
+        if self.symbols.equal and not self._related.are_joined(matched.leaves):
+            return None
         found = self.instances.get(point)
         if found is None:
             args, kwargs = matched.arguments

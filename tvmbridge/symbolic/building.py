@@ -135,17 +135,18 @@ def _scheduled(
     agree = False
     while not agree:
         decided: list[list[Decision]] = []
+        found: list[Scheduled] = []
         results: list[Results] = [{} for _ in both]
         for (each, bundle), made in zip(both, results, strict=True):
             with recorded_decisions(followed(decided, for_all), made) as decisions:
-                run(each, bundle)
+                found.append(run(each, bundle))
             decided.append(decisions)
         known = len(for_all)
         for_all, agree = agreed(decided, sizes.content, for_all, partial(lowest, sizes))
         if not agree and len(for_all) == known:
             raise DifferentCodeError("for other sizes other things are decided by them")
-    found = []
-    for (each, bundle), made in zip(both, results, strict=True):
-        with refused_as_different(), repeated_decisions(for_all, made):
-            found.append(run(each, bundle))
+    for i, ((each, bundle), made) in enumerate(zip(both, results, strict=True)):
+        if decided[i] != for_all:
+            with refused_as_different(), repeated_decisions(for_all, made):
+                found[i] = run(each, bundle)
     return found, for_all

@@ -24,6 +24,10 @@ from tvmbridge.symbolic.symbols import Dimension, LinearSize, Symbols
 # Prime values for symbols: sizes are then multiples of their unit and of little else.
 _GENERIC = (17, 23, 29, 37, 41, 43, 47, 53), (3, 5, 7, 11, 13, 17, 19, 23)
 
+# How many symbols there may be beside those for the sizes that differed in calls, where forward
+# does not relate equal sizes. Each symbol adds a sample size.
+_MOST_APART = 1
+
 
 def related(
     symbols: Symbols, relations: Relations, sample: Arguments, seen: Sequence[Point]
@@ -36,6 +40,8 @@ def related(
         seen: the sizes of the symbols in known calls.
     """
     merged = _merged(symbols, relations)
+    if symbols.equal and len(merged.dimensions) > len(set(symbols.equal)) + _MOST_APART:
+        merged = _merged(symbols.joined(), relations)
     shapes = [shapes_of(symbols.probe(*sample, point)) for point in seen]
     return _in_units(merged, relations, sample, [merged.point_of(each) for each in shapes])
 

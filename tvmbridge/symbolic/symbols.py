@@ -58,10 +58,13 @@ class Symbols:
     Args:
         dimensions: for each symbol, its dimensions.
         forms: how a size follows from the symbol, for dimensions whose size is not the symbol.
+        equal: for each symbol, a number; symbols with the same number had equal values in all
+            calls. Empty: no two symbols had.
     """
 
     dimensions: tuple[tuple[Dimension, ...], ...]
     forms: Mapping[Dimension, LinearSize] = field(default_factory=dict)
+    equal: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, *calls: Shapes) -> Symbols | None:
@@ -109,6 +112,39 @@ class Symbols:
             return None
         return replace(self, dimensions=tuple(found))
 
+    def by_argument(self) -> Symbols:
+        """Return these symbols with one for each argument that has a dimension of a symbol.
+
+        Two arguments may have equal sizes by chance, such as the texts of a translation.
+        torch.export keeps symbols of equal sizes apart, and its relations join those that forward
+        relates. First dimensions are the rows of a batch, and stay together.
+        """
+        found: list[tuple[Dimension, ...]] = []
+        equal: list[int] = []
+        for number, group in enumerate(self.dimensions):
+            parts: dict[int, list[Dimension]] = {}
+            for leaf, place in group:
+                parts.setdefault(leaf if place else -1, []).append((leaf, place))
+            found += map(tuple, parts.values())
+            equal += [number] * len(parts)
+        return replace(self, dimensions=tuple(found), equal=tuple(equal))
+
+    def joined(self) -> Symbols:
+        """Return these symbols with one for all that had equal values in all calls."""
+        groups: dict[int, list[Dimension]] = {}
+        for number, dimensions in zip(self.equal, self.dimensions, strict=True):
+            groups.setdefault(number, []).extend(dimensions)
+        return replace(self, dimensions=tuple(map(tuple, groups.values())), equal=())
+
+    def are_joined(self, leaves: Sequence[Any]) -> bool:
+        """Whether dimensions whose sizes follow alike from one symbol are equal in a call."""
+        return all(
+            leaves[a].shape[i] == leaves[b].shape[j]
+            for group in self.dimensions
+            for (a, i), (b, j) in itertools.pairwise(group)
+            if self.form((a, i)) == self.form((b, j))
+        )
+
     def point(self, leaves: Sequence[Any]) -> Point | None:
         """Return the values of the symbols in a call.
 
@@ -136,7 +172,11 @@ class Symbols:
 
     def where(self, chosen: Sequence[bool]) -> Symbols:
         """Return only the symbols for which ``chosen`` is True."""
-        return replace(self, dimensions=tuple(itertools.compress(self.dimensions, chosen)))
+        return replace(
+            self,
+            dimensions=tuple(itertools.compress(self.dimensions, chosen)),
+            equal=tuple(itertools.compress(self.equal, chosen)),
+        )
 
     def are_all(self, sample: Shapes, leaves: Sequence[Any]) -> bool:
         """Whether a call has the shapes of a sample, except in symbolic dimensions."""
@@ -157,19 +197,21 @@ class Symbols:
         )
 
     def apart(self, shapes: Mapping[int, Sequence[int]]) -> Point:
-        """Return values of the symbols near a call's sizes, all different, and none of them 1.
+        """Return values of the symbols near a call's sizes, none of them 1.
 
-        torch.export would make one symbol of equal sizes, and constants of sizes of 1. A power of
-        two that divides a size, up to 32, still does: networks halve images, and join them with
-        what the halves become.
+        They are different, except those of symbols that had equal values in all calls: forward may
+        demand equal sizes. Code could compare different symbols that are equal by chance, and
+        torch.export makes constants of sizes of 1. A power of two that divides a size, up to 32,
+        still does: networks halve images, and join them with what the halves become.
         """
-        taken: list[int] = []
-        for size in self.point_of(shapes):
+        taken: dict[int, int] = {}
+        numbers = self.equal or range(len(self.dimensions))
+        for number, size in zip(numbers, self.point_of(shapes), strict=True):
             size = max(size, LEAST_SIZE)
-            while size in taken:
+            while number not in taken and size in taken.values():
                 size += min(size & -size, _MOST_HALVED)
-            taken.append(size)
-        return tuple(taken)
+            taken.setdefault(number, size)
+        return tuple(taken[number] for number in numbers)
 
     def probe(self, args: Any, kwargs: Any, point: Point) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return arguments like those given, with the sizes of ``point`` in symbolic dimensions.
