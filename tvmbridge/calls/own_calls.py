@@ -73,7 +73,7 @@ _FILES = frozenset(
     }
 )
 _COLLECTOR = frozenset({gc.get_count, gc.get_stats, gc.get_threshold, gc.isenabled})
-_QUESTIONS = {
+_QUESTIONS: dict[Any, str] = {
     **dict.fromkeys(_CLOCKS, "asks for the time by"),
     **dict.fromkeys(_FILES, "looks at files or folders by"),
     # A trace puts garbage collection off.
