@@ -55,9 +55,16 @@ _SETTINGS = frozenset(
         "is_warn_always_enabled",
     }
 )
-# The same of Python.
-_OF_PYTHON = frozenset({sys.get_int_max_str_digits, sys.getrecursionlimit, sys.getswitchinterval})
-_OF_PYTHON |= {numpy.geterr, numpy.get_printoptions}
+# The same of Python and numpy.
+_OF_PYTHON: frozenset[Callable[[], Any]] = frozenset(
+    {
+        numpy.get_printoptions,
+        numpy.geterr,
+        sys.get_int_max_str_digits,
+        sys.getrecursionlimit,
+        sys.getswitchinterval,
+    }
+)
 _DECIMAL = (decimal.Decimal, decimal.getcontext, decimal.localcontext, decimal.setcontext)
 _DEFINITIONS = (
     type,
