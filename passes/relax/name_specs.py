@@ -25,23 +25,33 @@ from tvm import relax
 from tvmbridge.kernels import KERNELS
 from tvmbridge.kernels.keys import key_of, spec_named
 from tvmbridge.kernels.sized import SIZED
-from tvmbridge.passes.base import PassReport, RelaxPass, bindings_of, map_calls
+from tvmbridge.passes.base import (
+    PassReport,
+    RelaxPass,
+    binding,
+    bindings_of,
+    map_functions,
+    with_body,
+)
 
 _CALLS = ("relax.call_pure_packed", "relax.call_dps_packed")
 
 
 @dataclass(frozen=True)
 class NameSpecs(RelaxPass):
-    """Replace the specs of kernels by their keys."""
+    """Replace the specs of kernels by their keys.
+
+    Bindings are read one by one: a visitor from Python meets the types of variables too, and the
+    type of all residuals makes its time grow with their square.
+    """
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
-        return map_calls(mod, lambda call, _: _with_keys(call, report), report)
+        return map_functions(mod, lambda function: _with_keys(function, report))
 
 
 def specs_by_key(mod: tvm.IRModule) -> dict[str, str]:
     """Return the specs of all kernel calls in ``mod``, by their keys."""
     functions = [f for _, f in mod.functions_items() if isinstance(f, relax.Function)]
-    # A visitor from Python meets the types of variables too: its time grows with the square.
     calls = [v for f in functions for v in bindings_of(f).values() if isinstance(v, relax.Call)]
     texts = {a.value for c in calls for a in _arguments(c) if isinstance(a, tvm.ir.StringImm)}
     return {text: spec_named(text) for text in texts}
@@ -59,14 +69,32 @@ def _arguments(call: relax.Call) -> list[relax.Expr]:
     return list(args[0].fields if isinstance(args[0], relax.Tuple) else args)
 
 
-def _with_keys(call: relax.Call, report: PassReport) -> relax.Expr:
+def _with_keys(function: relax.Function, report: PassReport) -> relax.Function:
+    """Return ``function`` with keys for specs; the function itself if it has no spec."""
+    before = report.rewrites
+    blocks = [
+        type(block)([_bound(b, report) for b in block.bindings], block.span)
+        for block in function.body.blocks
+    ]
+    if report.rewrites == before:
+        return function
+    body = relax.SeqExpr(blocks, function.body.body, function.body.span)
+    return relax.BlockBuilder().normalize(with_body(function, body))
+
+
+def _bound(bound: relax.Binding, report: PassReport) -> relax.Binding:
+    call, before = bound.value, report.rewrites
+    if not isinstance(call, relax.Call):
+        return bound
     named = [_named(a, report) for a in _arguments(call)]
-    if not named:
-        return call
+    if report.rewrites == before:
+        return bound
     callee, *args = call.args
     if isinstance(args[0], relax.Tuple):
         named = [relax.Tuple(named), *args[1:]]
-    return relax.Call(call.op, [callee, *named], call.attrs, call.ty_args)
+    return binding(
+        bound.var, relax.Call(call.op, [callee, *named], call.attrs, call.ty_args, call.span)
+    )
 
 
 def _named(arg: relax.Expr, report: PassReport) -> relax.Expr:

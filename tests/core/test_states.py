@@ -106,6 +106,9 @@ CASES = {
     "weak reference": Case(
         lambda: weakref.ref(SETTINGS), lambda r: r().on, lambda r: setattr(r(), "on", True)
     ),
+    "weak proxy": Case(
+        lambda: weakref.proxy(SETTINGS), lambda p: p.on, lambda p: setattr(p, "on", True)
+    ),
     "weak set": Case(weakref.WeakSet, len, lambda s: s.add(SETTINGS)),
     "generator": Case(
         lambda: random.Random(0), lambda r: r.getstate()[1][-1] != 624, lambda r: r.random()
@@ -156,7 +159,9 @@ class OfSlots(OfAttribute):
 
 
 # A stand-in of a module has a copy of its stream, which counts as an iterator, and is refused.
-_IN_GLOBALS = {"text"}
+# copy.deepcopy puts a copy of the object in the place of a proxy, so calls run in eager PyTorch.
+_PROXY = {"weak proxy"}
+_IN_GLOBALS = {"text", *_PROXY}
 # Thread-local objects in globals are compared by the names that the function itself has.
 _IN_ATTRIBUTES = {"thread-local"}
 
@@ -184,7 +189,7 @@ def _guard(module: nn.Module) -> ValueGuard:
 @pytest.mark.parametrize("name", CASES)
 def test_a_guard_notices_the_change(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name]
-    ways = ((OfGlobal, _IN_ATTRIBUTES), (OfAttribute, _IN_GLOBALS), (OfSlots, set[str]()))
+    ways = ((OfGlobal, _IN_ATTRIBUTES), (OfAttribute, _IN_GLOBALS), (OfSlots, _PROXY))
     for kind in [kind for kind, others in ways if name not in others]:
         held = _made(case, monkeypatch)
         module = kind(case.ask, Slots(held) if kind is OfSlots else held)
@@ -196,7 +201,12 @@ def test_a_guard_notices_the_change(name: str, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("logger", OfGlobal), ("event", OfAttribute), ("weak reference", OfSlots)],
+    [
+        ("logger", OfGlobal),
+        ("event", OfAttribute),
+        ("weak reference", OfSlots),
+        ("weak proxy", OfGlobal),
+    ],
 )
 def test_served_calls_follow_the_state(
     name: str, kind: type[OfGlobal], monkeypatch: pytest.MonkeyPatch

@@ -445,6 +445,14 @@ SERVING = (
         ("tests/core/kernel_settings_cases.py", "-k", "mode_of_its_own"),
     ),
     Plant(
+        "a look at a file not noticed",
+        "guard",
+        "tvmbridge.graph_capture.observe.executed",
+        "if is_question(argument) and _is_asked_by_user(frame):",
+        "if False:",
+        ("tests/graph_capture/observe/test_side_effects.py", "-k", "is_refused and file"),
+    ),
+    Plant(
         "another thread's draws taken for forward's",
         "runtime",
         "tvmbridge.graph_capture.observe.effects",

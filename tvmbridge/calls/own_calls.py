@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import builtins
 import datetime
+import gc
 import inspect
+import os
 import random
 import sys
 import threading
@@ -55,6 +57,28 @@ _CLOCKS = frozenset(
         time.time_ns,
     }
 )
+_FILES = frozenset(
+    {
+        builtins.open,
+        os.access,
+        os.getcwd,
+        os.getcwdb,
+        os.listdir,
+        os.lstat,
+        os.open,
+        os.readlink,
+        os.scandir,
+        os.stat,
+        os.statvfs,
+    }
+)
+_COLLECTOR = frozenset({gc.get_count, gc.get_stats, gc.get_threshold, gc.isenabled})
+_QUESTIONS: dict[Any, str] = {
+    **dict.fromkeys(_CLOCKS, "asks for the time by"),
+    **dict.fromkeys(_FILES, "looks at files or folders by"),
+    # A trace puts garbage collection off.
+    **dict.fromkeys(_COLLECTOR, "asks for garbage collection by"),
+}
 _CONTAINERS = frozenset({bytes, deque, dict, list, set, str, tuple, type})
 _PYTHON_SETTERS = ("_set_", "set_")
 _GENERATOR = (
@@ -64,6 +88,11 @@ _GENERATOR = (
 )
 
 _THREAD = threading.local()
+
+
+def is_question(function: Any) -> bool:
+    """Whether a builtin function returns the time, or looks at files or garbage collection."""
+    return function in _QUESTIONS
 
 
 # Classes of threads that wait for seconds and touch neither generators nor settings.
@@ -85,13 +114,14 @@ class OwnCalls:
         generators: the modules whose global generator it may have used: torch, random or
             numpy.random.
         sets: whether it called a setter of PyTorch's.
-        clocks: the names of the functions by which user code asked for the time.
+        questions: what user code asked of the process, with the function, such as "asks for the
+            time by monotonic".
     """
 
     def __init__(self) -> None:
         self.generators: set[str] = set()
         self.sets = False
-        self.clocks: dict[str, None] = {}
+        self.questions: dict[str, None] = {}
         self._others = _other_threads()
 
     def note_builtin(self, function: Any) -> None:
@@ -103,10 +133,9 @@ class OwnCalls:
         if getattr(function, "__name__", "").startswith(_SETTERS):
             self._note_setter()
 
-    def note_clock(self, function: Any) -> None:
-        """Note a builtin function that user code calls, if it returns the time."""
-        if function in _CLOCKS:
-            self.clocks[function.__qualname__] = None
+    def note_question(self, function: Any) -> None:
+        """Note a builtin function of :func:`is_question` that user code calls."""
+        self.questions[f"{_QUESTIONS[function]} {function.__qualname__}"] = None
 
     def note_library(self, frame: FrameType) -> None:
         """Note a function of a library that is called."""

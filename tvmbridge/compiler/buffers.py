@@ -113,16 +113,15 @@ def buffer_plan(function: relax.Function) -> BufferPlan | None:
             if not reading.read(binding):
                 return None
     reading.use([function.body.body], len(reading.steps))
-    return BufferPlan(
-        tuple(reading.steps), tuple(reading.buffers), tuple(reading.storages.values())
-    )
+    return BufferPlan(tuple(reading.steps), tuple(reading.buffers), tuple(reading.storages))
 
 
 class _Reading:
     def __init__(self) -> None:
         self.steps: list[str] = []
         self.buffers: list[Buffer] = []
-        self.storages: dict[relax.Var, int] = {}
+        self.storages: list[int] = []
+        self.numbers: dict[relax.Var, int] = {}  # of the storages
         self.behind: dict[relax.Var, set[int]] = {}  # the buffers that a variable may be in
 
     def read(self, binding: relax.Binding) -> bool:
@@ -133,13 +132,14 @@ class _Reading:
             (size,) = value.args[0].values
             if not isinstance(size, tvm.tirx.IntImm):
                 return False
-            self.storages[var] = int(size)
+            self.numbers[var] = len(self.storages)
+            self.storages.append(int(size))
         elif name in (_PLANNED, _UNPLANNED):
             shape = shape_of(var)
             if shape is None:
                 return False
             planned = name == _PLANNED
-            number = list(self.storages).index(value.args[0]) if planned else None
+            number = self.numbers[value.args[0]] if planned else None
             here = len(self.steps)
             self.behind[var] = {len(self.buffers)}
             self.buffers.append(Buffer(var.name, shape, dtype_of(var), number, here, here))

@@ -31,7 +31,7 @@ from tvmbridge.core.half_build import (
     refuse_known_failure,
     refuse_shared,
 )
-from tvmbridge.core.machine import cache_folder, caching_is_off
+from tvmbridge.core.machine import below_home, cache_folder, caching_is_off
 
 logger = logging.getLogger(__name__)
 
@@ -207,7 +207,7 @@ def word() -> str:
 def halves_folder() -> Path:
     """Return the folder of compiled halves: ``TVMBRIDGE_HALVES_DIR``, or the cache's ``halves``."""
     named = os.environ.get(FOLDER)
-    return Path(named).expanduser() if named else cache_folder() / "halves"
+    return below_home(named) if named else cache_folder() / "halves"
 
 
 def half_path(half: Half) -> Path:

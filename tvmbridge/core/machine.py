@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import tempfile
 from pathlib import Path
 
 import torch
@@ -27,13 +28,25 @@ def cpu_model() -> str:
 
 
 def cache_folder() -> Path:
-    """Return tvmbridge's cache folder: ``TVMBRIDGE_CACHE_DIR``, or one in the user's caches."""
+    """Return tvmbridge's cache folder: ``TVMBRIDGE_CACHE_DIR``, or one in the user's caches.
+
+    A user without a home directory, as in a container, has it in the temporary folder.
+    """
     named = os.environ.get(FOLDER)
     if named:
-        return Path(named).expanduser()
+        return below_home(named)
     caches = os.environ.get("XDG_CACHE_HOME", "")
-    base = Path(caches) if os.path.isabs(caches) else Path.home() / ".cache"
-    return base / "tvmbridge"
+    home = below_home("~")
+    if os.path.isabs(caches):
+        return Path(caches) / "tvmbridge"
+    if not home.is_absolute():
+        return Path(tempfile.gettempdir()) / f"tvmbridge-{os.getuid()}"
+    return home / ".cache" / "tvmbridge"
+
+
+def below_home(path: str) -> Path:
+    """Return ``path`` with a leading ``~`` replaced; unchanged if that home is not known."""
+    return Path(os.path.expanduser(path))  # Path.expanduser raises for an unknown one.
 
 
 def caching_is_off() -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
+import weakref
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -55,6 +56,27 @@ def _stream(value: Any) -> list[Any]:
     return ["closed"] if value.closed else [value.tell(), value.getvalue()]
 
 
+def referent(value: Any) -> Any:
+    """Return what a weak reference or proxy refers to; None if that is gone."""
+    if isinstance(value, weakref.ReferenceType):
+        return value()
+    try:  # A proxy passes all attributes on to the object that it refers to.
+        return value.__init__.__self__
+    except ReferenceError:
+        return None
+
+
+def is_weak(value: Any) -> bool:
+    """Whether ``value`` is a weak reference or proxy."""
+    return isinstance(value, weakref.ReferenceType) or type(value) in weakref.ProxyTypes
+
+
+def state_of_context(value: Any) -> list[Any]:
+    """Return what results of decimals depend on; arithmetic writes the flags of a context."""
+    limits = [value.Emin, value.Emax, value.capitals, value.clamp]
+    return [value.prec, value.rounding, *limits, repr(value.traps)]
+
+
 def _contents(value: Any) -> list[Any]:
     return [dict(value.items())]
 
@@ -82,7 +104,7 @@ _READERS = {
     "builtins.memoryview": _BYTES,
     "collections.UserList": _HELD,
     "collections.UserString": _HELD,
-    "decimal.Context": Reader(lambda value: [repr(value)]),
+    "decimal.Context": Reader(state_of_context),
     "logging.Logger": Reader(_logger, _OF_LOGGERS),
     "logging.Manager": Reader(_loggers, _OF_LOGGERS),
     "logging.LoggerAdapter": Reader(lambda value: [value.logger], _OF_LOGGERS),
@@ -92,7 +114,9 @@ _READERS = {
     "multiprocessing.synchronize.Semaphore": Reader(lambda value: [value.get_value()]),
     "threading.Event": _SET,
     "threading.Semaphore": Reader(lambda value: [value._value], frozenset({"_value"})),
-    "weakref.ReferenceType": Reader(lambda value: [value()]),
+    "weakref.CallableProxyType": Reader(lambda value: [referent(value)]),
+    "weakref.ProxyType": Reader(lambda value: [referent(value)]),
+    "weakref.ReferenceType": Reader(lambda value: [referent(value)]),
     "weakref.WeakKeyDictionary": Reader(_contents),
     "weakref.WeakValueDictionary": Reader(_contents),
 }

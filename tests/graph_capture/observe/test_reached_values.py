@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import decimal
 import functools
+import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -98,6 +99,25 @@ def _function_in_two_dicts() -> Case:
 def _decimal() -> Case:
     numbers = [decimal.Decimal("2")]
     return lambda x: x * float(numbers[0]), lambda: numbers.__setitem__(0, decimal.Decimal("3"))
+
+
+def _context_of_decimals() -> Case:
+    numbers = [decimal.Decimal(2)]
+    context = decimal.getcontext()
+    return lambda x: x * float(numbers[0] / 3), lambda: setattr(context, "prec", 3)
+
+
+def _setting_of_python() -> Case:
+    limit = sys.getrecursionlimit()
+    return lambda x: x * sys.getrecursionlimit(), lambda: sys.setrecursionlimit(limit + 1)
+
+
+@pytest.fixture(autouse=True)
+def _settings_kept() -> Iterator[None]:
+    limit = sys.getrecursionlimit()
+    with decimal.localcontext():
+        yield
+    sys.setrecursionlimit(limit)
 
 
 def _metaclass() -> Case:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import array
 import collections
 import datetime
+import gc
 import itertools
 import os
+import pathlib
 import queue
 import random
 import secrets
@@ -112,6 +114,11 @@ EFFECTS: dict[str, tuple[Callable[..., Any], str]] = {
     "secrets": (lambda *_: float(secrets.randbelow(9)), "random numbers from the system"),
     "system": (lambda *_: random.SystemRandom().random(), "random numbers from the system"),
     "time": (lambda *_: time.perf_counter(), r"asks for the time by perf_counter"),
+    "file": (lambda *_: float(os.path.exists("x")), r"looks at files or folders by stat"),
+    "path": (lambda *_: float(pathlib.Path("x").exists()), r"looks at files or folders by stat"),
+    "content": (lambda *_: len(pathlib.Path(__file__).read_bytes()), r"looks at .* by open"),
+    "folder": (lambda *_: float(len(os.path.abspath("x"))), r"looks at files .* by getcwd"),
+    "collection": (lambda *_: float(gc.isenabled()), r"asks for garbage collection by isenabled"),
     "date": (lambda *_: datetime.datetime.now().timestamp(), r"the time by datetime\.now"),
     "numpy": (lambda *_: numpy.random.default_rng().random(), "random numbers from the system"),
     "leaf": (lambda _, x: x.requires_grad_(), "changes requires_grad of a tensor"),

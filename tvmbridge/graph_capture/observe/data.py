@@ -14,6 +14,7 @@ import random
 import re
 import sys
 import types
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -95,6 +96,7 @@ def holds_iterator(value: Any) -> bool:
     return any(
         isinstance(h, Iterator)
         and not isinstance(h, io.IOBase)
+        and type(h) not in weakref.ProxyTypes  # A proxy has a ``__next__`` of any object.
         and not (is_of_users(type(h)) and holds_all_in_dict(type(h)))
         for h in held
     )

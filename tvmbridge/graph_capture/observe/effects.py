@@ -209,9 +209,9 @@ def impurities(own: OwnCalls) -> Iterator[list[str]]:
     """Yield a list that collects the impure calls of forward inside this context.
 
     Impure calls are saved-tensor hooks, leaving inference mode, hashes of tensors, seeds and
-    states of generators, the time, and random draws from Python's or numpy's generator. Calls of
-    ``torch.autograd.grad`` and ``backward`` raise :class:`DependenceError`. On exit, the generators
-    that forward's thread used, as ``own`` has recorded, get their states back.
+    states of generators, the time, looks at files, and random draws from Python's or numpy's
+    generator. Calls of ``torch.autograd.grad`` and ``backward`` raise :class:`DependenceError`. On
+    exit, the generators that forward's thread used, as ``own`` has recorded, get their states back.
     """
     found: list[str] = []
     noted = [(owner, name, _noting(what, found)) for owner, name, what in _NOTED]
@@ -228,7 +228,7 @@ def impurities(own: OwnCalls) -> Iterator[list[str]]:
         if not found and "torch" in used:
             found.append("sets the state of PyTorch's generator")
         found += [f"draws from {name}" for name in used if name != "torch"]
-        found += [f"asks for the time by {name}" for name in own.clocks]
+        found += own.questions
     finally:
         generators.restore(own.may_draw_from)
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from tvmbridge.calls.callers import calling_python_module
 from tvmbridge.calls.custom_functions import custom_functions_told
-from tvmbridge.calls.own_calls import OwnCalls
+from tvmbridge.calls.own_calls import OwnCalls, is_question
 from tvmbridge.core.libraries import KEEPS_BOOKS
 from tvmbridge.core.torch_private import (
     METADATA_OF_FAKES,
@@ -29,6 +29,10 @@ from tvmbridge.graph_capture.observe.names import Names, names_of
 # and their other globals do not change results.
 _LIBRARIES = frozenset({"functorch", "mpmath", "numpy", "sympy", "torch", "torchgen", "triton"})
 _LIBRARIES |= {"tqdm", "tvm", "tvmbridge", "typing_extensions"}
+# Python modules that look at files for their caller.
+_OF_FILES = frozenset({"codecs", "configparser", "csv", "fileinput", "fnmatch", "genericpath"})
+_OF_FILES |= {"glob", "gzip", "json", "mmap", "numpy", "os", "pathlib", "posixpath", "shutil"}
+_OF_FILES |= {"tarfile", "tomllib", "zipfile"}
 _DEVICE = torch.ops.prim.device.default
 _IMPORTING = "<frozen importlib._bootstrap>"
 # A function transform calls custom autograd functions by this function of PyTorch.
@@ -76,8 +80,8 @@ def executed_functions(
     def called(frame: FrameType, event: str, argument: object) -> None:
         if event == "c_call":
             own.note_builtin(argument)
-            if not is_library(frame.f_globals.get("__name__")):
-                own.note_clock(argument)
+            if is_question(argument) and _is_asked_by_user(frame):
+                own.note_question(argument)
             return
         if frame.f_code is _IN_TRANSFORM and event == "call":
             applied(frame.f_locals["autograd_function"])
@@ -127,6 +131,16 @@ class _Unprofiled(TorchDispatchMode):
             return func(*args, **kwargs)
         finally:
             sys.setprofile(self._called)
+
+
+def _is_asked_by_user(frame: FrameType | None) -> bool:
+    """Whether user code runs in ``frame``, or called the functions for files that run there."""
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__"))
+        if name.partition(".")[0] not in _OF_FILES and name != "torch.serialization":
+            return not is_library(name)
+        frame = frame.f_back
+    return False
 
 
 def _imports_under_way(frame: FrameType | None) -> int:

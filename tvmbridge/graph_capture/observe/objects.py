@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType
@@ -32,7 +31,7 @@ from tvmbridge.core.contents import (
     same_value,
     slots_of,
 )
-from tvmbridge.core.states import StateOf, reader_of
+from tvmbridge.core.states import StateOf, is_weak, reader_of, referent
 from tvmbridge.graph_capture.observe.data import is_of_users
 from tvmbridge.graph_capture.observe.names import SEARCHING, Names
 
@@ -101,9 +100,9 @@ class ObjectReads:
         if self._patches is None:
             return
         for held in all_held(value):
-            if isinstance(held, weakref.ReferenceType) and id(held) not in self._references:
+            if is_weak(held) and id(held) not in self._references:
                 self._references[id(held)] = held
-                self.follow(held())
+                self.follow(referent(held))
             kind = type(held)
             if kind not in self._kinds:
                 self._kinds[kind] = _can_be_followed(kind)

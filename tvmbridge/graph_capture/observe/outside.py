@@ -52,7 +52,13 @@ from tvmbridge.graph_capture.observe.sources import (
 from tvmbridge.graph_capture.observe.strides import strides_asked
 from tvmbridge.graph_capture.observe.undo import current_undo
 from tvmbridge.graph_capture.observe.unseen import backward_functions, gradient_functions
-from tvmbridge.graph_capture.observe.watching import Codes, defaults, exactly, watched
+from tvmbridge.graph_capture.observe.watching import (
+    Codes,
+    decimal_context,
+    defaults,
+    exactly,
+    watched,
+)
 
 # A trace disables these backends, so forward would read other settings than in a call.
 _EXCHANGED = (torch.backends.mkldnn, torch.backends.nnpack, torch.backends.cudnn)
@@ -111,6 +117,7 @@ class OutsideReads:
                 continue  # the dispatcher of the module, which a copy that is traced does not have
             self._attributes.append(value)
             self._keep(defaults(value))
+            self._keep(decimal_context(value))
             named = isinstance(value, types.FunctionType | types.ModuleType)
             if isinstance(value, types.FunctionType):
                 self._keep([exactly(Source(value, {"": value}, "", name, value))])

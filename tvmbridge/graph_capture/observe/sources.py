@@ -13,7 +13,6 @@ import importlib.util
 import sys
 import threading
 import types
-import weakref
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from tvmbridge.calls.patches import unpatched
 from tvmbridge.core.assumptions import Holder
 from tvmbridge.core.contents import MISSING, all_held, is_constant, slots_of
 from tvmbridge.core.errors import CaptureError
+from tvmbridge.core.states import is_weak, referent
 from tvmbridge.graph_capture.observe.closures import Closures
 from tvmbridge.graph_capture.observe.data import is_data, is_object, is_of_users
 from tvmbridge.graph_capture.observe.executed import Executed, is_library
@@ -113,13 +113,13 @@ class _Slots:
 
 
 class _Referent:
-    """A :class:`Holder` of the object that a weak reference refers to."""
+    """A :class:`Holder` of the object that a weak reference or proxy refers to."""
 
-    def __init__(self, reference: weakref.ReferenceType[Any]) -> None:
+    def __init__(self, reference: Any) -> None:
         self._reference = reference
 
     def get(self, name: str, default: Any) -> Any:
-        return self._reference()
+        return referent(self._reference)
 
 
 def roots(executed: Executed) -> Iterator[Source]:
@@ -215,8 +215,8 @@ def bound_values(source: Source) -> Iterator[Source]:
     functions and classes. A guard of the container compares which ones it holds.
     """
     value = source.value
-    if isinstance(value, weakref.ReferenceType):
-        yield Source(value, _Referent(value), "", f"{source.label}()", value())
+    if is_weak(value):
+        yield Source(value, _Referent(value), "", f"{source.label}()", referent(value))
         return
     names = next((n for kind, n in _BOUND.items() if isinstance(value, kind)), ())
     if isinstance(value, types.MethodType) and _is_of_library(value.__self__):

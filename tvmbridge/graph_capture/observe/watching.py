@@ -8,6 +8,7 @@ the same code object, since reloading in a notebook replaces only the code of a 
 from __future__ import annotations
 
 import contextvars
+import decimal
 import functools
 import inspect
 import logging
@@ -16,19 +17,26 @@ import queue
 import sys
 import threading
 import types
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 
 from tvmbridge.calls.copies import copied_values
 from tvmbridge.calls.patches import code_of
 from tvmbridge.core.assumptions import Holder, OutsideValue
-from tvmbridge.core.contents import MISSING, is_constant, same_value, state_of
-from tvmbridge.core.states import reader_of
+from tvmbridge.core.contents import (
+    CONTAINERS,
+    MISSING,
+    all_held,
+    is_constant,
+    same_value,
+    state_of,
+)
+from tvmbridge.core.states import is_weak, reader_of, state_of_context
 from tvmbridge.graph_capture.observe.data import is_data, is_object
 from tvmbridge.graph_capture.observe.objects import NO_READS
 from tvmbridge.graph_capture.observe.sources import LARGEST_REGISTRY, Attributes, Source
@@ -47,6 +55,17 @@ _SETTINGS = frozenset(
         "is_warn_always_enabled",
     }
 )
+# The same of Python and numpy.
+_OF_PYTHON: frozenset[Callable[[], Any]] = frozenset(
+    {
+        numpy.get_printoptions,
+        numpy.geterr,
+        sys.get_int_max_str_digits,
+        sys.getrecursionlimit,
+        sys.getswitchinterval,
+    }
+)
+_DECIMAL = (decimal.Decimal, decimal.getcontext, decimal.localcontext, decimal.setcontext)
 _DEFINITIONS = (
     type,
     types.FunctionType,
@@ -67,6 +86,7 @@ def watched(source: Source) -> Iterator[OutsideValue]:
     functions, each present entry is compared; new entries are accepted.
     """
     value, owner = source.value, source.owner
+    yield from decimal_context(value)
     setting = _setting(source)
     if setting is not None:
         yield setting
@@ -107,7 +127,7 @@ def _state(source: Source) -> OutsideValue | None:
         return OutsideValue({"": every}, "", "the levels of loggers", state, (id(every), ""))
     if reader_of(type(value)) is None or isinstance(value, threading.local):
         return None
-    if isinstance(value, weakref.ReferenceType):
+    if is_weak(value):
         return exactly(source)
     of_library = isinstance(owner, types.ModuleType) and _is_of_pythons_library(owner.__name__)
     if of_library and not isinstance(value, logging.Logger):
@@ -177,8 +197,8 @@ class _Result:
 def _setting(source: Source) -> OutsideValue | None:
     """Return a guard value for the setting that the value at ``source`` reads.
 
-    The value may be a getter of PyTorch, a context variable, ``os.environ`` or ``os.getenv``.
-    Return None if it reads no setting.
+    The value may be a getter of PyTorch, Python or numpy, a context variable, ``os.environ`` or
+    ``os.getenv``. Return None if it reads no setting.
     """
     value = source.value
     if value is os.environ or value is os.getenv:
@@ -194,10 +214,23 @@ def _setting(source: Source) -> OutsideValue | None:
     return OutsideValue(reader, "", source.label, reader.get("", None), (id(value), ""))
 
 
+def decimal_context(value: Any) -> Iterator[OutsideValue]:
+    """Yield a guard value for the context of decimals of this thread if ``value`` depends on it."""
+    numbers = type(value) is decimal.Decimal or (
+        isinstance(value, CONTAINERS) and any(type(h) is decimal.Decimal for h in all_held(value))
+    )
+    if numbers or any(value is function for function in _DECIMAL):
+        reader = _Result(lambda: state_of_context(decimal.getcontext()))
+        key = (id(decimal.getcontext), "")
+        yield OutsideValue(reader, "", "decimal.getcontext()", reader.get("", None), key)
+
+
 def _reads_setting(value: Any) -> bool:
-    """Whether ``value`` is a function of PyTorch without arguments that returns a setting."""
+    """Whether ``value`` is a function without arguments that returns a setting."""
     if not isinstance(value, types.FunctionType | types.BuiltinFunctionType):
         return False
+    if value in _OF_PYTHON:
+        return True
     if (value.__module__ or "").startswith("torch.backends"):
         return value.__name__.endswith("_enabled") and not value.__name__.startswith("set_")
     return value.__name__ in _SETTINGS
