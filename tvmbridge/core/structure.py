@@ -185,14 +185,14 @@ def _rebuilt(leaves: Iterator[Any], spec: Any) -> Any:
     if spec.type is torch.Size:
         return torch.Size(parts)
     if spec.type is Parts:
-        return _instance(*spec.context, parts)
+        kind, names, constants = spec.context
+        return _instance(kind, {**dict(constants), **dict(zip(names, parts, strict=True))})
     return pytree.SUPPORTED_NODES[spec.type].unflatten_fn(parts, spec.context)
 
 
-def _instance(kind: type, names: Sequence[str], constants: Any, values: Sequence[Any]) -> Any:
+def _instance(kind: type, attributes: Mapping[str, Any]) -> Any:
     """Return an object of class ``kind`` with these attributes, without running ``__init__``."""
     instance: Any = object.__new__(kind)
-    attributes = {**dict(constants), **dict(zip(names, values, strict=True))}
     if holds_all_in_dict(kind):
         vars(instance).update(attributes)
     else:  # a dataclass with slots
