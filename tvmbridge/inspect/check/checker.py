@@ -133,7 +133,7 @@ class _Check:
         def compiled(*args: Any, **kwargs: Any) -> Any:
             with whole_backward():
                 results.append(self._entry.results(leaves, tensors))
-            return self._entry.assemble(results[0], leaves, tensors, (args, kwargs))
+            return self._entry.outputs.assemble(results[0], leaves, tensors, (args, kwargs))
 
         outcome = observed_call(compiled, self._module, arguments, leaves)
         twin = self._twin
