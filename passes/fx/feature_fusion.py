@@ -193,7 +193,7 @@ class Lookups:
         return [each.given[name] for each in self._group]
 
     def _indices(self, emit: Emitter) -> tuple[fx.Node, fx.Node]:
-        """Emit the concatenated indices, and the number of each feature's, on the device."""
+        """Emit the concatenated indices, and how many each feature has, on the device."""
         parts = self._each("indices")
         whole = combined_of(parts)
         if whole is None:

@@ -195,5 +195,4 @@ class _LiftMutator(PyExprMutator):
     def visit_var_(self, var: relax.Var) -> relax.Expr:
         return self.added.get(var, var)
 
-    def visit_dataflow_var_(self, var: relax.Var) -> relax.Expr:
-        return self.added.get(var, var)
+    visit_dataflow_var_ = visit_var_

@@ -117,5 +117,4 @@ class _PackedWeightMutator(PyExprMutator):
     def visit_var_(self, var: relax.Var) -> relax.Expr:
         return self.renamed.get(var, var)
 
-    def visit_dataflow_var_(self, var: relax.Var) -> relax.Expr:
-        return self.renamed.get(var, var)
+    visit_dataflow_var_ = visit_var_

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from benchmarks.residuals import ours as split_by_policy
 from tests.joint_cases import CASES, Head
 from tests.joint_steps import assert_same, assert_served, build, dispatched, step
 from tvmbridge import CompileOptions, add_tvm_dispatch, dispatch_report
@@ -110,26 +111,23 @@ def test_backward_twice(trained: nn.Module) -> None:
     assert torch.equal(first, second)
 
 
-def residual_bytes(policy: str) -> int:
+def test_the_bytes_of_a_small_block() -> None:
+    """Check the bytes: the first layer's output, the centered sum, 1/deviation, and the mask."""
+    least = 4 * 64 * 4 + 4 * 8 * 4 + 4 * 4 + 4 * 8
     torch.manual_seed(0)
-    module = Mlp().train()
-    add_tvm_dispatch(module, torch.randn(4, 8), options={"residual_policy": policy})
+    module, x = Mlp().train(), torch.randn(4, 8)
+    kept = {policy: parts.residual_bytes for policy, parts in split_by_policy(module, x).items()}
+    assert kept["min_cut"] == least
+    assert kept["save_all"] == least + 4 * 64 * 4 + 4 * 8 * 4
+    assert least <= kept["recompute_cheap"] < kept["save_all"]
+    add_tvm_dispatch(module, x, options={"residual_policy": "save_all"})
     (made,) = dispatch_report(module).specializations
-    assert made.residual_bytes == sum(r.spec.nbytes for r in made.residuals)
     sizes = [r.spec.nbytes for r in made.residuals]
+    assert made.residual_bytes == sum(sizes) == kept["save_all"]
     assert sizes == sorted(sizes, reverse=True)
     text = str(dispatch_report(module)).replace("\n", " ")
     assert f"kept for backward: {made.residual_bytes / 1e6:.1f} MB" in text
     assert made.residuals[0].made_by in text
-    return made.residual_bytes
-
-
-def test_the_bytes_of_a_small_block() -> None:
-    """Check the bytes: the first layer's output, the centered sum, 1/deviation, and the mask."""
-    least = 4 * 64 * 4 + 4 * 8 * 4 + 4 * 4 + 4 * 8
-    assert residual_bytes("min_cut") == least
-    assert residual_bytes("save_all") == least + 4 * 64 * 4 + 4 * 8 * 4
-    assert least <= residual_bytes("recompute_cheap") < residual_bytes("save_all")
 
 
 class Largest(nn.Module):

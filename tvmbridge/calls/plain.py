@@ -19,6 +19,11 @@ from tvmbridge.core.torch_private import is_functional_tensor
 PLAIN = (torch.Tensor, nn.Parameter)
 
 
+def has_plain_memory(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is of PyTorch's own classes, strided and not nested."""
+    return type(tensor) in PLAIN and tensor.layout is torch.strided and not tensor.is_nested
+
+
 def unusual(tensor: torch.Tensor) -> str | None:
     """Return why ``tensor`` is not plain, as a predicate ("is quantized"); None if it is plain."""
     if type(tensor) not in PLAIN:

@@ -71,8 +71,8 @@ def with_more_copies(
 ) -> SavedMemory | None:
     """Return ``saved`` with further primals and outputs to copy; None if there are none.
 
-    Memory is copied if backward combines it with a cotangent that does not read it in eager
-    PyTorch.
+    A primal or an output is copied if compiled backward reads it for a cotangent whose gradient
+    does not depend on it in eager PyTorch: the user may then write it before backward.
     """
     met = met_by(coloring, cotangents, [*reads, *kept])
     primals = {v.name for v in reads if met[v] - saved.primals.get(v.name, met[v])}

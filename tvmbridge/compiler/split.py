@@ -216,5 +216,4 @@ class _Renamer(PyExprMutator):
     def visit_var_(self, var: relax.Var) -> relax.Expr:
         return self.names.get(var, var)
 
-    def visit_dataflow_var_(self, var: relax.Var) -> relax.Expr:
-        return self.names.get(var, var)
+    visit_dataflow_var_ = visit_var_

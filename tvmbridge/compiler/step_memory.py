@@ -141,7 +141,7 @@ def _shared(
     behind: Mapping[relax.Var, set[_Value]],
     bound: Mapping[relax.Var, relax.Expr],
 ) -> set[_Value]:
-    """Return the kernels' results whose memory a view, a tuple or an item of one has."""
+    """Return the kernel results whose memory ``value`` shares; it may be a view or a tuple."""
     if isinstance(value, relax.TupleGetItem):
         fields = bound.get(value.tuple_value)
         if isinstance(fields, relax.Tuple):

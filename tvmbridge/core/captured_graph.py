@@ -21,6 +21,7 @@ from tvmbridge.core.types import (
     EagerPrologue,
     Epilogue,
     InputDescriptor,
+    InputKind,
     IntermediateBase,
     Key,
     Left,
@@ -135,6 +136,11 @@ class CapturedGraph:
         for descriptor in self.inputs:
             return descriptor.spec.device
         return torch.device("cpu")
+
+    @property
+    def primals(self) -> list[InputDescriptor]:
+        """The inputs that each call provides: all but the tensors that the program holds."""
+        return [d for d in self.inputs if d.kind is not InputKind.CONSTANT]
 
     def read_by_results(self) -> frozenset[str]:
         """Return the names of the inputs that results of forward depend on."""

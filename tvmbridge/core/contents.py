@@ -189,13 +189,15 @@ def contents(value: Any) -> list[Any]:
     return held
 
 
-def all_held(value: Any, depth: float = DEPTH) -> list[Any]:
-    """Return ``value`` and, depth first, everything that it holds, down to ``depth`` levels.
+def all_held(*values: Any, depth: float = DEPTH) -> list[Any]:
+    """Return ``values`` and, depth first, everything that they hold, down to ``depth`` levels.
 
     The contents of an object that is held several times may be listed only once.
     """
     found: list[Any] = []
-    _collect(value, depth, found, {})
+    passed: Passed = {}
+    for value in values:
+        _collect(value, depth, found, passed)
     return found
 
 

@@ -18,70 +18,40 @@ from tvmbridge.core.torch_private import pytree
 
 
 @dataclasses.dataclass(frozen=True)
-class Fields:
-    """The field values of an instance of the dataclass ``kind``, registered as a pytree node."""
-
-    kind: type
-    values: Mapping[str, Any]
-
-
-def _flatten(record: Fields) -> tuple[list[Any], Any]:
-    return list(record.values.values()), (record.kind, tuple(record.values))
-
-
-def _flatten_with_keys(record: Fields) -> tuple[list[Any], Any]:
-    keyed = [(pytree.GetAttrKey(name), value) for name, value in record.values.items()]
-    return keyed, (record.kind, tuple(record.values))
-
-
-def _unflatten(values: Any, context: Any) -> Fields:
-    kind, names = context
-    return Fields(kind, dict(zip(names, values, strict=True)))
-
-
-pytree.register_pytree_node(
-    Fields,
-    _flatten,
-    _unflatten,
-    flatten_with_keys_fn=_flatten_with_keys,
-    serialized_type_name="tvmbridge.Fields",
-)
-
-
-@dataclasses.dataclass(frozen=True)
 class Parts:
-    """The attributes of a plain object of class ``kind``, registered as a pytree node.
+    """The attributes of an object of class ``kind``, registered as a pytree node.
 
-    - ``values``: the attributes that hold tensors or containers, by name.
-    - ``constants``: the attributes that hold constants, by name.
+    - ``values``: the attributes that hold tensors or containers, by name; all fields of a
+      dataclass.
+    - ``constants``: the attributes of a plain object that hold constants, by name.
     """
 
     kind: type
     values: Mapping[str, Any]
-    constants: Mapping[str, Any]
+    constants: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def _flatten_parts(parts: Parts) -> tuple[list[Any], Any]:
+def _flatten(parts: Parts) -> tuple[list[Any], Any]:
     constants = tuple(parts.constants.items())
     return list(parts.values.values()), (parts.kind, tuple(parts.values), constants)
 
 
-def _flatten_parts_with_keys(parts: Parts) -> tuple[list[Any], Any]:
-    values, context = _flatten_parts(parts)
+def _flatten_with_keys(parts: Parts) -> tuple[list[Any], Any]:
+    values, context = _flatten(parts)
     keys = map(pytree.GetAttrKey, context[1])
     return list(zip(keys, values, strict=True)), context
 
 
-def _unflatten_parts(values: Any, context: Any) -> Parts:
+def _unflatten(values: Any, context: Any) -> Parts:
     kind, names, constants = context
     return Parts(kind, dict(zip(names, values, strict=True)), dict(constants))
 
 
 pytree.register_pytree_node(
     Parts,
-    _flatten_parts,
-    _unflatten_parts,
-    flatten_with_keys_fn=_flatten_parts_with_keys,
+    _flatten,
+    _unflatten,
+    flatten_with_keys_fn=_flatten_with_keys,
     serialized_type_name="tvmbridge.Parts",
 )
 
@@ -123,11 +93,11 @@ def with_parts(value: Any, known: Collection[int], within: tuple[int, ...] = ())
 
 
 def opened(results: Any, kept: Collection[int] = (), known: Collection[int] = ()) -> Any:
-    """Return ``results`` with :class:`Fields` for dataclass instances, :class:`Parts` for objects.
+    """Return ``results`` with :class:`Parts` in place of dataclass instances and plain objects.
 
-    Only dataclass instances without attributes beside their fields become fields. Objects whose id
-    is in ``known``, which are older than the results, stay. Containers whose id is in ``kept`` are
-    not opened, and stay the same objects.
+    A dataclass instance with attributes beside its fields stays. So does a plain object whose id
+    is in ``known``: it is older than the results. Containers whose id is in ``kept`` are not
+    opened, and stay the same objects.
     """
 
     def stays(value: Any) -> bool:
@@ -144,7 +114,7 @@ def opened(results: Any, kept: Collection[int] = (), known: Collection[int] = ()
             return value if parts is UNKNOWN else parts
         names = [field.name for field in dataclasses.fields(value)]
         values = {name: opened(getattr(value, name), kept, known) for name in names}
-        return Fields(type(value), values)
+        return Parts(type(value), values)
 
     if not any(map(opens, pytree.tree_leaves(results, is_leaf=stays))):
         return results
@@ -166,14 +136,6 @@ def _is_record(value: Any) -> bool:
         return False
     names = {field.name for field in dataclasses.fields(kind)}
     return all(hasattr(value, n) for n in names) and getattr(value, "__dict__", {}).keys() <= names
-
-
-def _closed(kind: type, names: Sequence[str], values: Sequence[Any]) -> Any:
-    """Return an instance of ``kind`` with these field values, without running ``__init__``."""
-    instance: Any = object.__new__(kind)
-    for name, value in zip(names, values, strict=True):
-        object.__setattr__(instance, name, value)
-    return instance
 
 
 def unflatten(leaves: Sequence[Any], spec: Any) -> Any:
@@ -213,9 +175,7 @@ def children(spec: Any) -> list[Any]:
 def _has_own(spec: Any) -> bool:
     if spec.is_leaf():
         return False
-    return spec.type in (torch.Size, Fields, Parts) or any(
-        _has_own(child) for child in children(spec)
-    )
+    return spec.type in (torch.Size, Parts) or any(_has_own(child) for child in children(spec))
 
 
 def _rebuilt(leaves: Iterator[Any], spec: Any) -> Any:
@@ -224,12 +184,18 @@ def _rebuilt(leaves: Iterator[Any], spec: Any) -> Any:
     parts = [_rebuilt(leaves, child) for child in children(spec)]
     if spec.type is torch.Size:
         return torch.Size(parts)
-    if spec.type is Fields:
-        kind, names = spec.context
-        return _closed(kind, names, parts)
     if spec.type is Parts:
         kind, names, constants = spec.context
-        instance: Any = object.__new__(kind)
-        vars(instance).update(constants, **dict(zip(names, parts, strict=True)))
-        return instance
+        return _instance(kind, {**dict(constants), **dict(zip(names, parts, strict=True))})
     return pytree.SUPPORTED_NODES[spec.type].unflatten_fn(parts, spec.context)
+
+
+def _instance(kind: type, attributes: Mapping[str, Any]) -> Any:
+    """Return an object of class ``kind`` with these attributes, without running ``__init__``."""
+    instance: Any = object.__new__(kind)
+    if holds_all_in_dict(kind):
+        vars(instance).update(attributes)
+    else:  # a dataclass with slots
+        for name, value in attributes.items():
+            object.__setattr__(instance, name, value)
+    return instance

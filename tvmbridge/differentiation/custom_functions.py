@@ -151,7 +151,7 @@ def _behind(node: Any) -> set[Any]:
 
 
 def _edges_behind(edge: _Edge) -> set[_Edge]:
-    """Return the autograd edges (node, number of an output) that backward may visit."""
+    """Return the edges of autograd's graph that backward may visit: (node, number of an output)."""
     nodes = nodes_behind(edge[0])
     return {edge, *(following for node in nodes for following in node.next_functions)}
 

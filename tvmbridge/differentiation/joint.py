@@ -13,7 +13,7 @@ from tvmbridge.calls.layouts import Layout
 from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.core.options import CompileOptions
-from tvmbridge.core.types import InputKind, PassRecord
+from tvmbridge.core.types import PassRecord
 from tvmbridge.differentiation.aot import trace_joint
 from tvmbridge.differentiation.differentiate import JointModule, differentiate
 from tvmbridge.differentiation.facts import GradientFacts, gradient_facts
@@ -113,7 +113,7 @@ def _by_relax(
         raise UnsupportedOperatorError(
             "PyTorch lets a gradient through outputs in which the captured graph shows none"
         )
-    given = sum(d.kind is not InputKind.CONSTANT for d in captured.inputs)
+    given = len(captured.primals)
     joint = replace(
         joint,
         gradient_reads=facts.gradient_reads,

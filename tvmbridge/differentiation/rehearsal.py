@@ -58,7 +58,7 @@ class Rehearsal:
     ) -> None:
         self.module = module
         self.captured = captured
-        self.inputs = [d for d in captured.inputs if d.kind is not InputKind.CONSTANT]
+        self.inputs = captured.primals
         self.outputs = [o for o in captured.outputs if o.is_computed]
         leaves, self.structure = pytree.tree_flatten((args, dict(kwargs)))
         self.leaves, self.numbers = with_tensors(leaves), number_inputs(leaves)

@@ -10,7 +10,7 @@ import torch
 
 from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.core.errors import ExportError
-from tvmbridge.core.structure import Fields, Parts, children
+from tvmbridge.core.structure import Parts, children
 from tvmbridge.core.types import InputDescriptor, InputKind, OutputDescriptor, OutputKind
 
 
@@ -101,7 +101,7 @@ def _container(spec: Any) -> dict[str, Any]:
     name = getattr(kind, "__name__", str(kind))
     if kind in (list, tuple, torch.Size):
         return {"kind": "list" if kind is list else "tuple"}
-    if kind in (Fields, Parts):
+    if kind is Parts:
         return {"kind": "dict", "name": context[0].__name__, "keys": list(map(str, context[1]))}
     if kind is namedtuple:
         keys = list(context._fields)

@@ -18,7 +18,7 @@ from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.core.decisions import sizes_vary
 from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.core.torch_private import FakeTensor, OpOverload
-from tvmbridge.core.types import InputKind, TensorSpec
+from tvmbridge.core.types import TensorSpec
 from tvmbridge.frontend.limits import dtypes_of, may_convert, nbytes_of, refuse_what_cannot_run
 from tvmbridge.frontend.origins import span_of_node
 from tvmbridge.frontend.registry import CONVERTERS, HALVES, MOVED, Converter, Declined
@@ -225,11 +225,7 @@ def import_graph(captured: CapturedGraph) -> ImportedModule:
         UnsupportedOperatorError: an operator can neither be converted nor called.
     """
     nodes = {n.name: n for n in captured.program.graph.nodes}
-    inputs = [
-        GraphInput(d.name, d.spec, nodes[d.name])
-        for d in captured.inputs
-        if d.kind is not InputKind.CONSTANT
-    ]
+    inputs = [GraphInput(d.name, d.spec, nodes[d.name]) for d in captured.primals]
     inputs += [
         GraphInput(d.name, d.spec, nodes[d.name])
         for d in captured.noise

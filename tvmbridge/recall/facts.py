@@ -156,7 +156,7 @@ def _named(walked: Walk) -> str:
 
 
 def _searched(module: nn.Module, walked: Walk) -> list[OutsideValue]:
-    """Return the values outside of the module that the functions of a walk may read."""
+    """Return the values outside of the module that the functions found by a walk may read."""
     reads = OutsideReads(module, ObjectReads())
     for executed in walked.functions:
         reads.note(executed)

@@ -214,10 +214,11 @@ def _where_it_arrives(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def let_hooks_wait(outputs: Iterable[torch.Tensor]) -> None:
-    """Prepare new ``outputs`` of one node, so that later hooks are called as in eager PyTorch.
+    """Prepare the new ``outputs`` of one autograd node for hooks that are registered later.
 
-    There each output has its own node, which does not run if no gradient reaches it. The node of
-    compiled code runs if any gradient arrives, and would call the other outputs' hooks with None.
+    In eager PyTorch each output has a node of its own, which runs only if a gradient reaches it.
+    The one node of compiled code runs if any output gets a gradient, and would call the hooks of
+    the other outputs with None.
     """
     for output in outputs:
         if output.grad_fn is not None:

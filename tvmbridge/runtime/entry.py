@@ -199,7 +199,8 @@ class CompiledEntry:
 
     def run(self, leaves: Sequence[Any], tensors: Sequence[Any], arguments: Arguments) -> Any:
         """Serve a call: draw random numbers, run the code, write mutations, rebuild the outputs."""
-        return self.assemble(self.results(leaves, tensors), leaves, tensors, arguments)
+        results = self.results(leaves, tensors)
+        return self.outputs.assemble(results, leaves, tensors, arguments)
 
     def results(self, leaves: Sequence[Any], tensors: Sequence[Any]) -> Sequence[torch.Tensor]:
         """Draw random numbers and run the code; return the computed outputs, in order."""
@@ -252,13 +253,3 @@ class CompiledEntry:
         with self.counting:
             self.calls += 1
         return results
-
-    def assemble(
-        self,
-        results: Sequence[torch.Tensor],
-        leaves: Sequence[Any],
-        tensors: Sequence[Any],
-        arguments: Arguments,
-    ) -> Any:
-        """Write mutations back, and rebuild forward's return value from the computed outputs."""
-        return self.outputs.assemble(results, leaves, tensors, arguments)

@@ -31,7 +31,7 @@ from tvmbridge.core.set_within import set_within
 from tvmbridge.core.torch_private import active_data_parallel, backward_keeps_graph
 from tvmbridge.core.types import InputKind
 from tvmbridge.core.writes import version_of
-from tvmbridge.runtime.primals import packed_into, primals_of
+from tvmbridge.runtime.primals import packed_into
 from tvmbridge.runtime.step import WRITTEN, ConvertedTensors
 
 # The gradients of a whole model are handed out in about this many parts. Each costs a call of
@@ -61,7 +61,7 @@ class GradientParts:
         self._partial = partial if isinstance(partial, PartialBackwards) else None
         specs = {
             name: d.spec
-            for name, d in zip(split.primals, primals_of(compiled), strict=False)
+            for name, d in zip(split.primals, compiled.captured.primals, strict=False)
             if d.kind is InputKind.PARAMETER
         }
         self._members: dict[BackwardPart, list[int]] = {}

@@ -12,7 +12,7 @@ from tvmbridge.calls.draw_noise import draw_noise
 from tvmbridge.compiler.compiled import CompiledModule
 from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.core.errors import LEAVE_TO_EAGER, BridgeError
-from tvmbridge.core.types import InputDescriptor, InputKind, OutputKind
+from tvmbridge.core.types import InputKind, OutputKind
 from tvmbridge.kernels.dtypes import as_pairs
 
 _NO_GRADIENT_FOR_HOOK = (
@@ -29,16 +29,13 @@ def picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]
     return lambda values: tuple(values[p] for p in positions)
 
 
-def primals_of(compiled: CompiledModule) -> list[InputDescriptor]:
-    """Return descriptors of the primals, except for the last ones, which are packed weights."""
-    return [d for d in compiled.captured.inputs if d.kind is not InputKind.CONSTANT]
-
-
 def packed_into(compiled: CompiledModule, reads: set[int]) -> list[int]:
     """Return positions of the parameters whose packed values are among the primals ``reads``."""
     assert compiled.split is not None
     position = {
-        d.target: i for i, d in enumerate(primals_of(compiled)) if d.kind is InputKind.PARAMETER
+        d.target: i
+        for i, d in enumerate(compiled.captured.primals)
+        if d.kind is InputKind.PARAMETER
     }
     first = len(compiled.split.primals) - len(compiled.packs)
     packs = (names for i, names in enumerate(compiled.packs, start=first) if i in reads)
@@ -51,7 +48,7 @@ def overwritten_by(compiled: CompiledModule) -> frozenset[int]:
     written = {(o.kind, o.target) for o in captured.outputs if o.kind is not OutputKind.USER}
     return frozenset(
         i
-        for i, d in enumerate(primals_of(compiled))
+        for i, d in enumerate(compiled.captured.primals)
         if (OutputKind.INPUT_MUTATION, d.name) in written
         or (d.kind is InputKind.BUFFER and (OutputKind.BUFFER_MUTATION, d.target) in written)
     )
@@ -76,7 +73,7 @@ def refuse_hooks(
         if gradient is not None or not asked:
             continue
         if source._backward_hooks or getattr(source, "_post_accumulate_grad_hooks", None):
-            descriptor = primals_of(compiled)[position]
+            descriptor = compiled.captured.primals[position]
             name = descriptor.target or descriptor.name
             raise BridgeError(_NO_GRADIENT_FOR_HOOK.format(name=name))
 

@@ -18,7 +18,6 @@ from tvmbridge.compiler.compiled import CompiledModule
 from tvmbridge.compiler.readers import NOBODY
 from tvmbridge.core.types import InputKind
 from tvmbridge.core.writes import version_of
-from tvmbridge.runtime.primals import primals_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +49,7 @@ class SavedVersions:
         readers = parts.readers or NOBODY
         everybody = frozenset(range(len(parts.cotangent_of)))
         position = {name: i for i, name in enumerate(parts.primals)}
-        kinds = [d.kind for d in primals_of(compiled)]
+        kinds = [d.kind for d in compiled.captured.primals]
         some = {position[name]: who for name, who in readers.primals.items() if who != everybody}
         # Buffers are left out: eager batch norm writes its statistics without a new version.
         guarded = {

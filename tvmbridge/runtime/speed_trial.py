@@ -179,7 +179,7 @@ class SpeedTrial:
         return results
 
     def _leave_long_calls(self, seconds: float | None) -> None:
-        """End a first call, and the trial where compiled code takes long for a call."""
+        """Measure the first call; end the trial if compiled code takes long for one call."""
         del self._warm_up[0]
         if seconds is None:
             return

@@ -12,10 +12,10 @@ from typing import Any
 
 import tvm_ffi
 from tvm import tirx
-from tvm.ir import Expr, IRModule, TensorLoad
+from tvm.ir import IRModule, TensorLoad
 from tvm.s_tir import SBlock, SBlockRealize
 
-from tvmbridge.schedules.indexing import index_var, integer
+from tvmbridge.schedules.indexing import has_division, index_var, integer
 
 
 def with_exact_indices(mod: IRModule) -> IRModule:
@@ -29,17 +29,11 @@ def with_exact_indices(mod: IRModule) -> IRModule:
 
 def _divides(body: tirx.Stmt) -> bool:
     """Whether any index in ``body`` has a quotient or a remainder."""
-    if not _has_division(body):  # One walk, where each index would need its own.
+    if not has_division(body):  # One walk, where each index would need its own.
         return False
     accesses: list[Any] = []
     tvm_ffi.structural_walk(body, ((TensorLoad, tirx.BufferStore), accesses.append))
-    return any(_has_division(index) for access in accesses for index in access.indices)
-
-
-def _has_division(part: tirx.Stmt | Expr) -> bool:
-    found: list[Any] = []
-    tvm_ffi.structural_walk(part, ((tirx.FloorDiv, tirx.FloorMod), found.append))
-    return bool(found)
+    return any(has_division(index) for access in accesses for index in access.indices)
 
 
 def _guarded(body: tirx.Stmt) -> tirx.Stmt:

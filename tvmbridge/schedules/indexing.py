@@ -103,7 +103,7 @@ def _apart_by_strides(index: Expr) -> Expr:
     """
 
     def scaled(part: tirx.Mul) -> Expr:
-        if not isinstance(part.b, tirx.IntImm) or not _has_division(part.a):
+        if not isinstance(part.b, tirx.IntImm) or not has_division(part.a):
             return part
         opaque = tirx.reinterpret("int64", tirx.reinterpret("float64", part.a))
         return tirx.Mul(opaque, part.b)
@@ -112,9 +112,10 @@ def _apart_by_strides(index: Expr) -> Expr:
     return found
 
 
-def _has_division(index: Expr) -> bool:
+def has_division(part: tirx.Stmt | Expr) -> bool:
+    """Whether a statement or an expression has a quotient or a remainder."""
     found: list[Any] = []
-    tvm_ffi.structural_walk(index, ((tirx.FloorDiv, tirx.FloorMod), found.append))
+    tvm_ffi.structural_walk(part, ((tirx.FloorDiv, tirx.FloorMod), found.append))
     return bool(found)
 
 

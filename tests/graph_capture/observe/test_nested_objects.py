@@ -79,6 +79,7 @@ def _tree(levels: int, parent: Any = None) -> dict[str, Any]:
 def test_walks_pass_each_node_once() -> None:
     tree = _tree(3)
     assert len(all_held(tree)) < 2000
+    assert len(all_held(tree, *tree["children"])) < 2000
     copied = copied_values({0: tree})[0]
     assert same_value(copied, tree)
     copied["children"][3]["children"][3]["children"][3]["weight"] = 2.0

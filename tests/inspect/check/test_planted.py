@@ -17,6 +17,7 @@ from tvmbridge.compiler.executable import LoadedModule
 from tvmbridge.frontend.registry import CONVERTERS
 from tvmbridge.runtime import primals
 from tvmbridge.runtime.entry import CompiledEntry
+from tvmbridge.runtime.outputs import Outputs
 
 aten = torch.ops.aten
 
@@ -94,17 +95,17 @@ def test_a_wrong_buffer_from_the_runtime(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_running_statistics_written_back_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = CompiledEntry.assemble
+    right = Outputs.assemble
 
-    def wrong(self: CompiledEntry, results: Any, leaves: Any, tensors: Any, arguments: Any) -> Any:
+    def wrong(self: Outputs, results: Any, leaves: Any, tensors: Any, arguments: Any) -> Any:
         returned = right(self, results, leaves, tensors, arguments)
         with torch.no_grad():
-            tensors[self.state.names.index("1.running_mean")].mul_(1.01)
+            tensors[self._state.names.index("1.running_mean")].mul_(1.01)
         return returned
 
     x = torch.randn(6, 4)
     module = checked(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), x)
-    monkeypatch.setattr(CompiledEntry, "assemble", wrong)
+    monkeypatch.setattr(Outputs, "assemble", wrong)
     with pytest.raises(NumericsError) as caught:
         module(x)
     assert ": 1.running_mean after the call departs from PyTorch by" in str(caught.value)

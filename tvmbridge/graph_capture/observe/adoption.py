@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tvmbridge.calls.plain import PLAIN
+from tvmbridge.calls.plain import has_plain_memory
 from tvmbridge.calls.standins import tensors_of
 from tvmbridge.core.assumptions import OutsideValue
 from tvmbridge.core.contents import all_held, is_flat
@@ -54,7 +54,7 @@ class Adoption:
         chosen: dict[int, tuple[str, torch.Tensor]] = {}
         for tensor in self.found.values():
             for label, source in self._sources(tensor, held):
-                fits = _is_plain(source) and device in (None, source.device)
+                fits = has_plain_memory(source) and device in (None, source.device)
                 if fits and not any(source is t for t in own.values()):
                     chosen.setdefault(id(source), (label, source))
         return tuple(chosen.values())
@@ -103,15 +103,11 @@ def _labelled(values: Iterable[OutsideValue]) -> dict[int, tuple[str, torch.Tens
     return found
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return type(tensor) in PLAIN and tensor.layout is torch.strided and not tensor.is_nested
-
-
 def _device_of(values: Iterable[Any]) -> torch.device | None:
     return next((v.device for v in values if isinstance(v, torch.Tensor)), None)
 
 
 def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if not (_is_plain(one) and _is_plain(other) and has_storage(one) and has_storage(other)):
+    if not all(has_plain_memory(t) and has_storage(t) for t in (one, other)):
         return False
     return bool(one.numel()) and storage_key(one) == storage_key(other)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tvmbridge.calls.plain import PLAIN
+from tvmbridge.calls.plain import has_plain_memory
 from tvmbridge.core.carried import CarriedPlace, Steps, places_in, with_tensors_replaced
 from tvmbridge.core.contents import ANY_TENSOR
 from tvmbridge.core.types import Key
@@ -45,7 +45,7 @@ def carry(
         attributes = actor.get_submodule(key[0]).__dict__
         held = attributes.get(key[1])
         tensors = [tensor for _, tensor in places_in(held)]
-        if isinstance(held, torch.Tensor) or not tensors or not all(map(_is_plain, tensors)):
+        if isinstance(held, torch.Tensor) or not tensors or not all(map(has_plain_memory, tensors)):
             continue
         flags = dict(places_in(module.get_submodule(key[0]).__dict__.get(key[1])))
         for tensor in (*tensors, *flags.values()):
@@ -82,7 +82,3 @@ def with_any_tensor(
 
 def _any_tensor(_: Steps, __: torch.Tensor) -> Any:
     return ANY_TENSOR
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return type(tensor) in PLAIN and tensor.layout is torch.strided and not tensor.is_nested

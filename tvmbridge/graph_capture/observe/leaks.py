@@ -146,7 +146,7 @@ def refuse_hidden(
         StateWrittenError: a kept tensor is neither in ``module`` nor in ``read``.
     """
     own = (value for m in module.modules() for value in vars(m).values())
-    known = {id(held) for value in (*own, *read) for held in all_held(value)}
+    known = set(map(id, all_held(*own, *read)))
     if any(id(tensor) not in known for tensor in kept):
         raise StateWrittenError(
             f"forward of {type(module).__name__} keeps a tensor outside of the module, where no "

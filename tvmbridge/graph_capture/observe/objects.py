@@ -202,7 +202,7 @@ class ObjectReads:
 
     def _whole(self, value: Any, copied: Any, depth: float, around: frozenset[int]) -> Any:
         """Return ``copied``; for an object that holds states, which a copy shares, its parts."""
-        held = all_held(value, depth) if is_of_users(type(value)) else []
+        held = all_held(value, depth=depth) if is_of_users(type(value)) else []
         if id(value) in around or all(reader_of(type(each)) is None for each in held):
             return copied
         kind = type(value)

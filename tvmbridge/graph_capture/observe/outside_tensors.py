@@ -70,7 +70,7 @@ def run_unseen(
             copies = run_apart(module, args, kwargs, autocast)
         undo.exchange(copies)
     memory = {storage_key(copied) for copied, _ in copies.values() if has_storage(copied)}
-    for held in (held for value in undo.values() for held in all_held(value)):
+    for held in all_held(*undo.values()):
         if isinstance(held, torch.Tensor) and has_storage(held) and storage_key(held) in memory:
             raise CaptureError(
                 f"forward of {type(module).__name__} keeps a view of a parameter or buffer outside "

@@ -212,7 +212,7 @@ class Undo:
             for name in names_added(source, before):
                 if id(vars(source.value)[name]) in copies:
                     setattr(source.value, name, copies[id(vars(source.value)[name])][1])
-        for held in [held for value in self.values() for held in all_held(value)]:
+        for held in all_held(*self.values()):
             entries = _entries(held)
             for key, value in list(entries.items()):
                 if id(value) in copies:

@@ -23,8 +23,8 @@ _LARGEST_PRIME = 2048
 def _matrix(rows: int, columns: int, period: int, sign: int, like: torch.Tensor) -> torch.Tensor:
     """Return ``exp(sign 2 pi i j / period)`` for row i and column j as pairs.
 
-    Values are computed in float64, and zeros are exact, because the angle of a number without an
-    imaginary part is 0 or pi by the sign of its zero. The dtype is that of ``like``.
+    Values are computed in float64, and converted to the dtype of ``like``. A real or imaginary part
+    of 0 is exactly 0: the angle of a transformed value would change if it were only near 0.
     """
     i, j = (torch.arange(n, device=like.device) for n in (rows, columns))
     turns = torch.remainder(sign * i[:, None] * j, period)

@@ -193,8 +193,8 @@ def _way(now: Any, watched: Any, before: Any, known: set[int]) -> tuple[Left | N
 
 def objects_of(module: nn.Module, arguments: Any) -> Iterator[Any]:
     """Yield the objects other than tensors that exist before forward runs."""
-    held = [all_held(v) for m in module.modules() for v in (m, *m.__dict__.values())]
-    for value in [each for values in (*held, all_held(arguments)) for each in values]:
+    own = (value for m in module.modules() for value in (m, *m.__dict__.values()))
+    for value in all_held(*own, arguments):
         if not isinstance(value, torch.Tensor | fx.Proxy):
             yield value
 

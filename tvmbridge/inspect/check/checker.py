@@ -23,7 +23,7 @@ from tvmbridge.calls.surroundings import in_checkpoint
 from tvmbridge.core.checks import CheckPolicy
 from tvmbridge.core.errors import NumericsError
 from tvmbridge.core.options import CompileOptions
-from tvmbridge.core.types import InputKind, OutputKind
+from tvmbridge.core.types import OutputKind
 from tvmbridge.graph_capture.observe.refusal import first_paragraph
 from tvmbridge.inspect.check.judge import Judge
 from tvmbridge.inspect.check.twin import Twin, generator_states, observed_call
@@ -113,7 +113,7 @@ class _Check:
         self._twin = twin
         self._call = entry.calls + 1
         captured = entry.compiled.captured
-        primals = [d for d in captured.inputs if d.kind is not InputKind.CONSTANT]
+        primals = captured.primals
         self._titles = [title(d) for d in primals]
         # A tied parameter is several primals, whose gradients are summed; backward returns the
         # gradients of the primals that it reaches.
@@ -133,7 +133,7 @@ class _Check:
         def compiled(*args: Any, **kwargs: Any) -> Any:
             with whole_backward():
                 results.append(self._entry.results(leaves, tensors))
-            return self._entry.assemble(results[0], leaves, tensors, (args, kwargs))
+            return self._entry.outputs.assemble(results[0], leaves, tensors, (args, kwargs))
 
         outcome = observed_call(compiled, self._module, arguments, leaves)
         twin = self._twin

@@ -35,7 +35,7 @@ class Finding:
 
 
 class Values:
-    """The values of a trace, for looking up a step by the elements of its value."""
+    """Finds the step of a trace whose value has given elements."""
 
     def __init__(self, steps: Sequence[TraceStep]) -> None:
         self._by_count: dict[int, list[int]] = defaultdict(list)

@@ -105,10 +105,6 @@ class Lowering:
 
     # Arguments of the functions ------------------------------------------------------------------
 
-    @property
-    def _inputs(self) -> list[InputDescriptor]:
-        return [d for d in self.captured.inputs if d.kind is not InputKind.CONSTANT]
-
     def _value(self, descriptor: InputDescriptor) -> torch.Tensor:
         return self.sample.tensor(title(descriptor)).detach().contiguous()
 
@@ -119,7 +115,7 @@ class Lowering:
 
     def primals(self, *, masks: bool = True, packed: bool = True) -> list[torch.Tensor]:
         """Return inputs, state, random draws, masks and packed weights in calling order."""
-        values = [*map(self._value, self._inputs), *self._noise(masks=False)]
+        values = [*map(self._value, self.captured.primals), *self._noise(masks=False)]
         if masks:
             values += self._noise(masks=True)
         if packed:  # concatenated here, so that the module's own weights stay separate
@@ -157,7 +153,7 @@ class Lowering:
     def gradient_names(self) -> list[str]:
         """The names of the gradients, in the order of the joint function."""
         derivation = self.lowered.derivation
-        titles = {d.name: title(d) for d in self._inputs}
+        titles = {d.name: title(d) for d in self.captured.primals}
         wanted = () if derivation is None else derivation.joint.wanted
         return [f"gradient of {titles[name]}" for name in wanted]
 
@@ -235,16 +231,16 @@ class Lowering:
     def program(self) -> Trace:
         """The trace of the captured program, or of the joint graph recorded from autograd."""
         derivation = self.lowered.derivation
-        values = [self._value(d) for d in self._inputs]
+        values = [self._value(d) for d in self.captured.primals]
         if derivation is not None and derivation.traced is not None:
             run = ProgramRun(derivation.traced, {})
             with torch.no_grad():
                 results = run.run(*values, *self.cotangents(), *self._draws.values())
             return self.with_results(run.trace, results)
         run = ProgramRun(self.captured.program.graph_module, self._draws)
-        leaves = {d.name: v for d, v in zip(self._inputs, values, strict=True)}
+        leaves = {d.name: v for d, v in zip(self.captured.primals, values, strict=True)}
         with torch.set_grad_enabled(derivation is not None):
-            for descriptor in self._inputs:
+            for descriptor in self.captured.primals:
                 leaves[descriptor.name].requires_grad_(descriptor.requires_grad)
             found = run.run_on({**leaves, **self.captured.constant_tensors})
         outputs = {name: found[o.name] for name, o in self._outputs if o.is_computed}
@@ -252,7 +248,7 @@ class Lowering:
         if derivation is not None:
             cotangents = self.sample.cotangents
             flowing = {n: v for n, v in outputs.items() if n in cotangents and v.requires_grad}
-            wanted = {title(d): leaves[d.name] for d in self._inputs if d.requires_grad}
+            wanted = {title(d): leaves[d.name] for d in self.captured.primals if d.requires_grad}
             run.recorder.gradients(flowing, wanted, cotangents)
         return run.trace
 

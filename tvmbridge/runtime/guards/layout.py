@@ -119,7 +119,10 @@ class LayoutGuard:
         return None
 
     def _unserved(self, looked_at: Sequence[torch.Tensor], leaves: Sequence[Any]) -> Reason | None:
-        """Observe the output strides for a new layout; return why it cannot be served, or None."""
+        """Observe the output strides for a new layout of the inputs.
+
+        Return why calls with this layout cannot be served; None if they can.
+        """
         kinds = tuple(map(_kind, looked_at))
         known = self._known.get(kinds)
         if known is None:

@@ -422,5 +422,4 @@ IMPORTED = (
         "telling other ranks who has ended first",
         callable,
     ),
-    PrivateName("torch.cuda._sleep", "the doctor's check of streams", callable),
 )
