@@ -188,11 +188,18 @@ def _chosen(m: Any, y: torch.Tensor) -> torch.Tensor:
     return (y, y.sin(), y.cos())[m.n % 3] * 2
 
 
+def _annealed(m: Any, y: torch.Tensor) -> torch.Tensor:
+    m.n += 1
+    m.done = 0.5 * (1 - math.cos(math.pi * min(m.n, 40) / 40))
+    return y * m.done + math.exp(-0.3 * (m.n - 10))
+
+
 # Functions that assign a number to n, and the number of codes that they need.
 ASSIGNED: dict[str, tuple[Any, int]] = {
     "decayed": (_decayed, 1),
     "toggled": (_toggled, 2),
     "modulo": (_modulo, 1),
+    "annealed": (_annealed, 1),
     "started again": (_started_again, 2),
     "chosen": (_chosen, 3),
 }
@@ -201,7 +208,7 @@ ASSIGNED: dict[str, tuple[Any, int]] = {
 _SLOW_ONES = [pytest.param(n, marks=_SLOW) for n in ("decayed", "toggled", "chosen")]
 
 
-@pytest.mark.parametrize("name", ["started again", "modulo", *_SLOW_ONES])
+@pytest.mark.parametrize("name", ["started again", "annealed", "modulo", *_SLOW_ONES])
 def test_a_number_that_forward_computes_from_itself_is_an_input(name: str) -> None:
     function, codes = ASSIGNED[name]
     eager, served = _pair(Using(function))
@@ -214,9 +221,40 @@ def test_a_number_that_forward_computes_from_itself_is_an_input(name: str) -> No
     assert len(report.specializations) <= codes + (name == "decayed")
 
 
+class Reporting(nn.Module):
+    """Returns and keeps numbers, among them the weight of a part of its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        self.weight, self.last, self.step = 0.0, 0.0, 0
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> Any:
+        self.step += 1
+        y = self.linear(x)
+        parts = y.square().mean(), y.abs().mean()
+        self.last = self.weight * 2
+        numbers = [parts[0].item(), parts[1].item(), y.max().item(), scale]
+        return parts[0] + self.weight * parts[1], numbers, {"w": self.weight, "n": self.step}
+
+
+def test_numbers_that_forward_returns_and_keeps_are_inputs() -> None:
+    eager, served = _pair(Reporting())
+    for i in range(8):
+        eager.weight = served.weight = i / 5
+        x = torch.randn(3, 4)
+        loss, numbers, named = served(x)
+        found, expected = (loss, numbers, named), eager(x)
+        # The numbers are values of float32 tensors, whose default tolerances these are.
+        torch.testing.assert_close(found, expected, rtol=1.3e-6, atol=1e-5)
+        assert (named, served.last, served.step) == ({"w": i / 5, "n": i + 1}, eager.last, i + 1)
+        assert [type(n) for n in (*numbers, *named.values())] == [float] * 5 + [int]
+    assert dispatch_report(served).tvm_calls >= 7
+
+
 REFUSED: dict[str, tuple[Any, str]] = {
     "size": (lambda m, y: y.repeat(1, m.n), "passes it to repeat"),
-    "math": (lambda m, y: y * math.sin(m.n), "converts it to a float"),
+    "math": (lambda m, y: y * math.gamma(m.n), "converts it to a float"),
 }
 
 

@@ -169,3 +169,50 @@ def test_values_that_the_code_does_not_serve_compile_no_more_such_code() -> None
     for value in (1.5, 2.5, math.inf, 1e9, 1e10, 3.5):
         torch.testing.assert_close(served(x, value), Power()(x, value))
     assert [bool(s.signature.numbers) for s in dispatcher.code.kept.known] == [False, True, False]
+
+
+class Cache(nn.Module):
+    """Writes each row into a cache at a position."""
+
+    rows: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("rows", torch.zeros(2, 32, 4))
+
+    def forward(self, x: torch.Tensor, pos: int) -> torch.Tensor:
+        self.rows[:, pos] = self.linear(x)[:, 0]
+        seen = torch.arange(32) <= pos
+        return torch.tanh(self.rows.masked_fill(~seen[:, None], 0.0)).sum(1)
+
+
+class Sliced(Cache):
+    """Reads the rows up to a position."""
+
+    def forward(self, x: torch.Tensor, pos: int) -> torch.Tensor:
+        self.rows[:, pos : pos + x.shape[1]] = self.linear(x)
+        rows = self.rows[:, : pos + x.shape[1]]
+        return torch.tanh(rows * 2 - 1).sum(1) / (pos + 1)
+
+
+@pytest.mark.parametrize("kind", [Cache, pytest.param(Sliced, marks=pytest.mark.slow)])
+def test_positions_in_a_cache_are_served(kind: type[Cache]) -> None:
+    eager = kind().eval()
+    served, dispatcher = _dispatched(eager)
+    with torch.no_grad():
+        for pos in range(12):
+            x = torch.randn(2, 1, 4)
+            torch.testing.assert_close(served(x, pos), eager(x, pos))
+            assert torch.equal(served.rows, eager.rows)
+    assert dispatcher.code.served() >= 9
+
+
+def test_a_position_beyond_the_cache_raises_as_in_pytorch() -> None:
+    served, _ = _dispatched(Cache().eval())
+    x = torch.randn(2, 1, 4)
+    for pos in (0, 1, 2, -1):
+        served(x, pos)
+    for pos in (32, -33):
+        with pytest.raises(IndexError):
+            served(x, pos)

@@ -106,6 +106,24 @@ def test_a_bounded_deque_forgets_as_in_python() -> None:
         assert len(served.memory) == len(eager.memory) <= 2
 
 
+def _placed(m: Any, y: torch.Tensor) -> torch.Tensor:
+    m.rows[:, m.steps : m.steps + 1] = y[:, None]
+    m.steps = m.steps + 1
+    return torch.tanh(m.rows[:, : m.steps] * 2 - y[:, None]) / 3
+
+
+@pytest.mark.slow
+def test_a_counter_that_decides_sizes_is_an_input() -> None:
+    eager: Any = Stateful(_placed, steps=0, rows=torch.zeros(3, 20, 3))
+    served: Any = add_tvm_dispatch(copy.deepcopy(eager), on_fallback="silent")
+    with torch.no_grad():
+        for _ in range(12):
+            x = torch.randn(3, 4)
+            torch.testing.assert_close(served(x), eager(x))
+            assert (served.steps, type(served.steps)) == (eager.steps, int)
+    assert Kind.PARTS_ANEW not in _reasons(served)
+
+
 @pytest.mark.slow
 def test_a_number_of_numpys_stays_one() -> None:
     # TorchDynamo makes an array of it.

@@ -45,8 +45,8 @@ _SETTINGS: Mapping[str, Any] = {
     "trace_numpy": False,
     "capture_scalar_outputs": False,
     "capture_dynamic_output_shape_ops": True,
-    # As an input, a counter would have code prepared for each value, 10 ms a call.
-    "allow_unspec_int_on_nn_module": False,
+    # A counter that decides sizes is an input from its second value on.
+    "allow_unspec_int_on_nn_module": True,
     # All layers of a class share the code object of forward, and TorchDynamo counts by code object.
     "recompile_limit": 64,
 }

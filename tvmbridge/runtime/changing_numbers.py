@@ -85,6 +85,20 @@ class ChangingNumbers:
         names = ", ".join(name for name, _ in keys.values())
         logger.info("numbers %s stay constants: %s", names, first_line(error))
 
+    def deciding(
+        self, known: Sequence[Specialization], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> str | None:
+        """Return why an integer is no input, if a call differs in it from one of ``known``.
+
+        TorchDynamo takes such an integer, a size or an index, as a symbol.
+        """
+        for like in (specialization.signature for specialization in known):
+            for i in (like.changed_numbers(args, kwargs) or ((), None))[0]:
+                why = self.why.get((like.names[i], int))
+                if why is not None:
+                    return f"argument `{like.names[i]}` is no input of the code, because {why}"
+        return None
+
     def explained(self, why: Reason) -> Reason:
         """Return the reason of a fallback, completed by why a number is no input of the code."""
         if why.kind is not Kind.CONSTANT or not why.detail:

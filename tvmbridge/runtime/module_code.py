@@ -97,6 +97,8 @@ class ModuleCode(Executor):
                 return self.serve(args, kwargs, again=True)
             if why is COMPILING:
                 return why
+        if policy.cut_for_numbers(call):
+            return self._run_in_parts(args, kwargs)
         other = next((m for m in found.misfits if m.kind is Kind.SHAPE), None)
         if other is not None and policy.cut_for_any_size(other.text):
             return self._run_in_parts(args, kwargs)

@@ -20,6 +20,8 @@ NO_PART = Reason(Kind.NO_PART)
 
 # Smaller parts are not compiled: a call of compiled code costs as much as a few operators.
 _FEWEST_OPERATORS = 3
+# The function that reads a number from a tensor, which no part would compile.
+_READS = "item"
 # After this many calls in which no part was compiled code, the module is not cut any more.
 _CALLS_WITHOUT_PARTS = 8
 # The same, if the module has repeated blocks, which then are the parts.
@@ -132,7 +134,8 @@ class Cut:
         Raises:
             DataDependentError: the module is to be cut instead.
         """
-        if self.make is not None and sum(eager.values()) >= _FEWEST_OPERATORS:
+        count = sum(n for name, n in eager.items() if name != _READS)
+        if self.make is not None and count >= _FEWEST_OPERATORS:
             raise DataDependentError(
                 f"behind its code PyTorch would run {', '.join(eager)}, whose sizes depend on data"
             )

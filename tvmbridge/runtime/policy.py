@@ -338,6 +338,16 @@ class Policy:
                 return True
         return False
 
+    def cut_for_numbers(self, call: GivenCall) -> bool:
+        """Serve calls in parts from now on, whose sizes an integer argument decides.
+
+        Return whether that is possible, and the call differs from earlier ones in such an integer.
+        """
+        if self.cut.make is None or not self.compiles_signatures:
+            return False
+        why = self.numbers.deciding(call.known, call.args, call.kwargs)
+        return why is not None and self.cut.at(why, of_state=True)
+
     def cut_for_any_size(self, why: str) -> bool:
         """Serve calls of other sizes in parts from now on; return whether that is possible.
 

@@ -22,7 +22,7 @@ from tvmbridge.core.contents import MISSING, all_held, is_constant
 from tvmbridge.core.libraries import BOOKKEEPING
 from tvmbridge.core.structure import UNKNOWN, with_parts
 from tvmbridge.core.types import Left
-from tvmbridge.graph_capture.trace.left_numbers import Count, Grown, PassedOn
+from tvmbridge.graph_capture.trace.left_numbers import Count, Grown, PassedOn, used
 from tvmbridge.graph_capture.trace.old_norms import normed_weights
 
 Key = tuple[str, str]
@@ -62,7 +62,7 @@ class LeftWatch:
         results = None
         try:
             with PassedOn():
-                results = self._forward(*args, **kwargs)
+                results = used(self._forward(*args, **kwargs))
         finally:
             left = [*self._left(before, watched, known)]
         return (results, tuple(left)) if self.ways else results

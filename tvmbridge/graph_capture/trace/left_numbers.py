@@ -88,12 +88,17 @@ class PassedOn(TorchFunctionMode):
     """A mode that passes PyTorch functions the numbers and lists in place of their stand-ins."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        leaves, structure = pytree.tree_flatten((args, kwargs or {}))
-        if not any(type(leaf) in (Count, Grown) for leaf in leaves):
-            return func(*args, **(kwargs or {}))
-        given = [leaf.used() if type(leaf) in (Count, Grown) else leaf for leaf in leaves]
-        args, kwargs = pytree.tree_unflatten(given, structure)
+        args, kwargs = used((args, kwargs or {}))
         return func(*args, **kwargs)
+
+
+def used(values: Any) -> Any:
+    """Return ``values`` with numbers and lists in place of their stand-ins, which were read."""
+    leaves, structure = pytree.tree_flatten(values)
+    if not any(type(leaf) in (Count, Grown) for leaf in leaves):
+        return values
+    plain = [leaf.used() if type(leaf) in (Count, Grown) else leaf for leaf in leaves]
+    return pytree.tree_unflatten(plain, structure)
 
 
 class Grown(list[Any]):

@@ -16,9 +16,11 @@ from tvmbridge.core.structure import unflatten
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.graph_capture.trace.held_numbers import HeldOfCall
 from tvmbridge.graph_capture.trace.number_functions import NumberFunctions
-from tvmbridge.graph_capture.trace.traced_numbers import NumbersOfCall
+from tvmbridge.graph_capture.trace.number_math import math_traced
+from tvmbridge.graph_capture.trace.traced_numbers import NumbersOfCall, TracedNumber
 
 _Function = Callable[..., Any]
+_OF_MODULES = frozenset(vars(nn.Module()))
 # A container, its leaves and its structure.
 _Flat = tuple[Any, list[Any], pytree.TreeSpec]
 
@@ -38,14 +40,15 @@ def numbers_traced(
         given, checked = _with_numbers(of, [*args, *kwargs.values()])
         named = dict(zip(kwargs, given[len(args) :], strict=True))
         with held.in_attributes(of):
-            results = forward(*given[: len(args)], **named)
+            results = _with_values(forward(*given[: len(args)], **named))
+        _keep_values(module)
         if not all(map(_is_as_before, checked)):
             raise NumberReadError("forward changes an argument that holds it", frozenset(of.ranges))
         del given, named, checked
         _refuse_kept(of, module, results)
         return results
 
-    with NumberFunctions():
+    with NumberFunctions(), math_traced():
         try:
             yield call
         except NumberReadError as error:
@@ -80,6 +83,23 @@ def _is_as_before(container: _Flat) -> bool:
     value, leaves, structure = container
     found, now = pytree.tree_flatten(value)
     return now == structure and all(map(operator.is_, found, leaves))
+
+
+def _with_values(results: Any) -> Any:
+    """Return ``results`` with data-dependent numbers, which a call computes, for traced ones."""
+    leaves, structure = pytree.tree_flatten(results)
+    if not any(type(leaf) is TracedNumber for leaf in leaves):
+        return results
+    values = [leaf.tensor.item() if type(leaf) is TracedNumber else leaf for leaf in leaves]
+    return pytree.tree_unflatten(values, structure)
+
+
+def _keep_values(module: nn.Module) -> None:
+    """Replace the traced numbers that forward has left in attributes as :func:`_with_values`."""
+    for held in (each.__dict__ for each in module.modules()):
+        for name, value in held.items():
+            if not isinstance(value, torch.Tensor | nn.Module) and name not in _OF_MODULES:
+                held[name] = _with_values(value)
 
 
 def _refuse_kept(of: NumbersOfCall, module: nn.Module, results: Any) -> None:

@@ -216,28 +216,51 @@ def _tensor(func: _Function, args: tuple[Any, ...], named: dict[str, Any]) -> An
     return each[0] if not made.dim() else torch.stack(each).reshape(made.shape)
 
 
-def _item(func: _Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    """Select a part of a tensor by a number, as a copy."""
-    tensor, index = args
-    *before, number = index if isinstance(index, tuple) else (index,)
-    whole = all(isinstance(each, slice) and each == slice(None) for each in before)
-    if not (isinstance(tensor, torch.Tensor) and type(number) is TracedNumber and whole):
-        raise numbers_in((args, named))[0].refused("indexes by it and by something else")
+def _place(tensor: Any, index: Any) -> tuple[int, TracedNumber, torch.Tensor]:
+    """Return the dimension that a number indexes, the number, and the place as a tensor."""
+    each = [*index] if isinstance(index, tuple) else [index]
+    if isinstance(tensor, torch.Tensor) and any(part is Ellipsis for part in each):
+        i = next(i for i, part in enumerate(each) if part is Ellipsis)
+        each[i : i + 1] = [slice(None)] * (tensor.dim() - len(each) + 1)
+    *others, number = sorted(each, key=lambda part: type(part) is TracedNumber)
+    whole = all(isinstance(part, slice) and part == slice(None) for part in others)
+    if not (isinstance(tensor, torch.Tensor) and whole):
+        raise numbers_in(each)[0].refused("indexes by it and by something else")
+    dim = next(i for i, part in enumerate(each) if part is number)
     known = number.of.ranges[min(number.leaves)]
     if number.kind is not int:
         raise number.refused("indexes by it")
-    size = tensor.shape[len(before)] if len(before) < tensor.dim() else 0
+    size = tensor.shape[dim] if dim < tensor.dim() else 0
     if not isinstance(size, int):
         raise number.refused("indexes a symbolic dimension by it")
     if number.shift is not None and size:
         known.narrow(NumberRange(int, -size - number.shift, size - 1 - number.shift))
     elif not number.most < size:
         raise number.refused("indexes by a number that is computed from it")
-    place = torch.remainder(number.tensor, size).reshape(1)
-    result = torch.index_select(tensor, len(before), place).squeeze(len(before))
+    return dim, number, torch.remainder(number.tensor, size).reshape(1)
+
+
+def _item(func: _Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """Select a part of a tensor by a number, as a copy."""
+    tensor, index = args
+    dim, number, place = _place(tensor, index)
+    result = torch.index_select(tensor, dim, place).squeeze(dim)
     # Eager PyTorch returns a view: a write into it, or into the tensor, would reach the other.
     number.of.selected += [(t, t._version) for t in (tensor, result)]
     return result
+
+
+def _set_item(func: _Function, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    """Write into the part of a tensor that a number selects."""
+    tensor, index, value = args
+    if numbers := numbers_in(value):
+        raise numbers[0].refused("writes it into a tensor")
+    dim, _, place = _place(tensor, index)
+    if not isinstance(value, torch.Tensor):
+        value = torch.full((), value, dtype=tensor.dtype, device=tensor.device)
+    part = [*tensor.shape[:dim], *tensor.shape[dim + 1 :]]
+    value = value.to(tensor.device, tensor.dtype).expand(part)
+    tensor.index_copy_(dim, place, value.unsqueeze(dim))
 
 
 _COMPARING = "eq ne lt le gt ge less less_equal greater greater_equal not_equal"
@@ -273,3 +296,4 @@ _HANDLERS |= dict.fromkeys((torch.full, torch.full_like, torch.Tensor.new_full),
 _HANDLERS |= dict.fromkeys((torch.fill, torch.fill_, torch.Tensor.fill_), _fill)
 _HANDLERS |= dict.fromkeys((torch.tensor, torch.as_tensor, torch.scalar_tensor), _tensor)
 _HANDLERS[torch.Tensor.__getitem__] = _item
+_HANDLERS[torch.Tensor.__setitem__] = _set_item

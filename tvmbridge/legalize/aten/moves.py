@@ -101,7 +101,9 @@ def _slice_scatter(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> 
         inside = tirx.And(place >= 0, place < count * step)
         if step > 1:
             inside = tirx.And(inside, tirx.floormod(place, step).equal(constant(0, "int64")))
-        row = [tirx.floordiv(place, step) if a == dim else n for a, n in enumerate(i)]
+        # For one row, an index of its own keeps divisions of sums with a size out of the code.
+        taken = tirx.floordiv(place, step) if count > 1 else constant(0, "int64")
+        row = [taken if a == dim else n for a, n in enumerate(i)]
         return tirx.if_then_else(inside, tensors[1](*row), tensors[0](*i))
 
     return _moved(bb, call, "slice_scatter", [arguments["self"], arguments["src"]], element)
