@@ -157,7 +157,7 @@ class Policy:
         """
         specialization, mode, matched = wanted
         flags = flags_of(self.module, matched.leaves)
-        known = specialization.known(mode, flags)
+        known = specialization.known(mode, flags, matched.leaves)
         sizes = self.sizes
         if isinstance(known, Reason) and sizes is not None and sizes.single.is_due(specialization):
             specialization.failures.pop((mode, flags), None)
@@ -169,7 +169,8 @@ class Policy:
             if unusual is not None:
                 return unusual
             most = self.options.max_specializations
-            known = specialization.known(mode, flags) or specialization.full(mode, most)
+            known = specialization.known(mode, flags, matched.leaves)
+            known = known or specialization.full(mode, most)
             if known is not None:
                 return known
             try:
@@ -199,8 +200,8 @@ class Policy:
     def instead(self, wanted: Wanted, unfit: CompiledEntry) -> CompiledEntry | Reason | None:
         """Return code to replace ``unfit`` at this call, or the reason why it cannot be compiled.
 
-        Code is replaced in two cases: the first call has filled a cache, or ``requires_grad``
-        differs. None: the call differs in another way.
+        Code is replaced in three cases: the first call has filled a cache, ``requires_grad``
+        differs, or forward branches otherwise by its arguments. None: the call differs in another way.
         """
         if unfit.is_to_be_renewed():
             with compiling():
@@ -211,9 +212,9 @@ class Policy:
                     renewed.fills_first = False
                     return renewed
             return None
-        if not unfit.differs_in_flags_alone(wanted.matched.leaves, unfit.state.tensors()):
+        if not unfit.is_other_variant(wanted.matched.leaves, unfit.state.tensors()):
             return None
-        return self.compiled(wanted, "requires_grad differs")
+        return self.compiled(wanted, "requires_grad or a branch differs")
 
     def add(
         self, call: GivenCall, found: Unserved, why: Reason | None
