@@ -177,9 +177,7 @@ class CompiledEntry:
             return True
         return self._inputs_fit_flags(leaves) and self.state.kinds.fits_flags(tensors)
 
-    def is_variant_for(
-        self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor | None]
-    ) -> bool:
+    def is_variant_for(self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> bool:
         """Whether the code was compiled for these flags, and for the branches that forward takes.
 
         A specialisation has an entry for each of these.

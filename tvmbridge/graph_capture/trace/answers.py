@@ -33,6 +33,7 @@ from tvmbridge.core.torch_private import (
     pytree,
     storage_key,
 )
+from tvmbridge.core.writes import version_of
 
 # The greatest number of elements: each call of the compiled module compares values again.
 _LARGEST = 64
@@ -54,8 +55,12 @@ _FILLING: Mapping[Any, int | None] = {
     torch.zeros: 0,
     torch.ones_like: 1,
     torch.zeros_like: 0,
+    torch.Tensor.new_ones: 1,
+    torch.Tensor.new_zeros: 0,
     torch.full: None,
 }
+# Functions that write into their first argument, and into nothing else.
+_WRITING = frozenset({"__setitem__", "masked_fill_", "fill_", "zero_"})
 # Functions and methods that compute; none draws random numbers or writes into a tensor.
 _NAMES = """
 eq ne lt le gt ge equal allclose isclose isnan isinf isfinite logical_not logical_and logical_or
@@ -99,11 +104,6 @@ class _Known:
         if self not in memo:
             memo[self] = self.make(tensors, memo)
         return memo[self]
-
-    @property
-    def arguments(self) -> frozenset[str]:
-        """The places of the arguments that the value is computed from."""
-        return frozenset(n for n in self.names if isinstance(n, str) and n.startswith("["))
 
 
 def buffers_of(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -172,8 +172,10 @@ class Answers(TorchFunctionMode):
         self._made: dict[Any, _Known] = {}
         self._asked: dict[_Known, bool | int | float] = {}
         self._constants = 0
-        # By id. The tensors are held, so that no other tensor gets their ids.
-        self._known: dict[int, tuple[torch.Tensor, _Known]] = {}
+        # By id, with versions. The tensors are held, so that no other tensor gets their ids.
+        self._known: dict[int, tuple[torch.Tensor, _Known, int]] = {}
+        # What unknown functions have taken, or ``.data``: other tensors may share its memory.
+        self._lost: set[str | int] = set()
         # The ids of the values that were computed from each buffer.
         self._computed: dict[str | int, set[int]] = {}
         for name in values:
@@ -183,21 +185,23 @@ class Answers(TorchFunctionMode):
     def _learn(self, tensor: Any, known: _Known) -> None:
         # isinstance would raise for a deferred value of the epilogue.
         if issubclass(type(tensor), torch.Tensor) and id(tensor) not in self._known:
-            self._known[id(tensor)] = tensor, known
+            self._known[id(tensor)] = tensor, known, version_of(tensor)
             for name in known.names:
                 self._computed.setdefault(name, set()).add(id(tensor))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
         leaves, structure = pytree.tree_flatten((args, named)) if self._known else ([], None)
-        found = {id(leaf): self._known[id(leaf)][1] for leaf in leaves if id(leaf) in self._known}
-        if not found:
+        found = {id(leaf): known for leaf in leaves if (known := self._known_of(leaf)) is not None}
+        if not found or func in _FILLING:
             result = func(*args, **named)
-            self._learn_filled(result, func, args, named)
+            self._learn_constant(result, func, args, named)
             return result
+        if getattr(func, "__name__", "") in _WRITING:
+            return self._written(func, args, named, found)
         if not _computes(func, named):
             if not _reads(func, args, named):
-                self._forget(found.values())
+                self._lost.update(self._forget(found.values()))
             return func(*args, **named)
         made = self._computation(func, leaves, structure, found)
         if made is not None and _converts(func, args[0]):
@@ -206,12 +210,37 @@ class Answers(TorchFunctionMode):
                 return answer
         result = func(*args, **named)
         if made is None:
-            self._learn_filled(result, func, args, named)
-        elif type(result) in (tuple, list):
+            return result
+        if type(result) in (tuple, list):
             for place, each in enumerate(result):
                 self._learn(each, self._item_of(made, place))
         else:
             self._learn(result, made)
+            if getattr(func, "__name__", "") == "__get__" and isinstance(result, torch.Tensor):
+                self._lost.update(made.names)  # ``.data`` has a version of its own.
+        return result
+
+    def _known_of(self, leaf: Any) -> _Known | None:
+        tensor, known, version = self._known.get(id(leaf), (None, None, 0))
+        return None if tensor is None or version_of(tensor) != version else known
+
+    def _written(
+        self, func: Any, args: Any, named: Mapping[str, Any], found: Mapping[int, _Known]
+    ) -> Any:
+        """Call a function that writes into its first argument, whose new value may be known."""
+        made = None
+        if id(args[0]) in found:
+            leaves, structure = pytree.tree_flatten((args, named))
+            made = self._computation(partial(_with_write, func), leaves, structure, found)
+        names = _names(found.values())
+        # Otherwise each tensor that shares the memory has another version from now on.
+        if _buffers(names) or not names.isdisjoint(self._lost):
+            self._forget(found.values())
+            made = None
+        result = func(*args, **named)
+        self._known.pop(id(args[0]), None)
+        if made is not None:
+            self._learn(args[0], made)
         return result
 
     def _computation(
@@ -219,9 +248,9 @@ class Answers(TorchFunctionMode):
     ) -> _Known | None:
         """Return the known value of a call; None if it needs more than known values."""
         rest = [leaf for leaf in leaves if id(leaf) not in found]
-        names = frozenset().union(*(known.names for known in found.values()))
-        buffers = any(isinstance(n, str) and not n.startswith("[") for n in names)
-        if buffers and any(isinstance(n, str) and n.startswith("[") for n in names):
+        names = _names(found.values())
+        buffers = _buffers(names)
+        if buffers and _arguments(names):
             return None
         # Calls compute it again under the autocast state that they are in themselves.
         if not all(map(_is_plain, rest)) or not (buffers or autocast_now() == self._autocast):
@@ -234,15 +263,22 @@ class Answers(TorchFunctionMode):
 
         return self._made.setdefault(key, _Known(names, make))
 
-    def _learn_filled(self, result: Any, func: Any, args: Any, named: Mapping[str, Any]) -> None:
-        """Note that ``result`` has one number in each element, if ``func`` has made it so."""
-        if func not in _FILLING or named.keys() - {"dtype", "device"} or not _is_fixed(result):
+    def _learn_constant(self, result: Any, func: Any, args: Any, named: Mapping[str, Any]) -> None:
+        """Note what ``result`` is, if ``func`` has made it of Python numbers alone."""
+        if named.keys() - {"dtype", "device"} or not _is_fixed(result):
             return
-        number = args[1] if _FILLING[func] is None and len(args) > 1 else _FILLING[func]
-        if type(number) in (bool, int, float):
-            shape, dtype, self._constants = tuple(result.shape), result.dtype, self._constants + 1
-            root = frozenset({self._constants})
-            self._learn(result, _Known(root, lambda *_: torch.full(shape, number, dtype=dtype)))
+        kind = {"dtype": result.dtype, "device": result.device}
+        if func is torch.arange and all(map(_is_plain, args)):
+            make = partial(torch.arange, *args, **kind)
+        elif func in _FILLING:
+            number = args[1] if _FILLING[func] is None and len(args) > 1 else _FILLING[func]
+            if type(number) not in (bool, int, float):
+                return
+            make = partial(torch.full, tuple(result.shape), number, **kind)
+        else:
+            return
+        self._constants += 1
+        self._learn(result, _Known(frozenset({self._constants}), lambda *_: make()))
 
     def _item_of(self, known: _Known, place: int) -> _Known:
         def make(tensors: _Tensors, memo: _Memo) -> Any:
@@ -252,11 +288,11 @@ class Answers(TorchFunctionMode):
 
     def _to_ask(self, made: _Known, found: Mapping[int, _Known]) -> _Known:
         """Return the tensor that arguments convert to a bool, so that one wait reads several."""
-        return next(iter(found.values())) if made.arguments else made
+        return next(iter(found.values())) if _arguments(made.names) else made
 
     def _answer(self, asked: _Known, func: Any) -> Any:
         """Return the value of a conversion; None if it is not known."""
-        by_arguments = asked.arguments
+        by_arguments = _arguments(asked.names)
         if by_arguments and func not in _TO_BOOL:
             return None
         if asked not in self._asked:
@@ -268,17 +304,19 @@ class Answers(TorchFunctionMode):
                     if not by_arguments and all(isinstance(n, str) for n in asked.names):
                         raise
                     return None
-            buffers = frozenset(n for n in asked.names if isinstance(n, str)) - by_arguments
-            ask = partial(_value_of, asked)
+            buffers, ask = _buffers(asked.names), partial(_value_of, asked)
             self.answers.append(Answer(buffers, by_arguments, ask, self._asked[asked]))
         return self._asked[asked]
 
-    def _forget(self, taken: Iterable[_Known]) -> None:
-        for name in frozenset().union(*(known.names for known in taken)):
+    def _forget(self, taken: Iterable[_Known]) -> frozenset[str | int]:
+        """Forget all values computed from the tensors of known values; return their names."""
+        names = _names(taken)
+        for name in names:
             for key in self._computed.pop(name, ()):
                 # The id may by now be that of a value from another buffer.
                 if key in self._known and name in self._known[key][1].names:
                     del self._known[key]
+        return names
 
 
 def _computes(func: Any, named: Mapping[str, Any]) -> bool:
@@ -326,9 +364,27 @@ def _value_of(asked: _Known, tensors: _Tensors) -> Any:
     return asked.value(tensors, {})
 
 
-def _call(
-    func: Any, parts: Sequence[Any], structure: Any, tensors: _Tensors, memo: _Memo
-) -> Any:
+def _names(known: Iterable[_Known]) -> frozenset[str | int]:
+    return frozenset[str | int]().union(*(each.names for each in known))
+
+
+def _arguments(names: Iterable[str | int]) -> frozenset[str]:
+    """Return the places of arguments among the names of what a value is computed from."""
+    return frozenset(n for n in names if isinstance(n, str) and n.startswith("["))
+
+
+def _buffers(names: Iterable[str | int]) -> frozenset[str]:
+    return frozenset(n for n in names if isinstance(n, str)) - _arguments(names)
+
+
+def _with_write(func: Any, target: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
+    """Return a copy of ``target`` into which ``func`` has written."""
+    copy = target.clone()
+    func(copy, *rest, **named)
+    return copy
+
+
+def _call(func: Any, parts: Sequence[Any], structure: Any, tensors: _Tensors, memo: _Memo) -> Any:
     """Call ``func`` with the arguments ``parts``, in which known values come from ``tensors``."""
     values = [part.value(tensors, memo) if isinstance(part, _Known) else part for part in parts]
     args, named = pytree.tree_unflatten(values, structure)
