@@ -201,7 +201,8 @@ class Policy:
         """Return code to replace ``unfit`` at this call, or the reason why it cannot be compiled.
 
         Code is replaced in three cases: the first call has filled a cache, ``requires_grad``
-        differs, or forward branches otherwise by its arguments. None: the call differs in another way.
+        differs, or forward branches otherwise by its arguments. None: the call differs in another
+        way.
         """
         if unfit.is_to_be_renewed():
             with compiling():

@@ -48,7 +48,8 @@ class Specialization:
     def chosen(self, mode: Mode, leaves: Sequence[Any]) -> CompiledEntry | None:
         """Return the entry for a call in this mode; None if there is no entry.
 
-        If no entry has the call's ``requires_grad`` flags and branches, return the most recently used one.
+        If no entry has the call's ``requires_grad`` flags and branches, return the most recently
+        used one.
         """
         entries = self.entries.get(mode)
         if not entries:

@@ -270,7 +270,8 @@ def test_equal_conditions_in_each_layer_are_one() -> None:
         Masked(_any_left_out).eval(), (sample(2, 6, 24), torch.ones(sample(2, 6, 24).shape[:-1]))
     )
     (answer,) = captured.assumptions.answers
-    assert answer.value is False and len(answer.arguments) == 1
+    assert answer.value is False
+    assert len(answer.arguments) == 1
 
 
 def _views_are_written(mask: torch.Tensor) -> bool:

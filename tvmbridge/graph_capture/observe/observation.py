@@ -291,9 +291,9 @@ def _observe(
     within: Iterable[AbstractContextManager[Any]],
     traced: Callable[..., TracedForward],
     fakes: Fakes,
-    values: Mapping[str, torch.Tensor],
+    arguments: Mapping[str, torch.Tensor],
 ) -> Observation:
-    others, values = ForeignModules(), {**small_buffers(module), **values}
+    others, known = ForeignModules(), {**small_buffers(module), **arguments}
     with ExitStack() as stack:
         impure = stack.enter_context(impurities(watches.outside.own))
         reads = stack.enter_context(recorded_reads(module, others))
@@ -307,7 +307,7 @@ def _observe(
         before = StateBefore(module, (*fakes.held.values(), *all_tensors(module)))
         for noted_so_far in (reads, assignments, others):
             noted_so_far.clear()
-        run = _Run(module, fakes, others, traced(values=values, numbers=fakes.numbers), watches)
+        run = _Run(module, fakes, others, traced(values=known, numbers=fakes.numbers), watches)
         structure = run.run(within)
         repeated = changed_in_checkpoints()
         inputs = held_by(module).values()

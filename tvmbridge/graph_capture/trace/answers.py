@@ -337,11 +337,12 @@ def _converts(func: Any, tensor: Any) -> bool:
 
 def _is_plain(value: Any) -> bool:
     """Whether ``value`` is a constant, without a size that is a symbol."""
-    if isinstance(value, slice):
+    kind = type(value)  # isinstance would raise for a deferred value of the epilogue
+    if kind is slice:
         return all(map(_is_plain, (value.start, value.stop, value.step)))
-    if isinstance(value, torch.Size):
+    if kind is torch.Size:
         return all(map(_is_plain, value))
-    return type(value) in _PLAIN or isinstance(value, torch.memory_format)
+    return kind in _PLAIN or kind is torch.memory_format
 
 
 def _is_fixed(value: Any) -> bool:

@@ -7,6 +7,7 @@ argument, as in ``if mask.any()``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
