@@ -2,18 +2,23 @@
 
 ``torchrun --nproc-per-node 2 -m benchmarks.data_parallel`` needs GPUs. With ``--small`` it runs
 toys on CPUs, to try the script. Candidates take turns; a step takes as long as on its slowest rank.
+``--rows equal`` compares losses and weights with eager PyTorch, on CPUs as well.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import gc
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -25,7 +30,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tvmbridge
 from benchmarks.common import Row, parser, report
+from benchmarks.data_parallel_equal import STRATEGIES, equal
 from benchmarks.pipeline_common import wait
+from benchmarks.pipeline_start import measured
 from examples.pretrain import Llama, loss_of
 
 KINDS = ("eager", "torch.compile", "tvmbridge")
@@ -59,21 +66,52 @@ def seconds(candidates: dict[str, Candidate], rounds: int, exchange: bool) -> di
     return {kind: statistics.median(each) for kind, each in taken.items()}
 
 
-def warmed_up(kinds: tuple[str, ...], make: Callable[[str], Candidate]) -> dict[str, Candidate]:
-    """Make the candidates, and run steps of each until all graphs are captured."""
+def warmed_up(kinds: Sequence[str], make: Callable[[str], Candidate]) -> dict[str, Candidate]:
+    """Make the candidates, and run steps of each until all graphs are captured.
+
+    A candidate that fails on any rank is left out, and rank 0 prints each rank's error.
+    """
     made = {}
     for kind in kinds:
-        start = time.perf_counter()
-        made[kind] = make(kind)
-        losses = [float(made[kind].run(True)) for _ in range(6)]
-        for _ in range(6):
-            made[kind].run(False)
-        wait()
-        if dist.get_rank() == 0:
-            print(f"{kind}: {time.perf_counter() - start:.0f} s, losses", losses, flush=True)
-            if made[kind].dispatched is not None:
-                print(tvmbridge.dispatch_report(made[kind].dispatched), flush=True)
+        try:
+            candidate, error = _warmed_up(kind, make), ""
+        except Exception as failure:
+            traceback.print_exc()
+            error = f"{type(failure).__name__}: {failure}"
+        if not any(errors := _of_all_ranks(error)):
+            made[kind] = candidate
+        elif dist.get_rank() == 0:
+            print(f"{kind} is left out:", *errors, sep="\n", flush=True)
     return made
+
+
+def _warmed_up(kind: str, make: Callable[[str], Candidate]) -> Candidate:
+    start = time.perf_counter()
+    candidate = make(kind)
+    losses = [float(candidate.run(True)) for _ in range(6)]
+    for _ in range(6):
+        candidate.run(False)
+    took = time.perf_counter() - start
+    # A figure before the other candidates are there, in case the run is cut off.
+    alone = seconds({kind: candidate}, 5, exchange=True)[kind]
+    if dist.get_rank() == 0:
+        seen = " ".join(f"{loss:.4f}" for loss in losses)
+        print(f"{kind}: {took:.0f} s, then {alone * 1e3:.4g} ms a step; losses {seen}", flush=True)
+        if candidate.dispatched is not None:
+            print(tvmbridge.dispatch_report(candidate.dispatched), flush=True)
+    return candidate
+
+
+def _of_all_ranks(value: str) -> list[str]:
+    """Return each rank's value, exchanged on the CPU: a GPU may have failed."""
+    found = [""] * dist.get_world_size()
+    dist.all_gather_object(found, value, group=_control())
+    return found
+
+
+@functools.cache
+def _control() -> dist.ProcessGroup:
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
 
 
 def ddp(options: argparse.Namespace) -> Iterator[Row]:
@@ -174,13 +212,17 @@ def memory(options: argparse.Namespace) -> Iterator[Row]:
     """Measure the peak memory of a step of the same Llama with checkpointed blocks."""
     peaks = {}
     for kind in options.peers:
+        # Modules are in reference cycles: free those of the candidates before.
+        gc.collect()
+        before = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
         candidates = warmed_up((kind,), lambda kind: _llama(kind, options.small, True))
-        if torch.cuda.is_available():
+        if torch.cuda.is_available() and candidates:
             torch.cuda.reset_peak_memory_stats()
             candidates[kind].run(True)
             wait()
-            peaks[kind] = torch.cuda.max_memory_allocated() / 2**20
+            peaks[kind] = (torch.cuda.max_memory_allocated() - before) / 2**20
             yield Row(f"FSDP2 with checkpointing, {kind}: peak", peaks[kind], "MiB")
+        candidates.clear()
     if {"eager", "tvmbridge"} <= peaks.keys():
         over = peaks["tvmbridge"] / peaks["eager"]
         yield Row("FSDP2 with checkpointing, peak over eager's", over, "", 1.0)
@@ -222,13 +264,19 @@ def _device() -> torch.device:
     return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
 
 
-ROWS: dict[str, Callable[[Any], Iterator[Row]]] = {"ddp": ddp, "fsdp": fsdp, "memory": memory}
+ROWS: dict[str, Callable[[Any], Iterator[Row]]] = {
+    "ddp": ddp,
+    "fsdp": fsdp,
+    "memory": memory,
+    "equal": equal,
+}
 
 
 def main() -> int:
     arguments = parser(__doc__)
     arguments.add_argument("--rows", nargs="+", choices=[*ROWS], default=[*ROWS])
     arguments.add_argument("--peers", nargs="+", choices=KINDS, default=KINDS)
+    arguments.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES)
     arguments.add_argument("--rounds", type=int, default=15)
     arguments.add_argument("--small", action="store_true")
     options = arguments.parse_args()
@@ -236,15 +284,11 @@ def main() -> int:
         torch.cuda.set_device(_device())
         torch.set_float32_matmul_precision("high")
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    rows = []
-    for name in options.rows:
-        for row in ROWS[name](options):
-            rows.append(row)
-            if dist.get_rank() == 0:
-                print(f"{row.name}: {row.value:.3g} {row.unit}", flush=True)
+    rows = [row for name in options.rows for row in measured(name, ROWS[name], options)]
     status = 0
     if dist.get_rank() == 0:
         status = report("Data parallel", rows, check=not options.no_check)
+    gc.collect()  # DistributedDataParallel must not outlive the process group
     dist.barrier()
     dist.destroy_process_group()
     return status

@@ -29,6 +29,7 @@ from benchmarks.pipeline_start import join, measured, start_rows
 from benchmarks.pipeline_zero import zero_bubble
 from tvmbridge import add_tvm_dispatch
 from tvmbridge.distributed import PipelineRunner, plan_pipeline
+from tvmbridge.distributed.orders import SCHEDULES
 
 
 def idle(options: argparse.Namespace) -> Iterator[Row]:
@@ -222,6 +223,8 @@ def _parsed() -> argparse.Namespace:
     made.add_argument("--stages", nargs="*", type=int, help="of `equal`; else 1 and 2 a device")
     made.add_argument("--dtypes", nargs="*", choices=BOUNDS, default=list(BOUNDS))
     made.add_argument("--schedule", default="interleaved")
+    made.add_argument("--schedules", nargs="*", choices=SCHEDULES, default=SCHEDULES[:2],
+                      help="of `equal`")  # fmt: skip
     made.add_argument("--cuts", nargs="*", choices=CUTS, default=CUTS, help="models of `cut`")
     made.add_argument("--size", type=int, default=8, help="rows of a micro-batch")
     made.add_argument("--rounds", type=int, default=7)

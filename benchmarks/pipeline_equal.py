@@ -26,7 +26,7 @@ def equal(options: argparse.Namespace) -> Iterator[Row]:
     for name in options.models:
         for kind in options.dtypes:
             dtype = getattr(torch, kind)
-            for schedule in ("simple", "interleaved"):
+            for schedule in options.schedules:
                 for stages in _stage_counts(options):
                     worst = _difference(name, dtype, schedule, stages, options)
                     title = f"{name}, {stages} stages, {schedule}, {kind}"

@@ -66,8 +66,6 @@ class Caller:
         """Return why no plan is used; None if one may be, and "" if the option is off."""
         if not is_on(self.options):
             return ""
-        if not (is_on_host(self.device) or os.environ.get(SWITCH)):
-            return f"on a GPU, where {SWITCH}=1 asks for it"
         if self.build().unused() is not None:
             return ""  # The report says why the cache is off.
         if self.refusal is not None:
