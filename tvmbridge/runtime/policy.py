@@ -334,13 +334,14 @@ class Policy:
     def cut_for_any_size(self, why: str) -> bool:
         """Serve calls of other sizes in parts from now on; return whether that is possible.
 
-        It is for modules whose code runs some operators in eager PyTorch. Such code is compiled
-        for one size, while parts take any size.
+        It is for modules whose code runs some operators in eager PyTorch, or is for one branch by
+        values of arguments. Such code is compiled for one size, while parts take any size.
         """
         if not self.compiles_signatures and self.sizes is None:
             return False
         entries = [e for s in self.specializations() for _, e in s.compiled()]
-        return any(e.compiled.eager_functions for e in entries) and self.cut.at(why)
+        of_one_size = (e.compiled.eager_functions or e.state.branches.outcomes for e in entries)
+        return any(of_one_size) and self.cut.at(why)
 
     def serve_any_size(self, spec: Any = None) -> None:
         """Serve calls of changing sizes by symbolic code.

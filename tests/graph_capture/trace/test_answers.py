@@ -312,3 +312,14 @@ def test_a_number_of_an_argument_has_no_code_of_its_own() -> None:
         add_tvm_dispatch(
             Cuts().eval(), (sample(2, 6, 24), torch.tensor([2, 3])), on_break="forward"
         )
+
+
+def test_further_sizes_of_a_branch_by_an_argument_run_in_parts() -> None:
+    plain = Masked(_any_left_out).eval()
+    module = add_tvm_dispatch(copy.deepcopy(plain))
+    with torch.no_grad():
+        for tokens in range(3, 9):
+            x, mask = sample(2, tokens, 24), torch.ones(2, tokens)
+            mask[0, -1] = tokens % 2
+            torch.testing.assert_close(module(x, mask), plain(x, mask))
+    assert dispatch_report(module).fallbacks == {}
