@@ -160,3 +160,9 @@ def is_writable(value: Any) -> bool:
     if isinstance(value, torch.Tensor | nn.Module | type):
         return False
     return isinstance(value, list | dict | tuple) or hasattr(value, "__dict__")
+
+
+def places_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the leaves of a call's arguments by place, such as ``[0][1]`` and ``[1]['mask']``."""
+    found, _ = pytree.tree_flatten_with_path((args, dict(kwargs)))
+    return {pytree.keystr(path): leaf for path, leaf in found}

@@ -59,14 +59,19 @@ class OutsideValue:
 
 @dataclass(frozen=True)
 class Answer:
-    """A Python value that forward computed from small buffers.
+    """A Python value that forward computed from small buffers, or from arguments.
+
+    It is computed from constants alone if ``names`` and ``arguments`` are empty.
 
     - ``names``: the names of the buffers.
-    - ``ask``: computes the value again from the buffers by name.
+    - ``arguments``: the places of the arguments (:func:`~tvmbridge.calls.arguments.places_of`).
+    - ``ask``: computes the value again from the tensors by name or place; from arguments it
+      computes a tensor with one element.
     - ``value``: the value in the trace.
     """
 
     names: frozenset[str]
+    arguments: frozenset[str]
     ask: Callable[[Mapping[str, torch.Tensor]], Any]
     value: bool | int | float
 

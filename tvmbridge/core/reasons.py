@@ -148,6 +148,10 @@ class Kind(enum.Enum):
         "call add_tvm_dispatch again, which compiles for the module as it is now; keep a number "
         "that changes often in a buffer, as a 0-dimensional tensor, or pass it to forward",
     )
+    BRANCH = (
+        "forward branches otherwise by the values of its arguments",
+        "use torch.where in place of the branch",
+    )
     FORWARD_CHANGED = _changed("the code or a default of forward changed")
     REPLACED = _changed("a submodule was replaced")
     PATCHED = _changed("the forward of a submodule was replaced")

@@ -26,7 +26,7 @@ from tvmbridge.core.torch_private import FakeTensorMode, pytree
 from tvmbridge.core.types import InputDescriptor, InputKind, OutputKind, TensorSpec
 from tvmbridge.graph_capture.observe.refusal import first_paragraph
 from tvmbridge.graph_capture.observe.undo import current_undo
-from tvmbridge.graph_capture.trace.answers import small_buffers
+from tvmbridge.graph_capture.trace.answers import argument_values, small_buffers
 from tvmbridge.graph_capture.trace.functions import functions_replaced
 from tvmbridge.graph_capture.trace.left import data_dependent_assigned
 from tvmbridge.graph_capture.traced_forward import TracedForward
@@ -110,7 +110,8 @@ class Rehearsal:
             else:
                 held[id(original)] = primal
         args, kwargs = unflatten(leaves, self.structure)
-        buffers = small_buffers(self.module)
+        given = unflatten(self.leaves, self.structure)
+        values = {**small_buffers(self.module), **argument_values(self.module, *given)}
         with ExitStack() as stack:
             stack.enter_context(without_autocast())
             stack.enter_context(torch.enable_grad())
@@ -124,7 +125,7 @@ class Rehearsal:
                 module=self.module,
                 is_compiling=self.captured.assumptions.is_compiling,
                 differentiated=any(p.requires_grad for p in primals),
-                values=buffers,
+                values=values,
                 bases=self.captured.convention.bases,
                 autocast=self.captured.assumptions.autocast,
                 left=tuple(self.captured.convention.left),

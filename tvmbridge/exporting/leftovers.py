@@ -31,6 +31,8 @@ def effects(captured: CapturedGraph) -> list[str]:
     if captured.epilogue is not None:
         names = ", ".join(captured.epilogue.functions)
         found.append(f"results whose shapes depend on values: {names}")
+    if any(answer.arguments for answer in captured.assumptions.answers):
+        found.append("forward branches by the values of its arguments")
     users = 0
     for output in captured.outputs:
         place = places.of(output.name)

@@ -200,7 +200,7 @@ def _export(
             ) from error
     odd = {
         "changes a container that it is given": forward.changed_arguments,
-        "decides by the values of buffers": forward.answers,
+        "decides by the values of buffers": [a for a in forward.answers if a.names],
         "checks values": forward.checks,
         "computes results whose sizes depend on data": forward.epilogue,
     }

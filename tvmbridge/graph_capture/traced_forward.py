@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tvmbridge.calls.arguments import ArgumentWatch
+from tvmbridge.calls.arguments import ArgumentWatch, places_of
 from tvmbridge.calls.bases import WithBases
 from tvmbridge.calls.standins import as_captured, transforms_ended
 from tvmbridge.core.assumptions import Answer, Check
@@ -44,7 +44,7 @@ class TracedForward:
     - ``module``: the module whose forward is wrapped
     - ``is_compiling``: the value that ``torch.compiler.is_compiling()`` returns within forward
     - ``differentiated``: whether the results will be differentiated
-    - ``values``: the values of the module's small buffers, by name
+    - ``values``: the values of the module's small buffers by name, and of arguments by place
     - ``bases``: the intermediate view bases that are returned as additional results
     - ``exported``: whether torch.export calls it; it refuses rebound attributes, so the module
       gets its old attributes back
@@ -59,7 +59,7 @@ class TracedForward:
     - ``changed_arguments``: the positions and keywords of the containers that forward mutated
     - ``ways``: how each of these attributes gets its value
     - ``checks``: the checks of values that became outputs
-    - ``answers``: the guards on small buffers
+    - ``answers``: the guards on small buffers and arguments
     - ``epilogue``: computes the data-dependent results; None if there are none
     - ``held``: by the name of a buffer, the values of a number in an attribute that is an input
     """
@@ -85,7 +85,8 @@ class TracedForward:
         self._forward = self.module.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        answers = Answers(self.values, buffers_of(self.module))
+        stand_ins = {**buffers_of(self.module), **places_of(args, kwargs)}
+        answers = Answers(self.values, stand_ins, self.autocast)
         held = HeldOfCall(self.module)
         own = partial(self._own, held)
         leaving = self._leaving(own)

@@ -177,7 +177,9 @@ def refused_features(compiled: CompiledModule) -> Iterator[str]:
         "random draws that read computed values": captured.prologue is not None,
         "functions that run eagerly after the code": captured.epilogue is not None,
         "tensors outside of the module": bool(captured.outside or assumed.foreign),
-        "values of buffers that forward reads": bool(assumed.answers),
+        "values of buffers or arguments that forward reads": any(
+            answer.names or answer.arguments for answer in assumed.answers
+        ),
         "weights that hooks compute": bool(assumed.normed),
         "attributes that forward sets": bool(convention.assigned or convention.left),
         "containers among the arguments that forward changes": bool(convention.changed_arguments),

@@ -106,6 +106,11 @@ class CompiledEntry:
         return tuple(d.target or d.name for d in inputs if d.requires_grad)
 
     @property
+    def variant(self) -> tuple[Any, ...]:
+        """Return what distinguishes the entries of a specialisation in one mode."""
+        return self.flags, self.state.branches.outcomes
+
+    @property
     def question(self) -> str | None:
         """Return the key for the speed trial's verdict on disk; None if the code has no key."""
         compiled = self.compiled
@@ -156,6 +161,8 @@ class CompiledEntry:
         reason = self.state.changed(tensors, check_grad=self._flags_matter)
         if reason is None and self._flags_matter and not self._inputs_fit_flags(leaves):
             return Reason(Kind.INPUT_FLAG)
+        if reason is None and not self.state.branches.hold(leaves):
+            return Reason(Kind.BRANCH)
         if reason is None:
             reason = self.outputs.mismatch(leaves, tensors)
         if reason is None and self._asks:
@@ -170,17 +177,24 @@ class CompiledEntry:
             return True
         return self._inputs_fit_flags(leaves) and self.state.kinds.fits_flags(tensors)
 
+    def is_variant_for(self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> bool:
+        """Whether the code was compiled for these flags, and for the branches that forward takes.
+
+        A specialisation has an entry for each of these.
+        """
+        return self.fits_flags(leaves, tensors) and self.state.branches.hold(leaves)
+
     def _inputs_fit_flags(self, leaves: Sequence[Any]) -> bool:
         for position, requires_grad in self._input_grads:
             if leaves[position].requires_grad is not requires_grad:
                 return False
         return True
 
-    def differs_in_flags_alone(
+    def is_other_variant(
         self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor | None]
     ) -> bool:
-        """Whether only ``requires_grad`` keeps the code from serving the module as it is now."""
-        fits = self.fits_flags(leaves, tensors)
+        """Whether only ``requires_grad``, or a branch, keeps the code from serving a call now."""
+        fits = self.is_variant_for(leaves, tensors)
         return not fits and self.state.changed_beside_flags(tensors) is None
 
     # Calls that a fast guard has accepted --------------------------------------------------------

@@ -157,7 +157,7 @@ class Policy:
         """
         specialization, mode, matched = wanted
         flags = flags_of(self.module, matched.leaves)
-        known = specialization.known(mode, flags)
+        known = specialization.known(mode, flags, matched.leaves)
         sizes = self.sizes
         if isinstance(known, Reason) and sizes is not None and sizes.single.is_due(specialization):
             specialization.failures.pop((mode, flags), None)
@@ -169,7 +169,8 @@ class Policy:
             if unusual is not None:
                 return unusual
             most = self.options.max_specializations
-            known = specialization.known(mode, flags) or specialization.full(mode, most)
+            known = specialization.known(mode, flags, matched.leaves)
+            known = known or specialization.full(mode, most)
             if known is not None:
                 return known
             try:
@@ -199,8 +200,9 @@ class Policy:
     def instead(self, wanted: Wanted, unfit: CompiledEntry) -> CompiledEntry | Reason | None:
         """Return code to replace ``unfit`` at this call, or the reason why it cannot be compiled.
 
-        Code is replaced in two cases: the first call has filled a cache, or ``requires_grad``
-        differs. None: the call differs in another way.
+        Code is replaced in three cases: the first call has filled a cache, ``requires_grad``
+        differs, or forward branches otherwise by its arguments. None: the call differs in another
+        way.
         """
         if unfit.is_to_be_renewed():
             with compiling():
@@ -211,9 +213,9 @@ class Policy:
                     renewed.fills_first = False
                     return renewed
             return None
-        if not unfit.differs_in_flags_alone(wanted.matched.leaves, unfit.state.tensors()):
+        if not unfit.is_other_variant(wanted.matched.leaves, unfit.state.tensors()):
             return None
-        return self.compiled(wanted, "requires_grad differs")
+        return self.compiled(wanted, "requires_grad or a branch differs")
 
     def add(
         self, call: GivenCall, found: Unserved, why: Reason | None
@@ -351,13 +353,14 @@ class Policy:
     def cut_for_any_size(self, why: str) -> bool:
         """Serve calls of other sizes in parts from now on; return whether that is possible.
 
-        It is for modules whose code runs some operators in eager PyTorch. Such code is compiled
-        for one size, while parts take any size.
+        It is for modules whose code runs some operators in eager PyTorch, or is for one branch by
+        values of arguments. Such code is compiled for one size, while parts take any size.
         """
         if not self.compiles_signatures and self.sizes is None:
             return False
         entries = [e for s in self.specializations() for _, e in s.compiled()]
-        return any(e.compiled.eager_functions for e in entries) and self.cut.at(why)
+        of_one_size = (e.compiled.eager_functions or e.state.branches.outcomes for e in entries)
+        return any(of_one_size) and self.cut.at(why)
 
     def serve_any_size(self, spec: Any = None) -> None:
         """Serve calls of changing sizes by symbolic code.

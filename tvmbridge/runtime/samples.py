@@ -67,7 +67,7 @@ def _find_or_add(
             return wanted, True
         # Any other difference means that the module has changed. This code stays for calls in the
         # earlier state, and the sample gets a specialisation of its own.
-        if entry.differs_in_flags_alone(leaves, tensors):
+        if entry.is_other_variant(leaves, tensors):
             return wanted, False
     specialization = Specialization(Signature(args, kwargs, policy.compiler.original))
     return _wanted(policy, specialization, args, kwargs), False

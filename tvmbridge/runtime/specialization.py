@@ -48,7 +48,8 @@ class Specialization:
     def chosen(self, mode: Mode, leaves: Sequence[Any]) -> CompiledEntry | None:
         """Return the entry for a call in this mode; None if there is no entry.
 
-        If no entry has the call's ``requires_grad`` flags, return the most recently used one.
+        If no entry has the call's ``requires_grad`` flags and branches, return the most recently
+        used one.
         """
         entries = self.entries.get(mode)
         if not entries:
@@ -56,7 +57,7 @@ class Specialization:
         if len(entries) == 1:
             return entries[0]
         for entry in entries:
-            if entry.fits_flags(leaves, entry.state.tensors()):
+            if entry.is_variant_for(leaves, entry.state.tensors()):
                 if entry is not entries[0]:
                     self.put_first(entry)
                 return entry
@@ -89,10 +90,12 @@ class Specialization:
                 if entry in entries:
                     self.entries[mode] = (entry, *(e for e in entries if e is not entry))
 
-    def known(self, mode: Mode, flags: Flags) -> CompiledEntry | Reason | None:
-        """Return the entry for this mode and flags, or why there is none; None: never tried."""
-        entries = self.entries.get(mode, ())
-        found = next((v for v in entries if v.flags == flags), None)
+    def known(
+        self, mode: Mode, flags: Flags, leaves: Sequence[Any]
+    ) -> CompiledEntry | Reason | None:
+        """Return the entry for this mode and call, or why there is none; None: never tried."""
+        entries = (v for v in self.entries.get(mode, ()) if v.flags == flags)
+        found = next((v for v in entries if v.state.branches.hold(leaves)), None)
         return found or self.failures.get((mode, flags))
 
     def full(self, mode: Mode, most: int) -> Reason | None:
@@ -103,7 +106,7 @@ class Specialization:
     def add(self, mode: Mode, entry: CompiledEntry, most: int) -> tuple[CompiledEntry, ...]:
         """Keep ``entry`` as the last used one; return those that exceed ``most`` in its mode."""
         with self._changing:
-            others = [v for v in self.entries.get(mode, ()) if v.flags != entry.flags]
+            others = [v for v in self.entries.get(mode, ()) if v.variant != entry.variant]
             kept = (entry, *others)
             self.entries[mode] = kept[:most]
             self.failures.pop((mode, entry.flags), None)

@@ -320,6 +320,8 @@ def _together(all_: Sequence[Assumptions]) -> Assumptions:
         DifferentCodeError: forward computed other values from buffers, or branched otherwise.
     """
     first = all_[0]
+    if any(not answer.names for each in all_ for answer in each.answers):
+        raise DifferentCodeError("forward branches by values of arguments, or of what it creates")
     for other in all_[1:]:
         answers = [[(x.names, x.value) for x in each.answers] for each in (first, other)]
         if answers[0] != answers[1] or first.normed != other.normed:

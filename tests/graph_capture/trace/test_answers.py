@@ -11,6 +11,7 @@ from torch import nn
 
 from tests.dispatch_helpers import sample
 from tvmbridge import CaptureError, add_tvm_dispatch, dispatch_report
+from tvmbridge.graph_capture.capture import capture
 
 
 class Asks(nn.Module):
@@ -206,3 +207,119 @@ class Counting(nn.Module):
 def test_attributes_that_forward_writes_answer_nothing() -> None:
     with pytest.raises(CaptureError):
         add_tvm_dispatch(Counting().eval(), sample(), on_break="forward")
+
+
+class Masked(nn.Module):
+    """Two layers that each ask ``way`` a question of the mask, which is a bool."""
+
+    def __init__(self, way: Callable[[torch.Tensor], bool]) -> None:
+        super().__init__()
+        self.way = way
+        self.layers = nn.ModuleList(nn.Linear(24, 24, dtype=torch.float64) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        if mask is None:
+            mask = torch.ones(x.shape[:-1], device=x.device)
+        for layer in self.layers:
+            x = layer(x)
+            if self.way(mask):
+                x = x.sin() * mask.mean()
+        return x
+
+
+def _any_left_out(mask: torch.Tensor) -> bool:
+    return bool(((1.0 - mask[:, None, :]) * -10 < 0).flatten().any().item())
+
+
+def _written_over(mask: torch.Tensor) -> bool:
+    chosen = torch.where(mask > 0, torch.zeros(()), -1.0)[:, None]
+    chosen[chosen == -1] = 5
+    if (chosen > 4).any():
+        return bool(torch.isnan(mask).any()) or bool(chosen.max() > 4)
+    return False
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("way", [_any_left_out, _written_over])
+def test_each_branch_by_an_argument_has_code_that_is_chosen_before_the_call(
+    way: Callable[[torch.Tensor], bool], training: bool
+) -> None:
+    plain = Masked(way).train(training)
+    module = add_tvm_dispatch(copy.deepcopy(plain))
+    x, full, holed = (
+        sample(2, 6, 24),
+        torch.ones(sample(2, 6, 24).shape[:-1]),
+        torch.ones(sample(2, 6, 24).shape[:-1]),
+    )
+    holed[0, -1] = 0
+    for mask in (full, holed, full, holed, None, holed, full, None):
+        found, expected = module(x, mask), plain(x, mask)
+        torch.testing.assert_close(found, expected)
+        if training:
+            for each, result in ((module, found), (plain, expected)):
+                each.zero_grad()
+                result.sum().backward()
+            torch.testing.assert_close(module.layers[0].weight.grad, plain.layers[0].weight.grad)
+    report = dispatch_report(module)
+    assert (report.tvm_calls, report.fallbacks, report.parts) == (8, {}, ())
+    assert len(report.specializations) == 3
+
+
+def test_equal_conditions_in_each_layer_are_one() -> None:
+    captured = capture(
+        Masked(_any_left_out).eval(), (sample(2, 6, 24), torch.ones(sample(2, 6, 24).shape[:-1]))
+    )
+    (answer,) = captured.assumptions.answers
+    assert answer.value is False
+    assert len(answer.arguments) == 1
+
+
+def _views_are_written(mask: torch.Tensor) -> bool:
+    seen = mask[:1]
+    (mask * 1).unfold(0, 1, 1)  # An unknown function of a copy.
+    mask.fill_(0)
+    return bool(seen.any())
+
+
+def _memory_is_written(mask: torch.Tensor) -> bool:
+    copied = mask + 0
+    hidden = copied.data.unfold(0, 1, 1)
+    copied.zero_()
+    hidden += 1
+    return bool(copied.any())
+
+
+@pytest.mark.parametrize("way", [_views_are_written, _memory_is_written])
+def test_a_value_that_may_be_written_elsewhere_is_not_known(
+    way: Callable[[torch.Tensor], bool],
+) -> None:
+    plain = Masked(way).eval()
+    module = add_tvm_dispatch(copy.deepcopy(plain))
+    x = sample(2, 6, 24)
+    with torch.no_grad():
+        for _ in range(3):
+            masks = [torch.ones(x.shape[:-1]) for _ in range(2)]
+            torch.testing.assert_close(module(x, masks[0]), plain(x, masks[1]))
+            torch.testing.assert_close(masks[0], masks[1])
+
+
+def test_a_number_of_an_argument_has_no_code_of_its_own() -> None:
+    class Cuts(nn.Module):
+        def forward(self, x: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+            return x.sin().cos()[:, : int(length.max())].exp()
+
+    with pytest.raises(CaptureError):
+        add_tvm_dispatch(
+            Cuts().eval(), (sample(2, 6, 24), torch.tensor([2, 3])), on_break="forward"
+        )
+
+
+def test_further_sizes_of_a_branch_by_an_argument_run_in_parts() -> None:
+    plain = Masked(_any_left_out).eval()
+    module = add_tvm_dispatch(copy.deepcopy(plain))
+    with torch.no_grad():
+        for tokens in range(3, 9):
+            x, mask = sample(2, tokens, 24), torch.ones(2, tokens)
+            mask[0, -1] = tokens % 2
+            torch.testing.assert_close(module(x, mask), plain(x, mask))
+    assert dispatch_report(module).fallbacks == {}

@@ -1,9 +1,13 @@
-"""Control flow on small buffers: ``if self.is_initialized:``.
+"""Control flow on small buffers and arguments: ``if self.is_initialized:``, ``if mask.any():``.
 
-A trace does not know the values of buffers. Forward may convert a small buffer, or a value computed
+A trace does not know the values of tensors. Forward may convert a small buffer, or a value computed
 from small buffers alone, to a Python bool or number. It then gets the current value, and a guard
 (:class:`Answer`) is recorded: the captured graph is valid only for calls that find the same value.
 Tensors that are plain attributes count as buffers here.
+
+A value computed from arguments alone may be converted to a bool, but to no number, since each
+number would have code of its own. A value of constants alone, such as ``torch.ones(2, 4)``, may be
+converted to either.
 """
 
 from __future__ import annotations
@@ -11,16 +15,25 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from tvmbridge.backends import is_on_host
+from tvmbridge.calls.arguments import places_of
 from tvmbridge.calls.standins import tensors_of
 from tvmbridge.core.assumptions import Answer
-from tvmbridge.core.torch_private import disable_current_modes, pytree, storage_key
+from tvmbridge.core.autocast import Autocast, autocast_now
+from tvmbridge.core.torch_private import (
+    DisableTorchFunction,
+    disable_current_modes,
+    pytree,
+    storage_key,
+)
+from tvmbridge.core.writes import version_of
 
 # The greatest number of elements: each call of the compiled module compares values again.
 _LARGEST = 64
@@ -33,6 +46,21 @@ _ASKING = frozenset(
         torch.Tensor.__index__,
     }
 )
+# Looked up now: during a trace ``torch.Tensor`` may have a replacement.
+_ITEM = torch.Tensor.item
+_TO_BOOL = (torch.Tensor.__bool__, _ITEM)
+# Functions that make a tensor of one number, by that number; None: the second argument.
+_FILLING: Mapping[Any, int | None] = {
+    torch.ones: 1,
+    torch.zeros: 0,
+    torch.ones_like: 1,
+    torch.zeros_like: 0,
+    torch.Tensor.new_ones: 1,
+    torch.Tensor.new_zeros: 0,
+    torch.full: None,
+}
+# Functions that write into their first argument, and into nothing else.
+_WRITING = frozenset({"__setitem__", "masked_fill_", "fill_", "zero_"})
 # Functions and methods that compute; none draws random numbers or writes into a tensor.
 _NAMES = """
 eq ne lt le gt ge equal allclose isclose isnan isinf isfinite logical_not logical_and logical_or
@@ -42,23 +70,40 @@ maximum lerp all any sum prod mean min max amin amax argmin argmax cumsum diff c
 unbind select narrow view reshape squeeze unsqueeze flatten expand expand_as transpose permute
 detach clone contiguous to type type_as bool int long float double cpu item tolist len dim
 ndimension size numel nelement stride is_contiguous is_floating_point is_complex cat stack where
-ones_like zeros_like
+ones_like zeros_like pad masked_fill tril triu broadcast_to
 """
 _COMPUTING = frozenset(_NAMES.split())
+# Functions that neither write into their arguments nor return views of them.
+_READING_NAMES = """
+linear embedding scaled_dot_product_attention bmm baddbmm addmm einsum softmax log_softmax
+cross_entropy nll_loss mse_loss layer_norm rms_norm gelu index_select gather take_along_dim
+masked_select nonzero argwhere one_hot repeat_interleave bincount
+"""
+_READING = frozenset(_READING_NAMES.split())
+_PLAIN = (bool, int, float, complex, str, type(None), type(...), torch.dtype, torch.device)
 
 _Tensors = Mapping[str, torch.Tensor]
+_Memo: TypeAlias = dict["_Known", Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Known:
-    """A value computed from small buffers alone.
+    """A value computed from small buffers, from arguments or from constants alone.
 
-    - ``names``: the names of the buffers
-    - ``make``: computes the value again from the tensors of all buffers, by name
+    - ``names``: the names of the buffers, the places of the arguments, and the numbers of the
+      constants.
+    - ``make``: computes the value again from the tensors by name and place. It takes the values
+      that are computed already, to which it adds.
     """
 
-    names: frozenset[str]
-    make: Callable[[_Tensors], Any]
+    names: frozenset[str | int]
+    make: Callable[[_Tensors, _Memo], Any]
+
+    def value(self, tensors: _Tensors, memo: _Memo) -> Any:
+        """Return the value for these tensors; a value in ``memo`` is not computed again."""
+        if self not in memo:
+            memo[self] = self.make(tensors, memo)
+        return memo[self]
 
 
 def buffers_of(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -85,6 +130,18 @@ def small_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
         }
 
 
+def argument_values(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, torch.Tensor]:
+    """Return the tensors among the arguments by place, without those that share memory."""
+    given = {place: t for place, t in places_of(args, kwargs).items() if type(t) is torch.Tensor}
+    given = {place: t for place, t in given.items() if t.layout is torch.strided}
+    own = {id(t): t for t in tensors_of(module).values() if t.layout is torch.strided}
+    with disable_current_modes():
+        users = Counter(storage_key(t) for t in (*given.values(), *own.values()))
+        return {place: t for place, t in given.items() if users[storage_key(t)] == 1}
+
+
 def _is_small(buffer: torch.Tensor) -> bool:
     plain = type(buffer) is torch.Tensor and buffer.layout is torch.strided
     plain = plain and not buffer.requires_grad
@@ -92,25 +149,35 @@ def _is_small(buffer: torch.Tensor) -> bool:
 
 
 class Answers(TorchFunctionMode):
-    """A mode in which small buffers, and values computed from them alone, convert to Python values.
+    """A mode in which known values convert to Python values.
 
-    A function outside ``_COMPUTING`` might write into its arguments. If it takes a known value, all
-    values computed from the same buffers are unknown from then on. The mode is a separate one
-    because it must see every function.
+    Known are small buffers, arguments, tensors of one constant, and values computed from these. A
+    function outside ``_COMPUTING`` and ``_READING`` might write into its arguments. If it takes a
+    known value, all values computed from the same tensors are unknown from then on. The mode is a
+    separate one because it must see every function.
 
     Args:
-        values: the current values of the buffers, by name.
-        stand_ins: the tensors that stand for the buffers in this run of forward, by name.
+        values: the current values of the buffers by name, and of the arguments by place.
+        stand_ins: the tensors that stand for them in this run of forward.
+        autocast: the autocast state that forward runs under.
     """
 
-    def __init__(self, values: _Tensors, stand_ins: _Tensors) -> None:
+    def __init__(self, values: _Tensors, stand_ins: _Tensors, autocast: Autocast = ()) -> None:
         super().__init__()
         self.answers: list[Answer] = []
         self._values = values
-        # By id. The tensors are held, so that no other tensor gets their ids.
-        self._known: dict[int, tuple[torch.Tensor, _Known]] = {}
+        self._autocast = autocast
+        self._memo: _Memo = {}
+        # Equal computations are one known value, so that each call of the code asks it once.
+        self._made: dict[Any, _Known] = {}
+        self._asked: dict[_Known, bool | int | float] = {}
+        self._constants = 0
+        # By id, with versions. The tensors are held, so that no other tensor gets their ids.
+        self._known: dict[int, tuple[torch.Tensor, _Known, int]] = {}
+        # What unknown functions have taken, or ``.data``: other tensors may share its memory.
+        self._lost: set[str | int] = set()
         # The ids of the values that were computed from each buffer.
-        self._computed: dict[str, set[int]] = {}
+        self._computed: dict[str | int, set[int]] = {}
         for name in values:
             if name in stand_ins:
                 self._learn(stand_ins[name], _root(name))
@@ -118,46 +185,138 @@ class Answers(TorchFunctionMode):
     def _learn(self, tensor: Any, known: _Known) -> None:
         # isinstance would raise for a deferred value of the epilogue.
         if issubclass(type(tensor), torch.Tensor) and id(tensor) not in self._known:
-            self._known[id(tensor)] = tensor, known
+            self._known[id(tensor)] = tensor, known, version_of(tensor)
             for name in known.names:
                 self._computed.setdefault(name, set()).add(id(tensor))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
         leaves, structure = pytree.tree_flatten((args, named)) if self._known else ([], None)
-        found = {id(leaf): self._known[id(leaf)][1] for leaf in leaves if id(leaf) in self._known}
-        if not found:
-            return func(*args, **named)
+        found = {id(leaf): known for leaf in leaves if (known := self._known_of(leaf)) is not None}
+        if not found or func in _FILLING:
+            result = func(*args, **named)
+            self._learn_constant(result, func, args, named)
+            return result
+        if getattr(func, "__name__", "") in _WRITING:
+            return self._written(func, args, named, found)
         if not _computes(func, named):
-            self._forget(found.values())
+            if not _reads(func, args, named):
+                self._lost.update(self._forget(found.values()))
             return func(*args, **named)
-        if any(isinstance(leaf, torch.Tensor) and id(leaf) not in found for leaf in leaves):
-            return func(*args, **named)
-        parts = [found.get(id(leaf), leaf) for leaf in leaves]
-        names = frozenset().union(*(known.names for known in found.values()))
-        made = _Known(names, lambda tensors: _call(func, parts, structure, tensors))
-        if func in _ASKING:
-            return self._answer(made)
+        made = self._computation(func, leaves, structure, found)
+        if made is not None and _converts(func, args[0]):
+            answer = self._answer(self._to_ask(made, found), func)
+            if answer is not None:
+                return answer
         result = func(*args, **named)
+        if made is None:
+            return result
         if type(result) in (tuple, list):
             for place, each in enumerate(result):
-                self._learn(each, _item_of(made, place))
+                self._learn(each, self._item_of(made, place))
         else:
             self._learn(result, made)
+            if getattr(func, "__name__", "") == "__get__" and isinstance(result, torch.Tensor):
+                self._lost.update(made.names)  # ``.data`` has a version of its own.
         return result
 
-    def _answer(self, asked: _Known) -> Any:
-        with disable_current_modes(), torch.no_grad():
-            value = asked.make(self._values)
-        self.answers.append(Answer(asked.names, asked.make, value))
-        return value
+    def _known_of(self, leaf: Any) -> _Known | None:
+        tensor, known, version = self._known.get(id(leaf), (None, None, 0))
+        return None if tensor is None or version_of(tensor) != version else known
 
-    def _forget(self, taken: Iterable[_Known]) -> None:
-        for name in frozenset().union(*(known.names for known in taken)):
+    def _written(
+        self, func: Any, args: Any, named: Mapping[str, Any], found: Mapping[int, _Known]
+    ) -> Any:
+        """Call a function that writes into its first argument, whose new value may be known."""
+        made = None
+        if id(args[0]) in found:
+            leaves, structure = pytree.tree_flatten((args, named))
+            made = self._computation(partial(_with_write, func), leaves, structure, found)
+        names = _names(found.values())
+        # Otherwise each tensor that shares the memory has another version from now on.
+        if _buffers(names) or not names.isdisjoint(self._lost):
+            self._forget(found.values())
+            made = None
+        result = func(*args, **named)
+        self._known.pop(id(args[0]), None)
+        if made is not None:
+            self._learn(args[0], made)
+        return result
+
+    def _computation(
+        self, func: Any, leaves: Sequence[Any], structure: Any, found: Mapping[int, _Known]
+    ) -> _Known | None:
+        """Return the known value of a call; None if it needs more than known values."""
+        rest = [leaf for leaf in leaves if id(leaf) not in found]
+        names = _names(found.values())
+        buffers = _buffers(names)
+        if buffers and _arguments(names):
+            return None
+        # Calls compute it again under the autocast state that they are in themselves.
+        if not all(map(_is_plain, rest)) or not (buffers or autocast_now() == self._autocast):
+            return None
+        parts = [found.get(id(leaf), leaf) for leaf in leaves]
+        key = func, str(structure), *(p if isinstance(p, _Known) else repr(p) for p in parts)
+
+        def make(tensors: _Tensors, memo: _Memo) -> Any:
+            return _call(func, parts, structure, tensors, memo)
+
+        return self._made.setdefault(key, _Known(names, make))
+
+    def _learn_constant(self, result: Any, func: Any, args: Any, named: Mapping[str, Any]) -> None:
+        """Note what ``result`` is, if ``func`` has made it of Python numbers alone."""
+        if named.keys() - {"dtype", "device"} or not _is_fixed(result):
+            return
+        kind = {"dtype": result.dtype, "device": result.device}
+        if func is torch.arange and all(map(_is_plain, args)):
+            make = partial(torch.arange, *args, **kind)
+        elif func in _FILLING:
+            number = args[1] if _FILLING[func] is None and len(args) > 1 else _FILLING[func]
+            if type(number) not in (bool, int, float):
+                return
+            make = partial(torch.full, tuple(result.shape), number, **kind)
+        else:
+            return
+        self._constants += 1
+        self._learn(result, _Known(frozenset({self._constants}), lambda *_: make()))
+
+    def _item_of(self, known: _Known, place: int) -> _Known:
+        def make(tensors: _Tensors, memo: _Memo) -> Any:
+            return known.value(tensors, memo)[place]
+
+        return self._made.setdefault((known, place), _Known(known.names, make))
+
+    def _to_ask(self, made: _Known, found: Mapping[int, _Known]) -> _Known:
+        """Return the tensor that arguments convert to a bool, so that one wait reads several."""
+        return next(iter(found.values())) if _arguments(made.names) else made
+
+    def _answer(self, asked: _Known, func: Any) -> Any:
+        """Return the value of a conversion; None if it is not known."""
+        by_arguments = _arguments(asked.names)
+        if by_arguments and func not in _TO_BOOL:
+            return None
+        if asked not in self._asked:
+            with disable_current_modes(), DisableTorchFunction(), torch.no_grad():
+                try:
+                    value = asked.value(self._values, self._memo)
+                    self._asked[asked] = bool(value) if by_arguments else value
+                except Exception:
+                    if not by_arguments and all(isinstance(n, str) for n in asked.names):
+                        raise
+                    return None
+            buffers, ask = _buffers(asked.names), partial(_value_of, asked)
+            self.answers.append(Answer(buffers, by_arguments, ask, self._asked[asked]))
+        return self._asked[asked]
+
+    def _forget(self, taken: Iterable[_Known]) -> frozenset[str | int]:
+        """Forget all values computed from the tensors of known values; return their names."""
+        names = _names(taken)
+        for name in names:
             for key in self._computed.pop(name, ()):
                 # The id may by now be that of a value from another buffer.
                 if key in self._known and name in self._known[key][1].names:
                     del self._known[key]
+        return names
 
 
 def _computes(func: Any, named: Mapping[str, Any]) -> bool:
@@ -169,16 +328,65 @@ def _computes(func: Any, named: Mapping[str, Any]) -> bool:
     return named.get("out") is None and name.removeprefix("__").removesuffix("__") in _COMPUTING
 
 
+def _converts(func: Any, tensor: Any) -> bool:
+    """Whether ``func`` converts ``tensor`` to a Python value that an answer may give."""
+    if func is _ITEM:
+        return isinstance(tensor, torch.Tensor) and tensor.dtype is torch.bool
+    return func in _ASKING
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether ``value`` is a constant, without a size that is a symbol."""
+    kind = type(value)  # isinstance would raise for a deferred value of the epilogue
+    if kind is slice:
+        return all(map(_is_plain, (value.start, value.stop, value.step)))
+    if kind is torch.Size:
+        return all(map(_is_plain, value))
+    return kind in _PLAIN or kind is torch.memory_format
+
+
+def _is_fixed(value: Any) -> bool:
+    return issubclass(type(value), torch.Tensor) and _is_plain(value.shape)
+
+
+def _reads(func: Any, args: Sequence[Any], named: Mapping[str, Any]) -> bool:
+    """Whether ``func`` only reads its arguments, and returns no view of them."""
+    name = getattr(func, "__name__", "")
+    # With a greatest norm, an embedding renormalises its weight in place.
+    renormalises = name == "embedding" and (len(args) > 3 or named.get("max_norm") is not None)
+    return name in _READING and named.get("out") is None and not renormalises
+
+
 def _root(name: str) -> _Known:
-    return _Known(frozenset({name}), lambda tensors: tensors[name])
+    return _Known(frozenset({name}), lambda tensors, _: tensors[name])
 
 
-def _item_of(known: _Known, place: int) -> _Known:
-    return _Known(known.names, lambda tensors: known.make(tensors)[place])
+def _value_of(asked: _Known, tensors: _Tensors) -> Any:
+    return asked.value(tensors, {})
 
 
-def _call(func: Any, parts: Sequence[Any], structure: Any, tensors: _Tensors) -> Any:
+def _names(known: Iterable[_Known]) -> frozenset[str | int]:
+    return frozenset[str | int]().union(*(each.names for each in known))
+
+
+def _arguments(names: Iterable[str | int]) -> frozenset[str]:
+    """Return the places of arguments among the names of what a value is computed from."""
+    return frozenset(n for n in names if isinstance(n, str) and n.startswith("["))
+
+
+def _buffers(names: Iterable[str | int]) -> frozenset[str]:
+    return frozenset(n for n in names if isinstance(n, str)) - _arguments(names)
+
+
+def _with_write(func: Any, target: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
+    """Return a copy of ``target`` into which ``func`` has written."""
+    copy = target.clone()
+    func(copy, *rest, **named)
+    return copy
+
+
+def _call(func: Any, parts: Sequence[Any], structure: Any, tensors: _Tensors, memo: _Memo) -> Any:
     """Call ``func`` with the arguments ``parts``, in which known values come from ``tensors``."""
-    values = [part.make(tensors) if isinstance(part, _Known) else part for part in parts]
+    values = [part.value(tensors, memo) if isinstance(part, _Known) else part for part in parts]
     args, named = pytree.tree_unflatten(values, structure)
     return func(*args, **named)

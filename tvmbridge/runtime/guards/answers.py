@@ -1,17 +1,22 @@
-"""The guard of answers: whether conditions on buffers' values still have their captured results.
+"""The guards of answers: whether conditions on values still have their captured results.
 
-Forward may branch on the value of a buffer, as in ``if self.initialized.item()``.
+Forward may branch on the value of a buffer, as in ``if self.initialized.item()``, or of an
+argument, as in ``if mask.any()``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from tvmbridge.backends import is_on_host
+from tvmbridge.calls.arguments import places_of
 from tvmbridge.core.assumptions import Answer
 from tvmbridge.core.called_in_mode import without_gradients
+from tvmbridge.core.structure import unflatten
+from tvmbridge.core.torch_private import pytree
 
 
 class AnswerGuard:
@@ -25,8 +30,8 @@ class AnswerGuard:
     """
 
     def __init__(self, answers: Sequence[Answer]) -> None:
-        self.names = tuple(sorted({name for answer in answers for name in answer.names}))
-        self._answers = answers
+        self._answers = [answer for answer in answers if answer.names]
+        self.names = tuple(sorted({name for each in self._answers for name in each.names}))
         # Copies of the buffers at the last check that found all answers unchanged.
         self._last: dict[str, torch.Tensor] = {}
 
@@ -52,6 +57,41 @@ class AnswerGuard:
                 return f"what forward asks of the buffer {which}"
         self._last = {name: tensor.detach().clone() for name, tensor in now.items()}
         return None
+
+
+class ArgumentAnswers:
+    """Evaluates the conditions on the arguments of a call. On a GPU it waits once.
+
+    - ``outcomes``: the captured results, each with the place of its arguments and its order.
+
+    Args:
+        answers: the conditions; those on buffers are left out.
+        structure: the structure of the arguments of a call.
+    """
+
+    def __init__(self, answers: Sequence[Answer], structure: pytree.TreeSpec) -> None:
+        self._answers = [answer for answer in answers if answer.arguments]
+        self.outcomes = tuple((a.arguments, a.value) for a in self._answers)
+        self._expected = [answer.value for answer in self._answers]
+        self._positions: dict[str, int] = {}
+        if self._answers:
+            places = places_of(*unflatten(list(range(structure.num_leaves)), structure))
+            read = frozenset().union(*(answer.arguments for answer in self._answers))
+            self._positions = {place: places[place] for place in sorted(read)}
+
+    def hold(self, leaves: Sequence[Any]) -> bool:
+        """Whether all conditions have their captured results for the ``leaves`` of a call."""
+        if not self._answers:
+            return True
+        given = {place: leaves[position] for place, position in self._positions.items()}
+        try:
+            return bool(without_gradients(self._results, given) == self._expected)
+        except Exception:  # A condition may raise that the call itself would not reach.
+            return False
+
+    def _results(self, given: Mapping[str, torch.Tensor]) -> Any:
+        asked = [answer.ask(given).reshape(()).ne(0) for answer in self._answers]
+        return torch.stack(asked).tolist() if len(asked) > 1 else [bool(asked[0])]
 
 
 def _asked(answer: Answer, now: dict[str, torch.Tensor]) -> str | None:

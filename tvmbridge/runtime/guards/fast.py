@@ -117,6 +117,8 @@ class FastGuard:
         self._emit_module(state, [*tensors, *constants], signature)
         self._emit_versions("frozen", [t for t, _ in frozen], tuple(v for _, v in frozen))
         self._emit_memory(signature, written)
+        if state.branches.outcomes:
+            self._refuse_if(f"not {self._name('branches', state.branches.hold)}(leaves)")
         self.source = _function(self._lines)
         self.check: Check = _compiled(self.source, self._scope)
         rest = _function([line for line in self._lines if line not in modes])

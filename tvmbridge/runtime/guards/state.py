@@ -27,7 +27,7 @@ from tvmbridge.core.writes import version_of
 from tvmbridge.graph_capture.observe.hooks import GLOBAL_HOOKS, HOOKS, traced_hooks
 from tvmbridge.graph_capture.trace.left import adds_to, leave, numbers_left
 from tvmbridge.graph_capture.trace.old_norms import OldNorms
-from tvmbridge.runtime.guards.answers import AnswerGuard
+from tvmbridge.runtime.guards.answers import AnswerGuard, ArgumentAnswers
 from tvmbridge.runtime.guards.class_entries import registered_names
 from tvmbridge.runtime.guards.entries import PATCHED, REPLACED, entry_of, structure_of
 from tvmbridge.runtime.guards.forwards import stands_for
@@ -50,6 +50,7 @@ class ModuleState:
     - ``carries_over``: whether forward leaves values, such as counts, that the next call reads or
       adds to.
     - ``replaces``: whether forward replaces a value that the next call reads.
+    - ``branches``: the conditions on arguments by which forward branches.
     - ``norms``: the weights that old ``weight_norm`` and ``spectral_norm`` hooks compute.
     """
 
@@ -63,6 +64,7 @@ class ModuleState:
         beside = [str(a.key) for a in based if a.kind is InputKind.BUFFER]
         self._ties = list(assumed.aliases.items())
         self._answers = AnswerGuard(assumed.answers)
+        self.branches = ArgumentAnswers(assumed.answers, captured.convention.in_spec)
         beside += self._answers.names
         self._numbers = HeldNumbers(module, captured.convention.held)
         self._outside = {k: v for k, v in captured.outside.items() if k not in self._numbers}
