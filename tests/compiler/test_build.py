@@ -4,6 +4,9 @@
 
 from __future__ import annotations
 
+import weakref
+
+import numpy as np
 import pytest
 import torch
 import tvm
@@ -146,3 +149,24 @@ def test_a_module_of_calls_alone_needs_no_c_compiler(monkeypatch: pytest.MonkeyP
     loaded = LoadedModule(build(OnlyCalls, resolve_target(None), []).machine)
     x = torch.randn(4, 4)
     torch.testing.assert_close(loaded.call("forward", [x])[0], x @ x)
+
+
+@I.ir_module
+class View:
+    @R.function
+    def backward(x: R.Tensor((4, 4), "float32")):
+        with R.dataflow():
+            row = R.reshape(x, (16,))
+            gv = (row,)
+            R.output(gv)
+        return gv
+
+
+def test_the_virtual_machine_keeps_no_result() -> None:
+    loaded = LoadedModule(build(View, resolve_target(None), []).machine, {"backward": [True]})
+    memory = np.ones(16, dtype=np.float32)
+    alive = weakref.ref(memory)
+    (result,) = loaded.call("backward", [torch.from_numpy(memory).view(4, 4)])
+    assert result.data_ptr() == memory.ctypes.data
+    del memory, result
+    assert alive() is None

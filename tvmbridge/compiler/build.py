@@ -288,15 +288,13 @@ def compile_code(scheduled: Scheduled, records: list[PassRecord]) -> Code:
 
 
 def _releasing(mod: tvm.IRModule) -> tvm.IRModule:
-    """Return a training module with a function that returns nothing.
+    """Return a module with a function that returns nothing.
 
-    A virtual machine keeps the results of its last call, which are residuals after forward: a
-    backward that runs in another machine would leave them in memory during the next forward.
+    A virtual machine keeps the results of its last call, which may be residuals, gradients that the
+    caller has dropped, or tensors in the memory of a CUDA graph.
     """
-    if {"forward", "backward"} <= {variable.name_hint for variable in mod.get_global_vars()}:
-        nothing = build_function(RELEASE, (), (), ())
-        mod = tvm.IRModule({**dict(mod.functions_items()), RELEASE: nothing}, attrs=mod.attrs)
-    return mod
+    nothing = build_function(RELEASE, (), (), ())
+    return tvm.IRModule({**dict(mod.functions_items()), RELEASE: nothing}, attrs=mod.attrs)
 
 
 def make_ready(target: tvm.target.Target) -> None:

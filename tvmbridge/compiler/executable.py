@@ -196,7 +196,7 @@ class LoadedModule:
                     results: list[Any] = function(*tensors)[:]
             else:
                 results = function(*tensors)[:]
-            if self._release is not None and name == "forward":
+            if self._release is not None:
                 self._release()
         # TVM returns PyTorch tensors only if an argument was one.
         if results and isinstance(results[0], tvm_ffi.Tensor):

@@ -1,6 +1,7 @@
-// Matrix products called by compiled code without Python between: kernels/matmul.py has the same in Python,
-// for where this could not be built, and says what a spec means. After a product of milliseconds the
-// interpreter has to be read from memory again, which takes a tenth of one.
+// Matrix products, and GPU memory, for compiled code without Python between: kernels/matmul.py and
+// kernels/allocation.py have the same in Python, for where this could not be built, and matmul.py says what a
+// spec means. After a product of milliseconds the interpreter has to be read from memory again, which takes a
+// tenth of one.
 
 #define PY_SSIZE_T_CLEAN
 #include <torch/csrc/python_headers.h>
@@ -118,9 +119,21 @@ at::Tensor tensor_of(const TVMFFIAny &any, const std::optional<View> &view) {
     return at::from_blob(data, shape, strides, release, options, device);
 }
 
+void hand_over(const at::Tensor &tensor, TVMFFIAny *result) {
+    TVMFFIObjectHandle handle = nullptr;
+    DLManagedTensor *managed = at::toDLPack(tensor);
+    if (TVMFFITensorFromDLPack(managed, 0, 0, &handle) != 0) {
+        managed->deleter(managed);
+        TORCH_CHECK(false, "a tensor of PyTorch cannot be handed over");
+    }
+    result->type_index = kTVMFFITensor;
+    result->v_obj = static_cast<TVMFFIObject *>(handle);
+}
+
 // Kernels ----------------------------------------------------------------------------------------
 
 void multiply(const TVMFFIAny *args, int32_t count, TVMFFIAny *) {
+    TORCH_CHECK(count >= 3, "a product of less than two tensors");
     const Product &product = product_of(string_of(args[0]));
     at::Tensor left = tensor_of(args[1], product.left), right = tensor_of(args[2], product.right);
     at::Tensor out = tensor_of(args[count - 1], std::nullopt).view(product.shape);
@@ -144,21 +157,28 @@ const c10::TypedOperatorHandle<Linear> &linear() {
 }
 
 void multiply_by_onednn(const TVMFFIAny *args, int32_t count, TVMFFIAny *result) {
+    TORCH_CHECK(count >= 3, "a product of less than two tensors");
     const Product &product = product_of(string_of(args[0]));
     at::Tensor left = tensor_of(args[1], product.left), right = tensor_of(args[2], product.right);
     std::optional<at::Tensor> bias;
     if (count > 3)
         bias = tensor_of(args[3], std::nullopt);
     c10::List<std::optional<at::Scalar>> none;
-    at::Tensor found = linear().call(left, right.t(), bias, "none", none, "");
-    TVMFFIObjectHandle handle = nullptr;
-    DLManagedTensor *managed = at::toDLPack(found);
-    if (TVMFFITensorFromDLPack(managed, 0, 0, &handle) != 0) {
-        managed->deleter(managed);
-        TORCH_CHECK(false, "the result of a product cannot be handed over");
+    hand_over(linear().call(left, right.t(), bias, "none", none, ""), result);
+}
+
+// An uninitialised tensor of a shape and a dtype, in the memory of the current GPU.
+void allocate(const TVMFFIAny *args, int32_t count, TVMFFIAny *result) {
+    TORCH_CHECK(count == 2 && args[0].type_index == kTVMFFIShape, "expected a shape and a dtype");
+    DLDataType dtype = args[1].v_dtype;
+    if (args[1].type_index != kTVMFFIDataType) { // a name, if an instrument watches the calls
+        std::string name = string_of(args[1]);
+        TVMFFIByteArray bytes{name.data(), name.size()};
+        TORCH_CHECK(TVMFFIDataTypeFromString(&bytes, &dtype) == 0, "expected a dtype");
     }
-    result->type_index = kTVMFFITensor;
-    result->v_obj = static_cast<TVMFFIObject *>(handle);
+    const TVMFFIShapeCell *shape = TVMFFIShapeGetCellPtr(args[0].v_obj);
+    auto options = at::TensorOptions().dtype(at::toScalarType(dtype)).device(at::kCUDA);
+    hand_over(at::empty(at::IntArrayRef(shape->data, shape->size), options), result);
 }
 
 template <void (*kernel)(const TVMFFIAny *, int32_t, TVMFFIAny *)>
@@ -166,7 +186,6 @@ int called(void *, const TVMFFIAny *args, int32_t count, TVMFFIAny *result) {
     try {
         // Nothing is to be recorded of what compiled code computes.
         at::AutoDispatchBelowADInplaceOrView guard;
-        TORCH_CHECK(count >= 3, "a product of less than two tensors");
         kernel(args, count, result);
         return 0;
     } catch (const PythonError &) {
@@ -194,9 +213,9 @@ bool set_global(const char *name, TVMFFISafeCallType function) {
 }
 
 PyObject *register_products(PyObject *, PyObject *args) {
-    const char *usual, *onednn;
+    const char *usual, *onednn, *empty;
     PyObject *function;
-    if (!PyArg_ParseTuple(args, "ssO", &usual, &onednn, &function))
+    if (!PyArg_ParseTuple(args, "sssO", &usual, &onednn, &empty, &function))
         return nullptr;
     Py_INCREF(function);
     Py_XSETREF(describe, function);
@@ -205,7 +224,8 @@ PyObject *register_products(PyObject *, PyObject *args) {
     } catch (const c10::Error &error) {
         Py_RETURN_FALSE;
     }
-    if (set_global(usual, called<multiply>) && set_global(onednn, called<multiply_by_onednn>))
+    if (set_global(usual, called<multiply>) && set_global(onednn, called<multiply_by_onednn>) &&
+        set_global(empty, called<allocate>))
         Py_RETURN_TRUE;
     PyErr_SetString(PyExc_RuntimeError, "TVM does not take the kernels of products");
     return nullptr;
@@ -213,8 +233,8 @@ PyObject *register_products(PyObject *, PyObject *args) {
 
 PyMethodDef functions[] = {
     {"register_products", register_products, METH_VARARGS,
-     "register_products(usual, onednn, describe)\n--\n\n"
-     "Make both kernels known to TVM by these names; False: this PyTorch has another oneDNN."},
+     "register_products(usual, onednn, empty, describe)\n--\n\n"
+     "Make the kernels known to TVM by these names; False: this PyTorch has another oneDNN."},
     {nullptr, nullptr, 0, nullptr},
 };
 

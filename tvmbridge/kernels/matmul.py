@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from tvmbridge.core.compiled_half import compiled_half
+from tvmbridge.kernels.allocation import EMPTY
 from tvmbridge.kernels.keys import spec_named
 from tvmbridge.kernels.tensors import run_on
 
@@ -98,13 +99,13 @@ def run_onednn_matmul(key: str, *tensors: Any) -> torch.Tensor:
 
 
 def register_compiled() -> bool:
-    """Register the C++ extension's products in place of the functions above.
+    """Register the C++ extension's products, and its allocation, in place of Python's functions.
 
     The extension parses each spec once, by :func:`_described`. Return False if there is no
     extension.
     """
     half = compiled_half("tvmbridge.kernels._products")
-    return half is not None and half.register_products(MATMUL, ONEDNN_MATMUL, _described)
+    return half is not None and half.register_products(MATMUL, ONEDNN_MATMUL, EMPTY, _described)
 
 
 def _described(key: str) -> tuple[Any, Any, tuple[int, ...]]:
