@@ -61,7 +61,7 @@ def referent(value: Any) -> Any:
     if isinstance(value, weakref.ReferenceType):
         return value()
     try:  # A proxy passes all attributes on to the object that it refers to.
-        return value.__init__.__self__
+        return value.__mro__[0] if isinstance(value, type) else value.__init__.__self__
     except ReferenceError:
         return None
 
