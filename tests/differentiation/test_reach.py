@@ -192,5 +192,7 @@ def _looked_up(m: _Weights, words: Tensor) -> Any:
 def test_a_sparse_gradient_of_an_output_is_refused() -> None:
     module, words = _Weights(_looked_up), torch.tensor([1, 2])
     rehearsal = Rehearsal(module, (words,), {}, capture(module, words))
-    with pytest.raises(UnsupportedOperatorError, match=r"a\.weight has the layout torch.sparse_coo"):
+    with pytest.raises(
+        UnsupportedOperatorError, match=r"a\.weight has the layout torch.sparse_coo"
+    ):
         gradient_facts(rehearsal)
