@@ -27,7 +27,7 @@ from torch import nn
 from tvmbridge import add_tvm_dispatch, dispatch_report
 from tvmbridge.core.contents import same_value, state_of
 from tvmbridge.core.errors import NotApartError
-from tvmbridge.core.states import reader_of
+from tvmbridge.core.states import reader_of, referent
 from tvmbridge.graph_capture.observe.objects import NO_READS
 from tvmbridge.graph_capture.observe.staging import staged
 from tvmbridge.runtime.guards.values import ValueGuard
@@ -306,3 +306,12 @@ def test_a_stream_that_is_closed_has_changed() -> None:
     before = NO_READS.state(stream)
     stream.release()
     assert not same_value(stream, before)
+
+
+def test_what_a_proxy_refers_to() -> None:
+    held = Mine([0])
+    for value in (held, Mine, test_what_a_proxy_refers_to):
+        assert referent(weakref.proxy(value)) is value
+    proxy = weakref.proxy(held)
+    del held
+    assert referent(proxy) is None

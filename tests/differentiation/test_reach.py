@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.differentiation.facts import gradient_facts
 from tvmbridge.differentiation.rehearsal import Rehearsal
 from tvmbridge.graph_capture.capture import capture
@@ -87,6 +88,12 @@ def _stopped_behind(m: _Weights, x: Tensor) -> Any:
     return first, _Stops.apply(m.b(x), first)  # type: ignore[no-untyped-call]
 
 
+def _zeros_behind(m: _Weights, x: Tensor) -> Any:
+    first = _Stops.apply(m.a(x), x)  # type: ignore[no-untyped-call]
+    _, second = _BothOrNone.apply(first, first)  # type: ignore[no-untyped-call]
+    return first, second, m.c(second)
+
+
 def _parts(m: _Weights, x: Tensor) -> Any:
     first, second = m.a(x).tanh().unbind(0)
     return first, second, m.b(first), m.c(second)
@@ -112,6 +119,7 @@ CASES = [
     _twice,
     _stopped_before,
     _stopped_behind,
+    _zeros_behind,
     _parts,
 ]
 
@@ -174,3 +182,17 @@ def test_a_chain_of_outputs_is_differentiated_once(forward: Forward, runs: int) 
     _Counts.runs = 0
     gradient_facts(rehearsal)
     assert _Counts.runs == runs
+
+
+def _looked_up(m: _Weights, words: Tensor) -> Any:
+    table = m.a.weight * 2
+    return table, nn.functional.embedding(words, table, sparse=True)
+
+
+def test_a_sparse_gradient_of_an_output_is_refused() -> None:
+    module, words = _Weights(_looked_up), torch.tensor([1, 2])
+    rehearsal = Rehearsal(module, (words,), {}, capture(module, words))
+    with pytest.raises(
+        UnsupportedOperatorError, match=r"a\.weight has the layout torch.sparse_coo"
+    ):
+        gradient_facts(rehearsal)

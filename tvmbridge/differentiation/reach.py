@@ -46,11 +46,18 @@ def reached_by_gradients(
     graph = _Graph({id(leaves[position]): position for position in rehearsal.wanted})
     for output in outputs:
         before, asked = graph.add(output)
-        given = [] if before is None else [outputs[before]]
-        gradients = _gradients(output, [*given, *(leaves[position] for position in asked)])
         through = frozenset[int]()
-        if before is not None and gradients.pop(0) is not None:
-            through = found[before]
+        gradients: list[torch.Tensor | None] = []
+        if before is not None:
+            first, *gradients = _gradients(output, [outputs[before], *(leaves[p] for p in asked)])
+            if first is not None and first.layout is torch.strided:
+                through = found[before]
+            else:
+                # A custom function behind it makes zeros of an absent gradient, unless it asked
+                # for None. A node behind it may refuse a sparse one, or make sparse ones of it.
+                before, asked = None, rehearsal.wanted
+        if before is None:
+            gradients = _gradients(output, [leaves[p] for p in asked])
         sent = {p: g for p, g in zip(asked, gradients, strict=True) if g is not None}
         for position, gradient in sent.items():
             _refuse_sparse(rehearsal.inputs[position], gradient)
