@@ -350,17 +350,20 @@ class Policy:
         why = self.numbers.deciding(call.known, call.args, call.kwargs)
         return why is not None and self.cut.at(why, of_state=True)
 
-    def cut_for_any_size(self, why: str) -> bool:
+    def cut_for_any_size(self, why: Reason) -> bool:
         """Serve calls of other sizes in parts from now on; return whether that is possible.
+
+        Also calls of other branches, if as many have code as may have.
 
         It is for modules whose code runs some operators in eager PyTorch, or is for one branch by
         values of arguments. Such code is compiled for one size, while parts take any size.
         """
-        if not self.compiles_signatures and self.sizes is None:
+        of_one_size = not self.compiles_signatures and self.sizes is None
+        if of_one_size and why.kind is not Kind.FULL:
             return False
         entries = [e for s in self.specializations() for _, e in s.compiled()]
-        of_one_size = (e.compiled.eager_functions or e.state.branches.outcomes for e in entries)
-        return any(of_one_size) and self.cut.at(why)
+        cut = (e.compiled.eager_functions or e.state.branches.outcomes for e in entries)
+        return any(cut) and self.cut.at(why.text)
 
     def serve_any_size(self, spec: Any = None) -> None:
         """Serve calls of changing sizes by symbolic code.

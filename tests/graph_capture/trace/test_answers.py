@@ -8,9 +8,10 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from tests.dispatch_helpers import sample
-from tvmbridge import CaptureError, add_tvm_dispatch, dispatch_report
+from tvmbridge import CaptureError, CompileOptions, add_tvm_dispatch, dispatch_report
 from tvmbridge.graph_capture.capture import capture
 
 
@@ -323,3 +324,131 @@ def test_further_sizes_of_a_branch_by_an_argument_run_in_parts() -> None:
             mask[0, -1] = tokens % 2
             torch.testing.assert_close(module(x, mask), plain(x, mask))
     assert dispatch_report(module).fallbacks == {}
+
+
+def _called_by_keyword(mask: torch.Tensor) -> bool:
+    count = torch.sum(input=mask, dim=(0, 1))
+    torch.fill_(input=mask * 1, value=2.0)
+    return bool(torch.any(input=count < mask.numel()))
+
+
+def _expanded_is_written(mask: torch.Tensor) -> bool:
+    rows = (mask[:1] * 1).expand(2, -1)
+    rows[0] = 5.0
+    return bool((rows == 5).all())
+
+
+def _filled_memory(mask: torch.Tensor) -> bool:
+    copied = mask * 1
+    hidden = copied.data
+    torch.zeros(mask.shape, out=copied)
+    return bool(hidden.any())
+
+
+def _indexed(mask: torch.Tensor) -> bool:
+    """On a GPU an index out of range would end the process in the guard."""
+    numbers = mask.argmin(dim=-1)
+    return bool((numbers < 3).all()) and bool(mask[0, :3][numbers].any())
+
+
+def _multiplies(mask: torch.Tensor) -> bool:
+    return bool((mask @ mask.T < 6).any())
+
+
+@pytest.mark.parametrize(
+    "way", [_called_by_keyword, _expanded_is_written, _filled_memory, _indexed, _multiplies]
+)
+def test_conditions_on_masks_agree(way: Callable[[torch.Tensor], bool]) -> None:
+    plain = Masked(way).eval()
+    module = add_tvm_dispatch(copy.deepcopy(plain))
+    x = sample(2, 6, 24)
+    with torch.no_grad():
+        for left_out in (None, 0, 5, None):
+            mask = torch.ones(x.shape[:-1])
+            if left_out is not None:
+                mask[0, left_out] = 0
+            torch.testing.assert_close(module(x, mask.clone()), plain(x, mask))
+    assert dispatch_report(module).fallbacks == {}
+
+
+@torch.library.custom_op("tvmbridge_answers::any", mutates_args=())
+def _drawn(mask: torch.Tensor) -> torch.Tensor:
+    return mask + torch.rand(()) > 0.5
+
+
+@_drawn.register_fake
+def _(mask: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(mask, dtype=torch.bool)
+
+
+def test_an_operator_of_another_library_is_not_known_by_its_name() -> None:
+    plain = Masked(lambda mask: bool(torch.ops.tvmbridge_answers.any(mask).all())).eval()
+    module = add_tvm_dispatch(copy.deepcopy(plain))
+    x = sample(2, 6, 24)
+    with torch.no_grad():
+        for seed in range(4):
+            results = []
+            for each in (module, plain):
+                torch.manual_seed(seed)
+                results += [each(x, torch.zeros(2, 6)), torch.rand(1)]
+            torch.testing.assert_close(results[:2], results[2:])
+
+
+@torch.no_grad()
+def test_a_buffer_with_a_strange_name_is_no_argument() -> None:
+    class Named(Masked):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+            x = super().forward(x, mask)
+            return x * 2 if self.get_buffer("[1][0]") > 1 else x
+
+    plain = Named(_any_left_out).eval()
+    plain.register_buffer("[1][0]", torch.tensor(2))
+    given = sample(2, 6, 24), torch.ones(2, 6)
+    module = add_tvm_dispatch(copy.deepcopy(plain), given, on_break="forward")
+    torch.testing.assert_close(module(*given), plain(*given))
+    assert dispatch_report(module).tvm_calls == 1
+
+
+class Pair:
+    """Two tensors; pytree knows the class, but no paths to the tensors."""
+
+    def __init__(self, x: torch.Tensor, mask: torch.Tensor) -> None:
+        self.x, self.mask = x, mask
+
+
+pytree.register_pytree_node(Pair, lambda p: ([p.x, p.mask], None), lambda found, _: Pair(*found))
+
+
+@torch.no_grad()
+def test_arguments_in_a_container_without_paths_choose_branches() -> None:
+    class OfPair(Masked):
+        def forward(self, pair: Pair) -> torch.Tensor:  # type: ignore[override]
+            return super().forward(pair.x, pair.mask)
+
+    plain = OfPair(_any_left_out).eval()
+    module = add_tvm_dispatch(copy.deepcopy(plain))
+    for value in (1.0, 0.0, 1.0):
+        pair = Pair(sample(2, 6, 24), torch.full((2, 6), value))
+        torch.testing.assert_close(module(pair), plain(pair))
+    report = dispatch_report(module)
+    assert (report.tvm_calls, report.fallbacks, report.parts) == (3, {}, ())
+
+
+@torch.no_grad()
+def test_more_branches_than_may_have_code_run_in_parts() -> None:
+    class Several(nn.Module):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            for each in mask:
+                x = x.sin().cos() * x.tanh()
+                if each > 0:
+                    x = x.exp() + x.sin()
+            return x
+
+    module, x = Several().eval(), sample(2, 6, 24)
+    compiled = add_tvm_dispatch(copy.deepcopy(module), options=CompileOptions(max_specializations=2))
+    for value in range(4):
+        mask = torch.tensor([value & 1, value >> 1])
+        torch.testing.assert_close(compiled(x, mask), module(x, mask))
+    report = dispatch_report(compiled)
+    assert report.fallbacks == {}
+    assert report.parts
