@@ -8,7 +8,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from tests.dispatch_helpers import sample
 from tvmbridge import CaptureError, CompileOptions, add_tvm_dispatch, dispatch_report
@@ -409,42 +408,16 @@ def test_a_buffer_with_a_strange_name_is_no_argument() -> None:
     assert dispatch_report(module).tvm_calls == 1
 
 
-class Pair:
-    """Two tensors; pytree knows the class, but no paths to the tensors."""
-
-    def __init__(self, x: torch.Tensor, mask: torch.Tensor) -> None:
-        self.x, self.mask = x, mask
-
-
-pytree.register_pytree_node(Pair, lambda p: ([p.x, p.mask], None), lambda found, _: Pair(*found))
-
-
-@torch.no_grad()
-def test_arguments_in_a_container_without_paths_choose_branches() -> None:
-    class OfPair(Masked):
-        def forward(self, pair: Pair) -> torch.Tensor:  # type: ignore[override]
-            return super().forward(pair.x, pair.mask)
-
-    plain = OfPair(_any_left_out).eval()
-    module = add_tvm_dispatch(copy.deepcopy(plain))
-    for value in (1.0, 0.0, 1.0):
-        pair = Pair(sample(2, 6, 24), torch.full((2, 6), value))
-        torch.testing.assert_close(module(pair), plain(pair))
-    report = dispatch_report(module)
-    assert (report.tvm_calls, report.fallbacks, report.parts) == (3, {}, ())
-
-
 @torch.no_grad()
 def test_more_branches_than_may_have_code_run_in_parts() -> None:
-    class Several(nn.Module):
-        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-            for each in mask:
-                x = x.sin().cos() * x.tanh()
-                if each > 0:
-                    x = x.exp() + x.sin()
-            return x
+    class Several(Masked):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            x = self.layers[0](x).sin().cos() * x.tanh()
+            x = x.exp() if mask[0] > 0 else x
+            x = self.layers[1](x).sin().cos() * x.tanh()
+            return x.exp() + x.sin() if mask[1] > 0 else x
 
-    module, x = Several().eval(), sample(2, 6, 24)
+    module, x = Several(bool).eval(), sample(2, 6, 24)
     compiled = add_tvm_dispatch(copy.deepcopy(module), options=CompileOptions(max_specializations=2))
     for value in range(4):
         mask = torch.tensor([value & 1, value >> 1])
