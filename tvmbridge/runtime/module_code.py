@@ -100,7 +100,8 @@ class ModuleCode(Executor):
         if policy.cut_for_numbers(call):
             return self._run_in_parts(args, kwargs)
         other = next((m for m in found.misfits if m.kind is Kind.SHAPE), None)
-        further = other or (why if why is not None and why.kind is Kind.FULL else None)
+        limited = why is not None and why.kind in (Kind.FULL, Kind.CONSTANT)
+        further = other or (why if limited else None)
         if further is not None and policy.cut_for_any_size(further):
             return self._run_in_parts(args, kwargs)
         if other is not None and not again and policy.turn_to_any_size():

@@ -425,3 +425,19 @@ def test_more_branches_than_may_have_code_run_in_parts() -> None:
     report = dispatch_report(compiled)
     assert report.fallbacks == {}
     assert report.parts
+
+
+@torch.no_grad()
+def test_changing_numbers_that_a_branch_compares_run_in_parts() -> None:
+    class Compares(Masked):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor, least: int) -> torch.Tensor:  # type: ignore[override]
+            x = self.layers[0](x).sin().cos()
+            x = x.exp() if mask.sum() > least else x
+            return self.layers[1](x).sin().cos()
+
+    plain, x = Compares(bool).eval(), sample(2, 6, 24)
+    module = add_tvm_dispatch(copy.deepcopy(plain))
+    for least in (1, 20, 2, 30, 3):
+        mask = torch.ones(2, 6)
+        torch.testing.assert_close(module(x, mask, least), plain(x, mask, least))
+    assert dispatch_report(module).fallbacks == {}
