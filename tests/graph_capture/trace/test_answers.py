@@ -418,7 +418,9 @@ def test_more_branches_than_may_have_code_run_in_parts() -> None:
             return x.exp() + x.sin() if mask[1] > 0 else x
 
     module, x = Several(bool).eval(), sample(2, 6, 24)
-    compiled = add_tvm_dispatch(copy.deepcopy(module), options=CompileOptions(max_specializations=2))
+    compiled = add_tvm_dispatch(
+        copy.deepcopy(module), options=CompileOptions(max_specializations=2)
+    )
     for value in range(4):
         mask = torch.tensor([value & 1, value >> 1])
         torch.testing.assert_close(compiled(x, mask), module(x, mask))

@@ -252,7 +252,7 @@ class Answers(TorchFunctionMode):
         names, name = _names(found.values()), _name_of(func)
         arguments, buffers = _arguments(names), _buffers(names)
         # Calls compute it again under the autocast state that they are in themselves.
-        if arguments and buffers or not (buffers or autocast_now() == self._autocast):
+        if (arguments and buffers) or not (buffers or autocast_now() == self._autocast):
             return None
         if arguments:
             # An index out of range, which a call may not reach, ends the process on a GPU.
