@@ -18,7 +18,7 @@ from tvmbridge.calls.validation import Noted, noted_checks, raise_unless_passed
 from tvmbridge.core.assumptions import Check
 from tvmbridge.core.errors import CaptureError
 from tvmbridge.core.libraries import UNSEEN
-from tvmbridge.core.structure import opened, unflatten
+from tvmbridge.core.structure import children, opened, unflatten
 from tvmbridge.core.torch_private import pytree
 
 # The prefix of strings that, among the results, stand for arguments which forward returns.
@@ -162,7 +162,18 @@ def is_writable(value: Any) -> bool:
     return isinstance(value, list | dict | tuple) or hasattr(value, "__dict__")
 
 
+def places_in(structure: pytree.TreeSpec) -> list[str]:
+    """Return the places of the leaves of a call's arguments: ``.[1][0]``, ``.['mask'][0]``.
+
+    The name of no tensor of a module begins with a point.
+    """
+    positional, named = children(structure)
+    keys = [*range(len(children(positional))), *named.context]
+    held = zip(keys, (*children(positional), *children(named)), strict=True)
+    return [f".[{key!r}][{number}]" for key, each in held for number in range(each.num_leaves)]
+
+
 def places_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the leaves of a call's arguments by place, such as ``[0][1]`` and ``[1]['mask']``."""
-    found, _ = pytree.tree_flatten_with_path((args, dict(kwargs)))
-    return {pytree.keystr(path): leaf for path, leaf in found}
+    """Return the leaves of a call's arguments by place."""
+    leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
+    return dict(zip(places_in(structure), leaves, strict=True))

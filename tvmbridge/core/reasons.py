@@ -214,8 +214,8 @@ class Kind(enum.Enum):
         _MORE,
     )
     FULL = (
-        "there is code for max_specializations choices of requires_grad of inputs and parameters, "
-        "and not for this one",
+        "there is code for max_specializations choices of requires_grad of inputs and parameters "
+        "and of branches by arguments, and not for this one",
         _MORE,
     )
     PARTS_ANEW = "{}; TorchDynamo would compile parts of it anew at each call", _STATE

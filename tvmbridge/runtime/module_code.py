@@ -100,7 +100,9 @@ class ModuleCode(Executor):
         if policy.cut_for_numbers(call):
             return self._run_in_parts(args, kwargs)
         other = next((m for m in found.misfits if m.kind is Kind.SHAPE), None)
-        if other is not None and policy.cut_for_any_size(other.text):
+        limited = why is not None and why.kind in (Kind.FULL, Kind.CONSTANT)
+        further = other or (why if limited else None)
+        if further is not None and policy.cut_for_any_size(further):
             return self._run_in_parts(args, kwargs)
         if other is not None and not again and policy.turn_to_any_size():
             return self.serve(args, kwargs, again=True)
@@ -138,7 +140,7 @@ class ModuleCode(Executor):
         found = policy.compiled(lacking, f"the first in mode {lacking.mode}")
         if isinstance(found, CompiledEntry):
             return self._run(lacking, found, started, unserved.misfits)
-        if found is not COMPILING and (policy.cut.why or policy.cut_for_any_size(found.text)):
+        if found is not COMPILING and (policy.cut.why or policy.cut_for_any_size(found)):
             return self._run_in_parts(call.args, call.kwargs)
         return found
 

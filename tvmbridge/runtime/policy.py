@@ -350,17 +350,21 @@ class Policy:
         why = self.numbers.deciding(call.known, call.args, call.kwargs)
         return why is not None and self.cut.at(why, of_state=True)
 
-    def cut_for_any_size(self, why: str) -> bool:
+    def cut_for_any_size(self, why: Reason) -> bool:
         """Serve calls of other sizes in parts from now on; return whether that is possible.
 
         It is for modules whose code runs some operators in eager PyTorch, or is for one branch by
-        values of arguments. Such code is compiled for one size, while parts take any size.
+        values of arguments. Such code is compiled for one size, while parts take any size. Parts
+        also take further branches, and numbers that a branch compares with arguments.
         """
+        entries = [e for s in self.specializations() for _, e in s.compiled()]
+        branches = any(e.state.branches.outcomes for e in entries)
+        if why.kind in (Kind.FULL, Kind.CONSTANT):
+            return branches and self.cut.at(why.text)
         if not self.compiles_signatures and self.sizes is None:
             return False
-        entries = [e for s in self.specializations() for _, e in s.compiled()]
-        of_one_size = (e.compiled.eager_functions or e.state.branches.outcomes for e in entries)
-        return any(of_one_size) and self.cut.at(why)
+        of_one_size = branches or any(e.compiled.eager_functions for e in entries)
+        return of_one_size and self.cut.at(why.text)
 
     def serve_any_size(self, spec: Any = None) -> None:
         """Serve calls of changing sizes by symbolic code.

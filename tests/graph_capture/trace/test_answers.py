@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.dispatch_helpers import sample
-from tvmbridge import CaptureError, add_tvm_dispatch, dispatch_report
+from tvmbridge import CaptureError, CompileOptions, add_tvm_dispatch, dispatch_report
 from tvmbridge.graph_capture.capture import capture
 
 
@@ -322,4 +322,124 @@ def test_further_sizes_of_a_branch_by_an_argument_run_in_parts() -> None:
             x, mask = sample(2, tokens, 24), torch.ones(2, tokens)
             mask[0, -1] = tokens % 2
             torch.testing.assert_close(module(x, mask), plain(x, mask))
+    assert dispatch_report(module).fallbacks == {}
+
+
+def _called_by_keyword(mask: torch.Tensor) -> bool:
+    count = torch.sum(input=mask, dim=(0, 1))
+    torch.fill_(input=mask * 1, value=2.0)
+    return bool(torch.any(input=count < mask.numel()))
+
+
+def _expanded_is_written(mask: torch.Tensor) -> bool:
+    rows = (mask[:1] * 1).expand(2, -1)
+    rows[0] = 5.0
+    return bool((rows == 5).all())
+
+
+def _filled_memory(mask: torch.Tensor) -> bool:
+    copied = mask * 1
+    hidden = copied.data
+    torch.zeros(mask.shape, out=copied)
+    return bool(hidden.any())
+
+
+def _indexed(mask: torch.Tensor) -> bool:
+    """On a GPU an index out of range would end the process in the guard."""
+    numbers = mask.argmin(dim=-1)
+    return bool((numbers < 3).all()) and bool(mask[0, :3][numbers].any())
+
+
+def _multiplies(mask: torch.Tensor) -> bool:
+    return bool((mask @ mask.T < 6).any())
+
+
+@pytest.mark.parametrize(
+    "way", [_called_by_keyword, _expanded_is_written, _filled_memory, _indexed, _multiplies]
+)
+def test_conditions_on_masks_agree(way: Callable[[torch.Tensor], bool]) -> None:
+    plain = Masked(way).eval()
+    module = add_tvm_dispatch(copy.deepcopy(plain))
+    x = sample(2, 6, 24)
+    with torch.no_grad():
+        for left_out in (None, 0, 5, None):
+            mask = torch.ones(x.shape[:-1])
+            if left_out is not None:
+                mask[0, left_out] = 0
+            torch.testing.assert_close(module(x, mask.clone()), plain(x, mask))
+    assert dispatch_report(module).fallbacks == {}
+
+
+@torch.library.custom_op("tvmbridge_answers::any", mutates_args=())
+def _drawn(mask: torch.Tensor) -> torch.Tensor:
+    return mask + torch.rand(()) > 0.5
+
+
+@_drawn.register_fake
+def _(mask: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(mask, dtype=torch.bool)
+
+
+def test_an_operator_of_another_library_is_not_known_by_its_name() -> None:
+    plain = Masked(lambda mask: bool(torch.ops.tvmbridge_answers.any(mask).all())).eval()
+    module = add_tvm_dispatch(copy.deepcopy(plain))
+    x = sample(2, 6, 24)
+    with torch.no_grad():
+        for seed in range(4):
+            results = []
+            for each in (module, plain):
+                torch.manual_seed(seed)
+                results += [each(x, torch.zeros(2, 6)), torch.rand(1)]
+            torch.testing.assert_close(results[:2], results[2:])
+
+
+@torch.no_grad()
+def test_a_buffer_with_a_strange_name_is_no_argument() -> None:
+    class Named(Masked):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+            x = super().forward(x, mask)
+            return x * 2 if self.get_buffer("[1][0]") > 1 else x
+
+    plain = Named(_any_left_out).eval()
+    plain.register_buffer("[1][0]", torch.tensor(2))
+    given = sample(2, 6, 24), torch.ones(2, 6)
+    module = add_tvm_dispatch(copy.deepcopy(plain), given, on_break="forward")
+    torch.testing.assert_close(module(*given), plain(*given))
+    assert dispatch_report(module).tvm_calls == 1
+
+
+@torch.no_grad()
+def test_more_branches_than_may_have_code_run_in_parts() -> None:
+    class Several(Masked):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            x = self.layers[0](x).sin().cos() * x.tanh()
+            x = x.exp() if mask[0] > 0 else x
+            x = self.layers[1](x).sin().cos() * x.tanh()
+            return x.exp() + x.sin() if mask[1] > 0 else x
+
+    module, x = Several(bool).eval(), sample(2, 6, 24)
+    compiled = add_tvm_dispatch(
+        copy.deepcopy(module), options=CompileOptions(max_specializations=2)
+    )
+    for value in range(4):
+        mask = torch.tensor([value & 1, value >> 1])
+        torch.testing.assert_close(compiled(x, mask), module(x, mask))
+    report = dispatch_report(compiled)
+    assert report.fallbacks == {}
+    assert report.parts
+
+
+@torch.no_grad()
+def test_changing_numbers_that_a_branch_compares_run_in_parts() -> None:
+    class Compares(Masked):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor, least: int) -> torch.Tensor:  # type: ignore[override]
+            x = self.layers[0](x).sin().cos()
+            x = x.exp() if mask.sum() > least else x
+            return self.layers[1](x).sin().cos()
+
+    plain, x = Compares(bool).eval(), sample(2, 6, 24)
+    module = add_tvm_dispatch(copy.deepcopy(plain))
+    for least in (1, 20, 2, 30, 3):
+        mask = torch.ones(2, 6)
+        torch.testing.assert_close(module(x, mask, least), plain(x, mask, least))
     assert dispatch_report(module).fallbacks == {}

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from tvmbridge.backends import is_on_host
 from tvmbridge.calls.arguments import places_of
 from tvmbridge.calls.standins import tensors_of
+from tvmbridge.calls.views import shares_elements
 from tvmbridge.core.assumptions import Answer
 from tvmbridge.core.autocast import Autocast, autocast_now
 from tvmbridge.core.torch_private import (
@@ -193,18 +194,18 @@ class Answers(TorchFunctionMode):
         named = kwargs or {}
         leaves, structure = pytree.tree_flatten((args, named)) if self._known else ([], None)
         found = {id(leaf): known for leaf in leaves if (known := self._known_of(leaf)) is not None}
-        if not found or func in _FILLING:
+        if not found or (func in _FILLING and "out" not in named):
             result = func(*args, **named)
             self._learn_constant(result, func, args, named)
             return result
-        if getattr(func, "__name__", "") in _WRITING:
+        if args and _name_of(func) in _WRITING:
             return self._written(func, args, named, found)
         if not _computes(func, named):
             if not _reads(func, args, named):
                 self._lost.update(self._forget(found.values()))
             return func(*args, **named)
         made = self._computation(func, leaves, structure, found)
-        if made is not None and _converts(func, args[0]):
+        if made is not None and _converts(func, *args):
             answer = self._answer(self._to_ask(made, found), func)
             if answer is not None:
                 return answer
@@ -216,7 +217,7 @@ class Answers(TorchFunctionMode):
                 self._learn(each, self._item_of(made, place))
         else:
             self._learn(result, made)
-            if getattr(func, "__name__", "") == "__get__" and isinstance(result, torch.Tensor):
+            if _name_of(func) == "__get__" and isinstance(result, torch.Tensor):
                 self._lost.update(made.names)  # ``.data`` has a version of its own.
         return result
 
@@ -229,9 +230,10 @@ class Answers(TorchFunctionMode):
     ) -> Any:
         """Call a function that writes into its first argument, whose new value may be known."""
         made = None
-        if id(args[0]) in found:
+        # A copy has no elements that share memory, all of which a write changes.
+        if id(args[0]) in found and not shares_elements(args[0]):
             leaves, structure = pytree.tree_flatten((args, named))
-            made = self._computation(partial(_with_write, func), leaves, structure, found)
+            made = self._computation(func, leaves, structure, found)
         names = _names(found.values())
         # Otherwise each tensor that shares the memory has another version from now on.
         if _buffers(names) or not names.isdisjoint(self._lost):
@@ -247,21 +249,24 @@ class Answers(TorchFunctionMode):
         self, func: Any, leaves: Sequence[Any], structure: Any, found: Mapping[int, _Known]
     ) -> _Known | None:
         """Return the known value of a call; None if it needs more than known values."""
-        rest = [leaf for leaf in leaves if id(leaf) not in found]
-        names = _names(found.values())
-        buffers = _buffers(names)
-        if buffers and _arguments(names):
-            return None
+        names, name = _names(found.values()), _name_of(func)
+        arguments, buffers = _arguments(names), _buffers(names)
         # Calls compute it again under the autocast state that they are in themselves.
-        if not all(map(_is_plain, rest)) or not (buffers or autocast_now() == self._autocast):
+        if (arguments and buffers) or not (buffers or autocast_now() == self._autocast):
+            return None
+        if arguments:
+            # An index out of range, which a call may not reach, ends the process on a GPU.
+            taken = leaves[1:] if name in ("__getitem__", "__setitem__") else ()
+            of_call = {key for key, known in found.items() if _arguments(known.names)}
+            indices = [leaf for leaf in taken if id(leaf) in of_call]
+            if "matmul" in name or any(index.dtype is not torch.bool for index in indices):
+                return None
+        if not all(_is_plain(leaf) for leaf in leaves if id(leaf) not in found):
             return None
         parts = [found.get(id(leaf), leaf) for leaf in leaves]
         key = func, str(structure), *(p if isinstance(p, _Known) else repr(p) for p in parts)
-
-        def make(tensors: _Tensors, memo: _Memo) -> Any:
-            return _call(func, parts, structure, tensors, memo)
-
-        return self._made.setdefault(key, _Known(names, make))
+        called = partial(_with_write, func) if name in _WRITING else func
+        return self._made.setdefault(key, _Known(names, partial(_call, called, parts, structure)))
 
     def _learn_constant(self, result: Any, func: Any, args: Any, named: Mapping[str, Any]) -> None:
         """Note what ``result`` is, if ``func`` has made it of Python numbers alone."""
@@ -281,10 +286,8 @@ class Answers(TorchFunctionMode):
         self._learn(result, _Known(frozenset({self._constants}), lambda *_: make()))
 
     def _item_of(self, known: _Known, place: int) -> _Known:
-        def make(tensors: _Tensors, memo: _Memo) -> Any:
-            return known.value(tensors, memo)[place]
-
-        return self._made.setdefault((known, place), _Known(known.names, make))
+        item = _Known(known.names, lambda tensors, memo: known.value(tensors, memo)[place])
+        return self._made.setdefault((known, place), item)
 
     def _to_ask(self, made: _Known, found: Mapping[int, _Known]) -> _Known:
         """Return the tensor that arguments convert to a bool, so that one wait reads several."""
@@ -319,16 +322,24 @@ class Answers(TorchFunctionMode):
         return names
 
 
+def _name_of(func: Any) -> str:
+    """Return the name of a function of PyTorch; "" for one of another library."""
+    module = getattr(func, "__module__", None) or "torch"  # None: a method in C
+    of_library = module.startswith("torch.ops.") and module != "torch.ops.aten"
+    is_own = module.partition(".")[0] == "torch" and not of_library
+    return getattr(func, "__name__", "") if is_own else ""
+
+
 def _computes(func: Any, named: Mapping[str, Any]) -> bool:
     if func in _ASKING:
         return True
-    name = getattr(func, "__name__", "")
+    name = _name_of(func)
     if name == "__get__":  # of a property
         return True
     return named.get("out") is None and name.removeprefix("__").removesuffix("__") in _COMPUTING
 
 
-def _converts(func: Any, tensor: Any) -> bool:
+def _converts(func: Any, tensor: Any = None, *_: Any) -> bool:
     """Whether ``func`` converts ``tensor`` to a Python value that an answer may give."""
     if func is _ITEM:
         return isinstance(tensor, torch.Tensor) and tensor.dtype is torch.bool
@@ -351,7 +362,7 @@ def _is_fixed(value: Any) -> bool:
 
 def _reads(func: Any, args: Sequence[Any], named: Mapping[str, Any]) -> bool:
     """Whether ``func`` only reads its arguments, and returns no view of them."""
-    name = getattr(func, "__name__", "")
+    name = _name_of(func)
     # With a greatest norm, an embedding renormalises its weight in place.
     renormalises = name == "embedding" and (len(args) > 3 or named.get("max_norm") is not None)
     return name in _READING and named.get("out") is None and not renormalises
@@ -371,7 +382,7 @@ def _names(known: Iterable[_Known]) -> frozenset[str | int]:
 
 def _arguments(names: Iterable[str | int]) -> frozenset[str]:
     """Return the places of arguments among the names of what a value is computed from."""
-    return frozenset(n for n in names if isinstance(n, str) and n.startswith("["))
+    return frozenset(n for n in names if isinstance(n, str) and n.startswith("."))
 
 
 def _buffers(names: Iterable[str | int]) -> frozenset[str]:

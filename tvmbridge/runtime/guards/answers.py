@@ -12,10 +12,9 @@ from typing import Any
 import torch
 
 from tvmbridge.backends import is_on_host
-from tvmbridge.calls.arguments import places_of
+from tvmbridge.calls.arguments import places_in
 from tvmbridge.core.assumptions import Answer
 from tvmbridge.core.called_in_mode import without_gradients
-from tvmbridge.core.structure import unflatten
 from tvmbridge.core.torch_private import pytree
 
 
@@ -75,9 +74,9 @@ class ArgumentAnswers:
         self._expected = [answer.value for answer in self._answers]
         self._positions: dict[str, int] = {}
         if self._answers:
-            places = places_of(*unflatten(list(range(structure.num_leaves)), structure))
-            read = frozenset().union(*(answer.arguments for answer in self._answers))
-            self._positions = {place: places[place] for place in sorted(read)}
+            read = frozenset[str]().union(*(answer.arguments for answer in self._answers))
+            places = enumerate(places_in(structure))
+            self._positions = {place: position for position, place in places if place in read}
 
     def hold(self, leaves: Sequence[Any]) -> bool:
         """Whether all conditions have their captured results for the ``leaves`` of a call."""
@@ -91,7 +90,9 @@ class ArgumentAnswers:
 
     def _results(self, given: Mapping[str, torch.Tensor]) -> Any:
         asked = [answer.ask(given).reshape(()).ne(0) for answer in self._answers]
-        return torch.stack(asked).tolist() if len(asked) > 1 else [bool(asked[0])]
+        if len(asked) == 1:
+            return [bool(asked[0])]
+        return torch.stack([each.to(asked[0].device) for each in asked]).tolist()
 
 
 def _asked(answer: Answer, now: dict[str, torch.Tensor]) -> str | None:
