@@ -137,6 +137,27 @@ def test_lengths_of_two_arguments_that_are_equal_in_the_first_calls_may_differ_l
     assert len(compiled) == compilations
 
 
+class Adds(nn.Module):
+    """Adds rows, of which each may have one element for all elements of the other."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.sin(x) + 2 * y
+
+
+@pytest.mark.parametrize(
+    "sizes", [[(6, 6), (9, 9), (8, 1), (7, 7), (1, 5), (5, 5)], [(6, 6), (9, 1), (8, 8), (7, 1)]]
+)
+def test_equal_sizes_are_served_before_and_after_one_of_them_is_1(
+    sizes: Sequence[tuple[int, int]],
+) -> None:
+    module = Adds().eval()
+    ours = copy.deepcopy(module)
+    add_tvm_dispatch(ours, dynamic_shapes="auto", on_fallback="raise")
+    for n, m in sizes:
+        given = torch.randn(3, n), torch.randn(3, m)
+        _assert_same([ours(*given)], [module(*(x.double() for x in given))])
+
+
 def test_code_that_differs_is_compiled_at_other_points(monkeypatch: pytest.MonkeyPatch) -> None:
     compile_, tried = sized_code.compile_symbolic, list[Any]()
 

@@ -143,7 +143,7 @@ class _SizeGroup:
             changed = len(symbols.dimensions)
             if guesses:
                 symbols = symbols.with_rows(shapes) or symbols
-                symbols = (symbols.with_sides(shapes) or symbols).by_argument()
+                symbols = (symbols.with_sides(shapes) or symbols).by_argument(*calls)
             guessed = len(symbols.dimensions) > changed
         else:
             demanded = set() if self.family is None else self.family.demanded

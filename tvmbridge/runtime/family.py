@@ -162,7 +162,7 @@ class Family:
         if point is None:
             return None
         self._note(tuple(map(max, self._least, point)))
-        code = self._code(mode, flags, matched, point)
+        code = self._code(mode, flags, matched)
         point = self._related.sizes(matched.leaves)
         if isinstance(code, Reason) or point is None or not code.points.hold(point):
             return None
@@ -179,7 +179,7 @@ class Family:
         """
         flags = flags_of(self.compiler.module, matched.leaves)
         self._note(self._point(matched))
-        code = self._code(mode, flags, matched, self._point(matched))
+        code = self._code(mode, flags, matched)
         if isinstance(code, Reason):
             if self._has_code:
                 raise OtherSizesError(code.text)
@@ -220,9 +220,7 @@ class Family:
             )
             self._most = tuple(map(max, self._most, point))
 
-    def _code(
-        self, mode: Mode, flags: Flags, matched: Matched, point: Point
-    ) -> SymbolicCode | Reason:
+    def _code(self, mode: Mode, flags: Flags, matched: Matched) -> SymbolicCode | Reason:
         """Return the code for the sizes of a call, compiled now if it is missing; or a reason.
 
         Sizes below the range of the first code get code of their own, with narrower vectors.
@@ -233,8 +231,9 @@ class Family:
             common = self._compile((mode, flags, False), matched, self._least)
         if isinstance(common, Reason):
             return common
-        point = self._related.sizes(matched.leaves) or point
-        if common.points.hold(point):
+        # The compilation may have related sizes that differ in this call.
+        point = self._related.sizes(matched.leaves)
+        if point is None or common.points.hold(point):
             return common
         least = common.points.least
         is_small = any(size < bound for size, bound in zip(point, least, strict=True))

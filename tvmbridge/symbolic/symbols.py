@@ -58,8 +58,8 @@ class Symbols:
     Args:
         dimensions: for each symbol, its dimensions.
         forms: how a size follows from the symbol, for dimensions whose size is not the symbol.
-        equal: for each symbol, a number; symbols with the same number had equal values in all
-            calls. Empty: no two symbols had.
+        equal: for each symbol, a number; symbols with the same number had values that were equal
+            or 1 in all calls. Empty: no two symbols had.
     """
 
     dimensions: tuple[tuple[Dimension, ...], ...]
@@ -112,38 +112,50 @@ class Symbols:
             return None
         return replace(self, dimensions=tuple(found))
 
-    def by_argument(self) -> Symbols:
+    def by_argument(self, *calls: Shapes) -> Symbols:
         """Return these symbols with one for each argument that has a dimension of a symbol.
 
         Two arguments may have equal sizes by chance, such as the texts of a translation.
         torch.export keeps symbols of equal sizes apart, and its relations join those that forward
-        relates. First dimensions are the rows of a batch, and stay together.
+        relates. First dimensions are the rows of a batch, and stay together. Symbols that are equal
+        or 1 in each of ``calls`` count as equal: forward broadcasts a size of 1.
         """
+        values = list(zip(*(self.point_of(dict(call)) for call in calls), strict=True))
         found: list[tuple[Dimension, ...]] = []
         equal: list[int] = []
+        members: dict[int, list[int]] = {}
         for number, group in enumerate(self.dimensions):
+            alike = (
+                known
+                for known, others in members.items()
+                if all(_broadcast(values[other], values[number]) for other in others)
+            )
+            chosen = next(alike, number)
+            members.setdefault(chosen, []).append(number)
             parts: dict[int, list[Dimension]] = {}
             for leaf, place in group:
                 parts.setdefault(leaf if place else -1, []).append((leaf, place))
             found += map(tuple, parts.values())
-            equal += [number] * len(parts)
+            equal += [chosen] * len(parts)
         return replace(self, dimensions=tuple(found), equal=tuple(equal))
 
     def joined(self) -> Symbols:
-        """Return these symbols with one for all that had equal values in all calls."""
+        """Return these symbols with one for all that have one number in ``equal``."""
         groups: dict[int, list[Dimension]] = {}
         for number, dimensions in zip(self.equal, self.dimensions, strict=True):
             groups.setdefault(number, []).extend(dimensions)
         return replace(self, dimensions=tuple(map(tuple, groups.values())), equal=())
 
     def are_joined(self, leaves: Sequence[Any]) -> bool:
-        """Whether dimensions whose sizes follow alike from one symbol are equal in a call."""
-        return all(
-            leaves[a].shape[i] == leaves[b].shape[j]
-            for group in self.dimensions
-            for (a, i), (b, j) in itertools.pairwise(group)
-            if self.form((a, i)) == self.form((b, j))
-        )
+        """Whether dimensions whose sizes follow alike from one symbol are equal or 1 in a call."""
+        for group in self.dimensions:
+            sizes: dict[LinearSize, set[int]] = {}
+            for leaf, number in group:
+                known = sizes.setdefault(self.form((leaf, number)), set())
+                known.add(leaves[leaf].shape[number])
+            if any(len(each - {1}) > 1 for each in sizes.values()):
+                return False
+        return True
 
     def point(self, leaves: Sequence[Any]) -> Point | None:
         """Return the values of the symbols in a call.
@@ -204,13 +216,15 @@ class Symbols:
         torch.export makes constants of sizes of 1. A power of two that divides a size, up to 32,
         still does: networks halve images, and join them with what the halves become.
         """
-        taken: dict[int, int] = {}
+        wanted: dict[int, int] = {}
         numbers = self.equal or range(len(self.dimensions))
         for number, size in zip(numbers, self.point_of(shapes), strict=True):
-            size = max(size, LEAST_SIZE)
-            while number not in taken and size in taken.values():
+            wanted[number] = max(size, wanted.get(number, LEAST_SIZE))
+        taken: dict[int, int] = {}
+        for number, size in wanted.items():
+            while size in taken.values():
                 size += min(size & -size, _MOST_HALVED)
-            taken.setdefault(number, size)
+            taken[number] = size
         return tuple(taken[number] for number in numbers)
 
     def probe(self, args: Any, kwargs: Any, point: Point) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -232,6 +246,13 @@ class Symbols:
         made = [_resized(t, shapes[i]) if i in varying else t for i, t in enumerate(leaves)]
         found: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(made, spec)
         return found
+
+
+def _broadcast(one: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether two symbols had equal values in calls, except where one of them was 1."""
+    pairs = set(zip(one, other, strict=True))
+    apart = [pair for pair in pairs if pair[0] != pair[1]]
+    return 0 < len(apart) < len(pairs) and all(1 in pair for pair in apart)
 
 
 def _resized(leaf: torch.Tensor, shape: list[int]) -> torch.Tensor:
