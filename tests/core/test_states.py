@@ -27,7 +27,7 @@ from torch import nn
 from tvmbridge import add_tvm_dispatch, dispatch_report
 from tvmbridge.core.contents import same_value, state_of
 from tvmbridge.core.errors import NotApartError
-from tvmbridge.core.states import reader_of
+from tvmbridge.core.states import reader_of, referent
 from tvmbridge.graph_capture.observe.objects import NO_READS
 from tvmbridge.graph_capture.observe.staging import staged
 from tvmbridge.runtime.guards.values import ValueGuard
@@ -164,6 +164,12 @@ _PROXY = {"weak proxy"}
 _IN_GLOBALS = {"text", *_PROXY}
 # Thread-local objects in globals are compared by the names that the function itself has.
 _IN_ATTRIBUTES = {"thread-local"}
+
+
+def test_the_referent_of_a_weak_proxy_may_be_a_class_or_gone() -> None:
+    proxy, gone = weakref.proxy(OfGlobal), weakref.proxy(nn.Identity())
+    assert referent(proxy) is OfGlobal
+    assert referent(gone) is None
 
 
 def _made(case: Case, monkeypatch: pytest.MonkeyPatch) -> Any:

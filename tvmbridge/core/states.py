@@ -58,17 +58,18 @@ def _stream(value: Any) -> list[Any]:
 
 def referent(value: Any) -> Any:
     """Return what a weak reference or proxy refers to; None if that is gone."""
-    if isinstance(value, weakref.ReferenceType):
+    if type(value) not in weakref.ProxyTypes:
         return value()
     try:  # A proxy passes all attributes on to the object that it refers to.
-        return value.__init__.__self__
+        return (value.mro if isinstance(value, type) else value.__init__).__self__
     except ReferenceError:
         return None
 
 
 def is_weak(value: Any) -> bool:
     """Whether ``value`` is a weak reference or proxy."""
-    return isinstance(value, weakref.ReferenceType) or type(value) in weakref.ProxyTypes
+    # ``isinstance`` asks the referent of a proxy, and raises an error if that is gone.
+    return type(value) in weakref.ProxyTypes or isinstance(value, weakref.ReferenceType)
 
 
 def state_of_context(value: Any) -> list[Any]:
