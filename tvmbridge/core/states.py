@@ -61,7 +61,8 @@ def referent(value: Any) -> Any:
     if type(value) not in weakref.ProxyTypes:
         return value()
     try:  # A proxy passes all attributes on to the object that it refers to.
-        return (value.mro if isinstance(value, type) else value.__init__).__self__
+        bound: Any = value.mro if isinstance(value, type) else value.__init__
+        return bound.__self__
     except ReferenceError:
         return None
 
