@@ -166,6 +166,12 @@ _IN_GLOBALS = {"text", *_PROXY}
 _IN_ATTRIBUTES = {"thread-local"}
 
 
+def test_the_referent_of_a_weak_proxy_may_be_a_class_or_gone() -> None:
+    proxy, gone = weakref.proxy(OfGlobal), weakref.proxy(nn.Identity())
+    assert referent(proxy) is OfGlobal
+    assert referent(gone) is None
+
+
 def _made(case: Case, monkeypatch: pytest.MonkeyPatch) -> Any:
     SETTINGS.on = ITEMS["on"] = False
     held = case.make()

@@ -216,3 +216,20 @@ def test_a_position_beyond_the_cache_raises_as_in_pytorch() -> None:
     for pos in (32, -33):
         with pytest.raises(IndexError):
             served(x, pos)
+
+
+class Listed(nn.Module):
+    """Indexes by a list that holds a number."""
+
+    def forward(self, x: torch.Tensor, n: int) -> torch.Tensor:
+        y = torch.tanh(x * 2)
+        y[[n]] = 1.0
+        return y[[n, 0]] - 1
+
+
+def test_a_number_in_a_list_of_indices_is_refused_by_name() -> None:
+    served, dispatcher = _dispatched(Listed())
+    for n in (0, 1, 2, -1):
+        x = torch.randn(3, 4)
+        torch.testing.assert_close(served(x, n), Listed()(x, n))
+    assert "indexes by it and by something else" in dispatcher.code.policy.numbers.why["n", int]

@@ -124,6 +124,23 @@ def test_a_counter_that_decides_sizes_is_an_input() -> None:
     assert Kind.PARTS_ANEW not in _reasons(served)
 
 
+def _growing(m: Any, y: torch.Tensor) -> torch.Tensor:
+    m.steps = m.steps * 2**20 + 1
+    return torch.tanh(y[:, : m.steps % 3 + 1] * 2 - 1)
+
+
+@pytest.mark.slow
+def test_a_counter_beyond_64_bits_is_exact() -> None:
+    eager: Any = Stateful(_growing, steps=1)
+    served: Any = add_tvm_dispatch(copy.deepcopy(eager), on_fallback="silent")
+    with torch.no_grad():
+        for _ in range(6):
+            x = torch.randn(3, 4)
+            torch.testing.assert_close(served(x), eager(x))
+            assert (served.steps, type(served.steps)) == (eager.steps, int)
+    assert served.steps > 2**64
+
+
 @pytest.mark.slow
 def test_a_number_of_numpys_stays_one() -> None:
     # TorchDynamo makes an array of it.

@@ -202,8 +202,8 @@ def _restore_gradients(graph: fx.Graph) -> None:
 
 
 def _tensor_of(length: int) -> Any:
-    """Return a tensor of shape ``(length, 0)``; return a negative number as it is."""
-    return torch.empty((length, 0)) if length >= 0 else length
+    """Return a tensor of shape ``(length, 0)``; return a number that is no size as it is."""
+    return torch.empty((length, 0)) if 0 <= length < 1 << 63 else length
 
 
 def _length_of(carrier: Any) -> Any:

@@ -107,6 +107,16 @@ def _context_of_decimals() -> Case:
     return lambda x: x * float(numbers[0] / 3), lambda: setattr(context, "prec", 3)
 
 
+class _Rate:
+    def __init__(self) -> None:
+        self.value = decimal.Decimal(2)
+
+
+def _context_of_decimals_in_objects() -> Case:
+    held, context = _Rate(), decimal.getcontext()
+    return lambda x: x * float(held.value / 3), lambda: setattr(context, "prec", 3)
+
+
 def _setting_of_python() -> Case:
     limit = sys.getrecursionlimit()
     return lambda x: x * sys.getrecursionlimit(), lambda: sys.setrecursionlimit(limit + 1)

@@ -217,7 +217,8 @@ def _setting(source: Source) -> OutsideValue | None:
 def decimal_context(value: Any) -> Iterator[OutsideValue]:
     """Yield a guard value for the context of decimals of this thread if ``value`` depends on it."""
     numbers = type(value) is decimal.Decimal or (
-        isinstance(value, CONTAINERS) and any(type(h) is decimal.Decimal for h in all_held(value))
+        (isinstance(value, CONTAINERS) or is_object(value))
+        and any(type(h) is decimal.Decimal for h in all_held(value))
     )
     if numbers or any(value is function for function in _DECIMAL):
         reader = _Result(lambda: state_of_context(decimal.getcontext()))

@@ -45,7 +45,7 @@ def hold(stand_in: nn.Module, module: nn.Module) -> dict[str, torch.Tensor]:
     held: dict[str, Key] = {}
     for path, attribute in sorted(keys):
         value = stand_in.get_submodule(path).__dict__.get(attribute, MISSING)
-        if is_number(value):
+        if is_number(value) and NumberRange(type(value)).holds(value):
             name = "number_" + re.sub(r"\W", "_", f"{path}_{attribute}").strip("_")
             while hasattr(stand_in, name):
                 name += "_"

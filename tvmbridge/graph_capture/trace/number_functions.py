@@ -224,7 +224,7 @@ def _place(tensor: Any, index: Any) -> tuple[int, TracedNumber, torch.Tensor]:
         each[i : i + 1] = [slice(None)] * (tensor.dim() - len(each) + 1)
     *others, number = sorted(each, key=lambda part: type(part) is TracedNumber)
     whole = all(isinstance(part, slice) and part == slice(None) for part in others)
-    if not (isinstance(tensor, torch.Tensor) and whole):
+    if not (isinstance(tensor, torch.Tensor) and type(number) is TracedNumber and whole):
         raise numbers_in(each)[0].refused("indexes by it and by something else")
     dim = next(i for i, part in enumerate(each) if part is number)
     known = number.of.ranges[min(number.leaves)]
