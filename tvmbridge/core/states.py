@@ -58,30 +58,17 @@ def _stream(value: Any) -> list[Any]:
 
 def referent(value: Any) -> Any:
     """Return what a weak reference or proxy refers to; None if that is gone."""
-<<<<<<< HEAD
     if issubclass(type(value), weakref.ReferenceType):
         return value()
     try:  # A proxy passes all attributes on to the object that it refers to.
         return value.__mro__[0] if isinstance(value, type) else value.__init__.__self__
-=======
-    if type(value) not in weakref.ProxyTypes:
-        return value()
-    try:  # A proxy passes all attributes on to the object that it refers to.
-        bound: Any = value.mro if isinstance(value, type) else value.__init__
-        return bound.__self__
->>>>>>> revB
     except ReferenceError:
         return None
 
 
 def is_weak(value: Any) -> bool:
     """Whether ``value`` is a weak reference or proxy."""
-<<<<<<< HEAD
     return issubclass(type(value), (weakref.ReferenceType, *weakref.ProxyTypes))
-=======
-    # ``isinstance`` asks the referent of a proxy, and raises an error if that is gone.
-    return type(value) in weakref.ProxyTypes or isinstance(value, weakref.ReferenceType)
->>>>>>> revB
 
 
 def state_of_context(value: Any) -> list[Any]:

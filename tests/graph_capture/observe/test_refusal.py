@@ -135,13 +135,14 @@ class Asks(nn.Module):
     def __init__(self, does: str) -> None:
         super().__init__()
         self.does = does
+        self.register_buffer("least", torch.zeros(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         compiled = torch.compiler.is_compiling()
         if self.does == "counts" and not compiled:
             self.calls += 1
         if self.does == "looks" and not compiled:
-            assert (x > 0).all()
+            assert (x > self.least).all()
         if self.does == "draws" and not compiled:
             x = x + torch.rand_like(x)
         return x * (2 if compiled or self.does != "computes" else 3) * x.sigmoid()

@@ -56,6 +56,21 @@ def _assert_the_same(ours: Any, eager: Any) -> None:
     assert len(storages) == sum(bool(t.numel()) for t in found)
 
 
+def _has_halves(kind: str) -> bool:
+    """Whether this processor has PyTorch's kernel of the layer in bfloat16; some have no LSTM."""
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        try:
+            KINDS[kind](FEATURES, SIZE)(torch.randn(STEPS, BATCH, FEATURES))
+        except RuntimeError:
+            return False
+    return True
+
+
+def _skip_without_halves(kind: str) -> None:
+    if not _has_halves(kind):
+        pytest.skip(f"this processor has no {kind} in bfloat16, in eager PyTorch either")
+
+
 def _run(mode: Any, module: nn.Module, x: torch.Tensor, autocast: bool) -> tuple[Any, torch.Tensor]:
     """Call the module inside ``mode``; return the results and the generator's state."""
     torch.manual_seed(1)
