@@ -82,6 +82,8 @@ def _run(mode: Any, module: nn.Module, x: torch.Tensor, autocast: bool) -> tuple
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_stacks_are_those_of_eager_pytorch(kind: str, train: bool, autocast: bool) -> None:
+    if autocast:
+        _skip_without_halves(kind)
     for form in _forms(kind):
         for dtype in DTYPES:
             torch.manual_seed(0)
@@ -120,6 +122,8 @@ def _arguments(kind: str, form: dict[str, Any], autocast: torch.dtype | None) ->
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_fake_kernels_are_those_of_the_operators(kind: str, autocast: torch.dtype | None) -> None:
+    if autocast is not None:
+        _skip_without_halves(kind)
     operator = getattr(torch.ops.tvmbridge, f"{kind}_stack").default
     backward = getattr(torch.ops.tvmbridge, f"{kind}_stack_backward").default
     for form in _forms(kind):
@@ -173,6 +177,7 @@ class _Chain(nn.Module):
 
 
 def test_long_sequences_run_like_eager_in_a_call_a_stack() -> None:
+    _skip_without_halves("lstm")
     torch.manual_seed(0)
     module, args = _Chain().requires_grad_(False), (torch.randn(2, 200, 5), torch.randn(3, 2, 3))
     other = copy.deepcopy(module)
@@ -204,6 +209,7 @@ class _Autocast(nn.Module):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_under_autocast_is_that_of_eager(kind: str) -> None:
+    _skip_without_halves(kind)
     torch.manual_seed(0)
     module, x = _Autocast(KINDS[kind](4, 4, 2, bidirectional=True)), torch.randn(3, 2, 4)
     other = copy.deepcopy(module)
