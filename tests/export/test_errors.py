@@ -52,7 +52,7 @@ class Branches(nn.Module):
 @pytest.mark.parametrize(
     ("module", "words"),
     [
-        (Branches(), "test_errors.py:"),
+        (Branches(), "branches by the values of its arguments"),
         (torch.jit.script(nn.ReLU()), "ScriptModule"),
         (
             torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(4, 4)), {nn.Linear}),

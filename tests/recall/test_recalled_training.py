@@ -166,7 +166,7 @@ class _Asks(nn.Module):
     [
         (_Sets(), "attributes that forward sets"),
         (_Closes(), "a builtins.object"),
-        (_Asks(), "values of buffers that forward reads"),
+        (_Asks(), "values of buffers or arguments that forward reads"),
     ],
     ids=lambda value: type(value).__name__,
 )

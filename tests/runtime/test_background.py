@@ -161,10 +161,14 @@ def test_a_child_that_hangs_is_ended(held: None, monkeypatch: pytest.MonkeyPatch
 
 
 class Branching(nn.Module):
-    """A data-dependent branch, which cannot be compiled."""
+    """A branch by a parameter, which cannot be compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + 1 if x.sum() > 0 else x - 1
+        return x + 1 if self.scale > 0 else x - 1
 
 
 def test_what_cannot_be_compiled_is_told_as_at_a_call() -> None:

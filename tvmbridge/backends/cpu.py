@@ -28,9 +28,9 @@ def _kernel_passes(measure: bool) -> list[AnyPass]:
     products = DispatchKernels(measure=measure)
     convolutions = FewChannelGradients(measure), ConvolutionsInLoops(measure)
     passes = kernel_passes(products, *convolutions, CompileAtenCalls())
-    # MergeKernels decides by sizes which kernels to merge.
-    merging = [] if sizes_vary() else [MergeKernels(), DeadCodeElimination()]
-    return [*passes, *merging, ResultsEarly()]
+    # Sizes decide which kernels to merge, and in which order to run them.
+    by_size = [] if sizes_vary() else [MergeKernels(), DeadCodeElimination(), ResultsEarly()]
+    return [*passes, *by_size]
 
 
 def _prepare() -> None:

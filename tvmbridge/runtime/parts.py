@@ -98,7 +98,7 @@ class Cut:
         self.served = 0
         self.parts: ServedParts | None = None
         self._without = self._with_new = 0
-        self._of_state = False
+        self._of_state = self._tried = False
         self._process = os.getpid()
         self._changing = threading.Lock()
 
@@ -115,17 +115,18 @@ class Cut:
                 assert self.make is not None
                 self.parts = self.make(of)
 
-    def at(self, why: str, of_state: bool = False) -> bool:
+    def at(self, why: str, of_state: bool = False, tried: bool = False) -> bool:
         """Serve calls in parts from now on; return False if the module is never cut.
 
         Args:
             why: the reason.
             of_state: whether the reason is state that forward changes. A value of it that decides
                 the graph would have new parts compiled at each call.
+            tried: whether the module is never cut if the first call has no part that is compiled.
         """
         if self.make is None:
             return False
-        self.why, self._of_state = why, of_state
+        self.why, self._of_state, self._tried = why, of_state, tried
         return True
 
     def instead_of(self, eager: Mapping[str, int]) -> None:
@@ -170,9 +171,12 @@ class Cut:
             if reason is NO_PART:
                 self._without += 1
                 reason = self._no_part()
-                self._turn_to_regions(of)
+                if self._tried:
+                    self.make = self.why = None
+                else:
+                    self._turn_to_regions(of)
             elif reason is None:
-                self._without = 0
+                self._without, self._tried = 0, False
         return results, reason
 
     def _turn_to_regions(self, of: Any) -> None:

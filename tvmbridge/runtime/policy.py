@@ -348,7 +348,7 @@ class Policy:
         if self.cut.make is None or not self.compiles_signatures:
             return False
         why = self.numbers.deciding(call.known, call.args, call.kwargs)
-        return why is not None and self.cut.at(why, of_state=True)
+        return why is not None and self.cut.at(why, of_state=True, tried=True)
 
     def cut_for_any_size(self, why: Reason) -> bool:
         """Serve calls of other sizes in parts from now on; return whether that is possible.

@@ -126,11 +126,6 @@ def _caught(model: Any, x: Any, t: Any) -> Any:
         return x
 
 
-def _kept(model: Any, x: Any, t: Any) -> Any:
-    model.last = t
-    return x * t
-
-
 def _written(model: Any, x: Any, t: Any) -> Any:
     copy = x.clone()
     copy[t].add_(1)
@@ -141,13 +136,11 @@ READ: dict[str, tuple[Function, str]] = {
     "range": (lambda m, x, t: sum(x for _ in range(t)), "as an index or a size"),
     "slice": (lambda m, x, t: x[:t], "as an index or a size"),
     "size": (lambda m, x, t: x.repeat(t), "passes it to repeat"),
-    "math": (lambda m, x, t: x * math.sin(t), "converts it to a float"),
+    "math": (lambda m, x, t: x * math.gamma(t), "converts it to a float"),
     "text": (lambda m, x, t: (x, f"{t}")[0], "writes it as text"),
     "key": (lambda m, x, t: x * {3: 2.0}.get(t, 1.0), "uses it as a key"),
     "class": (lambda m, x, t: x if type(t) is int else -x, "ask for its class"),
     "alpha": (lambda m, x, t: torch.add(x, x, alpha=t), "passes it to add"),
-    "returned": (lambda m, x, t: (x, t), "returns it"),
-    "kept": (_kept, "keeps it"),
     "caught": (_caught, "converts it to a float"),
     "written view": (_written, "writes into a tensor that it indexes"),
     "returned view": (lambda m, x, t: m.table[t], "returns or keeps a part"),

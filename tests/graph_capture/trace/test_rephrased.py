@@ -65,7 +65,7 @@ REFUSED: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     r"assigns to .data of a tensor.*test_rephrased": _assigns,
     r"writes to x\[i\] where i is a tensor of one number.*test_rephrased": _sets,
     "branches by the value of a tensor.*test_rephrased.*torch.where": lambda m, x: (
-        x if x.sum() > 0 else m.linear(x)
+        x + 1 if m.linear(x).sum() > 0 else x
     ),
     "needs the value of a tensor as a Python number.*test_rephrased": lambda m, x: (
         x * float(x.max())

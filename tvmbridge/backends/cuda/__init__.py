@@ -61,10 +61,10 @@ def _kernel_passes(measure: bool) -> list[AnyPass]:
         casts=RepeatCasts(CHEAP_ON_GPUS),
         fuse=FuseOps(MOST_ON_GPUS),
     )
-    # Sizes decide which kernels to merge.
+    # Sizes decide which kernels to merge, and in which order to run them.
     merges = MergeKernels(is_one_kernel), MergeCasts(is_one_kernel), DeadCodeElimination()
-    merging = [] if sizes_vary() else [relax.transform.CanonicalizeBindings(), *merges]
-    return [*ours, *shared, *merging, ResultsEarly()]
+    by_size = [relax.transform.CanonicalizeBindings(), *merges, ResultsEarly()]
+    return [*ours, *shared, *([] if sizes_vary() else by_size)]
 
 
 def _graph_passes(has_backward: bool) -> list[AnyPass]:

@@ -270,12 +270,14 @@ class Answers(TorchFunctionMode):
 
     def _learn_constant(self, result: Any, func: Any, args: Any, named: Mapping[str, Any]) -> None:
         """Note what ``result`` is, if ``func`` has made it of Python numbers alone."""
+        if func is not torch.arange and func not in _FILLING:
+            return  # Other modes would see that the result is looked at.
         if named.keys() - {"dtype", "device"} or not _is_fixed(result):
             return
         kind = {"dtype": result.dtype, "device": result.device}
         if func is torch.arange and all(map(_is_plain, args)):
             make = partial(torch.arange, *args, **kind)
-        elif func in _FILLING:
+        elif func is not torch.arange:
             number = args[1] if _FILLING[func] is None and len(args) > 1 else _FILLING[func]
             if type(number) not in (bool, int, float):
                 return
