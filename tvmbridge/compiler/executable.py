@@ -16,7 +16,7 @@ import tvm_ffi
 from torch.utils.dlpack import from_dlpack
 from tvm import relax
 
-from tvmbridge.backends import backend_of
+from tvmbridge.backends import backend_of, is_on_host
 from tvmbridge.compiler.build import RELEASE
 from tvmbridge.compiler.pieces import Pieces
 from tvmbridge.core.borrowed import borrowed
@@ -107,7 +107,9 @@ class LoadedModule:
             if _has(vm, name)
         }
         self._gradients = gradients
-        self._release = vm[RELEASE] if _has(vm, RELEASE) else None
+        # A call on the CPU in inference would take a tenth longer.
+        releases = "backward" in self._functions or not is_on_host(device)
+        self._release = vm[RELEASE] if releases and _has(vm, RELEASE) else None
         self._lock = threading.RLock()
         if backend_of(device).stays_at_exit:
             stays_at_exit(self)
