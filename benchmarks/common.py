@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
+from tvmbridge.core.compiled_half import FOLDER, halves_folder
+
 
 @dataclass(frozen=True)
 class Row:
@@ -26,6 +28,18 @@ class Row:
     def holds(self) -> bool:
         """Whether the figure is within its bound; NaN is within no bound."""
         return self.bound is None or self.value <= self.bound
+
+
+def caches_in(folder: str) -> dict[str, str]:
+    """Return environment variables by which a process has its caches in ``folder``.
+
+    The C++ halves, which an installation has, stay in their own folder.
+    """
+    return {
+        "TVMBRIDGE_CACHE_DIR": f"{folder}/tvm",
+        FOLDER: str(halves_folder()),
+        "TORCHINDUCTOR_CACHE_DIR": f"{folder}/torch",
+    }
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:

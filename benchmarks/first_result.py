@@ -18,8 +18,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.common import Row, parser, report
-from tvmbridge.core.compiled_half import FOLDER, build_halves, halves_folder
+from benchmarks.common import Row, caches_in, parser, report
+from tvmbridge.core.compiled_half import build_halves
 
 # Bounds in seconds of cached and bundled starts; the bound of a cold start is torch.compile's time.
 CASES = {
@@ -75,14 +75,9 @@ def _seconds(case: str, door: str, caches: str, device: str) -> float:
 
 def _python(arguments: Sequence[str], caches: str) -> str:
     """Run ``python -m`` with caches in ``caches``, and return its standard output."""
-    folders = {
-        "TVMBRIDGE_CACHE_DIR": f"{caches}/tvm",
-        FOLDER: str(halves_folder()),
-        "TORCHINDUCTOR_CACHE_DIR": f"{caches}/torch",
-    }
     command = [sys.executable, "-m", *arguments]
     done = subprocess.run(
-        command, env={**os.environ, **folders}, capture_output=True, text=True, check=True
+        command, env={**os.environ, **caches_in(caches)}, capture_output=True, text=True, check=True
     )
     return done.stdout
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 from tvm.relax.utils import copy_with_new_vars
 
 from tvmbridge.core.pass_report import PassReport as PassReport
+from tvmbridge.kernels.dtypes import from_relax_dtype
 
 
 @dataclass(frozen=True)
@@ -168,6 +170,22 @@ def dtype_of(expr: relax.Expr) -> str:
     """Return the dtype of a tensor expression, by name."""
     dtype = expr.ty.dtype
     return str(getattr(dtype, "dtype", dtype))
+
+
+def tensor_bytes(var: relax.Var) -> int:
+    """Return the bytes of a dense tensor with the shape and dtype of ``var``."""
+    return math.prod(shape_of(var) or ()) * from_relax_dtype(dtype_of(var)).itemsize
+
+
+def tensors_held(var: relax.Var) -> list[relax.Var]:
+    """Return a variable for each tensor that ``var`` is or holds."""
+    types = var.ty.fields if isinstance(var.ty, relax.TupleType) else [var.ty]
+    return [relax.Var("value", t) for t in types if isinstance(t, relax.TensorType)]
+
+
+def value_bytes(var: relax.Var) -> int:
+    """Return the bytes of all tensors that ``var`` is or holds."""
+    return sum(map(tensor_bytes, tensors_held(var)))
 
 
 def bindings_of(function: relax.Function) -> dict[relax.Var, relax.Expr]:

@@ -34,9 +34,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.common import caches_in
 from benchmarks.dashboard.measure import PEERS, Task
 from benchmarks.dashboard.models import SUITES, Entry, entries
-from tvmbridge.core.compiled_half import FOLDER, build_halves, halves_folder
+from tvmbridge.core.compiled_half import build_halves
 
 _TINY_BATCH = 2
 _USUAL = ("eager", "inductor", "reduce-overhead", "tvmbridge", "tvmbridge-compile")
@@ -102,18 +103,13 @@ def _measured(
     if left <= 0:
         return None
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as caches:
-        folders = {
-            "TVMBRIDGE_CACHE_DIR": f"{caches}/tvm",
-            FOLDER: str(halves_folder()),
-            "TORCHINDUCTOR_CACHE_DIR": f"{caches}/torch",
-        }
         command = [sys.executable, "-m", "benchmarks.dashboard.measure", json.dumps(asdict(task))]
         errors = Path(caches, "errors")
         with errors.open("w", encoding="utf-8") as file:
             # A new session, so that the compilers' worker processes end too: they hold the pipe.
             process = subprocess.Popen(
                 command,
-                env={**os.environ, **folders},
+                env={**os.environ, **caches_in(caches)},
                 stdout=subprocess.PIPE,
                 stderr=file,
                 text=True,

@@ -30,14 +30,12 @@ Runs after: the passes that fuse and merge, which decide what is written to memo
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import tvm
 from tvm import relax
 
-from tvmbridge.kernels.dtypes import from_relax_dtype
 from tvmbridge.passes.base import (
     PassReport,
     RelaxPass,
@@ -45,6 +43,7 @@ from tvmbridge.passes.base import (
     flat_results,
     map_functions,
     readers_of,
+    value_bytes,
     with_bindings,
 )
 
@@ -98,7 +97,7 @@ def _places(function: relax.Function) -> dict[relax.Var, int]:
 
 
 def _is_much_larger(var: relax.Var, read: list[relax.Var]) -> bool:
-    return bool(read) and _bytes(var.ty) > _GROWTH * sum(_bytes(v.ty) for v in read)
+    return bool(read) and value_bytes(var) > _GROWTH * sum(map(value_bytes, read))
 
 
 def _leading_to_results(
@@ -116,13 +115,3 @@ def _leading_to_results(
         elif read_by and all(reader in moving for reader in read_by):
             moving.add(var)  # a kernel of several results
     return moving
-
-
-def _bytes(type_: tvm.ir.Type) -> float:
-    """Return the bytes of the tensors of a type, where a varying extent counts as 1."""
-    if isinstance(type_, relax.TupleType):
-        return sum(_bytes(field) for field in type_.fields)
-    if not isinstance(type_, relax.TensorType) or not isinstance(type_.shape, relax.ShapeExpr):
-        return 0.0
-    extents = [e.value for e in type_.shape.values if isinstance(e, tvm.tirx.IntImm)]
-    return float(math.prod(extents) * from_relax_dtype(str(type_.dtype)).itemsize)

@@ -61,6 +61,15 @@ def _trained(module: Any, seed: int) -> list[Any]:
     return [y.detach().clone(), *(p.grad.clone() for p in module.parameters())]
 
 
+def _assert_counts_alike(served: Any, eager: Any, calls: int) -> None:
+    """Assert that both modules return the same, and count alike in ``steps``, in each call."""
+    with torch.no_grad():
+        for _ in range(calls):
+            x = torch.randn(3, 4)
+            torch.testing.assert_close(served(x), eager(x))
+            assert (served.steps, type(served.steps)) == (eager.steps, int)
+
+
 def _reasons(served: Any) -> set[Kind]:
     return {reason.kind for reason in dispatch_report(served).reasons.values()}
 
@@ -116,11 +125,7 @@ def _placed(m: Any, y: torch.Tensor) -> torch.Tensor:
 def test_a_counter_that_decides_sizes_is_an_input() -> None:
     eager: Any = Stateful(_placed, steps=0, rows=torch.zeros(3, 20, 3))
     served: Any = add_tvm_dispatch(copy.deepcopy(eager), on_fallback="silent")
-    with torch.no_grad():
-        for _ in range(12):
-            x = torch.randn(3, 4)
-            torch.testing.assert_close(served(x), eager(x))
-            assert (served.steps, type(served.steps)) == (eager.steps, int)
+    _assert_counts_alike(served, eager, calls=12)
     assert Kind.PARTS_ANEW not in _reasons(served)
 
 
@@ -133,11 +138,7 @@ def _growing(m: Any, y: torch.Tensor) -> torch.Tensor:
 def test_a_counter_beyond_64_bits_is_exact() -> None:
     eager: Any = Stateful(_growing, steps=1)
     served: Any = add_tvm_dispatch(copy.deepcopy(eager), on_fallback="silent")
-    with torch.no_grad():
-        for _ in range(6):
-            x = torch.randn(3, 4)
-            torch.testing.assert_close(served(x), eager(x))
-            assert (served.steps, type(served.steps)) == (eager.steps, int)
+    _assert_counts_alike(served, eager, calls=6)
     assert served.steps > 2**64
 
 

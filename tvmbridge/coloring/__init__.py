@@ -18,7 +18,7 @@ from tvm import relax
 
 from tvmbridge.backends import backend_of
 from tvmbridge.coloring.budget import Recomputation, predicted, within_budget
-from tvmbridge.coloring.graph import JointGraph, tensor_bytes
+from tvmbridge.coloring.graph import JointGraph
 from tvmbridge.coloring.keep_operands import keep_casts, keep_operands
 from tvmbridge.coloring.min_cut import min_cut
 from tvmbridge.coloring.operators import check_names, is_view
@@ -187,5 +187,4 @@ __all__ = [
     "color",
     "color_backward",
     "policy_for",
-    "tensor_bytes",
 ]

@@ -11,9 +11,9 @@ from collections.abc import Collection
 
 from tvm import relax
 
-from tvmbridge.coloring.graph import JointGraph, tensor_bytes
+from tvmbridge.coloring.graph import JointGraph
 from tvmbridge.coloring.operators import is_elementwise, is_view, operator_name
-from tvmbridge.passes.base import shape_of
+from tvmbridge.passes.base import shape_of, value_bytes
 
 # The floating-point operations that a processor does in the time in which it moves one byte.
 _OPERATIONS_PER_BYTE = 16
@@ -25,10 +25,10 @@ def cost(graph: JointGraph, var: relax.Var) -> int:
     value = graph.bound[var]
     if not isinstance(value, relax.Call) or is_view(value):
         return 0
-    written = _nbytes(var)
+    written = value_bytes(var)
     if is_elementwise(value):
         return written  # It fuses into the loop that reads its result.
-    read = sum(map(_nbytes, graph.operands[var]))
+    read = sum(map(value_bytes, graph.operands[var]))
     return read + written + _operations(graph, var) // _OPERATIONS_PER_BYTE
 
 
@@ -58,12 +58,3 @@ def _operations(graph: JointGraph, var: relax.Var) -> int:
 
 def _count(var: relax.Var) -> int:
     return math.prod(shape_of(var) or ())
-
-
-def _nbytes(var: relax.Var) -> int:
-    if isinstance(var.ty, relax.TensorType):
-        return tensor_bytes(var)
-    if not isinstance(var.ty, relax.TupleType):
-        return 0
-    fields = [f for f in var.ty.fields if isinstance(f, relax.TensorType)]
-    return sum(tensor_bytes(relax.Var("item", field)) for field in fields)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable
 
 import tvm
@@ -12,8 +11,7 @@ from tvmbridge.coloring import operators
 from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.core.reached import reached
 from tvmbridge.differentiation.differentiate import JointModule
-from tvmbridge.kernels.dtypes import from_relax_dtype
-from tvmbridge.passes.base import dtype_of, flat_results, shape_of, storage_root
+from tvmbridge.passes.base import flat_results, storage_root, tensor_bytes
 
 
 class JointGraph:
@@ -208,11 +206,6 @@ class JointGraph:
             if (decides and runs_again) or passes_on:
                 fragile |= {v for v in self.operands[var] if _may_round(v)}
         return frozenset(fragile)
-
-
-def tensor_bytes(var: relax.Var) -> int:
-    """Return the bytes of a dense tensor with the shape and dtype of ``var``."""
-    return math.prod(shape_of(var) or ()) * from_relax_dtype(dtype_of(var)).itemsize
 
 
 def _may_round(var: relax.Var) -> bool:

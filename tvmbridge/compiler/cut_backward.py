@@ -18,12 +18,11 @@ from dataclasses import dataclass
 
 from tvm import relax
 
-from tvmbridge.coloring import tensor_bytes
 from tvmbridge.coloring.operators import is_cheap, repeats_every_bit
 from tvmbridge.compiler.split import build_function
 from tvmbridge.core.errors import BuildError
 from tvmbridge.core.reached import reached
-from tvmbridge.passes.base import bindings_of, flat_results
+from tvmbridge.passes.base import bindings_of, flat_results, tensor_bytes
 
 # Parts do not pay if one of them runs more than this share of backward's operators.
 _MOST_IN_ONE = 0.9

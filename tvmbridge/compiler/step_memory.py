@@ -13,10 +13,9 @@ from typing import TypeAlias
 
 from tvm import relax
 
-from tvmbridge.coloring import tensor_bytes
 from tvmbridge.compiler.build import fuse
 from tvmbridge.compiler.lowering import LoweredModule
-from tvmbridge.passes.base import bindings_of, flat_results
+from tvmbridge.passes.base import bindings_of, flat_results, tensor_bytes, tensors_held
 
 _VIEWS = ("relax.reshape", "relax.memory.view", "relax.memory.ensure_zero_offset")
 
@@ -128,7 +127,7 @@ class _Values:
         sizes: dict[_Value, int] = {}
         for var, value in bound.items():
             if isinstance(value, relax.Call) and getattr(value.op, "name", "") not in _VIEWS:
-                made = {(var, i): tensor_bytes(v) for i, v in enumerate(_tensors(var))}
+                made = {(var, i): tensor_bytes(v) for i, v in enumerate(tensors_held(var))}
                 sizes |= made
                 behind[var] = set(made)
             else:
@@ -150,9 +149,3 @@ def _shared(
             return {(value.tuple_value, value.index)}
     used = relax.analysis.free_vars(value)
     return set().union(*(behind.get(v, set()) for v in used))
-
-
-def _tensors(var: relax.Var) -> list[relax.Var]:
-    """Return a variable for each tensor that ``var`` is or holds."""
-    types = var.ty.fields if isinstance(var.ty, relax.TupleType) else [var.ty]
-    return [relax.Var("value", t) for t in types if isinstance(t, relax.TensorType)]

@@ -36,9 +36,9 @@ def cache_folder() -> Path:
     if named:
         return below_home(named)
     caches = os.environ.get("XDG_CACHE_HOME", "")
-    home = below_home("~")
     if os.path.isabs(caches):
         return Path(caches) / "tvmbridge"
+    home = below_home("~")
     if not home.is_absolute():
         return Path(tempfile.gettempdir()) / f"tvmbridge-{os.getuid()}"
     return home / ".cache" / "tvmbridge"

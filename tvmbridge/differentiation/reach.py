@@ -87,9 +87,10 @@ class _Graph:
     def add(self, output: torch.Tensor) -> tuple[int | None, list[int]]:
         """Return the earlier output to which ``output`` is differentiated, and the primals.
 
-        The earlier output is None if its reach may not be a part of the reach of ``output``: if a
-        path around it leads to a primal behind it, because a node may treat two gradients together
-        otherwise than each of them alone, or if ``output`` reads another result of its node.
+        The earlier output is None if its reach may not be a part of the reach of ``output``. That
+        is so if ``output`` reads another result of the same node. It is also so if a path around
+        the earlier output leads to a primal behind it: a node may treat the sum of two gradients
+        otherwise than each of them.
         """
         edge = output.grad_fn, output.output_nr
         edges = reached([edge], self._following) if edge[0] is not None else {edge: None}

@@ -26,7 +26,7 @@ from tvmbridge.core.torch_private import FakeTensorMode, pytree
 from tvmbridge.core.types import InputDescriptor, InputKind, OutputKind, TensorSpec
 from tvmbridge.graph_capture.observe.refusal import first_paragraph
 from tvmbridge.graph_capture.observe.undo import current_undo
-from tvmbridge.graph_capture.trace.answers import argument_values, small_buffers
+from tvmbridge.graph_capture.trace.answers import known_values
 from tvmbridge.graph_capture.trace.functions import functions_replaced
 from tvmbridge.graph_capture.trace.left import data_dependent_assigned
 from tvmbridge.graph_capture.traced_forward import TracedForward
@@ -110,8 +110,7 @@ class Rehearsal:
             else:
                 held[id(original)] = primal
         args, kwargs = unflatten(leaves, self.structure)
-        given = unflatten(self.leaves, self.structure)
-        values = {**small_buffers(self.module), **argument_values(self.module, *given)}
+        values = known_values(self.module, *unflatten(self.leaves, self.structure))
         with ExitStack() as stack:
             stack.enter_context(without_autocast())
             stack.enter_context(torch.enable_grad())

@@ -62,7 +62,7 @@ from tvmbridge.graph_capture.symbols import (
     spelled_out,
 )
 from tvmbridge.graph_capture.trace.alone_parts import alone_decompositions
-from tvmbridge.graph_capture.trace.answers import argument_values, small_buffers
+from tvmbridge.graph_capture.trace.answers import known_values
 from tvmbridge.graph_capture.trace.autocast import casts_recorded
 from tvmbridge.graph_capture.trace.backends import only_switched_off
 from tvmbridge.graph_capture.trace.by_operator import decomposed
@@ -302,7 +302,7 @@ def _exported(
                 module=module,
                 is_compiling=stage.is_compiling,
                 differentiated=needs_grad,
-                values={**small_buffers(module), **argument_values(module, args, kwargs)},
+                values=known_values(module, args, kwargs),
                 bases=bases,
                 exported=True,
                 autocast=stage.autocast,

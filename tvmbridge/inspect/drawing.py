@@ -1,7 +1,6 @@
 """Turn one Relax function into the nodes and edges of a picture."""
 
 import linecache
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,7 @@ from tvmbridge.inspect.asked import NodeAttributes, Surroundings, handle
 from tvmbridge.inspect.canvas import Canvas, Operand, Result
 from tvmbridge.inspect.labels import DOT, full_type_text
 from tvmbridge.inspect.styles import Attributes
-from tvmbridge.kernels.dtypes import from_relax_dtype
-from tvmbridge.passes.base import dtype_of, shape_of
+from tvmbridge.passes.base import shape_of, tensor_bytes
 
 _SHOWN_FIELDS = 4
 
@@ -275,10 +273,7 @@ def nbytes(ty: Any) -> int | None:
     if not isinstance(ty, relax.TensorType) or ty.dtype is None:
         return None
     value = relax.Var("value", ty)
-    shape = shape_of(value)
     try:
-        return (
-            None if shape is None else math.prod(shape) * from_relax_dtype(dtype_of(value)).itemsize
-        )
+        return None if shape_of(value) is None else tensor_bytes(value)
     except (AttributeError, KeyError, TypeError, ValueError):
         return None  # PyTorch does not have the dtype

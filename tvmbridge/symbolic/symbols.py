@@ -211,10 +211,11 @@ class Symbols:
     def apart(self, shapes: Mapping[int, Sequence[int]]) -> Point:
         """Return values of the symbols near a call's sizes, none of them 1.
 
-        They are different, except those of symbols that had equal values in all calls: forward may
-        demand equal sizes. Code could compare different symbols that are equal by chance, and
-        torch.export makes constants of sizes of 1. A power of two that divides a size, up to 32,
-        still does: networks halve images, and join them with what the halves become.
+        Two values are equal only if their symbols had equal values in all calls, since forward may
+        demand equal sizes. Otherwise they are different: code could compare different symbols that
+        are equal by chance. torch.export makes constants of sizes of 1. A power of two that divides
+        a size, up to 32, still does: networks halve images, and join them with what the halves
+        become.
         """
         wanted: dict[int, int] = {}
         numbers = self.equal or range(len(self.dimensions))

@@ -49,7 +49,7 @@ from tvmbridge.graph_capture.observe.objects import NO_READS, ObjectReads
 from tvmbridge.graph_capture.observe.outside import OutsideReads
 from tvmbridge.graph_capture.observe.settings import settings_kept
 from tvmbridge.graph_capture.observe.undo import current_undo
-from tvmbridge.graph_capture.trace.answers import argument_values, small_buffers
+from tvmbridge.graph_capture.trace.answers import known_values
 from tvmbridge.graph_capture.trace.checkpoints import changed_in_checkpoints
 from tvmbridge.graph_capture.trace.functions import functions_replaced
 from tvmbridge.graph_capture.trace.held_numbers import held_by
@@ -148,7 +148,7 @@ def observe(
                 watches = _Watches(made, outside, objects, adoption.found)
                 run = partial(_observe, module, needs_grad, watches, within, forward)
                 args, kwargs = arguments
-                values = argument_values(module, tuple(args), kwargs)
+                values = known_values(module, tuple(args), kwargs)
                 seen = run(Fakes.of(module, tuple(args), kwargs), values)
         except BaseException as error:
             leaks.release_frames(error, handled)
@@ -291,9 +291,9 @@ def _observe(
     within: Iterable[AbstractContextManager[Any]],
     traced: Callable[..., TracedForward],
     fakes: Fakes,
-    arguments: Mapping[str, torch.Tensor],
+    known: Mapping[str, torch.Tensor],
 ) -> Observation:
-    others, known = ForeignModules(), {**small_buffers(module), **arguments}
+    others = ForeignModules()
     with ExitStack() as stack:
         impure = stack.enter_context(impurities(watches.outside.own))
         reads = stack.enter_context(recorded_reads(module, others))

@@ -131,7 +131,14 @@ def small_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
         }
 
 
-def argument_values(
+def known_values(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, torch.Tensor]:
+    """Return the small buffers of ``module`` by name, and the arguments of a call by place."""
+    return {**small_buffers(module), **_argument_values(module, args, kwargs)}
+
+
+def _argument_values(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> dict[str, torch.Tensor]:
     """Return the tensors among the arguments by place, without those that share memory."""
@@ -275,15 +282,15 @@ class Answers(TorchFunctionMode):
         if named.keys() - {"dtype", "device"} or not _is_fixed(result):
             return
         kind = {"dtype": result.dtype, "device": result.device}
-        if func is torch.arange and all(map(_is_plain, args)):
+        if func is torch.arange:
+            if not all(map(_is_plain, args)):
+                return
             make = partial(torch.arange, *args, **kind)
-        elif func is not torch.arange:
+        else:
             number = args[1] if _FILLING[func] is None and len(args) > 1 else _FILLING[func]
             if type(number) not in (bool, int, float):
                 return
             make = partial(torch.full, tuple(result.shape), number, **kind)
-        else:
-            return
         self._constants += 1
         self._learn(result, _Known(frozenset({self._constants}), lambda *_: make()))
 
