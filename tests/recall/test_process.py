@@ -145,6 +145,12 @@ def test_what_a_process_is_asked_is_captured(asked: str) -> None:
         (lambda x: {str(each) for each in x}, True),
         (lambda x: frozenset(x), True),
         (lambda x: (x, "set"), False),
+        (lambda x: isinstance(x, set), False),
+        (lambda x: isinstance(x.held, (tuple, set, frozenset)) and len(x), False),
+        (lambda x: type(x) in (list, set), False),
+        (lambda x: map(set, x), True),
+        (lambda x: [kind(x) for kind in (list, set)], True),
+        (lambda x: isinstance(x, set) or set(x), True),
     ],
 )
 def test_code_that_makes_sets(function: Any, makes: bool) -> None:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import dis
 import itertools
+import re
 import types
 
 _MAKING = frozenset({"BUILD_SET", "SET_UPDATE", "SET_ADD"})
 _NAMES = frozenset({"set", "frozenset"})
 _WRITING = ("STORE", "DELETE")
+_WITHOUT_EFFECT = frozenset({"CACHE", "PRECALL", "PUSH_NULL", "RESUME", "NOP"})
+# Tests of a value's class, in the letters of :func:`_letter`:
+# ``isinstance(value.name, (list, set))`` and ``kind in (list, set)``.
+_TESTS = re.compile("ILA*(?:S|(?:[SL]A*)+T)C|(?:[SL]A*)+TN")
 
 
 def makes_sets(code: types.CodeType) -> bool:
     """Whether ``code`` makes a set, or reads a constant one for more than a test of membership."""
-    if _NAMES & {*code.co_names}:
+    if _NAMES & {*code.co_names} and "S" in _TESTS.sub("", "".join(map(_letter, _steps(code)))):
         return True
     constant = False
     for each in dis.get_instructions(code):
@@ -23,12 +28,28 @@ def makes_sets(code: types.CodeType) -> bool:
     return False
 
 
+def _steps(code: types.CodeType) -> list[dis.Instruction]:
+    return [s for s in dis.get_instructions(code) if s.opname not in _WITHOUT_EFFECT]
+
+
+def _letter(step: dis.Instruction) -> str:
+    """Return a letter for the kind of an instruction, for the patterns in ``_TESTS``."""
+    if step.opname.startswith("LOAD_ATTR"):
+        return "A"
+    if step.opname.startswith("LOAD_"):
+        name = step.argval if isinstance(step.argval, str) else ""
+        return "S" if name in _NAMES else "I" if name in ("isinstance", "issubclass") else "L"
+    return {"BUILD_TUPLE": "T", "CALL": "C", "CALL_FUNCTION": "C", "CONTAINS_OP": "N"}.get(
+        step.opname, "."
+    )
+
+
 def names_used(code: types.CodeType) -> frozenset[str]:
     """Return the names whose values ``code`` uses for more than a test of membership.
 
     Identifiers among its texts count, since ``getattr`` may look them up.
     """
-    steps = [s for s in dis.get_instructions(code) if s.opname != "CACHE"]
+    steps = _steps(code)
     named = {*dis.hasname, *dis.hasfree}
     used = {
         str(step.argval)
