@@ -14,6 +14,7 @@ import gc
 import importlib
 import inspect
 import linecache
+import logging
 import os
 import pkgutil
 import sys
@@ -110,10 +111,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Exempt all objects of the imported modules from garbage collection.
+    """Exempt the objects of the imported modules from garbage collection; end PyTorch's trace log.
 
-    Collections take an eighth of the tests' CPU time otherwise.
+    Collections take an eighth of the tests' CPU time otherwise. PyTorch describes each tensor that
+    it traces in its trace log, if this has a handler; pytest gives one to each logger that does not
+    propagate, for each test.
     """
+    logging.getLogger("torch.__trace").propagate = True
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)

@@ -16,11 +16,13 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 
-from tvmbridge.core.torch_private import OpOverload
+from tvmbridge.graph_capture.constant_nodes import (
+    CPU,
+    MOST_ELEMENTS,
+    is_repeatable,
+    run_on_cpu,
+)
 
-# Larger results, in elements, are computed at each call.
-_MOST = 1 << 26
-_CPU = torch.device("cpu")
 _CLONE = torch.ops.aten.clone.default
 _SAME_METADATA = torch.ops.aten._assert_tensor_metadata.default
 Values = dict[fx.Node, torch.Tensor]
@@ -33,7 +35,7 @@ def device_of(program: ExportedProgram) -> torch.device:
     placeholders = program.graph.find_nodes(op="placeholder")
     values = [n.meta.get("val") for n in placeholders if n.name in names]
     devices = [v.device for v in values if isinstance(v, torch.Tensor)]
-    return next((d for d in devices if d != _CPU), _CPU)
+    return next((d for d in devices if d != CPU), CPU)
 
 
 def move_in_program(program: ExportedProgram, device: torch.device) -> None:
@@ -112,7 +114,7 @@ def _move(
 def _is_moved(node: fx.Node) -> bool:
     """Whether a node's result is on another device than the CPU, so that the node moved it."""
     value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.device != _CPU
+    return isinstance(value, torch.Tensor) and value.device != CPU
 
 
 def _fake(value: torch.Tensor, like: fx.Node) -> torch.Tensor:
@@ -130,31 +132,22 @@ def _values(graph: fx.Graph, constants: Mapping[fx.Node, Any]) -> Values:
     values: Values = {}
     for node in graph.nodes:
         held = constants.get(node)
-        if type(held) is torch.Tensor and held.device == _CPU:
+        if type(held) is torch.Tensor and held.device == CPU:
             values[node] = held
         elif held is None and _may_run(node, values):
-            args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-            if "device" in kwargs:
-                kwargs = {**kwargs, "device": _CPU}
-            with torch.no_grad():
-                result = node.target(*args, **kwargs)
-            if isinstance(result, torch.Tensor):
+            result = run_on_cpu(node, values)
+            if result is not None:
                 values[node] = result
     return values
 
 
 def _may_run(node: fx.Node, values: Values) -> bool:
     """Whether a node gives the same result at each call, from constant CPU tensors or from none."""
-    target, value = node.target, node.meta.get("val")
-    if node.op != "call_function" or not isinstance(target, OpOverload):
-        return False
-    if target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags:
-        return False
-    if not isinstance(value, torch.Tensor) or any(n not in values for n in node.all_input_nodes):
+    if not is_repeatable(node) or any(n not in values for n in node.all_input_nodes):
         return False
     # Once a value has been moved, the device's operators compute with it; they round differently.
-    if any(n.meta["val"].device != _CPU for n in node.all_input_nodes if "val" in n.meta):
+    if any(n.meta["val"].device != CPU for n in node.all_input_nodes if "val" in n.meta):
         return False
-    if not all(isinstance(n, int) for n in value.shape) or value.numel() > _MOST:
-        return False
-    return value.device == _CPU or bool(node.all_input_nodes)
+    value = node.meta["val"]
+    small = value.numel() <= MOST_ELEMENTS  # Larger results are computed at each call.
+    return small and (value.device == CPU or bool(node.all_input_nodes))

@@ -15,13 +15,10 @@ from torch import fx
 
 from tvmbridge.core.custom_operator import NAMESPACE
 from tvmbridge.core.decisions import simplifies
-from tvmbridge.core.torch_private import OpOverload, pytree
+from tvmbridge.graph_capture.constant_nodes import is_repeatable, run_on_cpu
 from tvmbridge.graph_capture.trace.fused_attention import fused_kernel
 from tvmbridge.passes.fx.base import bound_arguments, evaluated
 
-# Constants with more elements are not evaluated, except as views of smaller ones.
-_MOST = 1 << 26
-_CPU = torch.device("cpu")
 _FUSED = f"{NAMESPACE}.fused_attention.default"
 _BACKWARD = f"{NAMESPACE}.fused_attention_backward.default"
 _DETACH = "aten.detach.default"
@@ -150,7 +147,7 @@ def _constant(node: fx.Node, known: dict[fx.Node, torch.Tensor | None]) -> torch
             pending.pop()
             continue
         inputs = current.all_input_nodes
-        unknown = [n for n in inputs if n not in known] if _may_run(current) else []
+        unknown = [n for n in inputs if n not in known] if is_repeatable(current) else []
         if unknown:
             pending += unknown
             continue
@@ -158,28 +155,10 @@ def _constant(node: fx.Node, known: dict[fx.Node, torch.Tensor | None]) -> torch
     return known[node]
 
 
-def _may_run(node: fx.Node) -> bool:
-    """Whether a node's operator is deterministic and functional, and its result small enough."""
-    target, value = node.target, node.meta.get("val")
-    if node.op != "call_function" or not isinstance(target, OpOverload):
-        return False
-    if target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags:
-        return False
-    extents = value.shape if isinstance(value, torch.Tensor) else ()
-    return isinstance(value, torch.Tensor) and (
-        all(isinstance(n, int) for n in extents) and (target.is_view or value.numel() <= _MOST)
-    )
-
-
 def _run(node: fx.Node, known: dict[fx.Node, torch.Tensor | None]) -> torch.Tensor | None:
-    if not _may_run(node) or any(known[n] is None for n in node.all_input_nodes):
+    if not is_repeatable(node) or any(known[n] is None for n in node.all_input_nodes):
         return None
-    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: known[n])
-    # On the CPU, with the same results: a GPU would need a synchronization.
-    args, kwargs = pytree.tree_map_only(torch.device, lambda _: _CPU, (args, kwargs))
-    with torch.no_grad():
-        result = node.target(*args, **kwargs)  # type: ignore[operator]
-    return result if isinstance(result, torch.Tensor) else None
+    return run_on_cpu(node, known)
 
 
 def _unrepeated(mask: torch.Tensor, dimensions: int) -> torch.Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from tvmbridge import add_tvm_dispatch
+from tvmbridge.graph_capture.observe.frozen import reachable_functions
 
 _REGISTRY: dict[str, list[Any]] = {}
 
@@ -66,3 +67,13 @@ def test_closures_are_watched_and_objects_stay_frozen(place: str) -> None:
     scales[0] = 3.0
     torch.testing.assert_close(module(x), x * 3)
     assert gc.get_freeze_count() > count // 2  # Some objects have died.
+
+
+def test_the_functions_near_the_module_are_found_first() -> None:
+    near, far = _scaled([1.0]), _scaled([2.0])
+    order = []
+    for function in reachable_functions([[[[[far]]], near], [near, [[[far]]]]]):
+        order += [function] if function in (near, far) else []
+        if len(order) == 2:
+            break
+    assert order == [near, far]

@@ -78,16 +78,20 @@ def executed_functions(
     before = _imports_under_way(sys._getframe())
 
     def called(frame: FrameType, event: str, argument: object) -> None:
+        # Half of the events are returns, and nearly all calls are of libraries.
         if event == "c_call":
             own.note_builtin(argument)
             if is_question(argument) and _is_asked_by_user(frame):
                 own.note_question(argument)
             return
-        if frame.f_code is _IN_TRANSFORM and event == "call":
-            applied(frame.f_locals["autograd_function"])
-        if event != "call" or id(frame.f_code) in of_libraries:
+        if event != "call":
             return
         code = frame.f_code
+        if id(code) in of_libraries:
+            return
+        if code is _IN_TRANSFORM:
+            applied(frame.f_locals["autograd_function"])
+            return
         if is_library(frame.f_globals.get("__name__")) or code.co_filename.startswith("<frozen"):
             of_libraries[id(code)] = code
             own.note_library(frame)

@@ -289,7 +289,7 @@ class Answers(TorchFunctionMode):
                 return
             make = partial(torch.arange, *args, **kind)
         else:
-            number = _FILLING[func]
+            number: Any = _FILLING[func]
             if isinstance(number, str):
                 number = args[int(number)] if len(args) > int(number) else None
             if type(number) not in (bool, int, float):
