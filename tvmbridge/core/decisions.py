@@ -187,7 +187,7 @@ def decided(rule: Rule, decide: Callable[[], _T]) -> _T:
         return decide()
 
     def alone() -> _T:
-        with set_within(_now, None):
+        with at_one_size():
             return decide()
 
     caller = sys._getframe(2 if rule in _NAMED else 1)
@@ -255,6 +255,13 @@ def skip(key: str) -> None:
     now = _now.get()
     if isinstance(now, _Repeated):
         now.skip(key)
+
+
+@contextmanager
+def at_one_size() -> Iterator[None]:
+    """Within the context, record no decisions and let :func:`sizes_vary` return False."""
+    with set_within(_now, None):
+        yield
 
 
 def sizes_vary() -> bool:

@@ -32,14 +32,29 @@ def test_a_copy_in_order_is_a_reshape() -> None:
     assert report.declined == []
 
 
-@pytest.mark.parametrize("flat", [True, False])
-def test_more_elements_than_32_bits_count_compile(flat: bool) -> None:
-    mod = _module(1_100_000, 2000, flat=flat)
-    small = relax.transform.LegalizeOps()(mod)
-    after, report = apply_pass(RewriteDataflowReshape(), small)
-    assert after.same_as(small)
-    assert "2**31" in report.declined[0]
+@pytest.mark.parametrize(("kind", "found"), [("flat", "reshape"), ("moved", "call_tir")])
+def test_more_elements_than_32_bits_count_compile(kind: str, found: str) -> None:
+    mod = _module(1_100_000, 2000, flat=kind == "flat")
+    after, _ = apply_pass(RewriteDataflowReshape(), relax.transform.LegalizeOps()(mod))
+    assert operators(after) == [f"relax.{found}"]
     target = resolve_target(None)
     make_ready(target)
     code = compile_code(schedule(prepare(mod, target, []), []), [])
     assert code.executable is not None
+
+
+def test_a_small_reshape_beside_a_large_copy_is_a_reshape() -> None:
+    """The largest of the sizes that code for any size is compiled at may have such copies."""
+    builder = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType((1_100_000, 2000), "int8"))
+    y = relax.Var("y", relax.TensorType((4, 6), "int8"))
+    with builder.function("main", [x, y]):
+        with builder.dataflow():
+            first = builder.emit(relax.op.strided_slice(x, [0], [0], [1_090_000]))
+            moved = builder.emit(relax.op.permute_dims(first))
+            flat = builder.emit(relax.op.reshape(y, (24,)))
+            out = builder.emit_output(relax.Tuple([moved, flat]))
+        builder.emit_func_output(out)
+    mod = relax.transform.LegalizeOps()(builder.get())
+    after, _ = apply_pass(RewriteDataflowReshape(), mod)
+    assert operators(after) == ["relax.call_tir", "relax.call_tir", "relax.reshape"]
