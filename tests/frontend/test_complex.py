@@ -132,5 +132,5 @@ def test_a_complex_weight_kept_as_real_numbers_is_trained() -> None:
         each(x).square().sum().backward()
     torch.testing.assert_close(ours.learned.grad, module.learned.grad)
     assert dispatch_report(ours).tvm_calls == 1
-    with pytest.raises(BridgeError, match="torch.view_as_complex in forward"):
+    with pytest.raises(BridgeError, match=r"torch\.view_as_complex in forward"):
         add_tvm_dispatch(_Refused("learned"), torch.ones(3))
