@@ -112,3 +112,25 @@ def test_complex_weights_that_learn_are_served_in_inference() -> None:
         module.learned.mul_(1 + 2j)
         torch.testing.assert_close(ours(x), module(x))
     assert dispatch_report(ours).tvm_calls == 2
+
+
+class _AsReal(nn.Module):
+    """Keeps its complex weight as real numbers, as the refusal of complex ones advises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.learned = nn.Parameter(torch.randn(3, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.fft.irfft(torch.fft.rfft(x) * torch.view_as_complex(self.learned), n=4)
+
+
+def test_a_complex_weight_kept_as_real_numbers_is_trained() -> None:
+    module, x = _AsReal(), torch.randn(5, 4)
+    ours = add_tvm_dispatch(copy.deepcopy(module), x)
+    for each in (module, ours):
+        each(x).square().sum().backward()
+    torch.testing.assert_close(ours.learned.grad, module.learned.grad)
+    assert dispatch_report(ours).tvm_calls == 1
+    with pytest.raises(BridgeError, match=r"torch\.view_as_complex in forward"):
+        add_tvm_dispatch(_Refused("learned"), torch.ones(3))

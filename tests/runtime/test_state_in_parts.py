@@ -161,3 +161,20 @@ def test_parts_that_each_call_would_compile_anew_end() -> None:
         assert served.log == eager.log
     assert Kind.PARTS_ANEW in _reasons(served)
     assert len(dispatch_report(served).parts) <= 8
+
+
+def _remembered(m: Any, y: torch.Tensor) -> torch.Tensor:
+    memory = y if m.memory is None else torch.cat([m.memory, y])
+    m.memory = memory.detach()
+    return torch.tanh(memory.softmax(0) * 2) @ memory.mT
+
+
+def test_a_state_that_grows_at_each_call_is_served_in_parts() -> None:
+    eager = Stateful(_remembered, memory=None)
+    served: Any = add_tvm_dispatch(copy.deepcopy(eager), on_fallback="silent")
+    for seed in range(CALLS):
+        torch.testing.assert_close(_trained(served, seed), _trained(eager, seed))
+        torch.testing.assert_close(served.memory, eager.memory)
+    report = dispatch_report(served)
+    assert "shape" in report.cut
+    assert report.tvm_calls >= CALLS - 2

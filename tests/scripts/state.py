@@ -193,8 +193,7 @@ class _Configured(nn.Module):
         return F.relu(y - self.settings.margin) * self.weights["a"] + y * self.weights["b"]
 
 
-# Numbers in objects and dicts are constants; eight states are compiled.
-@script(least=0.5)
+@script()
 def numbers_in_settings(door: Door) -> Iterator[list[Any]]:
     model = door(_Configured())
     for i, out in enumerate(steps(model, lambda m, i: [m(torch.randn(6, 8))])):

@@ -23,9 +23,9 @@ from tvmbridge.core.types import (
     InputDescriptor,
     InputKind,
     IntermediateBase,
-    Key,
     Left,
     NoiseDescriptor,
+    NumberKey,
     OutputDescriptor,
     OutputKind,
 )
@@ -57,11 +57,11 @@ class CallingConvention:
     out_spec: pytree.TreeSpec
     changed_arguments: tuple[int | str, ...] = ()
     assigned: Mapping[tuple[str, str], Any] = field(default_factory=dict)
-    left: Mapping[tuple[str, str], Left] = field(default_factory=dict)
+    left: Mapping[NumberKey, Left] = field(default_factory=dict)
     bases: tuple[IntermediateBase, ...] = ()
     checks: tuple[Check, ...] = ()
     numbers: Mapping[int, NumberRange] = field(default_factory=dict)
-    held: Mapping[str, tuple[Key, NumberRange]] = field(default_factory=dict)
+    held: Mapping[str, tuple[NumberKey, NumberRange]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

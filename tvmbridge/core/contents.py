@@ -26,6 +26,24 @@ from tvmbridge.core.states import StateOf, reader_of
 MISSING: Any = enum.Enum("Missing", "MISSING").MISSING  # type: ignore[attr-defined]
 # As an expected value, matches any tensor.
 ANY_TENSOR: Any = enum.Enum("Tensor", "ANY_TENSOR").ANY_TENSOR  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class AnyNumber:
+    """As an expected value, matches any int or float: a number that is an input of the code.
+
+    - ``name``: the name of the input.
+    """
+
+    name: str
+
+
+class NumberStandIn:
+    """Stands for a number in a trace. It is one value, whatever attributes it has."""
+
+    __slots__ = ()
+
+
 # How many levels of nested objects are examined. A plain container counts as a part of a level:
 # configurations nest dictionaries deeply, and seldom in a circle.
 DEPTH = 4.0
@@ -40,6 +58,7 @@ _THEMSELVES = (
     types.BuiltinFunctionType,
     types.ModuleType,
     enum.Enum,
+    NumberStandIn,
 )
 CONTAINERS = (Mapping, list, tuple, set, frozenset, deque)
 # Items are read by the base class's __iter__: a subclass may report a wrong length.
@@ -110,6 +129,8 @@ def same_value(a: Any, b: Any, depth: float = DEPTH, passed: Passed | None = Non
         return True
     if b is ANY_TENSOR:
         return isinstance(a, torch.Tensor)
+    if type(b) is AnyNumber and type(a) is not AnyNumber:
+        return type(a) in (int, float)
     if type(b) is PartOf and type(a) is not PartOf:
         return b.fits(a, depth, passed)
     if type(b) is StateOf and type(a) is not StateOf:

@@ -5,6 +5,10 @@ tvmbridge raises on purpose, and nothing else. When ``add_tvm_dispatch`` raises 
 unchanged.
 """
 
+from __future__ import annotations
+
+from typing import Any
+
 
 class BridgeError(RuntimeError):
     """Base class of every error that tvmbridge raises on purpose.
@@ -30,15 +34,15 @@ class NumberReadError(CaptureError):
     """Forward needs the value of a Python number that was to be an input of compiled code.
 
     - ``leaves``: the arguments that the number is or is computed from, as leaf positions.
-    - ``attributes``: the attributes of modules that it is or is computed from, as
-      (submodule's name, attribute's name).
+    - ``attributes``: the places in modules that it is or is computed from, as (submodule's name,
+      attribute's name, steps into a container ...).
     """
 
     def __init__(
         self,
         message: str,
         leaves: frozenset[int] = frozenset(),
-        attributes: frozenset[tuple[str, str]] = frozenset(),
+        attributes: frozenset[tuple[Any, ...]] = frozenset(),
     ) -> None:
         super().__init__(message)
         self.leaves = leaves
@@ -52,7 +56,7 @@ class StateWrittenError(CaptureError):
       outside of the module.
     """
 
-    def __init__(self, message: str, attributes: frozenset[tuple[str, str]] = frozenset()) -> None:
+    def __init__(self, message: str, attributes: frozenset[tuple[Any, ...]] = frozenset()) -> None:
         super().__init__(message)
         self.attributes = attributes
 

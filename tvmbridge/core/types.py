@@ -132,6 +132,8 @@ class EagerPrologue:
 
 # An attribute of a module: the submodule's name, the attribute's name.
 Key: TypeAlias = tuple[str, str]
+# The place of a number: the same, then the steps into a container (see number_places.py).
+NumberKey: TypeAlias = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -142,12 +144,12 @@ class Left:
       holds; ``"content"`` replaces the items of that list.
     - ``number``: for a number, returns the value that forward assigns, for the value that ``of``
       had before the call; otherwise None.
-    - ``of``: an attribute, as (submodule's name, attribute's name); None: the same attribute.
+    - ``of``: the place of a number (see :mod:`tvmbridge.core.number_places`); None: the same place.
     """
 
     into: str = "place"
     number: Callable[[Any], Any] | None = None
-    of: tuple[str, str] | None = None
+    of: tuple[Any, ...] | None = None
 
     @property
     def is_added(self) -> bool:

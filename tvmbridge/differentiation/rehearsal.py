@@ -127,7 +127,7 @@ class Rehearsal:
                 values=values,
                 bases=self.captured.convention.bases,
                 autocast=self.captured.assumptions.autocast,
-                left=tuple(self.captured.convention.left),
+                left=[key for key in self.captured.convention.left if len(key) == 2],
                 numbers=self.numbers,
             )
             results = pytree.tree_leaves(_called(forward, args, kwargs))

@@ -22,6 +22,7 @@ from tvmbridge.calls.surroundings import refused_now
 from tvmbridge.core.autocast import autocast_now, without_autocast
 from tvmbridge.core.captured_graph import Assumptions, CallingConvention, CapturedGraph
 from tvmbridge.core.errors import CaptureError
+from tvmbridge.core.number_places import label_of
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.fx.combined import FeaturePositions, combined_in, of_size, replaced
 from tvmbridge.graph_capture.observe.descriptors import describe_inputs, find_aliases
@@ -146,7 +147,7 @@ def _seen(stage: StagedModule) -> Observation:
     if not stage.is_compiling:
         raise CaptureError(f"forward of {name} computes something else where it is traced")
     found = [f"gives {'.'.join(filter(None, key))} a value" for key in seen.assigned]
-    found += [f"leaves a value in {'.'.join(filter(None, key))}" for key in seen.left]
+    found += [f"leaves a value in {label_of(key)}" for key in seen.left]
     found += [f"exchanges the buffer {key}" for key in seen.rebound]
     found += [f"has the weight {key} made by a hook" for key in seen.normed]
     found += [f"asks {question.value}" for question in seen.asks]

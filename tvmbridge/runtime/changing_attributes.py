@@ -1,8 +1,9 @@
-"""Changing attributes: Python numbers in attributes of modules become inputs of the code.
+"""Changing attributes: Python numbers in modules become inputs of the code.
 
 Forward may read a number that changes between calls: an annealed temperature that the script sets,
-or a counter that forward itself increments. Code compiled for one value serves no other. Where
-forward only computes with the number, code takes it as an input; otherwise it stays a constant.
+also in a configuration, or a counter that forward itself increments. Code compiled for one value
+serves no other. Where forward only computes with the number, code takes it as an input; otherwise
+it stays a constant.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from typing import TypeVar
 
 from torch import nn
 
-from tvmbridge.core.contents import MISSING
 from tvmbridge.core.errors import BridgeError, NumberReadError, StateWrittenError, first_line
 from tvmbridge.core.number_inputs import is_number
+from tvmbridge.core.number_places import label_of, number_in
 from tvmbridge.core.reasons import Kind, Reason
-from tvmbridge.core.types import Key
+from tvmbridge.core.types import NumberKey
 from tvmbridge.graph_capture.trace.held_numbers import numbers_wanted
 
 logger = logging.getLogger(__name__)
@@ -27,17 +28,19 @@ Result = TypeVar("Result")
 
 
 class ChangingAttributes:
-    """Decides which numbers in attributes of a module are inputs of the code compiled for it.
+    """Decides which numbers in a module are inputs of the code compiled for it.
 
-    - ``why``: by an attribute, why its number stays a constant.
+    The numbers are in attributes, or in containers and plain objects that attributes hold.
+
+    - ``why``: by a place, why its number stays a constant.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._wanted: set[Key] = set()
-        self.why: dict[Key, str] = {}
+        self._wanted: set[NumberKey] = set()
+        self.why: dict[NumberKey, str] = {}
 
-    def want(self, keys: Iterable[Key]) -> bool:
+    def want(self, keys: Iterable[NumberKey]) -> bool:
         """Make numbers inputs of the code that is compiled from now on; return whether any is new.
 
         Numbers that are known to stay constants are left out.
@@ -69,30 +72,30 @@ class ChangingAttributes:
     def explained(self, why: Reason) -> Reason:
         """Return the reason of a fallback, completed by why a number is no input of the code."""
         for key, text in self.why.items():
-            label = "the attribute " + ".".join(filter(None, key))
+            label = f"the attribute {label_of(key[:2])}"
             if why.kind is Kind.CHANGED and why.detail == label:
-                return replace(why, detail=f"{label} (it is no input, because {text})")
+                what = f"{label} ({label_of(key)} is no input, because {text})"
+                return replace(why, detail=what)
         return why
 
-    def _is_number(self, key: Key) -> bool:
+    def _is_number(self, key: NumberKey) -> bool:
         try:
-            held = self._module.get_submodule(key[0]).__dict__
+            owner = self._module.get_submodule(key[0])
         except AttributeError:
             return False
-        return is_number(held.get(key[1], MISSING))
+        return is_number(number_in(owner, key[1:]))
 
-    def _leave(self, keys: frozenset[Key], error: Exception) -> bool:
+    def _leave(self, keys: frozenset[NumberKey], error: Exception) -> bool:
         """Leave the numbers of ``keys`` constants, because of ``error``; return whether any is."""
         self._wanted -= keys
         for key in keys:
             self.why[key] = first_line(error)
-            name = ".".join(filter(None, key))
-            logger.info("the attribute %s stays a constant: %s", name, first_line(error))
+            logger.info("the attribute %s stays constant: %s", label_of(key), first_line(error))
         return bool(keys)
 
     def _explained(self, error: StateWrittenError) -> StateWrittenError:
         known = [
-            f"{'.'.join(filter(None, key))} is no input of the code, because {self.why[key]}"
-            for key in sorted(error.attributes & self.why.keys())
+            f"{label_of(key)} is no input of the code, because {self.why[key]}"
+            for key in sorted(error.attributes & self.why.keys(), key=label_of)
         ]
         return StateWrittenError("; ".join((str(error), *known)), error.attributes)

@@ -23,6 +23,7 @@ from tvmbridge.runtime.entry import CompiledEntry
 from tvmbridge.runtime.entry_compiler import Compiler
 from tvmbridge.runtime.family import OtherSizesError
 from tvmbridge.runtime.guards.forwards import StandsForForward
+from tvmbridge.runtime.guards.kinds import OTHER_SHAPE
 from tvmbridge.runtime.guards.mode import Flags, Mode, flags_of
 from tvmbridge.runtime.guards.signature import Matched, Signature
 from tvmbridge.runtime.parts import Cut
@@ -418,9 +419,24 @@ class Policy:
         if by_number is None:
             return False
         often = by_number and outgrown.calls < _RARELY
+        most = 1 if self._resizes(found) else _MOST_VALUES if often else _MOST_STATES
         with self._counting:
             self._outgrown[why.text] += 1
-            return self._outgrown[why.text] <= (_MOST_VALUES if often else _MOST_STATES)
+            return self._outgrown[why.text] <= most
+
+    def cut_for_resized_state(self, found: Unserved) -> bool:
+        """Serve calls in parts from now on, if forward replaces a tensor by one of another size.
+
+        A cache that grows at each call is an example. Parts take any size of it.
+        """
+        if not (self.compiles_signatures and self._resizes(found)):
+            return False
+        return self.cut.at(OTHER_SHAPE.text, of_state=True, tried=True)
+
+    @staticmethod
+    def _resizes(found: Unserved) -> bool:
+        replaces = found.outgrown is not None and found.outgrown.state.replaces
+        return replaces and found.reason == OTHER_SHAPE
 
     def specializations(self) -> list[Specialization]:
         """Return the specialisations for samples and the ones for calls of other sizes."""

@@ -34,7 +34,8 @@ class Replay:
 
     def __init__(self, state: ModuleState, captured: CapturedGraph) -> None:
         self._state = state
-        self._left = list(captured.convention.left)
+        left = captured.convention.left
+        self._left = [key for key in left if len(key) == 2]  # others are numbers in containers
         changed = [o for o in captured.outputs if o.kind is OutputKind.BUFFER_MUTATION]
         names = {name: i for i, name in enumerate(state.names)}
         self.written = frozenset(names[o.target] for o in changed if o.target in names)
@@ -47,7 +48,7 @@ class Replay:
         self._kept = [i for n, i in names.items() if i in self.written and n in specs]
         sizes = [specs[state.names[i]] for i in self._kept]
         self.keeps_too_much = sum(s.nbytes for s in sizes) > _LARGEST_KEPT
-        self._is_plain = not (changed or self._left or held)
+        self._is_plain = not (changed or left or held)
 
     def keep(self, tensors: Sequence[Any]) -> dict[int, torch.Tensor]:
         """Return copies of those of the module's ``tensors`` that a call reads and then writes."""

@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from tvmbridge.calls.copies import copied_values
 from tvmbridge.calls.patches import patched_here
 from tvmbridge.core.contents import ANY_TENSOR, DEPTH, MISSING, all_held, deeper, is_constant
 from tvmbridge.core.libraries import BOOKKEEPING
-from tvmbridge.core.types import Left
+from tvmbridge.core.number_places import marked_places
+from tvmbridge.core.types import Key, Left
 from tvmbridge.graph_capture.observe.executed import is_called_by_library
 from tvmbridge.graph_capture.observe.foreign import ForeignModules
 from tvmbridge.graph_capture.observe.objects import NO_READS, ObjectReads
@@ -129,6 +131,12 @@ def values_read(
         tensor = isinstance(value, torch.Tensor)
         values[name, attribute] = ANY_TENSOR if tensor else objects.narrowed(value, value)
     return values
+
+
+def with_marks_copied(values: Mapping[Key, Any]) -> dict[Key, Any]:
+    """Return expected values of attributes, with copies of those that have marks inside."""
+    marked = {key[:2] for keys in marked_places(values).values() for key in keys if len(key) > 2}
+    return {**values, **copied_values({key: values[key] for key in marked})}
 
 
 def values_in_place(

@@ -137,7 +137,8 @@ def _refuse_complex_gradients(inputs: list[InputDescriptor]) -> None:
     for each in inputs:
         if each.requires_grad and each.spec.dtype.is_complex:
             raise UnsupportedOperatorError(
-                f"{each.target or each.name} is of {each.spec.dtype} and requires a gradient"
+                f"{each.target or each.name} is of {each.spec.dtype} and requires a gradient; keep "
+                "it as real numbers (torch.view_as_real), and call torch.view_as_complex in forward"
             )
 
 

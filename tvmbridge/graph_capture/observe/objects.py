@@ -34,6 +34,7 @@ from tvmbridge.core.contents import (
 from tvmbridge.core.states import StateOf, is_weak, reader_of, referent
 from tvmbridge.graph_capture.observe.data import is_of_users
 from tvmbridge.graph_capture.observe.names import SEARCHING, Names
+from tvmbridge.graph_capture.trace.traced_numbers import TracedNumber
 
 # Special attributes that do not depend on the contents of an object.
 _OF_CLASS = frozenset({"__class__", "__doc__", "__module__"})
@@ -116,7 +117,8 @@ class ObjectReads:
         if self._active and id(owner) in self._reads and not _is_bridge(sys._getframe(3)):
             self._reads[id(owner)][1].add(name)
             found = genuine(owner, name)
-            if id(found) not in self._followed and not is_constant(found):
+            constant = is_constant(found) or type(found) is TracedNumber
+            if id(found) not in self._followed and not constant:
                 self._followed[id(found)] = found
                 self.follow(found)  # It may lie deeper than the objects that are recorded yet.
             return found

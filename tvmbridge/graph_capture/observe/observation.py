@@ -41,6 +41,7 @@ from tvmbridge.graph_capture.observe.attributes import (
     recorded_reads,
     values_assigned,
     values_read,
+    with_marks_copied,
 )
 from tvmbridge.graph_capture.observe.effects import QuestionWatch, StateBefore, impurities
 from tvmbridge.graph_capture.observe.fakes import Fakes, all_tensors, any_tagged, laid_out
@@ -52,7 +53,7 @@ from tvmbridge.graph_capture.observe.undo import current_undo
 from tvmbridge.graph_capture.trace.answers import known_values
 from tvmbridge.graph_capture.trace.checkpoints import changed_in_checkpoints
 from tvmbridge.graph_capture.trace.functions import functions_replaced
-from tvmbridge.graph_capture.trace.held_numbers import held_by
+from tvmbridge.graph_capture.trace.held_numbers import held_by, numbers_marked
 from tvmbridge.graph_capture.trace.old_norms import normed_weights, shared_with
 from tvmbridge.graph_capture.traced_forward import TracedForward
 
@@ -279,7 +280,8 @@ class _Run:
         found = list(dict.fromkeys((*found, *self.questions.complaints, *self.outside.complaints)))
         if not self._records:
             return found
-        replaced = [self._module.get_submodule(p).__dict__.get(n) for p, n in self.forward.ways]
+        keys = self.forward.ways
+        replaced = [self._module.get_submodule(path).__dict__.get(n) for path, n, *_ in keys]
         carried = {id(tensor) for value in replaced for _, tensor in places_in(value)}
         return found + self.foreign.without_gradient(carried)
 
@@ -337,7 +339,10 @@ def _observe(
     # number that it only adds to.
     read_first = {key for key in left if key in read and key not in assignments}
     read -= {key for key, way in left.items() if key in assignments or way.number is not None}
-    values = values_read(module, read, watches.objects)
+    with numbers_marked(module):
+        values = values_read(module, read, watches.objects)
+        if any(len(key) > 2 for key in inputs):
+            values = with_marks_copied(values)
     impure += read_and_left(values, left, read_first, run.foreign.found.keys())
     values.update((key, PartOf(list, {})) for key, way in left.items() if way.into != "place")
     return Observation(

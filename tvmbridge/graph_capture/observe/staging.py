@@ -7,7 +7,7 @@ it, and side effects that compiled code would not repeat are refused by name.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -28,7 +28,9 @@ from tvmbridge.core.errors import (
     NotApartError,
     StateWrittenError,
 )
+from tvmbridge.core.number_places import numbers_changed
 from tvmbridge.core.torch_private import pytree
+from tvmbridge.core.types import NumberKey
 from tvmbridge.graph_capture.dependence import DependenceError
 from tvmbridge.graph_capture.observe.adoption import Adoption
 from tvmbridge.graph_capture.observe.attributes import values_in_place
@@ -180,7 +182,8 @@ def _staged(
                 again = replace(again, values=with_any_tensor(again.values, carried))
             # A value that the first run wrote must be there at a call, even if later runs do not
             # read it.
-            written = {*map(_split, seen.writes), *seen.left} - again.left.keys()
+            left = {key for key in seen.left if len(key) == 2}
+            written = {*map(_split, seen.writes), *left} - again.left.keys()
             in_place = values_in_place(actor, written, again.objects, module)
             seen = _settled(seen, replace(again, values={**again.values, **in_place}))
     except DependenceError as error:
@@ -202,7 +205,7 @@ def _staged(
     if apart:
         _refuse_to_part(module, seen)
     refuse_foreign(module, seen.foreign_modules)
-    _refuse_effects(module, seen)
+    _refuse_effects(module, seen, actor)
     if adoption.adopted or not apart:
         adoption.refuse_stale(module)
     refuse_what_is_asked(module, (args, dict(kwargs)), seen.asks)
@@ -237,7 +240,7 @@ def _require_gradients_like(actor: nn.Module, module: nn.Module) -> None:
                     mine[name] = copied.detach().requires_grad_()
 
 
-def _refuse_effects(module: nn.Module, seen: Observation) -> None:
+def _refuse_effects(module: nn.Module, seen: Observation, actor: nn.Module) -> None:
     found = [f"writes {name}" for name in seen.writes]
     found += seen.impure
     found += [f"changes {name} outside of the module" for name in seen.changes]
@@ -246,13 +249,29 @@ def _refuse_effects(module: nn.Module, seen: Observation) -> None:
         raise StateWrittenError(
             f"forward of {type(module).__name__} {', '.join(found)}, which compiled code would "
             "not do at each call",
-            frozenset(map(_split, seen.writes)),
+            frozenset(_places_written(module, seen.writes, actor)),
         )
     if seen.kept:
         raise StateWrittenError(
             f"forward of {type(module).__name__} keeps a tensor of each call outside of the "
             "module, in a cache or a global, which compiled code would not do"
         )
+
+
+def _places_written(
+    module: nn.Module, names: Iterable[str], actor: nn.Module
+) -> Iterator[NumberKey]:
+    """Yield the attributes that forward of ``actor`` has written, or the numbers inside them.
+
+    Args:
+        module: the user's module, which has the values before.
+    """
+    for path, name in map(_split, names):
+        if actor is not module:
+            now, before = (vars(m.get_submodule(path)).get(name) for m in (actor, module))
+            for steps in numbers_changed(now, before) or ():
+                yield (path, name, *steps)
+        yield path, name
 
 
 def _settled(first: Observation, again: Observation) -> Observation:

@@ -20,8 +20,9 @@ from torch import fx, nn
 from tvmbridge.calls.patches import patched_here
 from tvmbridge.core.contents import MISSING, all_held, is_constant
 from tvmbridge.core.libraries import BOOKKEEPING
+from tvmbridge.core.number_places import number_in
 from tvmbridge.core.structure import UNKNOWN, with_parts
-from tvmbridge.core.types import Left
+from tvmbridge.core.types import Left, NumberKey
 from tvmbridge.graph_capture.trace.left_numbers import Count, Grown, PassedOn, used
 from tvmbridge.graph_capture.trace.old_norms import normed_weights
 
@@ -199,24 +200,31 @@ def objects_of(module: nn.Module, arguments: Any) -> Iterator[Any]:
             yield value
 
 
-def adds_to(owner: nn.Module, name: str, way: Left) -> bool:
-    """Whether the attribute has what ``way`` adds to, a number or a list.
+def adds_to(owner: nn.Module, names: NumberKey, way: Left) -> bool:
+    """Whether a place of ``owner`` has what ``way`` adds to, a number or a list.
 
     Forward may create both in its first call, or anew after the script has deleted them.
     """
     if way.number is not None:
-        return type(getattr(owner, name, MISSING)) in (int, float)
-    return way.into == "place" or type(owner.__dict__.get(name)) is list
+        inside = len(names) > 1
+        now = number_in(owner, names) if inside else getattr(owner, names[0], MISSING)
+        return type(now) in (int, float)
+    return way.into == "place" or type(owner.__dict__.get(names[0])) is list
 
 
-def numbers_left(module: nn.Module, left: Iterable[tuple[nn.Module, str, Left]]) -> Iterator[float]:
+def numbers_left(
+    module: nn.Module, left: Iterable[tuple[nn.Module, NumberKey, Left]]
+) -> Iterator[float]:
     """Return an iterator over the numbers that a call leaves behind, computed before any is set."""
     numbers = []
-    for owner, name, way in left:
+    for owner, names, way in left:
         if way.number is not None:
-            path, attribute = way.of or ("", name)
-            source = owner if way.of is None else module.get_submodule(path)
-            numbers.append(way.number(getattr(source, attribute)))
+            source, place = owner, names
+            if way.of is not None:
+                source, place = module.get_submodule(way.of[0]), way.of[1:]
+            inside = len(place) > 1
+            before = number_in(source, place) if inside else getattr(source, place[0])
+            numbers.append(way.number(before))
     return iter(numbers)
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from tvmbridge.core.contents import NumberStandIn
 from tvmbridge.core.errors import NumberReadError
 from tvmbridge.core.number_inputs import NumberRange
 
@@ -59,7 +60,7 @@ class NumbersOfCall:
         return error
 
 
-class TracedNumber:
+class TracedNumber(NumberStandIn):
     """Stands for an int or a float.
 
     - ``kind``: ``int`` or ``float``.
@@ -101,9 +102,15 @@ class TracedNumber:
         raise self.refused("uses it as a key")
 
     def __getattr__(self, name: str) -> Any:
-        if hasattr(self.kind, name):
+        if hasattr(self.kind(), name):
             raise self.refused(f"reads its attribute {name}")
         raise AttributeError(f"'{self.kind.__name__}' object has no attribute '{name}'")
+
+    def __copy__(self) -> TracedNumber:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TracedNumber:
+        return self
 
     def __neg__(self) -> TracedNumber:
         result = _result((self,), self.kind, torch.neg(self.tensor), self.most)
@@ -363,7 +370,7 @@ _READ = {
     "writes it as text": "repr str format",
     "computes with its bits": "and rand or ror xor rxor lshift rlshift rshift rrshift invert",
     "divides it with a remainder": "divmod rdivmod",
-    "copies it": "reduce reduce_ex copy deepcopy array",
+    "copies it": "reduce reduce_ex array",
 }
 for _name in _COMPUTED:
     setattr(TracedNumber, f"__{_name}__", _computing(_name, False))

@@ -20,6 +20,7 @@ from tvmbridge.compiler.step_memory import step_memory
 from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.core.contents import MISSING
 from tvmbridge.core.errors import BridgeError, UnsupportedOperatorError
+from tvmbridge.core.number_places import label_of
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.torch_private import OpOverload
 from tvmbridge.core.types import InputKind, NoiseDescriptor, OutputKind, PassRecord
@@ -240,8 +241,8 @@ def _mutations(captured: CapturedGraph) -> Iterator[Mutation]:
             yield Mutation("input", str(positions.get(output.target or "", output.target)))
     for place in captured.convention.changed_arguments:
         yield Mutation("argument", str(place))
-    for path, name in sorted((*captured.convention.assigned, *captured.convention.left)):
-        yield Mutation("attribute", f"{path}.{name}".lstrip("."))
+    for name in sorted(map(label_of, (*captured.convention.assigned, *captured.convention.left))):
+        yield Mutation("attribute", name)
 
 
 def _shown(value: Any) -> str:

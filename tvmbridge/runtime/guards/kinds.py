@@ -13,6 +13,8 @@ from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.core.torch_private import TensorGuards, has_storage
 from tvmbridge.core.types import InputDescriptor
 
+OTHER_SHAPE = Reason(Kind.CHANGED, "the shape of a parameter or buffer")
+
 
 class KindGuard:
     """Compares a module's present tensors with the kinds that code was compiled for.
@@ -59,7 +61,7 @@ class KindGuard:
             if tensor.device != device:
                 return Reason(Kind.CHANGED, "the device of a parameter or buffer")
             if tensor.shape != shape:
-                return Reason(Kind.CHANGED, "the shape of a parameter or buffer")
+                return OTHER_SHAPE
             if check_grad and tensor.requires_grad is not requires_grad:
                 return Reason(Kind.CHANGED, "requires_grad of a parameter")
         return None

@@ -20,9 +20,10 @@ from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.core.carried import CarriedTensors
 from tvmbridge.core.contents import MISSING
 from tvmbridge.core.libraries import acts
+from tvmbridge.core.number_places import set_number_in
 from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.core.sharding import class_before
-from tvmbridge.core.types import InputKind, Key
+from tvmbridge.core.types import InputKind, Key, NumberKey
 from tvmbridge.core.writes import version_of
 from tvmbridge.graph_capture.observe.hooks import GLOBAL_HOOKS, HOOKS, traced_hooks
 from tvmbridge.graph_capture.trace.left import adds_to, leave, numbers_left
@@ -66,7 +67,7 @@ class ModuleState:
         self._answers = AnswerGuard(assumed.answers)
         self.branches = ArgumentAnswers(assumed.answers, captured.convention.in_spec)
         beside += self._answers.names
-        self._numbers = HeldNumbers(module, captured.convention.held)
+        self._numbers = HeldNumbers(module, captured.convention.held, assumed.values)
         self._outside = {k: v for k, v in captured.outside.items() if k not in self._numbers}
         self._carried = {
             name: (module.get_submodule(place.key[0]), place.key[1], place.steps)
@@ -101,7 +102,7 @@ class ModuleState:
             for (path, name), value in captured.convention.assigned.items()
         ]
         left = captured.convention.left.items()
-        self._left = [(module.get_submodule(path), name, way) for (path, name), way in left]
+        self._left = [(module.get_submodule(key[0]), key[1:], way) for key, way in left]
         reached = {*assumed.values, *map(_split, self.names)}
         self.carries_over = any(way.is_added or key in reached for key, way in left)
         placed = {key for key, way in left if way.into == "place" and way.number is None}
@@ -257,11 +258,11 @@ class ModuleState:
         """
         computed = numbers_left(self.module, self._left)
         remaining = iter(values)
-        for owner, name, way in self._left:
+        for owner, names, way in self._left:
             if way.number is not None:
-                owner.__dict__[name] = next(computed)
+                set_number_in(owner, names, next(computed))
             else:
-                leave(owner, name, way, next(remaining))
+                leave(owner, names[0], way, next(remaining))
 
     def watched_dicts(self) -> list[dict[Any, Any]]:
         """Return the dictionaries whose every change matters."""
@@ -370,7 +371,7 @@ class ModuleState:
     def _unserved_number(self) -> Reason | None:
         label = self._numbers.changed()
         if label is None:
-            fit = (adds_to(owner, name, way) for owner, name, way in self._left)
+            fit = (adds_to(owner, names, way) for owner, names, way in self._left)
             label = None if all(fit) else "a counter or list that forward adds to"
         return Reason(Kind.CHANGED, label) if label else None
 
@@ -378,15 +379,15 @@ class ModuleState:
         """Return the numbers and lists that forward changes: dictionary, key and class of each."""
         return [
             (vars(owner), name, list if way.number is None else type(vars(owner).get(name, 0)))
-            for owner, name, way in self._left
-            if way.number is not None or way.into != "place"
+            for owner, (name, *inside), way in self._left
+            if not inside and (way.number is not None or way.into != "place")
         ]
 
-    def changed_numbers(self) -> frozenset[Key]:
-        """Return the attributes of modules that were numbers at the capture and are others now."""
+    def changed_numbers(self) -> frozenset[NumberKey]:
+        """Return the places in modules that have other numbers than at the capture."""
         paths = {id(m): path for path, m in self.module.named_modules()}
         found = self._values.numbers_changed()
-        return frozenset((paths[id(o)], name) for o, name in found if id(o) in paths)
+        return frozenset((paths[id(o)], *names) for o, names in found if id(o) in paths)
 
     def _changed_beside(self, check_grad: bool) -> Reason | None:
         """Return a change other than of the structure or of kinds of tensors; None if none."""

@@ -25,7 +25,9 @@ from tvmbridge.core.contents import (
     same_value,
     state_of,
 )
+from tvmbridge.core.number_places import numbers_changed
 from tvmbridge.core.states import StateOf
+from tvmbridge.core.types import NumberKey
 from tvmbridge.graph_capture.observe.attributes import own_names
 from tvmbridge.graph_capture.observe.data import is_of_users
 from tvmbridge.runtime.guards.class_entries import ClassEntries, registered_names
@@ -104,10 +106,9 @@ class _Watched:
         self.last = found
         return False
 
-    def is_number(self) -> bool:
-        """Whether both the present and the expected value are numbers."""
-        now = self.holder.get(self.name, MISSING)
-        return type(now) in (int, float) and type(self.expected) in (int, float)
+    def numbers(self) -> list[NumberKey] | None:
+        """Return the steps to each number that has changed; None if more has changed."""
+        return numbers_changed(self.holder.get(self.name, MISSING), self.expected)
 
     def of_copy(self, memo: Mapping[int, Any]) -> _Watched:
         """Return the watched value of a module's deep copy, by the ``memo`` of copy.deepcopy."""
@@ -300,14 +301,18 @@ class ValueGuard:
 
     def is_number_changed(self) -> bool:
         """Whether a value that is a number has changed to another number."""
-        return any(w.is_number() and w.changed() for w in self._watched)
+        return any(w.numbers() for w in self._watched if w.changed())
 
-    def numbers_changed(self) -> list[tuple[Any, str]]:
-        """Return the owners and names of attributes that have other numbers than expected.
+    def numbers_changed(self) -> list[tuple[Any, NumberKey]]:
+        """Return the owners and places of numbers in attributes that have changed.
 
         Return none if a value that is no number has changed too.
         """
-        changed = [w for w in self._watched if w.changed()]
-        if not all(w.is_number() for w in changed):
-            return []
-        return [(w.owner, w.name) for w in changed if isinstance(w.owner, nn.Module)]
+        found: list[tuple[Any, NumberKey]] = []
+        for watched in [w for w in self._watched if w.changed()]:
+            places = watched.numbers()
+            if places is None:
+                return []
+            if isinstance(watched.owner, nn.Module):
+                found += [(watched.owner, (watched.name, *steps)) for steps in places]
+        return found
