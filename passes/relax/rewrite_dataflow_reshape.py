@@ -1,7 +1,7 @@
 """Calls of TIR functions that only copy a tensor in its order become reshapes, without a copy.
 
 TVM's pass of this name computes offsets within a buffer in 32 bits, and raises if a buffer has more
-than 2**31 elements.
+than 2**31 elements. It sees other loops in place of functions with such buffers.
 
 Before::
 
@@ -12,33 +12,56 @@ After::
     y = R.reshape(x, R.shape([8, 2]))
 
 Requires: functions are not scheduled, because reshapes are recognized by their loops.
-Guarantees: a module with a buffer of more than 2**31 - 1 elements stays as it is.
+Guarantees: all functions stay as they are.
 Runs after: FuseTIR. Runs before: schedules.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import tvm
-from tvm import relax, tirx
+from tvm import relax, te, tirx
 
 from tvmbridge.passes.base import PassReport, RelaxPass
+from tvmbridge.schedules import is_reshape
+from tvmbridge.schedules.kernel import parse
 
 _MOST_ELEMENTS = 2**31 - 1
 
 
 @dataclass(frozen=True)
 class RewriteDataflowReshape(RelaxPass):
-    """Run TVM's RewriteDataflowReshape, unless a buffer is too large for it."""
+    """Run TVM's RewriteDataflowReshape."""
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
-        for name, function in mod.functions_items():
-            if isinstance(function, tirx.PrimFunc) and _elements(function) > _MOST_ELEMENTS:
-                report.decline(name.name_hint, "a buffer has more than 2**31 - 1 elements")
-                return mod
-        return relax.transform.RewriteDataflowReshape()(mod)
+        large = {
+            name: function
+            for name, function in mod.functions_items()
+            if isinstance(function, tirx.PrimFunc) and _elements(function) > _MOST_ELEMENTS
+        }
+        if not large:
+            return relax.transform.RewriteDataflowReshape()(mod)
+        small = {name: _small(function) for name, function in large.items()}
+        rewritten = relax.transform.RewriteDataflowReshape()(_with(mod, small))
+        return _with(rewritten, large)
+
+
+def _with(mod: tvm.IRModule, changed: Mapping[Any, tirx.PrimFunc]) -> tvm.IRModule:
+    functions = {name: changed.get(name, f) for name, f in mod.functions_items()}
+    return tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
+
+
+def _small(function: tirx.PrimFunc) -> tirx.PrimFunc:
+    """Return a function with small buffers or none, which copies in order if ``function`` does."""
+    kernel = parse(function)
+    if kernel is None or not is_reshape(kernel):
+        return function.with_body(tirx.Evaluate(0))
+    x = te.placeholder((2, 3), name="x")
+    return te.create_prim_func([x, te.compute((6,), lambda i: x[i // 3, i % 3])])
 
 
 def _elements(function: tirx.PrimFunc) -> int:
