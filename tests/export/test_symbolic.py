@@ -155,7 +155,7 @@ class UNet(nn.Module):
         return self.last(torch.cat([x, self.up(below)], 1))
 
 
-@pytest.mark.parametrize("batch", [False, True])
+@pytest.mark.parametrize("batch", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_strided_images_of_any_size(batch: bool, tmp_path: Path) -> None:
     dims = {2: Dim("height", max=256), 3: Dim("width", max=256)}
     spec = {"x": {0: Dim("batch", max=8)} | dims if batch else dims}
@@ -163,7 +163,7 @@ def test_strided_images_of_any_size(batch: bool, tmp_path: Path) -> None:
     _agrees(Residual(), torch.randn(2, 3, 32, 40), spec, tmp_path, [(2 + batch, *s) for s in sizes])
 
 
-@pytest.mark.parametrize("declared", [False, True])
+@pytest.mark.parametrize("declared", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_images_that_are_halved(declared: bool, tmp_path: Path) -> None:
     height, width = Dim("height", max=128), Dim("width", max=128)
     spec = {"x": {2: 2 * height, 3: 2 * width} if declared else {2: height, 3: width}}
