@@ -1,8 +1,8 @@
 """``python -m benchmarks.dashboard``: PyTorch's own model suites by tvmbridge and its peers.
 
-Each model runs in its own process, ``--jobs`` of them at once; only one process measures times at
-a time. The file ``--resume`` has a line of JSON for each measured model, which is not measured
-again. Each peer is printed when it is done. The table has, for each peer:
+Each model runs in its own process, ``--jobs`` of them at once; while one process measures times,
+the others are stopped. The file ``--resume`` has a line of JSON for each measured model, which is
+not measured again. Each peer is printed when it is done. The table has, for each peer:
 
 - whether the results pass PyTorch's accuracy rule;
 - the share of calls after the third that compiled code served;
@@ -13,11 +13,9 @@ again. Each peer is printed when it is done. The table has, for each peer:
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import math
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -37,6 +35,7 @@ from rich.table import Table
 from benchmarks.common import caches_in
 from benchmarks.dashboard.measure import PEERS, Task
 from benchmarks.dashboard.models import SUITES, Entry, entries
+from benchmarks.dashboard.turns import Turns
 from tvmbridge.core.compiled_half import build_halves
 
 _TINY_BATCH = 2
@@ -65,7 +64,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     return options.parse_args(list(argv))
 
 
-def _tasks(chosen: argparse.Namespace, lock: str) -> Iterator[Task]:
+def _tasks(chosen: argparse.Namespace) -> Iterator[Task]:
     on_gpu, training = chosen.device == "cuda", chosen.mode == "training"
     known = entries(chosen.suite)
     names = chosen.models or [n for n, e in known.items() if _is_wanted(e, chosen)]
@@ -83,7 +82,7 @@ def _tasks(chosen: argparse.Namespace, lock: str) -> Iterator[Task]:
             dtype=chosen.dtype or ("bfloat16" if on_gpu and not training else "float32"),
             peers=tuple(chosen.peers),
             rounds=chosen.rounds,
-            lock=lock,
+            shared=chosen.jobs > 1,
         )
 
 
@@ -93,7 +92,11 @@ def _is_wanted(entry: Entry, chosen: argparse.Namespace) -> bool:
 
 
 def _measured(
-    task: Task, deadline: float, timeout: float, show: Callable[[dict[str, Any]], None]
+    task: Task,
+    turns: Turns,
+    deadline: float,
+    timeout: float,
+    show: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any] | None:
     """Measure a model in a new process with empty caches; return None if no time was left.
 
@@ -106,22 +109,14 @@ def _measured(
         command = [sys.executable, "-m", "benchmarks.dashboard.measure", json.dumps(asdict(task))]
         errors = Path(caches, "errors")
         with errors.open("w", encoding="utf-8") as file:
-            # A new session, so that the compilers' worker processes end too: they hold the pipe.
-            process = subprocess.Popen(
-                command,
-                env={**os.environ, **caches_in(caches)},
-                stdout=subprocess.PIPE,
-                stderr=file,
-                text=True,
-                start_new_session=True,
-            )
-        start, timer = time.monotonic(), threading.Timer(left, _end, [process])
+            process = turns.started(command, env={**os.environ, **caches_in(caches)}, stderr=file)
+        start, timer = time.monotonic(), threading.Timer(left, turns.end, [process])
         timer.start()
         try:
-            found = _followed(process, {**asdict(task), "results": {}}, show)
+            found = _followed(process, turns, {**asdict(task), "results": {}}, show)
         finally:
             timer.cancel()
-            _end(process)
+            turns.end(process)
         if found.pop("done", False):
             return found
         if time.monotonic() - start < left:
@@ -133,6 +128,7 @@ def _measured(
 
 def _followed(
     process: subprocess.Popen[str],
+    turns: Turns,
     record: dict[str, Any],
     show: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
@@ -140,24 +136,21 @@ def _followed(
     assert process.stdout is not None
     for line in process.stdout:
         try:
-            record = json.loads(line)
+            found = json.loads(line)
         except json.JSONDecodeError:
             continue
+        if turns.handled(process, found):
+            continue
+        record = found
         if record.get("done"):
             break
         show(record)
     return record
 
 
-def _end(process: subprocess.Popen[str]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
 def _key(record: dict[str, Any]) -> tuple[Any, ...]:
     given = {name: record[name] for name in Task.__dataclass_fields__ if name in record}
-    return Task(**{"peers": (), "lock": "", **given}).key
+    return Task(**{"peers": (), "shared": False, **given}).key
 
 
 def _read(file: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
@@ -225,10 +218,13 @@ def main(argv: Sequence[str] = ()) -> int:
     chosen.resume.parent.mkdir(parents=True, exist_ok=True)
     known = _read(chosen.resume)
     build_halves()  # An installation has them; the first model would wait for the compiler.
-    with tempfile.NamedTemporaryFile() as lock, ThreadPoolExecutor(chosen.jobs) as pool:
-        tasks = list(_tasks(chosen, lock.name))
-        waiting = [task for task in tasks if task.key not in known]
-        running = [pool.submit(_measured, t, deadline, chosen.timeout, _show) for t in waiting]
+    tasks, turns = list(_tasks(chosen)), Turns()
+    with ThreadPoolExecutor(chosen.jobs) as pool:
+        running = [
+            pool.submit(_measured, task, turns, deadline, chosen.timeout, _show)
+            for task in tasks
+            if task.key not in known
+        ]
         for future in as_completed(running):
             record = future.result()
             if record is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import fcntl
 import gc
 import json
 import os
@@ -17,7 +16,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +24,7 @@ from torch import nn
 from benchmarks.common import in_turns
 from benchmarks.dashboard.accuracy import differing
 from benchmarks.dashboard.models import entries, make, moved
+from benchmarks.dashboard.turns import turn
 from tvmbridge import add_tvm_dispatch, compile_report, dispatch_report
 
 PEERS = ("eager", "inductor", "reduce-overhead", "max-autotune", "tvmbridge", "tvmbridge-compile")
@@ -40,7 +39,8 @@ class Task:
     - ``scale``: ``"tiny"`` for small configurations, otherwise the published sizes.
     - ``amp``: whether calls run under autocast to bfloat16.
     - ``rounds``: timed calls of each peer; 0 measures no times.
-    - ``lock``: the path of a lock file; a process holds it while it measures times.
+    - ``shared``: whether other processes measure too; times are then taken in a turn
+      (:mod:`benchmarks.dashboard.turns`).
     """
 
     suite: str
@@ -53,7 +53,7 @@ class Task:
     dtype: str
     peers: tuple[str, ...]
     rounds: int
-    lock: str
+    shared: bool
 
     @property
     def training(self) -> bool:
@@ -113,7 +113,7 @@ def measure(task: Task) -> dict[str, Any]:
     tolerance = entry.bound(task.training)
     record: dict[str, Any] = {**asdict(task), "torch": torch.__version__, "results": {}}
     record["transformers"] = version("transformers")
-    del record["lock"], record["peers"]
+    del record["shared"], record["peers"]
     dtype = getattr(torch, task.dtype)
     eager = _Step(task, *_placed(task, model, given, dtype))
     try:
@@ -165,7 +165,7 @@ def _of_peer(step: _Step, peer: str, eager: _Step) -> dict[str, Any]:
         found["allocated"] = torch.cuda.max_memory_allocated()
         found["reserved"] = torch.cuda.max_memory_reserved()
     if step.task.rounds:
-        with _alone(step.task.lock):
+        with turn(step.task.shared):
             pair: list[Callable[[], object]] = [_timed(eager), _timed(step)]
             seconds = in_turns(pair, rounds=step.task.rounds)
         found["eager"], found["seconds"] = map(statistics.median, seconds)
@@ -236,14 +236,6 @@ def _clear(device: str) -> None:
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
-
-
-@contextmanager
-def _alone(lock: str) -> Iterator[None]:
-    """Hold the lock file, so that no other process measures times meanwhile."""
-    with Path(lock).open("w", encoding="utf-8") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _said(error: BaseException) -> str:

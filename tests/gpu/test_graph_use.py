@@ -187,6 +187,14 @@ def test_a_capture_that_fails_leaves_nothing_behind() -> None:
     assert replays(tvm) > 0
 
 
+def test_calls_without_graphs_under_the_profiler() -> None:
+    tvm, eager = pair(small, batch(), cuda_graphs=False)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        for number in range(STEPS):
+            assert_same(_step(tvm, number), _step(eager, number))
+    assert not dispatch_report(tvm).fallbacks
+
+
 def test_the_cache_is_emptied_between_calls() -> None:
     tvm, eager = pair(with_dropout, batch())
     for number in range(STEPS):

@@ -89,11 +89,13 @@ const Product &product_of(const std::string &key) {
 // Tensors ----------------------------------------------------------------------------------------
 
 std::string string_of(const TVMFFIAny &any) {
+    if (any.type_index == kTVMFFIRawStr) // of a caller: Python, or a virtual machine that is watched
+        return any.v_c_str;
     TVMFFIByteArray bytes;
     if (any.type_index == kTVMFFISmallStr) {
         bytes = TVMFFISmallBytesGetContentByteArray(&any);
     } else {
-        TORCH_CHECK(any.type_index == kTVMFFIStr, "expected the spec of a product");
+        TORCH_CHECK(any.type_index == kTVMFFIStr, "expected a string, got a value of type ", any.type_index);
         bytes = *TVMFFIBytesGetByteArrayPtr(any.v_obj);
     }
     return std::string(bytes.data, bytes.size);

@@ -239,8 +239,15 @@ def _written_over(mask: torch.Tensor) -> bool:
     return False
 
 
+def _added_mask(mask: torch.Tensor) -> bool:
+    rows, columns = torch.arange(mask.shape[0])[:, None], torch.arange(mask.shape[1])
+    open_ = (mask > 0)[rows, columns]
+    added = torch.where(open_, torch.tensor(0.0, dtype=mask.dtype), -1e9)
+    return bool((added < torch.scalar_tensor(-1.0)).any().item())
+
+
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("way", [_any_left_out, _written_over])
+@pytest.mark.parametrize("way", [_any_left_out, _written_over, _added_mask])
 def test_each_branch_by_an_argument_has_code_that_is_chosen_before_the_call(
     way: Callable[[torch.Tensor], bool], training: bool
 ) -> None:

@@ -50,15 +50,17 @@ _ASKING = frozenset(
 # Looked up now: during a trace ``torch.Tensor`` may have a replacement.
 _ITEM = torch.Tensor.item
 _TO_BOOL = (torch.Tensor.__bool__, _ITEM)
-# Functions that make a tensor of one number, by that number; None: the second argument.
-_FILLING: Mapping[Any, int | None] = {
+# Functions that make a tensor of one number, by that number or, as text, by its argument's place.
+_FILLING: Mapping[Any, int | str] = {
     torch.ones: 1,
     torch.zeros: 0,
     torch.ones_like: 1,
     torch.zeros_like: 0,
     torch.Tensor.new_ones: 1,
     torch.Tensor.new_zeros: 0,
-    torch.full: None,
+    torch.full: "1",
+    torch.tensor: "0",
+    torch.scalar_tensor: "0",
 }
 # Functions that write into their first argument, and into nothing else.
 _WRITING = frozenset({"__setitem__", "masked_fill_", "fill_", "zero_"})
@@ -287,7 +289,9 @@ class Answers(TorchFunctionMode):
                 return
             make = partial(torch.arange, *args, **kind)
         else:
-            number = args[1] if _FILLING[func] is None and len(args) > 1 else _FILLING[func]
+            number = _FILLING[func]
+            if isinstance(number, str):
+                number = args[int(number)] if len(args) > int(number) else None
             if type(number) not in (bool, int, float):
                 return
             make = partial(torch.full, tuple(result.shape), number, **kind)
