@@ -92,7 +92,7 @@ def _for_any_size(
         symbols = _symbols(dimensions, sample)
         trace = traced_for(module, symbols, sample, needs_grad=False, autocast=())
         symbols = _in_units(symbols, trace, sample)
-        bounds = [_dimsfor(group, dimensions, symbols) for group in symbols.dimensions]
+        bounds = [_bounds_of(group, dimensions, symbols) for group in symbols.dimensions]
         try:
             # A size of 2 may be confused with another 2 in the code; then try larger shapes.
             points = _points(trace, sample, symbols, bounds, from_two=True)
@@ -141,7 +141,7 @@ def _in_units(symbols: Symbols, trace: SymbolicTrace, sample: _Arguments) -> Sym
     return found if found.dimensions == symbols.dimensions else symbols
 
 
-def _dimsfor(
+def _bounds_of(
     group: Sequence[Dimension], dimensions: Mapping[Dimension, DeclaredDimension], symbols: Symbols
 ) -> DeclaredDimension:
     """Return the declaration of a group of dimensions, with the bounds of its symbol."""

@@ -32,6 +32,8 @@ PARTS = 4
 # reads: its tiles then read one stream of aligned vectors. Measured with AVX2: 43 and 66 GFLOP/s
 # for 256 rows, 196 columns and a depth of 2304; 68 and 60 for 64 rows and a depth of 256.
 _COPIED_ROWS, _COPIED_WORK = 48, 1 << 16
+# A longer copy is in no core's cache.
+_COPIED_DEPTH = 1 << 13
 
 _Element = Callable[[Expr, Expr], tirx.Stmt]
 _Terms = Callable[[Expr], list[Callable[[Expr, Expr], Expr]]]
@@ -253,7 +255,7 @@ class Tiles:
 
 
 def _copies(rows: int, depth: int) -> bool:
-    return rows >= _COPIED_ROWS and rows * depth > _COPIED_WORK
+    return rows >= _COPIED_ROWS and rows * depth > _COPIED_WORK and depth <= _COPIED_DEPTH
 
 
 def kind_of(cores: int) -> tirx.ForKind:
