@@ -65,22 +65,31 @@ def report(title: str, rows: Sequence[Row], *, check: bool) -> int:
 
 
 def in_turns(
-    functions: Sequence[Callable[[], object]], *, rounds: int, warmup: int = 3
+    functions: Sequence[Callable[[], object]],
+    *,
+    rounds: int,
+    warmup: int = 3,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> list[list[float]]:
     """Call the functions in turns, and return the seconds of each function's calls."""
     seconds: list[list[float]] = [[] for _ in functions]
     for number in range(warmup + rounds):
         for function, record in zip(functions, seconds, strict=True):
-            start = time.perf_counter()
+            start = clock()
             function()
-            elapsed = time.perf_counter() - start
+            elapsed = clock() - start
             if number >= warmup:
                 record.append(elapsed)
     return seconds
 
 
 def alternate(
-    functions: Sequence[Callable[[], object]], *, rounds: int, warmup: int = 3
+    functions: Sequence[Callable[[], object]],
+    *,
+    rounds: int,
+    warmup: int = 3,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> list[float]:
     """Call the functions in turns, and return the median seconds of each."""
-    return [statistics.median(r) for r in in_turns(functions, rounds=rounds, warmup=warmup)]
+    seconds = in_turns(functions, rounds=rounds, warmup=warmup, clock=clock)
+    return [statistics.median(each) for each in seconds]

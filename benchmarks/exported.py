@@ -3,7 +3,8 @@
 The bounds are on the exported function's time over that of frozen weights in PyTorch, and over that
 of the fastest other runtime: for each model, and as a geometric mean. ``--rows`` takes some of the
 models, ``--peers`` some of the runtimes; ``--threads`` sets the threads of all. A runtime that is
-not installed, or that cannot run a model, is left out with a note.
+not installed, or that cannot run a model, is left out with a note. ``--processor-time`` measures
+the processor time of the whole process, which other processes change less, with ``--threads 1``.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -95,7 +97,7 @@ def _measured(name: str, options: argparse.Namespace) -> list[Row]:
         eager = module.forward
         tvmbridge.add_tvm_dispatch(module, x, options={"freeze": True})
         calls = [lambda: exported(given), lambda: module(x), lambda: eager(x), *peers.values()]
-        ours, frozen, plain, *others = alternate(calls, rounds=options.rounds)
+        ours, frozen, plain, *others = alternate(calls, rounds=options.rounds, clock=options.clock)
     rows = [
         Row(f"{name}: exported", ours * 1e3, "ms"),
         Row(f"{name}: over frozen", ours / frozen, "times", _BOUND),
@@ -118,6 +120,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options_of.add_argument("--peers", nargs="*", choices=_RUNTIMES, default=list(_RUNTIMES))
     options_of.add_argument("--threads", type=int, default=torch.get_num_threads())
     options_of.add_argument("--rounds", type=int, default=50)
+    options_of.add_argument(
+        "--processor-time",
+        dest="clock",
+        action="store_const",
+        const=time.process_time,
+        default=time.perf_counter,
+    )
     options = options_of.parse_args(arguments)
     torch.set_num_threads(options.threads)
     rows: list[Row] = []

@@ -1,7 +1,7 @@
 """Calls of TIR functions that only copy a tensor in its order become reshapes, without a copy.
 
 TVM's pass of this name computes offsets within a buffer in 32 bits, and raises if a buffer has more
-than 2**31 elements. Functions with such buffers are judged here, with offsets of 64 bits.
+than 2**31 elements. It sees other loops in place of functions with such buffers.
 
 Before::
 
@@ -12,30 +12,32 @@ After::
     y = R.reshape(x, R.shape([8, 2]))
 
 Requires: functions are not scheduled, because reshapes are recognized by their loops.
-Guarantees: whether a call becomes a reshape does not depend on the number of elements.
+Guarantees: all functions stay as they are; whether a call becomes a reshape does not depend on the
+number of elements.
 Runs after: FuseTIR. Runs before: schedules.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import tvm
-from tvm import relax, tirx
+from tvm import relax, te, tirx
 
 from tvmbridge.core.decisions import at_one_size
-from tvmbridge.passes.base import PassReport, RelaxPass, map_calls
+from tvmbridge.passes.base import PassReport, RelaxPass
 from tvmbridge.schedules import is_reshape
 from tvmbridge.schedules.kernel import parse
 
-_CALL_TIR = tvm.ir.Op.get("relax.call_tir")
 _MOST_ELEMENTS = 2**31 - 1
 
 
 @dataclass(frozen=True)
 class RewriteDataflowReshape(RelaxPass):
-    """Run TVM's RewriteDataflowReshape, and the same for functions with larger buffers."""
+    """Run TVM's RewriteDataflowReshape."""
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
         large = {
@@ -46,26 +48,22 @@ class RewriteDataflowReshape(RelaxPass):
         }
         if not large:
             return relax.transform.RewriteDataflowReshape()(mod)
-        # TVM takes a function without stores for no reshape.
-        empty = {name: f.with_body(tirx.Evaluate(0)) for name, f in large.items()}
-        found = relax.transform.RewriteDataflowReshape()(_with(mod, empty))
-        reshapes = {name for name, function in large.items() if _is_reshape(function)}
-
-        def rewrite(call: relax.Call, _: relax.BlockBuilder) -> relax.Expr:
-            if call.op != _CALL_TIR or call.args[0] not in reshapes:
-                return call
-            return relax.op.reshape(call.args[1].fields[0], call.ty_args[0].shape)
-
-        return map_calls(_with(found, large), rewrite)
+        small = {name: _small(function) for name, function in large.items()}
+        rewritten = relax.transform.RewriteDataflowReshape()(_with(mod, small))
+        return _with(rewritten, large)
 
 
-def _with(mod: tvm.IRModule, functions: dict[tvm.ir.GlobalVar, tirx.PrimFunc]) -> tvm.IRModule:
-    """Return ``mod`` with other ``functions``."""
-    return tvm.IRModule(
-        {**dict(mod.functions_items()), **functions},
-        attrs=mod.attrs,
-        global_infos=mod.global_infos,
-    )
+def _with(mod: tvm.IRModule, changed: Mapping[Any, tirx.PrimFunc]) -> tvm.IRModule:
+    functions = {name: changed.get(name, f) for name, f in mod.functions_items()}
+    return tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
+
+
+def _small(function: tirx.PrimFunc) -> tirx.PrimFunc:
+    """Return a function with small buffers or none, which is a reshape if ``function`` is one."""
+    if not _is_reshape(function):
+        return function.with_body(tirx.Evaluate(0))
+    x = te.placeholder((2, 3), name="x")
+    return te.create_prim_func([x, te.compute((6,), lambda i: x[i // 3, i % 3])])
 
 
 def _is_reshape(function: tirx.PrimFunc) -> bool:

@@ -77,7 +77,9 @@ def _check_entries(manifest: Mapping[str, Any]) -> None:
             if extent not in symbols and not (type(extent) is int and 0 <= extent < 1 << 48):
                 raise ValueError(f"argument {given['name']!r} has a dimension of {extent!r}")
     for symbol in manifest["symbols"]:
-        symbol["least"] + 0, symbol["most"]
+        symbol["least"] + 0, symbol["most"], symbol.get("offset", 0) + 0
+        if not symbol.get("scale", 1) >= 1:
+            raise ValueError(f"symbol {symbol['name']!r} has the scale {symbol['scale']!r}")
     for output in manifest["outputs"]:
         {output["dtype"]}, output["copied"]
     for check in manifest["checks"]:

@@ -10,11 +10,13 @@ from tvmbridge_runtime.errors import ArgumentError
 
 
 def sizes_of(manifest: Mapping[str, Any], shapes: Sequence[Sequence[int]]) -> list[int] | None:
-    """Return the size of each symbol of ``manifest``; None if it has no symbols.
+    """Return the value of each symbol of ``manifest``; None if it has no symbols.
+
+    A size is ``scale * value + offset``, with the scale and the offset of its symbol.
 
     Raises:
-        ArgumentError: a size differs from the exported one or is out of bounds, sizes with one
-            symbol differ, or a relation between sizes does not hold.
+        ArgumentError: a size differs from the exported one, is out of bounds or not of its form,
+            sizes with one symbol differ, or a relation between sizes does not hold.
     """
     found: dict[str, tuple[int, str]] = {}
     bounds = {symbol["name"]: symbol for symbol in manifest["symbols"]}
@@ -41,9 +43,19 @@ def sizes_of(manifest: Mapping[str, Any], shapes: Sequence[Sequence[int]]) -> li
                     f"{place}, {wanted}, is {extent} and must be {limit}: export another function "
                     "for other sizes"
                 )
+            scale, offset = _form(bounds[wanted])
+            if (extent - offset) % scale:
+                multiple = f"a multiple of {scale}" + (f" plus {offset}" if offset else "")
+                raise ArgumentError(f"{place}, {wanted}, is {extent} and must be {multiple}")
     sizes = {name: found[name][0] for name in bounds}
     for condition in manifest["relations"]:
         if not value_of(condition, sizes):
             told = ", ".join(f"{name}={size}" for name, size in sizes.items())
             raise ArgumentError(f"sizes {told} do not fulfil {text_of(condition)}")
-    return list(sizes.values()) if sizes else None
+    forms = {name: _form(symbol) for name, symbol in bounds.items()}
+    values = [(sizes[name] - offset) // scale for name, (scale, offset) in forms.items()]
+    return values or None
+
+
+def _form(symbol: Mapping[str, Any]) -> tuple[int, int]:
+    return symbol.get("scale", 1), symbol.get("offset", 0)

@@ -90,6 +90,8 @@ def test_cpp_without_python(model: tuple[Path, float], tmp_path: Path) -> None:
     damaged[-3] ^= 1
     (tmp_path / "damaged.tvmb").write_bytes(damaged)
     holds: list[Any] = ["and", ["ge", ["add", 2, 3], 5], ["eq", ["mod", -7, 3], 2]]
+    # As an argument and as its symbol.
+    rows = {"name": "x", "dtype": "float32", "shape": ["x", 64], "least": 2, "most": 9, "offset": 0}
     nested: list[Any] = []
     for _ in range(300):
         nested = [nested]
@@ -107,6 +109,8 @@ def test_cpp_without_python(model: tuple[Path, float], tmp_path: Path) -> None:
             ({"inputs": [{"name": "x", "dtype": "int4", "shape": []}]}, "has dtype int4"),
             ({"relations": [["eq", 1]]}, "lacks operands"),
             ({"outputs": []}, "returns 1 results, not 0"),
+            ({"inputs": [rows], "symbols": [rows | {"scale": 4}]}, "is 2 and must be a multiple"),
+            ({"inputs": [rows], "symbols": [rows | {"scale": 0}]}, "has the scale 0"),
             ({"constants": nested}, "nested too deeply"),
         ]
     ):

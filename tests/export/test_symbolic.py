@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import random
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
@@ -124,7 +127,102 @@ def test_sizes_of_one_are_served_where_forward_does_the_same(tmp_path: Path) -> 
         tvmbridge_runtime.load(path)(numpy.zeros((1, 4), numpy.float32))
 
 
+class Residual(nn.Module):
+    """A convolutional network whose images are strided and pooled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, stride=2, padding=1)
+        self.second = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+        self.last = nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.max_pool2d(self.first(x), 3, 2, 1)
+        return self.last((x + self.second(x)).mean((2, 3)))
+
+
+class UNet(nn.Module):
+    """A network that halves images, doubles them, and joins both: their sides must be even."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.below = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.up, self.last = nn.ConvTranspose2d(8, 8, 2, 2), nn.Conv2d(16, 2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).relu()
+        below = self.below(nn.functional.max_pool2d(x, 2)).relu()
+        return self.last(torch.cat([x, self.up(below)], 1))
+
+
+@pytest.mark.parametrize("batch", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_strided_images_of_any_size(batch: bool, tmp_path: Path) -> None:
+    dims = {2: Dim("height", max=256), 3: Dim("width", max=256)}
+    spec = {"x": {0: Dim("batch", max=8)} | dims if batch else dims}
+    sizes = [(30, 41), (17, 64), (9, 8), (77, 20)]
+    _agrees(Residual(), torch.randn(2, 3, 32, 40), spec, tmp_path, [(2 + batch, *s) for s in sizes])
+
+
+@pytest.mark.parametrize("declared", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_images_that_are_halved(declared: bool, tmp_path: Path) -> None:
+    height, width = Dim("height", max=128), Dim("width", max=128)
+    spec = {"x": {2: 2 * height, 3: 2 * width} if declared else {2: height, 3: width}}
+    sizes = [(1, 32, 48), (1, 18, 6), (1, 54, 100)]
+    function = _agrees(UNet(), torch.randn(1, 3, 16, 32), spec, tmp_path, sizes)
+    name = "2*height" if declared else "height"
+    assert function.inputs[0]["shape"][2] == name
+    for shape, reason in (((1, 3, 33, 48), "a multiple of 2"), ((1, 3, 32, 500), "width, is 500")):
+        with pytest.raises(tvmbridge_runtime.ArgumentError, match=reason):
+            function(numpy.zeros(shape, numpy.float32))
+
+
+def _agrees(
+    module: nn.Module, sample: torch.Tensor, spec: Any, folder: Path, sizes: Sequence[Sequence[int]]
+) -> tvmbridge_runtime.Function:
+    torch.manual_seed(0)
+    path = folder / "model.tvmb"
+    tvmbridge.export(module.eval(), sample, path, dynamic_shapes=spec)
+    function = tvmbridge_runtime.load(path)
+    for batch, height, width in sizes:
+        x = torch.randn(batch, 3, height, width)
+        found = torch.from_numpy(function(x.numpy()))
+        with torch.no_grad():
+            exact = copy.deepcopy(module).double()(x.double())
+        torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-6)
+    return function
+
+
+def test_rows_that_forward_halves_come_in_pairs(tmp_path: Path) -> None:
+    path, spec = tmp_path / "model.tvmb", {"x": {0: Dim("rows", max=64)}}
+    module = Halves().eval()
+    tvmbridge.export(module, torch.randn(6, 8), path, dynamic_shapes=spec)
+    function = tvmbridge_runtime.load(path)
+    for rows in (4, 10, 64):
+        x = torch.randn(rows, 8)
+        numpy.testing.assert_allclose(function(x.numpy()), module(x), rtol=1e-6)
+    for rows, reason in ((5, "must be a multiple of 2"), (66, "must be from")):
+        with pytest.raises(tvmbridge_runtime.ArgumentError, match=f"rows, is {rows} and {reason}"):
+            function(numpy.zeros((rows, 8), numpy.float32))
+
+
+class Six(nn.Module):
+    """A module that demands six rows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.view(6, 8) * 2
+
+
 def test_what_sizes_must_fulfil_is_refused_at_export(tmp_path: Path) -> None:
     spec = {"x": {0: Dim("rows", max=64)}}
-    with pytest.raises(tvmbridge.BridgeError, match=r"another way at other sizes.*for each of"):
-        tvmbridge.export(Halves().eval(), torch.randn(6, 8), tmp_path / "m", dynamic_shapes=spec)
+    with pytest.raises(tvmbridge.BridgeError, match=r"forward demands size 6.*for each of"):
+        tvmbridge.export(Six().eval(), torch.randn(6, 8), tmp_path / "m", dynamic_shapes=spec)
+    batch = Dim("batch", max=64)
+    pair = {"x": {0: batch}, "y": {0: 2 * batch}}
+    sample = torch.randn(3, 8), torch.randn(6, 8)
+    with pytest.raises(tvmbridge.ExportError, match=r"made of one Dim in several ways"):
+        tvmbridge.export(Paired().eval(), sample, tmp_path / "m", dynamic_shapes=pair)
+
+
+class Paired(nn.Module):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x + y[::2]

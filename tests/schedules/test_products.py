@@ -15,7 +15,8 @@ from tvmbridge.schedules.alone import multiplication
 from tvmbridge.schedules.machine import Machine
 from tvmbridge.schedules.products import product_of_panels
 
-# Rows, columns and depth: full and partial tiles; depths summed in one part and in several.
+# Rows, columns and depth: full and partial tiles; depths summed in one part and in several; columns
+# that are copied, by the last size.
 SIZES = [
     (8, 32, 1),
     (9, 33, 7),
@@ -24,6 +25,7 @@ SIZES = [
     (31, 257, 600),
     (24, 40, 256),
     (520, 40, 130),
+    (130, 65, 1100),
 ]
 TRANSPOSED = [(False, False), (True, False), (False, True)]
 GUARD = 1234.5

@@ -94,15 +94,15 @@ def test_products_of_what_strides_leave(function: object) -> None:
     "function",
     [
         lambda b, s: 2 * (b * s + 1) * (b * s + 1),
-        lambda b, s: 12 * b * (s + 3) * (s + 3),
-        lambda b, s: (b * s + 1) * (s + 3),
+        lambda b, s: 12 * b * (s + 13) * (s + 13),
+        lambda b, s: (b * s + 1) * (s + 13),
         lambda b, s: (b * s + 1) * (b * s + 1) // 16,
     ],
 )
 def test_products_of_sums_that_were_found(function: object) -> None:
     sizes = Sizes(POINTS)
     assert sizes.find(values(function)) is None
-    for known in (lambda b, s: b * s + 1, lambda b, s: s + 3):
+    for known in (lambda b, s: b * s + 1, lambda b, s: s + 13):
         assert sizes.find(values(known)) is not None
     sizes.find(values(lambda b, s: (b * s + 1) * (b * s + 1)))
     found = sizes.find_divided(values(function))
@@ -145,14 +145,30 @@ def test_images_with_borders() -> None:
     def padded(b: int, s: int) -> int:
         return 8 * b * (s // 2 + 3) * (b + 2)
 
+    for whole in (lambda b, s: 3 * (b + 2) * (s + 6), lambda b, s: 12 * b * (s + 3) * (s + 3)):
+        found = Sizes(POINTS).find(values(whole))
+        assert found is not None
+        assert found.at((10, 20)) == whole(10, 20)
+    # At odd sizes alone, 2 * (s // 2 + 3) equals s + 5.
+    points = (*POINTS, (31, 58))
+
+    def of(wanted: object) -> tuple[int, ...]:
+        return tuple(wanted(*p) for p in points)  # type: ignore[operator]
+
+    for some, served in ((POINTS, False), (points, True)):
+        sizes = Sizes(some)
+        count = len(some)
+        sizes.find(of(lambda b, s: s)[:count])
+        assert sizes.find_divided(of(lambda b, s: s // 2)[:count]) is not None
+        found = sizes.find(of(padded)[:count])
+        assert (found is not None) == served
+    for point in ((2, 3), (100, 64), (17, 1000)):
+        assert found is not None
+        assert found.at(point) == padded(*point)
+    assert sizes.find(of(lambda b, s: padded(b, s) + 5)) is None
     sizes = Sizes(POINTS)
     sizes.find(values(lambda b, s: s))
     assert sizes.find_divided(values(lambda b, s: s // 2)) is not None
-    found = sizes.find(values(padded))
-    assert found is not None
-    for point in ((2, 3), (100, 64), (17, 1000)):
-        assert found.at(point) == padded(*point)
-    assert sizes.find(values(lambda b, s: padded(b, s) + 5)) is None
     # All sample sizes are odd, so the values also equal (s + 1) * (s + 3).
     assert sizes.find(values(lambda b, s: 4 * (s // 2 + 2) * (s // 2 + 1))) is None
 

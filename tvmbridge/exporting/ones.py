@@ -26,7 +26,7 @@ _MOST_SYMBOLS = 3
 class OnesOfExport:
     """Compares the trace of symbolic code with traces in which some symbols are the constant 1.
 
-    - ``names``: the names of the symbols.
+    - ``names``: the names of the symbols' sizes.
     - ``trace``, ``points``: those of the code.
     """
 
@@ -48,13 +48,17 @@ class OnesOfExport:
             possible = []
         alone = [i for i in possible if self._is_alike({i})]
         conditions: list[list[Any]] = [
-            ["or", *(["gt", self.names[i], 1] for i in chosen)]
+            ["or", *(["gt", self.names[i], self._size_of_one(i)] for i in chosen)]
             for chosen in _sets(alone)
             if not self._is_alike(set(chosen))
         ]
         return tuple(
             1 if i in alone else max(n, LEAST_SIZE) for i, n in enumerate(least)
         ), conditions
+
+    def _size_of_one(self, number: int) -> int:
+        """Return the size of the dimensions of a symbol that is 1."""
+        return self.symbols.form(self.symbols.dimensions[number][0]).size(1)
 
     def _is_alike(self, ones: set[int]) -> bool:
         """Whether forward computes the same where the symbols ``ones`` are 1."""

@@ -46,8 +46,9 @@ from tvmbridge.symbolic.building import code_for_all
 from tvmbridge.symbolic.code import Points, lowered_at_all, traced_for
 from tvmbridge.symbolic.declared import DeclaredDimension, declared, symbols_of
 from tvmbridge.symbolic.probes import points_within
+from tvmbridge.symbolic.related import related
 from tvmbridge.symbolic.sizes import DifferentCodeError, Point
-from tvmbridge.symbolic.symbols import ITSELF, Dimension, Symbols
+from tvmbridge.symbolic.symbols import Dimension, LinearSize, Symbols
 
 _FIXED = "leave these dimensions out of dynamic_shapes, and export one file for each of their sizes"
 _SMALL = (2, 3, 5, 7)
@@ -89,8 +90,9 @@ def _for_any_size(
         sample: _Arguments = without_inference_tensors((args, dict(kwargs)))
         dimensions = declared(spec, module.forward, *sample)
         symbols = _symbols(dimensions, sample)
-        bounds = [dimensions[group[0]] for group in symbols.dimensions]
         trace = traced_for(module, symbols, sample, needs_grad=False, autocast=())
+        symbols = _in_units(symbols, trace, sample)
+        bounds = [_bounds_of(group, dimensions, symbols) for group in symbols.dimensions]
         try:
             # A size of 2 may be confused with another 2 in the code; then try larger shapes.
             points = _points(trace, sample, symbols, bounds, from_two=True)
@@ -101,7 +103,7 @@ def _for_any_size(
             except CaptureError as error:
                 raise ExportError(f"there is no code for any size: {error}; {_FIXED}") from error
             code, loops_least = _compiled(module, sample, symbols, trace, points, target, options)
-        names = _names(symbols, dimensions)
+        names = _names(bounds)
         relations = written_relations(trace.relations, symbols, names)
         ones = OnesOfExport(module, sample, symbols, names, trace, points)
         least, conditions = ones.served(loops_least)
@@ -109,9 +111,9 @@ def _for_any_size(
         code,
         inputs=_with_symbols(code.inputs, sample, symbols, names),
         symbols=[
-            {"name": name, **_bounds([dimensions[d] for d in group], low, most)}
-            for name, group, low, most in zip(
-                names, symbols.dimensions, least, points.most, strict=True
+            {"name": name, **_described(bound, symbols.form(group[0]), low, most)}
+            for name, bound, group, low, most in zip(
+                names, bounds, symbols.dimensions, least, points.most, strict=True
             )
         ],
         relations=[*relations, *conditions],
@@ -123,13 +125,31 @@ def _symbols(dimensions: Mapping[Dimension, DeclaredDimension], sample: _Argumen
     shapes = [(leaf, tuple(shape)) for leaf, shape in shapes_of(sample).items()]
     symbols = symbols_of(dimensions, [shapes])
     assert symbols is not None, "the spec names a dimension"
-    if any(form != ITSELF for form in symbols.forms.values()):
-        raise ExportError(
-            "dynamic_shapes has a Dim made of another, such as 2 * batch, which exported functions "
-            "do not take: export the module for fixed sizes of these dimensions, or compute the "
-            "longer argument within forward"
-        )
+    for group in symbols.dimensions:
+        if len({symbols.form(d) for d in group}) > 1:
+            raise ExportError(
+                "dynamic_shapes has sizes made of one Dim in several ways, such as batch and "
+                "2 * batch, which exported functions do not take: export the module for fixed "
+                "sizes of these dimensions, or compute the longer argument within forward"
+            )
     return symbols
+
+
+def _in_units(symbols: Symbols, trace: SymbolicTrace, sample: _Arguments) -> Symbols:
+    """Return the symbols in the units that forward demands, such as 8 for images halved thrice."""
+    found = related(symbols, trace.relations, sample, [symbols.point_of(shapes_of(sample))])
+    return found if found.dimensions == symbols.dimensions else symbols
+
+
+def _bounds_of(
+    group: Sequence[Dimension], dimensions: Mapping[Dimension, DeclaredDimension], symbols: Symbols
+) -> DeclaredDimension:
+    """Return the declaration of a group of dimensions, with the bounds of its symbol."""
+    form = symbols.form(group[0])
+    dims = [dimensions[d] for d in group]
+    least = [-(-(d.form.size(d.least) - form.offset) // form.scale) for d in dims]
+    most = [(d.form.size(d.most) - form.offset) // form.scale for d in dims if d.most is not None]
+    return replace(dims[0], least=max(least), most=min(most, default=None))
 
 
 def _points(
@@ -220,21 +240,25 @@ def _frozen(
     return graphs
 
 
-def _names(symbols: Symbols, dimensions: Mapping[Dimension, DeclaredDimension]) -> list[str]:
-    """Return the names of the Dims; symbols that come from hints are numbered."""
-    names: list[str] = []
-    for number, group in enumerate(symbols.dimensions):
-        dim = dimensions[group[0]]
-        names.append(f"s{number}" if dim.is_hint else dim.name)
-    return names
+def _names(dims: Sequence[DeclaredDimension]) -> list[str]:
+    """Return the names of the sizes; those that come from hints are numbered."""
+    return [f"s{i}" if dim.is_hint else _sized(dim.name, dim.form) for i, dim in enumerate(dims)]
 
 
-def _bounds(dims: Sequence[DeclaredDimension], least: int, most: int) -> dict[str, int]:
-    """Return the sizes that both the code and the spec allow."""
-    allowed = [dim.most for dim in dims if dim.most is not None]
+def _sized(name: str, form: LinearSize) -> str:
+    """Return a size of this form as text: ``2*h + 1``."""
+    scaled = name if form.scale == 1 else f"{form.scale}*{name}"
+    return f"{scaled} + {form.offset}" if form.offset else scaled
+
+
+def _described(dim: DeclaredDimension, form: LinearSize, least: int, most: int) -> dict[str, int]:
+    """Return the sizes that both the code and the spec allow, and the form of these sizes."""
+    highest = most if dim.most is None else min(most, dim.most)
     return {
-        "least": max(least, *(dim.least for dim in dims)),
-        "most": min([most, *allowed]),
+        "least": form.size(max(least, dim.least)),
+        "most": form.size(highest),
+        "scale": form.scale,
+        "offset": form.offset,
     }
 
 

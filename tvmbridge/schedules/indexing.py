@@ -31,11 +31,13 @@ class Indexer:
     def __init__(self, ranges: Mapping[tirx.Var, int] | None = None) -> None:
         self._analyzer = Analyzer()
         self._positions: dict[tirx.Var, Expr] = {}
+        self._numbers: dict[tirx.Var, int] = {}
         for var, extent in (ranges or {}).items():
             self.bind(var, extent)
 
     def bind(self, var: tirx.Var, extent: int) -> None:
         """Declare that ``var`` is in [0, extent)."""
+        self._numbers.setdefault(var, len(self._numbers))
         # A variable that is always 0 at these sizes may not be at others.
         self._analyzer.bind(var, Range(0, max(extent, 2 if sizes_vary() else 1)))
 
@@ -55,7 +57,15 @@ class Indexer:
         """Return a simpler equal expression."""
         if isinstance(index, tirx.IntImm | tirx.Var):
             return index
-        return self._analyzer.simplify(index)
+        return self._simplified(index)
+
+    def _simplified(self, index: Expr) -> Expr:
+        """Return a simpler equal expression, in code for any size with its terms in one order.
+
+        TVM orders remainders in a sum by their divisors, which may be sizes.
+        """
+        simple = self._analyzer.simplify(index)
+        return in_order(simple, self._numbers) if sizes_vary() else simple
 
     def flat(self, buffer: Buffer, indices: Sequence[Expr]) -> Expr:
         """Return the row-major offset of an element of ``buffer``."""
@@ -64,10 +74,10 @@ class Indexer:
             indices = [_apart_by_strides(index) for index in indices]
         for index, extent in zip(indices, buffer.shape, strict=True):
             offset = offset * integer(int(extent)) + index
-        offset = self._analyzer.simplify(offset)
         if not self._positions:
-            return offset
-        return self._analyzer.simplify(substitute(offset, self._positions))
+            return self._simplified(offset)
+        offset = self._analyzer.simplify(offset)
+        return self._simplified(substitute(offset, self._positions))
 
     def lies_in(self, index: Expr, extent: int) -> bool:
         """Whether ``index`` is known to be in [0, extent)."""
@@ -78,7 +88,7 @@ class Indexer:
         """Return ``flat`` at lane 0 if it increases by one from lane to lane, else None."""
         if not mentions(flat, lane):
             return None
-        start = self._analyzer.simplify(substitute(flat, {lane: integer(0)}))
+        start = self._simplified(substitute(flat, {lane: integer(0)}))
         return start if self._analyzer.can_prove_equal(flat, start + lane) else None
 
     def is_multiple(self, index: Expr, factor: int) -> bool:
@@ -92,6 +102,37 @@ class Indexer:
             return 0
         step = self._analyzer.simplify(substitute(flat, {var: var + integer(1)}) - flat)
         return int(step) if isinstance(step, tirx.IntImm) else None
+
+
+def in_order(expr: Expr, numbers: Mapping[tirx.Var, int]) -> Expr:
+    """Return an equal expression whose sums have their terms in an order that no integer decides.
+
+    Args:
+        numbers: different numbers of variables; others have the same place.
+    """
+
+    def text(part: Any) -> str:
+        if isinstance(part, tirx.Var):
+            return f"{numbers.get(part, -1):6}"
+        operands = (text(getattr(part, side)) for side in ("a", "b") if hasattr(part, side))
+        return f"{type(part).__name__}({','.join(operands)})"
+
+    def terms(part: Expr, sign: int) -> list[tuple[str, int, Expr]]:
+        if isinstance(part, tirx.Add | tirx.Sub):
+            other = -sign if isinstance(part, tirx.Sub) else sign
+            return [*terms(part.a, sign), *terms(part.b, other)]
+        return [(text(part), sign, part)]
+
+    def ordered(part: Any) -> Any:
+        found = sorted(terms(part, 1), key=lambda term: (-term[1], term[0]))
+        (_, sign, total), *rest = found
+        if sign < 0:
+            return part
+        for _, sign, term in rest:
+            total = total + term if sign > 0 else total - term
+        return total
+
+    return tvm_ffi.structural_map(expr, ((tirx.Add, tirx.Sub), ordered))
 
 
 def _apart_by_strides(index: Expr) -> Expr:

@@ -28,6 +28,12 @@ _HIGH, _LOW = 8, 6
 _BLOCK = 256
 # Parts of the work for each core: several, in case one core is slower than others.
 PARTS = 4
+# A part with at least these rows, and more elements of the left operand, copies the columns that it
+# reads: its tiles then read one stream of aligned vectors. Measured with AVX2: 43 and 66 GFLOP/s
+# for 256 rows, 196 columns and a depth of 2304; 68 and 60 for 64 rows and a depth of 256.
+_COPIED_ROWS, _COPIED_WORK = 48, 1 << 16
+# A longer copy is in no core's cache.
+_COPIED_DEPTH = 1 << 13
 
 _Element = Callable[[Expr, Expr], tirx.Stmt]
 _Terms = Callable[[Expr], list[Callable[[Expr, Expr], Expr]]]
@@ -71,6 +77,16 @@ class Panels:
         width = int(self.buffer.shape[-1])
         panel = (column + integer(width - 1)) // integer(width)
         return load(self.buffer, panel, row, offset)
+
+
+@dataclass(frozen=True)
+class Panel:
+    """The columns that a tile reads, copied to a buffer of the shape (rows, width)."""
+
+    buffer: Buffer
+
+    def beside(self, row: Expr, column: Expr, offset: Expr) -> Expr:
+        return load(self.buffer, row, offset)
 
 
 def height_of(machine: Machine) -> int:
@@ -138,6 +154,7 @@ class Tiles:
     - ``left``: returns the element of the left operand at a row and a depth.
     - ``right``: the right operand.
     - ``height``: the number of rows of a tile; None: the most that registers hold.
+    - ``copies``: whether parts with many rows copy the columns of ``right`` that they read.
     """
 
     def __init__(
@@ -145,10 +162,13 @@ class Tiles:
         machine: Machine,
         depth: int,
         left: Callable[[Expr, Expr], Expr],
-        right: Matrix | Panels,
+        right: Matrix | Panels | Panel,
         height: int | None = None,
+        *,
+        copies: bool = False,
     ) -> None:
-        self.depth, self.left, self.right = depth, left, right
+        self.depth, self.left, self.right, self.copies = depth, left, right, copies
+        self.machine = machine
         self.cores, self.shape = machine.cores, Tile(height or height_of(machine), machine.lanes)
         self.height, self.width, self.each = self.shape.height, self.shape.width, self.shape.each
 
@@ -161,17 +181,32 @@ class Tiles:
         panels, tiles = -(-columns // self.width), -(-rows // self.height)
         tiles_of_part = -(-tiles // min(tiles, -(-PARTS * self.cores // panels)))
         parts = -(-tiles // tiles_of_part)
+        copies = self.copies and _copies(tiles_of_part * self.height, self.depth)
 
         def part(number: Expr) -> list[tirx.Stmt]:
             column = start_of(number // integer(parts), self.width, columns)
             first = number % integer(parts) * integer(tiles_of_part)
+            copied, tiles = self._copied(column) if copies else ([], self)
 
             def tile(i: Expr) -> list[tirx.Stmt]:
-                return self.tile(start_of(first + i, self.height, rows), column, write)
+                return tiles.tile(start_of(first + i, self.height, rows), column, write)
 
-            return [loop(tiles_of_part, tile)]
+            return [*copied, loop(tiles_of_part, tile)]
 
         return loop(panels * parts, part, kind_of(self.cores))
+
+    def _copied(self, column: Expr) -> tuple[list[tirx.Stmt], Tiles]:
+        """Return the statements that copy a tile's columns, and the tiles that read the copy."""
+        copy, room = allocate([self.depth, self.width], DTYPE, "panel")
+
+        def line(k: Expr) -> list[tirx.Stmt]:
+            def element(c: Expr) -> list[tirx.Stmt]:
+                return [store(copy, self.right.beside(k, column, c), k, c)]
+
+            return [vector_loop(self.width, element)]
+
+        tiles = Tiles(self.machine, self.depth, self.left, Panel(copy), self.height)
+        return [room, loop(self.depth, line)], tiles
 
     def tile(self, row: Expr, column: Expr, write: Write) -> list[tirx.Stmt]:
         sums, room = self.shape.registers("sums")
@@ -217,6 +252,10 @@ class Tiles:
             return [lambda r, c: self.left(row + r, k) * self.right.beside(k, column, c)]
 
         return self.shape.summed(sums, length, terms)
+
+
+def _copies(rows: int, depth: int) -> bool:
+    return rows >= _COPIED_ROWS and rows * depth > _COPIED_WORK and depth <= _COPIED_DEPTH
 
 
 def kind_of(cores: int) -> tirx.ForKind:

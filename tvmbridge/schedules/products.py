@@ -123,7 +123,7 @@ def _of_matrices(
     def left_at(row: Expr, k: Expr) -> Expr:
         return left.at(k, row) if form.left_transposed else left.at(row, k)
 
-    tiles = Tiles(machine, form.depth, left_at, right)
+    tiles = Tiles(machine, form.depth, left_at, right, copies=True)
     return tiles.loops(form.rows, form.columns, _writing(tiles, out))
 
 

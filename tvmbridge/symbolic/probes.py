@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -161,8 +162,25 @@ def _floors(relations: Relations, symbols: Symbols, sample: Arguments) -> Point:
         point = (*around[:place], size, *around[place + 1 :])
         return relations.broken(shapes_of(symbols.probe(*sample, point))) is None
 
-    sizes = range(LEAST_SIZE, _LEAST[-1])
-    return tuple(next((n for n in sizes if holds(i, n)), LEAST_SIZE) for i in range(len(around)))
+    def least(place: int) -> int:
+        near = (n for n in range(LEAST_SIZE, _LEAST[-1]) if holds(place, n))
+        return next(near, None) or _least_far(partial(holds, place), around[place])
+
+    return tuple(map(least, range(len(around))))
+
+
+def _least_far(holds: Callable[[int], bool], size: int) -> int:
+    """Return a size up to ``size`` that holds, where the next smaller one does not; or 2.
+
+    A network that halves images five times needs more than 32 rows.
+    """
+    if not holds(size):
+        return LEAST_SIZE
+    below = _LEAST[-1] - 1
+    while size - below > 1:
+        middle = (size + below) // 2
+        size, below = (middle, below) if holds(middle) else (size, middle)
+    return size
 
 
 def static_numbers(trace: SymbolicTrace) -> frozenset[int]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, TypeVar
@@ -263,39 +262,26 @@ class Sizes:
                     yield Size(tuple(terms), atoms=atoms)
 
     def _with_borders(self, values: tuple[int, ...]) -> Iterable[Size]:
-        """Yield products of two extents, one an atom, each plus a constant: images with borders."""
+        """Yield multiples of two extents, each plus a constant: images with borders.
+
+        An extent is a symbol or an atom.
+        """
         ones = [m for m in self._monomials if sum(m) == 1]
-        extents: list[tuple[Size, tuple[int, ...], tuple[Size, ...]]]
-        extents = [(Size(((1, m),)), m, ()) for m in ones]
-        extents += [(a, (0,) * self.symbols, (a,)) for a in self._atoms]
-        at = [([x.at(p) for p in self.points], powers, atoms) for x, powers, atoms in extents]
-        for (y, _, atom), (x, powers, other) in itertools.product(at[len(ones) :], at):
+        extents = [Size(((1, m),)) for m in ones]
+        extents += [Size(((1, (*(0,) * self.symbols, 1)),), atoms=(a,)) for a in self._atoms]
+        at = [(extent, [extent.at(p) for p in self.points]) for extent in extents]
+        for (one, y), (other, x) in itertools.combinations_with_replacement(at, 2):
             for monomial in self._monomials:
-                divided = [
-                    divmod(v, m) for v, m in zip(values, self._values[monomial], strict=True)
-                ]
-                if any(rest for _, rest in divided):
+                of = self._values[monomial]
+                if any(v % m for v, m in zip(values, of, strict=True)) or _too_few(y, x, of):
                     continue
-                if _too_few(y, x, self._values[monomial]):
-                    continue
+                rest = [v // m for v, m in zip(values, of, strict=True)]
                 for i, j in itertools.product(_BORDERS, _BORDERS):
                     products = [(a + i) * (b + j) for a, b in zip(y, x, strict=True)]
-                    factor = divided[0][0] // products[0] if products[0] > 0 else 0
-                    if factor < 1 or any(
-                        factor * product != v
-                        for product, (v, _) in zip(products, divided, strict=True)
-                    ):
-                        continue
-                    more = tuple(map(operator.add, monomial, powers))
-                    quotients = [(1, 1), (1, 0), (0, 1), (0, 0)]
-                    terms = [
-                        (
-                            factor * (1 if p else i) * (1 if q else j),
-                            (*(more if q else monomial), p, *((q,) if other else ())),
-                        )
-                        for p, q in quotients
-                    ]
-                    yield Size(tuple(t for t in terms if t[0]), atoms=(*atom, *other))
+                    factor = rest[0] // products[0] if products[0] > 0 else 0
+                    if factor > 0 and rest == [factor * product for product in products]:
+                        bordered = _plus(one, i).times(_plus(other, j))
+                        yield Size(((factor, monomial),)).times(bordered)
 
     def _products(self, values: tuple[int, ...]) -> Iterable[Size]:
         """Yield products of one or two known sums, a product of symbols, and an integer.
@@ -334,6 +320,12 @@ class Sizes:
         """Return a candidate if all candidates are the same function of the symbols, else None."""
         functions = {tuple(at(c, p) for p in self._elsewhere): c for c in candidates}
         return next(iter(functions.values())) if len(functions) == 1 else None
+
+
+def _plus(size: Size, more: int) -> Size:
+    """Return a polynomial plus a constant."""
+    zero = (0,) * len(size.terms[0][1])
+    return replace(size, terms=(*size.terms, (more, zero))) if more else size
 
 
 def alike(sizes: Sequence[Size], points: Sequence[Point]) -> list[tuple[Size, Point]]:

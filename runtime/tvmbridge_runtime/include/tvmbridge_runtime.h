@@ -562,8 +562,10 @@ class Function {
       kept.push_back(readable(given[i]));
     }
     sizes_.clear();
-    for (const ffi::json::Object& symbol : symbols_)
-      sizes_.push_back(known.at(detail::text(symbol, "name")));
+    for (const ffi::json::Object& symbol : symbols_) {
+      auto [scale, offset] = form_of(symbol);
+      sizes_.push_back((known.at(detail::text(symbol, "name")) - offset) / scale);
+    }
     for (const ffi::Any& relation : relations_)
       if (detail::value_of(relation, known) == 0)
         throw Error("the sizes do not fulfil " + std::string(ffi::json::Stringify(relation)));
@@ -582,9 +584,21 @@ class Function {
       std::optional<int64_t> most = detail::at(symbol, "most").as<int64_t>();
       if (extent < detail::integer(symbol, "least") || (most && extent > *most))
         throw Error(place + "within the bounds of " + wanted);
+      auto [scale, offset] = form_of(symbol);
+      if ((extent - offset) % scale != 0)
+        throw Error(place + "a multiple of " + std::to_string(scale) + " plus " +
+                    std::to_string(offset));
       return;
     }
     if (wanted != std::to_string(extent)) throw Error(place + wanted);
+  }
+
+  /* The scale and the offset of sizes that grow in steps, such as the sides of halved images. */
+  static std::pair<int64_t, int64_t> form_of(const ffi::json::Object& symbol) {
+    if (symbol.count(ffi::String("scale")) == 0) return {1, 0};
+    int64_t scale = detail::integer(symbol, "scale");
+    if (scale < 1) throw Error("a symbol of the manifest has the scale " + std::to_string(scale));
+    return {scale, detail::integer(symbol, "offset")};
   }
 
   static ffi::Tensor readable(const ffi::Tensor& tensor) {
