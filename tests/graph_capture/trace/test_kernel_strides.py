@@ -210,6 +210,22 @@ def test_strides_that_no_kernel_tells_are_refused(monkeypatch: pytest.MonkeyPatc
         add_tvm_dispatch(Function(lambda x: x * torch.roll(x, 1, 0).stride(1)), x)
 
 
+def test_strides_of_views_need_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_strides, "_MOST_ELEMENTS", 8)
+
+    def chunks(x: torch.Tensor) -> torch.Tensor:
+        x = (x + 1).permute(0, 2, 1).unsqueeze(1)
+        size, stride = list(x.shape), list(x.stride())
+        size[3], stride[3] = 2, stride[3] * 3
+        return x.as_strided(size, stride).transpose(1, 2) * 2
+
+    x = torch.randn(2, 9, 5)
+    module = Function(chunks)
+    add_tvm_dispatch(module, x)
+    assert torch.equal(module(x), chunks(x))
+    assert dispatch_report(module).tvm_calls == 1
+
+
 def test_strides_of_an_argument_out_that_is_resized_are_refused() -> None:
     def forward(x: torch.Tensor) -> torch.Tensor:
         return x * torch.add(x, x, out=torch.empty(0)).stride(1)

@@ -59,6 +59,7 @@ _NEVER_ASKED = frozenset(
     }
 )
 # For more elements in all operands and results, kernels do not run: their zeros might not fit.
+# Those of views need no memory.
 _MOST_ELEMENTS = 2**27
 _MOST_KNOWN = 2**14
 
@@ -101,7 +102,7 @@ def _dispatched(
     if any(isinstance(leaf, SYMBOLIC) for leaf in given):
         return results
     fits = sum(t.numel() for t in (*operands, *tensors)) <= _MOST_ELEMENTS
-    strides = _strides_of(func, given, structure, made) if fits else None
+    strides = _strides_of(func, given, structure, made, fits) if fits or func.is_view else None
     if strides is None:
         _note(func)
         return results
@@ -187,18 +188,22 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _strides_of(
-    func: OpOverload, given: Sequence[Any], structure: Any, made: Sequence[Any]
+    func: OpOverload, given: Sequence[Any], structure: Any, made: Sequence[Any], fits: bool
 ) -> _Strides | None:
-    """Return the strides of the kernel's results for such operands; None if it cannot run."""
+    """Return the strides of the kernel's results for such operands; None if it cannot run.
+
+    Args:
+        fits: whether the operands may have memory; without, only a view can be asked.
+    """
     key = (func, structure, *map(_described, given))
     try:
         if key in _known:
             return _known[key]
     except TypeError:  # An argument has no hash.
-        return _asked(func, given, structure, made)
+        return _asked(func, given, structure, made, fits)
     if len(_known) >= _MOST_KNOWN:
         _known.clear()
-    strides = _known[key] = _asked(func, given, structure, made)
+    strides = _known[key] = _asked(func, given, structure, made, fits)
     return strides
 
 
@@ -209,13 +214,13 @@ def _described(leaf: Any) -> Any:
 
 
 def _asked(
-    func: OpOverload, given: Sequence[Any], structure: Any, made: Sequence[Any]
+    func: OpOverload, given: Sequence[Any], structure: Any, made: Sequence[Any], fits: bool
 ) -> _Strides | None:
     with disable_current_modes(), DisablePythonDispatcher(), DisableTorchFunction():
         # Zeros are valid indices, and ones are valid divisors.
         for fill in (0, 1):
             try:
-                operands = [_filled(leaf, fill) for leaf in given]
+                operands = [_filled(leaf, fill, fits) for leaf in given]
                 args, kwargs = pytree.tree_unflatten(operands, structure)
                 if _takes_generator(func):
                     kwargs = {**kwargs, "generator": torch.Generator(made[0].device)}
@@ -230,13 +235,16 @@ def _asked(
     return None
 
 
-def _filled(leaf: Any, fill: int) -> Any:
-    """Return zeros or ones with the sizes and strides of a fake tensor; any other leaf as it is."""
+def _filled(leaf: Any, fill: int, fits: bool) -> Any:
+    """Return zeros or ones with the sizes and strides of a fake tensor; any other leaf as it is.
+
+    They lie in no memory, unless they fit.
+    """
     if not isinstance(leaf, torch.Tensor):
         return leaf
     steps = zip(leaf.shape, leaf.stride(), strict=True)
     extent = 1 + sum((size - 1) * stride for size, stride in steps) if leaf.numel() else 0
-    memory = torch.zeros(extent, dtype=leaf.dtype, device=leaf.device)
+    memory = torch.zeros(extent, dtype=leaf.dtype, device=leaf.device if fits else "meta")
     return (memory.fill_(fill) if fill else memory).as_strided(leaf.shape, leaf.stride())
 
 
