@@ -56,6 +56,26 @@ def test_layouts_move_every_element() -> None:
         assert torch.equal(result, wanted)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64])
+def test_transposes_in_tiles(dtype: torch.dtype) -> None:
+    x, y = torch.randn(2, 3, 45, 20).mul(9).to(dtype), torch.randn(70, 33).mul(9).to(dtype)
+
+    def graph(v: relax.Expr, w: relax.Expr) -> list[relax.Expr]:
+        name = str(dtype).removeprefix("torch.")
+        heads = op.permute_dims(op.reshape(v, [6, 45, 20]), [0, 2, 1])
+        scaled = op.multiply(op.add(heads, heads), relax.const(3, name))
+        far = op.permute_dims(op.reshape(v, [2, 135, 20]), [2, 0, 1])
+        both = op.add(op.permute_dims(w), op.reshape(w, [33, 70]))
+        return [scaled, far, both, op.greater(op.permute_dims(w), relax.const(1, name))]
+
+    results = run_all(graph, x, y)
+    heads = x.reshape(6, 45, 20).mT
+    exact = [(heads + heads) * 3, x.reshape(2, 135, 20).permute(2, 0, 1)]
+    exact += [y.T + y.reshape(33, 70), y.T > 1]
+    for result, wanted in zip(results, exact, strict=True):
+        assert torch.equal(result, wanted)
+
+
 def test_truth_values_and_integers() -> None:
     x, keep, n = torch.randn(37, 65), torch.rand(37, 65) > 0.5, torch.randint(-9, 9, (37, 65))
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 from tvm import tirx
 from tvm.ir import Expr
 
-from tvmbridge.schedules.gpu.threads import launch, when
+from tvmbridge.core.decisions import sizes_vary
+from tvmbridge.schedules.bfloat16 import held_as
+from tvmbridge.schedules.gpu.threads import WARP, allocate_in, barrier, launch, when
 from tvmbridge.schedules.gpu.vectors import lanes_for, side_by_side
 from tvmbridge.schedules.indexing import Indexer, index_var, integer, unravel
 from tvmbridge.schedules.kernel import virtual_stages
-from tvmbridge.schedules.loops import loop
+from tvmbridge.schedules.loops import load, loop, store
+from tvmbridge.schedules.reader import Axis
 from tvmbridge.schedules.rows import RowNest, element_at
 from tvmbridge.schedules.tiles import TileNest
 from tvmbridge.schedules.values import Evaluator, Memory
@@ -22,6 +27,8 @@ _THREADS = 256
 # gets several elements only if the GPU stays full.
 _MOST_EACH = 4
 _FULL = 132 * 8 * _THREADS
+# The least extents of the axes of a transpose in tiles: most threads of a tile have work.
+_LEAST_TILED = 16
 
 
 def emit_elementwise(nest: RowNest, shared: set[Any], memory: Memory) -> list[tirx.Stmt]:
@@ -62,6 +69,8 @@ def memory_dtypes(nest: RowNest, shared: set[Any]) -> list[str]:
 
 def emit_transpose(nest: TileNest, memory: Memory) -> list[tirx.Stmt]:
     """Return the kernel of a stage that reads along another axis than it writes."""
+    if not sizes_vary() and min(nest.across.extent, nest.stage.spatial[-1].extent) >= _LEAST_TILED:
+        return [_tiled(nest, memory)]
     stage, indexer = nest.stage, Indexer()
 
     def element(position: Expr) -> list[tirx.Stmt]:
@@ -71,6 +80,60 @@ def emit_transpose(nest: TileNest, memory: Memory) -> list[tirx.Stmt]:
         return evaluator.take()
 
     return [over_elements(indexer, stage.size, element)]
+
+
+def _tiled(nest: TileNest, memory: Memory) -> tirx.Stmt:
+    """Return a kernel in which a block transposes a square tile in shared memory.
+
+    The threads of a warp read neighbours along one axis, and write neighbours along the other.
+    """
+    stage, across, along, indexer = nest.stage, nest.across, nest.stage.spatial[-1], Indexer()
+    outer = [axis for axis in stage.spatial if axis is not across and axis is not along]
+    tiles = [Axis(index_var("tile"), -(-axis.extent // WARP), False) for axis in (across, along)]
+    warps = _THREADS // WARP
+
+    def body(block: Expr, thread: Expr) -> list[tirx.Stmt]:
+        at = unravel(block, [*outer, *tiles], indexer)
+        first, second = (at.pop(tile.var) * integer(WARP) for tile in tiles)
+        lane, warp = thread % integer(WARP), thread // integer(WARP)
+        # A row has one more element, so that its columns lie in different banks.
+        tile, room = allocate_in("shared", WARP * (WARP + 1), held_as(stage.dtype), "tile")
+
+        def of_step(i: Expr) -> Expr:
+            if isinstance(i, tirx.Var):
+                indexer.bind(i, WARP // warps)
+            return i * integer(warps) + warp
+
+        def placed(row: Expr, column: Expr) -> dict[Any, Expr]:
+            places = {across.var: first + row, along.var: second + column}
+            return {**at, **{var: indexer.simplify(place) for var, place in places.items()}}
+
+        def inside(here: dict[Any, Expr]) -> Expr | None:
+            tests = [
+                here[axis.var] < integer(axis.extent)
+                for axis in (across, along)
+                if axis.extent % WARP
+            ]
+            return functools.reduce(tirx.And, tests) if tests else None
+
+        def read(i: Expr) -> list[tirx.Stmt]:
+            other = of_step(i)
+            here = placed(lane, other)
+            evaluator = Evaluator(nest.kernel, nest.stored, indexer, memory)
+            value = evaluator.element(stage, here)
+            kept = store(tile, value, other * integer(WARP + 1) + lane)
+            return when(inside(here), [*evaluator.take(), kept])
+
+        def write(i: Expr) -> list[tirx.Stmt]:
+            other = of_step(i)
+            here = placed(other, lane)
+            position = indexer.flat(stage.buffer, [here.get(v, integer(0)) for v in stage.dims])
+            value = load(tile, lane * integer(WARP + 1) + other)
+            return when(inside(here), [memory.store(stage.buffer, position, value)])
+
+        return [room, loop(WARP // warps, read), barrier(), loop(WARP // warps, write)]
+
+    return launch(indexer, prod(axis.extent for axis in (*outer, *tiles)), _THREADS, body)
 
 
 def over_elements(
