@@ -13,10 +13,13 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+# Seconds in which a GPU runs what stopped processes have launched.
+_DRAINING = 1.0
 _ASKS, _RETURNS = {"turn": True}, {"turn": False}
 
 
@@ -62,6 +65,7 @@ class Turns:
             self._free.acquire()
             self._holder = process
             self._signal_others(signal.SIGSTOP)
+            time.sleep(_DRAINING)
             with suppress(BrokenPipeError):
                 assert process.stdin is not None
                 process.stdin.write("\n")
