@@ -1,4 +1,4 @@
-"""Attention reads query, key and value where one product has left them.
+"""Attention and grouped products read their operands where they lie.
 
 Before::
 
@@ -13,7 +13,8 @@ After::
     out = tvmbridge.attention(x as a view, x as a view, x as a view)
 
 PyTorch's kernels of attention take any strides whose last one is 1. Copies of query, key and value
-took a tenth of the time of a vision transformer's layers.
+took a tenth of the time of a vision transformer's layers. A grouped product takes transposed
+operands too: the weights of a mixture of experts would be transposed at each call.
 
 Guarantees: each row of a view begins at a multiple of 16 bytes; other operands are copied.
 
@@ -62,6 +63,8 @@ _OPERATORS = (
 )
 # The positions of query, key and value.
 _READ = {name: (5, 6, 7) if "backward" in name else (0, 1, 2) for name in _OPERATORS}
+_GROUPED = "aten._grouped_mm.default"
+_READ[_GROUPED] = (0, 1)
 _BY_LIBRARIES = ("relax.matmul", "relax.call_pure_packed")
 _ALIGNED_BYTES = 16
 _SPLIT = "relax.split"
@@ -72,7 +75,7 @@ Lookup = Callable[[relax.Var], Any]
 
 @dataclass(frozen=True)
 class ReadViews(RelaxPass):
-    """Let attention read strided views of the tensors that hold query, key and value."""
+    """Let attention and grouped products read strided views of tensors."""
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
         # The strides of a view stand in the call's text, which must not depend on sizes.
@@ -118,9 +121,15 @@ def _on_views(
             continue
         number = argument["tensor"]
         base, view = _origin(tensors[number], lookup)
-        if view is None or view.is_contiguous() or not _is_aligned(view):
+        grouped = content["op"] == _GROUPED
+        if view is None or view.is_contiguous() or not _is_aligned(view, grouped):
             continue
-        if _has_heads_first(view) and base not in shared and _is_by_loops(lookup(base)):
+        if (
+            not grouped
+            and _has_heads_first(view)
+            and base not in shared
+            and _is_by_loops(lookup(base))
+        ):
             report.decline(str(content["op"]), "results would have heads before tokens")
             continue
         tensors[number] = base
@@ -181,8 +190,12 @@ def _is_by_loops(value: relax.Expr | None) -> bool:
     return name not in _BY_LIBRARIES and not name.startswith("relax.nn.conv")
 
 
-def _is_aligned(view: torch.Tensor) -> bool:
-    numbers = *view.stride()[:-1], view.storage_offset()
-    if view.stride(-1) != 1:
+def _is_aligned(view: torch.Tensor, grouped: bool) -> bool:
+    """Whether each row of a view, or for a grouped product each column, begins where it may."""
+    *numbers, last = view.stride()
+    if grouped and numbers[-1] == 1:
+        numbers[-1], last = last, 1
+    if last != 1:
         return False
+    numbers.append(view.storage_offset())
     return all(n * view.element_size() % _ALIGNED_BYTES == 0 for n in numbers)

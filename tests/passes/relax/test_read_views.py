@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 
@@ -105,3 +106,33 @@ def test_loops_write_heads_after_tokens(returned: bool, views: int) -> None:
     assert text.count(json.dumps('"view"')[1:-1]) == views
     add_tvm_dispatch(module, (x,), options=OPTIONS)
     torch.testing.assert_close(module(x), expected, rtol=1e-12, atol=1e-12)
+
+
+class _Experts(nn.Module):
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(3, rows, 16, dtype=torch.bfloat16))
+
+    def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = torch._grouped_mm(x, self.up.transpose(-2, -1), offs=ends)
+        return found
+
+
+def test_weights_of_experts_are_not_transposed() -> None:
+    module, ends = _Experts(24), torch.tensor([2, 7, 10], dtype=torch.int32)
+    given = torch.randn(10, 16).bfloat16().requires_grad_(), ends
+    eager = copy.deepcopy(module)
+    expected = eager(*given)
+    expected.float().square().sum().backward()
+    wanted, given[0].grad = given[0].grad, None
+    with torch.no_grad():
+        text = lowered_text(copy.deepcopy(module).eval(), given, OPTIONS)["forward"]
+    assert text.count(json.dumps('"view"')[1:-1]) == 1
+    assert "R.permute_dims" not in text
+    add_tvm_dispatch(module, given, options=OPTIONS)
+    found = module(*given)
+    assert torch.equal(found, expected)
+    found.float().square().sum().backward()
+    torch.testing.assert_close(given[0].grad, wanted, rtol=0, atol=0)
+    torch.testing.assert_close(module.up.grad, eager.up.grad, rtol=0, atol=0)
+    assert dispatch_report(module).tvm_calls == 1
