@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import numpy
@@ -237,42 +237,3 @@ def test_a_padded_extent_may_stand_before_the_extent() -> None:
     tvm.ir.assert_structural_equal(
         function.params[0].shape[0], tirx.Cast("int32", expected), map_free_vars=True
     )
-
-
-def divided(size: int, summands: Sequence[str]) -> tvm.IRModule:
-    """Return a loop that reads at a sum of quotients and remainders of its position."""
-    x = te.placeholder((size,), "float32", "x")
-    n, few = tirx.IntImm("int32", size), tirx.IntImm("int32", 30)
-
-    def read(i: tirx.Var) -> tirx.Expr:
-        known = {
-            "rows": tirx.FloorDiv(i, n),
-            "rest": tirx.FloorMod(i, n),
-            "few": tirx.FloorDiv(i, few),
-            "one": tirx.IntImm("int32", 1),
-        }
-        first, *others = (known[each] for each in summands)
-        for each in others:
-            first = tirx.Add(first, each)
-        return x[first]
-
-    y = te.compute((size,), read, "y")
-    function = te.create_prim_func([x, y]).with_attr("global_symbol", "divided")
-    return tvm.IRModule({"divided": function})
-
-
-def test_sums_may_have_their_summands_in_another_order() -> None:
-    orders = (["rows", "rest", "few"], ["few", "rows", "rest"], ["rest", "few", "rows"])
-    mods = [divided(n, order) for (n,), order in zip(POINTS, orders, strict=True)]
-    found = generalize(mods, Sizes(POINTS))
-    same = generalize([divided(n, orders[0]) for (n,) in POINTS], Sizes(POINTS))
-    tvm.ir.assert_structural_equal(found, same, map_free_vars=True)
-
-
-@pytest.mark.parametrize("other", [["rows", "rest", "one"], ["rows", "few"], ["few"] * 3])
-def test_sums_of_other_summands_are_refused(other: Sequence[str]) -> None:
-    orders = (["rows", "rest", "few"], other, ["rest", "few", "rows"])
-    with pytest.raises(DifferentCodeError):
-        generalize(
-            [divided(n, order) for (n,), order in zip(POINTS, orders, strict=True)], Sizes(POINTS)
-        )

@@ -32,7 +32,6 @@ from tvmbridge.symbolic.attach import attach_sizes
 from tvmbridge.symbolic.floats import float_of_sizes
 from tvmbridge.symbolic.sizes import DifferentCodeError, Size, Sizes
 from tvmbridge.symbolic.specs import generalize_spec
-from tvmbridge.symbolic.summands import SUM, in_one_order
 
 SYMBOL = "tvmbridge_size_"
 _UNUSED = "unused_size_"
@@ -83,8 +82,6 @@ class _Merger:
         self._symbols: dict[str, int] = {}
         self._prefix = SYMBOL
         self._partners: dict[int, tuple[int, ...]] = {}
-        # By graph and number of a variable's node, the number of the variable in the first graph.
-        self._bound: dict[tuple[int, int], int] = {}
         self._extents_found = False
 
     def run(self, roots: list[int]) -> int:
@@ -129,14 +126,12 @@ class _Merger:
             known = self._everywhere.get(at)
         if known is not None:
             return known
-        nodes = self._nodes(at)
+        nodes = [graph[i] for graph, i in zip(self._graphs, at, strict=True)]
         kind = nodes[0]["type"]
         if any(n["type"] != kind for n in nodes):
             raise DifferentCodeError(f"{sorted({n['type'] for n in nodes})} stand for each other")
         if kind in _VARIABLES:
             self._pair(at)
-        if kind == SUM:
-            nodes = self._nodes(in_one_order(self._graphs, at, self._bound, _operands))
         if kind in _SCOPES or kind == _GLOBAL:
             outer = self._here, self._symbols, self._prefix
             # A GlobalVar has its function's type, which changes when the function gets symbols.
@@ -149,14 +144,10 @@ class _Merger:
         (self._everywhere if kind == _GLOBAL else self._here)[at] = number
         return number
 
-    def _nodes(self, at: tuple[int, ...]) -> list[Any]:
-        return [graph[i] for graph, i in zip(self._graphs, at, strict=True)]
-
     def _pair(self, at: tuple[int, ...]) -> None:
         """Raise if two variables of one module correspond to one variable of another."""
         if self._partners.setdefault(at[0], at) != at:
             raise DifferentCodeError("variables are used in another way")
-        self._bound.update(((graph, number), at[0]) for graph, number in enumerate(at))
 
     def _merged(self, kind: str, nodes: list[Any]) -> int:
         if kind == "ir.IntImm":
@@ -267,17 +258,6 @@ class _Merger:
         if node["type"] == "ir.Var":
             self._symbols[name] = number
         return number
-
-
-def _operands(node: Any) -> list[int]:
-    """Return the numbers of the nodes that the fields of ``node`` refer to, without its type."""
-    data = node.get("data")
-    if isinstance(data, list):
-        return [v for v in data if _is_index(v)]
-    if not isinstance(data, dict):
-        return []
-    plain = {"ty", "span", *plain_fields(node["type"])}
-    return [v for k, v in data.items() if _is_index(v) and k not in plain]
 
 
 @functools.cache
