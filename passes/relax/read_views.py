@@ -62,7 +62,9 @@ _OPERATORS = (
     "tvmbridge.fused_attention_backward_with_bias.default",
 )
 # The positions of query, key and value.
+_READ: dict[str, tuple[int, ...]]
 _READ = {name: (5, 6, 7) if "backward" in name else (0, 1, 2) for name in _OPERATORS}
+# The positions of both operands.
 _GROUPED = "aten._grouped_mm.default"
 _READ[_GROUPED] = (0, 1)
 _BY_LIBRARIES = ("relax.matmul", "relax.call_pure_packed")
@@ -192,10 +194,8 @@ def _is_by_loops(value: relax.Expr | None) -> bool:
 
 def _is_aligned(view: torch.Tensor, grouped: bool) -> bool:
     """Whether each row of a view, or for a grouped product each column, begins where it may."""
-    *numbers, last = view.stride()
-    if grouped and numbers[-1] == 1:
-        numbers[-1], last = last, 1
-    if last != 1:
-        return False
-    numbers.append(view.storage_offset())
-    return all(n * view.element_size() % _ALIGNED_BYTES == 0 for n in numbers)
+    *rest, last = view.stride()
+    if grouped and rest[-1] == 1:
+        rest[-1], last = last, 1
+    starts = (*rest, view.storage_offset())
+    return last == 1 and all(n * view.element_size() % _ALIGNED_BYTES == 0 for n in starts)
