@@ -13,7 +13,8 @@ _WRITING = ("STORE", "DELETE")
 _WITHOUT_EFFECT = frozenset({"CACHE", "PRECALL", "PUSH_NULL", "RESUME", "NOP"})
 # Tests of a value's class, in the letters of :func:`_letter`:
 # ``isinstance(value.name, (list, set))`` and ``kind in (list, set)``.
-_TESTS = re.compile("ILA*(?:S|(?:[SL]A*)+T)C|(?:[SL]A*)+TN")
+_TUPLE = "(?:" + "|".join(f"(?:[SL]A*){{{n}}}{n}" for n in range(1, 10)) + ")"
+_TESTS = re.compile(f"ILA*(?:S|{_TUPLE})C|{_TUPLE}N")
 
 
 def makes_sets(code: types.CodeType) -> bool:
@@ -38,10 +39,13 @@ def _letter(step: dis.Instruction) -> str:
         return "A"
     if step.opname.startswith("LOAD_"):
         name = step.argval if isinstance(step.argval, str) else ""
-        return "S" if name in _NAMES else "I" if name in ("isinstance", "issubclass") else "L"
-    return {"BUILD_TUPLE": "T", "CALL": "C", "CALL_FUNCTION": "C", "CONTAINS_OP": "N"}.get(
-        step.opname, "."
-    )
+        tests = step.opname == "LOAD_GLOBAL" and name in ("isinstance", "issubclass")
+        return "S" if name in _NAMES else "I" if tests else "L"
+    if step.opname == "BUILD_TUPLE" and 1 <= step.argval <= 9:
+        return str(step.argval)
+    if step.opname.startswith("CALL") and step.argval == 2:
+        return "C"
+    return "N" if step.opname == "CONTAINS_OP" else "."
 
 
 def names_used(code: types.CodeType) -> frozenset[str]:
