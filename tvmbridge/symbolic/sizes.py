@@ -158,7 +158,9 @@ class Sizes:
         if values not in self._found and sought not in self._missed:
             size = self._polynomial(values) or self.only(self._of_atoms(values))
             if size is None and min(values) >= _LEAST_QUOTIENT:
-                size = self.only(self._with_borders(values)) or self.only(self._products(values))
+                # Of two that fit, none is known to be right.
+                both = itertools.chain(self._with_borders(values), self._products(values))
+                size = self.only(both)
             if size is None:
                 self._missed.add(sought)
             else:
