@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias, TypeVar
@@ -257,11 +257,9 @@ def skip(key: str) -> None:
         now.skip(key)
 
 
-@contextmanager
-def at_one_size() -> Iterator[None]:
+def at_one_size() -> AbstractContextManager[object]:
     """Within the context, record no decisions and let :func:`sizes_vary` return False."""
-    with set_within(_now, None):
-        yield
+    return set_within(_now, None)
 
 
 def sizes_vary() -> bool:

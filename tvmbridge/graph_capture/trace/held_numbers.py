@@ -1,6 +1,6 @@
 """Held numbers: Python numbers in modules that are inputs of compiled code.
 
-They are in attributes, or in the containers and plain objects that attributes hold.
+An attribute of a module is such a number, or holds a container or a plain object with it.
 
 A stand-in (the copy of a module that is traced) holds each such number as a buffer too. Forward
 finds a traced number of this buffer in the attribute. It may assign a number computed from it, as a

@@ -59,7 +59,7 @@ _NEVER_ASKED = frozenset(
     }
 )
 # For more elements in all operands and results, kernels do not run: their zeros might not fit.
-# Those of views need no memory.
+# Operators that return views then run on the meta device, which gives tensors no memory.
 _MOST_ELEMENTS = 2**27
 _MOST_KNOWN = 2**14
 
@@ -193,7 +193,7 @@ def _strides_of(
     """Return the strides of the kernel's results for such operands; None if it cannot run.
 
     Args:
-        fits: whether the operands may have memory; without, only a view can be asked.
+        fits: whether the operands may have memory. If not, the operator must return a view.
     """
     key = (func, structure, *map(_described, given))
     try:
@@ -238,7 +238,8 @@ def _asked(
 def _filled(leaf: Any, fill: int, fits: bool) -> Any:
     """Return zeros or ones with the sizes and strides of a fake tensor; any other leaf as it is.
 
-    They lie in no memory, unless they fit.
+    Args:
+        fits: whether the tensor may have memory; otherwise it is on the meta device.
     """
     if not isinstance(leaf, torch.Tensor):
         return leaf

@@ -206,9 +206,7 @@ def adds_to(owner: nn.Module, names: NumberKey, way: Left) -> bool:
     Forward may create both in its first call, or anew after the script has deleted them.
     """
     if way.number is not None:
-        inside = len(names) > 1
-        now = number_in(owner, names) if inside else getattr(owner, names[0], MISSING)
-        return type(now) in (int, float)
+        return type(_at(owner, names)) in (int, float)
     return way.into == "place" or type(owner.__dict__.get(names[0])) is list
 
 
@@ -222,10 +220,15 @@ def numbers_left(
             source, place = owner, names
             if way.of is not None:
                 source, place = module.get_submodule(way.of[0]), way.of[1:]
-            inside = len(place) > 1
-            before = number_in(source, place) if inside else getattr(source, place[0])
-            numbers.append(way.number(before))
+            numbers.append(way.number(_at(source, place)))
     return iter(numbers)
+
+
+def _at(owner: nn.Module, names: NumberKey) -> Any:
+    """Return what a place of ``owner`` holds, also an attribute of its class; or MISSING."""
+    if len(names) > 1:
+        return number_in(owner, names)
+    return getattr(owner, names[0], MISSING)
 
 
 def leave(owner: nn.Module, name: str, way: Left, value: Any) -> None:

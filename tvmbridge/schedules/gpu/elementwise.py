@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -70,7 +70,7 @@ def memory_dtypes(nest: RowNest, shared: set[Any]) -> list[str]:
 def emit_transpose(nest: TileNest, memory: Memory) -> list[tirx.Stmt]:
     """Return the kernel of a stage that reads along another axis than it writes."""
     if not sizes_vary() and min(nest.across.extent, nest.stage.spatial[-1].extent) >= _LEAST_TILED:
-        return [_tiled(nest, memory)]
+        return [_TiledTranspose(nest, memory).kernel()]
     stage, indexer = nest.stage, Indexer()
 
     def element(position: Expr) -> list[tirx.Stmt]:
@@ -82,58 +82,76 @@ def emit_transpose(nest: TileNest, memory: Memory) -> list[tirx.Stmt]:
     return [over_elements(indexer, stage.size, element)]
 
 
-def _tiled(nest: TileNest, memory: Memory) -> tirx.Stmt:
-    """Return a kernel in which a block transposes a square tile in shared memory.
+class _TiledTranspose:
+    """Generates a kernel in which each block transposes a square tile in shared memory.
 
     The threads of a warp read neighbours along one axis, and write neighbours along the other.
     """
-    stage, across, along, indexer = nest.stage, nest.across, nest.stage.spatial[-1], Indexer()
-    outer = [axis for axis in stage.spatial if axis is not across and axis is not along]
-    tiles = [Axis(index_var("tile"), -(-axis.extent // WARP), False) for axis in (across, along)]
-    warps = _THREADS // WARP
 
-    def body(block: Expr, thread: Expr) -> list[tirx.Stmt]:
-        at = unravel(block, [*outer, *tiles], indexer)
-        first, second = (at.pop(tile.var) * integer(WARP) for tile in tiles)
+    def __init__(self, nest: TileNest, memory: Memory) -> None:
+        self.nest, self.memory, self.stage, self.indexer = nest, memory, nest.stage, Indexer()
+        self.across, self.along = nest.across, nest.stage.spatial[-1]
+
+    def kernel(self) -> tirx.Stmt:
+        """Return the kernel, with a block for each tile."""
+        sides = (self.across, self.along)
+        outer = [axis for axis in self.stage.spatial if axis not in sides]
+        tiles = [Axis(index_var("tile"), -(-axis.extent // WARP), False) for axis in sides]
+
+        def body(block: Expr, thread: Expr) -> list[tirx.Stmt]:
+            at = unravel(block, [*outer, *tiles], self.indexer)
+            starts = [at.pop(tile.var) * integer(WARP) for tile in tiles]
+            return self._tile(at, starts, thread)
+
+        blocks = prod(axis.extent for axis in (*outer, *tiles))
+        return launch(self.indexer, blocks, _THREADS, body)
+
+    def _tile(
+        self, at: Mapping[Any, Expr], starts: Sequence[Expr], thread: Expr
+    ) -> list[tirx.Stmt]:
         lane, warp = thread % integer(WARP), thread // integer(WARP)
-        # A row has one more element, so that its columns lie in different banks.
-        tile, room = allocate_in("shared", WARP * (WARP + 1), held_as(stage.dtype), "tile")
+        warps = _THREADS // WARP
+        # Each row of the tile ends with an unused element: a column's elements lie in different
+        # banks of the shared memory.
+        tile, room = allocate_in("shared", WARP * (WARP + 1), held_as(self.stage.dtype), "tile")
 
-        def of_step(i: Expr) -> Expr:
-            if isinstance(i, tirx.Var):
-                indexer.bind(i, WARP // warps)
-            return i * integer(warps) + warp
+        def over_warps(line: Callable[[Expr], list[tirx.Stmt]]) -> tirx.Stmt:
+            """Return a loop in which each warp handles several of the tile's lines."""
 
-        def placed(row: Expr, column: Expr) -> dict[Any, Expr]:
-            places = {across.var: first + row, along.var: second + column}
-            return {**at, **{var: indexer.simplify(place) for var, place in places.items()}}
+            def step(i: Expr) -> list[tirx.Stmt]:
+                if isinstance(i, tirx.Var):
+                    self.indexer.bind(i, WARP // warps)
+                return line(i * integer(warps) + warp)
 
-        def inside(here: dict[Any, Expr]) -> Expr | None:
-            tests = [
-                here[axis.var] < integer(axis.extent)
-                for axis in (across, along)
-                if axis.extent % WARP
-            ]
-            return functools.reduce(tirx.And, tests) if tests else None
+            return loop(WARP // warps, step)
 
-        def read(i: Expr) -> list[tirx.Stmt]:
-            other = of_step(i)
-            here = placed(lane, other)
-            evaluator = Evaluator(nest.kernel, nest.stored, indexer, memory)
-            value = evaluator.element(stage, here)
-            kept = store(tile, value, other * integer(WARP + 1) + lane)
-            return when(inside(here), [*evaluator.take(), kept])
+        def read(line: Expr) -> list[tirx.Stmt]:
+            here = self._element(at, starts, lane, line)
+            evaluator = Evaluator(self.nest.kernel, self.nest.stored, self.indexer, self.memory)
+            value = evaluator.element(self.stage, here)
+            kept = store(tile, value, line * integer(WARP + 1) + lane)
+            return when(self._inside(here), [*evaluator.take(), kept])
 
-        def write(i: Expr) -> list[tirx.Stmt]:
-            other = of_step(i)
-            here = placed(other, lane)
-            position = indexer.flat(stage.buffer, [here.get(v, integer(0)) for v in stage.dims])
-            value = load(tile, lane * integer(WARP + 1) + other)
-            return when(inside(here), [memory.store(stage.buffer, position, value)])
+        def write(line: Expr) -> list[tirx.Stmt]:
+            here, buffer = self._element(at, starts, line, lane), self.stage.buffer
+            position = self.indexer.flat(buffer, [here.get(v, integer(0)) for v in self.stage.dims])
+            value = load(tile, lane * integer(WARP + 1) + line)
+            return when(self._inside(here), [self.memory.store(buffer, position, value)])
 
-        return [room, loop(WARP // warps, read), barrier(), loop(WARP // warps, write)]
+        return [room, over_warps(read), barrier(), over_warps(write)]
 
-    return launch(indexer, prod(axis.extent for axis in (*outer, *tiles)), _THREADS, body)
+    def _element(
+        self, at: Mapping[Any, Expr], starts: Sequence[Expr], across: Expr, along: Expr
+    ) -> dict[Any, Expr]:
+        """Return the axis values of an element of the tile that begins at ``starts``."""
+        places = {self.across.var: starts[0] + across, self.along.var: starts[1] + along}
+        return {**at, **{var: self.indexer.simplify(place) for var, place in places.items()}}
+
+    def _inside(self, here: Mapping[Any, Expr]) -> Expr | None:
+        """Return whether an element exists; None: all elements of all tiles do."""
+        ragged = [axis for axis in (self.across, self.along) if axis.extent % WARP]
+        tests = [here[axis.var] < integer(axis.extent) for axis in ragged]
+        return functools.reduce(tirx.And, tests) if tests else None
 
 
 def over_elements(
