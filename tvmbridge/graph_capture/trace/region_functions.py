@@ -227,7 +227,7 @@ class _Reads(TorchFunctionMode):
         if self._records is torch.is_grad_enabled():
             return func(*args, **kwargs)
         given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        # In a comprehension, forward itself would seem to read the versions: Python 3.12 inlines it.
+        # Python 3.12 inlines comprehensions: forward itself would seem to read the versions.
         versions = list(map(version_of, given))
         results = func(*args, **kwargs)
         if not self._records and torch.is_grad_enabled():
