@@ -137,7 +137,19 @@ def more_rows(q: Any, k: Any, v: Any, mask: Any) -> Any:
     return (q[:1] @ k[:1].mT + mask).softmax(-1) @ v
 
 
+def by_name(q: Any, k: Any, v: Any, mask: Any) -> Any:
+    weights = torch.softmax(input=torch.matmul(input=q, other=k.mT), dim=-1)
+    return torch.matmul(functional.dropout(input=weights, p=0.0), v)
+
+
+def mapped(q: Any, k: Any, v: Any, mask: Any) -> Any:
+    q, k, v = (t.expand(2, *t.shape) for t in (q, k, v))
+    return torch.vmap(lambda *heads: plain(*heads, mask))(q, k, v)
+
+
 OTHERS = (
+    by_name,
+    mapped,
     other_dimension,
     changed_weights,
     written_weights,

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tvmbridge.core.autocast import without_autocast
-from tvmbridge.core.torch_private import pytree
+from tvmbridge.core.torch_private import pytree, transform_depth
 from tvmbridge.core.writes import version_of
 from tvmbridge.graph_capture.trace.attention import attention_on_gpus, autocast_for_attention
 from tvmbridge.graph_capture.trace.fused_attention import fused_kernel
@@ -138,7 +138,11 @@ class WrittenAttention(TorchFunctionMode):
         step = _STEPS.get(func)
         if func not in _READS and step is not WrittenAttention._product:
             refuse_weights(self._module, (args, named))
-        if step is None or (named and step not in _WITH_NAMES):
+        operands = _OPERANDS.get(step) if step is not None else None
+        if step is None or not args or (operands is not None and len(args) != operands):
+            return func(*args, **named)
+        # Transforms of functions (vmap) have no rules for the operators of fused attention.
+        if (named and step not in _WITH_NAMES) or transform_depth():
             return func(*args, **named)
         return step(self, func, args, named)
 
@@ -198,7 +202,7 @@ class WrittenAttention(TorchFunctionMode):
 
     def _normalized(self, func: Any, args: Any, named: Any) -> Any:
         result = func(*args, **named)
-        scores = self._scores(args[0]) if args else None
+        scores = self._scores(args[0])
         dim = args[1] if len(args) > 1 else named.get("dim")
         if scores is not None and not scores.is_weights and dim in (-1, result.dim() - 1):
             self._note(result, replace(scores, is_weights=True))
@@ -298,6 +302,13 @@ _STEPS: dict[Any, _Step] = {
     **dict.fromkeys((functional.dropout, torch.dropout), WrittenAttention._dropped),
     **dict.fromkeys((_T.to, _T.float, _T.type_as, _T.bfloat16), WrittenAttention._converted),
     **dict.fromkeys((_T.view, _T.reshape, torch.reshape), WrittenAttention._reshaped),
+}
+# The number of arguments that a step reads.
+_OPERANDS: dict[_Step, int] = {
+    WrittenAttention._product: 2,
+    WrittenAttention._scaled: 2,
+    WrittenAttention._added: 2,
+    WrittenAttention._filled: 3,
 }
 _WITH_NAMES = (WrittenAttention._normalized, WrittenAttention._dropped)
 # They read no elements.
