@@ -457,8 +457,8 @@ SERVING = (
         "a look at a file not noticed",
         "guard",
         "tvmbridge.graph_capture.observe.executed",
-        "if is_question(argument) and _is_asked_by_user(frame):",
-        "if False:",
+        "asked = is_question(argument) and _is_asked_by_user(frame)",
+        "asked = False",
         ("tests/graph_capture/observe/test_side_effects.py", "-k", "is_refused and file"),
     ),
     Plant(
