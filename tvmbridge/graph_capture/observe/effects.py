@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -208,7 +209,7 @@ _NOTED = (
 def impurities(own: OwnCalls) -> Iterator[list[str]]:
     """Yield a list that collects the impure calls of forward inside this context.
 
-    Impure calls are saved-tensor hooks, leaving inference mode, hashes of tensors, seeds and
+    Impure calls are prints (which print nothing here), saved-tensor hooks, leaving inference mode, hashes of tensors, seeds and
     states of generators, the time, looks at files, and random draws from Python's or numpy's
     generator. Calls of ``torch.autograd.grad`` and ``backward`` raise :class:`DependenceError`. On
     exit, the generators that forward's thread used, as ``own`` has recorded, get their states back.
@@ -220,6 +221,7 @@ def impurities(own: OwnCalls) -> Iterator[list[str]]:
         with ExitStack() as stack:
             for owner, name, note in noted:
                 stack.enter_context(patched_here(owner, name, note))
+            stack.enter_context(patched_here(builtins, "print", _printing(found)))
             stack.enter_context(_autograd_watched(found))
             stack.enter_context(_hashes_watched(found))
             yield found
@@ -283,6 +285,14 @@ def _noting(what: str, found: list[str]) -> Callable[..., Any]:
     def note(genuine: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         found.append(what)
         return genuine(*args, **kwargs)
+
+    return note
+
+
+def _printing(found: list[str]) -> Callable[..., None]:
+    def note(genuine: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        if "prints" not in found:
+            found.append("prints")
 
     return note
 
