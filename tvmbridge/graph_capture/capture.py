@@ -297,6 +297,8 @@ def _exported(
         warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec", FutureWarning)
         # It becomes an input, whose gradient is computed.
         warnings.filterwarnings("ignore", "A model attribute .* requires gradient", UserWarning)
+        # Sizes of masks of nn.MultiheadAttention are arguments, and no nodes.
+        warnings.filterwarnings("ignore", "Raw SymInt value", UserWarning)
         with exchanges_left_alone(), functions_replaced(module, on_fakes=False), casts_recorded():
             forward = TracedForward(
                 module=module,
