@@ -209,9 +209,9 @@ _NOTED = (
 def impurities(own: OwnCalls) -> Iterator[list[str]]:
     """Yield a list that collects the impure calls of forward inside this context.
 
-    Impure calls are prints (which print nothing here), saved-tensor hooks, leaving inference mode, hashes of tensors, seeds and
-    states of generators, the time, looks at files, and random draws from Python's or numpy's
-    generator. Calls of ``torch.autograd.grad`` and ``backward`` raise :class:`DependenceError`. On
+    Impure calls are prints (which print nothing here), saved-tensor hooks, leaving inference mode,
+    hashes of tensors, seeds and states of generators, the time, looks at files, and random draws
+    from Python's or numpy's generator. Calls of ``torch.autograd.grad`` and ``backward`` raise :class:`DependenceError`. On
     exit, the generators that forward's thread used, as ``own`` has recorded, get their states back.
     """
     found: list[str] = []
