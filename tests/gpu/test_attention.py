@@ -9,7 +9,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.gpu.helpers import GPU, STEPS, check, pair, replays
-from tvmbridge import capture, dispatch_report
+from tvmbridge import add_tvm_dispatch, capture, dispatch_report
 
 pytestmark = GPU
 
@@ -41,10 +41,26 @@ class Attention(nn.Module):
             mask = self.bias[None]
         elif self.mask == "numbers":
             mask = torch.where(seen, 0.0, -1e4).to(x.dtype)[None, None].expand(1, 1, x.shape[1], -1)
-        mixed = functional.scaled_dot_product_attention(
+        return self.mixed(query, key, value, mask).transpose(1, 2).flatten(2)
+
+    def mixed(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        return functional.scaled_dot_product_attention(
             query, key, value, mask, self.p, self.causal, enable_gqa=self.groups > 1
         )
-        return mixed.transpose(1, 2).flatten(2)
+
+
+class Written(Attention):
+    """Attention that is written as products and a softmax."""
+
+    def mixed(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        scores = query @ key.transpose(-2, -1) / 4
+        if mask is not None:
+            scores = scores + mask if mask.is_floating_point() else scores.masked_fill(~mask, -1e38)
+        return functional.dropout(scores.softmax(-1), self.p) @ value
 
 
 class Dropped(Attention):
@@ -73,6 +89,18 @@ class Dropped(Attention):
 )
 def test_values(options: dict[str, object], dtype: torch.dtype, train: bool) -> None:
     check(lambda: Attention(**options), (torch.randn(2, 19, 64),), dtype, train=train)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("mask", ["", "truths", "numbers", "learned"])
+def test_products_and_a_softmax_are_the_kernel(mask: str, train: bool) -> None:
+    check(lambda: Written(mask=mask), (torch.randn(2, 19, 64),), torch.bfloat16, train=train)
+    module = Written(mask=mask).cuda().bfloat16()
+    with torch.set_grad_enabled(train):
+        add_tvm_dispatch(module, (torch.randn(2, 19, 64, device="cuda", dtype=torch.bfloat16),))
+    names = dispatch_report(module).aten_calls
+    assert any("attention" in name for name in names)
+    assert not any("softmax" in name for name in names)
 
 
 def test_a_layer_of_pytorch_trains_by_the_kernel() -> None:

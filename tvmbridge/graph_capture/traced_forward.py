@@ -33,6 +33,7 @@ from tvmbridge.graph_capture.trace.left import (
 )
 from tvmbridge.graph_capture.trace.number_calls import numbers_traced
 from tvmbridge.graph_capture.trace.old_norms import norms_put_back
+from tvmbridge.graph_capture.trace.written_attention import refuse_weights
 
 
 @dataclass(kw_only=True, eq=False)
@@ -105,6 +106,7 @@ class TracedForward:
 
         recorder = EpilogueRecorder(answered, differentiated=self.differentiated)
         results = WithBases(recorder, self.bases)(*args, **kwargs)
+        refuse_weights(self.module, results)
         self.changed_arguments, self.checks = watch.changed, watch.checks
         self.ways = {**(leaving.ways if leaving else {}), **held.ways}
         self.answers, self.epilogue = tuple(answers.answers), recorder.epilogue

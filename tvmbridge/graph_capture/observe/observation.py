@@ -55,6 +55,7 @@ from tvmbridge.graph_capture.trace.checkpoints import changed_in_checkpoints
 from tvmbridge.graph_capture.trace.functions import functions_replaced
 from tvmbridge.graph_capture.trace.held_numbers import held_by, numbers_marked
 from tvmbridge.graph_capture.trace.old_norms import normed_weights, shared_with
+from tvmbridge.graph_capture.trace.written_attention import weights_drawn_if_kept
 from tvmbridge.graph_capture.traced_forward import TracedForward
 
 
@@ -111,6 +112,7 @@ class Observation:
     repeated: tuple[str, ...] = ()
 
 
+@weights_drawn_if_kept
 def observe(
     module: nn.Module,
     arguments: Arguments,

@@ -105,7 +105,7 @@ def _attention_on_gpus(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
         return call(*args, **kwargs)
     scale, enable_gqa = given.kwargs["scale"], given.kwargs["enable_gqa"]
     if torch.is_autocast_enabled("cuda"):
-        cast = map(_autocast, (query, key, value, mask))
+        cast = map(autocast_for_attention, (query, key, value, mask))
         with without_autocast():
             return _attention_on_gpus(call, (*cast, dropout_p, is_causal), given.kwargs)
     tensors = [t for t in (query, key, value, mask) if t is not None]
@@ -124,15 +124,15 @@ def _attention_on_gpus(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
     return fused_attention(query, key, value, mask, dropout_p, is_causal, factor, kernel)
 
 
-def _autocast(tensor: torch.Tensor | None) -> torch.Tensor | None:
+def autocast_for_attention(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """Return ``tensor`` as CUDA's autocast passes it to attention."""
     if tensor is None or not tensor.is_floating_point() or tensor.dtype is torch.float64:
         return tensor
     return tensor.to(torch.get_autocast_dtype("cuda"))
 
 
-def _attention_of_a_layer(*args: Any, **kwargs: Any) -> Any:
-    """Handle a call of attention by ``nn.MultiheadAttention``."""
+def attention_on_gpus(*args: Any, **kwargs: Any) -> Any:
+    """Call attention on a GPU from a handler, where no mode sees the call."""
     return _attention_on_gpus(Call(functional.scaled_dot_product_attention, ()), args, kwargs)
 
 
@@ -141,7 +141,7 @@ _multi_head_attention_forward = types.FunctionType(
     functional.multi_head_attention_forward.__code__,
     {
         **vars(functional),
-        "scaled_dot_product_attention": _attention_of_a_layer,
+        "scaled_dot_product_attention": attention_on_gpus,
         # Otherwise the modes of torch.export get the original function, not the copy.
         "has_torch_function": lambda tensors: False,
     },

@@ -32,6 +32,7 @@ from tvmbridge.graph_capture.trace.fast_paths import causal_masks_undetected
 from tvmbridge.graph_capture.trace.function_table import FunctionTable
 from tvmbridge.graph_capture.trace.kernel_strides import strides_of_kernels
 from tvmbridge.graph_capture.trace.uniforms import UniformComparisons
+from tvmbridge.graph_capture.trace.written_attention import written_attention_fused
 
 
 @contextmanager
@@ -52,4 +53,5 @@ def functions_replaced(module: nn.Module, *, on_fakes: bool) -> Iterator[None]:
         # The mode that is entered last sees a function first.
         stack.enter_context(FunctionTable())
         stack.enter_context(UniformComparisons())
+        stack.enter_context(written_attention_fused(module))
         yield
