@@ -200,7 +200,8 @@ def _cross_entropy(func: _Function, args: tuple[Any, ...], named: dict[str, Any]
     if not (smoothing.decided(operator.ge, 0.0, use) and smoothing.decided(operator.le, 1.0, use)):
         raise smoothing.refused(f"{use} beyond its limits")
     dim = 0 if x.dim() == 1 else 1
-    share, rest = smoothing / x.shape[dim], 1 - smoothing
+    number: Any = smoothing  # Its operators are set in a loop.
+    share, rest = number / x.shape[dim], 1 - number
     if not of_classes:
         smoothed = _operands(torch.add, (_times(target, rest), share), {})
         return func(x, smoothed, weight, reduction, ignored, 0.0)
