@@ -47,7 +47,7 @@ def _hooked(module: Any) -> None:
     ("replace", "change"),
     [
         (_last_removed, _other_layer),
-        pytest.param(_submodules, _other_layer, marks=pytest.mark.slow),
+        (_submodules, _other_layer),
         (_parameters, _other_weight),
         (_hooks, _hooked),
     ],
