@@ -28,6 +28,7 @@ bindings itself, in quadratic time as well.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import tvm
@@ -48,7 +49,7 @@ class DeadCodeElimination(RelaxPass):
     entries: tuple[str, ...] = ()
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
-        live = map_functions(mod, lambda function: _live(function, report))
+        live = map_functions(mod, lambda function: _live(function, report, _is_pure))
         # TVM's pass removes the rest: functions, and bindings outside of dataflow blocks.
         cleaned = relax.transform.DeadCodeElimination(list(self.entries))(
             live if report.rewrites else mod
@@ -56,8 +57,31 @@ class DeadCodeElimination(RelaxPass):
         return mod if cleaned.same_as(mod) else cleaned
 
 
-def _live(function: relax.Function, report: PassReport) -> relax.Function:
-    """Return ``function`` without the bindings of its dataflow blocks that nothing reads."""
+@dataclass(frozen=True)
+class DropUnreadTuples(RelaxPass):
+    """Remove tuples of values that nothing reads, from functions in destination-passing style.
+
+    CallTIRRewrite makes a tuple of the results of a kernel that has several. KillAfterLastUse frees
+    the results, but not the tuple, which would keep their memory up to the end of the function.
+    """
+
+    def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
+        return map_functions(mod, lambda function: _live(function, report, _is_tuple))
+
+
+def _is_pure(binding: relax.Binding) -> bool:
+    # A MatchCast checks a shape, whether or not its variable is read.
+    return isinstance(binding.var, relax.DataflowVar) and isinstance(binding, relax.VarBinding)
+
+
+def _is_tuple(binding: relax.Binding) -> bool:
+    return isinstance(binding, relax.VarBinding) and isinstance(binding.value, relax.Tuple)
+
+
+def _live(
+    function: relax.Function, report: PassReport, removable: Callable[[relax.Binding], bool]
+) -> relax.Function:
+    """Return ``function`` without the removable bindings that nothing reads."""
     if not isinstance(function.body, relax.SeqExpr):
         return function
     read = set(relax.analysis.free_vars(function.body.body))
@@ -65,10 +89,7 @@ def _live(function: relax.Function, report: PassReport) -> relax.Function:
     for block in reversed(function.body.blocks):
         kept = []
         for binding in reversed(block.bindings):
-            var = binding.var
-            # A MatchCast checks a shape, whether or not its variable is read.
-            movable = isinstance(var, relax.DataflowVar) and isinstance(binding, relax.VarBinding)
-            if movable and var not in read:
+            if binding.var not in read and removable(binding):
                 continue
             read.update(relax.analysis.free_vars(binding.value))
             kept.append(binding)

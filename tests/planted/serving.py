@@ -21,6 +21,15 @@ SERVING = (
         quick=True,
     ),
     Plant(
+        "a module that forward imports, refused for what its import asks",
+        "guard",
+        "tvmbridge.graph_capture.observe.executed",
+        "if asked and _imports_under_way(frame) == before:",
+        "if asked:",
+        ("tests/graph_capture/observe/test_questions.py", "-k", "import_runs"),
+        quick=True,
+    ),
+    Plant(
         "a module with other dictionaries, watched by the former ones",
         "guard",
         "tvmbridge.runtime.guards.state",

@@ -10,6 +10,7 @@ import torch
 
 from tvmbridge.runtime.background import UnderWayError
 from tvmbridge.runtime.family import Family, OtherSizesError
+from tvmbridge.runtime.sized_code import raised
 from tvmbridge.symbolic.code import Points, SymbolicCode
 from tvmbridge.symbolic.sizes import Point
 
@@ -91,3 +92,17 @@ def test_sizes_that_come_while_code_is_compiled_have_code_later() -> None:
     family.waits = False
     assert not family.serves(5, 800)
     assert family.serves(5, 800)
+
+
+@pytest.mark.parametrize(
+    ("sampled", "least", "beyond"),
+    [
+        ((2, 16, 16), (2, 24, 16), (5, 16, 16)),  # forward permits 16, and no call had 16 and 16
+        ((2, 2, 16), (3, 6, 40), (5, 7, 16)),
+        ((3, 11, 17), (7, 30, 40), (7, 30, 40)),
+    ],
+)
+def test_code_that_differs_at_sizes_of_two_begins_at_the_smallest_others(
+    sampled: Point, least: Point, beyond: Point
+) -> None:
+    assert raised(sampled, least, (8, 56, 56)) == [beyond, (8, 56, 56)]

@@ -91,3 +91,21 @@ def test_a_permuted_argument_has_no_symbols_for_strides(compilations: Compilatio
         calls.append((torch.randn(batch, 1, 8), *caches))
     _all_right(Cached().eval(), calls)
     assert compilations.done == 2
+
+
+class _Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.out = nn.LSTM(4, 8, batch_first=True), nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.cell(x)[0])
+
+
+def test_a_recurrent_network_in_training_has_one_code_for_one_step_and_one_row(
+    compilations: Compilations,
+) -> None:
+    torch.manual_seed(0)
+    sizes = ((3, 5), (4, 7), (1, 7), (4, 1), (1, 1))
+    _all_right(_Recurrent(), [(torch.randn(*size, 4),) for size in sizes])
+    assert compilations.done == 2

@@ -83,3 +83,29 @@ def test_forms_are_those_that_forward_demands(
         probe = found.probe(*sample, (symbol,) * len(found.dimensions))
         assert trace.relations.broken(shapes_of(probe)) is None
         assert set(found.sizes(probe[0]) or ()) == {symbol}
+
+
+class Loss(nn.Module):
+    """A module that demands as many labels as tokens, in all rows together."""
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return tokens.flatten() - labels.flatten()
+
+
+class Texts(nn.Module):
+    """A module with two texts for each row, of any lengths."""
+
+    def forward(self, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return one.mean(1) + other.mean(1)
+
+
+@pytest.mark.parametrize(("module", "symbols"), [(Loss(), 2), (Texts(), 3)])
+def test_sizes_that_are_equal_in_calls_are_one_symbol_if_forward_relates_products(
+    module: nn.Module, symbols: int
+) -> None:
+    sample = (torch.randn(3, 35), torch.randn(3, 35)), dict[str, torch.Tensor]()
+    chosen = Symbols((((0, 0), (1, 0)), ((0, 1),), ((1, 1),)), equal=(0, 1, 1))
+    dimensions = [d for group in chosen.dimensions for d in group]
+    trace = traced_with_symbols(module, *sample, dimensions, needs_grad=False)
+    found = related(chosen, trace.relations, sample, [(3, 35, 35), (3, 115, 115)])
+    assert len(found.dimensions) == symbols

@@ -111,6 +111,23 @@ def test_products_of_sums_that_were_found(function: object) -> None:
         assert found.at(point) == function(*point)  # type: ignore[operator]
 
 
+# The smallest number of each is below those that may be products by chance.
+@pytest.mark.parametrize(
+    ("function", "known"),
+    [
+        (lambda b, h, w: b * (h // 8 * (w // 8) + 1), True),
+        (lambda b, h, w: (h // 8 + 1) * (w // 8 + 2), False),
+    ],
+)
+def test_small_products_of_sums_are_found(function: object, known: bool) -> None:
+    points = ((23, 47, 43), (463, 509, 503), (463, 16, 16), (2, 509, 16), (2, 16, 503), (2, 16, 16))
+    eighths = [Size(((1, (0, h, 1 - h)),), 8) for h in (1, 0)]
+    tokens = Size(((1, (0, 0, 0, 1, 1)), (1, (0,) * 5)), atoms=tuple(eighths))
+    found = Sizes(points, [*eighths, tokens]).find(tuple(function(*p) for p in points))  # type: ignore[operator]
+    assert (found is not None) == known
+    assert found is None or found.at((7, 80, 96)) == 7 * (10 * 12 + 1)
+
+
 def test_small_numbers_are_no_quotients() -> None:
     """Check 1, 2 and 1: at these sample shapes both -s % 6 and ceil(s / 512) have these values."""
     sizes = Sizes([(83,), (718,), (17,)])

@@ -19,6 +19,7 @@ from tvmbridge.core.types import PassRecord
 from tvmbridge.kernels import register_kernels
 from tvmbridge.passes.base import bindings_of, shared_results
 from tvmbridge.passes.relax.bundle_residuals import BundleResiduals
+from tvmbridge.passes.relax.dead_code_elimination import DropUnreadTuples
 from tvmbridge.passes.relax.declare_results import DeclareResults
 from tvmbridge.passes.relax.name_specs import NameSpecs, specs_by_key
 from tvmbridge.passes.relax.own_residuals import OwnResiduals
@@ -70,6 +71,7 @@ def _virtual_machine_passes(backend: Backend, noting: NotePlans) -> tvm.transfor
             *_planning_passes(backend, noting),
             relax.transform.LowerAllocTensor(),
             relax.transform.KillAfterLastUse(),
+            _as_tvm_pass(DropUnreadTuples()),
             relax.transform.LowerRuntimeBuiltin(),
             relax.transform.ComputePrimValue(),
             relax.transform.VMShapeLower(),

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
-from tvmbridge.core.torch_private import pytree
+from tvmbridge.core.torch_private import OpOverload, pytree
 from tvmbridge.graph_capture.any_size import SymbolicTrace
 from tvmbridge.graph_capture.resized import NumbersAt, arguments_of, is_number
 
@@ -53,7 +53,7 @@ def compute_alike(
         return False
     if {o.label for o in here.outside} - {o.label for o in seen.outside}:
         return False
-    if first.is_compiling != other.is_compiling or here.left or seen.left:
+    if first.is_compiling != other.is_compiling or here.left != seen.left:
         return False
     if here.sharing.aliases != seen.sharing.aliases:
         return False
@@ -90,10 +90,24 @@ def described_at(program: ExportedProgram, symbols: Mapping[Any, int]) -> list[A
         if node.target in _RESHAPES:
             found.append(("reshape", argument(node.args[0]), made))
             continue
-        arguments = pytree.tree_map(argument, arguments_of(node))
+        given, named = pytree.tree_map(argument, arguments_of(node))
+        if isinstance(node.target, OpOverload):
+            given = _without_defaults(node.target, given)
         target = "" if node.op in ("placeholder", "output") else str(node.target)
-        found.append((node.op, target, arguments, made))
+        found.append((node.op, target, given, named, made))
     return found
+
+
+def _without_defaults(operator: OpOverload, given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Leave out the last arguments that have their default values, as a step of 1 has.
+
+    Args:
+        given: the arguments as texts.
+    """
+    parameters = operator._schema.arguments
+    while given and given[-1] == repr(parameters[len(given) - 1].default_value):
+        given = given[:-1]
+    return given
 
 
 def _shape(value: Any, sizes: NumbersAt) -> Any:

@@ -64,28 +64,35 @@ def compiled_for(
         return compiled(points)
     except DifferentCodeError as error:
         first, used = error, set[int]()
-    for raised in _raised(*bounds[-2:]):
+    for begin in raised(points.least, *bounds[-2:]):
         logger.debug("code differs between %s", points.all)
         used |= {size for point in points.all for size in point}
         try:
             points = points_within(
-                trace, symbols, sample, [raised], bounds[-1], names, used, floors=raised
+                trace, symbols, sample, [begin], bounds[-1], names, used, floors=begin
             )
-            return compiled(points, floors=raised)
+            return compiled(points, floors=begin)
         except BridgeError as error:
-            logger.debug("no code from %s on: %s", raised, error)
+            logger.debug("no code from %s on: %s", begin, error)
     raise first
 
 
-def _raised(least: Point, most: Point) -> list[Point]:
-    """Return points to begin at where code from ``least`` on differs between the sample sizes.
+def raised(sampled: Point, least: Point, most: Point) -> list[Point]:
+    """Return points to begin at where code differs between the sample sizes.
 
-    Small sizes are first a little larger, and then all as large as calls had them.
+    The smallest sample sizes of 2 are a little larger first, so that one compilation serves all
+    small sizes. If there are none of 2, the least sizes of calls are. At last all sizes are as
+    large as calls had them.
+
+    Args:
+        sampled: the smallest sample sizes.
+        least: the least sizes of calls.
+        most: the largest sizes of calls.
     """
-    nearby = itertools.cycle(_NEARBY)
+    beyond = sampled if LEAST_SIZE in sampled else least
     small = tuple(
         min(high, near) if low == LEAST_SIZE else low
-        for low, high, near in zip(least, most, nearby, strict=False)
+        for low, high, near in zip(beyond, most, itertools.cycle(_NEARBY), strict=False)
     )
     larger = tuple(map(max, least, most))
     return list(dict.fromkeys((small, larger)))

@@ -40,10 +40,24 @@ def related(
         seen: the sizes of the symbols in known calls.
     """
     merged = _merged(symbols, relations)
-    if symbols.equal and len(merged.dimensions) > len(set(symbols.equal)) + _MOST_APART:
-        merged = _merged(symbols.joined(), relations)
+    if symbols.equal:
+        many = len(merged.dimensions) > len(set(symbols.equal)) + _MOST_APART
+        joined = _merged(symbols.joined(), relations)
+        # A loss demands as many labels as tokens: products of sizes are equal.
+        if many or (not _hold(relations, merged, sample) and _hold(relations, joined, sample)):
+            merged = joined
     shapes = [shapes_of(symbols.probe(*sample, point)) for point in seen]
     return _in_units(merged, relations, sample, [merged.point_of(each) for each in shapes])
+
+
+def _hold(relations: Relations, symbols: Symbols, sample: Arguments) -> bool:
+    """Whether all relations hold at unrelated values of the symbols; True for too many symbols."""
+    number = len(symbols.dimensions)
+    if number > len(_GENERIC[0]):
+        return True
+    points = (each[:number] for each in _GENERIC)
+    probes = (shapes_of(symbols.probe(*sample, point)) for point in points)
+    return any(relations.broken(shapes) is None for shapes in probes)
 
 
 def _merged(symbols: Symbols, relations: Relations) -> Symbols:
@@ -72,13 +86,10 @@ def _in_units(
     """
 
     def fit(units: Sequence[int]) -> bool:
-        chosen = _scaled(symbols, units)
-        points = (tuple(itertools.islice(each, len(units))) for each in _GENERIC)
-        probes = (shapes_of(chosen.probe(*sample, point)) for point in points)
-        return any(relations.broken(shapes) is None for shapes in probes)
+        return _hold(relations, _scaled(symbols, units), sample)
 
     units = [1] * len(symbols.dimensions)
-    if len(units) > len(_GENERIC[0]) or fit(units):
+    if fit(units):
         return symbols
     units = [math.gcd(*sizes) for sizes in zip(*seen, strict=True)]
     if not fit(units):

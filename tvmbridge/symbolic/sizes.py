@@ -157,10 +157,8 @@ class Sizes:
             return None
         if values not in self._found and sought not in self._missed:
             size = self._polynomial(values) or self.only(self._of_atoms(values))
-            if size is None and min(values) >= _LEAST_QUOTIENT:
-                # Of two that fit, none is known to be right.
-                both = itertools.chain(self._with_borders(values), self._products(values))
-                size = self.only(both)
+            if size is None:
+                size = self._product(values)
             if size is None:
                 self._missed.add(sought)
             else:
@@ -284,6 +282,16 @@ class Sizes:
                     if factor > 0 and rest == [factor * product for product in products]:
                         bordered = _plus(one, i).times(_plus(other, j))
                         yield Size(((factor, monomial),)).times(bordered)
+
+    def _product(self, values: tuple[int, ...]) -> Size | None:
+        """Return a product of extents with borders, or of known sums; None if several fit.
+
+        A small number may be a product with borders by chance. It must be one of known sums.
+        """
+        products = list(self._products(values))
+        if not products and min(values) < _LEAST_QUOTIENT:
+            return None
+        return self.only(itertools.chain(self._with_borders(values), products))
 
     def _products(self, values: tuple[int, ...]) -> Iterable[Size]:
         """Yield products of one or two known sums, a product of symbols, and an integer.

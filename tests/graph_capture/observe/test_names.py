@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tvmbridge.graph_capture.observe.names import names_of
+from tvmbridge.graph_capture.observe.names import asks_type, names_of
 
 
 def _reads(x: Any) -> Any:
@@ -30,6 +30,16 @@ def _writes(x: Any) -> None:
     global WRITTEN
     WRITTEN = x
     x.own = x
+
+
+def _loads_nothing() -> None:
+    while True:
+        pass
+
+
+def test_code_that_loads_nothing_asks_for_no_type() -> None:
+    """Since Python 3.12, a function that returns a constant loads nothing."""
+    assert not asks_type(_loads_nothing.__code__)
 
 
 def test_globals_attributes_and_imports_are_told_apart() -> None:

@@ -203,6 +203,7 @@ def test_what_an_import_runs_is_not_of_forward(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = "def same(a, b):\n    return a is b\n\n\nWHOLE = same(1, 2)\n"
+    text = f"import os\n\nFOUND = os.path.exists('a file')\n\n\n{text}"
     (tmp_path / "imported_by_forward.py").write_text(text)
     # The whole program may run in an import too.
     (tmp_path / "imports_all.py").write_text("import builtins\nbuiltins.WHOLE_PROGRAM()\n")

@@ -203,6 +203,22 @@ class Expression(_Cloning):
         return (gradient if gradient.is_contiguous() else gradient.contiguous()) * 2
 
 
+class Returned(_Cloning):
+    """Its backward asks only whether to copy, in the expression that it returns."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient if gradient.is_contiguous() else gradient.contiguous()
+
+
+class Doubled(_Cloning):
+    """Its backward computes one thing for dense gradients and another for the others."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient * 2 if gradient.is_contiguous() else gradient.contiguous() * 3
+
+
 class Counted(_Cloning):
     """Its backward also counts the copy."""
 
@@ -241,6 +257,8 @@ def test_a_backward_that_asks_for_strides(kind: Any, refused: bool) -> None:
     [
         (Statement.backward, None),
         (Expression.backward, None),
+        (Returned.backward, None),
+        (Doubled.backward, "is_contiguous"),
         (Counted.backward, "is_contiguous"),
         (lambda x: x.stride(0), "stride"),
         (lambda x: (lambda y: y.storage_offset())(x), "storage_offset"),

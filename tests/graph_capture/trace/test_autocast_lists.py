@@ -97,6 +97,9 @@ _UNREACHED_ON_CUDA = {
     "_thnn_fused_gru_cell",
     "_thnn_fused_lstm_cell",
 }
+if torch.version.cuda and not torch.cuda.is_available():
+    # It asks for cuDNN, and so for a driver, where PyTorch is built for GPUs.
+    _UNREACHED_ON_CUDA |= {"_convolution", "_convolution.deprecated"}
 
 
 class _Log(TorchDispatchMode):

@@ -95,6 +95,14 @@ def _scan(model: Model, x: torch.Tensor) -> Any:
     return scan(step, torch.zeros_like(x[0]), x)
 
 
+def _scan_in_steps(model: Model, x: torch.Tensor) -> Any:
+    carry, rows = torch.zeros_like(x[0]), []
+    for row in x:
+        carry = torch.tanh(model.a(carry) + row)
+        rows.append(carry * model.offset)
+    return carry, torch.stack(rows)
+
+
 def _map(model: Model, x: torch.Tensor) -> torch.Tensor:
     return torch_map(lambda row, w: (row * w).softmax(0) + model.offset, x, model.offset * 2)
 
@@ -170,6 +178,8 @@ def test_forward_is_eager_pytorchs(case: str) -> None:
 def test_gradients_are_eager_pytorchs(case: str) -> None:
     model = Model(CASES[case]).double().train()
     eager = copy.deepcopy(model)
+    if case == "scan":  # whose own gradient PyTorch 2.11 computes wrongly
+        eager.function = _scan_in_steps
     add_tvm_dispatch(model, _inputs(torch.float64)[0].requires_grad_())
     for x in _inputs(torch.float64):
         mine, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()

@@ -44,6 +44,8 @@ TAKEN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "rows first": lambda y: y.transpose(1, -2).reshape(-1),
 }
 REFUSED = [("attention", "rows first"), ("channels shuffled", "channels last")]
+if torch.__version__.startswith("2.11."):  # whose replicated padding is contiguous in a trace
+    REFUSED.append(("replicated", "channels last"))
 
 
 @pytest.mark.parametrize(

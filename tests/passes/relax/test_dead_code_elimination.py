@@ -14,7 +14,7 @@ from tests.relax_helpers import (
     compile_and_run,
     operators,
 )
-from tvmbridge.passes.relax.dead_code_elimination import DeadCodeElimination
+from tvmbridge.passes.relax.dead_code_elimination import DeadCodeElimination, DropUnreadTuples
 
 
 def _chains(dead: int) -> tvm.IRModule:
@@ -51,3 +51,22 @@ def test_what_is_read_stays() -> None:
     x = torch.randn(2, 4)
     mod = build_main([x], lambda x: [relax.TupleGetItem(op.split(x, 2, 1), 1), op.exp(x)])
     assert assert_changes_nothing(DeadCodeElimination(), mod).declined == []
+
+
+def test_tuples_that_nothing_reads_hold_no_memory() -> None:
+    builder = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType((2, 3), "float64"))
+    with builder.function("main", [x], pure=False):
+        kernel = relax.ExternFunc("kernel")
+        first, second = (
+            builder.emit(relax.Call(kernel, [x], ty_args=[x.ty]), name) for name in ("a", "b")
+        )
+        builder.emit(relax.Tuple([first, second]), "unread")
+        read = builder.emit(relax.Tuple([second, first]), "read")
+        builder.emit(relax.Call(kernel, [read], ty_args=[x.ty]), "c")
+        builder.emit_func_output(builder.emit(relax.Tuple([first]), "result"))
+    after, report = apply_pass(DropUnreadTuples(), builder.get())
+    names = [b.var.name for block in after["main"].body.blocks for b in block.bindings]
+    assert names == ["a", "b", "read", "c", "result"]
+    assert report.rewrites == 1
+    assert_changes_nothing(DropUnreadTuples(), after)

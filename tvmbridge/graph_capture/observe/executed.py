@@ -69,7 +69,7 @@ def executed_functions(
     """Call ``note`` with each user's function that runs in this thread, before its first run.
 
     Functions of PyTorch, Python's standard library and the bridge are left out; ``own`` is notified
-    of them and of builtin functions. Functions that run during an import are left out as well,
+    of them and of builtin functions. Functions and questions during an import are left out as well,
     because they do not run again. An active profiler is suspended inside this context. Call
     ``applied`` with each custom autograd function that is applied.
     """
@@ -81,7 +81,8 @@ def executed_functions(
         # Half of the events are returns, and nearly all calls are of libraries.
         if event == "c_call":
             own.note_builtin(argument)
-            if is_question(argument) and _is_asked_by_user(frame):
+            asked = is_question(argument) and _is_asked_by_user(frame)
+            if asked and _imports_under_way(frame) == before:
                 own.note_question(argument)
             return
         if event != "call":

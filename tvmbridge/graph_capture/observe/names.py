@@ -80,12 +80,12 @@ def names_of(code: CodeType) -> Names:
 def asks_type(code: CodeType) -> bool:
     """Whether ``code`` uses ``type`` otherwise than as ``type(self)``."""
     steps = [s for s in dis.get_instructions(code) if s.opname.startswith("LOAD_")]
-    after = zip(steps, [*steps[1:], None], strict=True)
+    after = [*(s.argval for s in steps[1:]), None]
     return any(
         s.argval == "type"
         and s.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF")
-        and (n is None or n.argval != "self")
-        for s, n in after
+        and loaded != "self"
+        for s, loaded in zip(steps, after, strict=False)
     )
 
 

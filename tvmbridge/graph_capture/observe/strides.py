@@ -28,10 +28,6 @@ _FILLING = frozenset({"CACHE", "EXTENDED_ARG", "NOP", "NOT_TAKEN", "PRECALL", "T
 _WRAPPED = (staticmethod, classmethod, types.MethodType)
 _ASKS = ["LOAD_FAST", "is_contiguous", "CALL"]
 _MAKES = ["LOAD_FAST", "contiguous", "CALL"]
-# ``if not x.is_contiguous(): x = x.contiguous()``
-_STATEMENT = [*_ASKS, "IF_TRUE", *_MAKES, "STORE_FAST"]
-# ``x if x.is_contiguous() else x.contiguous()``
-_EXPRESSION = [*_ASKS, "IF_FALSE", "LOAD_FAST", "JUMP", *_MAKES]
 
 
 def strides_asked(function: Any) -> str | None:
@@ -99,18 +95,35 @@ def _method(step: dis.Instruction) -> str | None:
 
 def _makes_contiguous(steps: Sequence[dis.Instruction], place: int) -> bool:
     """Whether the question at ``place`` only decides whether to call ``contiguous()``."""
-    for form in (_STATEMENT, _EXPRESSION):
-        found = steps[place - 1 : place + len(form)]
-        if place == 0 or len(found) <= len(form):
-            continue
-        *found, after = found
-        names = {s.argval for s in found if "_FAST" in s.opname}
-        ends = [s.argval for s in found if "JUMP" in s.opname]
-        # Each jump leads to the other value or behind the whole.
-        goals = [after.offset] if form is _STATEMENT else [found[6].offset, after.offset]
-        if list(map(_kind, found)) == form and len(names) == 1 and ends == goals:
-            return True
-    return False
+    asks, branch = steps[max(place - 1, 0) : place + 3], steps[place + 3 :]
+    offsets = [s.offset for s in branch]
+    if len(asks) < 4 or asks[-1].argval not in offsets:
+        return False
+    goal = offsets.index(asks[-1].argval)
+    kinds = [*map(_kind, asks)]
+    if kinds == [*_ASKS, "IF_TRUE"]:  # if not x.is_contiguous(): x = x.contiguous()
+        used = [asks[0], *branch[:goal]]
+        return [*map(_kind, branch[:goal])] == [*_MAKES, "STORE_FAST"] and _of_one_name(used)
+    # x if x.is_contiguous() else x.contiguous()
+    used = [asks[0], *branch[:1], *branch[goal : goal + 3]]
+    found = [*kinds, *map(_kind, used[1:])]
+    if found != [*_ASKS, "IF_FALSE", "LOAD_FAST", *_MAKES] or not _of_one_name(used):
+        return False
+    return _ends_alike(branch[1:goal], branch[goal + 3 :])
+
+
+def _of_one_name(steps: Sequence[dis.Instruction]) -> bool:
+    return len({s.argval for s in steps if "_FAST" in s.opname}) == 1
+
+
+def _ends_alike(first: Sequence[dis.Instruction], second: Sequence[dis.Instruction]) -> bool:
+    """Whether ``first`` jumps to ``second``, or returns after the same instructions."""
+    if [*map(_kind, first)] == ["JUMP"]:
+        return bool(second) and first[0].argval == second[0].offset
+    same = [(s.opname, s.argval) for s in first] == [
+        (s.opname, s.argval) for s in second[: len(first)]
+    ]
+    return same and bool(first) and first[-1].opname == "RETURN_VALUE"
 
 
 def _kind(step: dis.Instruction) -> str:

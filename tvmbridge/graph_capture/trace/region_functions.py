@@ -33,6 +33,7 @@ from tvmbridge.core.torch_private import (
     pytree,
     storage_key,
 )
+from tvmbridge.core.writes import version_of
 from tvmbridge.graph_capture.hoist import is_random
 from tvmbridge.graph_capture.trace.region_graphs import TENSOR, Graph, RegionTensor, constants_of
 
@@ -226,11 +227,12 @@ class _Reads(TorchFunctionMode):
         if self._records is torch.is_grad_enabled():
             return func(*args, **kwargs)
         given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        versions = [t._version for t in given]
+        # Python 3.12 inlines comprehensions: forward itself would seem to read the versions.
+        versions = list(map(version_of, given))
         results = func(*args, **kwargs)
         if not self._records and torch.is_grad_enabled():
             raise _refusal(self._name, "turns gradients on")
-        if versions != [t._version for t in given]:
+        if versions != list(map(version_of, given)):
             raise _refusal(self._name, "writes into a tensor without gradients")
         # The graph has no no_grad regions, so results of such a region are detached.
         return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, results)
