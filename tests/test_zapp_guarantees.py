@@ -15,6 +15,7 @@ from tvm.relax import op
 
 from tests.relax_helpers import build_main
 from tests.superfluous import superfluous
+from tests.thinned import but_slow
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.types import PassRecord
 from tvmbridge.differentiation.joint import derive
@@ -90,7 +91,9 @@ OTHERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize(
+    "name", but_slow(OTHERS, "bert fused, aot", "bert eager, aot", "gpt2, aot")
+)
 def test_nothing_superfluous(name: str) -> None:
     make, shape, source = OTHERS[name]
     joint, _ = joint_function(make().train(), torch.randn(shape), source)

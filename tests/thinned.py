@@ -8,6 +8,17 @@ from typing import Any
 import pytest
 
 
+def but_slow(cases: Iterable[Any], *slow: Any) -> list[Any]:
+    """Return parameters of a test: those of ``cases`` that are among ``slow`` are slow tests."""
+    return [
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)),
+            marks=[pytest.mark.slow] if case in slow else [],
+        )
+        for case in cases
+    ]
+
+
 def thinned(cases: Iterable[Any], step: int) -> list[Any]:
     """Return parameters of a test: every ``step``-th of ``cases`` is quick, the others are slow.
 

@@ -9,6 +9,7 @@ import torch
 
 from benchmarks.modules import Made, ResNet, bert_layer, gpt2_block
 from benchmarks.residuals import aot_bytes, eager_bytes, ours
+from tests.thinned import but_slow
 
 
 def small_resnet() -> Made:
@@ -23,7 +24,7 @@ SMALL: dict[str, Callable[[], Made]] = {
 }
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", but_slow(SMALL, "GPT-2 block"))
 def test_min_cut_keeps_no_more_than_its_peers(name: str) -> None:
     module, x = SMALL[name]()
     kept = {policy: parts.residual_bytes for policy, parts in ours(module, x).items()}

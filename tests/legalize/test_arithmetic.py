@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from tests.frontend.helpers import Together, assert_like_eager
+from tests.thinned import but_slow
 from tvmbridge import add_tvm_dispatch
 
 INF, NAN = float("inf"), float("nan")
@@ -87,19 +88,23 @@ def integers(dtype: torch.dtype) -> Together:
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+# The rules are the same for both.
+FLOATS = but_slow([torch.float32, torch.float64], torch.float64)
+
+
+@pytest.mark.parametrize("dtype", but_slow([torch.int32, torch.int64], torch.int32), ids=str)
 @pytest.mark.parametrize("name", INTEGERS)
 def test_integers_wrap_around(name: str, dtype: torch.dtype) -> None:
     integers(dtype).assert_like_eager(name)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("name", LOST)
 def test_nothing_is_rearranged(name: str, dtype: torch.dtype) -> None:
     lost(dtype).assert_like_eager(name)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("name", FOLDED)
 def test_nothing_is_folded(name: str, dtype: torch.dtype) -> None:
     folded(dtype).assert_like_eager(name)

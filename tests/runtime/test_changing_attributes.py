@@ -305,7 +305,7 @@ class Remembering(nn.Module):
 
     def __init__(self, detached: bool) -> None:
         super().__init__()
-        self.cell = nn.GRUCell(4, 3)
+        self.cell = nn.RNNCell(4, 3)
         self.detached = detached
         self.hidden: torch.Tensor | None = None
 

@@ -22,10 +22,10 @@ FALLBACKS: list[tuple[str, Callable[[nn.Module], torch.Tensor]]] = [
 
 
 def _mixed(module: nn.Module) -> torch.Tensor:
-    module.norm.to(torch.float32)  # type: ignore[union-attr]
+    module.outer.to(torch.float32)  # type: ignore[union-attr]
     with pytest.raises(RuntimeError):
         module(sample().requires_grad_())
-    module.norm.to(torch.float64)  # type: ignore[union-attr]
+    module.outer.to(torch.float64)  # type: ignore[union-attr]
     return torch.zeros(())
 
 

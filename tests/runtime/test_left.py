@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributions import Normal
 from torch.utils.checkpoint import checkpoint
 
+from tests.thinned import but_slow
 from tvmbridge import CaptureError, add_tvm_dispatch, dispatch_report
 
 
@@ -235,7 +236,7 @@ class Cached(nn.Module):
         return x[self.cache[0]] * self.cache[1]
 
 
-@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize("keeps", but_slow([True, False], True))
 def test_what_a_call_makes_between_parts_is_found_by_others(keeps: bool) -> None:
     module, reference = Cached(keeps).eval(), Cached(keeps).eval()
     rows = torch.tensor([0, -1, 2])
@@ -262,7 +263,9 @@ def _kept(m: Any, x: torch.Tensor) -> torch.Tensor:
     return m.linear(x).tanh()  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("act", [_counts, _lists, _carried, _wrapped, _kept])
+@pytest.mark.parametrize(
+    "act", but_slow([_counts, _lists, _carried, _wrapped, _kept], _lists, _wrapped)
+)
 def test_a_checkpoint_leaves_what_it_leaves_in_eager_pytorch(act: Callable[..., Any]) -> None:
     eager: Any = Leaving(act)
     eager.state = torch.zeros(2, 4)

@@ -25,7 +25,7 @@ class Attention(nn.Module):
 
 def _model() -> nn.Sequential:
     torch.manual_seed(0)
-    layers = nn.Sequential(nn.Linear(24, 24), nn.Dropout(0.2), Attention(), nn.LayerNorm(24))
+    layers = nn.Sequential(nn.Linear(24, 24), nn.Dropout(0.2), Attention(), nn.Tanh())
     return layers.double().train()
 
 

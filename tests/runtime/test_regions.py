@@ -17,6 +17,7 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from tests.dispatch_helpers import assert_same_step, sample, train_step
+from tests.thinned import but_slow
 from tvmbridge import CompileOptions, add_tvm_dispatch, dispatch_report, remove_tvm_dispatch
 from tvmbridge.runtime.regions import blocks_of, region_of
 
@@ -238,7 +239,7 @@ class _Compared(Layer):
         return y * 2 if self.settings["place"].chosen is self else y
 
 
-@pytest.mark.parametrize("chosen", [0, 2])
+@pytest.mark.parametrize("chosen", but_slow([0, 2], 2))
 def test_layers_that_compare_themselves(chosen: int) -> None:
     models = _model().eval(), _model().eval()
     results = []
@@ -264,7 +265,9 @@ class _Chosen(Layer):
         return y * 2 if _PLACE.chosen is self else y
 
 
-@pytest.mark.parametrize("options", [_OPTIONS, {"regions": "whole"}])
+@pytest.mark.parametrize(
+    "options", [_OPTIONS, pytest.param({"regions": "whole"}, marks=pytest.mark.slow)]
+)
 def test_layers_that_compare_themselves_with_one_that_a_global_holds(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

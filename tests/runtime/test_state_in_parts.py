@@ -18,7 +18,7 @@ CALLS = 6
 
 
 def _layers() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
 
 
 class Stateful(nn.Module):

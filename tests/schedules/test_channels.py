@@ -9,6 +9,7 @@ import torch
 import tvm
 from torch import nn
 
+from tests.thinned import but_slow
 from tvmbridge import add_tvm_dispatch, dispatch_report, schedules
 
 
@@ -61,7 +62,7 @@ class Norms(nn.Module):
         return [norm(x) for norm, x in zip(self.norms, images, strict=True)]
 
 
-@pytest.mark.parametrize("batch", [1, 3, 4])
+@pytest.mark.parametrize("batch", but_slow([1, 3, 4], 1))
 def test_a_norm_in_training(batch: int) -> None:
     planes = PLANES[batch % 2 :: 2]
     eager = Norms(len(planes)).double().train()

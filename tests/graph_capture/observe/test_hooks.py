@@ -24,8 +24,8 @@ def _requires_grad(module: nn.Module, given: Any, output: torch.Tensor) -> None:
 
 HOOKS: dict[str, Register] = {
     "another output": lambda m: m.inner.register_forward_hook(lambda m, a, out: out * 2),
-    "another input": lambda m: m.norm.register_forward_pre_hook(lambda m, a: (a[0] + 1,)),
-    "keywords": lambda m: m.norm.register_forward_hook(
+    "another input": lambda m: m.outer.register_forward_pre_hook(lambda m, a: (a[0] + 1,)),
+    "keywords": lambda m: m.outer.register_forward_hook(
         lambda m, a, k, out: out + len(k), with_kwargs=True
     ),
     "nothing": lambda m: m.inner.register_forward_hook(lambda *given: None),

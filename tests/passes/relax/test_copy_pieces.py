@@ -17,6 +17,7 @@ from tests.relax_helpers import (
     compile_and_run,
     operators,
 )
+from tests.thinned import but_slow
 from tvmbridge import add_tvm_dispatch, dispatch_report
 from tvmbridge.passes.relax.copy_pieces import CopyPieces
 
@@ -62,7 +63,7 @@ def test_few_stay() -> None:
     assert assert_changes_nothing(CopyPieces(), mod).declined == []
 
 
-@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("training", but_slow([False, True], False))
 def test_parallel_chains_are_one_function_called_often(training: bool) -> None:
     x = torch.randn(4, 8 * 24)
     module = nn.Sequential(Chains(24), nn.Linear(8 * 24, 3)).double().train(training)

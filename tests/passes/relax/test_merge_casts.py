@@ -15,6 +15,7 @@ from tvm.relax import op
 from tests.legalize import compiled
 from tests.relax_helpers import build_main
 from tests.schedules.gpu.emulator import EmulatedFunction, emulate_gpu, gpu_target, schedule
+from tests.thinned import but_slow
 from tvmbridge import add_tvm_dispatch, dispatch_report
 from tvmbridge.compiler.build import with_some_loops
 from tvmbridge.passes.base import PassReport
@@ -83,7 +84,7 @@ def _merged(formula: Formula, *inputs: torch.Tensor) -> tuple[tvm.IRModule, int]
 
 @pytest.mark.parametrize(
     ("formula", "merges"),
-    [(_weights, 9), (_gradients, 8), (_chain, 0), (_both, None)],
+    but_slow([(_weights, 9), (_gradients, 8), (_chain, 0), (_both, None)], (_both, None)),
     ids=["weights", "gradients", "chain", "both"],
 )
 def test_results_are_the_same(formula: Formula, merges: int | None) -> None:

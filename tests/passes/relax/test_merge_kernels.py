@@ -16,7 +16,7 @@ from tvm.relax import op
 
 from tests.legalize.compiled import fuse, target
 from tests.schedules.graphs import random_graph
-from tests.thinned import thinned
+from tests.thinned import but_slow, thinned
 from tvmbridge import add_tvm_dispatch
 from tvmbridge.passes.base import PassReport
 from tvmbridge.passes.relax.merge_kernels import Kernels, MergeKernels
@@ -179,7 +179,7 @@ class _Slices(nn.Module):
         return torch.cat([norm(p).tanh() for norm, p in zip(self.norms, pieces, strict=True)], 1)
 
 
-@pytest.mark.parametrize("rows", [5, 100])
+@pytest.mark.parametrize("rows", but_slow([5, 100], 5))
 def test_gradients_equal_eager(rows: int) -> None:
     module, ours = _Slices().double(), _Slices().double()
     for parameter in module.parameters():

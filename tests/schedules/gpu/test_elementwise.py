@@ -11,6 +11,7 @@ from tvm import relax
 from tvm.relax import op
 
 from tests.schedules.gpu.emulator import run_all, run_each
+from tests.thinned import but_slow
 
 _FULL = 132 * 8 * 256
 # A few rounding errors of numbers around 1.
@@ -56,7 +57,12 @@ def test_layouts_move_every_element() -> None:
         assert torch.equal(result, wanted)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64])
+@pytest.mark.parametrize(
+    "dtype",
+    but_slow(
+        [torch.float32, torch.bfloat16, torch.float16, torch.int64], torch.float16, torch.int64
+    ),
+)
 def test_transposes_in_tiles(dtype: torch.dtype) -> None:
     x, y = torch.randn(2, 3, 45, 20).mul(9).to(dtype), torch.randn(70, 33).mul(9).to(dtype)
 
@@ -98,7 +104,9 @@ def test_halves_round_after_every_operation() -> None:
         assert torch.equal(result, (x + y) * x + (x - y))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64])
+@pytest.mark.parametrize(
+    "dtype", but_slow([torch.bfloat16, torch.float32, torch.int64], torch.float32)
+)
 def test_neighbours_move_as_vectors(dtype: torch.dtype) -> None:
     # Large enough that a thread computes several elements.
     x = torch.randint(-9, 9, (1100, 768)).to(dtype)

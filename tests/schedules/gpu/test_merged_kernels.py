@@ -33,7 +33,7 @@ def _launches(kernels: list[Any]) -> int:
 @pytest.mark.parametrize(
     ("dtype", "shape"),
     [
-        (torch.bfloat16, (2, 5, 7)),
+        pytest.param(torch.bfloat16, (2, 5, 7), marks=pytest.mark.slow),
         (torch.bfloat16, (1, 3, 520)),
         (torch.float16, (3, 1, 72)),
         (torch.float32, (129, 33)),

@@ -15,6 +15,7 @@ import tvmbridge
 from tests.frontend.helpers import Function
 from tests.gpu.blocks import Block, LlamaBlock
 from tests.gpu.helpers import errors
+from tests.thinned import but_slow
 
 
 def _loss(x: torch.Tensor) -> torch.Tensor:
@@ -57,7 +58,7 @@ def test_forward_and_backward(name: str, kernels: list[Any]) -> None:
 
 @pytest.mark.parametrize(
     ("block", "dtype"),
-    [("gpt2", torch.bfloat16), ("llama", torch.float16)],
+    but_slow([("gpt2", torch.bfloat16), ("llama", torch.float16)], ("llama", torch.float16)),
     ids=str,
 )
 def test_half_precision(block: str, dtype: torch.dtype, kernels: list[Any]) -> None:

@@ -13,6 +13,7 @@ from tvm import relax
 
 from tests.relax_helpers import build_main
 from tests.schedules.gpu.emulator import run_module
+from tests.thinned import but_slow
 from tvmbridge.kernels.aten_call import ATEN_CALL, packed_call
 from tvmbridge.passes.relax.compile_aten_calls import CompileAtenCalls
 
@@ -85,7 +86,9 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    "dtype", but_slow([torch.float32, torch.bfloat16, torch.float64], torch.float64)
+)
 def test_norms_and_their_gradients(dtype: torch.dtype) -> None:
     """Compile all cases as one module, whose kernels are compiled for the host once."""
     calls: list[Call] = []
