@@ -6,7 +6,7 @@ and checks that pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -48,10 +48,18 @@ def checks_of_numbers() -> Iterator[None]:
         yield
 
 
-def _drops_nothing(
+def dropout_arguments(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[torch.Tensor, float, bool, bool]:
+    """Return the tensor, the rate, ``training`` and ``inplace`` of a call of dropout."""
+    named = {"training" if name == "train" else name: value for name, value in kwargs.items()}
+    return _in_order(*args, **named)
+
+
+def _in_order(
     input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> bool:
-    return 0 <= p <= 1 and (not training or p == 0)
+) -> tuple[torch.Tensor, float, bool, bool]:
+    return input, p, training, inplace
 
 
 @replaces(nn.functional.dropout, torch.dropout)
@@ -61,7 +69,5 @@ def _dropout(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     ``torch.export`` would record a new tensor, and a mutation of the result would not reach the
     argument.
     """
-    named = {"training" if name == "train" else name: value for name, value in kwargs.items()}
-    if _drops_nothing(*args, **named):
-        return args[0] if args else kwargs["input"]
-    return call(*args, **kwargs)
+    tensor, p, training, _ = dropout_arguments(args, kwargs)
+    return tensor if 0 <= p <= 1 and (not training or p == 0) else call(*args, **kwargs)

@@ -1,9 +1,9 @@
 """Attention that a model writes as products and a softmax runs by PyTorch's fused GPU kernels.
 
-The pattern is ``dropout(softmax(query @ key.transpose(-2, -1) * scale + mask)) @ value`` for heads
-in half precision on a GPU, where dropout, the factor and the mask may be absent. A trace notes for
-each tensor of the pattern how it was computed. The last product is then replaced by fused
-attention, and nothing reads the other operators, unless forward uses the scores elsewhere.
+The pattern is ``dropout(softmax(query @ key.transpose(-2, -1) * scale + mask)) @ value``. The
+dropout, the scale and the mask may be absent. The heads must be in half precision on a GPU. A trace
+notes for each tensor of the pattern how it was computed. It then replaces the last product by fused
+attention. Nothing reads the other operators, unless forward uses the scores elsewhere.
 
 The fused kernel keeps the scores in float32 instead of rounding them to half precision.
 """
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -27,6 +27,7 @@ from tvmbridge.core.autocast import without_autocast
 from tvmbridge.core.torch_private import pytree, transform_depth
 from tvmbridge.core.writes import version_of
 from tvmbridge.graph_capture.trace.attention import attention_on_gpus, autocast_for_attention
+from tvmbridge.graph_capture.trace.conversions import dropout_arguments
 from tvmbridge.graph_capture.trace.fused_attention import fused_kernel
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -114,12 +115,16 @@ class _Scores:
         """Return these scores with ``mask`` added."""
         return replace(self, mask=mask if self.mask is None else self.mask + mask)
 
-    def in_heads(self, shape: Iterable[int]) -> _Scores | None:
-        """Return scores of (batch * heads, 1, ...) as those of ``shape``; None if none of it."""
-        batch, heads, *rest = shape
-        if self.mask is not None or (batch * heads, 1, *rest) != self.shape:
+    def reshaped(self, shape: tuple[int, ...]) -> _Scores | None:
+        """Return these scores as those of a tensor of ``shape``; None if it is none of them."""
+        batch, heads, *rest = self.shape
+        if shape in (self.shape, (batch * heads, *rest)):
+            return self
+        if self.mask is not None or len(shape) != 4 or (shape[0] * shape[1], 1) != (batch, heads):
             return None
-        query, key = (t.reshape(batch, heads, *t.shape[2:]) for t in (self.query, self.key))
+        if shape[2:] != self.shape[2:]:
+            return None
+        query, key = (t.reshape(*shape[:2], *t.shape[2:]) for t in (self.query, self.key))
         return replace(self, query=query, key=key)
 
 
@@ -131,51 +136,55 @@ class WrittenAttention(TorchFunctionMode):
         self._module = module
         # By id. The tensors are held, so that no other tensor gets their ids.
         self._noted: dict[int, tuple[torch.Tensor, _Scores]] = {}
-        self._masks: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        self._masks: dict[Any, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        named = kwargs or {}
-        step = _STEPS.get(func)
-        if func not in _READS and step is not WrittenAttention._product:
+        named, step = kwargs or {}, _STEPS.get(func)
+        if step is None or not step.takes(args, named):
+            if func not in _SHAPE_READS:
+                refuse_weights(self._module, (args, named))
+            return func(*args, **named)
+        if step is not _PRODUCT:
             refuse_weights(self._module, (args, named))
-        operands = _OPERANDS.get(step) if step is not None else None
-        if step is None or not args or (operands is not None and len(args) != operands):
-            return func(*args, **named)
-        # Transforms of functions (vmap) have no rules for the operators of fused attention.
-        if (named and step not in _WITH_NAMES) or transform_depth():
-            return func(*args, **named)
-        return step(self, func, args, named)
+        return step.run(self, func, args, named)
 
     def _note(self, result: torch.Tensor, scores: _Scores) -> None:
         self._noted[id(result)] = result, replace(scores, versions=scores.written(result))
 
-    def _scores(self, tensor: Any) -> _Scores | None:
+    def _noted_for(self, tensor: Any) -> _Scores | None:
         """Return what is noted for ``tensor``, if nothing was written into its operands since."""
         _, scores = self._noted.get(id(tensor), (None, None))
         return scores if scores and scores.versions == scores.written(tensor) else None
 
+    def _scores(self, tensor: Any) -> _Scores | None:
+        """Return what is noted for ``tensor`` if it is scores, before the softmax."""
+        scores = self._noted_for(tensor)
+        return None if scores is None or scores.is_weights else scores
+
+    def _weights(self, tensor: Any) -> _Scores | None:
+        """Return what is noted for ``tensor`` if it is weights, after the softmax."""
+        scores = self._noted_for(tensor)
+        return scores if scores is not None and scores.is_weights else None
+
     def _product(self, func: Any, args: Any, named: Any) -> Any:
         result = func(*args)
         left, right = args
-        if left.dim() != right.dim() or left.dim() not in (3, 4) or not is_on_gpu(result):
-            return result
-        scores = self._scores(left)
-        if scores is not None and scores.is_weights:
-            found = self._attention(scores, right, result)
-            if found is None:
-                refuse_weights(self._module, left)
-            return result if found is None else found
+        fits = left.dim() == right.dim() and left.dim() in (3, 4) and is_on_gpu(result)
+        weights = self._weights(left) if fits else None
+        if weights is not None and (found := self._attention(weights, right, result)) is not None:
+            refuse_weights(self._module, right)
+            return found
         refuse_weights(self._module, args)
-        query, key = (t if t.dim() == 4 else t.unsqueeze(1) for t in (left, right))
-        if query.shape[:2] == key.shape[:2]:
-            self._note(result, _Scores(query, key))
+        if fits and weights is None:
+            query, key = (t if t.dim() == 4 else t.unsqueeze(1) for t in args)
+            if query.shape[:2] == key.shape[:2]:
+                self._note(result, _Scores(query, key))
         return result
 
     def _scaled(self, func: Any, args: Any, named: Any) -> Any:
         scores, factor = self._scores(args[0]), args[1]
         result = func(*args)
-        fits = type(factor) in (int, float) and factor
-        if fits and scores is not None and scores.mask is None and not scores.is_weights:
+        if scores is not None and scores.mask is None and type(factor) in (int, float) and factor:
             factor = factor if func in _MULTIPLICATIONS else 1 / factor
             self._note(result, replace(scores, scale=scores.scale * factor))
         return result
@@ -187,67 +196,55 @@ class WrittenAttention(TorchFunctionMode):
             scores, mask = self._scores(second), first
         result = func(*args)
         fits = isinstance(mask, torch.Tensor) and mask.is_floating_point() and mask.dim() <= 4
-        if fits and scores is not None and not scores.is_weights and scores.shape == result.shape:
+        if fits and scores is not None and scores.shape == result.shape:
             self._note(result, scores.with_mask(mask))
         return result
 
     def _filled(self, func: Any, args: Any, named: Any) -> Any:
         scores, (_, where, fill) = self._scores(args[0]), args
         result = func(*args)
-        fits = type(fill) in (int, float) and fill <= _LEAST_FILL and scores is not None
-        if fits and scores is not None and not scores.is_weights and scores.shape == result.shape:
+        fits = type(fill) in (int, float) and fill <= _LEAST_FILL
+        if fits and scores is not None and scores.shape == result.shape:
             zero = torch.zeros((), dtype=result.dtype, device=result.device)
             self._note(result, scores.with_mask(torch.where(where, fill, zero)))
         return result
 
     def _normalized(self, func: Any, args: Any, named: Any) -> Any:
-        result = func(*args, **named)
-        scores = self._scores(args[0])
+        scores, result = self._scores(args[0]), func(*args, **named)
         dim = args[1] if len(args) > 1 else named.get("dim")
-        if scores is not None and not scores.is_weights and dim in (-1, result.dim() - 1):
+        if scores is not None and dim in (-1, result.dim() - 1):
             self._note(result, replace(scores, is_weights=True))
         return result
 
     def _dropped(self, func: Any, args: Any, named: Any) -> Any:
-        weights, p = args[0], args[1] if len(args) > 1 else named.get("p", 0.5)
-        trains = args[2] if len(args) > 2 else named.get("training", named.get("train", True))
-        in_place = args[3] if len(args) > 3 else named.get("inplace", False)
-        scores = self._scores(weights)
+        tensor, p, trains, in_place = dropout_arguments(args, named)
+        weights = self._weights(tensor)
         draws = trains is True and type(p) is float and 0.0 < p < 1.0 and not in_place
-        fits = scores is not None and scores.is_weights and not scores.dropout_p
-        if not draws or not fits or self._module in _KEEPERS:
+        if not draws or weights is None or weights.dropout_p or self._module in _KEEPERS:
             return func(*args, **named)
-        assert scores is not None
         # The kernel draws the mask. Whoever else takes this tensor would get another one.
-        result = weights.view_as(weights)
-        self._note(result, replace(scores, dropout_p=p))
+        result = tensor.view_as(tensor)
+        self._note(result, replace(weights, dropout_p=p))
         _UNDROPPED[result] = True
         return result
 
     def _converted(self, func: Any, args: Any, named: Any) -> Any:
-        scores, result = self._scores(args[0]), func(*args)
+        scores, result = self._noted_for(args[0]), func(*args)
         if scores is not None and result is not args[0] and result.is_floating_point():
             self._note(result, scores)
         return result
 
     def _reshaped(self, func: Any, args: Any, named: Any) -> Any:
-        scores, result = self._scores(args[0]), func(*args)
-        if scores is None:
-            return result
-        found: _Scores | None = scores
-        if result.dim() == 4 and result.shape != scores.shape:
-            found = scores.in_heads(result.shape)
-        elif result.dim() != 4 and result.shape != _flat(scores.shape):
-            found = None
+        scores, result = self._noted_for(args[0]), func(*args)
+        found = None if scores is None else scores.reshaped(tuple(result.shape))
         if found is not None:
             self._note(result, found)
         return result
 
     def _attention(self, scores: _Scores, value: Any, result: torch.Tensor) -> Any:
         """Return fused attention in place of ``result``; None if no kernel computes it."""
-        batch_and_heads = scores.shape[:2]
         if value.dim() == 3:
-            value = value.reshape(*batch_and_heads, *value.shape[1:])
+            value = value.reshape(*scores.shape[:2], *value.shape[1:])
         tensors: list[Any] = [scores.query, scores.key.transpose(-2, -1), value]
         if torch.is_autocast_enabled("cuda"):
             tensors = [autocast_for_attention(t) for t in tensors]
@@ -273,16 +270,13 @@ class WrittenAttention(TorchFunctionMode):
 
         The kernel gives zeros for such rows.
         """
-        if id(mask) not in self._masks:
+        key = id(mask), version_of(mask), dtype
+        if key not in self._masks:
             closed = mask.detach().amax(-1, keepdim=True) == -torch.inf
             # In half precision, the least number of float32 is -inf.
             bias = mask.clamp(min=torch.finfo(dtype).min).to(dtype)
-            self._masks[id(mask)] = mask, bias[(None,) * (4 - mask.dim())], closed
-        return self._masks[id(mask)][1:]
-
-
-def _flat(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return (shape[0] * shape[1], *shape[2:])
+            self._masks[key] = mask, bias[(None,) * (4 - mask.dim())], closed
+        return self._masks[key][1:]
 
 
 def is_on_gpu(tensor: torch.Tensor) -> bool:
@@ -290,28 +284,53 @@ def is_on_gpu(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda
 
 
+class _Step(NamedTuple):
+    """What the mode does for some functions.
+
+    - ``run``: handles a call, as a method of the mode.
+    - ``operands``: the number of positional arguments of the calls that it handles; None: any.
+    - ``by_name``: whether it handles calls with keyword arguments.
+    """
+
+    run: Callable[[WrittenAttention, Any, Any, Any], Any]
+    operands: int | None = None
+    by_name: bool = False
+
+    def takes(self, args: tuple[Any, ...], named: dict[str, Any]) -> bool:
+        """Whether the step handles a call with these arguments."""
+        if not args or (named and not self.by_name) or self.operands not in (None, len(args)):
+            return False
+        # Transforms of functions (vmap) have no rules for the operators of fused attention.
+        return not transform_depth()
+
+
 _T = torch.Tensor
 _MULTIPLICATIONS = (torch.mul, _T.mul, _T.mul_)
-_Step = Callable[[WrittenAttention, Any, Any, Any], Any]
+_PRODUCT = _Step(WrittenAttention._product, operands=2)
 _STEPS: dict[Any, _Step] = {
-    **dict.fromkeys((torch.matmul, _T.matmul, torch.bmm, _T.bmm), WrittenAttention._product),
-    **dict.fromkeys((*_MULTIPLICATIONS, torch.div, _T.div, _T.div_), WrittenAttention._scaled),
-    **dict.fromkeys((torch.add, _T.add, _T.add_), WrittenAttention._added),
-    **dict.fromkeys((torch.masked_fill, _T.masked_fill, _T.masked_fill_), WrittenAttention._filled),
-    **dict.fromkeys((functional.softmax, torch.softmax, _T.softmax), WrittenAttention._normalized),
-    **dict.fromkeys((functional.dropout, torch.dropout), WrittenAttention._dropped),
-    **dict.fromkeys((_T.to, _T.float, _T.type_as, _T.bfloat16), WrittenAttention._converted),
-    **dict.fromkeys((_T.view, _T.reshape, torch.reshape), WrittenAttention._reshaped),
+    function: step
+    for step, functions in (
+        (_PRODUCT, (torch.matmul, _T.matmul, torch.bmm, _T.bmm)),
+        (
+            _Step(WrittenAttention._scaled, operands=2),
+            (*_MULTIPLICATIONS, torch.div, _T.div, _T.div_),
+        ),
+        (_Step(WrittenAttention._added, operands=2), (torch.add, _T.add, _T.add_)),
+        (
+            _Step(WrittenAttention._filled, operands=3),
+            (torch.masked_fill, _T.masked_fill, _T.masked_fill_),
+        ),
+        (
+            _Step(WrittenAttention._normalized, by_name=True),
+            (functional.softmax, torch.softmax, _T.softmax),
+        ),
+        (_Step(WrittenAttention._dropped, by_name=True), (functional.dropout, torch.dropout)),
+        (_Step(WrittenAttention._converted), (_T.to, _T.float, _T.type_as, _T.bfloat16)),
+        (_Step(WrittenAttention._reshaped), (_T.view, _T.reshape, torch.reshape)),
+    )
+    for function in functions
 }
-# The number of arguments that a step reads.
-_OPERANDS: dict[_Step, int] = {
-    WrittenAttention._product: 2,
-    WrittenAttention._scaled: 2,
-    WrittenAttention._added: 2,
-    WrittenAttention._filled: 3,
-}
-_WITH_NAMES = (WrittenAttention._normalized, WrittenAttention._dropped)
-# They read no elements.
-_READS = frozenset(
-    (_T.size, _T.dim, *(getattr(_T, n).__get__ for n in ("shape", "dtype", "device")))
+# Functions that read a tensor's shape, dtype or device, and none of its elements.
+_SHAPE_READS = frozenset(
+    (_T.size, _T.dim, *(getattr(_T, name).__get__ for name in ("shape", "dtype", "device")))
 )
