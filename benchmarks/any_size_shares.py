@@ -156,7 +156,7 @@ def generation(name: str, tokens: int, compilations: Compilations) -> Line:
     options = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     before, earlier = 0, Counter[str]()
     for rows, length, count in ((2, 9, 3), (2, 9, tokens), (2, 14, tokens // 2)):
-        line.of_prompt = compilations.done
+        compiled = compilations.done
         prompt = ids(rows, length)
         each = [m.generate(prompt, max_new_tokens=count, **options) for m in (ours, plain)]
         if not torch.equal(*each):
@@ -166,6 +166,7 @@ def generation(name: str, tokens: int, compilations: Compilations) -> Line:
     after, reasons = _calls_so_far(ours)
     line.served, line.reasons = after - before, reasons - earlier
     line.calls = line.served + sum(line.reasons.values())
+    line.of_prompt = compilations.done - compiled
     return line
 
 
@@ -189,7 +190,6 @@ def _line(name: str, tokens: int, calls: int) -> Line:
                 line = shares(model, *rest, calls)
         except Exception as error:
             line = Line(name, wrong=f"{type(error).__name__}: {error}")
-    line.of_prompt = compilations.done - line.of_prompt if line.of_prompt else 0
     line.compilations = compilations.done - line.of_prompt
     line.failed = compilations.failed
     line.seconds = time.process_time() - start

@@ -78,7 +78,8 @@ def case(*names: str) -> Case:
     return Case(lambda: Norms(names), arguments, "relax")
 
 
-# Those of which another one has the same rule; "layer" is among those that PyTorch derives.
+# Norms that are slow tests: a norm that stays a quick test has the same rule. "layer" is also in
+# the quick test of norms that PyTorch derives.
 ALIKE = ("layer", "rms", "group of rows", "instance2d", "batch1d", "batch2d")
 
 

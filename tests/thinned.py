@@ -10,13 +10,7 @@ import pytest
 
 def but_slow(cases: Iterable[Any], *slow: Any) -> list[Any]:
     """Return parameters of a test: those of ``cases`` that are among ``slow`` are slow tests."""
-    return [
-        pytest.param(
-            *(case if isinstance(case, tuple) else (case,)),
-            marks=[pytest.mark.slow] if case in slow else [],
-        )
-        for case in cases
-    ]
+    return [_parameter(case, case in slow) for case in cases]
 
 
 def thinned(cases: Iterable[Any], step: int) -> list[Any]:
@@ -25,10 +19,9 @@ def thinned(cases: Iterable[Any], step: int) -> list[Any]:
     In a product of lists, ``step`` should share no divisor with the length of the last list, so
     that each of its elements occurs in a quick case.
     """
-    return [
-        pytest.param(
-            *(case if isinstance(case, tuple) else (case,)),
-            marks=[pytest.mark.slow] if number % step else [],
-        )
-        for number, case in enumerate(cases)
-    ]
+    return [_parameter(case, number % step != 0) for number, case in enumerate(cases)]
+
+
+def _parameter(case: Any, is_slow: bool) -> Any:
+    values = case if isinstance(case, tuple) else (case,)
+    return pytest.param(*values, marks=[pytest.mark.slow] if is_slow else [])

@@ -63,6 +63,8 @@ class DropUnreadTuples(RelaxPass):
 
     CallTIRRewrite makes a tuple of the results of a kernel that has several. KillAfterLastUse frees
     the results, but not the tuple, which would keep their memory up to the end of the function.
+
+    Runs after: KillAfterLastUse. Runs before: LowerRuntimeBuiltin.
     """
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
