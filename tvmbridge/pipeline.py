@@ -120,12 +120,19 @@ def tidy_passes() -> list[AnyPass]:
 
 
 def run_passes(
-    mod: tvm.IRModule, passes: Iterable[AnyPass], records: list[PassRecord]
+    mod: tvm.IRModule,
+    passes: Iterable[AnyPass],
+    records: list[PassRecord],
+    *,
+    check_types: bool = True,
 ) -> tvm.IRModule:
     """Apply ``passes`` in order, and append a record of each to ``records``.
 
     The structure of the module is checked after each pass. Its types are checked only after the
     last one, because inferring all types takes longer than a pass.
+
+    Args:
+        check_types: whether to check types; False for passes that leave all types as they are.
 
     If ``TVMBRIDGE_DUMP`` names a folder, the module after each pass is written there. A failure to
     write logs a warning.
@@ -139,7 +146,8 @@ def run_passes(
     for number, pass_ in enumerate(passes, 1):
         last, key = number == len(passes), _cleaning(pass_)
         known = not last and key in settled
-        mod = _run_pass(mod, pass_, records, bindings, check_types=last, known=known)
+        types = check_types and last
+        mod = _run_pass(mod, pass_, records, bindings, check_types=types, known=known)
         bindings = records[-1].bindings_after
         settled = set() if records[-1].changed else settled | ({key} - {None})
     return mod

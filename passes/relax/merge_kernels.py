@@ -35,6 +35,7 @@ from typing import Any, TypeAlias
 
 import tvm
 from tvm import relax, tirx
+from tvm_ffi import StructuralKey
 
 from tvmbridge.passes.base import PassReport, RelaxPass
 from tvmbridge.passes.relax.merged_functions import (
@@ -54,6 +55,7 @@ from tvmbridge.passes.relax.tir_calls import (
 )
 from tvmbridge.schedules import is_one_nest, is_scheduled
 from tvmbridge.schedules.kernel import Kernel, parse
+from tvmbridge.schedules.machine import Machine
 
 # Longer loop bodies take long to compile, and need more registers than the machine has.
 _MOST_STAGES = 48
@@ -69,6 +71,14 @@ Merge: TypeAlias = Callable[["Kernels", relax.DataflowBlock], relax.DataflowBloc
 
 def _is_one_nest(kernel: Kernel, _: tuple[Kernel, ...], target: tvm.target.Target) -> bool:
     return is_one_nest(kernel, target)
+
+
+_Var: TypeAlias = tvm.ir.GlobalVar
+_Places: TypeAlias = tuple[int, ...]
+_Made: TypeAlias = tuple[Kernel, tirx.PrimFunc] | None
+# What was made of pairs of functions, in all modules; the oldest are dropped.
+_MADE: dict[Any, _Made] = {}
+_MOST_MADE = 512
 
 
 @dataclass(frozen=True)
@@ -231,13 +241,7 @@ class Kernels:
         uses.update(both.reads)
         return both
 
-    def _callee(
-        self,
-        first: tvm.ir.GlobalVar,
-        second: tvm.ir.GlobalVar,
-        given: tuple[int, ...],
-        kept: tuple[int, ...],
-    ) -> tvm.ir.GlobalVar | None:
+    def _callee(self, first: _Var, second: _Var, given: _Places, kept: _Places) -> _Var | None:
         """Return the merged function of two; calls with arguments in the same places share it.
 
         ``given`` and ``kept`` are those of :func:`~.merged_functions.merged`. None if the functions
@@ -245,16 +249,32 @@ class Kernels:
         """
         key = first, second, given, kept
         if key not in self._known:
-            kernel = self._merged_kernel(*key)
-            self._known[key] = None if kernel is None else self._added(kernel, *key)
+            made = self._made_before(*key)
+            self._known[key] = None if made is None else self._added(*made, first, second)
         return self._known[key]
 
+    def _made_before(self, first: _Var, second: _Var, given: _Places, kept: _Places) -> _Made:
+        """Return what an earlier module has made of equal functions; otherwise make it."""
+        if self.rule is not _is_one_nest:
+            return self._made(first, second, given, kept)
+        parts = StructuralKey(self._function(first)), StructuralKey(self._function(second))
+        key = (*parts, given, kept, Machine.of(self.target))
+        if key in _MADE:
+            return _MADE[key]
+        while len(_MADE) >= _MOST_MADE:
+            _MADE.pop(next(iter(_MADE)), None)
+        made = _MADE[key] = self._made(first, second, given, kept)
+        return made
+
+    def _made(self, first: _Var, second: _Var, given: _Places, kept: _Places) -> _Made:
+        """Return the merged function as a kernel and as a function; None if it is not to be."""
+        kernel = self._merged_kernel(first, second, given, kept)
+        if kernel is None:
+            return None
+        return kernel, merged(self._function(first), self._function(second), given, kept)
+
     def _merged_kernel(
-        self,
-        first: tvm.ir.GlobalVar,
-        second: tvm.ir.GlobalVar,
-        given: tuple[int, ...],
-        kept: tuple[int, ...],
+        self, first: _Var, second: _Var, given: _Places, kept: _Places
     ) -> Kernel | None:
         """Return the merged function as a kernel, before it is built; None if it is not to be."""
         one, other = self.parsed(first), self.parsed(second)
@@ -267,14 +287,8 @@ class Kernels:
         return kernel if self.rule(kernel, (one, other), self.target) else None
 
     def _added(
-        self,
-        kernel: Kernel,
-        first: tvm.ir.GlobalVar,
-        second: tvm.ir.GlobalVar,
-        given: tuple[int, ...],
-        kept: tuple[int, ...],
+        self, kernel: Kernel, function: tirx.PrimFunc, first: _Var, second: _Var
     ) -> tvm.ir.GlobalVar:
-        function = merged(self._function(first), self._function(second), given, kept)
         names = [part.name_hint.removeprefix("fused_") for part in (first, second)]
         var = self.builder.add_func(function, "_".join(["fused", *names])[:_LONGEST_NAME])
         self.made[var], self._parsed[var] = function, kernel

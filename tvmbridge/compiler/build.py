@@ -269,7 +269,8 @@ def compile_code(scheduled: Scheduled, records: list[PassRecord]) -> Code:
     """Compile the result of :func:`schedule`."""
     target, noting = scheduled.target, NotePlans()
     with target:
-        mod = run_passes(scheduled.mod, [NameSpecs()], records)
+        # The time of a check of types grows with the square of the number of residuals.
+        mod = run_passes(scheduled.mod, [NameSpecs()], records, check_types=False)
         keys = specs_by_key(mod)
         try:
             mod = _releasing(with_exact_indices(with_some_loops(mod)))

@@ -31,6 +31,7 @@ from tvmbridge.graph_capture.host_constants import move_in_module
 from tvmbridge.graph_capture.open_masks import drop_open_masks
 from tvmbridge.graph_capture.trace.conversions import checks_of_numbers
 from tvmbridge.graph_capture.trace.decompositions import joint_decomposition_table, sort_as_eager
+from tvmbridge.graph_capture.trace.linear_export import sources_put_off
 from tvmbridge.graph_capture.trace.reshapes import give_memory
 from tvmbridge.passes.base import free_prefix
 from tvmbridge.passes.relax.append_cotangents import COTANGENT_PREFIX
@@ -178,7 +179,7 @@ def _traced(
     table: dict[Any, Callable[..., Any]],
 ) -> fx.GraphModule:
     try:
-        with checks_of_numbers():
+        with checks_of_numbers(), sources_put_off():
             traced = make_fx(function, table, _allow_non_fake_inputs=True)(*fakes)
     except BridgeError:
         raise

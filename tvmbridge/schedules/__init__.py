@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import tvm
@@ -12,8 +12,9 @@ from tvm import tirx
 from tvm.ir import IRModule
 from tvm.s_tir import SBlock, SBlockRealize
 from tvm.target import Target
+from tvm_ffi import StructuralKey
 
-from tvmbridge.core.decisions import remembered
+from tvmbridge.core.decisions import remembered, sizes_vary
 from tvmbridge.schedules.bool_buffers import kept_as_bytes
 from tvmbridge.schedules.columns_emit import emit_columns
 from tvmbridge.schedules.indexing import Indexer, integer
@@ -34,12 +35,23 @@ _MARKS = (_SCHEDULED, "tir.is_scheduled")
 
 def schedule_function(func: tirx.PrimFunc, target: Target) -> tirx.PrimFunc | None:
     """Return ``func`` with new loops, or None if no rule here fits its form."""
+    machine = Machine.of(target)
+    # While sizes vary, the decisions of a function are recorded with it.
+    return _scheduled(func, machine) if sizes_vary() else _known(StructuralKey(func), machine)
+
+
+@lru_cache(maxsize=512)
+def _known(func: StructuralKey, machine: Machine) -> tirx.PrimFunc | None:
+    """Schedule a function; modules of equal layers, and forward and backward, have equal ones."""
+    return _scheduled(func.key, machine)
+
+
+def _scheduled(func: tirx.PrimFunc, machine: Machine) -> tirx.PrimFunc | None:
     if is_product(func):
-        return marked_scheduled(schedule_product(func, Machine.of(target)))
-    kernel = parse(func)
+        return marked_scheduled(schedule_product(func, machine))
+    kernel, memory = parse(func), Memory()
     if kernel is None or is_reshape(kernel):
         return None
-    machine, memory = Machine.of(target), Memory()
 
     def loops_of(nest: Nest, shared: set[Any]) -> list[tirx.Stmt]:
         if isinstance(nest, RowNest):

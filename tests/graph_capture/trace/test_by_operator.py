@@ -124,6 +124,22 @@ class Arithmetic(nn.Module):
         return torch.sum(torch.maximum(y, -y) ** 0.5, 1)
 
 
+class Views(nn.Module):
+    """Operators that become views or stay whole, on contiguous and on other memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.convolution = nn.Conv2d(2, 2, 1)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = self.linear(x)
+        parts = y.reshape(2, 2, 4).transpose(0, 1).unsqueeze(0)
+        rows = parts.view(2, 2, 4).permute(2, 0, 1).select(0, 1).expand(3, 2, 2)
+        images = self.convolution(parts.transpose(2, 3)[:, :, 1:])
+        return torch.matmul(rows, y[:2, ::2]), images.squeeze(0), y.reshape(4, 4)
+
+
 class ReadAfter(nn.Module):
     """Reads a view of a tensor after it has written into the tensor."""
 
@@ -224,6 +240,8 @@ CASES = {
     "in place": (InPlace, (4, 4), True),
     "parameters": (Parameters, (4, 4), False),
     "arithmetic": (Arithmetic, (4, 4), True),
+    "views": (Views, (4, 4), False),
+    "views in training": (Views, (4, 4), True),
 }
 
 
@@ -271,7 +289,10 @@ def test_equal_calls_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(traced) < 20
 
 
-def test_operators_that_are_not_decomposed_need_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [Arithmetic, Views])
+def test_operators_that_are_not_decomposed_need_no_trace(
+    kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
     traced: list[torch.fx.Graph] = []
     genuine = operator_traces.traced_without_writes
 
@@ -280,7 +301,7 @@ def test_operators_that_are_not_decomposed_need_no_trace(monkeypatch: pytest.Mon
         return traced[-1]
 
     monkeypatch.setattr(operator_traces, "traced_without_writes", noted)
-    capture(Arithmetic().eval(), torch.rand(4, 4))
+    capture(kind().eval(), torch.rand(4, 4))
     assert not traced
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
+import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.export._unlift import _assign_attr, _AttrKind
 
-from tvmbridge.graph_capture.trace.linear_export import _assigned
+from tvmbridge.graph_capture.capture import capture
+from tvmbridge.graph_capture.trace.linear_export import _assigned, sources_put_off
 
 
 def _holder() -> nn.Module:
@@ -29,3 +34,42 @@ def test_values_get_where_pytorch_puts_them() -> None:
         assert found[0].keys() == found[1].keys()
         assert all(each is value for each in found[0].values())
         assert [n for n, _ in ours.named_modules()] == [n for n, _ in theirs.named_modules()]
+
+
+def test_a_source_is_generated_at_the_first_call_or_question(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    written: list[str] = []
+    genuine = fx.GraphModule.recompile
+
+    def noted(module: fx.GraphModule) -> Any:
+        written.append(type(module).__name__)
+        return genuine(module)
+
+    monkeypatch.setattr(fx.GraphModule, "recompile", noted)
+    graph = fx.Graph()
+    graph.output(graph.call_function(torch.add, (graph.placeholder("x"), 1)))
+    with sources_put_off():
+        called, asked = fx.GraphModule({}, graph), fx.GraphModule({}, graph)
+        asked.recompile()
+        assert not written
+        copied = copy.deepcopy(asked)
+    assert called(torch.ones(1)) == called(torch.ones(1)) == 2
+    assert "torch.add" in asked.code
+    assert asked(torch.ones(1)) == copied(torch.ones(1)) == 2
+    assert len(written) == 3
+    asked.recompile()
+    assert asked(torch.ones(1)) == 2
+
+
+def test_captures_write_little_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[str] = []
+    genuine = fx.GraphModule.recompile
+
+    def noted(module: fx.GraphModule) -> Any:
+        written.append(type(module).__name__)
+        return genuine(module)
+
+    monkeypatch.setattr(fx.GraphModule, "recompile", noted)
+    capture(nn.Sequential(nn.Linear(2, 2), nn.ReLU()).train(), torch.ones(1, 2), needs_grad=True)
+    assert len(written) <= 5

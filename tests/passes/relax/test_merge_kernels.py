@@ -17,8 +17,10 @@ from tvm.relax import op
 from tests.legalize.compiled import fuse, target
 from tests.schedules.graphs import random_graph
 from tests.thinned import but_slow, thinned
-from tvmbridge import add_tvm_dispatch
+from tvmbridge import add_tvm_dispatch, schedules
+from tvmbridge.core.decisions import recorded_decisions
 from tvmbridge.passes.base import PassReport
+from tvmbridge.passes.relax import merge_kernels
 from tvmbridge.passes.relax.merge_kernels import Kernels, MergeKernels
 from tvmbridge.schedules import schedule_for_cpu
 from tvmbridge.schedules.kernel import Kernel, parse
@@ -194,3 +196,22 @@ def test_gradients_equal_eager(rows: int) -> None:
     torch.testing.assert_close(given.grad, x.grad, rtol=1e-10, atol=1e-12)
     for found, expected in zip(ours.parameters(), module.parameters(), strict=True):
         torch.testing.assert_close(found.grad, expected.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_equal_functions_are_merged_and_scheduled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(5, 24)
+    first, _ = _merged(_fused(_norm, x))
+    scheduled = schedule_for_cpu(first, target())
+
+    def refuse(*given: Any) -> Any:
+        raise AssertionError("made again")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(merge_kernels, "merged", refuse)
+        patched.setattr(schedules, "_scheduled", refuse)
+        again, _ = _merged(_fused(_norm, x))
+        assert tvm_ffi.structural_equal(schedule_for_cpu(again, target()), scheduled)
+        with pytest.raises(AssertionError, match="made again"):  # other sizes
+            _merged(_fused(_norm, torch.randn(6, 24)))
+        with recorded_decisions(), pytest.raises(AssertionError, match="made again"):
+            schedule_for_cpu(again, target())

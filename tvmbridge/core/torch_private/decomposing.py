@@ -47,6 +47,13 @@ def as_run_decompositions(module: torch.fx.GraphModule, table: Any) -> Iterator[
         yield mode, decompositions
 
 
+def is_preserved(func: Any) -> bool:
+    """Whether a composite operator stays whole within :func:`as_run_decompositions`."""
+    exported: Any = torch.export.exported_program
+    kernel = func.py_kernels.get(torch._C.DispatchKey.CompositeImplicitAutograd)
+    return kernel is exported._special_op_to_preserve_cia
+
+
 def traced_without_writes(
     function: Callable[..., Any], operands: list[Any], table: Any, may_write: int
 ) -> torch.fx.Graph:

@@ -2,7 +2,7 @@
 
 torch.export builds a new dictionary for every look-up of a parameter, and compares the name of
 every submodule with the path of each parameter. It also makes tensors for the states of generators,
-which no trace here reads.
+which no trace here reads, and source that nothing runs.
 """
 
 from __future__ import annotations
@@ -15,10 +15,40 @@ from typing import Any
 
 import torch
 import torch.export.exported_program
-from torch import nn
+from torch import fx, nn
+from torch.fx.graph import CodeGen
 
 from tvmbridge.calls.patches import patched_here
 from tvmbridge.core.torch_private import export_trace
+
+
+@contextmanager
+def sources_put_off() -> Iterator[None]:
+    """Generate the source of a graph module at its first call, for those of this context.
+
+    torch.export writes, compiles and runs the source of a program some ten times, and calls none.
+    """
+    with patched_here(fx.GraphModule, "recompile", _recompiled_later):
+        yield
+
+
+def _recompiled_later(genuine: Callable[[Any], Any], module: Any) -> None:
+    if type(module._graph._codegen) is not CodeGen:  # its signature is read
+        genuine(module)
+        return
+
+    def forward(called: Any, *args: Any, **kwargs: Any) -> Any:
+        recompiled(called)
+        return called.forward(*args, **kwargs)
+
+    def recompiled(asked: Any) -> str:
+        if "code" in vars(own):
+            del own.code
+        genuine(asked)
+        return str(asked.code)
+
+    own: Any = type(module)  # each graph module has a class of its own
+    own.forward, own.code = forward, property(recompiled)
 
 
 @contextmanager
@@ -26,6 +56,7 @@ def export_in_linear_time() -> Iterator[None]:
     """Speed up torch.export and ``run_decompositions`` in this thread within the context."""
     metadata = "_populate_param_buffer_metadata_to_new_gm"
     with ExitStack() as stack:
+        stack.enter_context(sources_put_off())
         for owner in (export_trace(), torch.export.exported_program):
             stack.enter_context(patched_here(owner, metadata, _with_metadata))
         unlift = importlib.import_module("torch.export._unlift")

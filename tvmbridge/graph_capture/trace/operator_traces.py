@@ -20,12 +20,36 @@ from tvmbridge.core.torch_private import (
     pytree,
     storage_key,
 )
-from tvmbridge.core.torch_private.decomposing import WritesOperandError, traced_without_writes
+from tvmbridge.core.torch_private.decomposing import (
+    WritesOperandError,
+    is_preserved,
+    traced_without_writes,
+)
 
 Table: TypeAlias = dict[Any, Callable[..., Any]]
 
+aten = torch.ops.aten
+
 # The keys whose kernels replace an operator by others, in the trace of a call.
-_REPLACED_BY = (DispatchKey.CompositeImplicitAutograd, DispatchKey.Functionalize)
+_COMPOSITE = DispatchKey.CompositeImplicitAutograd
+_REPLACED_BY = (_COMPOSITE, DispatchKey.Functionalize)
+# The query of a tensor's device.
+_DEVICE = torch.ops.prim.device.default
+# Operators that become views by these operators alone, unless the memory has to be copied.
+_VIEWS = frozenset(
+    (
+        aten.expand.default,
+        aten.permute.default,
+        aten.reshape.default,
+        aten.select.int,
+        aten.slice.Tensor,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.transpose.int,
+        aten.unsqueeze.default,
+        aten.view.default,
+    )
+)
 
 
 class NotByOperatorError(Exception):
@@ -79,7 +103,7 @@ class Traces:
 
         try:
             written = int(func._schema.is_mutable)
-            graph = None if func in self.table else _graph_of_one(func, call, operands)
+            graph = _recorded(func, call, operands, self.table)
             if graph is None:
                 graph = traced_without_writes(call, operands, self.table, written)
         except WritesOperandError as error:
@@ -89,51 +113,70 @@ class Traces:
 
 
 class _Received(TorchDispatchMode):
-    """Notes the operators that reach PyTorch's kernels, with their arguments."""
+    """Notes the calls that reach PyTorch's kernels: operator, arguments and result.
 
-    def __init__(self) -> None:
+    An operator in ``table`` is decomposed by it first.
+    """
+
+    def __init__(self, table: Table) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: list[tuple[Any, Any, dict[str, Any]]] = []
+        self.table = table
+        self.calls: list[tuple[Any, Any, dict[str, Any], Any]] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        self.calls.append((func, args, kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func in self.table:
+            with self:
+                result = self.table[func](*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        result = func(*args, **kwargs)
+        if func is not _DEVICE:
+            self.calls.append((func, args, kwargs, result))
+        return result
 
 
-def _graph_of_one(
-    func: OpOverload, call: Callable[..., Any], tensors: Sequence[torch.Tensor]
+def _recorded(
+    func: OpOverload, call: Callable[..., Any], tensors: Sequence[torch.Tensor], table: Table
 ) -> fx.Graph | None:
-    """Return the graph of an operator that decomposes into itself, and returns one new tensor.
+    """Return the graph of an operator that stays itself or becomes views, without a trace of it.
 
-    Return None for others. PyTorch's own trace takes some milliseconds for each operator.
+    PyTorch's own trace takes some milliseconds for each operator. Return None for other operators.
     """
-    if not all(map(_is_tensor, tensors)):
+    if not all(map(_is_tensor, tensors)) or not (func in _VIEWS or _stays(func, table)):
         return None
-    schema = func._schema
-    if any(a.alias_info is not None for a in (*schema.arguments, *schema.returns)):
-        return None
-    if any(func.has_kernel_for_dispatch_key(key) for key in _REPLACED_BY):
-        return None
-    with enable_python_dispatcher(), _Received() as received:
+    with enable_python_dispatcher(), _Received(table if func in _VIEWS else {}) as received:
         result = call(*tensors)
-    if len(received.calls) != 1 or received.calls[0][0] is not func or not _is_tensor(result):
+    called = [target for target, *_ in received.calls]
+    if not called or not _is_tensor(result) or received.calls[-1][-1] is not result:
+        return None
+    if called != [func] and not (func in _VIEWS and _VIEWS.issuperset(called)):
         return None
     graph, made = fx.Graph(), {}
     for number, tensor in enumerate(tensors):
         made[id(tensor)] = node = graph.placeholder(f"arg{number}_1")
         node.meta["val"] = tensor
-    _, args, kwargs = received.calls[0]
-    leaves, structure = pytree.tree_flatten((args, kwargs))
-    if any(_is_tensor(leaf) and id(leaf) not in made for leaf in leaves):
-        return None
-    here = [made[id(leaf)] if _is_tensor(leaf) else leaf for leaf in leaves]
-    args, kwargs = pytree.tree_unflatten(here, structure)
-    node = graph.call_function(func, args, kwargs)
-    node.meta["val"] = result
-    graph.output(node)
+    for target, args, kwargs, value in received.calls:
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        if any(_is_tensor(leaf) and id(leaf) not in made for leaf in leaves):
+            return None
+        here = [made[id(leaf)] if _is_tensor(leaf) else leaf for leaf in leaves]
+        args, kwargs = pytree.tree_unflatten(here, structure)
+        made[id(value)] = node = graph.call_function(target, args, kwargs)
+        node.meta["val"] = value
+    graph.output(made[id(result)])
     return graph
+
+
+def _stays(func: OpOverload, table: Table) -> bool:
+    """Whether an operator decomposes into itself, and returns new tensors."""
+    schema = func._schema
+    if func in table or any(a.alias_info for a in (*schema.arguments, *schema.returns)):
+        return False
+    replaced = [key for key in _REPLACED_BY if func.has_kernel_for_dispatch_key(key)]
+    return not replaced or (replaced == [_COMPOSITE] and is_preserved(func))
 
 
 def _is_tensor(leaf: Any) -> bool:
