@@ -213,6 +213,8 @@ class Printing(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.body(x)
         print("rows", len(y))
+        mean, rows = y.mean().item(), len(y)
+        print(f"{mean:.3f}", f"{mean:>9.2e}|{rows:03d}", f"{mean!r:.5}", f"{rows}")
         return y
 
 
@@ -225,13 +227,13 @@ def test_a_forward_that_prints_prints_at_each_call(
     x = torch.randn(5, 4)
     add_tvm_dispatch(module, (x,)) if sampled else add_tvm_dispatch(module)
     assert not capsys.readouterr().out
-    for _ in range(3):
-        x = torch.randn(5, 4)
+    for rows in (5, 5, 5, 6):
+        x = torch.randn(rows, 4)
         torch.testing.assert_close(module(x), reference(x))
-        own, expected = capsys.readouterr().out.splitlines()
-        assert own == expected
+        rows_of, formatted, *expected = capsys.readouterr().out.splitlines()
+        assert [rows_of, formatted] == expected
     report = dispatch_report(module)
-    assert (report.tvm_calls, report.fallbacks) == (3, {})
+    assert (report.tvm_calls, report.fallbacks) == (4, {})
     assert "prints" in report.cut
     with pytest.raises(CaptureError, match="forward prints"):
         add_tvm_dispatch(Printing(), (x,), on_break="forward")

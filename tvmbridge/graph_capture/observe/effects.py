@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -211,9 +210,8 @@ def impurities(own: OwnCalls) -> Iterator[list[str]]:
 
     Impure calls are saved-tensor hooks, leaving inference mode, hashes of tensors, seeds and
     states of generators, the time, looks at files, and random draws from Python's or numpy's
-    generator. Calls of ``torch.autograd.grad``, ``backward`` and ``print`` raise
-    :class:`DependenceError`. On exit, the generators that forward's thread used, as ``own`` has
-    recorded, get their states back.
+    generator. Calls of ``torch.autograd.grad`` and ``backward`` raise :class:`DependenceError`. On
+    exit, the generators that forward's thread used, as ``own`` has recorded, get their states back.
     """
     found: list[str] = []
     noted = [(owner, name, _noting(what, found)) for owner, name, what in _NOTED]
@@ -222,7 +220,6 @@ def impurities(own: OwnCalls) -> Iterator[list[str]]:
         with ExitStack() as stack:
             for owner, name, note in noted:
                 stack.enter_context(patched_here(owner, name, note))
-            stack.enter_context(patched_here(builtins, "print", _printing))
             stack.enter_context(_autograd_watched(found))
             stack.enter_context(_hashes_watched(found))
             yield found
@@ -288,13 +285,6 @@ def _noting(what: str, found: list[str]) -> Callable[..., Any]:
         return genuine(*args, **kwargs)
 
     return note
-
-
-def _printing(genuine: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    raise DependenceError(
-        "prints, which compiled code does not do: it runs in parts with on_break='eager'; print "
-        "outside of forward to have it compiled whole"
-    )
 
 
 def _refusing(what: str) -> Callable[..., Any]:

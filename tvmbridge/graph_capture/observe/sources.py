@@ -127,10 +127,7 @@ def roots(executed: Executed) -> Iterator[Source]:
     names, space = executed.names, executed.globals
     for name in sorted(names.globals):
         holder = space if name in space or name not in vars(builtins) else vars(builtins)
-        value = holder.get(name, MISSING)
-        # A patch of a builtin function, in force during a trace, is none of its values.
-        value = unpatched(value, value) if holder is vars(builtins) else value
-        yield Source(holder, holder, name, name, value)
+        yield Source(holder, holder, name, name, holder.get(name, MISSING))
     package = space.get("__package__")
     modules = {
         importlib.util.resolve_name(m, package) for m in names.modules if package or m[0] != "."

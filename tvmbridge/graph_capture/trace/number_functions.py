@@ -7,6 +7,7 @@ converted where the result would have another dtype.
 
 from __future__ import annotations
 
+import inspect
 import math
 import operator
 import types
@@ -14,10 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from tvmbridge.core.number_inputs import NumberRange
-from tvmbridge.core.torch_private import nn_functions, pytree
+from tvmbridge.core.torch_private import pytree
 from tvmbridge.graph_capture.trace.number_limits import fit, is_unrounded, like, limit
 from tvmbridge.graph_capture.trace.traced_numbers import TracedNumber
 
@@ -190,11 +192,11 @@ def _lerp(func: _Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
 
 
 def _cross_entropy(func: _Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    """Call ``cross_entropy_loss`` with label smoothing, as the sum that PyTorch computes."""
-    names = ("input", "target", "weight", "reduction", "ignore_index", "label_smoothing")
-    x, target, weight, reduction, ignored, smoothing = _placed(args, named, names, func)
-    of_classes = not target.is_floating_point()
-    if type(smoothing) is not TracedNumber or x.dtype not in _EXACT_FLOATS:
+    """Call ``cross_entropy`` with label smoothing, as the sum that PyTorch computes."""
+    by_name = inspect.signature(func).bind(*args, **named).arguments
+    x, target, smoothing = (by_name.pop(n, None) for n in ("input", "target", "label_smoothing"))
+    older = by_name.get("size_average") is not None or by_name.get("reduce") is not None
+    if type(smoothing) is not TracedNumber or x.dtype not in _EXACT_FLOATS or older:
         raise numbers_in((args, named))[0].refused(f"passes it to {func.__name__} with {x.dtype}")
     use = f"passes it to {func.__name__}"
     if not (smoothing.decided(operator.ge, 0.0, use) and smoothing.decided(operator.le, 1.0, use)):
@@ -202,19 +204,19 @@ def _cross_entropy(func: _Function, args: tuple[Any, ...], named: dict[str, Any]
     dim = 0 if x.dim() == 1 else 1
     number: Any = smoothing  # Its operators are set in a loop.
     share, rest = number / x.shape[dim], 1 - number
-    if not of_classes:
+    if target.is_floating_point():
         smoothed = _operands(torch.add, (_times(target, rest), share), {})
-        return func(x, smoothed, weight, reduction, ignored, 0.0)
-    plain = func(x, target, weight, reduction, ignored, 0.0)
-    left_out = target == ignored
+        return func(x, smoothed, **by_name)
+    plain, weight = func(x, target, **by_name), by_name.get("weight")
+    left_out, reduction = target == by_name.get("ignore_index", -100), by_name.get("reduction")
     logs, counts = -torch.log_softmax(x, dim), (~left_out).to(x.dtype)
     if weight is not None:
         logs = logs * weight.reshape(-1, *[1] * (x.dim() - 1 - dim))
         counts = counts * weight[target.masked_fill(left_out, 0)]
     others = logs.sum(dim).masked_fill(left_out, 0.0)
-    if reduction:
+    if reduction != "none":
         others = others.sum()
-    if reduction == 1:
+    if reduction not in ("none", "sum"):
         others = others / counts.sum()
     return torch.where(smoothing.tensor == 0.0, plain, _times(plain, rest) + _times(others, share))
 
@@ -347,7 +349,7 @@ _HANDLERS |= dict.fromkeys(_functions(["clamp", "clip"]), _clamp)
 _HANDLERS |= dict.fromkeys(_functions(["lerp"]), _lerp)
 _HANDLERS |= dict.fromkeys((*_functions(["pow", "float_power"]), torch.Tensor.__pow__), _pow)
 _HANDLERS |= dict.fromkeys((torch.where,), _where)
-_HANDLERS[nn_functions.cross_entropy_loss] = _cross_entropy
+_HANDLERS[F.cross_entropy] = _cross_entropy
 _HANDLERS |= dict.fromkeys(_functions(["masked_fill"]), _masked_fill)
 _HANDLERS |= dict.fromkeys((torch.full, torch.full_like, torch.Tensor.new_full), _full)
 _HANDLERS |= dict.fromkeys((torch.fill, torch.fill_, torch.Tensor.fill_), _fill)
