@@ -176,8 +176,7 @@ class _Vae(nn.Module):
         return out, divergence, F.mse_loss(out, x) + self.beta * divergence
 
 
-# TorchDynamo makes a constant of each beta.
-@script(compiled=0.0)
+@script()
 def vae_with_growing_beta(door: Door) -> Iterator[list[Any]]:
     model = door(_Vae())
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -191,7 +190,8 @@ def vae_with_growing_beta(door: Door) -> Iterator[list[Any]]:
             model.train()
 
 
-@script()
+# TorchDynamo captures nothing of nn.Sequential itself; the calls are those of a hook.
+@script(compiled=0.0)
 def distilled(door: Door) -> Iterator[list[Any]]:
     """A teacher without gradients, softened logits, and features that hooks keep."""
     teacher, student = door(mlp(10, 48, 48, 4).eval()), door(mlp(10, 12, 4))
