@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tvmbridge.calls.patches import patched_here
-from tvmbridge.core.torch_private import dynamo_translator, dynamo_variables
+from tvmbridge.core.torch_private import dynamo_formatting, dynamo_variables
 
 _CONVERSIONS = ("", "!s", "!r", "!a")
 
@@ -21,7 +21,7 @@ def formats_kept() -> AbstractContextManager[Any]:
     """
     if torch.__version__ >= "2.14":
         return nullcontext()
-    return patched_here(dynamo_translator(), "_format_value", _formatted)
+    return patched_here(*dynamo_formatting(), _formatted)
 
 
 def _formatted(genuine: Callable[..., None], translator: Any, spec: Any, flags: int) -> None:

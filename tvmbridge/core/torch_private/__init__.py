@@ -266,10 +266,10 @@ def captured_in() -> str:
     return name if name.isidentifier() else "graph"
 
 
-def dynamo_translator() -> Any:
-    """Return the class that captures a function by TorchDynamo, with those that it calls."""
+def dynamo_formatting() -> tuple[Any, str]:
+    """Return the class and the name of the method by which TorchDynamo formats a value."""
     translators = importlib.import_module("torch._dynamo.symbolic_convert")
-    return translators.InstructionTranslator.__mro__[1]
+    return translators.InstructionTranslator.__mro__[1], "_format_value"
 
 
 def dynamo_variables() -> Any:
