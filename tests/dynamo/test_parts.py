@@ -203,3 +203,37 @@ def test_a_part_that_restores_gradients_is_served_without_them() -> None:
             assert torch.is_grad_enabled()
         torch.testing.assert_close(found[1], found[0])
     assert dispatch_report(served).tvm_calls == 3
+
+
+class Printing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.body(x)
+        print("rows", len(y))
+        mean, rows = y.mean().item(), len(y)
+        print(f"{mean:.3f}", f"{mean:>9.2e}|{rows:03d}", f"{mean!r:.5}", f"{rows}")
+        return y
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_forward_that_prints_prints_at_each_call(
+    sampled: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = Printing()
+    reference = copy.deepcopy(module)
+    x = torch.randn(5, 4)
+    add_tvm_dispatch(module, (x,)) if sampled else add_tvm_dispatch(module)
+    assert not capsys.readouterr().out
+    for rows in (5, 5, 5, 6):
+        x = torch.randn(rows, 4)
+        torch.testing.assert_close(module(x), reference(x))
+        rows_of, formatted, *expected = capsys.readouterr().out.splitlines()
+        assert [rows_of, formatted] == expected
+    report = dispatch_report(module)
+    assert (report.tvm_calls, report.fallbacks) == (4, {})
+    assert "prints" in report.cut
+    with pytest.raises(CaptureError, match="forward prints"):
+        add_tvm_dispatch(Printing(), (x,), on_break="forward")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from typing import Any
 
@@ -159,6 +160,8 @@ def test_what_the_first_call_settles_is_no_warning(
 class Holds:
     """An object that is no registered pytree, so that PyTorch does not find its tensor."""
 
+    y: torch.Tensor
+
     def __init__(self, x: torch.Tensor) -> None:
         self.x = x
 
@@ -169,7 +172,7 @@ class ReadsHeld(nn.Module):
 
 
 def test_an_object_with_tensors_is_named_with_what_to_pass_instead(compilations: list[str]) -> None:
-    module = add_tvm_dispatch(ReadsHeld().eval())
+    module = add_tvm_dispatch(ReadsHeld().eval(), on_break="forward")
     for value in range(3):
         x = torch.full((2,), float(value))
         assert torch.equal(module(Holds(x)), x * 2)
@@ -183,6 +186,34 @@ def test_an_object_with_tensors_is_named_with_what_to_pass_instead(compilations:
     assert not compilations
     with pytest.raises(CaptureError, match="argument 0 is a Holds"):
         add_tvm_dispatch(module, (Holds(torch.ones(2)),))
+
+
+class WritesHeld(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def forward(self, held: Holds) -> Holds:
+        held.y = self.body(held.x).softmax(-1)
+        return held
+
+
+def test_an_object_with_tensors_is_served_in_parts() -> None:
+    module = WritesHeld()
+    reference = copy.deepcopy(module)
+    add_tvm_dispatch(module)
+    for _ in range(4):
+        x = torch.randn(5, 4)
+        held, expected = module(Holds(x)), reference(Holds(x))
+        torch.testing.assert_close(held.y, expected.y)
+        held.y.square().sum().backward()
+        expected.y.square().sum().backward()
+        assert held.x is x
+    for mine, other in zip(module.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad)
+    report = dispatch_report(module)
+    assert (report.tvm_calls, report.fallbacks) == (4, {})
+    assert "argument `held`: a Holds" in report.cut
 
 
 def test_four_strings_are_compiled_and_a_fifth_is_named() -> None:

@@ -103,6 +103,12 @@ def _count(m: Any) -> Any:
     return m.state["beta"]
 
 
+def _count_modulo(m: Any) -> Any:
+    # The runs of forward that observe it leave the number as it was.
+    m.state["step"] = (m.state["step"] + 1) % 3
+    return m.state["step"] + 1
+
+
 def _count_in_object(m: Any) -> Any:
     m.state.beta += 1
     return 1 / m.state.beta
@@ -110,8 +116,12 @@ def _count_in_object(m: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("state", "read"),
-    [({"step": 0, "beta": 0.0}, _count), (Loss(), _count_in_object)],
-    ids=["dict", "object"],
+    [
+        ({"step": 0, "beta": 0.0}, _count),
+        ({"step": 0}, _count_modulo),
+        (Loss(), _count_in_object),
+    ],
+    ids=["dict", "modulo", "object"],
 )
 def test_forward_changes_the_numbers(state: Any, read: Callable[[Any], Any]) -> None:
     eager, served = _pair(Scaled(copy.deepcopy(state), read))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import pickle
@@ -227,3 +228,99 @@ def average_in_forward(door: Door) -> Iterator[list[Any]]:
     for _ in range(STEPS):
         loss = stepped(model, optimizer, model(torch.randn(4, 6)).square().mean())
         yield [loss, model.target.weight]
+
+
+# Each value of the smoothing is a constant of a graph of TorchDynamo.
+@script(compiled=0.0)
+def smoothing_schedule(door: Door) -> Iterator[list[Any]]:
+    class Smoothed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.loss = mlp(6, 16, 3), nn.CrossEntropyLoss(label_smoothing=0.0)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return self.loss(self.body(x), y)
+
+    model = door(Smoothed())
+    optimizer = sgd(model)
+    for i in range(STEPS):
+        model.loss.label_smoothing = 0.02 * i
+        loss = model(torch.randn(5, 6), torch.randint(0, 3, (5,)))
+        yield [stepped(model, optimizer, loss)]
+
+
+class _Taught(nn.Module):
+    """A teacher whose decay grows with the steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = mlp(6, 16, 3)
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+        self.step = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        decay = min(1 - 1 / (self.step + 1), 0.99)
+        with torch.no_grad():
+            for p, q in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                p.mul_(decay).add_(q, alpha=1 - decay)
+        self.step += 1
+        return F.mse_loss(self.student(x).softmax(-1), self.teacher(x + 0.1).softmax(-1))
+
+
+# TorchDynamo makes a constant of each step.
+@script(compiled=0.0)
+def teacher_in_forward(door: Door) -> Iterator[list[Any]]:
+    model = door(_Taught())
+    optimizer = sgd(model)
+    for _ in range(STEPS):
+        loss = stepped(model, optimizer, model(torch.randn(5, 6)))
+        yield [loss, *model.teacher.parameters()]
+
+
+class _Printing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp(6, 16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.body(x)
+        print(f"{tuple(y.shape)} {y.mean().item():.3f}")
+        return y
+
+
+@script()
+def prints(door: Door) -> Iterator[list[Any]]:
+    model = door(_Printing())
+    optimizer = sgd(model)
+    for _ in range(STEPS):
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            y = model(torch.randn(4, 6))
+        yield [stepped(model, optimizer, y.square().mean()), printed.getvalue().count("(4, 3)")]
+
+
+@dataclass
+class _Batch:
+    x: Tensor
+    y: Tensor
+    loss: Any = None
+
+
+class _OfBatch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp(6, 16, 3)
+
+    def forward(self, batch: _Batch) -> _Batch:
+        batch.loss = F.cross_entropy(self.body(batch.x), batch.y)
+        return batch
+
+
+@script()
+def batch_of_an_unknown_class(door: Door) -> Iterator[list[Any]]:
+    model = door(_OfBatch())
+    optimizer = sgd(model)
+    for i in range(STEPS):
+        rows = 4 + i % 3
+        batch = model(_Batch(torch.randn(rows, 6), torch.randint(0, 3, (rows,))))
+        yield [stepped(model, optimizer, batch.loss)]

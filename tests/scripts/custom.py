@@ -185,8 +185,8 @@ class _Domain(nn.Module):
         return self.label(h), self.domain(_Reverse.apply(h, alpha))
 
 
-# The number is kept in the context of a custom function.
-@script(least=0.0)
+# TorchDynamo makes a constant of each number that a custom function gets.
+@script(compiled=0.0)
 def gradient_reversal(door: Door) -> Iterator[list[Any]]:
     model = door(_Domain())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)

@@ -16,6 +16,7 @@ _FILES = (
     "vision",
     "changes",
     "blocks",
+    "loops",
 )
 
 

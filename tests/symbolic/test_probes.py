@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
-from tvmbridge.symbolic.probes import points_for
+from tvmbridge.core.errors import CaptureError
+from tvmbridge.symbolic import probes
+from tvmbridge.symbolic.probes import points_for, points_within
+from tvmbridge.symbolic.symbols import Symbols
 
 
 @pytest.mark.parametrize("smallest", [(2,), (3,), (8,), (40,), (4, 9), (2, 9, 30)])
@@ -77,3 +84,27 @@ def test_several_symbols_of_small_sizes_may_have_their_least_size_together() -> 
     assert points is not None
     assert all(map(int.__le__, points.least, (3, 4, 3)))
     assert len(set(points.all)) == len(points.all)
+
+
+def _points(broken: Any) -> Any:
+    """Return points for a tensor of up to 31 rows, without those at which a relation is broken."""
+    relations = SimpleNamespace(
+        is_symbolic=lambda *_: True,
+        most=lambda *_: 31,
+        broken=lambda shapes: "a relation" if broken(shapes[0][0]) else None,
+    )
+    trace: Any = SimpleNamespace(
+        relations=relations, program=SimpleNamespace(graph=SimpleNamespace(nodes=[]))
+    )
+    sample = ((torch.empty(3, 2),), {})
+    with mock.patch.object(probes, "traced_sizes", return_value=()):
+        return points_within(trace, Symbols((((0, 0),),)), sample, [(2,)], (5,), ["x"])
+
+
+def test_a_single_size_that_forward_leaves_out_is_no_sample_size() -> None:
+    """A cache of 32 rows is contiguous up to row 31 + 1 alone."""
+    assert _points(lambda rows: False).most == (31,)
+    found = _points(lambda rows: rows == 31)
+    assert all(5 <= size != 31 for size in found.most)
+    with pytest.raises(CaptureError, match="another way at other sizes: a relation"):
+        _points(lambda rows: rows > 4)

@@ -200,3 +200,14 @@ def test_two_values_of_a_quotient_determine_no_factor_and_constant(stride: int) 
     extent = Size(((1, (1,)), (-1, (0,))), stride)
     found = Sizes(points, [extent]).find(tuple((extent.at(p) + 1) ** 2 for p in points))
     assert found is None or found.at((200,)) == (extent.at((200,)) + 1) ** 2
+
+
+def test_sizes_that_differ_beyond_the_sample_shapes_alone_are_one_size() -> None:
+    """A queue of 32 rows is written at a place, and the next place begins anew after the last."""
+    end = Size(((1, (1,)), (4, (0,))))
+    place = Size(end.terms, divisor=32, remainder=True)
+    assert Sizes(((23,), (26,), (3,)), (end, place)).find((27, 30, 7)) == end
+    assert Sizes(((23,), (27,), (3,)), (end, place)).find((27, 31, 7)) == end
+    assert Sizes(((23,), (29,), (3,)), (end, place)).find((27, 1, 7)) == place
+    low = Size(((1, (1,)), (1, (0,))), divisor=2), Size(((1, (1,)),), divisor=2)
+    assert Sizes(((10,), (22,), (2,)), low).find((5, 11, 1)) is None

@@ -78,6 +78,7 @@ _QUESTIONS: dict[Any, str] = {
     **dict.fromkeys(_FILES, "looks at files or folders by"),
     # A trace puts garbage collection off.
     **dict.fromkeys(_COLLECTOR, "asks for garbage collection by"),
+    print: "writes text by",
 }
 _CONTAINERS = frozenset({bytes, deque, dict, list, set, str, tuple, type})
 _PYTHON_SETTERS = ("_set_", "set_")
@@ -91,7 +92,7 @@ _THREAD = threading.local()
 
 
 def is_question(function: Any) -> bool:
-    """Whether a builtin function returns the time, or looks at files or garbage collection."""
+    """Whether a builtin function reads the time, files or garbage collection, or prints."""
     return function in _QUESTIONS
 
 

@@ -138,7 +138,10 @@ def _record(
             outputs = rehearsal(leaves)
         differentiated = [outputs[number] for number in facts.cotangent_of]
         bordered = watch.bordered(differentiated)
-        gradients = torch.autograd.grad(differentiated, [leaves[i] for i in wanted], values[count:])
+        with rehearsal.backward():
+            gradients = torch.autograd.grad(
+                differentiated, [leaves[i] for i in wanted], values[count:]
+            )
         functions[:] = bordered.functions()
         return [*(o.detach() for o in outputs), *gradients]
 

@@ -81,7 +81,7 @@ def gradient_facts(rehearsal: Rehearsal) -> GradientFacts:
             raise NothingToDifferentiateError("no computed output requires a gradient")
         saved = _saved_memory(rehearsal, outputs, differentiable)
         layouts: dict[int, Layout | None] = {}
-        with no_exchanges():
+        with no_exchanges(), rehearsal.backward():
             reached = reached_by_gradients(
                 rehearsal, leaves, [outputs[i] for i in differentiable], layouts
             )

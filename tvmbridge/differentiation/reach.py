@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from tvmbridge.calls.layouts import Layout, layout_of
-from tvmbridge.core.errors import UnsupportedOperatorError
+from tvmbridge.core.errors import BridgeError, UnsupportedOperatorError
 from tvmbridge.core.reached import reached
 from tvmbridge.core.torch_private import DataDependentOutputException
 from tvmbridge.core.types import InputDescriptor
@@ -125,6 +125,8 @@ def _gradients(output: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[to
             "fake kernel. A mixture of experts of transformers trains with "
             'model.set_experts_implementation("batched_mm")'
         ) from error
+    except BridgeError:
+        raise
     except Exception as error:
         raise UnsupportedOperatorError(
             f"PyTorch cannot differentiate forward on fake tensors: {first_paragraph(error)}"

@@ -8,7 +8,7 @@ recorded by PyTorch's autograd, has this information.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -28,7 +28,9 @@ from tvmbridge.graph_capture.observe.refusal import first_paragraph
 from tvmbridge.graph_capture.observe.undo import current_undo
 from tvmbridge.graph_capture.trace.answers import known_values
 from tvmbridge.graph_capture.trace.functions import functions_replaced
+from tvmbridge.graph_capture.trace.held_numbers import HeldOfCall
 from tvmbridge.graph_capture.trace.left import data_dependent_assigned
+from tvmbridge.graph_capture.trace.number_calls import numbers_in_backward
 from tvmbridge.graph_capture.traced_forward import TracedForward
 
 
@@ -67,6 +69,7 @@ class Rehearsal:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         # Clones of the primals that forward writes, otherwise the primals themselves.
         self.stand_ins: list[torch.Tensor] = []
+        self._held: HeldOfCall | None = None
 
     @property
     def wanted(self) -> list[int]:
@@ -131,7 +134,14 @@ class Rehearsal:
                 numbers=self.numbers,
             )
             results = pytree.tree_leaves(_called(forward, args, kwargs))
+            self._held = forward.held
             return self._ordered(results, leaves)
+
+    def backward(self) -> AbstractContextManager[None]:
+        """Return the context in which the results of the last call are differentiated."""
+        if self._held is None or not (self.numbers or self._held.ranges):
+            return nullcontext()
+        return numbers_in_backward(self.numbers, self._held)
 
     def _ordered(self, results: list[Any], leaves: list[Any]) -> list[torch.Tensor]:
         """Return written buffers, written inputs and results in the order of captured outputs."""

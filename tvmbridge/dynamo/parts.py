@@ -32,6 +32,7 @@ from tvmbridge.dynamo.backend import BackendOptions, graph_on_code
 from tvmbridge.dynamo.calls import CompiledGraph, EagerGraph
 from tvmbridge.dynamo.pieces import in_pieces
 from tvmbridge.dynamo.report import graph_report, leave_out_breaks
+from tvmbridge.dynamo.texts import formats_kept
 from tvmbridge.runtime.module_code import ModuleCode
 from tvmbridge.runtime.parts import NO_PART, PartReport
 
@@ -110,7 +111,7 @@ class ModuleInParts:
         outer = _now.ran, _now.reasons
         _now.depth, _now.ran, _now.reasons = _now.depth + 1, 0, ()
         try:
-            with dynamo_config().patch(**_SETTINGS):
+            with dynamo_config().patch(**_SETTINGS), formats_kept():
                 results = self._called(original, args, kwargs)
             ran, reasons = _now.ran, _now.reasons
         finally:

@@ -161,7 +161,7 @@ def capture_staged(
             f"{first_paragraph(stage.failure)}"
         ) from stage.failure
     leaves, in_spec = pytree.tree_flatten((args, dict(kwargs)))
-    numbers = forward.numbers
+    numbers, ranges = forward.numbers, forward.held.ranges if forward.held else {}
     inputs, constant_tensors = describe_inputs(module, program, leaves, needs_grad)
     device = inputs[0].spec.device if inputs else None
     outputs = with_aliases(describe_outputs(program, device), seen)
@@ -176,7 +176,7 @@ def capture_staged(
         bases=bases,
         checks=forward.checks,
         numbers=numbers,
-        held={name: (held_by(module)[name], known) for name, known in forward.held.items()},
+        held={name: (held_by(module)[name], known) for name, known in ranges.items()},
     )
     assumptions = Assumptions(
         training=module.training,
@@ -297,6 +297,8 @@ def _exported(
         warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec", FutureWarning)
         # It becomes an input, whose gradient is computed.
         warnings.filterwarnings("ignore", "A model attribute .* requires gradient", UserWarning)
+        # Sizes of masks of nn.MultiheadAttention are arguments, and no nodes.
+        warnings.filterwarnings("ignore", "Raw SymInt value", UserWarning)
         with exchanges_left_alone(), functions_replaced(module, on_fakes=False), casts_recorded():
             forward = TracedForward(
                 module=module,

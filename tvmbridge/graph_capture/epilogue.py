@@ -260,7 +260,7 @@ def _refuse_in_place(self: _Deferred, other: Any) -> Any:
     )
 
 
-def _refuse_number(self: _Deferred) -> Any:
+def _refuse_number(self: _Deferred, *_: Any) -> Any:
     raise DependenceError(
         f"needs a value that depends on data as a Python number, {_made_by(self)}", AS_NUMBER
     )
@@ -268,7 +268,7 @@ def _refuse_number(self: _Deferred) -> Any:
 
 for _name in _IN_PLACE.split():
     setattr(_Deferred, f"__{_name}__", _refuse_in_place)
-for _name in ("len", "int", "float", "index", "complex", "round"):
+for _name in ("len", "int", "float", "index", "complex", "round", "str", "format"):
     setattr(_Deferred, f"__{_name}__", _refuse_number)
 
 

@@ -62,7 +62,7 @@ class TracedForward:
     - ``checks``: the checks of values that became outputs
     - ``answers``: the guards on small buffers and arguments
     - ``epilogue``: computes the data-dependent results; None if there are none
-    - ``held``: by the name of a buffer, the values of a number in an attribute that is an input
+    - ``held``: the numbers in attributes that are inputs; None before a call
     """
 
     module: nn.Module
@@ -79,7 +79,7 @@ class TracedForward:
     ways: Mapping[tuple[str, str], Left] = field(default_factory=dict)
     epilogue: Epilogue | None = None
     numbers: dict[int, NumberRange] = field(default_factory=dict)
-    held: Mapping[str, NumberRange] = field(default_factory=dict)
+    held: HeldOfCall | None = None
 
     def __post_init__(self) -> None:
         # The current forward, which may be a patched one.
@@ -88,7 +88,7 @@ class TracedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         stand_ins = {**buffers_of(self.module), **places_of(args, kwargs)}
         answers = Answers(self.values, stand_ins, self.autocast)
-        held = HeldOfCall(self.module)
+        held = self.held = HeldOfCall(self.module)
         own = partial(self._own, held)
         leaving = self._leaving(own)
 
@@ -109,7 +109,6 @@ class TracedForward:
         refuse_weights(self.module, results)
         self.changed_arguments, self.checks = watch.changed, watch.checks
         self.ways = {**(leaving.ways if leaving else {}), **held.ways}
-        self.held = held.ranges
         self.answers, self.epilogue = tuple(answers.answers), recorder.epilogue
         return results
 

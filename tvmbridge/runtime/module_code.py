@@ -97,7 +97,11 @@ class ModuleCode(Executor):
                 return self.serve(args, kwargs, again=True)
             if why is COMPILING:
                 return why
-        if policy.cut_for_numbers(call) or policy.cut_for_resized_state(found):
+        if (
+            policy.cut_for_object(why)
+            or policy.cut_for_numbers(call)
+            or policy.cut_for_resized_state(found)
+        ):
             return self._run_in_parts(args, kwargs)
         other = next((m for m in found.misfits if m.kind is Kind.SHAPE), None)
         limited = why is not None and why.kind in (Kind.FULL, Kind.CONSTANT)

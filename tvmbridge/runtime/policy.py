@@ -351,6 +351,15 @@ class Policy:
         why = self.numbers.deciding(call.known, call.args, call.kwargs)
         return why is not None and self.cut.at(why, of_state=True, tried=True)
 
+    def cut_for_object(self, why: Reason | None) -> bool:
+        """Serve calls in parts from now on that get an object with tensors of an unknown class.
+
+        Return whether that is possible, and ``why``, the reason of a fallback, is such an object.
+        """
+        if why is None or why.kind is not Kind.UNSEEN:
+            return False
+        return self.cut.at(f"{why.text}: {why.example}", tried=True)
+
     def cut_for_any_size(self, why: Reason) -> bool:
         """Serve calls of other sizes in parts from now on; return whether that is possible.
 

@@ -108,6 +108,7 @@ def points_within(
     floors = floors or _floors(relations, symbols, sample)
     smallest = [p for least in smallest for p in (least, tuple(map(max, least, floors)))]
     broken: str | None = None
+    wrong: set[int] = set()
     avoided = dict.fromkeys((static_numbers(trace), frozenset[int]()))
     ways = itertools.product(dict.fromkeys(smallest), avoided, _LIMITS, (False, True))
     for least, avoid, limit, tight in ways:
@@ -117,14 +118,26 @@ def points_within(
         )
         if points is None:
             continue
-        broken = next(filter(None, map(broken_at, points.all)), None)
+        found = {point: broken_at(point) for point in points.all}
+        broken = next(filter(None, found.values()), None)
         if broken is None:
             return _told_apart(points, traced_sizes(trace, symbols), broken_at)
+        wrong |= _sizes_of(p for p, each in found.items() if each) - _sizes_of(
+            p for p, each in found.items() if not each
+        )
+    if wrong - set(refused) and not refused:
+        # Forward may leave out single sizes, such as that of a whole cache.
+        further = {*refused, *wrong}
+        return points_within(trace, symbols, sample, smallest, largest, names, further, floors)
     reason = broken or f"there are no sizes to compile for around {largest}"
     message = f"forward goes another way at other sizes: {reason}"
     if broken is None and max(bounds) <= _FEW:
         raise FewSizesError(message, math.prod(bounds))
     raise CaptureError(message)
+
+
+def _sizes_of(points: Iterable[Point]) -> set[int]:
+    return {size for point in points for size in point}
 
 
 def _told_apart(

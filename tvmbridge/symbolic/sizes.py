@@ -342,23 +342,33 @@ def alike(sizes: Sequence[Size], points: Sequence[Point]) -> list[tuple[Size, Po
     """Return the sizes that agree with an earlier one at ``points``, and a point where they differ.
 
     ``(s + 1) // 3`` and ``s // 3`` agree at all multiples of 3. Sizes that agree near the points as
-    well, as ``(s - 1) // 2 + 1`` and ``(s + 1) // 2`` do, are the same function.
+    well, as ``(s - 1) // 2 + 1`` and ``(s + 1) // 2`` do, are the same function. So are sizes that
+    differ beyond the range of one symbol alone: ``(s + 4) % 32`` and ``s + 4`` for ``s`` below 28.
     """
     first: dict[tuple[int, ...], Size] = {}
     found = []
     for size in sizes:
         other = first.setdefault(tuple(size.at(p) for p in points), size)
         if other != size:
-            near = _near(points[0], (q.divisor for s in (size, other) for q in (s, *s.atoms)))
+            divisors = [q.divisor for s in (size, other) for q in (s, *s.atoms)]
+            near = (p for p in _near(points[0], divisors) if _is_served(points, p))
             apart = next((p for p in near if size.at(p) != other.at(p)), None)
             found += [] if apart is None else [(size, apart)]
     return found
 
 
+def _is_served(points: Sequence[Point], point: Point) -> bool:
+    """Whether code may serve ``point``; of several symbols too few points are compared to say no.
+
+    Code for sizes from 2 on may serve 1 too.
+    """
+    return len(point) > 1 or min(points)[0] - 1 <= point[0] <= max(points)[0]
+
+
 def _near(point: Point, divisors: Iterable[int]) -> Iterable[Point]:
     """Yield points in each direction from ``point``, until remainders by ``divisors`` repeat."""
     reach = min(math.lcm(*divisors), _MOST_NEAR)
-    for away in range(1, reach + 1):
+    for away in (n for distance in range(1, reach + 1) for n in (distance, -distance)):
         for i, size in enumerate(point):
             yield (*point[:i], size + away, *point[i + 1 :])
         yield tuple(size + away for size in point)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import importlib
 import operator
 from collections.abc import Callable
@@ -33,6 +34,11 @@ class Asking(nn.Module):
         return tensors[0] * (2.0 if self.asks(self, *tensors) else 3.0)
 
 
+def _prints_and_catches(_: Any, x: torch.Tensor) -> None:
+    with contextlib.suppress(Exception):
+        print(len(x))
+
+
 REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "type is": (lambda _, x: type(x) is torch.Tensor, "the class of a tensor with torch.Tensor"),
     "type ==": (lambda _, x: type(x) == torch.Tensor, "the class of a tensor with"),  # noqa: E721
@@ -55,7 +61,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "str": (lambda _, x: "Fake" in str(x), "makes text of the values"),
     "f-string": (lambda _, x: "Fake" in f"{x}", "makes text of the values"),
     "%": (lambda _, x: "Fake" in "%s" % x, "makes text of the values"),  # noqa: UP031
-    "print": (lambda _, x: print(x), "makes text of the values"),
+    "a print that is caught": (_prints_and_catches, "writes text by print"),
 }
 
 

@@ -339,3 +339,23 @@ def test_traces_with_symbols_are_decomposed_alike(
         ours = traced()
     monkeypatch.setattr(by_operator, "_by_operator", left_to_pytorch)
     assert ours == traced()
+
+
+class Masked(nn.Module):
+    """Attention whose mask PyTorch reshapes to sizes that are no nodes of the program."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.attention(x, x, x, key_padding_mask=mask, need_weights=False)[0]
+
+
+def test_a_size_that_is_no_node_of_the_program_is_an_operand() -> None:
+    sample = torch.randn(4, 8, 16), torch.zeros(4, 8, dtype=torch.bool)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        traced = traced_with_symbols(Masked(), sample, {}, [(0, 1), (1, 1)], needs_grad=True)
+    (result,) = traced.program.graph.output_node().args[0]
+    assert result.meta["val"].shape[2] == 16

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from tvmbridge.core.errors import NumberReadError
@@ -71,12 +72,23 @@ ANY: dict[str, Function] = {
     ),
     "compared": lambda m, x, t: (x < t, t >= x, x == t, t != x),
     "written": lambda m, x, t: x.clone().add_(t).mul_(t),
+    "alpha": lambda m, x, t: (
+        torch.add(x, m.table[:, :1], alpha=t),
+        x.clone().sub_(x.exp(), alpha=t).add_(x, alpha=0.5),
+    ),
     "embedded": _embedding,
     "of a class": lambda m, x, t: x * 2 if isinstance(t, int) else x * 3,
 }
 OF_INTEGERS: dict[str, Function] = {
     "divided": lambda m, x, t: x * (t % 4 + t // 3),
     "selected": lambda m, x, t: (m.table[t] * 2, m.table[t - 1] * 2),
+}
+SMOOTHED = {
+    "classes": (torch.tensor([0, 2, -100, 1]), {}),
+    "sum": (torch.tensor([0, 2, -100, 1]), {"reduction": "sum"}),
+    "each": (torch.tensor([0, 2, 7, 1]), {"reduction": "none", "ignore_index": 7}),
+    "weights": (torch.tensor([0, 2, -100, 1]), {"weight": torch.tensor([1.0, 0.5, 2.0])}),
+    "probabilities": (torch.rand(4, 3).softmax(-1), {"weight": torch.tensor([1.0, 0.5, 2.0])}),
 }
 NARROWED: dict[str, tuple[Function, tuple[int, ...]]] = {
     "decay": (lambda m, x, t: x * (1 - 0.9**t), (-1,)),
@@ -119,6 +131,18 @@ def test_values_for_which_python_raises_are_left_out(name: str) -> None:
     assert [v for v in (1, *left_out) if served.holds(v)] == [1]
 
 
+@pytest.mark.parametrize("name", SMOOTHED)
+def test_the_smoothing_of_labels_is_an_input(name: str) -> None:
+    target, options = SMOOTHED[name]
+
+    def function(model: Any, x: Any, t: Any) -> Any:
+        logits = torch.outer(torch.arange(4.0), x[:3]).sin()
+        return F.cross_entropy(logits, target, label_smoothing=t, **options)
+
+    served = _check(function, FloatInput, (0.1, 0.0, 0.25, 1.0))
+    assert [v for v in (0.0, 0.1, 1.0, 1.1, -0.1, math.nan) if served.holds(v)] == [0.0, 0.1, 1.0]
+
+
 def _caught(model: Any, x: Any, t: Any) -> Any:
     try:
         return x * float(t)
@@ -140,7 +164,7 @@ READ: dict[str, tuple[Function, str]] = {
     "text": (lambda m, x, t: (x, f"{t}")[0], "writes it as text"),
     "key": (lambda m, x, t: x * {3: 2.0}.get(t, 1.0), "uses it as a key"),
     "class": (lambda m, x, t: x if type(t) is int else -x, "ask for its class"),
-    "alpha": (lambda m, x, t: torch.add(x, x, alpha=t), "passes it to add"),
+    "alpha": (lambda m, x, t: torch.add(x.half(), x.half(), alpha=t), "passes it to add as alpha"),
     "caught": (_caught, "converts it to a float"),
     "written view": (_written, "writes into a tensor that it indexes"),
     "returned view": (lambda m, x, t: m.table[t], "returns or keeps a part"),

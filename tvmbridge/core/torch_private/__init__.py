@@ -266,6 +266,17 @@ def captured_in() -> str:
     return name if name.isidentifier() else "graph"
 
 
+def dynamo_formatting() -> tuple[Any, str]:
+    """Return the class and the name of the method by which TorchDynamo formats a value."""
+    translators = importlib.import_module("torch._dynamo.symbolic_convert")
+    return translators.InstructionTranslator.__mro__[1], "_format_value"
+
+
+def dynamo_variables() -> Any:
+    """Return the package of the classes by which TorchDynamo represents Python's values."""
+    return importlib.import_module("torch._dynamo.variables")
+
+
 def traced_code() -> list[Any]:
     """Return the code of all functions that TorchDynamo has traced in its current capture."""
     return list(importlib.import_module("torch._guards").TracingContext.get_traced_code() or ())

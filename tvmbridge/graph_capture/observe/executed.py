@@ -23,6 +23,7 @@ from tvmbridge.core.torch_private import (
     call_in_transform,
     dispatch_modes,
 )
+from tvmbridge.graph_capture.dependence import DependenceError
 from tvmbridge.graph_capture.observe.names import Names, names_of
 
 # Functions of these packages need no guards: the settings that they read are watched elsewhere,
@@ -35,6 +36,10 @@ _OF_FILES |= {"glob", "gzip", "json", "mmap", "numpy", "os", "pathlib", "posixpa
 _OF_FILES |= {"tarfile", "tomllib", "zipfile"}
 _DEVICE = torch.ops.prim.device.default
 _IMPORTING = "<frozen importlib._bootstrap>"
+_PRINTS = (
+    "prints, which compiled code does not do: it runs in parts with on_break='eager'; print "
+    "outside of forward to have it compiled whole"
+)
 # A function transform calls custom autograd functions by this function of PyTorch.
 _IN_TRANSFORM = call_in_transform.__code__
 
@@ -72,6 +77,9 @@ def executed_functions(
     of them and of builtin functions. Functions and questions during an import are left out as well,
     because they do not run again. An active profiler is suspended inside this context. Call
     ``applied`` with each custom autograd function that is applied.
+
+    Raises:
+        DependenceError: user code calls ``print``.
     """
     known: dict[tuple[int, ...], CodeType] = {}
     of_libraries: dict[int, CodeType] = {}
@@ -84,6 +92,8 @@ def executed_functions(
             asked = is_question(argument) and _is_asked_by_user(frame)
             if asked and _imports_under_way(frame) == before:
                 own.note_question(argument)
+                if argument is print:
+                    raise DependenceError(_PRINTS)
             return
         if event != "call":
             return

@@ -205,7 +205,8 @@ def _staged(
     if apart:
         _refuse_to_part(module, seen)
     refuse_foreign(module, seen.foreign_modules)
-    _refuse_effects(module, seen, actor)
+    again_unseen = partial(run_unseen, actor, args, kwargs, autocast)
+    _refuse_effects(module, seen, actor, None if seen.impure or not apart else again_unseen)
     if adoption.adopted or not apart:
         adoption.refuse_stale(module)
     refuse_what_is_asked(module, (args, dict(kwargs)), seen.asks)
@@ -240,7 +241,9 @@ def _require_gradients_like(actor: nn.Module, module: nn.Module) -> None:
                     mine[name] = copied.detach().requires_grad_()
 
 
-def _refuse_effects(module: nn.Module, seen: Observation, actor: nn.Module) -> None:
+def _refuse_effects(
+    module: nn.Module, seen: Observation, actor: nn.Module, run: Callable[[], None] | None
+) -> None:
     found = [f"writes {name}" for name in seen.writes]
     found += seen.impure
     found += [f"changes {name} outside of the module" for name in seen.changes]
@@ -249,7 +252,7 @@ def _refuse_effects(module: nn.Module, seen: Observation, actor: nn.Module) -> N
         raise StateWrittenError(
             f"forward of {type(module).__name__} {', '.join(found)}, which compiled code would "
             "not do at each call",
-            frozenset(_places_written(module, seen.writes, actor)),
+            frozenset(_places_written(module, seen.writes, actor, run)),
         )
     if seen.kept:
         raise StateWrittenError(
@@ -259,18 +262,26 @@ def _refuse_effects(module: nn.Module, seen: Observation, actor: nn.Module) -> N
 
 
 def _places_written(
-    module: nn.Module, names: Iterable[str], actor: nn.Module
+    module: nn.Module,
+    names: Iterable[str],
+    actor: nn.Module,
+    run: Callable[[], None] | None,
 ) -> Iterator[NumberKey]:
     """Yield the attributes that forward of ``actor`` has written, or the numbers inside them.
 
     Args:
         module: the user's module, which has the values before.
+        run: runs forward of ``actor`` once more; None: that is not possible.
     """
     for path, name in map(_split, names):
-        if actor is not module:
-            now, before = (vars(m.get_submodule(path)).get(name) for m in (actor, module))
-            for steps in numbers_changed(now, before) or ():
-                yield (path, name, *steps)
+        now, before = (vars(m.get_submodule(path)).get(name) for m in (actor, module))
+        changed = numbers_changed(now, before) if actor is not module else ()
+        if changed == [] and run is not None:
+            # A number that counts modulo the number of runs is what it was before them.
+            run()
+            changed, run = numbers_changed(now, before), None
+        for steps in changed or ():
+            yield (path, name, *steps)
         yield path, name
 
 

@@ -158,15 +158,15 @@ class _Copier:
         here = [self._nodes[n] if isinstance(n, fx.Node) else n for n in nodes]
         leaves = [self._values[n] if isinstance(n, fx.Node) else n for n in here]
         trace = self._traces.of(node.target, leaves, structure)
-        # By value, as the tensors of a trace are told apart.
-        nodes_here = (n for n in here if isinstance(n, fx.Node))
-        operands = {id(self._values[n]): n for n in nodes_here if is_operand(self._values[n])}
+        # By value, as the tensors of a trace are told apart. A size may be no node of the program.
+        pairs = zip(leaves, here, strict=True)
+        operands = {id(leaf): n for leaf, n in pairs if is_operand(leaf)}
         return self._inlined(trace, list(operands.values()), node)
 
-    def _inlined(self, trace: OperatorTrace, operands: Sequence[fx.Node], source: fx.Node) -> Any:
+    def _inlined(self, trace: OperatorTrace, operands: Sequence[Any], source: fx.Node) -> Any:
         meta = {name: source.meta[name] for name in _COPIED if name in source.meta}
         given = iter(operands)
-        made: dict[fx.Node, fx.Node] = {}
+        made: dict[fx.Node, Any] = {}
         for node in trace.graph.nodes:
             if node.op == "placeholder":
                 made[node] = next(given)

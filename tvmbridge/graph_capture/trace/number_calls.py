@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import BackwardCFunction
 
+from tvmbridge.calls.patches import patched_here
 from tvmbridge.core.errors import NumberReadError
 from tvmbridge.core.number_inputs import NumberRange
 from tvmbridge.core.structure import unflatten
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.graph_capture.trace.held_numbers import HeldOfCall
-from tvmbridge.graph_capture.trace.number_functions import NumberFunctions
+from tvmbridge.graph_capture.trace.number_functions import NumberFunctions, numbers_in
 from tvmbridge.graph_capture.trace.number_math import math_traced
 from tvmbridge.graph_capture.trace.traced_numbers import NumbersOfCall, TracedNumber
 
@@ -35,6 +40,12 @@ def numbers_traced(
         ranges: by the position of a leaf, the values of the number; the call narrows them.
     """
     of = NumbersOfCall({**ranges, **held.by_leaf()})
+    contexts: weakref.WeakSet[BackwardCFunction] = weakref.WeakSet()
+
+    def kept(genuine: Any, context: BackwardCFunction, name: str, value: Any) -> None:
+        genuine(context, name, value)
+        if numbers_in(value):
+            contexts.add(context)
 
     def call(forward: _Function, args: Any, kwargs: Any) -> Any:
         given, checked = _with_numbers(of, [*args, *kwargs.values()])
@@ -45,10 +56,12 @@ def numbers_traced(
         if not all(map(_is_as_before, checked)):
             raise NumberReadError("forward changes an argument that holds it", frozenset(of.ranges))
         del given, named, checked
-        _refuse_kept(of, module, results)
+        saved = Counter(id(n) for context in contexts for n in numbers_in(vars(context)))
+        _refuse_kept(of, module, results, saved)
         return results
 
-    with NumberFunctions(), math_traced():
+    setting = patched_here(BackwardCFunction, "__setattr__", kept, over=True)
+    with NumberFunctions(), math_traced(), setting:
         try:
             yield call
         except NumberReadError as error:
@@ -102,12 +115,45 @@ def _keep_values(module: nn.Module) -> None:
                 held[name] = _with_values(value)
 
 
-def _refuse_kept(of: NumbersOfCall, module: nn.Module, results: Any) -> None:
-    """Refuse numbers that outlive the call, and parts of tensors that must be views."""
+@contextmanager
+def numbers_in_backward(ranges: Mapping[int, NumberRange], held: HeldOfCall) -> Iterator[None]:
+    """Let backwards of custom autograd functions compute with numbers that forwards have kept.
+
+    Raises:
+        NumberReadError: a backward branches on a number, or limits the values that it serves.
+    """
+    known = {**ranges, **held.by_leaf()}
+    before = {leaf: str(each) for leaf, each in known.items()}
+
+    def applied(genuine: Any, context: BackwardCFunction, *gradients: Any) -> Any:
+        with NumberFunctions():
+            return genuine(context, *gradients)
+
+    try:
+        with patched_here(BackwardCFunction, "apply", applied, over=True):
+            yield
+        limited = frozenset(leaf for leaf, each in known.items() if str(each) != before[leaf])
+        if limited:
+            what = "the backward of a custom autograd function branches on it, or limits its values"
+            raise NumberReadError(what, limited)
+    except NumberReadError as error:
+        error.attributes = held.keys(error.leaves)
+        raise
+
+
+def _refuse_kept(
+    of: NumbersOfCall, module: nn.Module, results: Any, saved: Mapping[int, int]
+) -> None:
+    """Refuse numbers that outlive the call, and parts of tensors that must be views.
+
+    Args:
+        saved: by the id of a number, how often contexts of custom autograd functions hold it.
+    """
     if of.refusal is not None:  # forward has caught it
         raise of.refusal
     for number in (known() for known in of.made):
-        if number is not None:
+        # Its references: those of contexts, the variable ``number``, and the argument.
+        if number is not None and sys.getrefcount(number) != saved.get(id(number), 0) + 2:
             raise number.refused("returns it, or keeps it beyond the call")
     everywhere = frozenset(of.ranges)
     if any(tensor._version != version for tensor, version in of.selected):

@@ -7,12 +7,15 @@ converted where the result would have another dtype.
 
 from __future__ import annotations
 
+import inspect
 import math
+import operator
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from tvmbridge.core.number_inputs import NumberRange
@@ -26,6 +29,7 @@ _Handler = Callable[[_Function, tuple[Any, ...], dict[str, Any]], Any]
 # The modules of PyTorch's functions that are written in Python, and what these ask modes by.
 _IN_PYTHON = ("torch.nn.functional", "torch.functional")
 _ASKING_MODES = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+_EXACT_FLOATS = (torch.float32, torch.float64)
 # The dtypes that the numbers within the limits of a range are converted to without an error.
 _FILLED = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
 
@@ -69,9 +73,11 @@ def numbers_in(value: Any) -> list[TracedNumber]:
 
 def _operands(func: _Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
     """Call ``func`` with tensors that give its result the dtype that numbers would give it."""
+    if type(named.get("out")) is TracedNumber:
+        raise numbers_in(named)[0].refused(f"passes it to {func.__name__} as out")
+    if type(named.get("alpha")) is TracedNumber:
+        args, named = _multiplied(func, args, named)
     given, by_name = list(args), dict(named)
-    if any(type(v) is TracedNumber for k, v in named.items() if k in ("alpha", "out")):
-        raise numbers_in(named)[0].refused(f"passes it to {func.__name__} as alpha")
     for number in numbers_in((args, named)):
         limit(func, number, args, named)
     tensors = [v for v in (*args, *named.values()) if isinstance(v, torch.Tensor)]
@@ -82,6 +88,28 @@ def _operands(func: _Function, args: tuple[Any, ...], named: dict[str, Any]) -> 
     (half,) = tensors
     result = func(*[v.float() if v is half else v for v in given], **by_name)
     return half.copy_(result) if _is_in_place(func) else result.to(half.dtype)
+
+
+def _multiplied(
+    func: _Function, args: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a sum or difference whose second operand is multiplied by alpha."""
+    named, alpha = dict(named), named["alpha"]
+    del named["alpha"]
+    tensor, other = _placed(args, named, ("input", "other"), func)
+    use, most = f"passes it to {func.__name__} as alpha", torch.finfo(torch.float32).max
+    if not all(isinstance(t, torch.Tensor) and t.dtype in _EXACT_FLOATS for t in (tensor, other)):
+        raise alpha.refused(use)
+    # PyTorch raises an error for a finite number that float32 does not have.
+    if alpha.argument is None and not (
+        alpha.decided(operator.le, most, use) and alpha.decided(operator.ge, -most, use)
+    ):
+        raise alpha.refused(use)
+    return (tensor, _times(other, alpha)), {}
+
+
+def _times(tensor: torch.Tensor, number: TracedNumber) -> Any:
+    return _operands(torch.mul, (tensor, number), {})
 
 
 def _pow(func: _Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -161,6 +189,36 @@ def _lerp(func: _Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
     if start.dtype in (torch.float16, torch.bfloat16):
         raise weight.refused(f"passes it to lerp with {start.dtype}")
     return func(start, end, weight.tensor.to(start.dtype))
+
+
+def _cross_entropy(func: _Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """Call ``cross_entropy`` with label smoothing, as the sum that PyTorch computes."""
+    by_name = inspect.signature(func).bind(*args, **named).arguments
+    x, target, smoothing = (by_name.pop(n, None) for n in ("input", "target", "label_smoothing"))
+    older = by_name.get("size_average") is not None or by_name.get("reduce") is not None
+    if type(smoothing) is not TracedNumber or x.dtype not in _EXACT_FLOATS or older:
+        raise numbers_in((args, named))[0].refused(f"passes it to {func.__name__} with {x.dtype}")
+    use = f"passes it to {func.__name__}"
+    if not (smoothing.decided(operator.ge, 0.0, use) and smoothing.decided(operator.le, 1.0, use)):
+        raise smoothing.refused(f"{use} beyond its limits")
+    dim = 0 if x.dim() == 1 else 1
+    number: Any = smoothing  # Its operators are set in a loop.
+    share, rest = number / x.shape[dim], 1 - number
+    if target.is_floating_point():
+        smoothed = _operands(torch.add, (_times(target, rest), share), {})
+        return func(x, smoothed, **by_name)
+    plain, weight = func(x, target, **by_name), by_name.get("weight")
+    left_out, reduction = target == by_name.get("ignore_index", -100), by_name.get("reduction")
+    logs, counts = -torch.log_softmax(x, dim), (~left_out).to(x.dtype)
+    if weight is not None:
+        logs = logs * weight.reshape(-1, *[1] * (x.dim() - 1 - dim))
+        counts = counts * weight[target.masked_fill(left_out, 0)]
+    others = logs.sum(dim).masked_fill(left_out, 0.0)
+    if reduction != "none":
+        others = others.sum()
+    if reduction not in ("none", "sum"):
+        others = others / counts.sum()
+    return torch.where(smoothing.tensor == 0.0, plain, _times(plain, rest) + _times(others, share))
 
 
 def _fillable(number: TracedNumber, dtype: torch.dtype, func: _Function) -> torch.Tensor:
@@ -291,6 +349,7 @@ _HANDLERS |= dict.fromkeys(_functions(["clamp", "clip"]), _clamp)
 _HANDLERS |= dict.fromkeys(_functions(["lerp"]), _lerp)
 _HANDLERS |= dict.fromkeys((*_functions(["pow", "float_power"]), torch.Tensor.__pow__), _pow)
 _HANDLERS |= dict.fromkeys((torch.where,), _where)
+_HANDLERS[F.cross_entropy] = _cross_entropy
 _HANDLERS |= dict.fromkeys(_functions(["masked_fill"]), _masked_fill)
 _HANDLERS |= dict.fromkeys((torch.full, torch.full_like, torch.Tensor.new_full), _full)
 _HANDLERS |= dict.fromkeys((torch.fill, torch.fill_, torch.Tensor.fill_), _fill)
