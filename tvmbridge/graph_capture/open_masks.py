@@ -7,6 +7,7 @@ accept none.
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any
 
@@ -15,10 +16,15 @@ from torch import fx
 
 from tvmbridge.core.custom_operator import NAMESPACE
 from tvmbridge.core.decisions import simplifies
-from tvmbridge.graph_capture.constant_nodes import is_repeatable, run_on_cpu
+from tvmbridge.graph_capture.constant_nodes import (
+    MOST_ELEMENTS,
+    is_repeatable,
+    run_on_cpu,
+)
 from tvmbridge.graph_capture.trace.fused_attention import fused_kernel
 from tvmbridge.passes.fx.base import bound_arguments, evaluated
 
+aten = torch.ops.aten
 _FUSED = f"{NAMESPACE}.fused_attention.default"
 _BACKWARD = f"{NAMESPACE}.fused_attention_backward.default"
 _DETACH = "aten.detach.default"
@@ -30,6 +36,13 @@ _PLACES = {
     f"{NAMESPACE}.attention.default": (3, 4),
     _FUSED: (3, 6),
 }
+# Operators on each element alone that PyTorch has no tag for.
+_ELEMENTWISE = (aten.to, aten._to_copy, aten.__and__, aten.__or__, aten.__xor__, aten.where)
+# Views that never copy.
+_VIEWS = (
+    *(aten.expand, aten.unsqueeze, aten.squeeze, aten.slice, aten.select),
+    *(aten.transpose, aten.permute, aten.alias, aten.detach, aten.view),
+)
 
 
 def drop_open_masks(graph: fx.Graph) -> None:
@@ -46,11 +59,11 @@ def drop_open_masks(graph: fx.Graph) -> None:
         mask = _argument(node, mask_place)
         if not isinstance(mask, fx.Node) or _argument(node, causal_place):
             continue
-        value = _constant(mask, known)
-        if value is None:
+        if not _is_constant(mask):
             continue
-        causal = simplifies(_is_causal(value))
-        if not causal and not simplifies(_is_open(value)):
+        value = _constant(mask, known)
+        causal = simplifies(value is not None and _is_causal(value))
+        if not causal and not simplifies(value is not None and _is_open(value)):
             continue
         kernel = _kernel_without_mask(node, causal) if str(node.target) == _FUSED else None
         backward = _backward_of(node) if str(node.target) == _FUSED else []
@@ -138,27 +151,63 @@ def _name(node: fx.Node, place: int) -> str:
     return name
 
 
+def _is_constant(node: fx.Node) -> bool:
+    """Whether a node depends on no input, at any size."""
+    pending, seen = [node], {node}
+    while pending:
+        current = pending.pop()
+        if not is_repeatable(current):
+            return False
+        pending += (n for n in current.all_input_nodes if n not in seen)
+        seen.update(current.all_input_nodes)
+    return True
+
+
 def _constant(node: fx.Node, known: dict[fx.Node, torch.Tensor | None]) -> torch.Tensor | None:
-    """Return the value of a node; None if the value depends on an input or is too large."""
+    """Return the value of a constant node; None if it is too large."""
     pending = [node]
     while pending:
         current = pending[-1]
-        if current in known:
-            pending.pop()
-            continue
-        inputs = current.all_input_nodes
-        unknown = [n for n in inputs if n not in known] if is_repeatable(current) else []
-        if unknown:
+        unknown = [n for n in current.all_input_nodes if n not in known]
+        if unknown and current not in known:
             pending += unknown
             continue
-        known[current] = _run(current, known)
+        pending.pop()
+        if current not in known:
+            known[current] = _run(current, known)
     return known[node]
 
 
 def _run(node: fx.Node, known: dict[fx.Node, torch.Tensor | None]) -> torch.Tensor | None:
-    if not is_repeatable(node) or any(known[n] is None for n in node.all_input_nodes):
+    """Return the value of a node, as a view of the part that it repeats.
+
+    A mask for each row of a batch is computed once where it is the same for all rows.
+    """
+    values = {n: known[n] for n in node.all_input_nodes}
+    if any(value is None for value in values.values()):
         return None
-    return run_on_cpu(node, known)
+    target, shape = node.target, list(node.meta["val"].shape)
+    packet = target._overloadpacket  # type: ignore[union-attr]
+    alone = torch.Tag.pointwise in target.tags or packet in _ELEMENTWISE  # type: ignore[union-attr]
+    if alone and values:
+        given = [_unrepeated(v, v.dim()) for v in values.values() if v is not None]
+        values = dict(zip(values, given, strict=True))
+        shape = list(torch.broadcast_shapes(*(v.shape for v in given)))
+    elif packet in _VIEWS:
+        shape = []
+    if math.prod(shape) > MOST_ELEMENTS:
+        return None
+    try:
+        value = run_on_cpu(node, values)
+    except RuntimeError:  # A view of a repeated part may be impossible.
+        return None
+    if value is None or alone or packet in _VIEWS:
+        return None if value is None else value.expand(node.meta["val"].shape)
+    for place, size in enumerate(value.shape):
+        first = value.narrow(place, 0, min(1, size))
+        if bool((value == first).all()):
+            value = first.expand(value.shape)
+    return value
 
 
 def _unrepeated(mask: torch.Tensor, dimensions: int) -> torch.Tensor:
