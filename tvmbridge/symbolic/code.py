@@ -29,6 +29,7 @@ from tvmbridge.core.assumptions import Question
 from tvmbridge.core.autocast import Autocast
 from tvmbridge.core.captured_graph import Assumptions, CapturedGraph
 from tvmbridge.core.decisions import (
+    Decision,
     OtherFactError,
     Results,
     padding_by_sizes,
@@ -153,20 +154,31 @@ _Made = TypeVar("_Made", bound=_HasLowered)
 
 
 def traced_for(
-    module: nn.Module, symbols: Symbols, sample: Arguments, *, needs_grad: bool, autocast: Autocast
+    module: nn.Module,
+    symbols: Symbols,
+    sample: Arguments,
+    *,
+    needs_grad: bool,
+    autocast: Autocast,
+    like: Sequence[Decision] | None = None,
 ) -> SymbolicTrace:
     """Trace ``module`` with ``symbols`` in place of some sizes of ``sample``.
+
+    Args:
+        like: the decisions of another trace, which are repeated; None: the sample decides.
 
     Raises:
         CaptureError: the module cannot be traced with these symbols.
     """
-    return traced_with_symbols(
-        module,
-        *symbols.probe(*sample, symbols.apart(shapes_of(sample))),
-        [d for group in symbols.dimensions for d in group],
-        needs_grad=needs_grad,
-        autocast=autocast,
-    )
+    with recorded_decisions() if like is None else repeated_decisions(like) as decisions:
+        trace = traced_with_symbols(
+            module,
+            *symbols.probe(*sample, symbols.apart(shapes_of(sample))),
+            [d for group in symbols.dimensions for d in group],
+            needs_grad=needs_grad,
+            autocast=autocast,
+        )
+    return replace(trace, decisions=tuple(decisions or ()))
 
 
 def lowered_at_all(
