@@ -27,7 +27,6 @@ from tvmbridge.graph_capture.constant_nodes import (
 from tvmbridge.graph_capture.trace.fused_attention import fused_kernel
 from tvmbridge.passes.fx.base import bound_arguments, evaluated
 
-aten = torch.ops.aten
 _FUSED = f"{NAMESPACE}.fused_attention.default"
 _BACKWARD = f"{NAMESPACE}.fused_attention_backward.default"
 _DETACH = "aten.detach.default"
@@ -40,12 +39,12 @@ _PLACES = {
     _FUSED: (3, 6),
 }
 # Operators on each element alone that PyTorch has no tag for.
-_ELEMENTWISE = (aten.to, aten._to_copy, aten.__and__, aten.__or__, aten.__xor__, aten.where)
+_ELEMENTWISE = {"to", "_to_copy", "__and__", "__or__", "__xor__", "where"}
 # Views that never copy.
-_VIEWS = (
-    *(aten.expand, aten.unsqueeze, aten.squeeze, aten.slice, aten.select),
-    *(aten.transpose, aten.permute, aten.alias, aten.detach, aten.view),
-)
+_VIEWS = {
+    *("expand", "unsqueeze", "squeeze", "slice", "select"),
+    *("transpose", "permute", "alias", "detach", "view"),
+}
 
 
 # Returns the value of a number, which may be symbolic.
@@ -257,15 +256,15 @@ def _run(node: fx.Node, known: Mapping[fx.Node, Any], numbers: _Numbers) -> torc
     if any(value is None for value in values.values()):
         return None
     target, shape = node.target, [numbers(n) for n in _shape(node)]
-    packet = target._overloadpacket  # type: ignore[union-attr]
-    alone = torch.Tag.pointwise in target.tags or packet in _ELEMENTWISE  # type: ignore[union-attr]
+    name = str(target).removeprefix("aten.").partition(".")[0]
+    alone = torch.Tag.pointwise in target.tags or name in _ELEMENTWISE  # type: ignore[union-attr]
     tensors = {n: v for n, v in values.items() if isinstance(v, torch.Tensor)}
     computed = shape
     if alone and tensors:
         given = {n: _unrepeated(v, v.dim()) for n, v in tensors.items()}
         values |= given
         computed = list(torch.broadcast_shapes(*(v.shape for v in given.values())))
-    elif packet in _VIEWS:
+    elif name in _VIEWS:
         computed = []
     if math.prod(computed) > MOST_ELEMENTS:
         return None
@@ -273,7 +272,7 @@ def _run(node: fx.Node, known: Mapping[fx.Node, Any], numbers: _Numbers) -> torc
         value = run_on_cpu(node, values)
     except RuntimeError:  # A view of a repeated part may be impossible.
         return None
-    if value is None or alone or packet in _VIEWS:
+    if value is None or alone or name in _VIEWS:
         return None if value is None else value.expand(shape)
     for place, size in enumerate(value.shape):
         first = value.narrow(place, 0, min(1, size))
