@@ -41,6 +41,12 @@ def _window(x: torch.Tensor) -> torch.Tensor:
     return (places[None] - places[:, None]).abs() < 3
 
 
+def _long_window(x: torch.Tensor) -> torch.Tensor:
+    places = torch.arange(x.shape[-2])
+    distance = places[:, None] - places[None]
+    return (distance >= 0) & (distance < 40)
+
+
 def _random(x: torch.Tensor) -> torch.Tensor:
     return torch.rand(x.shape[-2], x.shape[-2]) > 2.0 * torch.eye(x.shape[-2]).sub(1).abs()
 
@@ -164,6 +170,46 @@ def _is_dropped(mask: Mask, size: int) -> bool:
 
 def test_an_open_mask_of_any_size_is_dropped_where_it_repeats_a_small_one() -> None:
     assert _is_dropped(_open, 1 << 14)
+
+
+class Packed(nn.Module):
+    """Attention with a mask of packed sequences, which is causal for all rows of a batch."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, length = x.shape[0], x.shape[2]
+        places = torch.arange(length)[None].expand(rows, -1)
+        jumps = torch.diff(places, prepend=places[:, :1] - 1)
+        sequence = (jumps != 1).cumsum(-1)
+        row = torch.arange(rows)[:, None, None, None]
+        query, key = torch.arange(length)[None, None, :, None], torch.arange(length)
+        mask = (places[row, key] <= places[row, query]).to(x.device, torch.bool)
+        mask = mask & (sequence[row, query] == sequence[row, key])
+        return functional.scaled_dot_product_attention(x, x, x, mask)
+
+
+def test_a_mask_that_is_the_same_for_all_rows_is_computed_for_one() -> None:
+    with torch.no_grad():
+        graph = capture(Packed().eval(), torch.ones(300, 1, 600, 4)).program.graph
+    (node,) = (n for n in graph.nodes if "scaled_dot_product_attention" in str(n.target))
+    given = dict(zip([a.name for a in node.target._schema.arguments], node.args, strict=False))
+    given |= node.kwargs
+    assert given.get("attn_mask") is None
+    assert given["is_causal"]
+
+
+@pytest.mark.parametrize("most", [1 << 26, 400])
+def test_a_mask_that_is_causal_at_some_sizes_alone_has_code_for_any_size(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(open_masks, "MOST_ELEMENTS", most)
+    module = Attention(_long_window).eval()
+    reference = eager(module)
+    add_tvm_dispatch(module, dynamic_shapes="auto")
+    with torch.no_grad():
+        for size in (9, 12, 60, 7):
+            x = torch.randn(1, 2, size, 8)
+            torch.testing.assert_close(module(x), reference(x), rtol=1e-5, atol=1e-6)
+    assert not dispatch_report(module).fallbacks
 
 
 def test_masks_that_are_open_at_some_sizes_alone_are_kept() -> None:

@@ -12,14 +12,28 @@ import torch
 
 from tvmbridge.core.errors import CaptureError
 from tvmbridge.symbolic import probes
+from tvmbridge.symbolic.code import Points
 from tvmbridge.symbolic.probes import points_for, points_within
 from tvmbridge.symbolic.symbols import Symbols
+
+
+def _around(
+    smallest: tuple[int, ...], largest: tuple[int, ...], bounds: list[int], **options: Any
+) -> Points | None:
+    return points_for((smallest, largest, largest), bounds, **options)
+
+
+def test_kernels_are_chosen_at_sizes_of_calls_and_not_at_bounds() -> None:
+    points = points_for(((2, 2), (4, 60), (64, 512)), [64, 512])
+    assert points is not None
+    assert max(points.middle) <= 60
+    assert points.hold((60, 450))
 
 
 @pytest.mark.parametrize("smallest", [(2,), (3,), (8,), (40,), (4, 9), (2, 9, 30)])
 @pytest.mark.parametrize("most", [60, 100, 1 << 20])
 def test_remainders_of_sums_of_sizes_differ(smallest: tuple[int, ...], most: int) -> None:
-    points = points_for(smallest, tuple(n + 3 for n in smallest), [most] * len(smallest))
+    points = _around(smallest, tuple(n + 3 for n in smallest), [most] * len(smallest))
     assert points is not None
     for divisor in (2, 3, 4, 5, 6, 7, 8, 12, 16):
         for factors in itertools.product(range(divisor), repeat=len(smallest)):
@@ -31,25 +45,25 @@ def test_remainders_of_sums_of_sizes_differ(smallest: tuple[int, ...], most: int
 
 
 def test_points_are_no_static_numbers_of_the_graph() -> None:
-    free = points_for((12,), (40,), [1000])
+    free = _around((12,), (40,), [1000])
     assert free is not None
     avoided = {n for (n,) in free.all}
-    points = points_for((12,), (40,), [1000], avoided=avoided)
+    points = _around((12,), (40,), [1000], avoided=avoided)
     assert points is not None
     assert avoided.isdisjoint(n for (n,) in points.all)
 
 
 def test_code_is_for_as_small_sizes_whatever_is_avoided() -> None:
-    points = points_for((8,), (40,), [1000], avoided={3})
+    points = _around((8,), (40,), [1000], avoided={3})
     assert points is not None
     assert points.least == (3,)
-    others = points_for((8,), (40,), [1000], avoided={3}, refused={3})
+    others = _around((8,), (40,), [1000], avoided={3}, refused={3})
     assert others is not None
     assert others.least == (7,)
 
 
 def test_a_bound_that_is_no_prime_leaves_points_below_it() -> None:
-    points = points_for((4,), (512,), [512])
+    points = _around((4,), (512,), [512])
     assert points is not None
     assert 256 < points.most[0] < 512
 
@@ -58,21 +72,21 @@ def test_a_bound_that_is_no_prime_leaves_points_below_it() -> None:
 def test_each_symbol_is_far_larger_and_far_smaller_than_each_other(
     smallest: tuple[int, ...],
 ) -> None:
-    points = points_for(smallest, tuple(n + 3 for n in smallest), [1 << 20] * len(smallest))
+    points = _around(smallest, tuple(n + 3 for n in smallest), [1 << 20] * len(smallest))
     assert points is not None
     for i, j in itertools.permutations(range(len(smallest)), 2):
         assert any(point[i] > 8 * point[j] for point in points.all)
 
 
 def test_a_least_size_that_forward_permits_is_the_smallest_point() -> None:
-    points = points_for((3, 3), (40, 40), [1000, 1000], floors=[3, 3])
+    points = _around((3, 3), (40, 40), [1000, 1000], floors=[3, 3])
     assert points is not None
     assert points.least == (3, 3)
 
 
 def test_a_narrow_bound_leaves_points_with_a_smaller_bottom() -> None:
     """No size from 8 to 16 has a generic difference from 5."""
-    points = points_for((2, 5), (4, 8), [1000, 16], avoided={16})
+    points = _around((2, 5), (4, 8), [1000, 16], avoided={16})
     assert points is not None
     assert points.least[1] < 5
     assert 8 <= points.most[1] <= 16
@@ -80,7 +94,7 @@ def test_a_narrow_bound_leaves_points_with_a_smaller_bottom() -> None:
 
 
 def test_several_symbols_of_small_sizes_may_have_their_least_size_together() -> None:
-    points = points_for((3, 4, 3), (5, 6, 5), [1000, 64, 64], avoided={2, 3, 4}, floors=[2, 2, 2])
+    points = _around((3, 4, 3), (5, 6, 5), [1000, 64, 64], avoided={2, 3, 4}, floors=[2, 2, 2])
     assert points is not None
     assert all(map(int.__le__, points.least, (3, 4, 3)))
     assert len(set(points.all)) == len(points.all)
@@ -98,7 +112,7 @@ def _points(broken: Any) -> Any:
     )
     sample = ((torch.empty(3, 2),), {})
     with mock.patch.object(probes, "traced_sizes", return_value=()):
-        return points_within(trace, Symbols((((0, 0),),)), sample, [(2,)], (5,), ["x"])
+        return points_within(trace, Symbols((((0, 0),),)), sample, [(2,)], ((5,), (5,)), ["x"])
 
 
 def test_a_single_size_that_forward_leaves_out_is_no_sample_size() -> None:

@@ -209,19 +209,35 @@ def fitting(fits: Callable[..., int], *extents: int) -> int:
     return int(decided(Rule.LEAST, lambda: Fitting(fits, extents)))
 
 
+class OtherFactError(BuildError):
+    """A fact that simplifies the code at the first sample sizes is not known at others."""
+
+
+# Whether facts about values are used.
+_facts: ContextVar[bool] = ContextVar("facts", default=True)
+
+
 def simplifies(here: bool) -> bool:
     """Whether to use a fact about a value, such as that a factor is one, to simplify the code.
 
     A fact that is true at the first sample sizes must be true at all; one that is true at others
     alone is not used.
 
+    Args:
+        here: whether the fact is true at these sizes; False if this is not known.
+
     Raises:
-        BuildError: the fact is true at the first sample sizes, and not at these.
+        OtherFactError: the fact is true at the first sample sizes, and not known at these.
     """
-    chosen = decided(Rule.FACT, lambda: here)
+    chosen = decided(Rule.FACT, lambda: here and _facts.get())
     if chosen and not here:
-        raise BuildError("what simplifies the code at some sizes is not true at others")
+        raise OtherFactError("what simplifies the code at some sizes is not true at others")
     return chosen
+
+
+def without_facts() -> AbstractContextManager[object]:
+    """Within the context, let :func:`simplifies` use no fact."""
+    return set_within(_facts, False)
 
 
 def divides(divisor: int, extent: int) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from tvmbridge.calls.arguments import Arguments
-from tvmbridge.core.errors import CaptureError
+from tvmbridge.core.errors import BuildError, CaptureError
 from tvmbridge.exporting.conditions import written_relations
 from tvmbridge.graph_capture.any_size import SymbolicTrace, shapes_of
 from tvmbridge.graph_capture.ones import compute_alike
@@ -70,8 +70,15 @@ class OnesOfExport:
         symbols = self.symbols.where(larger)
         sample = self.symbols.probe(*self.sample, points[0])
         try:
-            trace = traced_for(self.module, symbols, sample, needs_grad=False, autocast=())
-        except CaptureError:
+            trace = traced_for(
+                self.module,
+                symbols,
+                sample,
+                needs_grad=False,
+                autocast=(),
+                like=self.trace.decisions,
+            )
+        except (BuildError, CaptureError):
             return False
         names = list(itertools.compress(self.names, larger))
         relations = written_relations(self.trace.relations, self.symbols, self.names)

@@ -173,7 +173,7 @@ def _points(
         seen.append(tuple(min(n, max(s, b.least)) for n, b, s in small))
     least, most = (tuple(map(each, zip(*seen, strict=True))) for each in (min, max))
     names = [str(i) for i in range(len(pytree.tree_leaves(sample)))]
-    return points_within(trace, symbols, sample, [least], most, names)
+    return points_within(trace, symbols, sample, [least], [here, most], names)
 
 
 def _compiled(

@@ -16,6 +16,7 @@ from tvmbridge.calls.arguments import Arguments
 from tvmbridge.calls.layouts import dense_strides
 from tvmbridge.core.autocast import Autocast
 from tvmbridge.core.captured_graph import CapturedGraph
+from tvmbridge.core.decisions import Decision
 from tvmbridge.core.errors import CaptureError
 from tvmbridge.core.torch_private import make_contiguous_strides_for, pytree
 from tvmbridge.graph_capture.capture import export_with_symbols
@@ -27,8 +28,9 @@ from tvmbridge.graph_capture.observe.descriptors import (
 )
 from tvmbridge.graph_capture.observe.refusal import first_paragraph
 from tvmbridge.graph_capture.observe.staging import StagedModule, staged
+from tvmbridge.graph_capture.open_masks import OpenMask
 from tvmbridge.graph_capture.relations import Relations, relations_in
-from tvmbridge.graph_capture.resized import OtherProgramError, outputs_at, resized
+from tvmbridge.graph_capture.resized import NumbersAt, OtherProgramError, outputs_at, resized
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +44,8 @@ class SymbolicTrace:
     - ``relations``: the conditions on sizes under which the program is valid
     - ``sizes``: the shapes of the sample's tensors, by the number of the leaf
     - ``needs_grad``: whether the graph will be differentiated
+    - ``masks``: the constant masks that ``program`` has no more
+    - ``decisions``: what was decided by the sizes of the sample, such as which masks these are
     """
 
     stage: StagedModule
@@ -49,6 +53,8 @@ class SymbolicTrace:
     relations: Relations
     sizes: Mapping[int, Sequence[int]]
     needs_grad: bool
+    masks: tuple[OpenMask, ...] = ()
+    decisions: Sequence[Decision] = ()
 
     def stage_at(self, arguments: Arguments) -> StagedModule | None:
         """Return the traced module with what its run would show for ``arguments``.
@@ -106,6 +112,8 @@ class SymbolicTrace:
         symbols = [self.relations.symbols(shapes_of(each)) for each in (there, arguments)]
         try:
             program = resized(like.program, self.program, *symbols)
+            if not all(mask.holds(NumbersAt(symbols[1]).of) for mask in self.masks):
+                raise OtherProgramError("a mask is causal, or open, at some sizes alone")
         except OtherProgramError as error:
             logger.debug("each size is traced: %s", error)
             return None
@@ -147,11 +155,11 @@ def traced_with_symbols(
         symbolic.setdefault(leaf, {})[number] = torch.export.Dim.AUTO
     stage = staged(module, args, kwargs, needs_grad, autocast=autocast)
     try:
-        program = export_with_symbols(stage, args, kwargs, needs_grad, symbolic)
+        program, masks = export_with_symbols(stage, args, kwargs, needs_grad, symbolic)
     except Exception as error:
         raise CaptureError(
             f"torch.export cannot trace {type(module).__name__} with symbolic sizes: "
             f"{first_paragraph(error)}"
         ) from error
     sizes = shapes_of((args, dict(kwargs)))
-    return SymbolicTrace(stage, program, relations_in(program), sizes, needs_grad)
+    return SymbolicTrace(stage, program, relations_in(program), sizes, needs_grad, masks)

@@ -52,7 +52,7 @@ from tvmbridge.graph_capture.observe.refusal import (
 )
 from tvmbridge.graph_capture.observe.staging import StagedModule, staged
 from tvmbridge.graph_capture.observe.undo import current_undo
-from tvmbridge.graph_capture.open_masks import drop_open_masks
+from tvmbridge.graph_capture.open_masks import OpenMask, drop_open_masks
 from tvmbridge.graph_capture.prologue import cut_prologue
 from tvmbridge.graph_capture.surroundings import tracing_here
 from tvmbridge.graph_capture.symbols import (
@@ -231,7 +231,7 @@ def _export(
     records: list[PassRecord] | None,
 ) -> tuple[ExportedProgram, TracedForward]:
     try:
-        return _exported(stage, args, kwargs, needs_grad, bases, None, records)
+        return _exported(stage, args, kwargs, needs_grad, bases, None, records)[:2]
     except (CaptureError, PassError):
         raise
     except Exception as error:
@@ -253,14 +253,16 @@ def export_with_symbols(
     kwargs: Mapping[str, Any],
     needs_grad: bool,
     symbolic: Mapping[int, Mapping[int, Any]],
-) -> ExportedProgram:
+) -> tuple[ExportedProgram, tuple[OpenMask, ...]]:
     """Export the module of ``stage`` with symbols in place of some sizes.
 
     ``symbolic`` maps the number of an argument's leaf to its symbolic dimensions. Errors of
-    torch.export are not wrapped.
+    torch.export are not wrapped. Also return the masks that were removed, because they mask
+    nothing or are causal at the sizes of the sample.
     """
     bases = () if stage.observation is None else stage.observation.sharing.bases
-    return _exported(stage, args, kwargs, needs_grad, bases, symbolic)[0]
+    program, _, masks = _exported(stage, args, kwargs, needs_grad, bases, symbolic)
+    return program, masks
 
 
 def _exported(
@@ -271,8 +273,8 @@ def _exported(
     bases: Sequence[IntermediateBase],
     symbolic: Mapping[int, Mapping[int, Any]] | None = None,
     records: list[PassRecord] | None = None,
-) -> tuple[ExportedProgram, TracedForward]:
-    """Return the decomposed program and the forward that was traced.
+) -> tuple[ExportedProgram, TracedForward, tuple[OpenMask, ...]]:
+    """Return the decomposed program, the forward that was traced, and the masks it has no more.
 
     Errors of torch.export are not wrapped.
     """
@@ -332,17 +334,13 @@ def _exported(
             done = rewrite_program(program, stage.fx_passes)
             if records is not None:
                 records.extend(done)
-        # A trace without symbols is compared with one with symbols, where masks have no values.
-        return _taken_apart(program, table, drops_masks=symbolic != {}), forward
+        masks = drop_open_masks(program.graph)
+        return _taken_apart(program, table), forward, masks
 
 
-def _taken_apart(
-    program: ExportedProgram, table: dict[Any, Callable[..., Any]], *, drops_masks: bool = True
-) -> ExportedProgram:
+def _taken_apart(program: ExportedProgram, table: dict[Any, Callable[..., Any]]) -> ExportedProgram:
     """Return ``program`` in functional ATen, decomposed by ``table``."""
     _name_buffers_once(program)
-    if drops_masks:
-        drop_open_masks(program.graph)
     reshape_instead_of_view(program)
     modules = any(isinstance(x, nn.Module) for x in pytree.tree_leaves(program.example_inputs))
     if not program.range_constraints and not modules:

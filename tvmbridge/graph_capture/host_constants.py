@@ -149,5 +149,7 @@ def _may_run(node: fx.Node, values: Values) -> bool:
     if any(n.meta["val"].device != CPU for n in node.all_input_nodes if "val" in n.meta):
         return False
     value = node.meta["val"]
+    if not all(isinstance(size, int) for size in value.shape):
+        return False
     small = value.numel() <= MOST_ELEMENTS  # Larger results are computed at each call.
     return small and (value.device == CPU or bool(node.all_input_nodes))

@@ -14,9 +14,10 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
+from tvmbridge.core.symbolic_numbers import is_number
 from tvmbridge.core.torch_private import OpOverload, pytree
 from tvmbridge.graph_capture.any_size import SymbolicTrace
-from tvmbridge.graph_capture.resized import NumbersAt, arguments_of, is_number
+from tvmbridge.graph_capture.resized import NumbersAt, arguments_of
 
 # Operators that are the same where the shape of the result is, given as numbers or as -1.
 _RESHAPES = frozenset(

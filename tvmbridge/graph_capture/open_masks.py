@@ -7,15 +7,23 @@ accept none.
 
 from __future__ import annotations
 
+import math
 import operator
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
 
 from tvmbridge.core.custom_operator import NAMESPACE
 from tvmbridge.core.decisions import simplifies
-from tvmbridge.graph_capture.constant_nodes import is_repeatable, run_on_cpu
+from tvmbridge.core.symbolic_numbers import SYMBOLIC, is_number
+from tvmbridge.graph_capture.constant_nodes import (
+    MOST_ELEMENTS,
+    is_repeatable,
+    run_on_cpu,
+)
 from tvmbridge.graph_capture.trace.fused_attention import fused_kernel
 from tvmbridge.passes.fx.base import bound_arguments, evaluated
 
@@ -30,15 +38,51 @@ _PLACES = {
     f"{NAMESPACE}.attention.default": (3, 4),
     _FUSED: (3, 6),
 }
+# Operators on each element alone that PyTorch has no tag for.
+_ELEMENTWISE = {"to", "_to_copy", "__and__", "__or__", "__xor__", "where"}
+# Views that never copy.
+_VIEWS = {
+    *("expand", "unsqueeze", "squeeze", "slice", "select"),
+    *("transpose", "permute", "alias", "detach", "view"),
+}
 
 
-def drop_open_masks(graph: fx.Graph) -> None:
+# Returns the value of a number, which may be symbolic.
+_Numbers: TypeAlias = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class OpenMask:
+    """A constant mask that was removed from a graph.
+
+    - ``node``: the node that computes the mask, in a graph of its own. Its placeholders are sizes.
+    - ``is_causal``: whether the mask is causal; otherwise it is open everywhere.
+    """
+
+    node: fx.Node
+    is_causal: bool
+
+    def holds(self, numbers: _Numbers) -> bool:
+        """Whether the mask is causal, or open, where ``numbers`` are the values of sizes."""
+        value = _constant(self.node, {}, numbers)
+        return value is not None and (_is_causal if self.is_causal else _is_open)(value)
+
+
+def _hint(number: Any) -> Any:
+    return number.node.hint if isinstance(number, SYMBOLIC) else number
+
+
+def drop_open_masks(graph: fx.Graph) -> tuple[OpenMask, ...]:
     """Remove constant masks from attention in ``graph`` that are open everywhere or causal.
 
     A causal mask is replaced by ``is_causal=True``. In a joint graph, forward and backward are
-    changed alike.
+    changed alike. Symbolic sizes have the values of the sample.
+
+    Returns:
+        The masks that were removed.
     """
-    known: dict[fx.Node, torch.Tensor | None] = {}
+    known: dict[fx.Node, Any] = {}
+    dropped: list[OpenMask] = []
     for node in graph.nodes:
         if node.op != "call_function" or str(node.target) not in _PLACES:
             continue
@@ -46,16 +90,19 @@ def drop_open_masks(graph: fx.Graph) -> None:
         mask = _argument(node, mask_place)
         if not isinstance(mask, fx.Node) or _argument(node, causal_place):
             continue
-        value = _constant(mask, known)
-        if value is None:
+        if not _is_constant(mask):
             continue
-        causal = simplifies(_is_causal(value))
-        if not causal and not simplifies(_is_open(value)):
+        if str(node.target) == _FUSED and not all(isinstance(n, int) for n in _shape(mask)):
+            continue
+        value = _constant(mask, known, _hint)
+        causal = simplifies(value is not None and _is_causal(value))
+        if not causal and not simplifies(value is not None and _is_open(value)):
             continue
         kernel = _kernel_without_mask(node, causal) if str(node.target) == _FUSED else None
         backward = _backward_of(node) if str(node.target) == _FUSED else []
         if kernel == "" or backward is None:
             continue
+        dropped.append(OpenMask(_alone(mask), causal))
         _set(node, mask_place, None)
         if causal:
             _set(node, causal_place, True)
@@ -64,6 +111,34 @@ def drop_open_masks(graph: fx.Graph) -> None:
         for other in backward:
             for place in (mask_place, _KERNEL, causal_place):
                 other.update_arg(place + _BACKWARD_SHIFT, node.args[place])
+    return tuple(dropped)
+
+
+def _alone(node: fx.Node) -> fx.Node:
+    """Return a copy of a constant node in a graph of its own."""
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    pending = [node]
+    while pending:
+        current = pending[-1]
+        unknown = [] if is_number(current) else current.all_input_nodes
+        unknown = [n for n in unknown if n not in copies]
+        if unknown and current not in copies:
+            pending += unknown
+            continue
+        pending.pop()
+        if current in copies:
+            continue
+        if is_number(current):
+            copies[current] = graph.placeholder(current.name)
+            copies[current].meta = dict(current.meta)
+        else:
+            copies[current] = graph.node_copy(current, copies.__getitem__)
+    return copies[node]
+
+
+def _shape(node: fx.Node) -> Sequence[Any]:
+    shape: Sequence[Any] = node.meta["val"].shape
+    return shape
 
 
 def _backward_of(node: fx.Node) -> list[fx.Node] | None:
@@ -138,27 +213,72 @@ def _name(node: fx.Node, place: int) -> str:
     return name
 
 
-def _constant(node: fx.Node, known: dict[fx.Node, torch.Tensor | None]) -> torch.Tensor | None:
-    """Return the value of a node; None if the value depends on an input or is too large."""
+def _is_constant(node: fx.Node) -> bool:
+    """Whether a node depends on no input but on sizes."""
+    pending, seen = [node], {node}
+    while pending:
+        current = pending.pop()
+        if is_number(current):
+            continue
+        if not is_repeatable(current):
+            return False
+        pending += (n for n in current.all_input_nodes if n not in seen)
+        seen.update(current.all_input_nodes)
+    return True
+
+
+def _constant(node: fx.Node, known: dict[fx.Node, Any], numbers: _Numbers) -> torch.Tensor | None:
+    """Return the value of a constant node; None if it is too large."""
     pending = [node]
     while pending:
         current = pending[-1]
-        if current in known:
-            pending.pop()
-            continue
-        inputs = current.all_input_nodes
-        unknown = [n for n in inputs if n not in known] if is_repeatable(current) else []
-        if unknown:
+        unknown = [] if is_number(current) else current.all_input_nodes
+        unknown = [n for n in unknown if n not in known]
+        if unknown and current not in known:
             pending += unknown
             continue
-        known[current] = _run(current, known)
-    return known[node]
+        pending.pop()
+        if current not in known:
+            is_size = is_number(current)
+            known[current] = (
+                numbers(current.meta["val"]) if is_size else _run(current, known, numbers)
+            )
+    value: torch.Tensor | None = known[node]
+    return value
 
 
-def _run(node: fx.Node, known: dict[fx.Node, torch.Tensor | None]) -> torch.Tensor | None:
-    if not is_repeatable(node) or any(known[n] is None for n in node.all_input_nodes):
+def _run(node: fx.Node, known: Mapping[fx.Node, Any], numbers: _Numbers) -> torch.Tensor | None:
+    """Return the value of a node, as a view of the part that it repeats.
+
+    A mask for each row of a batch is computed once where it is the same for all rows.
+    """
+    values = {n: known[n] for n in node.all_input_nodes}
+    if any(value is None for value in values.values()):
         return None
-    return run_on_cpu(node, known)
+    target, shape = node.target, [numbers(n) for n in _shape(node)]
+    name = str(target).removeprefix("aten.").partition(".")[0]
+    alone = torch.Tag.pointwise in target.tags or name in _ELEMENTWISE  # type: ignore[union-attr]
+    tensors = {n: v for n, v in values.items() if isinstance(v, torch.Tensor)}
+    computed = shape
+    if alone and tensors:
+        given = {n: _unrepeated(v, v.dim()) for n, v in tensors.items()}
+        values |= given
+        computed = list(torch.broadcast_shapes(*(v.shape for v in given.values())))
+    elif name in _VIEWS:
+        computed = []
+    if math.prod(computed) > MOST_ELEMENTS:
+        return None
+    try:
+        value = run_on_cpu(node, values)
+    except RuntimeError:  # A view of a repeated part may be impossible.
+        return None
+    if value is None or alone or name in _VIEWS:
+        return None if value is None else value.expand(shape)
+    for place, size in enumerate(value.shape):
+        first = value.narrow(place, 0, min(1, size))
+        if bool((value == first).all()):
+            value = first.expand(value.shape)
+    return value
 
 
 def _unrepeated(mask: torch.Tensor, dimensions: int) -> torch.Tensor:

@@ -25,19 +25,11 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 
 from tvmbridge.core.errors import BridgeError
-from tvmbridge.core.symbolic_numbers import SYMBOLIC, expression_of
+from tvmbridge.core.symbolic_numbers import SYMBOLIC, expression_of, is_number
 from tvmbridge.core.torch_private import pytree
 
 _PLAIN: dict[Any, Any] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 _ALIAS = torch.ops.aten.alias.default
-# Checks of sizes; the relations between sizes contain the same conditions.
-_CHECKS = frozenset(
-    {
-        torch.ops.aten._assert_scalar.default,
-        torch.ops.aten.sym_constrain_range.default,
-        torch.ops.aten.sym_constrain_range_for_size.default,
-    }
-)
 
 
 class OtherProgramError(BridgeError):
@@ -141,11 +133,6 @@ def outputs_at(symbolic: ExportedProgram, symbols: Mapping[Any, int]) -> list[to
 def _without_data(value: torch.Tensor, sizes: NumbersAt) -> torch.Tensor:
     shape, stride, dtype, _ = sizes.of(value)
     return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-
-
-def is_number(node: fx.Node) -> bool:
-    """Whether a node computes or checks a size."""
-    return node.target in _CHECKS or isinstance(node.meta.get("val"), SYMBOLIC)
 
 
 def _is_whole(node: fx.Node) -> bool:

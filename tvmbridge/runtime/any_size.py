@@ -156,11 +156,12 @@ class _SizeGroup:
                 names = (f"`{self.signature.names[leaf]}`[{n}]" for leaf, n in self.declared)
                 return Reason(Kind.TOGETHER, ", ".join(names))
         seen = [symbols.point_of(dict(call)) for call in calls]
+        within: list[Point] = []
         if self.declared is not None:
-            seen += reach([self.declared[group[0]] for group in symbols.dimensions], seen[-1])
+            within = reach([self.declared[group[0]] for group in symbols.dimensions], seen[-1])
         retire(entry for i in self.instances() for _, entry in i.compiled())
         self.calls.append(shapes)
-        self.family = family = Family(compiler, self.signature, symbols, seen, retire)
+        self.family = family = Family(compiler, self.signature, symbols, seen, retire, within)
         family.guessed, family.demanded = guessed, demanded
         if self.declared is not None:
             family.why = ""

@@ -68,6 +68,7 @@ class Family:
     Args:
         seen: the points of the sample and of the calls so far.
         retire: called with the entries that are no longer kept.
+        within: points that the code should serve as well.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Family:
         symbols: Symbols,
         seen: Sequence[Point],
         retire: Retire,
+        within: Sequence[Point] = (),
     ) -> None:
         self.retire = retire
         self.compiler = compiler
@@ -104,8 +106,9 @@ class Family:
         self._limited: set[_Key] = set()
         # The symbols of the code: fewer than ``symbols`` if some sizes depend on others.
         self._related = symbols
-        self._least = tuple(max(LEAST_SIZE, min(sizes)) for sizes in zip(*seen, strict=True))
-        self._most = tuple(max(LEAST_SIZE, *sizes) for sizes in zip(*seen, strict=True))
+        self._least = self._usual = self._most = tuple(max(LEAST_SIZE, n) for n in seen[0])
+        self._note(*seen)
+        self._cover(*within)
 
     def instance(self, matched: Matched) -> Specialization | None:
         """Return the specialisation for the sizes of a call.
@@ -213,6 +216,12 @@ class Family:
         return point
 
     def _note(self, *points: Point) -> None:
+        """Extend the range of sizes that the next compilation is for to these points of calls."""
+        self._cover(*points)
+        for point in points:
+            self._usual = tuple(map(max, self._usual, point))
+
+    def _cover(self, *points: Point) -> None:
         """Extend the range of sizes that the next compilation is for to these points."""
         for point in points:
             self._least = tuple(
@@ -255,8 +264,11 @@ class Family:
         return self.compilations >= _MOST_RANGES * len(self.codes)
 
     def _bounds_from(self, least: Point) -> tuple[Point, ...]:
-        """Return the bounds of a compilation now: two smallest points to try, and the largest."""
-        return (least, tuple(map(max, least, self._least)), self._most)
+        """Return the bounds of a compilation now.
+
+        They are two smallest points to try, the largest sizes of calls, and the largest to serve.
+        """
+        return (least, tuple(map(max, least, self._least)), self._usual, self._most)
 
     def _compile(self, key: _Key, matched: Matched, least: Point) -> SymbolicCode | Reason:
         mode, name = key[0], type(self.compiler.module).__name__
@@ -343,7 +355,7 @@ class Family:
         branch from a certain size on, as for the length of a diagonal, the code is for larger sizes
         than those of the call.
         """
-        sample, before = (args, kwargs), (self._related, self._least, self._most)
+        sample, before = (args, kwargs), (self._related, self._least, self._usual, self._most)
         try:
             return self._compiled_from(mode, sample, bounds)
         except (DemandedSizeError, FewSizesError) as error:
@@ -353,7 +365,7 @@ class Family:
             elsewhere = before[0].probe(*sample, largest)
             if not self._may_differ(error, shapes_of(sample), shapes_of(elsewhere)):
                 raise
-            self._related, self._least, self._most = before
+            self._related, self._least, self._usual, self._most = before
             try:
                 code = self._compiled_from(mode, elsewhere, (*bounds[:-1], largest))
             except BridgeError:
@@ -401,8 +413,9 @@ class Family:
         self._related = symbols
         found = tuple(map(symbols.point_of, shapes))
         self._least = self._most = found[-1]
-        self._note(*found)
-        return (self._least, self._least, self._most)
+        self._usual = found[-2]
+        self._cover(*found)
+        return (self._least, self._least, self._usual, self._most)
 
     def _instantiated(
         self, code: SymbolicCode, point: Point, flags: Flags, matched: Matched

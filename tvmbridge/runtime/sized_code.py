@@ -40,13 +40,13 @@ def compiled_for(
     another number of the graph. The least sizes of 2 are then not among those served.
 
     Args:
-        bounds: candidates for the smallest point, tried in order; the last element is the
-            largest point.
+        bounds: candidates for the smallest point, tried in order; then the largest sizes of calls,
+            and the largest sizes to serve.
 
     Raises:
         BridgeError: no code is possible.
     """
-    *least, most = bounds
+    *least, usual, most = bounds
     args, kwargs = sample
     request = CompileRequest(
         compiler.module,
@@ -59,17 +59,17 @@ def compiled_for(
         autocast=mode.autocast,
     )
     compiled = partial(compile_symbolic, request, symbols, trace=trace)
-    points = points_within(trace, symbols, sample, least, most, names)
+    points = points_within(trace, symbols, sample, least, [usual, most], names)
     try:
         return compiled(points)
     except DifferentCodeError as error:
         first, used = error, set[int]()
-    for begin in raised(points.least, *bounds[-2:]):
+    for begin in raised(points.least, least[-1], most):
         logger.debug("code differs between %s", points.all)
         used |= {size for point in points.all for size in point}
         try:
             points = points_within(
-                trace, symbols, sample, [begin], bounds[-1], names, used, floors=begin
+                trace, symbols, sample, [begin], [usual, most], names, used, floors=begin
             )
             return compiled(points, floors=begin)
         except BridgeError as error:

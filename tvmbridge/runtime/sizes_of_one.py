@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 
 from tvmbridge.calls.arguments import Arguments
-from tvmbridge.core.decisions import recorded_decisions
-from tvmbridge.core.errors import CaptureError
+from tvmbridge.core.errors import BuildError, CaptureError
 from tvmbridge.graph_capture.any_size import SymbolicTrace, shapes_of
 from tvmbridge.graph_capture.ones import compute_alike
 from tvmbridge.runtime.entry_compiler import Compiler
@@ -47,16 +46,15 @@ class SizesOfOne:
     ) -> SymbolicTrace | None:
         """Return a trace like the code's, in which the symbols that are not ``larger`` are 1."""
         try:
-            # Where all sizes are 1, no symbol tells the trace that the sizes vary.
-            with recorded_decisions():
-                trace = traced_for(
-                    self._compiler.module,
-                    symbols.where(larger),
-                    sample,
-                    needs_grad=mode.needs_grad,
-                    autocast=mode.autocast,
-                )
-        except CaptureError as error:
+            trace = traced_for(
+                self._compiler.module,
+                symbols.where(larger),
+                sample,
+                needs_grad=mode.needs_grad,
+                autocast=mode.autocast,
+                like=code.trace.decisions,
+            )
+        except (CaptureError, BuildError) as error:
             logger.debug("no trace at sizes of 1: %s", error)
             return None
         points = [

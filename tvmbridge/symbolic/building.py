@@ -21,6 +21,7 @@ from tvmbridge.compiler.cached_build import CachedBuild
 from tvmbridge.core.common_decisions import agreed, followed
 from tvmbridge.core.decisions import (
     Decision,
+    OtherFactError,
     Results,
     recorded_decisions,
     repeated_decisions,
@@ -75,9 +76,14 @@ def build_for_all(
 
 @contextmanager
 def refused_as_different() -> Iterator[None]:
-    """Raise DifferentCodeError for what is refused at a size; the first size was not refused."""
+    """Raise DifferentCodeError for what is refused at a size; the first size was not refused.
+
+    OtherFactError stays, because code without the fact may be had.
+    """
     try:
         yield
+    except OtherFactError:
+        raise
     except (BuildError, UnsupportedOperatorError) as error:
         raise DifferentCodeError(str(error)) from error
 

@@ -29,10 +29,13 @@ from tvmbridge.core.assumptions import Question
 from tvmbridge.core.autocast import Autocast
 from tvmbridge.core.captured_graph import Assumptions, CapturedGraph
 from tvmbridge.core.decisions import (
+    Decision,
+    OtherFactError,
     Results,
     padding_by_sizes,
     recorded_decisions,
     repeated_decisions,
+    without_facts,
 )
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.core.types import PassRecord
@@ -151,20 +154,31 @@ _Made = TypeVar("_Made", bound=_HasLowered)
 
 
 def traced_for(
-    module: nn.Module, symbols: Symbols, sample: Arguments, *, needs_grad: bool, autocast: Autocast
+    module: nn.Module,
+    symbols: Symbols,
+    sample: Arguments,
+    *,
+    needs_grad: bool,
+    autocast: Autocast,
+    like: Sequence[Decision] | None = None,
 ) -> SymbolicTrace:
     """Trace ``module`` with ``symbols`` in place of some sizes of ``sample``.
+
+    Args:
+        like: the decisions of another trace, which are repeated; None: the sample decides.
 
     Raises:
         CaptureError: the module cannot be traced with these symbols.
     """
-    return traced_with_symbols(
-        module,
-        *symbols.probe(*sample, symbols.apart(shapes_of(sample))),
-        [d for group in symbols.dimensions for d in group],
-        needs_grad=needs_grad,
-        autocast=autocast,
-    )
+    with recorded_decisions() if like is None else repeated_decisions(like) as decisions:
+        trace = traced_with_symbols(
+            module,
+            *symbols.probe(*sample, symbols.apart(shapes_of(sample))),
+            [d for group in symbols.dimensions for d in group],
+            needs_grad=needs_grad,
+            autocast=autocast,
+        )
+    return replace(trace, decisions=tuple(decisions or ()))
 
 
 def lowered_at_all(
@@ -179,10 +193,27 @@ def lowered_at_all(
         trace: the module with symbols, which the graphs at the other points come from.
         lower: lowers the module at a point, with what is known of it.
 
+    A fact that simplifies the code at the first point alone, such as that a window's mask is
+    causal, is then not used.
+
     Raises:
         DifferentCodeError: the module is refused at a point, and not at the first.
         BridgeError: the module is refused at the first point.
     """
+    try:
+        return _lowered_alike(points, trace, sample_at, lower)
+    except OtherFactError:
+        with without_facts():
+            return _lowered_alike(points, trace, sample_at, lower)
+
+
+def _lowered_alike(
+    points: Points,
+    trace: SymbolicTrace,
+    sample_at: Callable[[Point], Arguments],
+    lower: Callable[[Point, Known], _Made],
+) -> list[_Made]:
+    """Lower a module at each of ``points``, and raise OtherFactError if a fact differs."""
     first, *others = points.all
     made: Results = {}
     with padding_by_sizes(_pads_by_sizes(trace)):

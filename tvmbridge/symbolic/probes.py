@@ -71,7 +71,7 @@ def points_within(
     symbols: Symbols,
     sample: Arguments,
     smallest: Sequence[Point],
-    largest: Point,
+    largest: Sequence[Point],
     names: Sequence[str],
     refused: Collection[int] = (),
     floors: Point | None = None,
@@ -80,7 +80,7 @@ def points_within(
 
     Args:
         smallest: candidates for the smallest point, in order of preference.
-        largest: the largest size of each symbol that calls had.
+        largest: the largest size of each symbol that calls had, and that the code must serve.
         refused: numbers that no size may be. The trace's static numbers are avoided where the
             code is for as small sizes without them.
         floors: the least value of each symbol that the code serves; None: that forward permits.
@@ -96,7 +96,7 @@ def points_within(
         raise DemandedSizeError(fixed, relations, names)
     bounds = [
         min(_bound(relations, symbols, d, size) for d in group)
-        for group, size in zip(symbols.dimensions, largest, strict=True)
+        for group, size in zip(symbols.dimensions, largest[1], strict=True)
     ]
 
     def broken_at(point: Point) -> str | None:
@@ -114,7 +114,7 @@ def points_within(
     for least, avoid, limit, tight in ways:
         within = [min(bound, limit) for bound in bounds]
         points = points_for(
-            least, largest, within, tight=tight, avoided=avoid, refused=refused, floors=floors
+            (least, *largest), within, tight=tight, avoided=avoid, refused=refused, floors=floors
         )
         if points is None:
             continue
@@ -129,7 +129,7 @@ def points_within(
         # Forward may leave out single sizes, such as that of a whole cache.
         further = {*refused, *wrong}
         return points_within(trace, symbols, sample, smallest, largest, names, further, floors)
-    reason = broken or f"there are no sizes to compile for around {largest}"
+    reason = broken or f"there are no sizes to compile for around {largest[0]}"
     message = f"forward goes another way at other sizes: {reason}"
     if broken is None and max(bounds) <= _FEW:
         raise FewSizesError(message, math.prod(bounds))
@@ -216,8 +216,7 @@ def _numbers(node: Any) -> Iterable[int]:
 
 
 def points_for(
-    smallest: Point,
-    largest: Point,
+    seen: tuple[Point, Point, Point],
     bounds: Sequence[int],
     *,
     tight: bool = False,
@@ -228,6 +227,7 @@ def points_for(
     """Return sample points whose range contains the given sizes and many others, or None.
 
     Args:
+        seen: the smallest sizes, the largest sizes of calls, and the largest sizes to serve.
         tight: whether to stay close to the smallest sizes.
         avoided: numbers that no size may be, except a smallest size if calls have no larger one.
         refused: numbers that no size may be, except a smallest size of 2.
@@ -236,10 +236,10 @@ def points_for(
     taken = {*avoided, *refused}
     used = set(refused)
     most, middle, least = [], [], []
-    floors = floors or [LEAST_SIZE] * len(smallest)
-    for low, high, bound, floor in zip(smallest, largest, bounds, floors, strict=True):
+    floors = floors or [LEAST_SIZE] * len(bounds)
+    for low, usual, high, bound, floor in zip(*seen, bounds, floors, strict=True):
         limit = min(_FAR * max(high, _LANES), bound)
-        common = min(max(high, 2 * _LEAST[-1]), bound)
+        common = min(max(usual, low, 2 * _LEAST[-1]), bound)
         # Within narrow bounds a smaller bottom may have a generic size at the top.
         for bottom in _bottoms(low, floor, taken, used, tight):
             mine = {*taken, bottom}
