@@ -71,7 +71,7 @@ def decomposition(node: fx.Node) -> tuple[fx.Graph, list[fx.Node]]:
     """Return the graph of a node's operator, and the nodes whose tensors the graph takes."""
     leaves, structure = pytree.tree_flatten((node.args, node.kwargs))
     operands = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
-    function: Any = _COMPOSITE.get(node.target, node.target)  # type: ignore[call-overload]
+    function: Any = _COMPOSITE.get(node.target, node.target)
     read = {user.args[1] for user in node.users if user.target is operator.getitem}
 
     def run(*tensors: torch.Tensor) -> Any:
