@@ -183,6 +183,10 @@ BORDERS = {
         lambda x, w: [(e := emit(op.exp(op.add(x, w)))), op.reshape(e, (2, 6)), op.negative(e)],
         ([(0, (3, 4))], 0, set()),
     ),
+    "two-outputs": (
+        lambda x, w: [op.tanh(op.add(x, w)), op.exp(op.multiply(x, w))],
+        ([(0, (3, 4)), (1, (3, 4))], 0, {"x0", "x1"}),
+    ),
     "a-view-of-a-residual": (
         lambda x, w: op.multiply(op.reshape(op.tanh(x), (4, 3)), op.reshape(op.exp(w), (4, 1))),
         ([], 2, set()),

@@ -94,7 +94,7 @@ class Check:
             if not alone:
                 raise GroupFailed
             # PyTorch runs a module of which no part is compiled, and the report has the reason.
-            refused = all(reason.endswith(NO_PART) for reason in run.report.fallbacks)
+            refused = all(reason.endswith(NO_PART.text) for reason in run.report.fallbacks)
             result = "refused" if refused and not run.report.tvm_calls else "error"
             reason = f"fell back: {run.report.fallbacks}"
             return [Outcome(cases[0].label, result, reason, cases[0].ordinary)]

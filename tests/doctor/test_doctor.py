@@ -89,6 +89,7 @@ def test_without_a_gpu_there_is_one_line() -> None:
 
 def test_a_gpu_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr("tvmbridge.backends.cuda.source.nvrtc", lambda: None)
     findings = doctor.examine(Machine(gpu=ProbeResult(GPU)))
     assert finding(findings, "GPU").detail == "1 x H100, sm_90, CUDA 13.0, driver 580.1"
     assert finding(findings, "CUDA's compiler").detail == "/bin/nvcc"

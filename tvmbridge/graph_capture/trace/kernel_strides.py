@@ -6,7 +6,8 @@ and ``as_strided`` reads memory by them.
 
 No table of rules would be complete. So the real kernel runs once on zeros with the sizes and
 strides of the operands, and the fake results get its strides. It does not run if all operands and
-results are contiguous, nor for matrix products, whose results always are contiguous.
+results are contiguous, except for a few operators, nor for matrix products, whose results always
+are contiguous.
 """
 
 from __future__ import annotations
@@ -58,6 +59,9 @@ _NEVER_ASKED = frozenset(
         "aten::nanmedian",
     }
 )
+# Their kernels return results in another order of memory than that of contiguous operands, and the
+# fake kernels of PyTorch 2.11 do not say so.
+_TRANSPOSE_DENSE = frozenset({"aten::_fft_c2c", "aten::_fft_c2r", "aten::_fft_r2c"})
 # For more elements in all operands and results, kernels do not run: their zeros might not fit.
 # Operators that return views then run on the meta device, which gives tensors no memory.
 _MOST_ELEMENTS = 2**27
@@ -97,7 +101,7 @@ def _dispatched(
     made, structure_of_results = pytree.tree_flatten(results)
     operands = [leaf for leaf in given if isinstance(leaf, torch.Tensor)]
     tensors = [leaf for leaf in made if isinstance(leaf, torch.Tensor)]
-    if not operands or not tensors or not _may_differ(operands, tensors):
+    if not operands or not tensors or not _may_differ(func, operands, tensors):
         return results
     if any(isinstance(leaf, SYMBOLIC) for leaf in given):
         return results
@@ -131,7 +135,7 @@ def _written(
     """
     operands = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
     shapes = [t.shape for t in operands]
-    differ = _may_differ(operands, ())
+    differ = _may_differ(func, operands, ())
     results = genuine(mode, func, types, args, kwargs)
     if differ and shapes != [t.shape for t in operands]:
         _note(func)
@@ -149,7 +153,7 @@ def _may_be_asked(func: Any) -> bool:
     if not isinstance(func, OpOverload) or not (func.namespace == "aten" or is_function(func)):
         return False
     # A draw without a generator argument would advance PyTorch's global generator.
-    if torch.Tag.nondeterministic_seeded in func.tags and not _takes_generator(func):
+    if torch.Tag.nondeterministic_seeded in func.tags and not _takes(func, "generator"):
         return False
     return func._schema.name not in _NEVER_ASKED and not _returns_written(func)
 
@@ -160,16 +164,19 @@ def _returns_written(func: OpOverload) -> bool:
     return any(alias is not None and alias.is_write for alias in found)
 
 
-def _takes_generator(func: OpOverload) -> bool:
-    return any(argument.name == "generator" for argument in func._schema.arguments)
+def _takes(func: OpOverload, name: str) -> bool:
+    return any(argument.name == name for argument in func._schema.arguments)
 
 
-def _may_differ(operands: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> bool:
+def _may_differ(
+    func: Any, operands: Sequence[torch.Tensor], results: Sequence[torch.Tensor]
+) -> bool:
     """Whether the real kernel can run on such tensors, and a tensor is not contiguous."""
     tensors = (*operands, *results)
     if not all(type(t) in (FakeTensor, torch.Tensor) and _has_strides(t) for t in tensors):
         return False
-    if all(t.stride() == _dense(tuple(t.shape)) for t in tensors):
+    dense = all(t.stride() == _dense(tuple(t.shape)) for t in tensors)
+    if dense and func._schema.name not in _TRANSPOSE_DENSE:
         return False
     return all(map(_is_plain, tensors))
 
@@ -217,12 +224,13 @@ def _asked(
     func: OpOverload, given: Sequence[Any], structure: Any, made: Sequence[Any], fits: bool
 ) -> _Strides | None:
     with disable_current_modes(), DisablePythonDispatcher(), DisableTorchFunction():
-        # Zeros are valid indices, and ones are valid divisors.
-        for fill in (0, 1):
+        # Zeros are valid indices, and ones are valid divisors and pivots. PyTorch 2.11 does not check
+        # pivots, and would write before the memory for zeros.
+        for fill in (1,) if _takes(func, "pivots") else (0, 1):
             try:
                 operands = [_filled(leaf, fill, fits) for leaf in given]
                 args, kwargs = pytree.tree_unflatten(operands, structure)
-                if _takes_generator(func):
+                if _takes(func, "generator"):
                     kwargs = {**kwargs, "generator": torch.Generator(made[0].device)}
                 with torch.no_grad():
                     found = pytree.tree_leaves(func(*args, **kwargs))

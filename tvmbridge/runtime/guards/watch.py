@@ -104,7 +104,17 @@ def _tensor_guards(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     # As PyTorch's own guards call it; the annotations there lack the list of tensors.
     shapes: Any = [list(t.shape) for t in tensors]
     strides: Any = [list(t.stride()) for t in tensors]
-    return TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
+    check = TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
+
+    def checked(*given: torch.Tensor) -> bool:
+        # PyTorch's comparison ends the process for a strided nested tensor, which has no strides.
+        return not any(map(_has_no_strides, given)) and check(*given)
+
+    return checked
+
+
+def _has_no_strides(tensor: torch.Tensor) -> bool:
+    return tensor.is_nested and tensor.layout is torch.strided
 
 
 def watch(
