@@ -55,7 +55,7 @@ class Function(torch.nn.Module):
 def _written(x: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> Any:
     y, z = x.clone(), x.clone()
     y[:, index] = values
-    z[index, :, index] = values[0]
+    z[index, :, index] = values[0, :, :1]
     z.index_put_((index,), torch.ones(2, 4, 3), accumulate=True)
     return y, z, (x > 0).index_put((index - 3,), torch.tensor(True)), x.index_add(0, index, x[:2])
 
