@@ -22,6 +22,8 @@ from tvmbridge_runtime.symbols import sizes_of
 from tvmbridge_runtime.weights import NUMPY, aligned, weights_of
 
 _CPU, _POOLED = 1, 2
+# TVM keeps the buffers of each size for later calls. Only those of this many sizes are kept.
+_KEPT_SIZES = 4
 # Errors of Python for a manifest that does not describe the file; the last one: nested too deeply.
 _OF_CONTENT = (
     *(ArithmeticError, AttributeError, LookupError, TypeError, ValueError),
@@ -155,6 +157,7 @@ class Function:
         self._ffi = ffi()
         self._view = self._ffi.get_global_func("runtime.TVMTensorCreateView")
         self._lock = threading.Lock()
+        self._served: set[tuple[int, ...]] = set()
         weights = weights_of(container, _checksum_of(library))
         self._weights = [self._tensor(a, dtype) for a, dtype in weights]
         self.threads = int(library.tvmbridge_use_threads(threads))
@@ -181,10 +184,21 @@ class Function:
         ]
         symbols = [self._ffi.Shape(sizes)] if sizes is not None else []
         with self._lock:
+            if sizes is not None:
+                self._release_others(tuple(sizes))
             results = self._forward(*tensors, *self._weights, *symbols)
             found = [self._result(r, s) for r, s in zip(results, self._outputs(), strict=True)]
         self._check(found)
         return rebuilt(self.manifest["structure"], found)
+
+    def _release_others(self, sizes: tuple[int, ...]) -> None:
+        """Return the buffers of earlier sizes to the system if these sizes are one too many."""
+        if sizes in self._served:
+            return
+        if len(self._served) == _KEPT_SIZES:
+            self._ffi.get_global_func("vm.builtin.memory_manager.clear")()
+            self._served.clear()
+        self._served.add(sizes)
 
     def _outputs(self) -> Sequence[Mapping[str, Any]]:
         return self.manifest["outputs"]

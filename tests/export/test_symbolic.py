@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,82 @@ from torch.export import Dim
 
 import tvmbridge
 from tests.export.models import Decoder
+
+RUNTIME = Path(__file__).parents[2] / "runtime"
+
+
+class Wide(nn.Module):
+    """A module whose intermediate values need more memory than its argument and its result."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x[:, None] + x[None]).relu().cumsum(1).amax(0)
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path, spec = tmp_path_factory.mktemp("export") / "model.tvmb", {"x": {0: Dim("n", max=400)}}
+    return tvmbridge.export(Wide().eval(), torch.randn(9, 16), path, dynamic_shapes=spec)
+
+
+_MEMORY = """
+import sys, numpy, tvmbridge_runtime
+
+def megabytes():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096 // 1000000
+
+function = tvmbridge_runtime.load(sys.argv[1])
+before = megabytes()
+for size in range(360, 400):
+    function(numpy.ones((size, 16), numpy.float32))
+print(megabytes() - before)
+"""
+
+_MEMORY_CPP = """
+#include <tvmbridge_runtime.h>
+#include <cstring>
+#include <fstream>
+#include <iostream>
+
+long pages() {
+  long all = 0, resident = 0;
+  std::ifstream("/proc/self/statm") >> all >> resident;
+  return resident;
+}
+
+int main(int, char** argv) {
+  tvmbridge::Function function(argv[1]);
+  long before = pages();
+  for (int64_t size = 360; size < 400; ++size) {
+    tvm::ffi::Tensor x = tvmbridge::empty({size, 16}, DLDataType{kDLFloat, 32, 1});
+    std::memset(x.data_ptr(), 0, size * 64);
+    function({x});
+  }
+  std::cout << (pages() - before) * 4096 / 1000000;
+}
+"""
+
+
+def _memory(*command: str) -> int:
+    environment = {**os.environ, "PYTHONPATH": str(RUNTIME)}
+    return int(subprocess.check_output(command, text=True, env=environment, timeout=120))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_of_earlier_sizes_is_returned(wide: Path) -> None:
+    """Check that 40 sizes of 10 MB for each buffer need the memory of a few."""
+    assert _memory(sys.executable, "-c", _MEMORY, str(wide)) < 150
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_of_earlier_sizes_is_returned_in_cpp(wide: Path, tmp_path: Path) -> None:
+    (tmp_path / "sizes.cpp").write_text(_MEMORY_CPP)
+    command = (sys.executable, "-m", "tvmbridge_runtime", "--cxx")
+    environment = {**os.environ, "PYTHONPATH": str(RUNTIME)}
+    options = subprocess.check_output(command, text=True, env=environment).split()
+    files = (str(tmp_path / "sizes.cpp"), "-o", str(tmp_path / "sizes"))
+    subprocess.run(("g++", "-std=c++17", *files, *options), check=True, timeout=120)
+    assert _memory(str(tmp_path / "sizes"), str(wide)) < 150
 
 
 class Halves(nn.Module):

@@ -100,6 +100,19 @@ def test_values_that_depend_on_no_input_are_parameters() -> None:
     np.testing.assert_array_equal(params["const_0"], np.arange(4, dtype=np.float32) * 2)
 
 
+class Stores(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.last = x * 2
+        return x + 1
+
+
+def test_values_that_forward_stores_are_no_results() -> None:
+    text, _ = tvmbridge.to_relay(Stores().eval(), torch.zeros(3))
+    assert ") -> Tensor[(3), float32] {" in text
+    text, _ = tvmbridge.to_relay(nn.GRU(2, 3, bidirectional=True).eval(), torch.zeros(4, 1, 2))
+    assert ") -> (Tensor[(4, 1, 6), float32], Tensor[(2, 1, 3), float32]) {" in text
+
+
 class Unsayable(nn.Module):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         spectrum = torch.fft.fft(x).abs()

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from tvmbridge.core.alone import code_runs_alone
 from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.core.errors import ExportError
 from tvmbridge.graph_capture.capture import capture
@@ -63,10 +64,22 @@ def to_relay(
     if version not in VERSIONS:
         raise ValueError(f"version is {version!r}; choose one of {', '.join(VERSIONS)}")
     if isinstance(module, CapturedGraph):
-        captured = module
-    else:
-        with torch.no_grad():
-            captured = capture(module, sample, sample_kwargs=sample_kwargs, needs_grad=False)
+        return _written(module, version)
+    with torch.no_grad():
+        captured = capture(module, sample, sample_kwargs=sample_kwargs, needs_grad=False)
+        try:
+            return _written(captured, version)
+        except ExportError as error:
+            # Operators that PyTorch's kernels serve, such as Fourier transforms, in their parts.
+            with code_runs_alone():
+                captured = capture(module, sample, sample_kwargs=sample_kwargs, needs_grad=False)
+            try:
+                return _written(captured, version)
+            except ExportError:
+                raise error from None
+
+
+def _written(captured: CapturedGraph, version: str) -> RelayText:
     if captured.assumptions.training:
         raise ExportError("the module is in train mode; Relay is for inference: call eval() first")
     ctx = write_graph(captured, version)

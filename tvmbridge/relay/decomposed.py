@@ -10,6 +10,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tvmbridge.core.torch_private import OpOverload, get_decompositions, pytree
+from tvmbridge.relay.recurrent import RECURRENT
 
 aten = torch.ops.aten
 
@@ -23,6 +24,7 @@ _TABLE: Final[dict[Any, Any]] = get_decompositions(
         aten.hardsigmoid.default,
         aten.hardswish.default,
         aten.hardtanh.default,
+        aten.index_copy.default,
         aten.linalg_vector_norm.default,
         aten.logsumexp.default,
         aten.roll.default,
@@ -41,10 +43,22 @@ def _rms_norm(x: Any, shape: Any, weight: Any = None, eps: float | None = None) 
     return _TABLE[aten._fused_rms_norm.default](x, shape, weight, eps)[0]
 
 
+def _trilinear(*args: Any) -> Any:
+    """Return sums of products of three tensors, which get dimensions of size 1 before."""
+    product: Any = 1
+    for x, dims in zip(args[:3], args[3:6], strict=True):
+        for dim in dims:
+            x = x.unsqueeze(dim)
+        product = product * x
+    return product.sum(args[6])
+
+
 # Operators whose kernel calls others before the table of decompositions is asked.
 _COMPOSITE: Final = {
     aten.prelu.default: aten.prelu.default,
     aten.rms_norm.default: _rms_norm,
+    aten._trilinear.default: _trilinear,
+    **RECURRENT,
 }
 
 
@@ -57,7 +71,7 @@ def decomposition(node: fx.Node) -> tuple[fx.Graph, list[fx.Node]]:
     """Return the graph of a node's operator, and the nodes whose tensors the graph takes."""
     leaves, structure = pytree.tree_flatten((node.args, node.kwargs))
     operands = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
-    function: Any = _COMPOSITE.get(node.target, node.target)  # type: ignore[call-overload]
+    function: Any = _COMPOSITE.get(node.target, node.target)
     read = {user.args[1] for user in node.users if user.target is operator.getitem}
 
     def run(*tensors: torch.Tensor) -> Any:

@@ -84,9 +84,12 @@ def _beside_one(ctx: Writer, node: fx.Node, x: fx.Node) -> str:
     return ctx.call("where", small, series, whole)
 
 
-@converts(aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, dtypes=NUMBERS)
+@converts(aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar)
 def _add_sub(ctx: Writer, node: fx.Node, a: Operand, b: Operand, alpha: float = 1) -> str:
     subtracts = node.target in (aten.sub.Tensor, aten.sub.Scalar)
+    if dtype_of(node) is torch.bool:
+        left, right = ctx.operand(a, torch.bool), ctx.operand(b, torch.bool)
+        return ctx.call("logical_or", left, right) if alpha else left
     return _sum(ctx, "subtract" if subtracts else "add", dtype_of(node), (a, b), alpha)
 
 
@@ -122,6 +125,31 @@ def _div_mode(
     if rounding_mode == "floor":
         raise Refused("floats divided and rounded down, which Relay rounds twice")
     return ctx.call("trunc", ctx.call("divide", left, right))
+
+
+@converts(aten.hypot.default, dtypes=FLOATS)
+def _hypot(ctx: Writer, node: fx.Node, a: fx.Node, b: fx.Node) -> str:
+    """Write the root of a sum of squares; squares of ratios do not overflow."""
+    dtype = dtype_of(node)
+    sides = [ctx.call("abs", ctx.operand(x, dtype)) for x in (a, b)]
+    long, short = ctx.call("maximum", *sides), ctx.call("minimum", *sides)
+    one, zero = ctx.number(1, dtype), ctx.number(0, dtype)
+    divisor = ctx.call("where", ctx.call("equal", long, zero), one, long)
+    ratio = ctx.call("divide", short, divisor)
+    root = ctx.call("sqrt", ctx.call("add", ctx.call("multiply", ratio, ratio), one))
+    return ctx.call("multiply", long, root)
+
+
+@converts(aten.copysign.Tensor, dtypes=FLOATS)
+def _copysign(ctx: Writer, node: fx.Node, a: fx.Node, b: fx.Node) -> str:
+    """Write ``|a|`` with the sign of ``b``; the reciprocal of -0 is negative."""
+    dtype = dtype_of(node)
+    size, sign = ctx.call("abs", ctx.operand(a, dtype)), ctx.operand(b, dtype)
+    zero, one = ctx.number(0, dtype), ctx.number(1, dtype)
+    below = ctx.call("less", sign, zero)
+    inverse = ctx.call("less", ctx.call("divide", one, sign), zero)
+    negative = ctx.call("logical_or", below, inverse)
+    return ctx.call("where", negative, ctx.call("negative", size), size)
 
 
 @converts(aten.pow.Tensor_Scalar, dtypes=NUMBERS)

@@ -13,6 +13,7 @@ from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.core.errors import ExportError
 from tvmbridge.core.torch_private import FakeTensor, OpOverload
 from tvmbridge.core.types import InputDescriptor, InputKind, OutputKind
+from tvmbridge.exporting.left import left_places
 from tvmbridge.exporting.leftovers import effects
 from tvmbridge.frontend.origins import origin_of_node
 from tvmbridge.relay.decomposed import decomposition, is_decomposed
@@ -186,11 +187,16 @@ def _tensors(node: fx.Node) -> Iterator[torch.Tensor]:
 
 
 def results_of(captured: CapturedGraph) -> list[fx.Node]:
-    """Return the nodes of all tensors that forward returns, in order."""
+    """Return the nodes of all tensors that forward returns, in order.
+
+    Values that forward stores in attributes of the module are left out.
+    """
     nodes = {n.name: n for n in captured.program.graph.nodes}
     users = [o for o in captured.outputs if o.kind is OutputKind.USER]
     hidden = len(captured.convention.bases) + len(captured.convention.checks)
-    return [nodes[o.name] for o in users[: len(users) - hidden] if o.spec is not None]
+    left = left_places(captured)
+    kept = [o for i, o in enumerate(users[: len(users) - hidden]) if i not in left]
+    return [nodes[o.name] for o in kept if o.spec is not None]
 
 
 def function_text(ctx: Writer, results: list[fx.Node]) -> str:

@@ -85,6 +85,42 @@ def _index(ctx: Writer, node: fx.Node, x: fx.Node, indices: Sequence[fx.Node | N
     return ctx.call("take", text, places, axis=first, mode="clip")
 
 
+@converts(aten.index_put.default, aten._unsafe_index_put.default)
+def _index_put(
+    ctx: Writer,
+    node: fx.Node,
+    x: fx.Node,
+    indices: Sequence[fx.Node | None],
+    values: fx.Node,
+    accumulate: bool = False,
+) -> str:
+    """Write rows of ``x``, whose indexed dimensions are one dimension in front."""
+    shape, dtype = shape_of(x), dtype_of(node)
+    given = {d: i for d, i in enumerate(indices) if i is not None}
+    if any(dtype_of(i) in (torch.bool, torch.uint8) for i in given.values()):
+        raise Refused("an index that is a mask")
+    if dtype is torch.bool and accumulate:
+        raise Refused("a sum of booleans, which Relay computes modulo 2")
+    dims, rest = list(given), [d for d in range(len(shape)) if d not in given]
+    sizes, others = [shape[d] for d in dims], [shape[d] for d in rest]
+    places = list(torch.broadcast_shapes(*(tuple(shape_of(i)) for i in given.values())))
+    index = ctx.reshape(_flat_index(ctx, list(given.values()), sizes), [1, math.prod(places)])
+    # The dimensions of the places stand where the indexed ones are, or in front.
+    first = dims[0] if dims == list(range(dims[0], dims[-1] + 1)) else 0
+    work = torch.int32 if dtype is torch.bool else dtype
+    wanted = [*others[:first], *places, *others[first:]]
+    rows = ctx.broadcast(ctx.operand(values, work), shape_of(values), wanted)
+    end = first + len(places)
+    rows = ctx.transpose(rows, [*range(first, end), *range(first), *range(end, len(wanted))])
+    rows = ctx.reshape(rows, [math.prod(places), *others])
+    order = [*dims, *rest]
+    flat = ctx.reshape(ctx.transpose(ctx.operand(x, work), order), [math.prod(sizes), *others])
+    mode = "add" if accumulate else "update"
+    written = ctx.reshape(ctx.call("scatter_nd", flat, index, rows, mode=mode), [*sizes, *others])
+    back = ctx.transpose(written, [order.index(d) for d in range(len(shape))])
+    return ctx.cast(back, work, dtype)
+
+
 def _flat_index(ctx: Writer, indices: Sequence[fx.Node], sizes: Sequence[int]) -> str:
     """Return int64 indices into several dimensions as one index, negative ones counted anew."""
     known = [ctx.known.get(i) for i in indices]

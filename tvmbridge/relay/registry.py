@@ -20,6 +20,7 @@ from tvmbridge.frontend.registry import enter
 
 INTEGERS = frozenset({torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64})
 NUMBERS = FLOATS | INTEGERS
+COMPLEX = frozenset({torch.complex64, torch.complex128})
 ALL = NUMBERS | {torch.bool}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tvmbridge.relay.registry import ALL, Refused, converts
+from tvmbridge.relay.registry import ALL, COMPLEX, FLOATS, Refused, converts
 from tvmbridge.relay.writer import Operand, Writer, axis_of, dtype_of, shape_of
 
 aten = torch.ops.aten
@@ -28,6 +28,15 @@ def _reshape(ctx: Writer, node: fx.Node, x: fx.Node, *_: Any, **named: Any) -> s
     if shape_of(x) == shape_of(node):
         return ctx.value(x)
     return ctx.reshape(ctx.value(x), shape_of(node))
+
+
+@converts(aten.view_as_real.default, aten.view_as_complex.default, dtypes=FLOATS | COMPLEX)
+def _pairs(ctx: Writer, node: fx.Node, x: fx.Node) -> str:
+    """Return ``x``: a complex tensor is one of pairs in the text."""
+    if x in ctx.weights and x.meta["val"].is_complex():
+        name, tensor = ctx.weights[x]
+        return ctx.weight(name, torch.view_as_real(tensor))
+    return ctx.value(x)
 
 
 @converts(aten.permute.default)

@@ -143,6 +143,7 @@ ATTRIBUTES: Final = MappingProxyType(
         "scatter": "ScatterAttrs",
         "scatter_add": "ScatterAddAttrs",
         "scatter_elements": "ScatterElementsAttrs",
+        "scatter_nd": "ScatterNDAttrs",
     }
 )
 

@@ -378,7 +378,10 @@ class Function {
     std::vector<ffi::Tensor> kept = checked(given);
     for (const ffi::Tensor& tensor : kept) arguments.emplace_back(tensor);
     for (const ffi::Tensor& tensor : weights_) arguments.emplace_back(tensor);
-    if (!symbols_.empty()) arguments.emplace_back(ffi::Shape(sizes_));
+    if (!symbols_.empty()) {
+      arguments.emplace_back(ffi::Shape(sizes_));
+      release_others();
+    }
     std::vector<ffi::AnyView> views(arguments.begin(), arguments.end());
     ffi::Any results;
     forward_.CallPacked(views.data(), static_cast<int32_t>(views.size()), &results);
@@ -542,6 +545,18 @@ class Function {
     }
   }
 
+  /* TVM keeps the buffers of each size for later calls. Those of a few sizes are kept; another
+     size returns them to the system. */
+  void release_others() {
+    constexpr size_t kKeptSizes = 4;
+    if (served_.count(sizes_)) return;
+    if (served_.size() == kKeptSizes) {
+      ffi::Function::GetGlobalRequired("vm.builtin.memory_manager.clear")();
+      served_.clear();
+    }
+    served_.insert(sizes_);
+  }
+
   /* The arguments as code may read them. */
   std::vector<ffi::Tensor> checked(const std::vector<ffi::Tensor>& given) {
     if (given.size() != inputs_.size())
@@ -639,6 +654,7 @@ class Function {
   std::vector<ffi::json::Object> symbols_;
   std::vector<ffi::Any> relations_;
   std::vector<int64_t> sizes_;
+  std::set<std::vector<int64_t>> served_;
   std::vector<ffi::Tensor> weights_;
   std::optional<ffi::Module> machine_;
   ffi::Function forward_;
