@@ -224,8 +224,8 @@ def _asked(
     func: OpOverload, given: Sequence[Any], structure: Any, made: Sequence[Any], fits: bool
 ) -> _Strides | None:
     with disable_current_modes(), DisablePythonDispatcher(), DisableTorchFunction():
-        # Zeros are valid indices, and ones are valid divisors and pivots. PyTorch 2.11 does not check
-        # pivots, and would write before the memory for zeros.
+        # Zeros are valid indices, and ones are valid divisors and pivots. PyTorch 2.11 does not
+        # check pivots, and would write before the memory for zeros.
         for fill in (1,) if _takes(func, "pivots") else (0, 1):
             try:
                 operands = [_filled(leaf, fill, fits) for leaf in given]

@@ -33,7 +33,7 @@ def sources_put_off() -> Iterator[None]:
 
 
 def _recompiled_later(genuine: Callable[[Any], Any], module: Any) -> None:
-    if type(module._graph._codegen) is not CodeGen:  # its signature is read
+    if type(module.graph._codegen) is not CodeGen:  # its signature is read
         genuine(module)
         return
 
