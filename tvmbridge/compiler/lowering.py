@@ -21,7 +21,7 @@ from tvmbridge.core.alone import runs_alone
 from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.core.decisions import noted, skip
 from tvmbridge.core.options import CompileOptions
-from tvmbridge.core.types import OutputKind, PassRecord
+from tvmbridge.core.types import PassRecord
 from tvmbridge.differentiation.facts import (
     GradientFacts,
     NothingToDifferentiateError,
@@ -31,7 +31,6 @@ from tvmbridge.differentiation.joint import Derivation, derive
 from tvmbridge.differentiation.rehearsal import Rehearsal
 from tvmbridge.frontend import ImportedModule, import_graph
 from tvmbridge.graph_capture.capture import capture_staged
-from tvmbridge.graph_capture.observe.observation import Observation
 from tvmbridge.graph_capture.observe.staging import StagedModule, staged
 from tvmbridge.pipeline import AnyPass, fx_passes_of, inference_passes, run_extra_passes, run_passes
 
@@ -139,8 +138,7 @@ def lower_module(
         mod, num_outputs = parts.mod, parts.num_outputs
     else:
         with measure("import"):
-            replayed = known.captured is not None or _agrees(stage.observation, captured)
-            if not replayed and not runs_alone():
+            if known.captured is None and not runs_alone():
                 # torch.export drops random draws that nothing reads, in evaluation too.
                 refuse_other_draws(Rehearsal(stage.module, args, kwargs, captured))
             imported = import_graph(captured)
@@ -160,15 +158,6 @@ def lower_module(
         origin=type(module).__name__,
         packs=packs,
     )
-
-
-def _agrees(seen: Observation | None, captured: CapturedGraph) -> bool:
-    """Whether forward, observed in eager PyTorch, drew nothing and returned what was captured."""
-    if seen is None or seen.draws or captured.noise:
-        return False
-    specs = [o.spec for o in captured.outputs if o.kind is OutputKind.USER]
-    found = [None if s is None else (tuple(s.shape), s.dtype) for s in specs]
-    return len(specs) == len(captured.outputs) and found == list(seen.results)
 
 
 def _forward_and_backward(

@@ -30,23 +30,17 @@ from tvmbridge.core.torch_private import (
     TorchDispatchMode,
     pytree,
 )
-from tvmbridge.graph_capture.hoist import is_random
 
 
 class Made(TorchDispatchMode):
-    """Record the results of all operators by weak references, which keep no tensor alive.
-
-    ``draws`` is whether an operator drew random numbers.
-    """
+    """Record the results of all operators by weak references, which keep no tensor alive."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.draws = False
         self._references: list[weakref.ref[torch.Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
-        self.draws = self.draws or is_random(func, args, kwargs or {})
         for result in pytree.tree_leaves(results):
             if isinstance(result, torch.Tensor):
                 self._references.append(weakref.ref(result))

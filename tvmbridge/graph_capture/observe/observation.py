@@ -88,8 +88,6 @@ class Observation:
       become further results.
     - ``executed``: the code of the user's functions that ran.
     - ``repeated``: dotted names of the attributes that a checkpointed function changes.
-    - ``results``: shape and dtype of each result; None for one that is no tensor.
-    - ``draws``: whether an operator drew random numbers.
     """
 
     values: Mapping[tuple[str, str], Any]
@@ -112,8 +110,6 @@ class Observation:
     left: Mapping[tuple[str, str], Left] = field(default_factory=dict)
     executed: tuple[CodeType, ...] = ()
     repeated: tuple[str, ...] = ()
-    results: tuple[tuple[tuple[int, ...], torch.dtype] | None, ...] = ()
-    draws: bool = True
 
 
 @weights_drawn_if_kept
@@ -371,8 +367,4 @@ def _observe(
         left=left,
         executed=tuple(run.outside.executed.values()),
         repeated=repeated,
-        results=tuple(
-            (tuple(r.shape), r.dtype) if isinstance(r, torch.Tensor) else None for r in run.results
-        ),
-        draws=watches.made.draws,
     )
