@@ -166,6 +166,11 @@ def export_trace() -> Any:
     return importlib.import_module("torch.export._trace")
 
 
+def meta_registrations() -> Any:
+    """Return the module ``torch._meta_registrations``, which computes the shapes of results."""
+    return importlib.import_module("torch._meta_registrations")
+
+
 def proxy_tensor() -> Any:
     """Return the module ``torch.fx.experimental.proxy_tensor``, which records operators."""
     return importlib.import_module("torch.fx.experimental.proxy_tensor")

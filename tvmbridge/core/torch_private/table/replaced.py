@@ -99,6 +99,11 @@ REPLACED = (
         takes(),
     ),
     PrivateName(
+        "torch._meta_registrations.div_rtn",
+        "sizes of pools without a branch by their remainders",
+        takes(7, 2),
+    ),
+    PrivateName(
         "torch._functorch.utils.unwrap_dead_wrappers",
         "giving custom autograd functions what stands for tensors of globals",
         _unwraps,
