@@ -37,6 +37,7 @@ import tvm
 from tvm import relax, tirx
 from tvm_ffi import StructuralKey
 
+from tvmbridge.core.decisions import sizes_vary
 from tvmbridge.passes.base import PassReport, RelaxPass
 from tvmbridge.passes.relax.merged_functions import (
     merged,
@@ -255,7 +256,8 @@ class Kernels:
 
     def _made_before(self, first: _Var, second: _Var, given: _Places, kept: _Places) -> _Made:
         """Return what an earlier module has made of equal functions; otherwise make it."""
-        if self.rule is not _is_one_nest:
+        # While sizes vary, the decisions of a function are recorded with it.
+        if self.rule is not _is_one_nest or sizes_vary():
             return self._made(first, second, given, kept)
         parts = StructuralKey(self._function(first)), StructuralKey(self._function(second))
         key = (*parts, given, kept, Machine.of(self.target))

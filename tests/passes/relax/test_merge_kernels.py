@@ -215,3 +215,5 @@ def test_equal_functions_are_merged_and_scheduled_once(monkeypatch: pytest.Monke
             _merged(_fused(_norm, torch.randn(6, 24)))
         with recorded_decisions(), pytest.raises(AssertionError, match="made again"):
             schedule_for_cpu(again, target())
+        with recorded_decisions(), pytest.raises(AssertionError, match="made again"):
+            _merged(_fused(_norm, x))
