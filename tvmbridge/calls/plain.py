@@ -24,6 +24,11 @@ def has_plain_memory(tensor: torch.Tensor) -> bool:
     return type(tensor) in PLAIN and tensor.layout is torch.strided and not tensor.is_nested
 
 
+def has_no_shape(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is a strided nested tensor, which has neither a shape nor strides."""
+    return tensor.is_nested and tensor.layout is torch.strided
+
+
 def unusual(tensor: torch.Tensor) -> str | None:
     """Return why ``tensor`` is not plain, as a predicate ("is quantized"); None if it is plain."""
     if type(tensor) not in PLAIN:

@@ -40,9 +40,9 @@ def unproven(plan: Plan, device: torch.device) -> str | None:
         return None
     if plan.schedule == "simple":
         return 'several stages of a GPU are not compiled under schedule="simple"'
-    return (
-        "several stages of a GPU are not compiled if ranks share parameters" if plan.tied else None
-    )
+    if plan.tied:
+        return "several stages of a GPU are not compiled if ranks share parameters"
+    return None
 
 
 def compile_stages(

@@ -18,6 +18,7 @@ from torch import fx
 
 from tvmbridge.core.custom_operator import NAMESPACE
 from tvmbridge.core.decisions import simplifies
+from tvmbridge.core.reached import reached
 from tvmbridge.core.symbolic_numbers import SYMBOLIC, is_number
 from tvmbridge.graph_capture.constant_nodes import (
     MOST_ELEMENTS,
@@ -117,17 +118,7 @@ def drop_open_masks(graph: fx.Graph) -> tuple[OpenMask, ...]:
 def _alone(node: fx.Node) -> fx.Node:
     """Return a copy of a constant node in a graph of its own."""
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    pending = [node]
-    while pending:
-        current = pending[-1]
-        unknown = [] if is_number(current) else current.all_input_nodes
-        unknown = [n for n in unknown if n not in copies]
-        if unknown and current not in copies:
-            pending += unknown
-            continue
-        pending.pop()
-        if current in copies:
-            continue
+    for current in _computed(node):
         if is_number(current):
             copies[current] = graph.placeholder(current.name)
             copies[current].meta = dict(current.meta)
@@ -227,22 +218,20 @@ def _is_constant(node: fx.Node) -> bool:
     return True
 
 
+def _computed(node: fx.Node) -> list[fx.Node]:
+    """Return a constant node and what it is computed from, beginning with sizes, inputs first."""
+    return sorted(reached([node], lambda n: () if is_number(n) else n.all_input_nodes))
+
+
 def _constant(node: fx.Node, known: dict[fx.Node, Any], numbers: _Numbers) -> torch.Tensor | None:
     """Return the value of a constant node; None if it is too large."""
-    pending = [node]
-    while pending:
-        current = pending[-1]
-        unknown = [] if is_number(current) else current.all_input_nodes
-        unknown = [n for n in unknown if n not in known]
-        if unknown and current not in known:
-            pending += unknown
+    for current in _computed(node):
+        if current in known:
             continue
-        pending.pop()
-        if current not in known:
-            is_size = is_number(current)
-            known[current] = (
-                numbers(current.meta["val"]) if is_size else _run(current, known, numbers)
-            )
+        if is_number(current):
+            known[current] = numbers(current.meta["val"])
+        else:
+            known[current] = _run(current, known, numbers)
     value: torch.Tensor | None = known[node]
     return value
 

@@ -64,9 +64,11 @@ def to_relay(
     if version not in VERSIONS:
         raise ValueError(f"version is {version!r}; choose one of {', '.join(VERSIONS)}")
     if isinstance(module, CapturedGraph):
+        _refuse_training(module)
         return _written(module, version)
     with torch.no_grad():
         captured = capture(module, sample, sample_kwargs=sample_kwargs, needs_grad=False)
+        _refuse_training(captured)
         try:
             return _written(captured, version)
         except ExportError as error:
@@ -79,9 +81,12 @@ def to_relay(
                 raise error from None
 
 
-def _written(captured: CapturedGraph, version: str) -> RelayText:
+def _refuse_training(captured: CapturedGraph) -> None:
     if captured.assumptions.training:
         raise ExportError("the module is in train mode; Relay is for inference: call eval() first")
+
+
+def _written(captured: CapturedGraph, version: str) -> RelayText:
     ctx = write_graph(captured, version)
     results = results_of(captured)
     if not results:

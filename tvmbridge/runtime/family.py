@@ -266,7 +266,8 @@ class Family:
     def _bounds_from(self, least: Point) -> tuple[Point, ...]:
         """Return the bounds of a compilation now.
 
-        They are two smallest points to try, the largest sizes of calls, and the largest to serve.
+        The first two are candidates for its smallest point. The third has the largest sizes that
+        calls had. The last has the largest sizes that the code must serve.
         """
         return (least, tuple(map(max, least, self._least)), self._usual, self._most)
 

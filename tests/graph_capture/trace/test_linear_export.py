@@ -36,17 +36,21 @@ def test_values_get_where_pytorch_puts_them() -> None:
         assert [n for n, _ in ours.named_modules()] == [n for n, _ in theirs.named_modules()]
 
 
-def test_a_source_is_generated_at_the_first_call_or_question(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    written: list[str] = []
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the graph modules whose source is generated within the test."""
+    names: list[str] = []
     genuine = fx.GraphModule.recompile
 
     def noted(module: fx.GraphModule) -> Any:
-        written.append(type(module).__name__)
+        names.append(type(module).__name__)
         return genuine(module)
 
     monkeypatch.setattr(fx.GraphModule, "recompile", noted)
+    return names
+
+
+def test_a_source_is_generated_at_the_first_call_or_question(written: list[str]) -> None:
     graph = fx.Graph()
     graph.output(graph.call_function(torch.add, (graph.placeholder("x"), 1)))
     with sources_put_off():
@@ -62,14 +66,6 @@ def test_a_source_is_generated_at_the_first_call_or_question(
     assert asked(torch.ones(1)) == 2
 
 
-def test_captures_write_little_source(monkeypatch: pytest.MonkeyPatch) -> None:
-    written: list[str] = []
-    genuine = fx.GraphModule.recompile
-
-    def noted(module: fx.GraphModule) -> Any:
-        written.append(type(module).__name__)
-        return genuine(module)
-
-    monkeypatch.setattr(fx.GraphModule, "recompile", noted)
+def test_captures_write_little_source(written: list[str]) -> None:
     capture(nn.Sequential(nn.Linear(2, 2), nn.ReLU()).train(), torch.ones(1, 2), needs_grad=True)
     assert len(written) <= 5

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tvmbridge.calls.arguments import Arguments
-from tvmbridge.calls.plain import PLAIN, is_unseen
+from tvmbridge.calls.plain import PLAIN, has_no_shape, is_unseen
 from tvmbridge.core.contents import same_value
 from tvmbridge.core.generated import plain_text
 from tvmbridge.core.number_inputs import NumberRange, as_tensor, is_number, marked
@@ -305,8 +305,7 @@ class Signature:
 
 def _shape_of(tensor: torch.Tensor) -> torch.Size:
     """Return the shape of ``tensor``; an empty one for a strided nested tensor, which has none."""
-    none = tensor.is_nested and tensor.layout is torch.strided
-    return torch.Size() if none else tensor.shape
+    return torch.Size() if has_no_shape(tensor) else tensor.shape
 
 
 def has_plain_names(kwargs: Mapping[str, Any]) -> bool:

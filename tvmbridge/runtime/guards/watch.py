@@ -19,6 +19,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
+from tvmbridge.calls.plain import has_no_shape
 from tvmbridge.core.compiled_half import compiled_half
 from tvmbridge.core.contents import MISSING
 from tvmbridge.core.torch_private import TensorGuards
@@ -107,14 +108,10 @@ def _tensor_guards(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     check = TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
 
     def checked(*given: torch.Tensor) -> bool:
-        # PyTorch's comparison ends the process for a strided nested tensor, which has no strides.
-        return not any(map(_has_no_strides, given)) and check(*given)
+        # PyTorch's comparison ends the process for a strided nested tensor.
+        return not any(map(has_no_shape, given)) and check(*given)
 
     return checked
-
-
-def _has_no_strides(tensor: torch.Tensor) -> bool:
-    return tensor.is_nested and tensor.layout is torch.strided
 
 
 def watch(
