@@ -8,7 +8,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 from tvmbridge.calls.arguments import Arguments
 from tvmbridge.calls.standins import without_inference_tensors
@@ -28,7 +28,7 @@ from tvmbridge.runtime.sizes_of_one import SizesOfOne
 from tvmbridge.runtime.specialization import Specialization
 from tvmbridge.runtime.trial import try_out
 from tvmbridge.symbolic.code import SymbolicCode, traced_for
-from tvmbridge.symbolic.probes import DemandedSizeError, FewSizesError
+from tvmbridge.symbolic.probes import DemandedSizeError, OtherBranchError
 from tvmbridge.symbolic.related import divided, related
 from tvmbridge.symbolic.sizes import DifferentCodeError, Point
 from tvmbridge.symbolic.symbols import LEAST_SIZE, Dimension, Symbols
@@ -194,7 +194,8 @@ class Family:
                 f"code for other sizes is for {code.points.least} to {code.points.most}"
             )
         broken = code.relations.broken(shapes_of(matched.arguments))
-        if broken is not None:
+        serves = partial(self._of_one.serves, code, self._related, point, mode)
+        if broken is not None and not self._undisturbed(matched, serves):
             # Code that has served no call yet may be for images that are not square.
             self.refused = self.guessed and not self._tried
             raise OtherSizesError(f"the sizes are not such as forward takes for granted: {broken}")
@@ -277,7 +278,7 @@ class Family:
         # The background process and this one must compile for the same sizes, although calls
         # with other sizes may come in between.
         bounds = self._bounds.setdefault(key, self._bounds_from(least))
-        body = partial(self._logged, what, mode, matched, bounds)
+        body = partial(self._logged, what, key, matched, bounds)
         code: SymbolicCode | Reason
         symbols = self._related
         try:
@@ -310,16 +311,16 @@ class Family:
         return code
 
     def _logged(
-        self, what: str, mode: Mode, matched: Matched, bounds: tuple[Point, ...]
+        self, what: str, key: _Key, matched: Matched, bounds: tuple[Point, ...]
     ) -> SymbolicCode:
         """Compile the code; show progress on a terminal and log the result."""
         start = time.perf_counter()
         with progress(what, self.why):
-            code = self._undisturbed(matched, partial(self._compiled_at, mode, bounds))
+            code = self._undisturbed(matched, partial(self._compiled_at, key, bounds))
         logger.info(
             "compiled %s for %s, any size from %s to %s: %.1f s",
             type(self.compiler.module).__name__,
-            mode,
+            key[0],
             code.points.least,
             code.points.most,
             time.perf_counter() - start,
@@ -335,7 +336,7 @@ class Family:
             return run() if attributes is None else attributes.compiled(run)
 
     def _compiled_at(
-        self, mode: Mode, bounds: tuple[Point, ...], arguments: Arguments
+        self, key: _Key, bounds: tuple[Point, ...], arguments: Arguments
     ) -> SymbolicCode:
         """Compile code from the sizes of a call, where sizes of 1 are larger."""
         args, kwargs = arguments
@@ -344,27 +345,26 @@ class Family:
             args, kwargs = self._related.probe(
                 args, kwargs, tuple(max(LEAST_SIZE, size) for size in at)
             )
-        return self._compiled(mode, args, kwargs, bounds)
+        return self._compiled(key, (args, kwargs), bounds)
 
-    def _compiled(
-        self, mode: Mode, args: Any, kwargs: Any, bounds: tuple[Point, ...]
-    ) -> SymbolicCode:
+    def _compiled(self, key: _Key, sample: Arguments, bounds: tuple[Point, ...]) -> SymbolicCode:
         """Compile code, traced at the sizes of a call or else at the largest sizes of all calls.
 
         Forward may demand the sizes of a call that other calls do not have: where it leaves out the
         first of two positions, one is left, and a size of 1 is no symbol. If forward takes another
-        branch from a certain size on, as for the length of a diagonal, the code is for larger sizes
-        than those of the call.
+        branch from a certain size on, as for images of more than one patch, the code is for larger
+        sizes than those of the call.
         """
-        sample, before = (args, kwargs), (self._related, self._least, self._usual, self._most)
+        mode = key[0]
+        before = self._related, self._least, self._usual, self._most
         try:
             return self._compiled_from(mode, sample, bounds)
-        except (DemandedSizeError, FewSizesError) as error:
+        except (DemandedSizeError, OtherBranchError) as error:
             largest = bounds[-1]
-            if isinstance(error, FewSizesError):
+            if isinstance(error, OtherBranchError):
                 largest = tuple(max(_WIDE, 2 * size) for size in largest)
             elsewhere = before[0].probe(*sample, largest)
-            if not self._may_differ(error, shapes_of(sample), shapes_of(elsewhere)):
+            if not self._may_differ(key, error, shapes_of(sample), shapes_of(elsewhere)):
                 raise
             self._related, self._least, self._usual, self._most = before
             try:
@@ -375,11 +375,24 @@ class Family:
             return code
 
     def _may_differ(
-        self, error: DemandedSizeError | FewSizesError, here: _Shapes, there: _Shapes
+        self,
+        key: _Key,
+        error: DemandedSizeError | OtherBranchError,
+        here: _Shapes,
+        there: _Shapes,
     ) -> bool:
-        """Whether there may be code from shapes ``there``, while ``here`` permits few sizes."""
-        if isinstance(error, FewSizesError):
-            return not self._has_code
+        """Whether there may be other code than so far from shapes ``there``, but not ``here``."""
+        mode, flags, _ = key
+        if isinstance(error, OtherBranchError):
+            return (mode, flags, False) not in self.codes
+        code = self.codes.get(key)
+        if isinstance(code, SymbolicCode):
+            point = [
+                most if set(error.dimensions) & set(group) else here[group[0][0]][group[0][1]]
+                for group, most in zip(self._related.dimensions, code.points.most, strict=True)
+            ]
+            if code.points.hold(point):
+                return False
         return any(here[leaf][n] != there[leaf][n] for leaf, n in error.dimensions)
 
     def _compiled_from(
