@@ -249,8 +249,10 @@ class Family:
         is_small = any(size < bound for size, bound in zip(point, least, strict=True))
         key = mode, flags, is_small
         code = self.codes.get(key)
-        if isinstance(code, SymbolicCode) and code.points.hold(point):
-            return code
+        if isinstance(code, SymbolicCode):
+            points = code.points
+            if points.hold(point) or (is_small and points.hold_symbols(point)):
+                return code
         small = (LEAST_SIZE,) * len(point)
         least = small if is_small else tuple(map(max, small, least))
         # Another compilation within the same bounds would give the same code.
@@ -278,7 +280,7 @@ class Family:
         # The background process and this one must compile for the same sizes, although calls
         # with other sizes may come in between.
         bounds = self._bounds.setdefault(key, self._bounds_from(least))
-        body = partial(self._logged, what, key, matched, bounds)
+        body = partial(self._logged, what, mode, matched, bounds)
         code: SymbolicCode | Reason
         symbols = self._related
         try:
@@ -311,16 +313,16 @@ class Family:
         return code
 
     def _logged(
-        self, what: str, key: _Key, matched: Matched, bounds: tuple[Point, ...]
+        self, what: str, mode: Mode, matched: Matched, bounds: tuple[Point, ...]
     ) -> SymbolicCode:
         """Compile the code; show progress on a terminal and log the result."""
         start = time.perf_counter()
         with progress(what, self.why):
-            code = self._undisturbed(matched, partial(self._compiled_at, key, bounds))
+            code = self._undisturbed(matched, partial(self._compiled_at, mode, bounds))
         logger.info(
             "compiled %s for %s, any size from %s to %s: %.1f s",
             type(self.compiler.module).__name__,
-            key[0],
+            mode,
             code.points.least,
             code.points.most,
             time.perf_counter() - start,
@@ -336,7 +338,7 @@ class Family:
             return run() if attributes is None else attributes.compiled(run)
 
     def _compiled_at(
-        self, key: _Key, bounds: tuple[Point, ...], arguments: Arguments
+        self, mode: Mode, bounds: tuple[Point, ...], arguments: Arguments
     ) -> SymbolicCode:
         """Compile code from the sizes of a call, where sizes of 1 are larger."""
         args, kwargs = arguments
@@ -345,9 +347,9 @@ class Family:
             args, kwargs = self._related.probe(
                 args, kwargs, tuple(max(LEAST_SIZE, size) for size in at)
             )
-        return self._compiled(key, (args, kwargs), bounds)
+        return self._compiled(mode, (args, kwargs), bounds)
 
-    def _compiled(self, key: _Key, sample: Arguments, bounds: tuple[Point, ...]) -> SymbolicCode:
+    def _compiled(self, mode: Mode, sample: Arguments, bounds: tuple[Point, ...]) -> SymbolicCode:
         """Compile code, traced at the sizes of a call or else at the largest sizes of all calls.
 
         Forward may demand the sizes of a call that other calls do not have: where it leaves out the
@@ -355,7 +357,6 @@ class Family:
         branch from a certain size on, as for images of more than one patch, the code is for larger
         sizes than those of the call.
         """
-        mode = key[0]
         before = self._related, self._least, self._usual, self._most
         try:
             return self._compiled_from(mode, sample, bounds)
@@ -364,7 +365,7 @@ class Family:
             if isinstance(error, OtherBranchError):
                 largest = tuple(max(_WIDE, 2 * size) for size in largest)
             elsewhere = before[0].probe(*sample, largest)
-            if not self._may_differ(key, error, shapes_of(sample), shapes_of(elsewhere)):
+            if not self._may_differ(mode, error, shapes_of(sample), shapes_of(elsewhere)):
                 raise
             self._related, self._least, self._usual, self._most = before
             try:
@@ -376,23 +377,14 @@ class Family:
 
     def _may_differ(
         self,
-        key: _Key,
+        mode: Mode,
         error: DemandedSizeError | OtherBranchError,
         here: _Shapes,
         there: _Shapes,
     ) -> bool:
-        """Whether there may be other code than so far from shapes ``there``, but not ``here``."""
-        mode, flags, _ = key
+        """Whether there may be code from shapes ``there``, while ``here`` permits few sizes."""
         if isinstance(error, OtherBranchError):
-            return (mode, flags, False) not in self.codes
-        code = self.codes.get(key)
-        if isinstance(code, SymbolicCode):
-            point = [
-                most if set(error.dimensions) & set(group) else here[group[0][0]][group[0][1]]
-                for group, most in zip(self._related.dimensions, code.points.most, strict=True)
-            ]
-            if code.points.hold(point):
-                return False
+            return not any(key[0] == mode for key in self.codes)
         return any(here[leaf][n] != there[leaf][n] for leaf, n in error.dimensions)
 
     def _compiled_from(

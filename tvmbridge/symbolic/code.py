@@ -49,8 +49,8 @@ from tvmbridge.symbolic.symbols import LEAST_SIZE, Symbols
 
 _NO_ASSUMPTIONS = Assumptions(training=False)
 _NO_GRAPH: Any = None
-# Forward may leave out a position: of two positions one is left, as of one position itself.
-_SMALL_FLOOR = LEAST_SIZE + 1
+# Forward may leave out some positions, so that one is left.
+_SMALL_FLOOR = LEAST_SIZE + 3
 
 
 @dataclass(frozen=True)
@@ -82,18 +82,24 @@ class Points:
         Args:
             with_ones: whether the code shall serve the size below a small floor that is a sample.
         """
-        floors = self.floors or (LEAST_SIZE,) * len(self.least)
         least = tuple(
             n - 1 if with_ones and n == floor <= _SMALL_FLOOR else n
-            for n, floor in zip(self.least, floors, strict=True)
+            for n, floor in zip(self.least, self._floors, strict=True)
         )
         return Sizes(self.all, self.traced, least)
 
     def ones(self, point: Point) -> tuple[int | None, ...]:
         """Return the sizes of ``point`` below the floors, and None for the others."""
-        floors = self.floors or (LEAST_SIZE,) * len(point)
-        pairs = zip(point, floors, strict=True)
+        pairs = zip(point, self._floors, strict=True)
         return tuple(size if size < floor else None for size, floor in pairs)
+
+    @property
+    def _floors(self) -> Point:
+        return self.floors or (LEAST_SIZE,) * len(self.least)
+
+    def hold_symbols(self, point: Point) -> bool:
+        """Whether ``point`` is in the range that the code serves, but for sizes below floors."""
+        return self.hold(tuple(map(max, point, self._floors)))
 
     def hold(self, point: Sequence[int]) -> bool:
         """Whether ``point`` is in the range of sizes that the code serves."""
