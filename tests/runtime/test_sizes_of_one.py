@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 from tests.random_sizes.attention_forms import Cached, Sliding
 from tests.random_sizes.compilations import Compilations
@@ -109,3 +110,51 @@ def test_a_recurrent_network_in_training_has_one_code_for_one_step_and_one_row(
     sizes = ((3, 5), (4, 7), (1, 7), (4, 1), (1, 1))
     _all_right(_Recurrent(), [(torch.randn(*size, 4),) for size in sizes])
     assert compilations.done == 2
+
+
+class _NextToken(nn.Module):
+    """Scores of the next tokens: forward leaves out the last position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.out = nn.Embedding(9, 8), nn.Linear(8, 9)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        scores = self.out(self.words(ids))[:, :-1]
+        return functional.cross_entropy(scores.flatten(0, 1), ids[:, 1:].flatten())
+
+
+class _OtherAtOneLeft(nn.Module):
+    """A forward that does something else where one position is left."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x[:, 1:]
+        return x.exp() * 3 if x.shape[1] == 1 else x.softmax(1)
+
+
+@torch.no_grad()
+def test_two_positions_of_which_one_is_left_need_no_code_of_their_own(
+    compilations: Compilations,
+) -> None:
+    torch.manual_seed(0)
+    sizes = ((4, 20), (6, 33), (4, 2), (1, 2), (7, 2), (2, 5))
+    _all_right(_NextToken(), [(torch.randint(0, 9, size),) for size in sizes])
+    # For the first call, for common sizes, and for small ones.
+    assert compilations.done <= 3
+
+
+@torch.no_grad()
+def test_a_forward_that_branches_at_one_position_left_is_right() -> None:
+    torch.manual_seed(0)
+    sizes = ((5, 6), (7, 9), (4, 3), (5, 2), (2, 2), (3, 2))
+    _all_right(_OtherAtOneLeft(), [(torch.randn(*size, 4),) for size in sizes])
+
+
+@torch.no_grad()
+def test_images_of_one_patch_do_not_limit_the_code_for_more(compilations: Compilations) -> None:
+    torch.manual_seed(0)
+    patches = nn.Sequential(nn.Conv2d(3, 8, 4, 4), nn.Flatten(2), nn.Softmax(2))
+    sizes = ((2, 20, 24), (3, 4, 12), (2, 16, 28), (5, 40, 8), (3, 24, 36))
+    _all_right(patches, [(torch.randn(b, 3, h, w),) for b, h, w in sizes])
+    # For the first call, for one row of patches, and for more rows.
+    assert compilations.done <= 3

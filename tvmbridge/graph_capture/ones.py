@@ -60,11 +60,20 @@ def compute_alike(
         return False
     programs = symbolic.program, ones.program
     kinds = [[type(s.arg) for s in p.graph_signature.output_specs] for p in programs]
-    return kinds[0] == kinds[1] and all(
-        described_at(symbolic.program, symbolic.relations.symbols(each))
-        == described_at(ones.program, ones.relations.symbols(each))
-        for each in shapes
-    )
+    if kinds[0] != kinds[1]:
+        return False
+    for each in shapes:
+        operators = described_at(ones.program, ones.relations.symbols(each))
+        if _has_empty(operators):
+            return False
+        if described_at(symbolic.program, symbolic.relations.symbols(each)) != operators:
+            return False
+    return True
+
+
+def _has_empty(operators: Sequence[Any]) -> bool:
+    """Whether a result of the operators has no elements; code is for sizes from 1 on."""
+    return any(made and 0 in made[0] for *_, results in operators for made in results)
 
 
 def described_at(program: ExportedProgram, symbols: Mapping[Any, int]) -> list[Any]:

@@ -8,7 +8,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 from tvmbridge.calls.arguments import Arguments
 from tvmbridge.calls.standins import without_inference_tensors
@@ -28,7 +28,7 @@ from tvmbridge.runtime.sizes_of_one import SizesOfOne
 from tvmbridge.runtime.specialization import Specialization
 from tvmbridge.runtime.trial import try_out
 from tvmbridge.symbolic.code import SymbolicCode, traced_for
-from tvmbridge.symbolic.probes import DemandedSizeError, FewSizesError
+from tvmbridge.symbolic.probes import DemandedSizeError, OtherBranchError
 from tvmbridge.symbolic.related import divided, related
 from tvmbridge.symbolic.sizes import DifferentCodeError, Point
 from tvmbridge.symbolic.symbols import LEAST_SIZE, Dimension, Symbols
@@ -194,7 +194,8 @@ class Family:
                 f"code for other sizes is for {code.points.least} to {code.points.most}"
             )
         broken = code.relations.broken(shapes_of(matched.arguments))
-        if broken is not None:
+        serves = partial(self._of_one.serves, code, self._related, point, mode)
+        if broken is not None and not self._undisturbed(matched, serves):
             # Code that has served no call yet may be for images that are not square.
             self.refused = self.guessed and not self._tried
             raise OtherSizesError(f"the sizes are not such as forward takes for granted: {broken}")
@@ -248,8 +249,10 @@ class Family:
         is_small = any(size < bound for size, bound in zip(point, least, strict=True))
         key = mode, flags, is_small
         code = self.codes.get(key)
-        if isinstance(code, SymbolicCode) and code.points.hold(point):
-            return code
+        if isinstance(code, SymbolicCode):
+            points = code.points
+            if points.hold(point) or (is_small and points.hold_symbols(point)):
+                return code
         small = (LEAST_SIZE,) * len(point)
         least = small if is_small else tuple(map(max, small, least))
         # Another compilation within the same bounds would give the same code.
@@ -344,27 +347,25 @@ class Family:
             args, kwargs = self._related.probe(
                 args, kwargs, tuple(max(LEAST_SIZE, size) for size in at)
             )
-        return self._compiled(mode, args, kwargs, bounds)
+        return self._compiled(mode, (args, kwargs), bounds)
 
-    def _compiled(
-        self, mode: Mode, args: Any, kwargs: Any, bounds: tuple[Point, ...]
-    ) -> SymbolicCode:
+    def _compiled(self, mode: Mode, sample: Arguments, bounds: tuple[Point, ...]) -> SymbolicCode:
         """Compile code, traced at the sizes of a call or else at the largest sizes of all calls.
 
         Forward may demand the sizes of a call that other calls do not have: where it leaves out the
         first of two positions, one is left, and a size of 1 is no symbol. If forward takes another
-        branch from a certain size on, as for the length of a diagonal, the code is for larger sizes
-        than those of the call.
+        branch from a certain size on, as for images of more than one patch, the code is for larger
+        sizes than those of the call.
         """
-        sample, before = (args, kwargs), (self._related, self._least, self._usual, self._most)
+        before = self._related, self._least, self._usual, self._most
         try:
             return self._compiled_from(mode, sample, bounds)
-        except (DemandedSizeError, FewSizesError) as error:
+        except (DemandedSizeError, OtherBranchError) as error:
             largest = bounds[-1]
-            if isinstance(error, FewSizesError):
+            if isinstance(error, OtherBranchError):
                 largest = tuple(max(_WIDE, 2 * size) for size in largest)
             elsewhere = before[0].probe(*sample, largest)
-            if not self._may_differ(error, shapes_of(sample), shapes_of(elsewhere)):
+            if not self._may_differ(mode, error, shapes_of(sample), shapes_of(elsewhere)):
                 raise
             self._related, self._least, self._usual, self._most = before
             try:
@@ -375,11 +376,15 @@ class Family:
             return code
 
     def _may_differ(
-        self, error: DemandedSizeError | FewSizesError, here: _Shapes, there: _Shapes
+        self,
+        mode: Mode,
+        error: DemandedSizeError | OtherBranchError,
+        here: _Shapes,
+        there: _Shapes,
     ) -> bool:
         """Whether there may be code from shapes ``there``, while ``here`` permits few sizes."""
-        if isinstance(error, FewSizesError):
-            return not self._has_code
+        if isinstance(error, OtherBranchError):
+            return not any(key[0] == mode for key in self.codes)
         return any(here[leaf][n] != there[leaf][n] for leaf, n in error.dimensions)
 
     def _compiled_from(

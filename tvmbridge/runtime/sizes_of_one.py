@@ -1,8 +1,9 @@
-"""Which calls with sizes of 1 symbolic code serves, although no symbol of a trace is 1."""
+"""Which calls with sizes of 1 symbolic code serves, although no size of a trace is 1."""
 
 from __future__ import annotations
 
 import logging
+from typing import TypeAlias
 
 from tvmbridge.calls.arguments import Arguments
 from tvmbridge.core.errors import BuildError, CaptureError
@@ -12,27 +13,35 @@ from tvmbridge.runtime.entry_compiler import Compiler
 from tvmbridge.runtime.guards.mode import Mode
 from tvmbridge.symbolic.code import SymbolicCode, traced_for
 from tvmbridge.symbolic.sizes import Point
-from tvmbridge.symbolic.symbols import LEAST_SIZE, Symbols
+from tvmbridge.symbolic.symbols import Symbols
 
 logger = logging.getLogger(__name__)
 
+# For each symbol, the size that is a constant; None: it is a symbol.
+_Constants: TypeAlias = tuple[int | None, ...]
+
 
 class SizesOfOne:
-    """Compares traces in which sizes of 1 are constants with the traces of symbolic code."""
+    """Compares traces in which small sizes are constants with the traces of symbolic code.
+
+    Small are sizes of 1, and sizes of which forward leaves 1: two positions without the first.
+    """
 
     def __init__(self, compiler: Compiler) -> None:
         self._compiler = compiler
-        # By code and by which symbols are larger than 1; None: the traces differ.
-        self._known: dict[tuple[SymbolicCode, tuple[bool, ...]], SymbolicTrace | None] = {}
+        # By code and by the constants of the trace; None: the traces differ.
+        self._known: dict[tuple[SymbolicCode, _Constants], SymbolicTrace | None] = {}
 
     def serves(
         self, code: SymbolicCode, symbols: Symbols, point: Point, mode: Mode, sample: Arguments
     ) -> bool:
-        """Whether ``code`` is right for a call at ``point``, in which some symbols are 1."""
-        larger = tuple(size >= LEAST_SIZE for size in point)
-        key = code, larger
+        """Whether ``code`` is right for a call at ``point``, in which some sizes are small."""
+        constants = code.points.ones(point)
+        if not any(constants):
+            return False
+        key = code, constants
         if key not in self._known:
-            self._known[key] = self._like(code, symbols, larger, sample, mode)
+            self._known[key] = self._like(code, symbols, constants, sample, mode)
         trace = self._known[key]
         return trace is not None and trace.relations.broken(shapes_of(sample)) is None
 
@@ -40,15 +49,15 @@ class SizesOfOne:
         self,
         code: SymbolicCode,
         symbols: Symbols,
-        larger: tuple[bool, ...],
+        constants: _Constants,
         sample: Arguments,
         mode: Mode,
     ) -> SymbolicTrace | None:
-        """Return a trace like the code's, in which the symbols that are not ``larger`` are 1."""
+        """Return a trace like the code's, in which the symbols with ``constants`` are constants."""
         try:
             trace = traced_for(
                 self._compiler.module,
-                symbols.where(larger),
+                symbols.where([size is None for size in constants]),
                 sample,
                 needs_grad=mode.needs_grad,
                 autocast=mode.autocast,
@@ -58,11 +67,11 @@ class SizesOfOne:
             logger.debug("no trace at sizes of 1: %s", error)
             return None
         points = [
-            tuple(n if is_larger else 1 for n, is_larger in zip(point, larger, strict=True))
+            tuple(n if size is None else size for n, size in zip(point, constants, strict=True))
             for point in (code.points.middle, code.points.most)
         ]
         shapes = [shapes_of(symbols.probe(*sample, point)) for point in points]
         shapes = [each for each in shapes if trace.relations.broken(each) is None]
         alike = bool(shapes) and compute_alike(code.trace, trace, shapes)
-        logger.debug("sizes of 1, where %s: the trace is %s", larger, "alike" if alike else "other")
+        logger.debug("sizes %s: the trace is %s", constants, "alike" if alike else "other")
         return trace if alike else None

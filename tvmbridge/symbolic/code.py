@@ -49,6 +49,8 @@ from tvmbridge.symbolic.symbols import LEAST_SIZE, Symbols
 
 _NO_ASSUMPTIONS = Assumptions(training=False)
 _NO_GRAPH: Any = None
+# Forward may leave out some positions, so that one is left.
+_SMALL_FLOOR = LEAST_SIZE + 3
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ class Points:
     - ``middle``: values that are common in calls.
     - ``between``: further corners of the box from ``least`` to ``most``, and points in it.
     - ``traced``: the sizes in the shapes of the symbolic trace.
+    - ``floors``: the least values at which no size in the trace is 1; empty: 2 each.
     """
 
     least: Point
@@ -66,6 +69,7 @@ class Points:
     middle: Point
     between: tuple[Point, ...] = ()
     traced: tuple[Size, ...] = field(default=(), repr=False)
+    floors: Point = ()
 
     @property
     def all(self) -> tuple[Point, ...]:
@@ -76,10 +80,26 @@ class Points:
         """Return a new search for numbers of code as functions of the symbols.
 
         Args:
-            with_ones: whether the code shall serve 1 where the smallest sample size is 2.
+            with_ones: whether the code shall serve the size below a small floor that is a sample.
         """
-        least = tuple(1 if with_ones and n == LEAST_SIZE else n for n in self.least)
+        least = tuple(
+            n - 1 if with_ones and n == floor <= _SMALL_FLOOR else n
+            for n, floor in zip(self.least, self._floors, strict=True)
+        )
         return Sizes(self.all, self.traced, least)
+
+    def ones(self, point: Point) -> tuple[int | None, ...]:
+        """Return the sizes of ``point`` below the floors, and None for the others."""
+        pairs = zip(point, self._floors, strict=True)
+        return tuple(size if size < floor else None for size, floor in pairs)
+
+    @property
+    def _floors(self) -> Point:
+        return self.floors or (LEAST_SIZE,) * len(self.least)
+
+    def hold_symbols(self, point: Point) -> bool:
+        """Whether ``point`` is in the range that the code serves, but for sizes below floors."""
+        return self.hold(tuple(map(max, point, self._floors)))
 
     def hold(self, point: Sequence[int]) -> bool:
         """Whether ``point`` is in the range of sizes that the code serves."""

@@ -55,10 +55,10 @@ class DemandedSizeError(CaptureError):
         self.dimensions = tuple(dimensions)
 
 
-class FewSizesError(CaptureError):
-    """Forward bounds the symbols so low that there are no sample sizes.
+class OtherBranchError(CaptureError):
+    """Forward takes another branch at the sample sizes than at the sizes that were traced.
 
-    - ``sizes``: how many sizes calls may have.
+    - ``sizes``: how many sizes calls may have on the branch that was traced; 0: there are many.
     """
 
     def __init__(self, message: str, sizes: int) -> None:
@@ -87,8 +87,7 @@ def points_within(
 
     Raises:
         DemandedSizeError: forward works for only one size of a dimension.
-        FewSizesError: forward permits few sizes.
-        CaptureError: there are no such points, since forward branches on sizes.
+        OtherBranchError: there are no such points, since forward branches on sizes.
     """
     relations = trace.relations
     fixed = [d for group in symbols.dimensions for d in group if not relations.is_symbolic(*d)]
@@ -121,6 +120,7 @@ def points_within(
         found = {point: broken_at(point) for point in points.all}
         broken = next(filter(None, found.values()), None)
         if broken is None:
+            points = replace(points, floors=tuple(floors))
             return _told_apart(points, traced_sizes(trace, symbols), broken_at)
         wrong |= _sizes_of(p for p, each in found.items() if each) - _sizes_of(
             p for p, each in found.items() if not each
@@ -131,9 +131,8 @@ def points_within(
         return points_within(trace, symbols, sample, smallest, largest, names, further, floors)
     reason = broken or f"there are no sizes to compile for around {largest[0]}"
     message = f"forward goes another way at other sizes: {reason}"
-    if broken is None and max(bounds) <= _FEW:
-        raise FewSizesError(message, math.prod(bounds))
-    raise CaptureError(message)
+    is_few = broken is None and max(bounds) <= _FEW
+    raise OtherBranchError(message, math.prod(bounds) if is_few else 0)
 
 
 def _sizes_of(points: Iterable[Point]) -> set[int]:
