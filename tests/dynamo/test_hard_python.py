@@ -176,6 +176,16 @@ def test_captured_in_parts(kind: type[nn.Module]) -> None:
     assert not report.whole
 
 
+def test_the_report_says_what_to_do_about_a_module_without_a_graph() -> None:
+    module = nn.LSTM(4, 4)
+    compiled = torch.compile(module, backend="tvmbridge")
+    x = torch.randn(3, 2, 4)
+    torch.testing.assert_close(compiled(x), module(x))
+    text = str(tvmbridge.compile_report())
+    assert "what to do: Set torch._dynamo.config.allow_rnn=True" in text
+    assert "has the compiled module been called" not in text
+
+
 def test_early_returns() -> None:
     assert_same(EarlyReturns(), [[torch.randn(4, 8), deep] for deep in (True, False, True)])
     report = tvmbridge.compile_report()

@@ -58,12 +58,19 @@ def test_draws_equal_eager() -> None:
     assert_same_step(module, eager(module), x)
 
 
-def test_a_draw_that_nothing_reads_moves_the_generator() -> None:
+@pytest.mark.parametrize("counts", [False, True])
+def test_a_draw_that_nothing_reads_moves_the_generator(counts: bool) -> None:
+    """A program that writes a counter is decomposed as a whole, others operator by operator."""
+
     def unread(x: torch.Tensor, t: bool) -> torch.Tensor:
         torch.rand_like(x)
+        if counts:
+            module.get_buffer("calls").add_(1)
         return x + torch.rand_like(x)
 
-    module = add_tvm_dispatch(Applied(unread).eval(), sample(3, 4))
+    module = Applied(unread).eval()
+    module.register_buffer("calls", torch.zeros(()))
+    add_tvm_dispatch(module, sample(3, 4))
     found = []
     for each in (module, eager(module)):
         torch.manual_seed(1)

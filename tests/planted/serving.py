@@ -239,7 +239,7 @@ SERVING = (
         "tvmbridge.runtime.autograd",
         "return primal.clone() if position in self.overwritten else primal",
         "return primal.detach() if position in self.overwritten else primal",
-        ("tests/runtime/test_modules.py", "-k", "replaced_buffer"),
+        ("tests/runtime/test_modules.py", "-k", "computes_a_written_buffer"),
     ),
     Plant(
         "a residual in memory that the user holds",
@@ -319,7 +319,7 @@ SERVING = (
         "tvmbridge.compiler.executable",
         "_ALIGNMENT_MASK = 63",
         "_ALIGNMENT_MASK = 0",
-        (_SAFETY, "-k", "awkward"),
+        (_SAFETY, "-k", "misaligned_rows"),
     ),
     Plant(
         "the shape not checked",

@@ -88,6 +88,25 @@ def test_a_replaced_buffer_that_backward_reads(joint: str, in_place: bool, offse
     assert dispatch_report(ours).tvm_calls == 2
 
 
+class Decays(Replaces):
+    """Forward writes a buffer before it reads it; eager PyTorch saves the buffer for backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.scale.mul_(0.9)
+        return x * self.scale
+
+
+def test_backward_computes_a_written_buffer_again_from_its_former_value() -> None:
+    ours, theirs = Decays(True).train(), Decays(True).train()
+    add_tvm_dispatch(
+        ours, sample().requires_grad_(), options={"residual_policy": "recompute_cheap"}
+    )
+    for _ in range(2):
+        assert_same_step(ours, theirs, sample())
+    torch.testing.assert_close(ours.scale, theirs.scale, rtol=1e-12, atol=1e-12)
+    assert dispatch_report(ours).tvm_calls == 2
+
+
 @pytest.mark.parametrize("joint", ["relax", "aot", "auto"])
 def test_a_buffer_that_is_written_before_backward_reads_it_is_refused(joint: str) -> None:
     module = Replaces(True).train()

@@ -63,6 +63,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], str]] = {
     "sparse": (_linear, lambda: sample().to_sparse_csr(), "argument 0 has the layout"),
     "mkldnn": (_linear, lambda: sample().float().to_mkldnn(), "argument 0 has the layout"),
     "meta": (_linear, lambda: sample().to("meta"), "argument 0 is on the meta device"),
+    "meta weight": (lambda: _linear().to("meta"), sample, "weight is on the meta device, without"),
     "subclass": (_linear, lambda: sample().as_subclass(Sub), "argument 0 is a Sub"),
     "sparse weight": (lambda: _sparse(_linear()), sample, "weight has the layout"),
     "lazy": (lambda: nn.LazyLinear(3), sample, "weight is a UninitializedParameter"),

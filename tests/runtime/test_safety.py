@@ -49,6 +49,19 @@ def test_awkward_inputs_are_served(served: nn.Module, kind: str) -> None:
     assert dispatch_report(served).tvm_calls == before + 1
 
 
+class Rows(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(x * 2, -1)
+
+
+def test_misaligned_rows_that_are_read_by_vectors() -> None:
+    x = sample(64, 256, dtype=torch.float32)
+    module = add_tvm_dispatch(Rows().eval(), x)
+    for given in (x, _misaligned(x)):
+        torch.testing.assert_close(module(given), Rows()(x))
+    assert dispatch_report(module).tvm_calls == 2
+
+
 @pytest.mark.parametrize("kind", AWKWARD)
 def test_awkward_cotangents_are_right(trained: nn.Module, kind: str) -> None:
     cotangent = AWKWARD[kind](sample())

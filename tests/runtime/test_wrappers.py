@@ -115,6 +115,32 @@ def test_a_wrapped_forward_calls_the_dispatch(first: str) -> None:
             remove_tvm_dispatch(module)
 
 
+class CallsItself(nn.Module):
+    """A module whose attribute holds a function that reads the module: a copy would read it too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.act = lambda x: self.inner(x).relu()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(x)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_modules_that_are_traced_themselves_have_code_for_any_size(wrapped: bool) -> None:
+    module, reference = (CallsItself().eval().requires_grad_(False) for _ in range(2))
+    reference.load_state_dict(module.state_dict())
+    add_tvm_dispatch(module, torch.randn(3, 8), dynamic_shapes={"x": {0: torch.export.Dim("n")}})
+    for each in (module, reference) if wrapped else ():
+        _prepare(each)
+    for size in (4, 6, 1, 9):
+        x = torch.randn(size, 8)
+        torch.testing.assert_close(module(x), reference(x), rtol=0.02, atol=0.02)
+    report = dispatch_report(module)
+    assert (report.tvm_calls, report.fallbacks) == (4, {})
+
+
 def test_a_submodule_that_torch_compile_wraps_is_served() -> None:
     torch.compiler.reset()
     inner = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5))

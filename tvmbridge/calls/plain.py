@@ -99,6 +99,8 @@ def unusual_in(module: nn.Module, leaves: Sequence[Any] = ()) -> Reason | None:
             return Reason(Kind.UNSEEN, f"{name} is a {type(value).__name__}")
         if reason is not None and type(value).__name__ == "DTensor":
             return Reason(Kind.DISTRIBUTED, name)
+        if reason is not None and value.is_meta and name not in arguments:
+            return Reason(Kind.WITHOUT_VALUES, name)
         if reason is not None:
             return Reason(Kind.UNUSUAL, f"{name} {reason}")
     for owner in module.modules():

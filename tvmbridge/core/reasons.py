@@ -227,6 +227,12 @@ class Kind(enum.Enum):
     FURTHER = "further reasons", _EXPLAIN
     # A module or sample is refused.
     UNUSUAL = "{}, and code is compiled for plain, dense tensors", _DENSE, _REFUSED
+    WITHOUT_VALUES = (
+        "{} is on the meta device, without values",
+        "create it with module.to_empty(device=...) and load its values; keep a module that "
+        "torch.func.functional_call gives other tensors to on a device, too",
+        _REFUSED,
+    )
     FUNCTIONAL_CALL = (
         "a tensor that is no parameter stands in for {} (functional_call)",
         "call the module itself",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tvmbridge.core.text_console import text_console
-from tvmbridge.core.torch_private import graph_breaks
+from tvmbridge.core.torch_private import graph_break_hint, graph_breaks
 from tvmbridge.dynamo.calls import CompiledGraph, EagerGraph
 from tvmbridge.report import DispatchReport, report_of
 from tvmbridge.runtime.fallbacks import share, worst
@@ -83,6 +83,13 @@ _NO_GRAPH = (
     'nn.Sequential is; call torch.compile(module, backend="tvmbridge") instead'
 )
 
+# Advice on breaks for which TorchDynamo's own hint leads to another fallback.
+_ADVICE = {
+    "Module-level backwards hooks require compiled autograd.": (
+        "remove the hooks of backward, or call add_tvm_dispatch on the submodules that have them"
+    ),
+}
+
 
 @dataclass(frozen=True)
 class CompileReport:
@@ -133,7 +140,7 @@ class CompileReport:
             f"graphs: {len(self.graphs)}, graph breaks: {breaks}, calls of graphs served by TVM: "
             f"{served}",
         )
-        if not self.graphs:
+        if not self.graphs and not breaks:
             console.print(_NO_GRAPH)
         if self.timed_calls:
             console.print(f"calls by PyTorch, to time it: {self.timed_calls}")
@@ -148,7 +155,8 @@ class CompileReport:
         console.print(table)
         for reason, count in self.breaks.items():
             console.print(f"graph breaks: {count}, because {escape(reason)}")
-        for advice in dict.fromkeys(graph.advice for graph in self.graphs):
+        advices = [_ADVICE.get(reason) or graph_break_hint(reason) for reason in self.breaks]
+        for advice in dict.fromkeys([*advices, *(graph.advice for graph in self.graphs)]):
             if advice:
                 console.print(f"what to do: {advice}", markup=False)
         return console.file.getvalue()

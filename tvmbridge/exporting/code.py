@@ -128,7 +128,7 @@ def _lowered(
     behind = wrapped_dispatcher(installed)
     own = installed if behind is None else behind.own
     lower = partial(lower_module, records=records, measure=StageDurations().measure)
-    return apart_or_itself(request, own, lower)
+    return apart_or_itself(module, own, lambda apart: lower(replace(request, apart=apart)))
 
 
 def _built(

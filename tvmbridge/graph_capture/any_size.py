@@ -140,12 +140,14 @@ def traced_with_symbols(
     dimensions: Sequence[tuple[int, int]],
     *,
     needs_grad: bool,
+    apart: bool = True,
     autocast: Autocast = (),
 ) -> SymbolicTrace:
     """Trace ``module`` with symbols for some sizes of its arguments.
 
     Args:
         dimensions: the symbolic sizes, each as (number of the leaf, dimension).
+        apart: trace a copy of the module; False: trace the module itself.
 
     Raises:
         CaptureError: torch.export cannot trace the module with these symbols.
@@ -153,7 +155,7 @@ def traced_with_symbols(
     symbolic: dict[int, dict[int, Any]] = {}
     for leaf, number in dimensions:
         symbolic.setdefault(leaf, {})[number] = torch.export.Dim.AUTO
-    stage = staged(module, args, kwargs, needs_grad, autocast=autocast)
+    stage = staged(module, args, kwargs, needs_grad, apart=apart, autocast=autocast)
     try:
         program, masks = export_with_symbols(stage, args, kwargs, needs_grad, symbolic)
     except Exception as error:

@@ -279,18 +279,25 @@ class Compiler:
             packing=self.packing,
             autocast=mode.autocast,
         )
-        return apart_or_itself(request, self.own, self.instead or compile_module)
+        compile_ = self.instead or compile_module
+        return self.apart_or_itself(lambda apart: compile_(replace(request, apart=apart)))
+
+    def apart_or_itself(self, make: Callable[[bool], Result]) -> Result:
+        """Return what :func:`apart_or_itself` does for the module."""
+        return apart_or_itself(self.module, self.own, make)
 
 
 def apart_or_itself(
-    request: CompileRequest,
-    own: Callable[..., Any] | None,
-    compile_: Callable[[CompileRequest], Result],
+    module: nn.Module, own: Callable[..., Any] | None, make: Callable[[bool], Result]
 ) -> Result:
-    """Return what ``compile_`` makes of the trace of a copy; without one, of the module itself."""
-    module, itself = request.module, replace(request, apart=False)
+    """Return what ``make`` makes of the trace of a copy; without one, of the module itself.
+
+    Args:
+        own: the forward that was set on the instance; None if it has only that of its class.
+        make: is told whether a copy is traced.
+    """
     if not is_wrapped(module):  # A copy would call the wrapper.
         with suppress(NotApartError):
-            return compile_(request)
+            return make(True)
     with with_own_forward(module, own):
-        return compile_(itself)
+        return make(False)

@@ -390,12 +390,18 @@ class Family:
     def _compiled_from(
         self, mode: Mode, sample: Arguments, bounds: tuple[Point, ...]
     ) -> SymbolicCode:
+        return self.compiler.apart_or_itself(partial(self._traced_from, mode, sample, bounds))
+
+    def _traced_from(
+        self, mode: Mode, sample: Arguments, bounds: tuple[Point, ...], apart: bool
+    ) -> SymbolicCode:
         symbols = self._related
         trace = traced_for(
             self.compiler.module,
             symbols,
             sample,
             needs_grad=mode.needs_grad,
+            apart=apart,
             autocast=mode.autocast,
         )
         if symbols is self.symbols:

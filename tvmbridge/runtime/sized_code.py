@@ -56,6 +56,7 @@ def compiled_for(
         options=compiler.options,
         target=compiler.target,
         packing=compiler.packing,
+        apart=trace.stage.module is not compiler.module,
         autocast=mode.autocast,
     )
     compiled = partial(compile_symbolic, request, symbols, trace=trace)

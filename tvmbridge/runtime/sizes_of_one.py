@@ -55,13 +55,16 @@ class SizesOfOne:
     ) -> SymbolicTrace | None:
         """Return a trace like the code's, in which the symbols with ``constants`` are constants."""
         try:
-            trace = traced_for(
-                self._compiler.module,
-                symbols.where([size is None for size in constants]),
-                sample,
-                needs_grad=mode.needs_grad,
-                autocast=mode.autocast,
-                like=code.trace.decisions,
+            trace = self._compiler.apart_or_itself(
+                lambda apart: traced_for(
+                    self._compiler.module,
+                    symbols.where([size is None for size in constants]),
+                    sample,
+                    needs_grad=mode.needs_grad,
+                    apart=apart,
+                    autocast=mode.autocast,
+                    like=code.trace.decisions,
+                )
             )
         except (CaptureError, BuildError) as error:
             logger.debug("no trace at sizes of 1: %s", error)

@@ -179,12 +179,14 @@ def traced_for(
     sample: Arguments,
     *,
     needs_grad: bool,
+    apart: bool = True,
     autocast: Autocast,
     like: Sequence[Decision] | None = None,
 ) -> SymbolicTrace:
     """Trace ``module`` with ``symbols`` in place of some sizes of ``sample``.
 
     Args:
+        apart: trace a copy of the module; False: trace the module itself.
         like: the decisions of another trace, which are repeated; None: the sample decides.
 
     Raises:
@@ -196,6 +198,7 @@ def traced_for(
             *symbols.probe(*sample, symbols.apart(shapes_of(sample))),
             [d for group in symbols.dimensions for d in group],
             needs_grad=needs_grad,
+            apart=apart,
             autocast=autocast,
         )
     return replace(trace, decisions=tuple(decisions or ()))

@@ -49,6 +49,33 @@ def test_learned_values_are_written_and_get_their_gradient() -> None:
         module(x, v, few)
 
 
+class WritesAtNumbers(nn.Module):
+    def forward(self, x: torch.Tensor, v: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+        y, z, w = x * 2, x * 3, torch.zeros(4, 3, 3, dtype=torch.int64)
+        y[:, i] = v[:3]
+        y[None, ..., i - 1, 0] = v[3:]
+        z[i - 1, i] = v[3]
+        z[i - 2, ..., None] = v[None, :, None]
+        w[-1:, i - 1, 1:] = 2.7
+        w[i - 2, i - 1] = i
+        return torch.cat([y.flatten(), z.flatten(), w.flatten()])
+
+
+def test_writes_at_a_tensor_of_one_number() -> None:
+    plain = WritesAtNumbers().train()
+    module = copy.deepcopy(plain)
+    x, v = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((3, 4), (4,)))
+    add_tvm_dispatch(module, (x, v, torch.tensor(1)))
+    for number in (1, 0, -1, 2):
+        i = torch.tensor(number)
+        torch.testing.assert_close(_results(module, x, v, i), _results(plain, x, v, i))
+    for outside in (4, -4):
+        with pytest.raises((IndexError, RuntimeError), match="out of"):
+            module(x, v, torch.tensor(outside))
+    report = dispatch_report(module)
+    assert (report.tvm_calls, report.fallbacks) == (4, {})
+
+
 class Pointer(nn.Module):
     """Writes a number that depends on a size, by an index and by a slice."""
 

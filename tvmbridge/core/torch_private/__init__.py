@@ -224,6 +224,16 @@ def graph_breaks() -> Counter[str]:
     return found
 
 
+def graph_break_hint(reason: str) -> str | None:
+    """Return TorchDynamo's first hint on graph breaks whose reason begins with a line; or None."""
+    counters = importlib.import_module("torch._dynamo.utils").counters
+    for text in (*counters["graph_break"], *counters["unimplemented"]):
+        first, _, rest = text.partition("\n")
+        if first == reason and "Hint: " in rest:
+            return str(rest.partition("Hint: ")[2].partition("\n")[0])
+    return None
+
+
 def dynamo_lock() -> Any:
     """Return the lock that a thread holds while TorchDynamo captures a graph in it."""
     return _convert_frame().compile_lock
