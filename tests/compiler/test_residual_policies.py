@@ -14,6 +14,7 @@ from torch import nn
 from benchmarks.residuals import ours as split_by_policy
 from tests.joint_cases import CASES, Head
 from tests.joint_steps import assert_same, assert_served, build, dispatched, step
+from tests.thinned import thinned
 from tvmbridge import CompileOptions, add_tvm_dispatch, dispatch_report
 from tvmbridge.coloring import POLICIES
 
@@ -24,8 +25,8 @@ OTHERS = [p for p in POLICIES if p != CompileOptions().residual_policy]
 @pytest.mark.parametrize(
     ("name", "policy"),
     [
-        *(("transformer", policy) for policy in OTHERS[:2]),
-        *(("masked attention", policy) for policy in OTHERS[2:]),
+        *thinned((("transformer", policy) for policy in OTHERS[:2]), 2),
+        *thinned((("masked attention", policy) for policy in OTHERS[2:]), 2),
     ],
 )
 def test_two_steps_equal_eager(name: str, policy: str) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 
 import tvmbridge
 from tests.dynamo.steps import assert_same
+from tests.thinned import thinned
 from tvmbridge import dynamo
 
 
@@ -94,7 +95,7 @@ def inputs(*, grad: bool = True) -> torch.Tensor:
     return torch.randn(4, 8, requires_grad=grad)
 
 
-@pytest.mark.parametrize("kind", MODULES)
+@pytest.mark.parametrize("kind", thinned(MODULES, 2))
 def test_training_steps(kind: type[nn.Module]) -> None:
     x = inputs(grad=False)
     assert_same(kind(), [[inputs()], [x], [inputs()], [x]])

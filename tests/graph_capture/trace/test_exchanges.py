@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tests.dispatch_helpers import sample
+from tests.thinned import thinned
 from tvmbridge import CaptureError, UnsupportedOperatorError, add_tvm_dispatch, dispatch_report
 
 Exchange = Callable[[nn.Module, torch.Tensor], None]
@@ -97,7 +98,7 @@ def _made(exchange: Exchange, nested: bool, training: bool) -> tuple[nn.Module, 
 
 
 # By turns nested in evaluation, and alone in training.
-@pytest.mark.parametrize(("number", "exchange"), enumerate(SAME_KIND))
+@pytest.mark.parametrize(("number", "exchange"), thinned(enumerate(SAME_KIND), 3))
 def test_exchanged_buffers_are_as_in_eager(number: int, exchange: Exchange) -> None:
     ours, theirs = _made(exchange, nested=bool(number % 2), training=not number % 2)
     add_tvm_dispatch(ours, sample())
