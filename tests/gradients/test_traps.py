@@ -141,7 +141,7 @@ def _runs() -> Iterator[Any]:
                 yield pytest.param(kind, name, joint, torch.float32)
 
 
-@pytest.mark.parametrize(("kind", "name", "joint", "dtype"), _runs())
+@pytest.mark.parametrize(("kind", "name", "joint", "dtype"), list(_runs()))
 def test_gradient_is_pytorchs(kind: str, name: str, joint: str, dtype: torch.dtype) -> None:
     found = together(kind, joint, sources(kind, name).index(joint), dtype)
     if name in found:
