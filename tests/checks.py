@@ -63,13 +63,9 @@ _WELL_FORMED_IN = (
 # ask when code is compiled, and whether it serves a call. Other tests ask what the code computes.
 _UNOPTIMIZED_IN = (
     "tests/calls",
-    "tests/compiler",
     "tests/core",
-    "tests/differentiation",
     "tests/dynamo",
-    "tests/frontend",
     "tests/fx",
-    "tests/gradients",
     "tests/graph_capture",
     "tests/inspect",
     "tests/runtime",

@@ -90,7 +90,7 @@ WRITES: dict[str, Callable[[Any, torch.Tensor], None]] = {
 }
 
 
-@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("write", thinned(WRITES, 2))
 def test_a_write_before_backward_raises_or_changes_nothing(trained: nn.Module, write: str) -> None:
     ours = gradients_after(trained, WRITES[write])
     eager = gradients_after(eager_of(trained), WRITES[write])
@@ -144,7 +144,8 @@ class Largest(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("joint", "policy"), [("aot", "min_cut"), *(("relax", policy) for policy in POLICIES)]
+    ("joint", "policy"),
+    thinned([("aot", "min_cut"), *(("relax", p) for p in POLICIES)], 2),
 )
 def test_the_place_of_the_largest_is_found_again(joint: str, policy: str) -> None:
     """Check the gradient of the maximum, whose operand may be recomputed.
