@@ -42,6 +42,7 @@ from tvmbridge.kernels import choice
 from tvmbridge.passes.base import PassReport, RelaxPass
 from tvmbridge.runtime import entry_compiler as compiler
 from tvmbridge.runtime.fallbacks import log_summaries
+from tvmbridge.schedules import target
 
 Apply = Callable[[RelaxPass, tvm.IRModule, PassReport], tvm.IRModule]
 
@@ -57,6 +58,17 @@ _WELL_FORMED_IN = (
     "tests/passes",
     "tests/random_graphs",
     "tests/test_",
+)
+# The folders in whose tests LLVM does not optimize, which would take a fifth of a compilation: they
+# ask when code is compiled, and whether it serves a call. Other tests ask what the code computes.
+_UNOPTIMIZED_IN = (
+    "tests/calls",
+    "tests/core",
+    "tests/dynamo",
+    "tests/fx",
+    "tests/graph_capture",
+    "tests/inspect",
+    "tests/runtime",
 )
 # Files with tests of many seconds that would come near the end.
 _LONGEST = ("tests/test_demo.py", "tests/test_notebooks.py", "tests/test_dropout.py")
@@ -147,6 +159,25 @@ def _checked_passes() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for pass_class in RelaxPass.__subclasses__():
             patch.setattr(pass_class, "apply", _checked(pass_class.apply))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _unoptimized_code() -> Iterator[None]:
+    genuine = target._target_named
+
+    @functools.lru_cache
+    def unoptimized(name: str, capability: str, cores: int) -> tvm.target.Target:
+        found = genuine(name, capability, cores).export()
+        return tvm.target.Target({**found, "opt-level": 0})
+
+    def named(name: str, capability: str, cores: int) -> tvm.target.Target:
+        where = os.environ.get("PYTEST_CURRENT_TEST", "")
+        chosen = unoptimized if where.startswith(_UNOPTIMIZED_IN) else genuine
+        return chosen(name, capability, cores)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(target, "_target_named", named)
         yield
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tests.graph_capture.test_noise import Applied
+from tests.thinned import thinned
 from tvmbridge import add_tvm_dispatch, dispatch_report
 from tvmbridge.dispatch import _code_of
 
@@ -167,7 +168,7 @@ class _Attending(_First):
         return y + weights.sum()  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", thinned(MODULES, 2))
 def test_modules_equal_eager(name: str) -> None:
     factory, shape = MODULES[name]
     eager = factory().double().train()

@@ -15,8 +15,6 @@ from tests.architectures.table import architectures
 QUICK = [
     ("bert", "train", "float64"),
     ("gpt2", "cache", "float32"),
-    ("mixtral", "eval", "float32"),
-    ("vit", "eval", "float32"),
 ]
 
 

@@ -79,9 +79,7 @@ def _results(module: nn.Module) -> list[torch.Tensor]:
     return [*results, *module.buffers()]
 
 
-@pytest.mark.parametrize(
-    ("training", "linker"), [(True, True), (True, False), (False, True)], ids=str
-)
+@pytest.mark.parametrize(("training", "linker"), [(True, True), (False, False)], ids=str)
 def test_a_hit_returns_what_eager_pytorch_does(
     training: bool, linker: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from tests.aliasing_helpers import Applied, relations, rows
 from tests.dispatch_helpers import eager
+from tests.thinned import thinned
 from tvmbridge import add_tvm_dispatch, dispatch_report
 
 
@@ -56,7 +57,7 @@ def _traces_of_a_write(module: Any, number: int, grad: bool) -> Any:
     return layout, values, torch.autograd.grad(total, (x, module.weight))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("grad", thinned([False, True], 2), ids=["inference", "training"])
 def test_overlapping_outputs_share_an_intermediate_base(grad: bool) -> None:
     x = rows().double().requires_grad_(grad)
     module = Applied(_hidden).double().train(grad)

@@ -40,9 +40,10 @@ class Lends(nn.Module):
         return y  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("kind", [list, dict])
-@pytest.mark.parametrize("held", ["a parameter", "a tensor"])
-@pytest.mark.parametrize("joint", ["auto", "aot"])
+@pytest.mark.parametrize(
+    ("kind", "held", "joint"),
+    [(list, "a parameter", "auto"), (dict, "a tensor", "auto"), (dict, "a parameter", "aot")],
+)
 def test_a_container_that_two_modules_share_is_one(kind: type, held: str, joint: str) -> None:
     plain = Lends(kind, held).double()
     module = copy.deepcopy(plain)

@@ -7,6 +7,7 @@ import torch
 from torch import distributions, nn
 
 from tests.dispatch_helpers import assert_same_step, eager, sample
+from tests.thinned import thinned
 from tvmbridge import add_tvm_dispatch, dispatch_report
 
 
@@ -35,7 +36,7 @@ def _validation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributions.Distribution, "_validate_args", True)
 
 
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("training", thinned([True, False], 2))
 def test_samples_equal_eager(training: bool) -> None:
     torch.manual_seed(0)
     module = Samples().double().train(training).requires_grad_(training)
@@ -77,7 +78,7 @@ class Asserts(nn.Module):
         return y + largest
 
 
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("training", thinned([True, False], 2))
 def test_assertions_are_made_at_each_call(training: bool) -> None:
     torch.manual_seed(0)
     module = Asserts().double().train(training).requires_grad_(training)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.thinned import thinned
 from tvmbridge import add_tvm_dispatch, dispatch_report, explain
 
 
@@ -22,7 +23,7 @@ class Chains(nn.Module):
         return torch.cat([torch.tanh(norm(piece)) for norm, piece in pairs], 1)
 
 
-@pytest.mark.parametrize(("count", "fused"), [(10, True), (7, False)])
+@pytest.mark.parametrize(("count", "fused"), thinned([(10, True), (7, False)], 2))
 def test_many_chains_are_one(count: int, fused: bool) -> None:
     module, x = Chains(count).double().train(), torch.randn(5, 6 * count, dtype=torch.float64)
     with torch.no_grad():

@@ -14,6 +14,7 @@ from torch import nn
 from benchmarks.residuals import ours as split_by_policy
 from tests.joint_cases import CASES, Head
 from tests.joint_steps import assert_same, assert_served, build, dispatched, step
+from tests.thinned import thinned
 from tvmbridge import CompileOptions, add_tvm_dispatch, dispatch_report
 from tvmbridge.coloring import POLICIES
 
@@ -24,8 +25,8 @@ OTHERS = [p for p in POLICIES if p != CompileOptions().residual_policy]
 @pytest.mark.parametrize(
     ("name", "policy"),
     [
-        *(("transformer", policy) for policy in OTHERS[:2]),
-        *(("masked attention", policy) for policy in OTHERS[2:]),
+        *thinned((("transformer", policy) for policy in OTHERS[:2]), 2),
+        *thinned((("masked attention", policy) for policy in OTHERS[2:]), 2),
     ],
 )
 def test_two_steps_equal_eager(name: str, policy: str) -> None:
@@ -89,7 +90,7 @@ WRITES: dict[str, Callable[[Any, torch.Tensor], None]] = {
 }
 
 
-@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("write", thinned(WRITES, 2))
 def test_a_write_before_backward_raises_or_changes_nothing(trained: nn.Module, write: str) -> None:
     ours = gradients_after(trained, WRITES[write])
     eager = gradients_after(eager_of(trained), WRITES[write])
@@ -143,7 +144,8 @@ class Largest(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("joint", "policy"), [("aot", "min_cut"), *(("relax", policy) for policy in POLICIES)]
+    ("joint", "policy"),
+    thinned([("aot", "min_cut"), *(("relax", p) for p in POLICIES)], 2),
 )
 def test_the_place_of_the_largest_is_found_again(joint: str, policy: str) -> None:
     """Check the gradient of the maximum, whose operand may be recomputed.

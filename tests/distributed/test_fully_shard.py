@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
 
 from tests.distributed.processes import run_ranks, values
 from tests.distributed.sharded_scripts import Block, Setting, compared
+from tests.thinned import thinned
 from tvmbridge import add_tvm_dispatch, dispatch_report
 
 QUICK = {"sharded first": Setting(sharded_first=True, sample=True, reshard=False)}
@@ -54,7 +55,9 @@ def test_steps_are_those_of_eager() -> None:
     check(QUICK, 2)
 
 
-@pytest.mark.parametrize("how", ["fully_shard", "FullyShardedDataParallel", "parallelize_module"])
+@pytest.mark.parametrize(
+    "how", thinned(["fully_shard", "FullyShardedDataParallel", "parallelize_module"], 3)
+)
 def test_a_module_that_is_split_after_its_compilation_is_refused_by_name(how: str) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -13,6 +13,7 @@ from torch import nn
 from tvm import relax
 
 import tvmbridge
+from tests.thinned import thinned
 from tvmbridge.pipeline import inference_passes, run_passes
 
 
@@ -46,7 +47,7 @@ def step(call: Any, owner: nn.Module, x: torch.Tensor, dtype: torch.dtype | None
     return [y.detach(), x.grad, *(p.grad for p in owner.parameters())]
 
 
-@pytest.mark.parametrize("within", [False, True])
+@pytest.mark.parametrize("within", thinned([False, True], 2))
 def test_steps_are_those_of_eager(within: bool) -> None:
     module = Attention(within=within)
     reference = copy.deepcopy(module)

@@ -10,6 +10,7 @@ from torch import nn
 
 import tvmbridge
 from tests.dynamo.steps import assert_same
+from tests.thinned import thinned
 from tvmbridge import dynamo
 
 
@@ -94,7 +95,7 @@ def inputs(*, grad: bool = True) -> torch.Tensor:
     return torch.randn(4, 8, requires_grad=grad)
 
 
-@pytest.mark.parametrize("kind", MODULES)
+@pytest.mark.parametrize("kind", thinned(MODULES, 2))
 def test_training_steps(kind: type[nn.Module]) -> None:
     x = inputs(grad=False)
     assert_same(kind(), [[inputs()], [x], [inputs()], [x]])
@@ -136,7 +137,7 @@ def test_backends_that_stop_early(backend: Any) -> None:
         assert "stops after the capture" in next(iter(graph.eager_calls))
 
 
-@pytest.mark.parametrize("dynamic", [True, None])
+@pytest.mark.parametrize("dynamic", thinned([True, None], 2))
 def test_sizes_that_change(dynamic: bool | None) -> None:
     sizes = [4, 5, 7, 9]
     assert_same(Plain(), [[torch.randn(n, 8)] for n in sizes], dynamic=dynamic)

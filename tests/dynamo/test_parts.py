@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from tests.thinned import thinned
 from tvmbridge import add_tvm_dispatch, compile_report, dispatch_report, remove_tvm_dispatch
 from tvmbridge.core.errors import CaptureError, FallbackError
 
@@ -218,7 +219,7 @@ class Printing(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("sampled", thinned([False, True], 2))
 def test_a_forward_that_prints_prints_at_each_call(
     sampled: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:

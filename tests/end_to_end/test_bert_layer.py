@@ -59,6 +59,7 @@ def test_a_step_of_bert_bases_width_is_that_of_eager() -> None:
     check(base_layer("eager", torch.float64), torch.float64, 2, 128, 768)
 
 
+@pytest.mark.slow
 def test_a_tuple_of_outputs() -> None:
     layer = base_layer("sdpa", torch.float64, width=128)
     check(BothStages(layer), torch.float64, 2, 24, 128)

@@ -12,6 +12,7 @@ from transformers import BertConfig
 from transformers.models.bert.modeling_bert import BertLayer
 
 from tests.end_to_end.steps import gradient_errors, relative_error, training_step
+from tests.thinned import thinned
 from tvmbridge import add_tvm_dispatch, dispatch_report, remove_tvm_dispatch
 
 BOUND = 1e-12
@@ -64,7 +65,7 @@ def _to(module: nn.Module) -> None:
 CHANGES: list[Callable[[nn.Module], None]] = [_data, _in_place, _load, _assign, _to]
 
 
-@pytest.mark.parametrize(("attention", "joint"), [("eager", "relax"), ("sdpa", "aot")])
+@pytest.mark.parametrize(("attention", "joint"), thinned([("eager", "relax"), ("sdpa", "aot")], 2))
 def test_training(attention: str, joint: str) -> None:
     module, hidden = layer(attention).train(), torch.randn(2, 7, 64, dtype=torch.float64)
     sample = hidden.clone().requires_grad_()

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from tests.joint_steps import assert_same, dispatched, step
+from tests.thinned import thinned
 from tvmbridge import dispatch_report
 
 
@@ -56,7 +57,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", thinned(CASES, 2))
 def test_training_is_eager_s(name: str) -> None:
     construct, shape = CASES[name]
     torch.manual_seed(3)

@@ -234,6 +234,7 @@ class UNet(nn.Module):
         return self.last(torch.cat([x, self.up(below)], 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_strided_images_of_any_size(batch: bool, tmp_path: Path) -> None:
     dims = {2: Dim("height", max=256), 3: Dim("width", max=256)}

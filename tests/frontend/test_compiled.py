@@ -11,6 +11,7 @@ from torch.nn import functional
 
 import tvmbridge
 from tests.frontend.helpers import Cases, Function, Together, assert_like_eager
+from tests.thinned import thinned
 
 NAN, INF = float("nan"), float("inf")
 GENERATOR = torch.Generator().manual_seed(0)
@@ -125,12 +126,12 @@ CASES: Cases = {
 TOGETHER = Together(CASES)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", thinned(CASES, 2))
 def test_result_is_eager_s(name: str) -> None:
     TOGETHER.assert_like_eager(name)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", thinned([torch.float64, torch.float16, torch.bfloat16], 3))
 def test_other_floats(dtype: torch.dtype) -> None:
     x = X.to(dtype)
     assert_like_eager(lambda x: (x.log1p(), x.atan(), x.asinh(), functional.elu(x)), x)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch.nn import functional
 
 from tests.frontend.helpers import Function
+from tests.thinned import thinned
 from tvmbridge import add_tvm_dispatch, dispatch_report
 
 _CASES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -23,8 +25,9 @@ _CASES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("case", _CASES)
+@pytest.mark.parametrize(
+    ("case", "dtype"), thinned(itertools.product(_CASES, [torch.bfloat16, torch.float16]), 3)
+)
 def test_bits_are_those_of_eager(case: str, dtype: torch.dtype) -> None:
     module = Function(_CASES[case])
     x = (torch.randn(37, 19, generator=torch.Generator().manual_seed(0)) * 2).to(dtype)

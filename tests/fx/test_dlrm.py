@@ -23,7 +23,7 @@ FREE = Costs(launch=1.0, bytes_per_second=1e18)
 FUSED = (CombineSparseInputs(), FeatureFusion(costs=FREE), HorizontalFusion(costs=FREE))
 
 
-@pytest.mark.parametrize("passes", [None, FUSED])
+@pytest.mark.parametrize("passes", [pytest.param(None, marks=pytest.mark.slow), FUSED])
 def test_steps_are_those_of_the_module_itself(passes: tuple[FxPass, ...] | None) -> None:
     model = make(SIZES, ALONE).double()
     reference = copy.deepcopy(model)

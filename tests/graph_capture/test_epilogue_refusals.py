@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from tests.frontend.helpers import Function
+from tests.thinned import thinned
 from tvmbridge import add_tvm_dispatch
 from tvmbridge.core.errors import BridgeError, CaptureError, UnsupportedOperatorError
 from tvmbridge.graph_capture.capture import capture
@@ -85,7 +86,7 @@ REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", thinned(REFUSED, 2))
 def test_what_a_tail_cannot_repeat_is_refused_by_name(name: str) -> None:
     forward, reason = REFUSED[name]
     with pytest.raises((CaptureError, UnsupportedOperatorError), match=f"(?s){reason}"):

@@ -16,6 +16,7 @@ from torch.func import grad, jacfwd, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
 from tests import process_state
+from tests.thinned import thinned
 from tvmbridge import BridgeError, add_tvm_dispatch, dispatch_report
 from tvmbridge.core.torch_private import TorchDispatchMode
 
@@ -110,7 +111,7 @@ REFUSED: dict[str, Callable[[Any, torch.Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("case", thinned(REFUSED, 3))
 def test_a_refusal_leaves_the_process_as_it_was(case: str) -> None:
     module = Refused(REFUSED[case]).train(len(case) % 2 == 0)
     compiled(torch.ones(1))  # the first use of TorchDynamo imports modules and changes state

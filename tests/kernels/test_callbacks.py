@@ -14,6 +14,7 @@ from torch import nn
 
 from tests.dispatch_helpers import eager
 from tests.interrupts import subjects
+from tests.thinned import thinned
 from tvmbridge import add_tvm_dispatch, dispatch_report
 from tvmbridge.kernels import aten_call
 from tvmbridge.kernels.callbacks import callback, integers
@@ -60,7 +61,7 @@ def at_once(function: Callable[[], None]) -> None:
     function()
 
 
-@pytest.mark.parametrize("run", [at_once, in_worker])
+@pytest.mark.parametrize("run", thinned([at_once, in_worker], 2))
 @pytest.mark.parametrize("backward", [False, True])
 def test_an_exception_of_a_kernel_arrives_as_it_is(
     net: tuple[nn.Module, nn.Module],

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.thinned import thinned
 from tvmbridge import add_tvm_dispatch, dispatch_report
 
 WINDOWS = {
@@ -29,7 +30,7 @@ def _pictures(kind: str, shape: tuple[int, ...]) -> torch.Tensor:
     return x
 
 
-@pytest.mark.parametrize("windows", WINDOWS)
+@pytest.mark.parametrize("windows", thinned(WINDOWS, 2))
 def test_maxima_and_their_gradients(windows: str) -> None:
     shape, eager = WINDOWS[windows]
     module = add_tvm_dispatch(nn.Sequential(eager), torch.randn(shape).requires_grad_())

@@ -36,6 +36,7 @@ def test_a_piece_that_is_not_there_is_an_error() -> None:
         plant.changed(plant.path.read_text())
 
 
+@pytest.mark.slow
 def test_a_plant_lives_in_its_process_alone() -> None:
     code = (
         "from tests.planted.table import PLANTS\n"

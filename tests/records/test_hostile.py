@@ -16,6 +16,7 @@ import torch
 from tvm.target import Target
 
 from tests.records.planted import Softmax, plant, record_of, right, sample, softmax_task
+from tests.thinned import thinned
 from tvmbridge import add_tvm_dispatch, dispatch_report
 from tvmbridge.records import Folder, Library, Task, jsonlines
 from tvmbridge.records.allowed import STEPS, RefusedRecordError, scheduled_by, trace_refusal
@@ -231,13 +232,16 @@ def test_damage_on_purpose_is_skipped(
 
 @pytest.mark.parametrize(
     "content",
-    [
-        b"[" + b"[]," * 2**21 + b"0]\n",
-        b"[]\n" * 2**18,
-        b"\n" * 2**20,
-        (b"[" + b"{}," * 2**12 + b"0]\n") * 2**7,
-        b'{"a":' * 2**20,
-    ],
+    thinned(
+        [
+            b"[" + b"[]," * 2**21 + b"0]\n",
+            b"[]\n" * 2**18,
+            b"\n" * 2**20,
+            (b"[" + b"{}," * 2**12 + b"0]\n") * 2**7,
+            b'{"a":' * 2**20,
+        ],
+        2,
+    ),
     ids=["one line", "many lines", "empty lines", "long lines", "deep"],
 )
 def test_a_file_of_empty_values_takes_little_memory(

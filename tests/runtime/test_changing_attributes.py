@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.thinned import thinned
 from tvmbridge import add_tvm_dispatch, dispatch_report
 
 
@@ -205,10 +206,11 @@ ASSIGNED: dict[str, tuple[Any, int]] = {
 }
 
 
-_SLOW_ONES = [pytest.param(n, marks=_SLOW) for n in ("decayed", "toggled", "chosen")]
+_OTHERS = ("annealed", "modulo", "decayed", "toggled", "chosen")
+_SLOW_ONES = [pytest.param(n, marks=_SLOW) for n in _OTHERS]
 
 
-@pytest.mark.parametrize("name", ["started again", "annealed", "modulo", *_SLOW_ONES])
+@pytest.mark.parametrize("name", ["started again", *_SLOW_ONES])
 def test_a_number_that_forward_computes_from_itself_is_an_input(name: str) -> None:
     function, codes = ASSIGNED[name]
     eager, served = _pair(Using(function))
@@ -316,7 +318,7 @@ class Remembering(nn.Module):
         return self.hidden * 2
 
 
-@pytest.mark.parametrize("detached", [True, False])
+@pytest.mark.parametrize("detached", thinned([True, False], 2))
 def test_a_state_that_requires_a_gradient_is_served(detached: bool) -> None:
     eager, served = _pair(Remembering(detached))
     for _ in range(3):

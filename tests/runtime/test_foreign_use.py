@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from tests.dispatch_helpers import sample
+from tests.thinned import thinned
 from tvmbridge import BridgeError, add_tvm_dispatch, dispatch_report
 
 SERVED = ""
@@ -265,7 +266,7 @@ def _outcome(use: Callable[[nn.Module], Any], module: nn.Module) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", USES)
+@pytest.mark.parametrize("kind", thinned(USES, 2))
 def test_it_is_as_in_eager_or_says_why(trained: nn.Module, kind: str) -> None:
     use, reason = USES[kind]
     module = copy.deepcopy(trained)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.thinned import thinned
 from tvmbridge import CompileOptions, add_tvm_dispatch, dispatch_report
 from tvmbridge.runtime.gradient_parts import GradientParts, Handed
 
@@ -82,7 +83,7 @@ def trained(module: nn.Module, which: str, *, again: bool, recompute: bool) -> A
     return gradients(module, x)
 
 
-@pytest.mark.parametrize("which", ["both", "first", "second"])
+@pytest.mark.parametrize("which", thinned(["both", "first", "second"], 2))
 @pytest.mark.parametrize("how", ["once", "again", "recompute"])
 def test_gradients_are_those_of_eager(
     pair: tuple[nn.Module, nn.Module], which: str, how: str, monkeypatch: pytest.MonkeyPatch

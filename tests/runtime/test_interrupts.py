@@ -13,6 +13,7 @@ from torch import nn
 from tests.dispatch_helpers import eager
 from tests.interrupts.storm import storm
 from tests.interrupts.subjects import SUBJECTS
+from tests.thinned import thinned
 from tvmbridge import add_tvm_dispatch, dispatch_report
 from tvmbridge.compiler import cached_build, lowering
 from tvmbridge.passes.base import PassReport, RelaxPass
@@ -29,7 +30,9 @@ def _x() -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("place", "stage"),
-    [(lowering, "capture_staged"), (lowering, "derive"), (cached_build, "compile_code")],
+    thinned(
+        [(lowering, "capture_staged"), (lowering, "derive"), (cached_build, "compile_code")], 2
+    ),
 )
 def test_an_interrupted_compilation_leaves_no_trace(
     place: Any, stage: str, monkeypatch: pytest.MonkeyPatch

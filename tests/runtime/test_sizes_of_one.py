@@ -103,6 +103,7 @@ class _Recurrent(nn.Module):
         return self.out(self.cell(x)[0])
 
 
+@pytest.mark.slow
 def test_a_recurrent_network_in_training_has_one_code_for_one_step_and_one_row(
     compilations: Compilations,
 ) -> None:

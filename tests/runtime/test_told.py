@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import io
 import logging
+import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -150,10 +152,14 @@ silent = run("silent", (7,))
 """
 
 
-def test_a_summary_is_logged_when_the_process_ends() -> None:
+def test_topics_and_a_summary_are_logged_in_a_process(tmp_path: Path) -> None:
+    asked = {"TVMBRIDGE_LOGS": "+guards,cache,compile", "TVMBRIDGE_CACHE": "1"}
+    environment = {**os.environ, **asked, "TVMBRIDGE_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True, timeout=200
+        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=True
     )
+    for told in ("compiled Linear", "def guard(args, kwargs):", "compiled code: miss"):
+        assert told in done.stderr
     lines = [line for line in done.stderr.splitlines() if "TVM served" in line]
     assert len(lines) == 2, done.stderr
     assert "Linear: TVM served 2 of 4 calls (50%); 2 ran the module's own forward" in done.stderr

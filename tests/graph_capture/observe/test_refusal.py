@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import tvmbridge
+from tests.thinned import thinned
 from tvmbridge.core.errors import BridgeError, CaptureError
 
 
@@ -155,7 +156,7 @@ def test_what_forward_does_where_it_is_not_compiled_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("does", "joint"),
-    [("nothing", "aot"), ("computes", "auto"), ("draws", "aot"), ("counts", "auto")],
+    thinned([("nothing", "aot"), ("computes", "auto"), ("draws", "aot"), ("counts", "auto")], 2),
 )
 def test_the_way_where_forward_is_not_compiled_is_compiled(does: str, joint: str) -> None:
     own = Asks(does).double()

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from tests.thinned import thinned
 from tvmbridge import add_tvm_dispatch, dispatch_report
 from tvmbridge.core.torch_private import custom_op_definition
 from tvmbridge.graph_capture.observe.strides import strides_asked
@@ -238,7 +239,9 @@ def _losses(module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("kind", "refused"),
-    [(Asking, True), (Once, True), (Helped, True), (Statement, False), (Expression, False)],
+    thinned(
+        [(Asking, True), (Once, True), (Helped, True), (Statement, False), (Expression, False)], 2
+    ),
 )
 def test_a_backward_that_asks_for_strides(kind: Any, refused: bool) -> None:
     x = torch.randn(3, 4, dtype=torch.float64)

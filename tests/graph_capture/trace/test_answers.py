@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from tests.dispatch_helpers import sample
+from tests.thinned import thinned
 from tvmbridge import CaptureError, CompileOptions, add_tvm_dispatch, dispatch_report
 from tvmbridge.graph_capture.capture import capture
 
@@ -58,8 +60,10 @@ def _steps(m: Asks, y: torch.Tensor) -> torch.Tensor:
     return y
 
 
-@pytest.mark.parametrize("way", [_initialises, _every_third, _steps])
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    ("training", "way"),
+    thinned(itertools.product([True, False], [_initialises, _every_third, _steps]), 2),
+)
 def test_calls_are_as_in_eager_pytorch_also_when_the_answer_changes(
     way: Callable[[Asks, torch.Tensor], torch.Tensor], training: bool
 ) -> None:
@@ -246,8 +250,10 @@ def _added_mask(mask: torch.Tensor) -> bool:
     return bool((added < torch.scalar_tensor(-1.0)).any().item())
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("way", [_any_left_out, _written_over, _added_mask])
+@pytest.mark.parametrize(
+    ("way", "training"),
+    thinned(itertools.product([_any_left_out, _written_over, _added_mask], [True, False]), 5),
+)
 def test_each_branch_by_an_argument_has_code_that_is_chosen_before_the_call(
     way: Callable[[torch.Tensor], bool], training: bool
 ) -> None:
@@ -362,7 +368,8 @@ def _multiplies(mask: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize(
-    "way", [_called_by_keyword, _expanded_is_written, _filled_memory, _indexed, _multiplies]
+    "way",
+    thinned([_called_by_keyword, _expanded_is_written, _filled_memory, _indexed, _multiplies], 2),
 )
 def test_conditions_on_masks_agree(way: Callable[[torch.Tensor], bool]) -> None:
     plain = Masked(way).eval()

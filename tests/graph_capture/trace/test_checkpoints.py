@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
+from tests.thinned import thinned
 from tvmbridge import (
     UnsupportedOperatorError,
     add_tvm_dispatch,
@@ -152,7 +153,7 @@ class Tallied(nn.Module):
 _KINDS = ["read", "read, reentrant", "counted", "listed", "filled"]
 
 
-@pytest.mark.parametrize("kind", _KINDS)
+@pytest.mark.parametrize("kind", thinned(_KINDS, 2))
 def test_attributes_that_a_checkpoint_changes_twice_are_as_in_eager_pytorch(kind: str) -> None:
     eager = Tallied(kind)
     served = add_tvm_dispatch(copy.deepcopy(eager), on_fallback="silent")

@@ -11,6 +11,7 @@ from torch._C import DispatchKey
 from torch._subclasses.fake_impls import op_implementations_dict
 from torch.export import ExportedProgram, exported_program
 
+from tests.thinned import thinned
 from tvmbridge.graph_capture.trace.composites import composites_prepared_for
 from tvmbridge.graph_capture.trace.decompositions import decomposition_table
 
@@ -43,7 +44,7 @@ def exported(device: str = "cpu") -> ExportedProgram:
     return torch.export.export(module, (x,), strict=False)
 
 
-@pytest.mark.parametrize(("device", "differentiated"), [("cpu", True), ("meta", False)])
+@pytest.mark.parametrize(("device", "differentiated"), thinned([("cpu", True), ("meta", False)], 2))
 def test_the_graph_is_the_same(device: str, differentiated: bool) -> None:
     program = exported(device)
     table = decomposition_table(differentiated=differentiated)

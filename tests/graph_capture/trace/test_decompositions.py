@@ -11,6 +11,7 @@ from torch import nn
 from tests.frontend.helpers import assert_like_eager
 from tests.joint_cases import Case
 from tests.joint_steps import assert_same, build, dispatched, step
+from tests.thinned import thinned
 from tvmbridge.graph_capture.trace.decompositions import _copy, _view
 
 
@@ -41,7 +42,7 @@ class WritesThroughAView(nn.Module):
         return query @ query.mT
 
 
-@pytest.mark.parametrize("make", [FusedProjection, WritesThroughAView])
+@pytest.mark.parametrize("make", thinned([FusedProjection, WritesThroughAView], 2))
 def test_views_of_what_was_taken_apart(make: Callable[[], nn.Module]) -> None:
     case = Case(make, lambda: (torch.randn(2, 5, 6),), "aot")
     module, args = build(case)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tests.dispatch_helpers import sample
+from tests.thinned import thinned
 from tvmbridge import CaptureError, UnsupportedOperatorError, add_tvm_dispatch, dispatch_report
 
 Exchange = Callable[[nn.Module, torch.Tensor], None]
@@ -97,7 +98,7 @@ def _made(exchange: Exchange, nested: bool, training: bool) -> tuple[nn.Module, 
 
 
 # By turns nested in evaluation, and alone in training.
-@pytest.mark.parametrize(("number", "exchange"), enumerate(SAME_KIND))
+@pytest.mark.parametrize(("number", "exchange"), thinned(enumerate(SAME_KIND), 3))
 def test_exchanged_buffers_are_as_in_eager(number: int, exchange: Exchange) -> None:
     ours, theirs = _made(exchange, nested=bool(number % 2), training=not number % 2)
     add_tvm_dispatch(ours, sample())
@@ -173,7 +174,9 @@ class _Twice(nn.Module):
         return self.first(x) + self.second(x)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(("kind", "training"), [("written", True), ("exchanged", False)])
+@pytest.mark.parametrize(
+    ("kind", "training"), thinned([("written", True), ("exchanged", False)], 2)
+)
 def test_buffers_of_a_submodule_in_two_places_are_written_twice(kind: str, training: bool) -> None:
     norm = nn.BatchNorm1d(24, dtype=torch.float64)
     ours = _Twice(norm if kind == "written" else Keeps(_average)).train(training)

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from tests.gpu.blocks import Block, LlamaBlock
 from tests.passes.relax.lowered import lowered_text
+from tests.thinned import thinned
 from tvmbridge import add_tvm_dispatch, dispatch_report
 from tvmbridge.coloring.operators import check_names
 from tvmbridge.compiler.lowering import lower_module
@@ -152,7 +153,7 @@ class Masked(nn.Module):
         return mixed.transpose(1, 2)
 
 
-@pytest.mark.parametrize(("window", "kernel"), [(99, "flash"), (3, "efficient")])
+@pytest.mark.parametrize(("window", "kernel"), thinned([(99, "flash"), (3, "efficient")], 2))
 def test_a_causal_mask_is_dropped_from_a_joint_graph(
     window: int, kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

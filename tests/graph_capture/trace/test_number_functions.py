@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.thinned import thinned
 from tvmbridge.core.errors import NumberReadError
 from tvmbridge.core.number_inputs import FloatInput, IntInput, as_tensor
 from tvmbridge.graph_capture.capture import capture
@@ -111,7 +112,7 @@ def _check(function: Function, mark: type, values: tuple[Any, ...]) -> Any:
     return served
 
 
-@pytest.mark.parametrize("name", ANY)
+@pytest.mark.parametrize("name", thinned(ANY, 2))
 def test_a_number_computes_as_in_eager_pytorch(name: str) -> None:
     for mark, values in ((IntInput, INTEGERS), (FloatInput, FLOATS)):
         served = _check(ANY[name], mark, values)
@@ -131,7 +132,7 @@ def test_values_for_which_python_raises_are_left_out(name: str) -> None:
     assert [v for v in (1, *left_out) if served.holds(v)] == [1]
 
 
-@pytest.mark.parametrize("name", SMOOTHED)
+@pytest.mark.parametrize("name", thinned(SMOOTHED, 2))
 def test_the_smoothing_of_labels_is_an_input(name: str) -> None:
     target, options = SMOOTHED[name]
 

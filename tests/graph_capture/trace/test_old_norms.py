@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.thinned import thinned
 from tvmbridge import add_tvm_dispatch, dispatch_report
 
 
@@ -56,7 +57,7 @@ def _step(module: nn.Module, x: torch.Tensor) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("training", thinned([True, False], 2), ids=["train", "eval"])
 def test_weights_state_and_gradients_are_those_of_eager_pytorch(training: bool) -> None:
     plain, module = _discriminator().train(training), _discriminator().train(training)
     module.load_state_dict(plain.state_dict())

@@ -14,6 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from tests.thinned import thinned
 from tvmbridge import add_tvm_dispatch, dispatch_report
 from tvmbridge.core.errors import BridgeError, UnsupportedOperatorError
 from tvmbridge.graph_capture.trace.function_table import FunctionTable
@@ -207,7 +208,7 @@ class _Autocast(nn.Module):
             return output
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", thinned(KINDS, 3))
 def test_training_under_autocast_is_that_of_eager(kind: str) -> None:
     _skip_without_halves(kind)
     torch.manual_seed(0)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tests.dispatch_helpers import eager
+from tests.thinned import thinned
 from tvmbridge import BridgeError, add_tvm_dispatch, dispatch_report
 
 
@@ -90,7 +91,7 @@ def test_what_cannot_be_said_otherwise_is_refused_by_name(reason: str) -> None:
         )
 
 
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("training", thinned([True, False], 2))
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.bool])
 def test_a_buffer_keeps_its_dtype_where_another_is_copied_into_it(
     dtype: torch.dtype, training: bool

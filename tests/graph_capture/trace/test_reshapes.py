@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from tests.thinned import but_slow
 from tvmbridge import add_tvm_dispatch, dispatch_report
 from tvmbridge.core.errors import CaptureError
 
@@ -59,7 +60,7 @@ MODULES = {
 }
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", but_slow(MODULES, "rows first"))
 def test_results_of_attention_are_viewed(name: str) -> None:
     module = copy.deepcopy(MODULES[name]).double().train()
     ours = copy.deepcopy(module)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch.nn import functional
 
 from tests.frontend.helpers import Function
+from tests.thinned import thinned
 from tvmbridge import CompileOptions, add_tvm_dispatch, dispatch_report
 from tvmbridge.core.errors import CaptureError
 
@@ -49,9 +51,8 @@ if torch.__version__.startswith("2.11."):  # whose replicated padding is contigu
 
 
 @pytest.mark.parametrize(
-    "joint", ["auto", pytest.param("aot", marks=pytest.mark.slow), None], ids=str
+    ("made", "joint"), thinned(itertools.product(MADE, ["auto", None, "aot"]), 2), ids=str
 )
-@pytest.mark.parametrize("made", MADE)
 def test_writes_reach_what_they_reach_in_eager_pytorch(made: str, joint: Any) -> None:
     def forward(x: torch.Tensor) -> list[torch.Tensor]:
         results = []

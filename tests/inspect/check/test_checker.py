@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.thinned import thinned
 from tvmbridge import NumericsError, add_tvm_dispatch, dispatch_report
 
 
@@ -66,11 +67,14 @@ def train(module: nn.Module, x: torch.Tensor, steps: int = 3) -> dict[str, torch
 
 @pytest.mark.parametrize(
     ("module", "x"),
-    [
-        (convolutions(), torch.randn(3, 2, 6, 6)),
-        (Counting(), torch.randn(4, 6)),
-        (Centered(), torch.randn(4, 6)),
-    ],
+    thinned(
+        [
+            (convolutions(), torch.randn(3, 2, 6, 6)),
+            (Counting(), torch.randn(4, 6)),
+            (Centered(), torch.randn(4, 6)),
+        ],
+        3,
+    ),
     ids=["convolutions", "counting", "centered"],
 )
 def test_steps_leave_what_unchecked_ones_leave(module: nn.Module, x: torch.Tensor) -> None:

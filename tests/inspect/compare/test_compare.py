@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from tests.inspect.compare.models import Block, norm_network
+from tests.thinned import thinned
 from tvmbridge import ComparisonReport, NumericsError, add_tvm_dispatch, compare
 
 
@@ -26,7 +27,7 @@ def right(module: nn.Module, x: torch.Tensor, **arguments: Any) -> ComparisonRep
     return report
 
 
-@pytest.mark.parametrize("joint", ["relax", "aot"])
+@pytest.mark.parametrize("joint", thinned(["relax", "aot"], 2))
 def test_a_module_in_float64(joint: str) -> None:
     x = torch.randn(5, 12, dtype=torch.float64, requires_grad=True)
     report = right(Block().double(), x, options={"joint": joint})
@@ -52,7 +53,7 @@ def test_inference() -> None:
     assert report.departures[-1].verdict == "rounding"
 
 
-@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("training", thinned([False, True], 2))
 def test_batch_norm(training: bool) -> None:
     network = norm_network().train(training)
     report = right(network, torch.randn(6, 8), stages=("captured", "imported", "compiled"))

@@ -192,6 +192,7 @@ def test_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch, x: torch.Tensor) -> Non
     assert "tir_sigmoid" in found.becomes
 
 
+@pytest.mark.slow
 def test_a_wrong_kernel_in_backward_alone(monkeypatch: pytest.MonkeyPatch, x: torch.Tensor) -> None:
     # In this module only the gradient of gelu has an exponential.
     monkeypatch.setitem(LEGALIZE_MAP, "relax.exp", unary_float("sigmoid"))

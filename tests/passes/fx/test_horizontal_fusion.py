@@ -12,6 +12,7 @@ from torch import fx, nn
 from torch.profiler import ProfilerActivity, profile
 
 from tests.fx_models import Chains, Recipe, assert_agree, copied
+from tests.thinned import but_slow
 from tvmbridge.core.pass_report import PassReport
 from tvmbridge.passes.fx.costs import Costs
 from tvmbridge.passes.fx.horizontal_fusion import HorizontalFusion
@@ -192,7 +193,7 @@ class Ordered(nn.Module):
     ],
     ids=lambda r: r.end,
 )
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("training", but_slow([True, False], False))
 def test_agrees_in_float64(recipe: Recipe, training: bool) -> None:
     assert agrees(recipe, training) > 0
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from tests.dispatch_helpers import eager
+from tests.thinned import thinned
 from tvmbridge import add_tvm_dispatch, dispatch_report
 
 
@@ -45,12 +46,15 @@ def _hooked(module: Any) -> None:
 
 @pytest.mark.parametrize(
     ("replace", "change"),
-    [
-        (_last_removed, _other_layer),
-        (_submodules, _other_layer),
-        (_parameters, _other_weight),
-        (_hooks, _hooked),
-    ],
+    thinned(
+        [
+            (_last_removed, _other_layer),
+            (_submodules, _other_layer),
+            (_parameters, _other_weight),
+            (_hooks, _hooked),
+        ],
+        2,
+    ),
 )
 def test_calls_follow_a_module_with_other_dictionaries(
     replace: Callable[[Any], None], change: Callable[[Any], None]

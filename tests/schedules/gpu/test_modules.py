@@ -15,7 +15,7 @@ import tvmbridge
 from tests.frontend.helpers import Function
 from tests.gpu.blocks import Block, LlamaBlock
 from tests.gpu.helpers import errors
-from tests.thinned import but_slow
+from tests.thinned import but_slow, thinned
 
 
 def _loss(x: torch.Tensor) -> torch.Tensor:
@@ -49,7 +49,7 @@ def _assert_learns_alike(module: nn.Module, x: torch.Tensor) -> None:
     assert tvmbridge.dispatch_report(module).fallbacks == {}
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", thinned(MODULES, 2))
 def test_forward_and_backward(name: str, kernels: list[Any]) -> None:
     make, shape = MODULES[name]
     _assert_learns_alike(make().train(), torch.randn(shape))

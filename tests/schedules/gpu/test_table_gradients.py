@@ -10,6 +10,7 @@ from tvm.relax import op
 
 from tests.relax_helpers import apply_pass, assert_changes_nothing, build_main
 from tests.schedules.gpu.emulator import run_module
+from tests.thinned import thinned
 from tvmbridge.kernels.aten_call import call_overload
 from tvmbridge.passes.relax.table_gradients import TableGradients
 
@@ -30,13 +31,16 @@ def _of_index(values: torch.Tensor, index: torch.Tensor, rows: int, first: float
 
 @pytest.mark.parametrize(
     ("rows", "row", "places", "dtype"),
-    [
-        (9, (12,), (40,), torch.float32),
-        (3, (34,), (2, 700), torch.float32),  # two blocks a row; indices in parts
-        (5, (2, 17), (6, 7), torch.float64),
-        (4, (), (3000,), torch.float32),
-        (7, (5,), (31,), torch.float16),
-    ],
+    thinned(
+        [
+            (9, (12,), (40,), torch.float32),
+            (3, (34,), (2, 700), torch.float32),  # two blocks a row; indices in parts
+            (5, (2, 17), (6, 7), torch.float64),
+            (4, (), (3000,), torch.float32),
+            (7, (5,), (31,), torch.float16),
+        ],
+        2,
+    ),
 )
 def test_rows_are_added_up(
     rows: int, row: tuple[int, ...], places: tuple[int, ...], dtype: torch.dtype
