@@ -11,8 +11,8 @@ import tvm
 
 import tvmbridge
 from tests.frontend.helpers import Function
-from tvmbridge.schedules.target import host_target
 from tests.thinned import thinned
+from tvmbridge.schedules.target import host_target
 
 Summed = Callable[[torch.Tensor], torch.Tensor]
 
