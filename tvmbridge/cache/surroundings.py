@@ -107,7 +107,7 @@ def _sources() -> tuple[str, float]:
 
 
 def _files_below(root: str, endings: tuple[str, ...]) -> list[str]:
-    """Return the paths of files with such endings, sorted. (Path.rglob takes three times as long.)"""
+    """Return the paths of files with such endings, sorted, faster than Path.rglob does."""
     walked = os.walk(root, followlinks=True)
     paths = [os.path.join(folder, name) for folder, _, names in walked for name in names]
     return sorted(path for path in paths if path.endswith(endings))
