@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+import tvm
 
 import tvmbridge
 from tests.frontend.helpers import Function
+from tvmbridge.schedules.target import host_target
 
 Summed = Callable[[torch.Tensor], torch.Tensor]
 
@@ -24,10 +27,18 @@ CASES: dict[str, tuple[Summed, tuple[int, ...]]] = {
 
 @pytest.mark.parametrize(("summed", "shape"), CASES.values(), ids=CASES)
 def test_long_sums_are_as_close_as_eager(summed: Summed, shape: tuple[int, ...]) -> None:
+    check(summed, shape)
+
+
+def test_rows_that_many_cores_share_are_as_close() -> None:
+    check(*CASES["rows of no whole number of vectors"], {**host_target().export(), "num-cores": 38})
+
+
+def check(summed: Summed, shape: tuple[int, ...], target: dict[str, Any] | None = None) -> None:
     x = torch.rand(shape, generator=torch.Generator().manual_seed(0))
     module = Function(summed)
     with torch.no_grad():
-        tvmbridge.add_tvm_dispatch(module, x)
+        tvmbridge.add_tvm_dispatch(module, x, target=target and tvm.target.Target(target))
         ours, eager, exact = module(x), summed(x), summed(x.double())
     assert tvmbridge.dispatch_report(module).fallbacks == {}
     unit = torch.finfo(torch.float32).eps * exact.abs()

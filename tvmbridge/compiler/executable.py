@@ -22,6 +22,7 @@ from tvmbridge.compiler.pieces import Pieces
 from tvmbridge.core.borrowed import borrowed
 from tvmbridge.core.called_in_mode import without_gradients
 from tvmbridge.core.profiling import profiling
+from tvmbridge.kernels.allocation import take_back
 from tvmbridge.kernels.titles import kernels_told
 from tvmbridge.passes.relax.lift_frozen import TRANSFORM
 
@@ -35,7 +36,14 @@ Residuals: TypeAlias = tvm_ffi.Array | tuple[torch.Tensor, ...]
 
 def tensors_of(residuals: tvm_ffi.Array) -> list[torch.Tensor]:
     """Return ``residuals`` as PyTorch tensors."""
-    return [r if isinstance(r, torch.Tensor) else from_dlpack(r) for r in residuals]
+    return _as_torch(residuals, ())
+
+
+def _as_torch(results: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
+    """Return results of compiled code with PyTorch tensors in place of TVM's."""
+    tensors = [from_dlpack(r) if isinstance(r, tvm_ffi.Tensor) else r for r in results]
+    first = next((t for t in tensors if isinstance(t, torch.Tensor)), None)
+    return tensors if first is None or first.is_cpu else take_back(tensors, arguments)
 
 
 def prepare(tensor: Any, anywhere: bool = False) -> Any:
@@ -107,8 +115,9 @@ class LoadedModule:
             if _has(vm, name)
         }
         self._gradients = gradients
+        self._on_host = is_on_host(device)
         # A call on the CPU in inference would take a tenth longer.
-        releases = "backward" in self._functions or not is_on_host(device)
+        releases = "backward" in self._functions or not self._on_host
         self._release = vm[RELEASE] if releases and _has(vm, RELEASE) else None
         self._lock = threading.RLock()
         if backend_of(device).stays_at_exit:
@@ -201,8 +210,8 @@ class LoadedModule:
             if self._release is not None:
                 self._release()
         # TVM returns PyTorch tensors only if an argument was one.
-        if results and isinstance(results[0], tvm_ffi.Tensor):
-            results = [from_dlpack(r) if isinstance(r, tvm_ffi.Tensor) else r for r in results]
+        if not self._on_host or (results and isinstance(results[0], tvm_ffi.Tensor)):
+            results = _as_torch(results, tensors)
         if self._gradients is not None and name == "backward":
             return self._gradients.of(results)
         return results

@@ -13,7 +13,6 @@ from tvmbridge.core.errors import BridgeError, first_line
 from tvmbridge.dispatch import add_tvm_dispatch, codes_of, remove_tvm_dispatch
 from tvmbridge.distributed.control import Control
 from tvmbridge.distributed.measuring import sample_of
-from tvmbridge.distributed.plan import Plan
 from tvmbridge.distributed.splitting import StageModule
 
 
@@ -28,21 +27,6 @@ class CompileSettings:
     options: Any
     target: Any
     halves: bool
-
-
-def unproven(plan: Plan, device: torch.device) -> str | None:
-    """Return why no stage of ``plan`` is compiled; None if stages may be.
-
-    With two GPUs and PyTorch 2.11, gradients of compiled stages differed from those of eager
-    PyTorch's in these pipelines, from run to run and by up to a tenth. The cause is not known.
-    """
-    if is_on_host(device) or len(plan.stages) <= plan.ranks:
-        return None
-    if plan.schedule == "simple":
-        return 'several stages of a GPU are not compiled under schedule="simple"'
-    if plan.tied:
-        return "several stages of a GPU are not compiled if ranks share parameters"
-    return None
 
 
 def compile_stages(

@@ -13,7 +13,7 @@ from tvmbridge.core.errors import PipelineError
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.distributed.batches import as_arguments, check_sizes, difference, digest, split
-from tvmbridge.distributed.compiling import CompileSettings, compile_stages, unproven
+from tvmbridge.distributed.compiling import CompileSettings, compile_stages
 from tvmbridge.distributed.control import Control
 from tvmbridge.distributed.graph import PipelineGraph
 from tvmbridge.distributed.orders import Timeline, engine_class
@@ -81,8 +81,7 @@ class PipelineRunner:
         leaves = pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), sample.leaves)
         self.eager: dict[int, str] = {}
         self.equal_to: dict[int, int] = {i: i for i in range(len(plan.stages))}
-        reason = unproven(plan, device) if settings.tvm else "tvm=False"
-        if reason is None:
+        if settings.tvm:
             self.eager, self.equal_to = compile_stages(
                 self.stages,
                 leaves,
@@ -91,7 +90,7 @@ class PipelineRunner:
                 CompileSettings(settings.options, settings.target, plan.schedule == "zero_bubble"),
             )
         else:
-            self.eager = dict.fromkeys(range(len(plan.stages)), reason)
+            self.eager = dict.fromkeys(range(len(plan.stages)), "tvm=False")
         self._tied = TiedGradients(self._tensors, control)
         control.connect(device)
         self._engine_stages = [self._engine_stage(s) for s in self.stages]

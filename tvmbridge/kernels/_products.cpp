@@ -4,6 +4,7 @@
 // tenth of one.
 
 #define PY_SSIZE_T_CLEAN
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/python_headers.h>
 
 #include <ATen/ATen.h>
@@ -13,6 +14,7 @@
 #include <torch/version.h>
 #include <tvm/ffi/c_api.h>
 
+#include <algorithm>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -169,6 +171,40 @@ void multiply_by_onednn(const TVMFFIAny *args, int32_t count, TVMFFIAny *result)
     hand_over(linear().call(left, right.t(), bias, "none", none, ""), result);
 }
 
+// Owners -----------------------------------------------------------------------------------------
+
+// The storages of tensors that were handed over, by address. PyTorch's allocator knows the storage that it has
+// made, and no other on the same memory: record_stream, on which NCCL relies, ignores a tensor from DLPack.
+std::mutex storages_mutex;
+std::unordered_map<const void *, c10::weak_intrusive_ptr<c10::StorageImpl>> storages;
+size_t most_storages = 4096;
+
+void note_storage(const at::Tensor &tensor) {
+    std::lock_guard<std::mutex> lock(storages_mutex);
+    if (storages.size() >= most_storages) {
+        for (auto place = storages.begin(); place != storages.end();)
+            place = place->second.expired() ? storages.erase(place) : std::next(place);
+        most_storages = std::max<size_t>(4096, 2 * storages.size());
+    }
+    storages.insert_or_assign(tensor.storage().data(), tensor.storage().getWeakStorageImpl());
+}
+
+// The tensor on the storage that PyTorch has made; undefined if that storage is not known.
+at::Tensor on_own_storage(const at::Tensor &tensor) {
+    c10::intrusive_ptr<c10::StorageImpl> found;
+    {
+        std::lock_guard<std::mutex> lock(storages_mutex);
+        auto place = storages.find(tensor.storage().data());
+        if (place != storages.end())
+            found = place->second.lock();
+    }
+    if (!found || found->nbytes() < tensor.storage().nbytes())
+        return at::Tensor();
+    at::AutoDispatchBelowADInplaceOrView guard;
+    at::Tensor empty = at::empty({0}, tensor.options());
+    return empty.set_(c10::Storage(found), tensor.storage_offset(), tensor.sizes(), tensor.strides());
+}
+
 // An uninitialised tensor of a shape and a dtype, in the memory of the current GPU.
 void allocate(const TVMFFIAny *args, int32_t count, TVMFFIAny *result) {
     TORCH_CHECK(count == 2 && args[0].type_index == kTVMFFIShape, "expected a shape and a dtype");
@@ -180,7 +216,9 @@ void allocate(const TVMFFIAny *args, int32_t count, TVMFFIAny *result) {
     }
     const TVMFFIShapeCell *shape = TVMFFIShapeGetCellPtr(args[0].v_obj);
     auto options = at::TensorOptions().dtype(at::toScalarType(dtype)).device(at::kCUDA);
-    hand_over(at::empty(at::IntArrayRef(shape->data, shape->size), options), result);
+    at::Tensor made = at::empty(at::IntArrayRef(shape->data, shape->size), options);
+    note_storage(made);
+    hand_over(made, result);
 }
 
 template <void (*kernel)(const TVMFFIAny *, int32_t, TVMFFIAny *)>
@@ -233,7 +271,32 @@ PyObject *register_products(PyObject *, PyObject *args) {
     return nullptr;
 }
 
+PyObject *note(PyObject *, PyObject *tensor) {
+    if (!THPVariable_Check(tensor))
+        return PyErr_Format(PyExc_TypeError, "expected a tensor");
+    note_storage(THPVariable_Unpack(tensor));
+    Py_RETURN_NONE;
+}
+
+PyObject *take_back(PyObject *, PyObject *tensor) {
+    if (!THPVariable_Check(tensor))
+        return PyErr_Format(PyExc_TypeError, "expected a tensor");
+    try {
+        at::Tensor found = on_own_storage(THPVariable_Unpack(tensor));
+        if (found.defined())
+            return THPVariable_Wrap(found);
+    } catch (const std::exception &error) {
+        return PyErr_Format(PyExc_RuntimeError, "%s", error.what());
+    }
+    Py_RETURN_NONE;
+}
+
 PyMethodDef functions[] = {
+    {"note", note, METH_O,
+     "note(tensor)\n--\n\nRemember the storage of a tensor that is handed over by DLPack."},
+    {"take_back", take_back, METH_O,
+     "take_back(tensor)\n--\n\n"
+     "Return a tensor from DLPack on the storage that was noted for its memory; None: on no noted one."},
     {"register_products", register_products, METH_VARARGS,
      "register_products(usual, onednn, empty, describe)\n--\n\n"
      "Make the kernels known to TVM by these names; False: this PyTorch has another oneDNN."},

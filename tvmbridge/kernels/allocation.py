@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import tvm_ffi
 
+from tvmbridge.core.called_in_mode import without_gradients
+from tvmbridge.core.compiled_half import compiled_half
 from tvmbridge.kernels.callbacks import integers
 from tvmbridge.kernels.dtypes import from_relax_dtype
 
@@ -28,3 +32,42 @@ def _dtype(packed: int | str) -> torch.dtype:
         return from_relax_dtype(packed)
     fields = (packed & 255, packed >> 8 & 255, packed >> 16)
     return from_relax_dtype(str(tvm_ffi.dtype.from_dlpack_data_type(fields)))
+
+
+def note(tensor: torch.Tensor) -> torch.Tensor:
+    """Remember the storage of a tensor that is handed to compiled code; return the tensor."""
+    half = compiled_half("tvmbridge.kernels._products")
+    if half is not None:
+        half.note(tensor)
+    return tensor
+
+
+def take_back(results: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
+    """Return results of compiled code on a GPU as tensors whose memory PyTorch's allocator knows.
+
+    A tensor from DLPack has a storage of its own, on which ``Tensor.record_stream`` does nothing.
+    Sends by NCCL rely on it: the memory of a sent gradient could be used again before it was read.
+    A result whose storage is not known is copied; results in the memory of ``arguments`` are not.
+    """
+    half = compiled_half("tvmbridge.kernels._products")
+    given = None
+    found = list(results)
+    for number, result in enumerate(found):
+        if not isinstance(result, torch.Tensor) or not result.is_cuda or not result.numel():
+            continue
+        taken = None if half is None else half.take_back(result)
+        if taken is None:
+            if given is None:
+                given = {_address(a) for a in arguments if isinstance(a, torch.Tensor)}
+            is_given = _address(result) in given
+            taken = result if is_given else without_gradients(_copied, result)
+        found[number] = taken
+    return found
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone()
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from tvmbridge.core.errors import LEAVE_TO_EAGER, UnsupportedOperatorError
+from tvmbridge.kernels.allocation import note
 from tvmbridge.kernels.dtypes import as_pairs, from_relax_dtype
 
 Tensors = tuple[torch.Tensor, ...]
@@ -88,7 +89,11 @@ def own(result: torch.Tensor, operands: Tensors) -> torch.Tensor:
 
     Memory planning assumes that results are fresh. A result that meets this is not copied.
     """
-    result = as_pairs(result)
+    fresh = _fresh(as_pairs(result), operands)
+    return note(fresh) if fresh.is_cuda else fresh
+
+
+def _fresh(result: torch.Tensor, operands: Tensors) -> torch.Tensor:
     if not result.numel():  # PyTorch calls any strides contiguous here; compiled code does not.
         return torch.empty(result.shape, dtype=result.dtype, device=result.device)
     result = result.contiguous()

@@ -73,14 +73,15 @@ def _finish_row(
 ) -> list[tirx.Stmt]:
     """Return the statements that combine the parts of a row with its last elements.
 
-    The last elements are those that do not fill a vector of ``lanes``.
+    The last elements are those that do not fill a vector of ``lanes``. They are combined with each
+    other first: one by one they would be rounded to the precision of the whole row.
     """
     if isinstance(row, tirx.Var):
         e.indexer.bind(row, e.nest.rows)
     memory, out, rows = e.memory, e.stage.buffer, integer(e.nest.rows)
 
     def merge(part: Expr) -> list[tirx.Stmt]:
-        other = load(partial, (part + integer(1)) * rows + row)
+        other = load(partial, part * rows + row)
         return [memory.store(out, row, e.reduction.combine(memory.load(out, row), other))]
 
     depth = e.stage.depth
@@ -95,10 +96,10 @@ def _finish_row(
         value = e.reduction.combine(memory.load(out, row), element)
         return [*evaluator.take(), memory.store(out, row, value)]
 
-    statements = [memory.store(out, row, load(partial, row))]
-    if parts > 1:
-        statements.append(loop(parts - 1, merge))
-    if not divides(lanes, depth):
-        left = integer(depth) - done if sizes_vary() else depth % lanes
-        statements.append(loop(left, rest, start=done))
-    return statements
+    if divides(lanes, depth):
+        first = memory.store(out, row, load(partial, row))
+        others = loop(parts - 1, lambda part: merge(part + integer(1)))
+        return [first, others] if parts > 1 else [first]
+    left = integer(depth) - done if sizes_vary() else depth % lanes
+    first = memory.store(out, row, e.reduction.init)
+    return [first, loop(left, rest, start=done), loop(parts, merge)]
