@@ -60,6 +60,9 @@ from tvmbridge.schedules.machine import Machine
 
 # Longer loop bodies take long to compile, and need more registers than the machine has.
 _MOST_STAGES = 48
+# A merge that moves more nodes behind the merged kernel is not made: in a model of N equal layers,
+# each of N kernels would be compared with N nodes.
+_MOST_MOVED = 256
 _LONGEST_NAME = 200
 
 
@@ -103,46 +106,53 @@ class _Line:
         self.nodes: list[Node | None] = []
         # The place of the kernel, by each variable of its results.
         self._places: dict[relax.Var, int] = {}
-        # The variables that bindings without a kernel read, by the id of the binding.
-        self._read: dict[int, frozenset[relax.Var]] = {}
+        # The places of the nodes that have read each variable, in order; some may be removed.
+        self._readers: dict[relax.Var, list[int]] = {}
 
     def extend(self, nodes: Iterable[Node]) -> None:
         """Append ``nodes``."""
         for node in nodes:
             if isinstance(node, TirCall):
                 self._places.update(dict.fromkeys(node.results, len(self.nodes)))
-            else:
-                self._read[id(node)] = frozenset(reads_of(node))
+            for var in reads_of(node):
+                self._readers.setdefault(var, []).append(len(self.nodes))
             self.nodes.append(node)
 
-    def behind(self, place: int) -> list[Node]:
-        """Return the nodes after ``place``."""
-        return [node for node in self.nodes[place + 1 :] if node is not None]
+    def left(self) -> list[Node]:
+        """Return the nodes that have not been removed."""
+        return [node for node in self.nodes if node is not None]
 
-    def readers(self, place: int, results: Iterable[relax.Var]) -> list[Node]:
-        """Return the nodes after ``place`` that depend on ``results``."""
-        reached, found = set(results), []
-        for node in self.behind(place):
-            read = node.reads if isinstance(node, TirCall) else self._read[id(node)]
-            if not reached.isdisjoint(read):
-                found.append(node)
-                reached.update(defined(node))
-        return found
+    def readers(self, results: Iterable[relax.Var], kernel: TirCall) -> dict[int, Node] | None:
+        """Return the nodes that depend on ``results``, in order and by place.
+
+        None if ``kernel`` reads a result of one of them, or if they are too many to be moved.
+        """
+        found: dict[int, Node] = {}
+        waiting = list(results)
+        while waiting:
+            if len(found) > _MOST_MOVED:
+                return None
+            for place in self._readers.get(waiting.pop(), ()):
+                node = self.nodes[place]
+                if node is not None and place not in found:
+                    found[place] = node
+                    made = defined(node)
+                    if not kernel.reads.keys().isdisjoint(made):
+                        return None
+                    waiting += made
+        return dict(sorted(found.items()))
 
     def source_before(self, place: int, kernel: TirCall) -> int | None:
         """Return the place of the last kernel before ``place`` whose result ``kernel`` reads."""
         found = (self._places.get(var, place) for var in kernel.reads)
         return max((p for p in found if p < place), default=None)
 
-    def take_out(self, place: int, others: Iterable[Node]) -> None:
-        """Remove the kernel at ``place``, and the nodes ``others`` after it."""
-        gone = {id(node) for node in others}
-        for at in range(place, len(self.nodes)):
-            node = self.nodes[at]
-            if at == place or id(node) in gone:
-                self.nodes[at] = None
-                for var in node.results if isinstance(node, TirCall) else ():
-                    del self._places[var]
+    def take_out(self, places: Iterable[int]) -> None:
+        """Remove the kernels and bindings at ``places``."""
+        for place in places:
+            node, self.nodes[place] = self.nodes[place], None
+            for var in node.results if isinstance(node, TirCall) else ():
+                del self._places[var]
 
 
 class Kernels:
@@ -195,8 +205,8 @@ class Kernels:
         line = _Line()
         for node in nodes_of(block, self.uses):
             line.extend(self._grown(line, node) if isinstance(node, TirCall) else [node])
-        nodes = line.behind(-1)
-        return relax.DataflowBlock([b for node in nodes for b in bindings_made(node, self.builder)])
+        made = (bindings_made(node, self.builder) for node in line.left())
+        return relax.DataflowBlock([binding for bindings in made for binding in bindings])
 
     def _grown(self, line: _Line, kernel: TirCall) -> list[Node]:
         """Merge ``kernel`` with as many kernels of ``line`` as possible.
@@ -210,14 +220,13 @@ class Kernels:
         while place is not None:
             source = line.nodes[place]
             assert isinstance(source, TirCall)
-            after, both = line.readers(place, source.results), None
-            if not {var for node in after for var in defined(node)} & set(kernel.reads):
-                both = self.both(source, kernel)
-            if both is None:
+            after = line.readers(source.results, kernel)
+            both = None if after is None else self.both(source, kernel)
+            if after is None or both is None:
                 place = line.source_before(place, kernel)
                 continue
-            kernel, behind = both, after + behind
-            line.take_out(place, after)
+            kernel, behind = both, [*after.values(), *behind]
+            line.take_out([place, *after])
             place = line.source_before(len(line.nodes), kernel)
         return [kernel, *behind]
 

@@ -12,7 +12,7 @@ import random
 import sys
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy
@@ -24,6 +24,9 @@ from torch.utils.checkpoint import checkpoint
 from tests.graph_capture.observe.reading import Model
 from tvmbridge import CaptureError, add_tvm_dispatch, dispatch_report
 from tvmbridge.core.errors import BridgeError
+from tvmbridge.graph_capture.observe import outside
+from tvmbridge.graph_capture.observe.objects import ObjectReads
+from tvmbridge.graph_capture.observe.outside import OutsideReads
 
 SCALE = 2.0
 CONFIG = {"scale": 2.0, "names": ["a"]}
@@ -315,3 +318,19 @@ def test_what_copies_itself_badly_is_watched_by_what_it_holds() -> None:
     assert not dispatch_report(module).fallbacks
     REGISTRY["a"] = 3.0
     torch.testing.assert_close(module(x), x * 3)
+
+
+def test_a_value_that_many_modules_share_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    met: list[Any] = []
+
+    def decimal_context(value: Any) -> Iterator[Any]:
+        met.append(value)
+        return iter(())
+
+    monkeypatch.setattr(outside, "decimal_context", decimal_context)
+    model, config = nn.Sequential(*(nn.Identity() for _ in range(9))), Settings()
+    for each in model:
+        each.config, each.size, each.names = config, 3, []
+    OutsideReads(model, ObjectReads())
+    assert sum(value is config for value in met) == 1
+    assert sum(type(value) is int or value == [] for value in met) == 0

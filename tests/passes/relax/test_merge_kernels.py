@@ -22,6 +22,7 @@ from tvmbridge.core.decisions import recorded_decisions
 from tvmbridge.passes.base import PassReport
 from tvmbridge.passes.relax import merge_kernels
 from tvmbridge.passes.relax.merge_kernels import Kernels, MergeKernels
+from tvmbridge.passes.relax.tir_calls import TirCall
 from tvmbridge.schedules import schedule_for_cpu
 from tvmbridge.schedules.kernel import Kernel, parse
 from tvmbridge.schedules.target import core_count
@@ -217,3 +218,23 @@ def test_equal_functions_are_merged_and_scheduled_once(monkeypatch: pytest.Monke
             schedule_for_cpu(again, target())
         with recorded_decisions(), pytest.raises(AssertionError, match="made again"):
             _merged(_fused(_norm, x))
+
+
+@pytest.mark.parametrize("length", [3, 400])
+def test_a_kernel_is_compared_with_a_limited_number_of_nodes(length: int) -> None:
+    line, callee = merge_kernels._Line(), tvm.ir.GlobalVar("kernel")
+    made = [relax.Var(f"v{i}", relax.TensorType((4,), "float32")) for i in range(length + 3)]
+
+    def call(read: relax.Var, result: relax.Var) -> TirCall:
+        return TirCall(callee, (read,), (result,), None)
+
+    line.extend(call(made[i], made[i + 1]) for i in range(length))
+    besides = line.readers([made[1]], call(made[1], made[-1]))
+    assert line.readers([made[1]], call(made[length], made[-1])) is None
+    if length > merge_kernels._MOST_MOVED:
+        assert besides is None
+    else:
+        assert list(besides or ()) == list(range(1, length))
+        line.take_out(besides or ())
+        assert line.readers([made[1]], call(made[1], made[-1])) == {}
+        assert line.left() == [line.nodes[0]]

@@ -14,6 +14,7 @@ import random
 import sys
 import types
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,7 +26,7 @@ from torch import nn
 
 from tvmbridge.calls.own_calls import OwnCalls
 from tvmbridge.core.assumptions import OutsideValue, Question
-from tvmbridge.core.contents import MISSING, same_value
+from tvmbridge.core.contents import MISSING, is_constant, same_value
 from tvmbridge.core.errors import CaptureError
 from tvmbridge.core.libraries import SAME_WHEN_COMPILED
 from tvmbridge.core.methods import MethodOf
@@ -69,6 +70,7 @@ _ABOUT_COMPILERS = (
     is_compiling,
 )
 _ABOUT_IDENTITY = (builtins.id, operator.is_, operator.is_not)
+_EMPTIED = (dict, OrderedDict, set, list, tuple)
 _KEYED = (dict, set, frozenset, weakref.WeakKeyDictionary, weakref.WeakSet)
 # A function that uses one of these names may read attributes past the recorder on the class.
 _PAST_CLASSES = frozenset({"__getattribute__", "getattr_static"})
@@ -112,10 +114,17 @@ class OutsideReads:
         self._caches: dict[int, tuple[Any, int]] = {}
         # Code of functions defined in functions that ran: each run creates their free variables.
         self._inner: set[int] = set()
+        known = set[int]()
         for name, value in [i for m in module.modules() for i in (("", m), *vars(m).items())]:
             if type(value).__module__.startswith("tvmbridge.") and not isinstance(value, nn.Module):
                 continue  # the dispatcher of the module, which a copy that is traced does not have
+            # Most values are constants, or containers of PyTorch's own, which are empty.
+            if is_constant(value) or id(value) in known:
+                continue
+            known.add(id(value))
             self._attributes.append(value)
+            if type(value) in _EMPTIED and not value:
+                continue
             self._keep(defaults(value))
             self._keep(decimal_context(value))
             named = isinstance(value, types.FunctionType | types.ModuleType)
@@ -133,7 +142,6 @@ class OutsideReads:
                     self._keep(defaults(member))
                 for each in below(source, self._names):
                     self._look_at(each)
-
         for hook in [h for m in module.modules() for h, _ in traced_hooks(m)]:
             if not isinstance(hook, types.FunctionType):
                 continue

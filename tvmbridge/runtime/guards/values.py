@@ -216,9 +216,12 @@ class ValueGuard:
             for v in outside
         ]
         classes = ClassEntries()
+        held: dict[str, list[str]] = {}
+        for (path, name), value in expected.items():
+            if value is not MISSING:
+                held.setdefault(path, []).append(name)
         for path, each_module in module.named_modules():
-            names = [n for (p, n), value in expected.items() if p == path and value is not MISSING]
-            classes.add(type(each_module), names, registered_names(each_module))
+            classes.add(type(each_module), held.get(path, []), registered_names(each_module))
         guard = cls([*watched.values(), *beside], classes)
         for part in guard._parts:
             if not part.part.asks:
