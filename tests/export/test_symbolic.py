@@ -189,15 +189,15 @@ class Squeezed(nn.Module):
 
 def test_sizes_of_one_are_served_where_forward_does_the_same(tmp_path: Path) -> None:
     path, spec = tmp_path / "model.tvmb", {"x": {0: Dim("rows")}, "y": {0: Dim("others")}}
-    sample = torch.randn(3, 8), torch.randn(4, 8)
+    sample = torch.randn(3, 16), torch.randn(4, 16)
     tvmbridge.export(Singles().eval(), sample, path, dynamic_shapes=spec)
     function = tvmbridge_runtime.load(path)
     for rows, others in ((1, 5), (5, 1), (7, 2)):
-        x, y = torch.randn(rows, 8), torch.randn(others, 8)
+        x, y = torch.randn(rows, 16), torch.randn(others, 16)
         found = function(x.numpy(), y.numpy())
         assert torch.equal(torch.from_numpy(found[0]), x + 1)
         assert torch.equal(torch.from_numpy(found[1]), y + 1)
-    one = numpy.zeros((1, 8), numpy.float32)
+    one = numpy.zeros((1, 16), numpy.float32)
     with pytest.raises(tvmbridge_runtime.ArgumentError, match=r"rows > 1.*or.*others > 1"):
         function(one, one)
     spec = {"x": {0: Dim("rows")}}
