@@ -9,7 +9,6 @@ import torch
 
 from tvmbridge.calls.layouts import Strides
 from tvmbridge.compiler.executable import Bound
-from tvmbridge.graph_capture.observe.leaks import collections_put_off
 from tvmbridge.runtime.entry import CompiledEntry
 from tvmbridge.runtime.fast_path import Direct, FastPath, direct_call
 from tvmbridge.runtime.graphed import GraphedCode
@@ -30,8 +29,7 @@ def renewed_path(
     tensors = entry.state.tensors()
     if not entry.may_be_fast or not due or any(t is None for t in tensors):
         return None
-    with collections_put_off():  # A collection takes as long as the rest of a first call.
-        fast = _pinned_path(entry, signature, leaves, [t for t in tensors if t is not None])
+    fast = _pinned_path(entry, signature, leaves, [t for t in tensors if t is not None])
     # Another thread may have changed the module since the full guards accepted the call.
     if any(a is not b for a, b in zip(tensors, entry.state.tensors(), strict=True)):
         return None
