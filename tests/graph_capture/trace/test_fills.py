@@ -50,19 +50,25 @@ def test_learned_values_are_written_and_get_their_gradient() -> None:
 
 
 class WritesAtNumbers(nn.Module):
+    def __init__(self, many: bool) -> None:
+        super().__init__()
+        self.many = many
+
     def forward(self, x: torch.Tensor, v: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
         y, z, w = x * 2, x * 3, torch.zeros(4, 3, 3, dtype=torch.int64)
         y[:, i] = v[:3]
-        y[None, ..., i - 1, 0] = v[3:]
         z[i - 1, i] = v[3]
-        z[i - 2, ..., None] = v[None, :, None]
         w[-1:, i - 1, 1:] = 2.7
-        w[i - 2, i - 1] = i
+        if self.many:
+            y[None, ..., i - 1, 0] = v[3:]
+            z[i - 2, ..., None] = v[None, :, None]
+            w[i - 2, i - 1] = i
         return torch.cat([y.flatten(), z.flatten(), w.flatten()])
 
 
-def test_writes_at_a_tensor_of_one_number() -> None:
-    plain = WritesAtNumbers().train()
+@pytest.mark.parametrize("many", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_writes_at_a_tensor_of_one_number(many: bool) -> None:
+    plain = WritesAtNumbers(many).train()
     module = copy.deepcopy(plain)
     x, v = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((3, 4), (4,)))
     add_tvm_dispatch(module, (x, v, torch.tensor(1)))
