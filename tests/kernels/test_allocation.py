@@ -8,6 +8,7 @@ from torch.utils.dlpack import from_dlpack
 
 from tvmbridge.core.borrowed import borrowed
 from tvmbridge.core.compiled_half import compiled_half
+from tvmbridge.kernels import allocation
 
 HALF = compiled_half("tvmbridge.kernels._products")
 pytestmark = pytest.mark.skipif(HALF is None, reason="needs the compiled half")
@@ -49,3 +50,12 @@ def test_a_taken_tensor_keeps_its_memory() -> None:
     others = [torch.zeros(4) for _ in range(100)]
     assert taken.tolist() == [7.0] * 4
     assert len(others) == 100
+
+
+def test_a_result_of_unknown_memory_is_copied_unless_it_is_an_arguments() -> None:
+    argument = torch.randn(3, 8)
+    result = from_dlpack(argument)
+    assert allocation._taken_back(result, [argument, "x"]) is result
+    copy = allocation._taken_back(result, [])
+    assert copy.data_ptr() != argument.data_ptr()
+    assert torch.equal(copy, argument)

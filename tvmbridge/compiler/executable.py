@@ -42,8 +42,7 @@ def tensors_of(residuals: tvm_ffi.Array) -> list[torch.Tensor]:
 def _as_torch(results: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
     """Return results of compiled code with PyTorch tensors in place of TVM's."""
     tensors = [from_dlpack(r) if isinstance(r, tvm_ffi.Tensor) else r for r in results]
-    first = next((t for t in tensors if isinstance(t, torch.Tensor)), None)
-    return tensors if first is None or first.is_cpu else take_back(tensors, arguments)
+    return take_back(tensors, arguments)
 
 
 def prepare(tensor: Any, anywhere: bool = False) -> Any:

@@ -43,26 +43,27 @@ def note(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def take_back(results: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
-    """Return results of compiled code on a GPU as tensors whose memory PyTorch's allocator knows.
+    """Return results of compiled code, those on a GPU as tensors of PyTorch's allocator.
 
     A tensor from DLPack has a storage of its own, on which ``Tensor.record_stream`` does nothing.
     Sends by NCCL rely on it: the memory of a sent gradient could be used again before it was read.
     A result whose storage is not known is copied; results in the memory of ``arguments`` are not.
     """
+    return [
+        _taken_back(r, arguments) if isinstance(r, torch.Tensor) and r.is_cuda else r
+        for r in results
+    ]
+
+
+def _taken_back(result: torch.Tensor, arguments: Sequence[Any]) -> torch.Tensor:
     half = compiled_half("tvmbridge.kernels._products")
-    given = None
-    found = list(results)
-    for number, result in enumerate(found):
-        if not isinstance(result, torch.Tensor) or not result.is_cuda or not result.numel():
-            continue
-        taken = None if half is None else half.take_back(result)
-        if taken is None:
-            if given is None:
-                given = {_address(a) for a in arguments if isinstance(a, torch.Tensor)}
-            is_given = _address(result) in given
-            taken = result if is_given else without_gradients(_copied, result)
-        found[number] = taken
-    return found
+    taken: torch.Tensor | None = None if half is None else half.take_back(result)
+    if taken is not None:
+        return taken
+    address = _address(result)
+    if any(isinstance(a, torch.Tensor) and _address(a) == address for a in arguments):
+        return result
+    return without_gradients(_copied, result)
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
