@@ -73,8 +73,8 @@ def _finish_row(
 ) -> list[tirx.Stmt]:
     """Return the statements that combine the parts of a row with its last elements.
 
-    The last elements are those that do not fill a vector of ``lanes``. They are combined with each
-    other first: one by one they would be rounded to the precision of the whole row.
+    The last elements are those that do not fill a vector of ``lanes``. The statements combine
+    them before they combine the parts: an addition to a long row's sum rounds to its precision.
     """
     if isinstance(row, tirx.Var):
         e.indexer.bind(row, e.nest.rows)
