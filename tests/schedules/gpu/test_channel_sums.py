@@ -199,7 +199,8 @@ def test_a_network_learns_under_autocast(
         error, least = ((given[name] - value).norm() for given in (found, plain))
         assert error <= 1.2 * least + 1e-6 * value.norm(), name
     names = " ".join(launch.kernel for called in kernels for launch in called.launches)
-    assert "channel_statistics" in names and "channel_gradients" in names
+    assert "channel_statistics" in names
+    assert "channel_gradients" in names
 
 
 def _learned(module: nn.Module) -> dict[str, torch.Tensor]:
