@@ -41,7 +41,7 @@ _DTYPES = ("float16", "bfloat16", "float32")
 _FLOAT = "float32"
 
 # Returns the results of a norm by their numbers.
-Rule: TypeAlias = Callable[["_Emitter", Arguments], list[relax.Expr]]
+Rule: TypeAlias = Callable[["_InFloat32", Arguments], list[relax.Expr]]
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class BatchNormsLast(RelaxPass):
             if rule is None or not spec_of(call).get("channels_last"):
                 return call
             call = builder.normalize(call)
-            arguments, emitter = Arguments.of(spec_of(call), tensors_of(call)), _Emitter(builder)
+            arguments, emitter = Arguments.of(spec_of(call), tensors_of(call)), _InFloat32(builder)
             if not _is_served(arguments):
                 return call
             report.rewrote()
@@ -73,7 +73,7 @@ def _is_served(arguments: Arguments) -> bool:
 
 
 @dataclass(frozen=True)
-class _Emitter:
+class _InFloat32:
     """Emits operators in float32 by ``builder``."""
 
     builder: relax.BlockBuilder
@@ -101,7 +101,7 @@ class _Emitter:
         return [self.builder.emit(relax.TupleGetItem(found, i)) for i in range(len(types))]
 
 
-def _norm(emitter: _Emitter, arguments: Arguments) -> list[relax.Expr]:
+def _norm(emitter: _InFloat32, arguments: Arguments) -> list[relax.Expr]:
     x, do = arguments["input"], emitter.do
     rows = emitter.rows(x)
     count, channels = shape_of(rows) or ()
@@ -118,7 +118,7 @@ def _norm(emitter: _Emitter, arguments: Arguments) -> list[relax.Expr]:
     return [y, mean, inverse, *new]
 
 
-def _backward(emitter: _Emitter, arguments: Arguments) -> list[relax.Expr]:
+def _backward(emitter: _InFloat32, arguments: Arguments) -> list[relax.Expr]:
     grad, x, do = arguments["grad_out"], arguments["input"], emitter.do
     mean, inverse = (emitter.cast(arguments[name]) for name in ("save_mean", "save_invstd"))
     rows = [emitter.rows(image) for image in (grad, x)]
@@ -134,7 +134,7 @@ def _backward(emitter: _Emitter, arguments: Arguments) -> list[relax.Expr]:
     return [of_x, of_weight, of_bias]
 
 
-def _times_weight(emitter: _Emitter, inverse: relax.Expr, arguments: Arguments) -> relax.Expr:
+def _times_weight(emitter: _InFloat32, inverse: relax.Expr, arguments: Arguments) -> relax.Expr:
     weight = arguments["weight"]
     return inverse if weight is None else emitter.do(op.multiply, inverse, emitter.cast(weight))
 

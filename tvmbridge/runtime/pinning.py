@@ -14,6 +14,7 @@ from tvmbridge.runtime.fast_path import Direct, FastPath, direct_call
 from tvmbridge.runtime.graphed import GraphedCode
 from tvmbridge.runtime.guards.fast import FastGuard
 from tvmbridge.runtime.guards.signature import Signature
+from tvmbridge.runtime.guards.watch import MovingTensors
 
 
 def renewed_path(
@@ -55,8 +56,8 @@ def _moving_path(
     writes = entry.outputs.written_tensors(leaves, tensors)
     if entry.packs or entry.frozen is not None or writes:
         return None
-    state, records = entry.state, entry.records_writes
-    guard = FastGuard(state, signature, leaves, tensors, writes, records, moving=True)
+    moving = MovingTensors(tensors)
+    guard = FastGuard(entry.state, signature, leaves, moving, writes, entry.records_writes)
     return FastPath(entry, guard, list(tensors), entry.layouts.strides(leaves, tensors))
 
 
