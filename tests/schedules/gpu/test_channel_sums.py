@@ -59,7 +59,7 @@ def _module(
 
 def _image(shape: Sequence[int], dtype: torch.dtype, offset: float) -> torch.Tensor:
     """Return an image with channels last, whose channels have different means and spreads."""
-    x = torch.randn(*shape, dtype=torch.float64)
+    x = torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     spread = torch.logspace(-2, 1, shape[-1], dtype=torch.float64)
     return (x * spread + offset * torch.arange(shape[-1])).to(dtype)
 
@@ -145,6 +145,7 @@ def test_gradients(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 
 
 def test_a_large_mean_and_an_outlier_lose_no_digits() -> None:
+    torch.manual_seed(0)
     x = torch.randn(2, 30, 30, 4, dtype=torch.float64)
     x[..., 1] += 1000.0
     x[0, 0, 0, 2] = 1e4
@@ -154,7 +155,8 @@ def test_a_large_mean_and_an_outlier_lose_no_digits() -> None:
     mod, _ = apply_pass(BatchNormsLast(), _module(PLAIN, [x], arguments, [x, vector, vector]))
     _, mean, inverse = run_module(mod, x)
     exact = x.double().flatten(0, 2)
-    assert ((mean - exact.mean(0)).abs() < 1e-5 * exact.std(0)).all()
+    wanted, rounding = exact.mean(0), torch.finfo(torch.float32).eps
+    assert ((mean - wanted).abs() < 1e-5 * exact.std(0) + rounding * wanted.abs()).all()
     expected = (exact.var(0, correction=0) + EPS).rsqrt()
     torch.testing.assert_close(inverse.double(), expected, rtol=1e-5, atol=0)
 
