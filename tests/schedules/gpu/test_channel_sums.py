@@ -59,7 +59,8 @@ def _module(
 
 def _image(shape: Sequence[int], dtype: torch.dtype, offset: float) -> torch.Tensor:
     """Return an image with channels last, whose channels have different means and spreads."""
-    x = torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(int(offset))
+    x = torch.randn(*shape, dtype=torch.float64, generator=generator)
     spread = torch.logspace(-2, 1, shape[-1], dtype=torch.float64)
     return (x * spread + offset * torch.arange(shape[-1])).to(dtype)
 
