@@ -202,11 +202,16 @@ def compilation() -> Iterator[Row]:
         common = [tuple((a + b) // 2 + i for a, b in model.ranges) for i in range(3)]
         for training in (False, True):
             seconds = {}
-            for way, shapes in (("first", None), ("one", None), ("any", "auto")):
+            ways: list[tuple[str, Any, list[tuple[int, ...]]]] = [
+                ("first", None, common[2:]),
+                ("one", None, common[1:2]),
+                ("any", "auto", common[:2]),
+            ]
+            for way, shapes, calls in ways:
                 module = copy.deepcopy(plain)
                 options = CompileOptions(cache=False)
                 add_tvm_dispatch(module, options=options, dynamic_shapes=shapes)
-                for sizes in common[:2] if shapes else common[1:2]:
+                for sizes in calls:
                     start = time.thread_time()
                     train_or_evaluate(module, model, model.arguments(*sizes), training)
                     seconds[way] = time.thread_time() - start
