@@ -1,7 +1,7 @@
 """``dynamic_shapes="auto"`` in ordinary uses: the share of calls served, and speed against eager.
 
-``--rows trainer generate resnet layer`` chooses some rows. The row ``trainer`` needs transformers
-and accelerate; without them a line says so.
+``--rows trainer generate resnet layer compilation`` chooses some rows. The row ``trainer`` needs
+transformers and accelerate; without them a line says so.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.any_size_models import MODELS
 from benchmarks.common import Row, alternate, parser, report
 from tests.end_to_end.steps import base_layer
-from tvmbridge import add_tvm_dispatch, dispatch_report
+from tests.random_sizes.sequences import step as train_or_evaluate
+from tvmbridge import CompileOptions, add_tvm_dispatch, dispatch_report
 
 LENGTHS = (24, 56, 88, 120, 200)
 
@@ -189,6 +191,35 @@ def layer() -> Iterator[Row]:
         yield _share("BertLayer", _served(symbolic), 1.0)
 
 
+def compilation() -> Iterator[Row]:
+    """Measure the CPU time of a compilation for any size over one for a single size.
+
+    The module's first compilation is not measured: it compiles what later ones reuse.
+    """
+    for name in ("llama", "lstm", "resnet", "bert"):
+        model = MODELS[name]
+        plain = model.build()
+        common = [tuple((a + b) // 2 + i for a, b in model.ranges) for i in range(3)]
+        for training in (False, True):
+            seconds = {}
+            ways: list[tuple[str, Any, list[tuple[int, ...]]]] = [
+                ("first", None, common[2:]),
+                ("one", None, common[1:2]),
+                ("any", "auto", common[:2]),
+            ]
+            for way, shapes, calls in ways:
+                module = copy.deepcopy(plain)
+                options = CompileOptions(cache=False)
+                add_tvm_dispatch(module, options=options, dynamic_shapes=shapes)
+                for sizes in calls:
+                    start = time.thread_time()
+                    train_or_evaluate(module, model, model.arguments(*sizes), training)
+                    seconds[way] = time.thread_time() - start
+            what = f"{name}, {'training' if training else 'inference'}"
+            ratio = seconds["any"] / seconds["one"]
+            yield Row(f"{what}: compilation for any size over one, CPU time", ratio, "", 1.3)
+
+
 def _step(module: nn.Module, x: torch.Tensor, training: bool) -> Callable[[], object]:
     def step() -> object:
         with torch.set_grad_enabled(training):
@@ -204,6 +235,7 @@ ROWS: dict[str, Callable[[], Iterator[Row]]] = {
     "generate": generate,
     "resnet": resnet,
     "layer": layer,
+    "compilation": compilation,
 }
 
 

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.random_sizes.compilations import counted
+from tvmbridge import add_tvm_dispatch, dispatch_report
 from tvmbridge.runtime.background import UnderWayError
 from tvmbridge.runtime.family import Family, OtherSizesError
 from tvmbridge.runtime.sized_code import raised
@@ -106,3 +108,24 @@ def test_code_that_differs_at_sizes_of_two_begins_at_the_smallest_others(
     sampled: Point, least: Point, beyond: Point
 ) -> None:
     assert raised(sampled, least, (8, 56, 56)) == [beyond, (8, 56, 56)]
+
+
+class _Branches(torch.nn.Module):
+    """Computes something else for sequences of more than 20 positions."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.relu() + 1 if x.shape[1] > 20 else x.abs() - x
+
+
+def test_each_side_of_a_branch_by_a_size_has_code_for_any_size() -> None:
+    module = _Branches().eval()
+    add_tvm_dispatch(module, dynamic_shapes="auto")
+    sizes = [(4, 30), (5, 31), (9, 18), (5, 14), (2, 57), (4, 16), (3, 12), (7, 19), (8, 13)]
+    with counted() as compilations, torch.no_grad():
+        for rows, length in sizes:
+            x = torch.randn(rows, length)
+            torch.testing.assert_close(module(x), _Branches()(x), rtol=0, atol=0)
+    assert dispatch_report(module).tvm_calls == len(sizes)
+    # On each side, one for the first sizes and one for all others.
+    assert compilations.done == 4
+    assert not compilations.failed

@@ -94,6 +94,21 @@ def test_a_permuted_argument_has_no_symbols_for_strides(compilations: Compilatio
     assert compilations.done == 2
 
 
+class _Limited(nn.Module):
+    """A forward with a minimum and a maximum of a size and a number."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        columns = min(5, x.shape[1])
+        return x[:, :columns].sum(1) / columns + max(7, x.shape[1])
+
+
+@torch.no_grad()
+def test_small_sizes_at_which_a_minimum_is_another_one_have_other_code() -> None:
+    torch.manual_seed(0)
+    sizes = ((2, 9), (2, 12), (1, 3), (2, 4), (2, 6))
+    _all_right(_Limited(), [(torch.randn(*size),) for size in sizes])
+
+
 class _Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()

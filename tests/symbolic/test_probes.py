@@ -30,6 +30,13 @@ def test_kernels_are_chosen_at_sizes_of_calls_and_not_at_bounds() -> None:
     assert points.hold((60, 450))
 
 
+def test_sizes_within_a_narrow_bound_reach_those_of_calls() -> None:
+    points = points_for(((14,), (18,), (18,)), [20])
+    assert points is not None
+    assert points.hold((14,))
+    assert points.hold((18,))
+
+
 @pytest.mark.parametrize("smallest", [(2,), (3,), (8,), (40,), (4, 9), (2, 9, 30)])
 @pytest.mark.parametrize("most", [60, 100, 1 << 20])
 def test_remainders_of_sums_of_sizes_differ(smallest: tuple[int, ...], most: int) -> None:

@@ -63,6 +63,8 @@ def compute_alike(
     if kinds[0] != kinds[1]:
         return False
     for each in shapes:
+        if not symbolic.relations.same_extremes(each):
+            return False
         operators = described_at(ones.program, ones.relations.symbols(each))
         if _has_empty(operators):
             return False

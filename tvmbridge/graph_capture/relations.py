@@ -34,12 +34,14 @@ class Relations:
     - ``guards``: sympy conditions that must be true
     - ``replaced``: symbols that the trace found equal to expressions of other symbols, with these
       expressions; ``shapes`` has the expressions
+    - ``extremes``: the guards that say which argument each minimum and maximum is
     """
 
     shapes: Mapping[int, tuple[Any, ...]]
     bounds: Mapping[Any, tuple[int, int]]
     guards: tuple[Any, ...] = field(repr=False)
     replaced: Mapping[Any, Any] = field(default_factory=dict, repr=False)
+    extremes: tuple[Any, ...] = field(default=(), repr=False)
 
     def broken(self, sizes: Mapping[int, Sequence[int]]) -> str | None:
         """Describe a relation that does not hold for arguments of these sizes; None if all hold."""
@@ -55,6 +57,11 @@ class Relations:
             if _at(guard, known) != sympy.true:
                 return f"not {guard}"
         return None
+
+    def same_extremes(self, sizes: Mapping[int, Sequence[int]]) -> bool:
+        """Whether each minimum and maximum is the argument that it is in code from the trace."""
+        known = self.symbols(sizes)
+        return all(_at(condition, known) == sympy.true for condition in self.extremes)
 
     def symbols(self, sizes: Mapping[int, Sequence[int]]) -> dict[Any, int]:
         """Return the values of the symbols for arguments of these sizes."""
@@ -170,7 +177,7 @@ def relations_in(program: Any) -> Relations:
     extremes = dict.fromkeys(_extremes(program, found.symbols(traced)))
     for condition in extremes:
         _bound(bounds, condition)
-    return replace(found, guards=(*found.guards, *extremes))
+    return replace(found, guards=(*found.guards, *extremes), extremes=tuple(extremes))
 
 
 def _bound(bounds: dict[Any, tuple[int, int]], condition: Any) -> None:

@@ -104,6 +104,10 @@ class Family:
         self._compiled_within: dict[_Key, tuple[Point, ...]] = {}
         # Keys whose range of sizes is not widened: forward limits it, or a compilation failed.
         self._limited: set[_Key] = set()
+        # The shape class of the sizes at which forward takes another branch; such sizes so far.
+        self._branch: Family | None = None
+        self._elsewhere = set[Point]()
+        self._is_branch = False
         # The symbols of the code: fewer than ``symbols`` if some sizes depend on others.
         self._related = symbols
         self._least = self._usual = self._most = tuple(max(LEAST_SIZE, n) for n in seen[0])
@@ -196,10 +200,34 @@ class Family:
         broken = code.relations.broken(shapes_of(matched.arguments))
         serves = partial(self._of_one.serves, code, self._related, point, mode)
         if broken is not None and not self._undisturbed(matched, serves):
+            found = self._entry_of_branch(mode, matched)
+            if found is not None:
+                return found
             # Code that has served no call yet may be for images that are not square.
             self.refused = self.guessed and not self._tried
             raise OtherSizesError(f"the sizes are not such as forward takes for granted: {broken}")
         return self._instantiated(code, point, flags, matched)
+
+    def _entry_of_branch(self, mode: Mode, matched: Matched) -> CompiledEntry | None:
+        """Return code for sizes at which forward takes another branch; None if there is none.
+
+        The first such sizes have code of their own, since forward may permit no others.
+        """
+        point = self.symbols.sizes(matched.leaves)
+        if not self._tried or self._is_branch or point is None or min(point) < LEAST_SIZE:
+            return None
+        self._elsewhere.add(point)
+        if len(self._elsewhere) == 1:
+            return None
+        if self._branch is None:
+            seen = list(self._elsewhere)
+            self._branch = Family(self.compiler, self.signature, self.symbols, seen, self.retire)
+            self._branch.why, self._branch._is_branch = self.why, True
+        try:
+            return self._branch.entry(mode, matched)
+        except BuildError as error:
+            logger.debug("no code for the other branch: %s", error)
+            return None
 
     @property
     def _has_code(self) -> bool:
@@ -384,7 +412,7 @@ class Family:
     ) -> bool:
         """Whether there may be code from shapes ``there``, while ``here`` permits few sizes."""
         if isinstance(error, OtherBranchError):
-            return not any(key[0] == mode for key in self.codes)
+            return not self._is_branch and not any(key[0] == mode for key in self.codes)
         return any(here[leaf][n] != there[leaf][n] for leaf, n in error.dimensions)
 
     def _compiled_from(

@@ -27,6 +27,7 @@ from typing import Any
 import tvm
 import tvm_ffi
 from tvm import tirx
+from tvm_ffi.serialization import from_json_graph_str
 
 from tvmbridge.symbolic.attach import attach_sizes
 from tvmbridge.symbolic.floats import float_of_sizes
@@ -57,7 +58,7 @@ def generalize(mods: Sequence[tvm.IRModule], sizes: Sizes) -> tvm.IRModule:
         root = merged.run([g["root_index"] for g in graphs])
     first = graphs[0]
     whole = {**first, "nodes": merged.nodes, "root_index": root}
-    return attach_sizes(tvm.ir.load_json(json.dumps(whole)), sizes.symbols, SYMBOL)
+    return attach_sizes(from_json_graph_str(json.dumps(whole)), sizes.symbols, SYMBOL)
 
 
 @contextmanager

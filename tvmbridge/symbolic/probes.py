@@ -239,11 +239,13 @@ def points_for(
     for low, usual, high, bound, floor in zip(*seen, bounds, floors, strict=True):
         limit = min(_FAR * max(high, _LANES), bound)
         common = min(max(usual, low, 2 * _LEAST[-1]), bound)
-        # Within narrow bounds a smaller bottom may have a generic size at the top.
-        for bottom in _bottoms(low, floor, taken, used, tight):
+        # Within narrow bounds a smaller bottom may have a generic size at the top. Forward may
+        # bound a size by that of a call, such as 512: others are served then.
+        bottoms = list(_bottoms(low, floor, taken, used, tight))
+        ends = [*((n, high) for n in bottoms), *((n, 2 * n) for n in bottoms)]
+        for bottom, least_top in ends:
             mine = {*taken, bottom}
-            # Forward may bound a size by that of a call, such as 512: others are served then.
-            top = _largest(limit, mine, high, bottom) or _largest(limit, mine, 2 * bottom, bottom)
+            top = _largest(limit, mine, least_top, bottom)
             between = _prime_below(common, mine, bottom, 4, 3)
             between = between or _prime_below(common, mine, bottom)
             if top is not None and between is not None:
