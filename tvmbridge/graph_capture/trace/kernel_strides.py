@@ -36,6 +36,7 @@ from tvmbridge.core.torch_private import (
     pytree,
     storage_key,
 )
+from tvmbridge.graph_capture.trace.fake_results import shared_key
 
 logger = logging.getLogger(__name__)
 aten = torch.ops.aten
@@ -74,8 +75,15 @@ _unanswered: ContextVar[dict[str, None] | None] = ContextVar("_unanswered", defa
 
 @contextmanager
 def strides_of_kernels() -> Iterator[None]:
-    """Give the results of fake kernels the strides of real kernels within the context."""
-    with set_within(_unanswered, {}), patched_here(FakeTensorMode, "dispatch", _dispatched):
+    """Give the results of fake kernels the strides of real kernels within the context.
+
+    Results with these strides are shared by the traces in such a context.
+    """
+    with (
+        set_within(_unanswered, {}),
+        patched_here(FakeTensorMode, "dispatch", _dispatched),
+        patched_here(FakeTensorMode, "_cache_key", shared_key),
+    ):
         yield
 
 
