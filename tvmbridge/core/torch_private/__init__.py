@@ -94,7 +94,6 @@ BatchNorm = torch.nn.modules.batchnorm._BatchNorm
 # Fake tensors
 FakeTensor = torch._subclasses.fake_tensor.FakeTensor
 FakeTensorMode = torch._subclasses.fake_tensor.FakeTensorMode
-default_device_of_calls = torch._C._get_default_device
 METADATA_OF_FAKES: dict[Any, Any] = torch._subclasses.fake_tensor._DISPATCH_META_HANDLERS
 DataDependentOutputException = torch._subclasses.fake_tensor.DataDependentOutputException
 MetaTensorDescriber = torch._subclasses.meta_utils.MetaTensorDescriber

@@ -9,18 +9,21 @@ dozen operators. The keys here have the operator and its operands alone::
     exported: addmm(b[16], x[4, 8], w[8, 16])    found
     replayed: addmm(b[16], x[4, 8], w[8, 16])    found
 
-A call with a symbol, a sparse tensor, a constant or an object among its arguments has PyTorch's own
-key. PyTorch caches no result that depends on values, and no operator of other libraries.
+A call with a symbol, a sparse tensor, a constant, an object or no tensor among its arguments has
+PyTorch's own key. PyTorch caches no result that depends on values, and no operator of another
+library.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from tvmbridge.core.torch_private import FakeTensor, FakeTensorMode, default_device_of_calls
+from tvmbridge.calls.patches import patched_here
+from tvmbridge.core.torch_private import FakeTensor, FakeTensorMode
 
 _PLAIN = frozenset(
     {
@@ -39,6 +42,10 @@ _PLAIN = frozenset(
 _SEQUENCES = frozenset({list, tuple, torch.Size})
 
 
+# The method of a fake mode that returns the key of a call.
+_KEY = "_cache_key"
+
+
 class _SharedKey(tuple[Any, ...]):
     """A key without symbols, in PyTorch's cache of fake results."""
 
@@ -48,47 +55,55 @@ class _SharedKey(tuple[Any, ...]):
         """Do nothing: the key has no symbols."""
 
 
-def shared_key(
-    genuine: Callable[..., Any],
-    mode: FakeTensorMode,
-    state: Any,
-    func: Any,
-    args: Iterable[Any],
-    kwargs: dict[str, Any],
-) -> Any:
+@contextmanager
+def results_shared() -> Iterator[None]:
+    """Share fake results within the context, if PyTorch has a method for the keys."""
+    if not hasattr(FakeTensorMode, _KEY):
+        yield
+        return
+    with patched_here(FakeTensorMode, _KEY, _shared_key):
+        yield
+
+
+def _shared_key(genuine: Callable[..., Any], mode: FakeTensorMode, *call: Any) -> Any:
     """Return the key of a call in PyTorch's cache; the one of ``genuine`` if it has symbols."""
-    found = [
-        func,
-        torch.get_default_dtype(),
-        default_device_of_calls(),
-        torch.is_inference_mode_enabled(),
-    ]
-    if not (_describe(mode, args, found) and _describe(mode, kwargs.values(), found)):
-        return genuine(mode, state, func, args, kwargs)
-    return _SharedKey((*found, *kwargs))
+    if len(call) != 4:  # another release's: the state of the cache, operator, args, kwargs
+        return genuine(mode, *call)
+    _, func, args, kwargs = call
+    found = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
+    tensors = _describe(mode, (args, [*kwargs.values()]), found)
+    return _SharedKey((*found, *kwargs)) if tensors else genuine(mode, *call)
 
 
-def _describe(mode: FakeTensorMode, values: Iterable[Any], found: list[Any]) -> bool:
-    """Add to ``found`` what a result depends on; return False if it may depend on more."""
+def _describe(mode: FakeTensorMode, values: Iterable[Any], found: list[Any]) -> int | None:
+    """Add to ``found`` what a result depends on, and return the number of tensors.
+
+    None if the result may depend on more.
+    """
+    tensors = 0
     for value in values:
         kind = type(value)
         if kind in _PLAIN:
             found += kind, value
         elif kind in _SEQUENCES:
             found += kind, len(value)
-            if not _describe(mode, value, found):
-                return False
+            further = _describe(mode, value, found)
+            if further is None:
+                return None
+            tensors += further
         elif isinstance(value, FakeTensor):
             if value.fake_mode is not mode or value.constant is not None:
-                return False
-            if value._has_symbolic_sizes_strides or value.layout is not torch.strided:
-                return False
+                return None
+            if value.layout is not torch.strided:
+                return None
+            numbers = *value.shape, *value.stride(), value.storage_offset()
+            if not all(type(n) is int for n in numbers):
+                return None
+            tensors += 1
             found += (
-                value.shape,
-                value.stride(),
+                numbers,
                 value.dtype,
                 value.fake_device,
-                value.storage_offset(),
                 value.untyped_storage().nbytes(),
                 value.requires_grad,
                 value.is_inference(),
@@ -97,5 +112,5 @@ def _describe(mode: FakeTensorMode, values: Iterable[Any], found: list[Any]) -> 
                 value.is_quantized,
             )
         else:
-            return False
-    return True
+            return None
+    return tensors

@@ -312,9 +312,6 @@ IMPORTED = (
         "torch._subclasses.fake_tensor.FakeTensorMode", "running forward without data", _fakes
     ),
     PrivateName(
-        "torch._C._get_default_device", "the key of a fake result", lambda kind: kind() == "cpu"
-    ),
-    PrivateName(
         "torch._subclasses.fake_tensor._DISPATCH_META_HANDLERS",
         "the device of a fake tensor, without the other modes",
         _knows_device,

@@ -35,18 +35,6 @@ def _is_known_by_its_context(_: Any) -> bool:
     return made == [_Applied]
 
 
-def _is_asked_for_keys(genuine: Any) -> bool:
-    """Whether a fake mode calls this method for the key of an operator, its operands last."""
-    kind = torch._subclasses.fake_tensor.FakeTensorMode
-    mode = kind()
-    x = mode.from_tensor(torch.ones(2))
-    with mock.patch.object(kind, "_cache_key", autospec=True, side_effect=genuine) as called:
-        mode.from_tensor(torch.ones(2))
-        _ = x + x
-    given = called.call_args.args
-    return len(given) == 5 and given[2] is torch.ops.aten.add.Tensor and given[4] == {}
-
-
 def _counts_regions(outside: Any) -> bool:
     """Whether the number of open regions of ``parametrize.cached()`` is in this variable."""
     with parametrize.cached():
@@ -79,11 +67,6 @@ REPLACED = (
         "torch.nn.utils.parametrize._cache",
         "computing parametrizations in each trace",
         lambda cache: type(cache) is dict,
-    ),
-    PrivateName(
-        "torch._subclasses.fake_tensor.FakeTensorMode._cache_key",
-        "sharing fake results between traces",
-        _is_asked_for_keys,
     ),
     PrivateName(
         "torch.nn.utils.parametrize._cache_enabled",
