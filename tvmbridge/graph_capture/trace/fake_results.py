@@ -96,7 +96,8 @@ def _describe(mode: FakeTensorMode, values: Iterable[Any], found: list[Any]) -> 
                 return None
             if value.layout is not torch.strided:
                 return None
-            numbers = *value.shape, *value.stride(), value.storage_offset()
+            size = value.untyped_storage().nbytes()
+            numbers = *value.shape, *value.stride(), value.storage_offset(), size
             if not all(type(n) is int for n in numbers):
                 return None
             tensors += 1
@@ -104,7 +105,6 @@ def _describe(mode: FakeTensorMode, values: Iterable[Any], found: list[Any]) -> 
                 numbers,
                 value.dtype,
                 value.fake_device,
-                value.untyped_storage().nbytes(),
                 value.requires_grad,
                 value.is_inference(),
                 value.is_conj(),
