@@ -41,7 +41,7 @@ _DTYPES = ("float16", "bfloat16", "float32")
 _FLOAT = "float32"
 
 # Returns the results of a norm by their numbers.
-Rule: TypeAlias = Callable[["_Emitter", Arguments], list[relax.Expr | None]]
+Rule: TypeAlias = Callable[["_NormEmitter", Arguments], list[relax.Expr | None]]
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class BatchNormsLast(RelaxPass):
                 return call
             call = builder.normalize(call)
             arguments = Arguments.of(content, tensors_of(call))
-            emitter = _Emitter(builder)
+            emitter = _NormEmitter(builder)
             if not _is_served(arguments):
                 return call
             report.rewrote()
@@ -77,7 +77,7 @@ def _is_served(arguments: Arguments) -> bool:
 
 
 @dataclass(frozen=True)
-class _Emitter:
+class _NormEmitter:
     """Emits operators in float32 by ``builder``."""
 
     builder: relax.BlockBuilder
@@ -105,7 +105,7 @@ class _Emitter:
         return [self.builder.emit(relax.TupleGetItem(found, i)) for i in range(len(types))]
 
 
-def _norm(emitter: _Emitter, arguments: Arguments) -> list[relax.Expr | None]:
+def _norm(emitter: _NormEmitter, arguments: Arguments) -> list[relax.Expr | None]:
     x, do = arguments["input"], emitter.do
     rows = emitter.rows(x)
     count, channels = shape_of(rows) or ()
@@ -122,7 +122,7 @@ def _norm(emitter: _Emitter, arguments: Arguments) -> list[relax.Expr | None]:
     return [y, mean, inverse, *new]
 
 
-def _backward(emitter: _Emitter, arguments: Arguments) -> list[relax.Expr | None]:
+def _backward(emitter: _NormEmitter, arguments: Arguments) -> list[relax.Expr | None]:
     grad, x, do = arguments["grad_out"], arguments["input"], emitter.do
     mean, inverse = (emitter.cast(arguments[name]) for name in ("save_mean", "save_invstd"))
     rows = [emitter.rows(image) for image in (grad, x)]
@@ -138,7 +138,7 @@ def _backward(emitter: _Emitter, arguments: Arguments) -> list[relax.Expr | None
     return [of_x, of_weight, of_bias]
 
 
-def _times_weight(emitter: _Emitter, inverse: relax.Expr, arguments: Arguments) -> relax.Expr:
+def _times_weight(emitter: _NormEmitter, inverse: relax.Expr, arguments: Arguments) -> relax.Expr:
     weight = arguments["weight"]
     return inverse if weight is None else emitter.do(op.multiply, inverse, emitter.cast(weight))
 

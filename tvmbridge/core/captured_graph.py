@@ -169,7 +169,8 @@ def _operands(node: fx.Node) -> list[fx.Node]:
         return node.all_input_nodes
     if norm.target is _BATCH_NORM and norm.args[_TRAINING] is not True:
         return node.all_input_nodes
-    if norm.target._schema.returns[node.args[1]].name.startswith("running"):
+    result = norm.target._schema.returns[node.args[1]]  # type: ignore[index]
+    if result.name.startswith("running"):
         return node.all_input_nodes
     read = [a for i, a in enumerate(norm.args) if i not in _RUNNING]
     return [a for a in read if isinstance(a, fx.Node)]
