@@ -27,7 +27,7 @@ import pytest
 import torch
 import tvm
 from torch import nn
-from tvm import relax, tirx
+from tvm import relax
 from tvm.relax.script.parser import entry as relax_parser
 from tvm.script.parser.ir import entry as module_parser
 
@@ -35,7 +35,7 @@ import tvmbridge.passes.relax
 from tests import process_state
 from tests.dispatch_helpers import make_block, sample
 from tests.relax_helpers import compile_and_run, fingerprint
-from tvmbridge import add_tvm_dispatch, schedules
+from tvmbridge import add_tvm_dispatch
 from tvmbridge.compiler.compiled import CompiledModule
 from tvmbridge.compiler.request import CompileRequest
 from tvmbridge.kernels import choice
@@ -59,9 +59,8 @@ _WELL_FORMED_IN = (
     "tests/random_graphs",
     "tests/test_",
 )
-# The folders in whose tests kernels are neither merged nor scheduled, and LLVM does not optimize,
-# which would take a third of a compilation: they ask when code is compiled, and whether it serves a
-# call. Other tests ask what the code computes.
+# The folders in whose tests LLVM does not optimize, which would take a fifth of a compilation: they
+# ask when code is compiled, and whether it serves a call. Other tests ask what the code computes.
 _UNOPTIMIZED_IN = (
     "tests/calls",
     "tests/core",
@@ -173,22 +172,13 @@ def _unoptimized_code() -> Iterator[None]:
         return tvm.target.Target({**found, "opt-level": 0})
 
     def named(name: str, capability: str, cores: int) -> tvm.target.Target:
-        chosen = unoptimized if _is_unoptimized() else genuine
+        where = os.environ.get("PYTEST_CURRENT_TEST", "")
+        chosen = unoptimized if where.startswith(_UNOPTIMIZED_IN) else genuine
         return chosen(name, capability, cores)
-
-    schedule = schedules.schedule_function
-
-    def scheduled(func: tirx.PrimFunc, on: tvm.target.Target) -> tirx.PrimFunc | None:
-        return None if _is_unoptimized() else schedule(func, on)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(target, "_target_named", named)
-        patch.setattr(schedules, "schedule_function", scheduled)
         yield
-
-
-def _is_unoptimized() -> bool:
-    return os.environ.get("PYTEST_CURRENT_TEST", "").startswith(_UNOPTIMIZED_IN)
 
 
 @pytest.fixture
@@ -201,8 +191,6 @@ def _checked(apply: Apply) -> Apply:
     @functools.wraps(apply)
     def checked(self: RelaxPass, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
         name = type(self).__name__
-        if name == "MergeKernels" and _is_unoptimized():
-            return mod
         where = os.environ.get("PYTEST_CURRENT_TEST", "")
         checks = where.startswith(_WELL_FORMED_IN)
         if checks and not mod.same_as(_well_formed[-1]):

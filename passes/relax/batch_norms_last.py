@@ -64,7 +64,10 @@ class BatchNormsLast(RelaxPass):
             numbers = arguments.results or range(len(results))
             types = call.ty.fields
             return relax.Tuple(
-                [emitter.cast(results[n], t.dtype.dtype) for n, t in zip(numbers, types, strict=True)]
+                [
+                    emitter.cast(results[n], t.dtype.dtype)
+                    for n, t in zip(numbers, types, strict=True)
+                ]
             )
 
         return mod if sizes_vary() else map_calls(mod, rewrite, report)

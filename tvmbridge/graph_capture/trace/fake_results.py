@@ -42,6 +42,8 @@ _PLAIN = frozenset(
 _SEQUENCES = frozenset({list, tuple, torch.Size})
 
 
+# The devices whose autocast may change the dtype in which a composite operator computes.
+_AUTOCAST = ("cpu", "cuda")
 # The method of a fake mode that returns the key of a call.
 _KEY = "_cache_key"
 
@@ -70,7 +72,14 @@ def _shared_key(genuine: Callable[..., Any], mode: FakeTensorMode, *call: Any) -
     if len(call) != 4:  # another release's: the state of the cache, operator, args, kwargs
         return genuine(mode, *call)
     _, func, args, kwargs = call
-    found = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
+    found = [
+        func,
+        torch.get_default_dtype(),
+        torch.is_inference_mode_enabled(),
+        torch.is_grad_enabled(),
+        *map(torch.is_autocast_enabled, _AUTOCAST),
+        *map(torch.get_autocast_dtype, _AUTOCAST),
+    ]
     tensors = _describe(mode, (args, [*kwargs.values()]), found)
     return _SharedKey((*found, *kwargs)) if tensors else genuine(mode, *call)
 
