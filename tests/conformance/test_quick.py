@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from tests.conformance.__main__ import main
+from tests.conformance.check import Check
+from tests.conformance.coverage import operators
 from tests.conformance.quick import QUICK_OPERATORS
+from tests.conformance.samples import cases_of
 from tests.conformance.table import FAILURES, read_rows
 from tests.planted.plant import VARIABLE
+from tvmbridge.frontend.registry import CONVERTERS
 
 
 @pytest.mark.slow
@@ -18,6 +25,25 @@ def test_quick_set_agrees_with_eager(tmp_path: Path, capsys: pytest.CaptureFixtu
     """No operator is wrong, crashes or cannot be compiled, in any dtype, nor is a gradient."""
     out = str(tmp_path / "table.jsonl")
     assert main(["--quick", "--workers", "2", "--out", out]) == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("mistaken", [False, True])
+def test_a_wrong_converter_fails_where_the_right_one_agrees(
+    mistaken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A claim that is wrong for one operator fails in the comparison that each entry gets."""
+    right = CONVERTERS[torch.ops.aten.gelu.default]
+
+    def by_tanh(importer: Any, node: Any, x: Any, approximate: str = "none") -> Any:
+        return right.function(importer, node, x, "tanh" if mistaken else approximate)
+
+    wrong = replace(right, function=by_tanh)
+    monkeypatch.setitem(CONVERTERS, torch.ops.aten.gelu.default, wrong)
+    name = "nn.functional.gelu"
+    case = next(case for case in cases_of(name, torch.float32, 2) if case.ordinary)
+    (outcome,) = Check(operators()[name].op).group([case])
+    assert outcome.result == ("wrong" if mistaken else "native")
+    assert (outcome.result in FAILURES) is mistaken
 
 
 @pytest.mark.slow

@@ -136,6 +136,12 @@ Key: TypeAlias = tuple[str, str]
 NumberKey: TypeAlias = tuple[Any, ...]
 
 
+def attribute_key(dotted: str) -> Key:
+    """Return the key of an attribute with this dotted name in the module."""
+    path, _, attribute = dotted.rpartition(".")
+    return path, attribute
+
+
 @dataclass(frozen=True)
 class Left:
     """How forward stores a value in an attribute of a module at each call.

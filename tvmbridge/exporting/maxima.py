@@ -9,8 +9,9 @@ from math import prod
 from tvm import relax, te, tirx
 from tvm.ir import Call, Expr
 
-from tvmbridge.exporting.windows import adaptive_windows, each
+from tvmbridge.exporting.windows import adaptive_windows
 from tvmbridge.legalize.aten.arguments import Arguments
+from tvmbridge.legalize.aten.windows import each
 from tvmbridge.legalize.broadcast import REDUCTION
 from tvmbridge.legalize.functions import is_nan
 from tvmbridge.legalize.lets import constant

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any
 
 from tvm import relax, te, tirx
 from tvm.ir import Call, Expr
 
 from tvmbridge.legalize.aten.arguments import Arguments
+from tvmbridge.legalize.aten.windows import each
 from tvmbridge.legalize.broadcast import INJECTIVE, REDUCTION
 from tvmbridge.legalize.lets import constant
 from tvmbridge.passes.base import dtype_of, shape_of
@@ -58,12 +58,6 @@ def adaptive_windows(pairs: Sequence[tuple[int, int]]) -> tuple[list[_Window], l
     windows = [_adaptive(extent, places) for extent, places in pairs]
     size = [max(-(-(i + 1) * n // o) - i * n // o for i in range(o)) if o else 1 for n, o in pairs]
     return windows, size
-
-
-def each(value: Any, count: int) -> list[int]:
-    """Return a number for each of ``count`` dimensions."""
-    listed = [value] if isinstance(value, int) else list(value)
-    return listed * count if len(listed) == 1 else listed
 
 
 def _number(value: int) -> Expr:

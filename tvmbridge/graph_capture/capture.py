@@ -78,7 +78,6 @@ from tvmbridge.graph_capture.trace.functions import functions_replaced
 from tvmbridge.graph_capture.trace.held_numbers import held_by
 from tvmbridge.graph_capture.trace.kernel_strides import strides_of_kernels
 from tvmbridge.graph_capture.trace.linear_export import export_in_linear_time
-from tvmbridge.graph_capture.trace.pools import sizes_of_pools
 from tvmbridge.graph_capture.trace.reshapes import reshape_instead_of_view
 from tvmbridge.graph_capture.traced_forward import TracedForward
 from tvmbridge.passes.fx.run import rewrite_program
@@ -351,7 +350,7 @@ def _taken_apart(program: ExportedProgram, table: dict[Any, Callable[..., Any]])
     # Without fallback_random, PyTorch removes random draws that nothing reads.
     without_drops = inductor_config().patch(fallback_random=True)
     prepared = composites_prepared_for(program)
-    with without_drops, prepared, strides_of_kernels(), sizes_of_pools():
+    with without_drops, prepared, strides_of_kernels():
         program = decomposed(program, table)
     drop_empty_operands(program.graph)
     tidy_draws(program)

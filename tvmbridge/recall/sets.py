@@ -65,5 +65,5 @@ def names_used(code: types.CodeType) -> frozenset[str]:
 
 
 def order_of_sets() -> str:
-    """Return a text that is equal in two processes if their sets of texts have the same order."""
+    """Return a text that processes share if sets of texts have the same order in them."""
     return f"order {hash(__name__)}"

@@ -21,7 +21,7 @@ from torch import nn
 from tvmbridge.calls.patches import code_of
 from tvmbridge.core.contents import MISSING
 from tvmbridge.core.torch_private import pytree
-from tvmbridge.graph_capture.observe.executed import Executed, is_library
+from tvmbridge.graph_capture.observe.executed import Executed, codes_within, is_library
 from tvmbridge.graph_capture.observe.names import Names
 from tvmbridge.recall.describe import Describer, UndescribableError
 from tvmbridge.recall.digests import is_filled, varies
@@ -150,16 +150,9 @@ def _executed(
     cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=False))
     free = {n: c.cell_contents for n, c in cells.items() if is_filled(c)}
     yield Executed(code, function.__globals__, free, cells)
-    for inner in _within(code):
+    for inner in codes_within(code):
         if describer.code(inner) in wanted:
             yield Executed(inner, function.__globals__, {})
-
-
-def _within(code: types.CodeType) -> Iterator[types.CodeType]:
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield constant
-            yield from _within(constant)
 
 
 def _named(executed: Executed, describer: Describer) -> dict[str, str]:

@@ -51,7 +51,7 @@ def _gather(
 
 @converts(aten.diagonal.default, aten.unfold.default, aten.as_strided.default)
 def _moved(ctx: Writer, node: fx.Node, x: fx.Node, *args: Any, **named: Any) -> str:
-    """Look the elements of a view up by their places, which PyTorch computes."""
+    """Write a view as a lookup of its elements; PyTorch computes their positions in ``x``."""
     shape, view = shape_of(x), cast("Callable[..., torch.Tensor]", node.target)
     count, fake = math.prod(shape), x.meta["val"]
     places = torch.empty_strided(shape, fake.stride(), dtype=torch.int64)
@@ -122,7 +122,7 @@ def _index_put(
 
 
 def _flat_index(ctx: Writer, indices: Sequence[fx.Node], sizes: Sequence[int]) -> str:
-    """Return int64 indices into several dimensions as one index, negative ones counted anew."""
+    """Combine int64 indices into several dimensions to one; a negative one counts from the end."""
     known = [ctx.known.get(i) for i in indices]
     if all(isinstance(k, torch.Tensor) for k in known):
         total = torch.zeros((), dtype=torch.int64)

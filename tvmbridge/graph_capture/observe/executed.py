@@ -119,6 +119,14 @@ def executed_functions(
         yield
 
 
+def codes_within(code: CodeType) -> Iterator[CodeType]:
+    """Yield the code objects of the functions that are defined within a function."""
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield constant
+            yield from codes_within(constant)
+
+
 class _Unprofiled(TorchDispatchMode):
     """Suspend a profiler while PyTorch runs an operator of its own, which takes most of the time.
 

@@ -33,7 +33,12 @@ from tvmbridge.core.methods import MethodOf
 from tvmbridge.core.states import StateOf
 from tvmbridge.core.torch_private import FakeTensor, is_compiling
 from tvmbridge.graph_capture.observe.closures import Closures
-from tvmbridge.graph_capture.observe.executed import Executed, executed_functions, is_library
+from tvmbridge.graph_capture.observe.executed import (
+    Executed,
+    codes_within,
+    executed_functions,
+    is_library,
+)
 from tvmbridge.graph_capture.observe.hooks import traced_hooks
 from tvmbridge.graph_capture.observe.iterators import Iterators
 from tvmbridge.graph_capture.observe.leaks import holds_fakes, remove_fakes
@@ -214,7 +219,7 @@ class OutsideReads:
             met = (source.value for source in self._sources.values())
             known = (*executed.globals.values(), *self._attributes, *met)
             waiting += free_variables(executed, self._closures, known)
-        self._inner.update(map(id, _codes_within(executed.code)))
+        self._inner.update(map(id, codes_within(executed.code)))
         # A function may look up attributes of an object that another function has found.
         self._objects.looked_up |= names.looked_up
         new = names.looked_up - self._names
@@ -383,13 +388,6 @@ class OutsideReads:
                 remove_fakes(now, self._values[key].expected)
             elif now is not source.value and holds_fakes(now):
                 source.restore()
-
-
-def _codes_within(code: types.CodeType) -> Iterator[types.CodeType]:
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield constant
-            yield from _codes_within(constant)
 
 
 def _has_changed(found: OutsideValue) -> bool:

@@ -155,7 +155,7 @@ def write_changes(
     assign: Callable[[Any, Any], object],
     remove: Callable[[Any], object],
 ) -> None:
-    """Assign and remove the entries in which ``now`` differs from ``contents``."""
+    """Turn ``now`` into ``contents``: assign entries that differ, and remove further ones."""
     for key in now.keys() - contents.keys():
         remove(key)
     for key, entry in contents.items():

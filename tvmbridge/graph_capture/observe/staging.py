@@ -30,7 +30,7 @@ from tvmbridge.core.errors import (
 )
 from tvmbridge.core.number_places import numbers_changed
 from tvmbridge.core.torch_private import pytree
-from tvmbridge.core.types import NumberKey
+from tvmbridge.core.types import NumberKey, attribute_key
 from tvmbridge.graph_capture.dependence import DependenceError
 from tvmbridge.graph_capture.observe.adoption import Adoption
 from tvmbridge.graph_capture.observe.attributes import values_in_place
@@ -183,7 +183,7 @@ def _staged(
             # A value that the first run wrote must be there at a call, even if later runs do not
             # read it.
             left = {key for key in seen.left if len(key) == 2}
-            written = {*map(_split, seen.writes), *left} - again.left.keys()
+            written = {*map(attribute_key, seen.writes), *left} - again.left.keys()
             in_place = values_in_place(actor, written, again.objects, module)
             seen = _settled(seen, replace(again, values={**again.values, **in_place}))
     except DependenceError as error:
@@ -273,7 +273,7 @@ def _places_written(
         module: the user's module, which has the values before.
         run: runs forward of ``actor`` once more; None: that is not possible.
     """
-    for path, name in map(_split, names):
+    for path, name in map(attribute_key, names):
         now, before = (vars(m.get_submodule(path)).get(name) for m in (actor, module))
         changed = numbers_changed(now, before) if actor is not module else ()
         if changed == [] and run is not None:
@@ -319,7 +319,7 @@ def _watched_again(
 def _attributes_among(module: nn.Module, names: Iterable[str]) -> list[tuple[str, str]]:
     """Return the ``names`` that are no parameters, buffers or submodules, split at the last dot."""
     found = []
-    for path, name in map(_split, names):
+    for path, name in map(attribute_key, names):
         owner = module.get_submodule(path)
         if not any(name in held for held in (owner._parameters, owner._buffers, owner._modules)):
             found.append((path, name))
@@ -392,8 +392,3 @@ def _actor(module: nn.Module, originals: dict[int, nn.Module] | None = None) -> 
         if name.endswith("_hooks") and isinstance(value, dict):
             value.clear()
     return actor
-
-
-def _split(name: str) -> tuple[str, str]:
-    path, _, attribute = name.rpartition(".")
-    return path, attribute

@@ -48,7 +48,6 @@ def functions_replaced(module: nn.Module, *, on_fakes: bool) -> Iterator[None]:
             stack.enter_context(plain_checkpoints(module))
             stack.enter_context(checks_of_numbers())
         stack.enter_context(strides_of_kernels())
-        stack.enter_context(pools.sizes_of_pools())
         stack.enter_context(table_patched_here(module))
         stack.enter_context(causal_masks_undetected(module))
         # The mode that is entered last sees a function first.

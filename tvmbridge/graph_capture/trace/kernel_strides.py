@@ -33,9 +33,11 @@ from tvmbridge.core.torch_private import (
     OpOverload,
     disable_current_modes,
     make_contiguous_strides_for,
+    meta_registrations,
     pytree,
     storage_key,
 )
+from tvmbridge.graph_capture.trace.fake_results import results_shared
 
 logger = logging.getLogger(__name__)
 aten = torch.ops.aten
@@ -74,9 +76,23 @@ _unanswered: ContextVar[dict[str, None] | None] = ContextVar("_unanswered", defa
 
 @contextmanager
 def strides_of_kernels() -> Iterator[None]:
-    """Give the results of fake kernels the strides of real kernels within the context."""
-    with set_within(_unanswered, {}), patched_here(FakeTensorMode, "dispatch", _dispatched):
+    """Give the results of fake kernels the strides of real kernels within the context.
+
+    Results with these strides are shared by the traces in such a context. Sizes of a pool's results
+    are computed without a branch: PyTorch 2.11 branches by a remainder, so that code would serve
+    sizes of one remainder alone.
+    """
+    with (
+        set_within(_unanswered, {}),
+        patched_here(FakeTensorMode, "dispatch", _dispatched),
+        results_shared(),
+        patched_here(meta_registrations(), "div_rtn", _floor_divided),
+    ):
         yield
+
+
+def _floor_divided(_genuine: Callable[..., Any], dividend: Any, divisor: Any) -> Any:
+    return dividend // divisor
 
 
 def unanswered() -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -115,7 +115,7 @@ class Traces:
 class _Received(TorchDispatchMode):
     """Notes the calls that reach PyTorch's kernels: operator, arguments and result.
 
-    An operator in ``table`` is decomposed by it first.
+    A composite operator is decomposed by its kernel first, and one in ``table`` by the table.
     """
 
     def __init__(self, table: Table) -> None:
@@ -127,9 +127,9 @@ class _Received(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in self.table:
+        for decompose in self._decompositions(func):
             with self:
-                result = self.table[func](*args, **kwargs)
+                result = decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
         result = func(*args, **kwargs)
@@ -137,42 +137,72 @@ class _Received(TorchDispatchMode):
             self.calls.append((func, args, kwargs, result))
         return result
 
+    def _decompositions(self, func: Any) -> Iterator[Callable[..., Any]]:
+        if not isinstance(func, OpOverload) or func is _DEVICE:
+            return
+        if func.has_kernel_for_dispatch_key(_COMPOSITE) and not is_preserved(func):
+            yield func.decompose
+        if func in self.table:
+            yield self.table[func]
+
 
 def _recorded(
     func: OpOverload, call: Callable[..., Any], tensors: Sequence[torch.Tensor], table: Table
 ) -> fx.Graph | None:
-    """Return the graph of an operator that stays itself or becomes views, without a trace of it.
+    """Return the graph of an operator that becomes views and new tensors, without a trace of it.
 
     PyTorch's own trace takes some milliseconds for each operator. Return None for other operators.
     """
-    if not all(map(_is_tensor, tensors)) or not (func in _VIEWS or _stays(func, table)):
+    if func._schema.is_mutable or not all(map(_is_static, tensors)):
         return None
-    with enable_python_dispatcher(), _Received(table if func in _VIEWS else {}) as received:
+    with enable_python_dispatcher(), _Received(table) as received:
         result = call(*tensors)
-    called = [target for target, *_ in received.calls]
-    if not called or not _is_tensor(result) or received.calls[-1][-1] is not result:
-        return None
-    if called != [func] and not (func in _VIEWS and _VIEWS.issuperset(called)):
-        return None
     graph, made = fx.Graph(), {}
     for number, tensor in enumerate(tensors):
         made[id(tensor)] = node = graph.placeholder(f"arg{number}_1")
         node.meta["val"] = tensor
     for target, args, kwargs, value in received.calls:
         leaves, structure = pytree.tree_flatten((args, kwargs))
-        if any(_is_tensor(leaf) and id(leaf) not in made for leaf in leaves):
+        values = [value] if _is_tensor(value) else value
+        if not isinstance(values, list | tuple) or not all(map(_is_static, values)):
+            return None
+        if not (target in _VIEWS or _stays(target, table)) or _ends_in_default(target, args):
+            return None
+        if any(id(leaf) not in made if _is_tensor(leaf) else is_operand(leaf) for leaf in leaves):
             return None
         here = [made[id(leaf)] if _is_tensor(leaf) else leaf for leaf in leaves]
         args, kwargs = pytree.tree_unflatten(here, structure)
-        made[id(value)] = node = graph.call_function(target, args, kwargs)
+        node = graph.call_function(target, args, kwargs)
         node.meta["val"] = value
-    graph.output(made[id(result)])
+        if _is_tensor(value):
+            made[id(value)] = node
+            continue
+        for number, each in enumerate(values):
+            made[id(each)] = part = graph.call_function(operator.getitem, (node, number))
+            part.meta["val"] = each
+    results = pytree.tree_leaves(result)
+    inputs = set(map(id, tensors))
+    if any(id(each) not in made or id(each) in inputs for each in results):
+        return None
+    graph.output(pytree.tree_map(lambda each: made[id(each)], result))
     return graph
 
 
-def _stays(func: OpOverload, table: Table) -> bool:
+def _ends_in_default(func: OpOverload, args: Sequence[Any]) -> bool:
+    """Whether the last argument is the default, which PyTorch's trace leaves out."""
+    last = func._schema.arguments[len(args) - 1] if args else None
+    if last is None or _is_tensor(args[-1]) or not last.has_default_value():
+        return False
+    return bool(args[-1] == last.default_value)
+
+
+def _stays(func: Any, table: Table) -> bool:
     """Whether an operator decomposes into itself, and returns new tensors."""
+    if not isinstance(func, OpOverload):
+        return False
     schema = func._schema
+    if "batch_norm" in schema.name:  # it writes statistics, which its schema need not declare
+        return False
     if func in table or any(a.alias_info for a in (*schema.arguments, *schema.returns)):
         return False
     replaced = [key for key in _REPLACED_BY if func.has_kernel_for_dispatch_key(key)]
@@ -181,6 +211,11 @@ def _stays(func: OpOverload, table: Table) -> bool:
 
 def _is_tensor(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor)
+
+
+def _is_static(leaf: Any) -> bool:
+    """Whether ``leaf`` is a tensor without symbols in its sizes."""
+    return isinstance(leaf, torch.Tensor) and all(type(n) is int for n in leaf.shape)
 
 
 def is_operand(leaf: Any) -> bool:

@@ -8,31 +8,16 @@ results may follow their input.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-from tvmbridge.calls.patches import patched_here
 from tvmbridge.core.decisions import sizes_vary
-from tvmbridge.core.torch_private import make_contiguous_strides_for, meta_registrations
+from tvmbridge.core.torch_private import make_contiguous_strides_for
 from tvmbridge.graph_capture.trace.function_table import Call, replaces
 
 POOLS = (torch.max_pool1d, functional.max_pool1d)
-
-
-def sizes_of_pools() -> AbstractContextManager[Any]:
-    """Return a context in which sizes of a pool's results are computed without a branch.
-
-    PyTorch 2.11 branches by a remainder, so that code would serve sizes of one remainder alone.
-    """
-    return patched_here(meta_registrations(), "div_rtn", _floor_divided)
-
-
-def _floor_divided(_genuine: Callable[..., Any], dividend: Any, divisor: Any) -> Any:
-    return dividend // divisor
 
 
 @replaces(*POOLS)

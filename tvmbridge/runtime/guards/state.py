@@ -23,7 +23,7 @@ from tvmbridge.core.libraries import acts
 from tvmbridge.core.number_places import set_number_in
 from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.core.sharding import class_before
-from tvmbridge.core.types import InputKind, Key, NumberKey
+from tvmbridge.core.types import InputKind, NumberKey, attribute_key
 from tvmbridge.core.writes import version_of
 from tvmbridge.graph_capture.observe.hooks import GLOBAL_HOOKS, HOOKS, traced_hooks
 from tvmbridge.graph_capture.trace.left import adds_to, leave, numbers_left
@@ -103,7 +103,7 @@ class ModuleState:
         ]
         left = captured.convention.left.items()
         self._left = [(module.get_submodule(key[0]), key[1:], way) for key, way in left]
-        reached = {*assumed.values, *map(_split, self.names)}
+        reached = {*assumed.values, *map(attribute_key, self.names)}
         self.carries_over = any(way.is_added or key in reached for key, way in left)
         placed = {key for key, way in left if way.into == "place" and way.number is None}
         self.replaces = not placed.isdisjoint(reached)
@@ -446,8 +446,3 @@ def _is_unwritten(tensor: torch.Tensor, signs: tuple[int, int]) -> bool:
     """Whether ``tensor`` has the values that it had with these signs of :func:`_written`."""
     version, address = signs
     return version_of(tensor) == version and is_at(tensor, address)
-
-
-def _split(name: str) -> Key:
-    path, _, attribute = name.rpartition(".")
-    return path, attribute
