@@ -38,6 +38,7 @@ from tvmbridge.runtime.guards.spelling import Default, Source
 from tvmbridge.runtime.guards.state import ModuleState
 from tvmbridge.runtime.guards.watch import (
     Code,
+    MovingTensors,
     Place,
     alike,
     behind,
@@ -78,6 +79,7 @@ class FastGuard:
     Args:
         state: the state of the module; the full guards must just have accepted a call.
         leaves: the leaves of that call's arguments.
+        tensors: the module's tensors, which must stay at their addresses unless they are moving.
         written: the tensors that the call writes.
         frozen: tensors that must not have been written, each with its expected version.
     """
@@ -87,7 +89,7 @@ class FastGuard:
         state: ModuleState,
         signature: Signature,
         leaves: Sequence[Any],
-        tensors: Sequence[torch.Tensor],
+        tensors: Sequence[torch.Tensor] | MovingTensors,
         written: Sequence[torch.Tensor],
         records_writes: bool,
         frozen: Sequence[tuple[torch.Tensor, int]] = (),
@@ -114,7 +116,10 @@ class FastGuard:
         self._lines += modes
         self._emit_inference()
         self._emit_surroundings(signature, records_writes)
-        self._emit_module(state, [*tensors, *constants], signature)
+        fixed = [] if isinstance(tensors, MovingTensors) else tensors
+        self._emit_module(state, [*fixed, *constants], signature)
+        if isinstance(tensors, MovingTensors):
+            self._refuse_if(f"not {self._name('moving', tensors.fit)}()")
         self._emit_versions("frozen", [t for t, _ in frozen], tuple(v for _, v in frozen))
         self._emit_memory(signature, written)
         if state.branches.outcomes:
