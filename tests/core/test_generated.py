@@ -205,6 +205,27 @@ def test_names_of_attributes() -> None:
     _call_alike(Reads().eval(), [{}])
 
 
+def test_names_of_modules_with_statistics() -> None:
+    names = [name for name in (*PLAIN, "class") if "." not in name]
+
+    class Norms(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for name in names:
+                self.add_module(name, nn.BatchNorm1d(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for norm in self.children():
+                x = norm(x)
+            return x
+
+    module = Norms().train()
+    eager, x = copy.deepcopy(module), torch.randn(3, 4)
+    tvmbridge.add_tvm_dispatch(module, x, on_fallback="raise")
+    torch.testing.assert_close(module(x), eager(x))
+    torch.testing.assert_close(module.state_dict(), eager.state_dict())
+
+
 def test_names_of_sizes() -> None:
     symbol = sympy.Symbol(
         "__import__('tests.core.test_generated').EXECUTED.append(1)", integer=True

@@ -2,12 +2,13 @@
 
 torch.export builds a new dictionary for every look-up of a parameter, and compares the name of
 every submodule with the path of each parameter. It also makes tensors for the states of generators,
-which no trace here reads, and source that nothing runs.
+which no trace here reads, and source that nothing runs. Names in its source are literals here.
 """
 
 from __future__ import annotations
 
 import importlib
+import keyword
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from torch import fx, nn
 from torch.fx.graph import CodeGen
 
 from tvmbridge.calls.patches import patched_here
+from tvmbridge.core.generated import plain_text
 from tvmbridge.core.torch_private import export_trace
 
 
@@ -64,6 +66,7 @@ def export_in_linear_time() -> Iterator[None]:
         aot = importlib.import_module("torch._functorch.aot_autograd")
         if not aot.config.functionalize_rng_ops:
             stack.enter_context(patched_here(aot, "PhiloxStateTracker", lambda _: nullcontext()))
+        stack.enter_context(patched_here(fx.graph, "_format_target", _attribute))
         yield
 
 
@@ -79,6 +82,18 @@ def _with_metadata(
         inputs_to_buffers=signature.inputs_to_buffers,
     )
     genuine(metadata, module, names)
+
+
+def _attribute(_: Callable[..., str], base: str, path: str) -> str:
+    """Return the source of the attribute at ``path`` below ``base``.
+
+    PyTorch's own puts a name that is not an identifier between quotes as it is, and a keyword of
+    Python without quotes: a module may be called ``class`` or ``a"b``.
+    """
+    for name in path.split("."):
+        plain = name.isidentifier() and not keyword.iskeyword(name)
+        base = f"{base}.{name}" if plain else f"getattr({base}, {plain_text(name)!r})"
+    return base
 
 
 def _assigned(

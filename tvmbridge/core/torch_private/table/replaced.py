@@ -84,6 +84,9 @@ REPLACED = (
         takes(None, None, "", attr_kind=None, persistent=True),
     ),
     PrivateName(
+        "torch.fx.graph._format_target", "writing names of modules as literals", takes("", "")
+    ),
+    PrivateName(
         "torch.export._trace._populate_param_buffer_metadata_to_new_gm",
         "exporting in linear time",
         takes(None, None, None),
