@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tvmbridge.calls.plain import split_over_ranks, unusual_in
+from tvmbridge.calls.standins import StandsForForward
 from tvmbridge.core.errors import DataDependentError, StateWrittenError
 from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.core.turns import compiling
@@ -22,7 +23,6 @@ from tvmbridge.runtime.changing_numbers import ChangingNumbers
 from tvmbridge.runtime.entry import CompiledEntry
 from tvmbridge.runtime.entry_compiler import Compiler
 from tvmbridge.runtime.family import OtherSizesError
-from tvmbridge.runtime.guards.forwards import StandsForForward
 from tvmbridge.runtime.guards.kinds import OTHER_SHAPE
 from tvmbridge.runtime.guards.mode import Flags, Mode, flags_of
 from tvmbridge.runtime.guards.signature import Matched, Signature
