@@ -138,7 +138,7 @@ def with_own_forward(module: nn.Module, own: Callable[..., Any] | None) -> Itera
     Calls in other threads wait for its end: the trace replaces the module's tensors.
     """
     held = module.__dict__
-    kept = {name: held[name] for name in ("forward", "_compiled_call_impl") if name in held}
+    kept: dict[str, Any] = {n: held[n] for n in ("forward", "_compiled_call_impl") if n in held}
     thread, ended = threading.get_ident(), threading.Event()
 
     def call(*args: Any, **kwargs: Any) -> Any:
