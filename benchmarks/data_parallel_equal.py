@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -29,8 +29,18 @@ def equal(options: argparse.Namespace) -> Iterator[Row]:
 
     Under tensor parallel the MLPs are sharded, and all else is dispatched.
     """
+    before = torch.get_float32_matmul_precision()
+    # TF32 rounds the operands of products to 11 bits, in eager PyTorch too.
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield from _compared(options.strategies)
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _compared(strategies: Sequence[str]) -> Iterator[Row]:
     ranks = dist.get_world_size()
-    for strategy in options.strategies:
+    for strategy in strategies:
         for dtype, bound in BOUNDS.items():
             eager, _ = _trained(strategy, dtype, tvm=False)
             ours, served = _trained(strategy, dtype, tvm=True)

@@ -141,7 +141,7 @@ SERVING = (
         "a mutation not written back",
         "runtime",
         "tvmbridge.runtime.outputs",
-        "without_gradients(foreach_copy, written, values)",
+        "without_gradients(_write, written, values)",
         "pass",
         ("tests/runtime/test_modules.py", "-k", "writes or written or counter"),
     ),

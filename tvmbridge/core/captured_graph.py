@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import CodeType
@@ -29,6 +30,11 @@ from tvmbridge.core.types import (
     OutputDescriptor,
     OutputKind,
 )
+
+_BATCH_NORM = torch.ops.aten._native_batch_norm_legit_functional.default
+_BATCH_NORMS = (_BATCH_NORM, torch.ops.aten._batch_norm_with_update_functional.default)
+# The positions of a batch norm's running statistics among its arguments, and of its training flag.
+_RUNNING, _TRAINING = (3, 4), 5
 
 
 @dataclass(frozen=True)
@@ -149,5 +155,21 @@ class CapturedGraph:
         ends: Any = self.program.graph.output_node().args[0]
         pairs = zip(ends, self.outputs, strict=True)
         users = [n for n, o in pairs if isinstance(n, fx.Node) and o.kind is OutputKind.USER]
-        read = reached(users, lambda node: node.all_input_nodes)
+        read = reached(users, _operands)
         return frozenset(node.name for node in read if node.op == "placeholder")
+
+
+def _operands(node: fx.Node) -> list[fx.Node]:
+    """Return the nodes that the value of ``node`` depends on.
+
+    A batch norm in training computes only the new running statistics from the old ones.
+    """
+    norm = node.args[0] if node.target is operator.getitem else None
+    if not isinstance(norm, fx.Node) or norm.target not in _BATCH_NORMS:
+        return node.all_input_nodes
+    if norm.target is _BATCH_NORM and norm.args[_TRAINING] is not True:
+        return node.all_input_nodes
+    if norm.target._schema.returns[node.args[1]].name.startswith("running"):
+        return node.all_input_nodes
+    read = [a for i, a in enumerate(norm.args) if i not in _RUNNING]
+    return [a for a in read if isinstance(a, fx.Node)]

@@ -124,7 +124,7 @@ class Outputs:
                 written.append(self._target(output, leaves, tensors))
                 values.append(value)
         if written:
-            without_gradients(foreach_copy, written, values)
+            without_gradients(_write, written, values)
         self._state.assign()
         self._state.norms.renew()
         # After the writes, because views show what was written.
@@ -163,3 +163,17 @@ class Outputs:
 
     def _without_bases(self, flat: Sequence[Any]) -> list[Any]:
         return list(flat[: len(flat) - len(self._captured.convention.bases)])
+
+
+def _write(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """Copy ``values`` into ``targets``, by one call for all tensors of a dtype.
+
+    PyTorch would copy tensors of several dtypes one by one.
+    """
+    groups: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for target, value in zip(targets, values, strict=True):
+        to, source = groups.setdefault(target.dtype, ([], []))
+        to.append(target)
+        source.append(value)
+    for to, source in groups.values():
+        foreach_copy(to, source)

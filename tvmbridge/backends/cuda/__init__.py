@@ -25,6 +25,7 @@ from tvmbridge.core.torch_private import current_raw_stream
 from tvmbridge.legalize.aten import FOR_GPUS
 from tvmbridge.legalize.fences import fence_arithmetic
 from tvmbridge.passes.relax.allocate_by_torch import AllocateByTorch
+from tvmbridge.passes.relax.batch_norms_last import BatchNormsLast
 from tvmbridge.passes.relax.cast_first import CastFirst
 from tvmbridge.passes.relax.channels_last import ChannelsLast
 from tvmbridge.passes.relax.collapse_views import CollapseViews
@@ -54,7 +55,7 @@ def _target(device: torch.device) -> tvm.target.Target:
 
 
 def _kernel_passes(measure: bool) -> list[AnyPass]:
-    ours = FewRowProducts(), PadProducts(), TableGradients()
+    ours = FewRowProducts(), PadProducts(), TableGradients(), BatchNormsLast()
     shared = kernel_passes(
         DispatchKernels(),
         CompileAtenCalls(FOR_GPUS),

@@ -120,6 +120,13 @@ _JOINT_TAKEN_APART = (
     aten.unsafe_split_with_sizes.default,
     aten.zero.default,
 )
+# In half precision the parts have the values of PyTorch's kernels, of NaN and infinities too.
+_JOINT_OF_HALVES = (
+    aten.hardsigmoid_backward.default,
+    aten.hardswish_backward.default,
+    aten.hardtanh_backward.default,
+    aten.leaky_relu_backward.default,
+)
 
 
 def decomposition_table(*, differentiated: bool) -> dict[Any, Callable[..., Any]]:
@@ -203,8 +210,9 @@ def _unless_half(parts: Callable[..., Any]) -> Callable[..., Any]:
 def _of_halves(parts: Callable[..., Any]) -> Callable[..., Any]:
     """Restrict the decomposition ``parts`` to half-precision operands."""
 
-    def decompose(x: torch.Tensor) -> Any:
-        return parts(x) if x.dtype in (torch.float16, torch.bfloat16) else NotImplemented
+    def decompose(x: torch.Tensor, *others: Any) -> Any:
+        halves = x.dtype in (torch.float16, torch.bfloat16)
+        return parts(x, *others) if halves else NotImplemented
 
     return decompose
 
@@ -256,6 +264,7 @@ def _joint_table() -> dict[Any, Callable[..., Any]]:
     losses = (aten.mse_loss.default, aten.mse_loss_backward.default)
     return table | {
         **{op: _unless_half(whole[op]) for op in losses},
+        **{op: _of_halves(whole[op]) for op in _JOINT_OF_HALVES},
         aten.copy.default: _copy,
         EXTREMUM: extremum_taken_apart,
         aten.sort.default: sort_as_eager,

@@ -24,7 +24,8 @@ class Arguments:
     """The arguments of an ATen call.
 
     - ``op``: the name of the operator.
-    - ``values``: the arguments by name; tensors are Relax expressions.
+    - ``values``: the arguments by name; tensors are Relax expressions. Images with channels last
+      are not permuted.
     - ``results``: the indices of the operator's results that the call returns; None if the
       operator has only one result.
     """
@@ -67,7 +68,7 @@ def _filled(value: Any, tensors: Sequence[Expr]) -> Any:
         return [_filled(v, tensors) for v in value]
     if isinstance(value, dict):
         ((tag, content),) = value.items()
-        if tag == "tensor":
+        if tag in ("tensor", "channels_last"):
             return tensors[content]
         if tag == "complex":
             return ComplexTensor(tensors[content])
