@@ -41,7 +41,7 @@ _DTYPES = ("float16", "bfloat16", "float32")
 _FLOAT = "float32"
 
 # Returns the results of a norm by their numbers.
-Rule: TypeAlias = Callable[["_Emitter", Arguments], list[relax.Expr | None]]
+Rule: TypeAlias = Callable[["_Emitter", Arguments], list[relax.Expr]]
 
 
 @dataclass(frozen=True)
@@ -51,21 +51,17 @@ class BatchNormsLast(RelaxPass):
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
         def rewrite(call: relax.Call, builder: relax.BlockBuilder) -> relax.Expr:
             rule = _RULES.get(aten_call_operator(call) or "")
-            content = None if rule is None else spec_of(call)
-            if rule is None or not content or not content.get("channels_last"):
+            if rule is None or not spec_of(call).get("channels_last"):
                 return call
             call = builder.normalize(call)
-            arguments = Arguments.of(content, tensors_of(call))
-            emitter = _Emitter(builder)
+            arguments, emitter = Arguments.of(spec_of(call), tensors_of(call)), _Emitter(builder)
             if not _is_served(arguments):
                 return call
             report.rewrote()
             results = rule(emitter, arguments)
             numbers = arguments.results or range(len(results))
-            types = call.ty.fields
-            return relax.Tuple(
-                [emitter.cast(results[n], t.dtype.dtype) for n, t in zip(numbers, types, strict=True)]
-            )
+            typed = zip(numbers, call.ty.fields, strict=True)
+            return relax.Tuple([emitter.cast(results[n], t.dtype.dtype) for n, t in typed])
 
         return mod if sizes_vary() else map_calls(mod, rewrite, report)
 
@@ -105,7 +101,7 @@ class _Emitter:
         return [self.builder.emit(relax.TupleGetItem(found, i)) for i in range(len(types))]
 
 
-def _norm(emitter: _Emitter, arguments: Arguments) -> list[relax.Expr | None]:
+def _norm(emitter: _Emitter, arguments: Arguments) -> list[relax.Expr]:
     x, do = arguments["input"], emitter.do
     rows = emitter.rows(x)
     count, channels = shape_of(rows) or ()
@@ -122,7 +118,7 @@ def _norm(emitter: _Emitter, arguments: Arguments) -> list[relax.Expr | None]:
     return [y, mean, inverse, *new]
 
 
-def _backward(emitter: _Emitter, arguments: Arguments) -> list[relax.Expr | None]:
+def _backward(emitter: _Emitter, arguments: Arguments) -> list[relax.Expr]:
     grad, x, do = arguments["grad_out"], arguments["input"], emitter.do
     mean, inverse = (emitter.cast(arguments[name]) for name in ("save_mean", "save_invstd"))
     rows = [emitter.rows(image) for image in (grad, x)]

@@ -6,7 +6,7 @@ import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import CodeType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -164,12 +164,12 @@ def _operands(node: fx.Node) -> list[fx.Node]:
 
     A batch norm in training computes only the new running statistics from the old ones.
     """
-    norm = node.args[0] if node.target is operator.getitem else None
+    norm, number = node.args if node.target is operator.getitem else (None, 0)
     if not isinstance(norm, fx.Node) or norm.target not in _BATCH_NORMS:
         return node.all_input_nodes
     if norm.target is _BATCH_NORM and norm.args[_TRAINING] is not True:
         return node.all_input_nodes
-    if norm.target._schema.returns[node.args[1]].name.startswith("running"):
+    if norm.target._schema.returns[cast(int, number)].name.startswith("running"):
         return node.all_input_nodes
     read = [a for i, a in enumerate(norm.args) if i not in _RUNNING]
     return [a for a in read if isinstance(a, fx.Node)]

@@ -2,10 +2,10 @@
 // are unchanged. core/compiled_half.py compiles it; if that is not possible, the same checks run in Python.
 //
 // Dictionaries are compared by a version: up to Python 3.11 the one that CPython counts (PEP 509), from 3.12
-// on one that this file counts, which CPython notifies of each change. Python 3.13 does not notify of an
-// attribute that is set on an object whose dictionary shares the object's own memory: of these dictionaries
-// the keys and values are compared too. The object is only right for the
-// PyTorch that it was built for: core/compiled_half.py compares TORCH_VERSION first.
+// on one that this file counts, which CPython notifies of each change. With a new version, the keys and
+// values are compared. Python 3.13 does not notify of an attribute that is set on an object whose dictionary
+// shares the object's own memory: of these dictionaries keys and values are always compared. The object is
+// only right for the PyTorch that it was built for: core/compiled_half.py compares TORCH_VERSION first.
 
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/version.h>
@@ -156,8 +156,9 @@ PyObject *no_dict = nullptr; // for objects without a dictionary
 
 struct Watched {
     std::vector<const uint64_t *> counters; // addresses of the versions of `dicts`, in order
-    std::vector<uint64_t> versions;
-    std::vector<PyObject *> compared; // dictionaries whose entries are compared as well
+    std::vector<uint64_t> versions;  // when the entries were last found unchanged
+    std::vector<Py_ssize_t> ends;    // where the entries of each of `dicts` end in `entries`
+    std::vector<Py_ssize_t> unnoticed; // numbers of those that may change without a new version
     std::vector<Part> parts;
     std::vector<PyTypeObject *> types;
     std::vector<PyObject **> places; // where each of `objects` has its dictionary
@@ -175,7 +176,7 @@ struct Watch {
     PyObject *functions; // tuple of (function, code, defaults or None)
     PyObject *asked;     // tuple of (dict, function that returns whether it is unchanged, None)
     PyObject *missing;   // the object MISSING, for a key without a value
-    PyObject *entries;   // list of the keys and values of the dictionaries that are compared
+    PyObject *entries;   // list of the keys and values of `dicts`
     Watched *watched;
 };
 
@@ -237,16 +238,29 @@ bool all_triples(PyObject *items, PyTypeObject *first) {
     return true;
 }
 
-// Whether the dictionaries that are compared have the same keys and values, in the same order.
-bool entries_hold(const Watch *self) {
-    Py_ssize_t next = 0, count = PyList_GET_SIZE(self->entries);
-    PyObject *key, *value;
-    for (PyObject *dict : self->watched->compared)
-        for (Py_ssize_t at = 0; PyDict_Next(dict, &at, &key, &value); next += 2)
-            if (next >= count || PyList_GET_ITEM(self->entries, next) != key ||
-                PyList_GET_ITEM(self->entries, next + 1) != value)
-                return false;
-    return next == count;
+// Whether a dictionary has the same keys and values, in the same order.
+bool entries_hold(Watch *self, Py_ssize_t number) {
+    Watched &before = *self->watched;
+    uint64_t version = *before.counters[number];
+    Py_ssize_t next = number == 0 ? 0 : before.ends[number - 1];
+    PyObject *key, *value, *dict = PyTuple_GET_ITEM(self->dicts, number);
+    for (Py_ssize_t at = 0; PyDict_Next(dict, &at, &key, &value); next += 2)
+        if (next >= before.ends[number] || PyList_GET_ITEM(self->entries, next) != key ||
+            PyList_GET_ITEM(self->entries, next + 1) != value)
+            return false;
+    if (next != before.ends[number])
+        return false;
+    before.versions[number] = version;
+    return true;
+}
+
+// Whether all dictionaries have the same entries, of which some may have been others meanwhile.
+bool all_entries_hold(Watch *self) {
+    Watched &before = *self->watched;
+    for (size_t i = 0; i < before.versions.size(); i++)
+        if (*before.counters[i] != before.versions[i] && !entries_hold(self, i))
+            return false;
+    return true;
 }
 
 bool place_holds(const Watch *self, PyObject *place) {
@@ -356,13 +370,13 @@ PyObject *watch_new(PyTypeObject *type, PyObject *args, PyObject *) {
         }
         self->watched->counters.push_back(version);
         self->watched->versions.push_back(*version);
-        if (!changes_unnoticed(dict))
-            continue;
-        self->watched->compared.push_back(dict);
+        if (changes_unnoticed(dict))
+            self->watched->unnoticed.push_back(i);
         if (!append_entries(self->entries, dict)) {
             Py_DECREF(self);
             return nullptr;
         }
+        self->watched->ends.push_back(PyList_GET_SIZE(self->entries));
     }
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(objects); i++) {
         PyObject *object = PyTuple_GET_ITEM(objects, i);
@@ -393,16 +407,19 @@ PyObject *watch_unchanged(Watch *self, PyObject *) {
     if (self->dicts == nullptr) // cleared by the garbage collector
         Py_RETURN_FALSE;
     // Without branches, so that the loads, most of which miss the cache, overlap.
-    uint64_t changed = 0;
+    uint64_t changed = 0, others = 0;
     Watched &before = *self->watched;
     for (size_t i = 0; i < before.versions.size(); i++)
         changed |= *before.counters[i] ^ before.versions[i];
     PyObject **items = reinterpret_cast<PyTupleObject *>(self->objects)->ob_item;
     for (size_t i = 0; i < before.types.size(); i++)
-        changed |= uint64_t(Py_TYPE(items[i]) != before.types[i]) |
-                   uint64_t(*before.places[i] != before.holders[i]);
-    if (changed || !entries_hold(self))
+        others |= uint64_t(Py_TYPE(items[i]) != before.types[i]) |
+                  uint64_t(*before.places[i] != before.holders[i]);
+    if (others || (changed && !all_entries_hold(self)))
         Py_RETURN_FALSE;
+    for (Py_ssize_t number : before.unnoticed)
+        if (!entries_hold(self, number))
+            Py_RETURN_FALSE;
     for (Part &part : before.parts)
         if (!part_holds(self, part)) {
             if (PyErr_Occurred())

@@ -94,6 +94,8 @@ class CompiledEntry:
         self.may_be_fast = may_be_fast(state, captured)
         # Consecutive calls that no fast guard accepted and the full guards did.
         self.slow_calls = 0
+        # The addresses of the module's tensors when the last fast path was built.
+        self.addresses: list[int] = []
         # Decides whether this code is faster than the module's own forward; None: no trial yet.
         self.trial: SpeedTrial | None = None
 

@@ -22,18 +22,42 @@ def renewed_path(
     """Build a fast path for calls like this one, which the full guards have accepted.
 
     If the path accepts no calls, a new one is built after 1, 2, 4, 8 ... slow calls, so that
-    building costs little. None: no fast path is possible, or it is not time for one.
+    building costs little. If the module's tensors have moved meanwhile, the new one is not bound to
+    their addresses. None: no fast path is possible, or it is not time for one.
     """
     entry.slow_calls += 1
     due = not entry.slow_calls & (entry.slow_calls - 1)
     tensors = entry.state.tensors()
     if not entry.may_be_fast or not due or any(t is None for t in tensors):
         return None
-    fast = _pinned_path(entry, signature, leaves, [t for t in tensors if t is not None])
+    held = [t for t in tensors if t is not None]
+    before, entry.addresses = entry.addresses, [t.data_ptr() for t in held]
+    fast = None
+    if entry.slow_calls > 1 and before != entry.addresses:
+        fast = _moving_path(entry, signature, leaves, held)
+    fast = fast or _pinned_path(entry, signature, leaves, held)
     # Another thread may have changed the module since the full guards accepted the call.
     if any(a is not b for a, b in zip(tensors, entry.state.tensors(), strict=True)):
         return None
     return fast if entry.mismatch(leaves, tensors) is None else None
+
+
+def _moving_path(
+    entry: CompiledEntry,
+    signature: Signature,
+    leaves: Sequence[Any],
+    tensors: Sequence[torch.Tensor],
+) -> FastPath[CompiledEntry] | None:
+    """Build a fast path that is not bound to the addresses of ``tensors``.
+
+    Each call converts them. None: the code packs or writes them, or has frozen them.
+    """
+    writes = entry.outputs.written_tensors(leaves, tensors)
+    if entry.packs or entry.frozen is not None or writes:
+        return None
+    state, records = entry.state, entry.records_writes
+    guard = FastGuard(state, signature, leaves, tensors, writes, records, moving=True)
+    return FastPath(entry, guard, list(tensors), entry.layouts.strides(leaves, tensors))
 
 
 def _pinned_path(

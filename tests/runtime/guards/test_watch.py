@@ -69,6 +69,20 @@ def test_a_change_is_noticed(made: Callable[..., Any], name: str) -> None:
         assert second.unchanged()
 
 
+def test_an_entry_that_is_again_what_it_was_is_no_change(made: Callable[..., Any]) -> None:
+    """FSDP sets sharded parameters after a call, and gathered ones before the next."""
+    held, other = Plain(), Plain()
+    watch, before = made(other.__dict__, held.__dict__), held.x
+    for _ in range(3):
+        held.x = object()
+        assert not watch.unchanged()
+        held.x = before
+        assert watch.unchanged()
+        assert watch.unchanged()
+    other.x = None
+    assert not watch.unchanged()
+
+
 def test_attributes_of_classes_are_noticed(made: Callable[..., Any]) -> None:
     class Changed:
         x = 1

@@ -38,6 +38,7 @@ from tvmbridge.runtime.guards.spelling import Default, Source
 from tvmbridge.runtime.guards.state import ModuleState
 from tvmbridge.runtime.guards.watch import (
     Code,
+    MovingTensors,
     Place,
     alike,
     behind,
@@ -80,6 +81,7 @@ class FastGuard:
         leaves: the leaves of that call's arguments.
         written: the tensors that the call writes.
         frozen: tensors that must not have been written, each with its expected version.
+        moving: whether ``tensors`` may be at other addresses.
     """
 
     def __init__(
@@ -91,6 +93,8 @@ class FastGuard:
         written: Sequence[torch.Tensor],
         records_writes: bool,
         frozen: Sequence[tuple[torch.Tensor, int]] = (),
+        *,
+        moving: bool = False,
     ) -> None:
         self._lines: list[str] = []
         self._scope = Scope(
@@ -114,7 +118,9 @@ class FastGuard:
         self._lines += modes
         self._emit_inference()
         self._emit_surroundings(signature, records_writes)
-        self._emit_module(state, [*tensors, *constants], signature)
+        self._emit_module(state, [*(() if moving else tensors), *constants], signature)
+        if moving:
+            self._refuse_if(f"not {self._name('moving', MovingTensors(tensors).fit)}()")
         self._emit_versions("frozen", [t for t, _ in frozen], tuple(v for _, v in frozen))
         self._emit_memory(signature, written)
         if state.branches.outcomes:

@@ -185,3 +185,28 @@ def versions_of(tensors: tuple[torch.Tensor, ...]) -> tuple[int, ...]:
         return tuple(map(_version, tensors))
     found: tuple[int, ...] = native.versions(tensors)
     return found
+
+
+# So many calls with all tensors at the same addresses end the service by a :class:`MovingTensors`.
+_AT_REST = 8
+
+
+class MovingTensors:
+    """Tensors of a module that are at new addresses at each call, as those that FSDP gathers.
+
+    Everything but values and addresses must be as it was at the creation. Once the addresses stay
+    the same, :meth:`fit` says so: code that is bound to the addresses is faster.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = tuple(tensors)
+        self._alike = alike(self._tensors)
+        self._addresses: list[int] = []
+        self._rest = 0
+
+    def fit(self) -> bool:
+        """Whether the tensors are like those at the creation, and have not come to rest."""
+        addresses = list(map(_data_ptr, self._tensors))
+        self._rest = self._rest + 1 if addresses == self._addresses else 0
+        self._addresses = addresses
+        return self._rest < _AT_REST and self._alike(*self._tensors)
