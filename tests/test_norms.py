@@ -164,3 +164,31 @@ def test_the_default_epsilon_of_rms_norm_in_half_precision() -> None:
     with torch.no_grad():
         add_tvm_dispatch(module, x)
         torch.testing.assert_close(module(x), expected, rtol=2**-7, atol=0)
+
+
+@pytest.mark.parametrize("copied", [False, True], ids=["buffers", "clones"])
+def test_statistics_that_a_later_norm_updates_are_those_that_forward_read(copied: bool) -> None:
+    class Both(nn.Module):
+        """A batch norm in eval mode, and then in train mode, on the same buffers."""
+
+        def __init__(self, copied: bool) -> None:
+            super().__init__()
+            self.norm, self.copied = nn.BatchNorm1d(3), copied
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            read = [self.norm.running_mean, self.norm.running_var]
+            if self.copied:
+                read = [each.clone() for each in read]
+            own = self.norm.weight, self.norm.bias
+            y = nn.functional.batch_norm(x, *read, *own, training=False)
+            return y.pow(3) + self.norm(2 * x)
+
+    module, reference = Both(copied).double(), Both(True).double()
+    x = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    add_tvm_dispatch(module, x)
+    found, expected = (
+        torch.autograd.grad(each(x).pow(2).sum(), [x, each.norm.weight])
+        for each in (module, reference)
+    )
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12 * float(b.abs().max()))

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from torch import nn
 
 from tvmbridge.backends import known_target
+from tvmbridge.calls.standins import wrapped_dispatcher
 from tvmbridge.calls.surroundings import refused_now
 from tvmbridge.core.checks import CheckPolicy
 from tvmbridge.core.contents import MISSING
@@ -24,7 +25,7 @@ from tvmbridge.report import DispatchReport, report_of_all
 from tvmbridge.runtime.any_size import sizes_to_serve
 from tvmbridge.runtime.dispatcher import Dispatcher, code_of
 from tvmbridge.runtime.fallbacks import ON_FALLBACK
-from tvmbridge.runtime.guards.forwards import forward_of_instance, wrapped_dispatcher
+from tvmbridge.runtime.guards.forwards import forward_of_instance
 from tvmbridge.runtime.methods import holder_of, install, methods_of, samples_by_method, uninstall
 from tvmbridge.runtime.module_code import ModuleCode
 from tvmbridge.runtime.parts import ON_BREAK, Cut, ServedParts

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx
+from torch import fx, nn
 
+from tvmbridge import add_tvm_dispatch
 from tvmbridge.dynamo.pieces import in_pieces
 
 
@@ -124,3 +125,28 @@ def test_a_single_row_broadcasts_as_in_eager_pytorch(
             x = torch.ones(4, 2)
             x[rows:, 0] = x[3:, 1] = -1
             assert torch.equal(compiled(x), function(x))
+
+
+@torch.library.custom_op("tvmbridge_tests::positive", mutates_args=())
+def _positive(x: torch.Tensor) -> torch.Tensor:
+    return x[x > 0]
+
+
+@_positive.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    # Libraries as torchvision declare sizes so, of which PyTorch says that they are 2 or more.
+    return x.new_empty(torch.library.get_ctx().create_unbacked_symint())  # type: ignore[attr-defined]
+
+
+@pytest.mark.filterwarnings("ignore:.*create_unbacked_symint")
+def test_an_operator_of_a_library_may_return_any_number_of_elements() -> None:
+    class Chosen(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = _positive(x.exp() - 1)
+            return y.sin() * 2 + y.cos() * 3
+
+    module, reference = Chosen(), Chosen()
+    add_tvm_dispatch(module, on_fallback="silent")
+    for positive in (3, 2, 1, 0, 5):
+        x = torch.cat([torch.rand(positive) + 0.1, -torch.rand(6)])[:6].double()
+        torch.testing.assert_close(module(x), reference(x))

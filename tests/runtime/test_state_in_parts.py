@@ -178,3 +178,54 @@ def test_a_state_that_grows_at_each_call_is_served_in_parts() -> None:
     report = dispatch_report(served)
     assert "shape" in report.cut
     assert report.tvm_calls >= CALLS - 2
+
+
+class Positions(nn.Module):
+    """Adds a table of positions, which forward makes again when the length changes."""
+
+    def __init__(self, in_list: bool) -> None:
+        super().__init__()
+        self.layers, self.in_list = _layers(), in_list
+        self.table: Any = None
+        self.tables = [torch.zeros(0, 4)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        length = x.size(1)
+        if self.in_list:
+            if self.tables[0].size(0) != length:
+                self.tables[0] = torch.linspace(0, 1, length)[:, None] * torch.ones(4)
+            return self.layers(x + self.tables[0])
+        if self.table is None or self.table.size(0) != length:
+            self.table = torch.linspace(0, 1, length)[:, None] * torch.ones(4)
+        return self.layers(x + self.table)
+
+
+@pytest.mark.parametrize("in_list", [False, True], ids=["attribute", "list"])
+def test_calls_that_make_a_table_again_run_in_parts_and_others_whole(in_list: bool) -> None:
+    eager = Positions(in_list).eval()
+    served = add_tvm_dispatch(copy.deepcopy(eager), on_fallback="silent")
+    lengths = [5, 5, 3, 5, 3, 3, 5, 3, 5, 5, 3, 3, 5]
+    with torch.no_grad():
+        for length in lengths:
+            x = torch.randn(2, length, 4)
+            torch.testing.assert_close(served(x), eager(x))
+    report = dispatch_report(served)
+    assert report.tvm_calls >= len(lengths) - 4, report.fallbacks
+    assert len(report.specializations) <= 3
+    # A table in a list is part of the code, which fits no later table.
+    assert in_list or sum(s.calls for s in report.specializations) == 4
+    for name in ("table", "tables"):
+        torch.testing.assert_close(getattr(served, name), getattr(eager, name))
+
+
+def test_a_table_that_is_made_again_rarely_is_made_by_the_modules_own_forward() -> None:
+    eager = Positions(False).eval()
+    served = add_tvm_dispatch(copy.deepcopy(eager), on_fallback="silent")
+    with torch.no_grad():
+        for length in ([5] * 40 + [3]) * 3:
+            x = torch.randn(2, length, 4)
+            torch.testing.assert_close(served(x), eager(x))
+    report = dispatch_report(served)
+    assert report.cut is None
+    assert len(report.specializations) <= 3
+    assert report.tvm_calls >= 123 - 6

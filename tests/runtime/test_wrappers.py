@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import threading
 import types
 from typing import Any
 
@@ -157,3 +158,29 @@ def test_a_submodule_that_torch_compile_wraps_is_served() -> None:
     assert dispatch_report(block).tvm_calls == 3
     inner.eval()
     block[1].train()
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, CallsItself], ids=["copied", "itself"])
+def test_a_call_during_the_trace_runs_the_wrapper(
+    kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = (CallsItself() if kind is CallsItself else nn.Linear(8, 8)).eval()
+    module.requires_grad_(False)
+    reference, x = copy.deepcopy(module), torch.randn(3, 8)
+    add_tvm_dispatch(module, on_fallback="silent")
+    for each in (module, reference):
+        _prepare(each)
+    genuine, found = torch.export.export, []
+    other = threading.Thread(target=lambda: found.append(module(x)))
+
+    def export(*args: Any, **kwargs: Any) -> Any:
+        other.start()
+        other.join(0.2)  # It may wait for the code.
+        return genuine(*args, **kwargs)
+
+    monkeypatch.setattr(torch.export, "export", export)
+    found.append(module(x))
+    other.join()
+    assert len(found) == 2
+    for result in found:
+        torch.testing.assert_close(result, reference(x), rtol=0, atol=1e-6)

@@ -46,9 +46,27 @@ STAND_IN = "tvmbridge.stand_in"
 NO_ATTRIBUTE: Any = object()
 
 
+class StandsForForward:
+    """An object that is installed as a module's ``forward`` and computes the same.
+
+    - ``own``: the forward that was set on the instance before; None if there was none.
+    """
+
+    own: Callable[..., Any] | None
+
+
+def wrapped_dispatcher(forward: Any) -> StandsForForward | None:
+    """Return the dispatcher that ``forward`` is or wraps (accelerate's ``prepare`` wraps it)."""
+    while forward is not None and not isinstance(forward, StandsForForward):
+        forward = getattr(forward, "__wrapped__", None)
+    return forward
+
+
 def stand_in(module: nn.Module, originals: dict[int, nn.Module] | None = None) -> nn.Module | None:
     """Return a deep copy of ``module`` that holds the very same tensors.
 
+    A forward that a library has wrapped is that of the module without the wrapper and the dispatch:
+    the wrapper runs around the compiled code, and would call the dispatcher of the original.
     Return None if it cannot be copied: an attribute refuses, or the copy has other submodules.
 
     Args:
@@ -60,6 +78,8 @@ def stand_in(module: nn.Module, originals: dict[int, nn.Module] | None = None) -
             for tensor_type in (torch.Tensor, nn.Parameter):
                 stack.enter_context(patched_here(tensor_type, "__deepcopy__", itself))
             copied = faithful_copy(module, memo)
+            if (behind := wrapped_dispatcher(module.__dict__.get("forward"))) is not None:
+                copied.__dict__["forward"] = copy.deepcopy(behind, memo)
     except Exception as error:
         logger.info("%s is traced itself: it cannot be copied: %s", type(module).__name__, error)
         return None

@@ -311,6 +311,13 @@ class Kind(enum.Enum):
         "loops compute a 3x3 convolution ([how](performance.md#convolutions-in-loops)): NaN may "
         "replace an infinity"
     )
+    STATISTICS = (
+        "a batch norm reads its running statistics (`training=False`), and a later one in the same "
+        "forward updates them: PyTorch's backward reads the updated statistics, and compiled code "
+        "those that forward read",
+        "give the first norm clones of the buffers: both compute the same gradients then",
+        _DIFFERS,
+    )
     ZERO = "the sign of a zero", "add 0.0 where the sign matters", _DIFFERS
     # Code is compiled at the call, for this process alone.
     NOT_LINUX = (

@@ -20,9 +20,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from tvmbridge.calls.patches import patched_here
 from tvmbridge.core.errors import FallbackError
 from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.core.torch_private import (
+    FakeImplCtx,
     dynamo_config,
     graph_breaks,
     skipped_frame,
@@ -51,6 +53,14 @@ _SETTINGS: Mapping[str, Any] = {
     # All layers of a class share the code object of forward, and TorchDynamo counts by code object.
     "recompile_limit": 64,
 }
+
+
+def _unbounded_size(_: Any, context: Any, *, min: int = 0, max: int | None = None) -> Any:
+    """Return a size that depends on data; PyTorch's default for libraries is a size of 2 or more.
+
+    A graph would check this, and raise where ``torchvision.ops.nms`` keeps a single box.
+    """
+    return context.new_dynamic_size(min=min, max=max)
 
 
 class _Call(threading.local):
@@ -111,7 +121,11 @@ class ModuleInParts:
         outer = _now.ran, _now.reasons
         _now.depth, _now.ran, _now.reasons = _now.depth + 1, 0, ()
         try:
-            with dynamo_config().patch(**_SETTINGS), formats_kept():
+            with (
+                dynamo_config().patch(**_SETTINGS),
+                formats_kept(),
+                patched_here(FakeImplCtx, "create_unbacked_symint", _unbounded_size),
+            ):
                 results = self._called(original, args, kwargs)
             ran, reasons = _now.ran, _now.reasons
         finally:

@@ -13,7 +13,7 @@ import tvm
 from torch import nn
 
 from tvmbridge.backends import backend_of
-from tvmbridge.calls.standins import without_inference_tensors
+from tvmbridge.calls.standins import without_inference_tensors, wrapped_dispatcher
 from tvmbridge.compiler.build import Code, build
 from tvmbridge.compiler.durations import StageDurations
 from tvmbridge.compiler.executable import LoadedModule
@@ -45,7 +45,6 @@ from tvmbridge.passes.relax.lift_frozen import TRANSFORM
 from tvmbridge.pipeline import run_passes
 from tvmbridge.runtime.entry_compiler import apart_or_itself
 from tvmbridge.runtime.frozen import FrozenWeights
-from tvmbridge.runtime.guards.forwards import wrapped_dispatcher
 from tvmbridge.runtime.guards.state import ModuleState
 from tvmbridge.schedules.machine import Machine
 from tvmbridge.schedules.target import host_target

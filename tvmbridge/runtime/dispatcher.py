@@ -10,13 +10,12 @@ from typing import Any, TypeVar
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from tvmbridge.calls.standins import NO_ATTRIBUTE, STAND_IN
+from tvmbridge.calls.standins import NO_ATTRIBUTE, STAND_IN, StandsForForward
 from tvmbridge.calls.surroundings import refused_now
 from tvmbridge.core.errors import BridgeError
 from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.runtime.executor import Executor, Served
 from tvmbridge.runtime.guards.forwards import (
-    StandsForForward,
     calling_module,
     forward_of_class,
     pickled_forward,

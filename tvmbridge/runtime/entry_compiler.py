@@ -296,8 +296,7 @@ def apart_or_itself(
         own: the forward that was set on the instance; None if it has only that of its class.
         make: is told whether a copy is traced.
     """
-    if not is_wrapped(module):  # A copy would call the wrapper.
-        with suppress(NotApartError):
-            return make(True)
+    with suppress(NotApartError):
+        return make(True)
     with with_own_forward(module, own):
         return make(False)

@@ -11,11 +11,11 @@ from typing import Any
 
 from torch import nn
 
-from tvmbridge.calls.standins import NO_ATTRIBUTE, STAND_IN
+from tvmbridge.calls.standins import NO_ATTRIBUTE, STAND_IN, StandsForForward
 from tvmbridge.core.contents import MISSING
 from tvmbridge.core.errors import BridgeError
 from tvmbridge.core.methods import MethodOf, method_of
-from tvmbridge.runtime.guards.forwards import StandsForForward, forward_of_class, rebound
+from tvmbridge.runtime.guards.forwards import forward_of_class, rebound
 
 
 class DispatchedMethod(StandsForForward):

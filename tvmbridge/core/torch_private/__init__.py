@@ -24,6 +24,7 @@ import torch._functorch.autograd_function
 import torch._functorch.predispatch
 import torch._higher_order_ops.wrap
 import torch._library.custom_ops
+import torch._library.fake_impl
 import torch._ops
 import torch._prims_common
 import torch._subclasses.fake_impls
@@ -54,6 +55,7 @@ TensorBase = torch._C.TensorBase
 jit_internal = torch._jit_internal
 nn_functions = torch._C._nn
 HigherOrderOperator = torch._ops.HigherOrderOperator
+FakeImplCtx = torch._library.fake_impl.FakeImplCtx
 CustomOpDef = torch._library.custom_ops.CustomOpDef
 custom_op_definition = torch._library.custom_ops._maybe_get_opdef
 registered_kernels = torch._C._dispatch_get_registrations_for_dispatch_key

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import operator
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,16 +13,8 @@ from typing import Any
 
 from torch import nn
 
+from tvmbridge.calls.standins import StandsForForward, wrapped_dispatcher
 from tvmbridge.core.contents import MISSING
-
-
-class StandsForForward:
-    """An object that is installed as a module's ``forward`` and computes the same.
-
-    - ``own``: the forward that was set on the instance before; None if there was none.
-    """
-
-    own: Callable[..., Any] | None
 
 
 class _Counting(StandsForForward):
@@ -78,13 +71,6 @@ def forward_of_instance(module: nn.Module) -> Any:
     held = module.__dict__.get("forward")
     is_bound = isinstance(held, types.MethodType) and held.__self__ is module
     return None if is_bound and held == forward_of_class(module) else held
-
-
-def wrapped_dispatcher(forward: Any) -> StandsForForward | None:
-    """Return the dispatcher that ``forward`` is or wraps (accelerate's ``prepare`` wraps it)."""
-    while forward is not None and not isinstance(forward, StandsForForward):
-        forward = getattr(forward, "__wrapped__", None)
-    return forward
 
 
 def is_wrapped(module: nn.Module) -> bool:
@@ -147,14 +133,28 @@ def calling_module(frame: types.FrameType) -> nn.Module | None:
 
 @contextmanager
 def with_own_forward(module: nn.Module, own: Callable[..., Any] | None) -> Iterator[None]:
-    """Give the module its own forward inside this context, so that capture traces it."""
-    installed = module.__dict__.get("forward")
+    """Give the module its own forward inside this context, so that capture traces it.
+
+    Calls in other threads wait for its end: the trace replaces the module's tensors.
+    """
+    held = module.__dict__
+    kept: dict[str, Any] = {n: held[n] for n in ("forward", "_compiled_call_impl") if n in held}
+    thread, ended = threading.get_ident(), threading.Event()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == thread:
+            return (kept.get("_compiled_call_impl") or module._call_impl)(*args, **kwargs)
+        ended.wait()
+        return module(*args, **kwargs)
+
     try:
-        module.__dict__.pop("forward", None)
+        held["_compiled_call_impl"] = call
+        held.pop("forward", None)
         if own is not None:
-            module.__dict__["forward"] = own
+            held["forward"] = own
         yield
     finally:
-        module.__dict__.pop("forward", None)
-        if installed is not None:
-            module.__dict__["forward"] = installed
+        for name in ("forward", "_compiled_call_impl"):
+            held.pop(name, None)
+        held.update(kept)
+        ended.set()

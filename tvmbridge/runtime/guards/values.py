@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from tvmbridge.calls.copies import copied_values
+from tvmbridge.calls.standins import StandsForForward
 from tvmbridge.core.assumptions import Holder, OutsideValue
 from tvmbridge.core.contents import (
     ANY_TENSOR,
@@ -31,7 +32,7 @@ from tvmbridge.core.types import NumberKey
 from tvmbridge.graph_capture.observe.attributes import own_names
 from tvmbridge.graph_capture.observe.data import is_of_users
 from tvmbridge.runtime.guards.class_entries import ClassEntries, registered_names
-from tvmbridge.runtime.guards.forwards import StandsForForward, stands_for
+from tvmbridge.runtime.guards.forwards import stands_for
 from tvmbridge.runtime.guards.holding import (
     Beyond,
     Container,

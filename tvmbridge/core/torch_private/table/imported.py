@@ -177,6 +177,11 @@ IMPORTED = (
         lambda kind: isinstance(torch.ops.aten.sin, kind),
     ),
     PrivateName(
+        "torch._library.fake_impl.FakeImplCtx",
+        "sizes that depend on data in the results of libraries' operators",
+        has("create_unbacked_symint", "new_dynamic_size"),
+    ),
+    PrivateName(
         "torch._library.custom_ops.CustomOpDef",
         "noticing what the backward of a custom operator reads",
         _holds_its_backward,
