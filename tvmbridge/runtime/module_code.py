@@ -14,7 +14,6 @@ from tvmbridge.calls.surroundings import in_checkpoint
 from tvmbridge.compiler.packing import ModulePacks
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.reasons import Kind, Reason
-from tvmbridge.graph_capture.observe.effects import StateBefore
 from tvmbridge.recall import SharedPlans
 from tvmbridge.runtime.background import COMPILING, Background
 from tvmbridge.runtime.changing_attributes import ChangingAttributes
@@ -25,7 +24,7 @@ from tvmbridge.runtime.executor import Executor, Served
 from tvmbridge.runtime.fallbacks import Tally
 from tvmbridge.runtime.guards.signature import nearest
 from tvmbridge.runtime.pinning import renewed_path
-from tvmbridge.runtime.policy import GivenCall, Policy, Unfit, Unserved, Wanted
+from tvmbridge.runtime.policy import GivenCall, Policy, Unserved, Wanted
 from tvmbridge.runtime.specialization import USES
 from tvmbridge.runtime.specializations import Specializations
 from tvmbridge.runtime.speed_trial import SpeedTrial, SpeedVerdict, only_if_faster_now
@@ -70,8 +69,6 @@ class ModuleCode(Executor):
         )
         self.policy = Policy(compiler, self.kept)
         self.checker: Checks | None = None
-        # The call being served, if code for it does not fit the module's state.
-        self._unfit: Unfit | None = None
         # The module's own forward would not keep to a memory budget, and two ranks may measure
         # different times.
         alike = options.memory_budget is None and not options.compiler_collectives
@@ -86,17 +83,13 @@ class ModuleCode(Executor):
             again: whether code was added for this call, which then adds no more.
         """
         policy, call = self.policy, GivenCall(args, kwargs, self.kept.known)
-        if not again:
-            self._unfit = None
         if policy.cut.why is not None and not any(s.compiled() for s in policy.specializations()):
             return self._run_in_parts(args, kwargs)
         found = self._serve_by(call)
         if not isinstance(found, Unserved):
             return found
-        if policy.cuts_all or policy.cut_for_remade_state(found, self.served()):
+        if policy.cut.why is not None:
             return self._run_in_parts(args, kwargs)
-        if found.reason is not None and found.outgrown is not None:
-            self._unfit = Unfit(found.reason, found.outgrown.state, StateBefore(self.module))
         why = found.reason or nearest(found.misfits)
         if not again:
             added, why = policy.add(call, found, why)
@@ -249,9 +242,6 @@ class ModuleCode(Executor):
     def fell_back(self) -> None:
         """Note that the module's own forward has served a call."""
         self.policy.retry_if_settled()
-        unfit, self._unfit = self._unfit, None
-        if unfit is not None:
-            self.policy.note_remade(unfit)
 
     def renewed(
         self, module: nn.Module, own: Callable[..., Any] | None, memo: Mapping[int, Any]

@@ -26,7 +26,6 @@ from tvmbridge.runtime.family import OtherSizesError
 from tvmbridge.runtime.guards.kinds import OTHER_SHAPE
 from tvmbridge.runtime.guards.mode import Flags, Mode, flags_of
 from tvmbridge.runtime.guards.signature import Matched, Signature
-from tvmbridge.runtime.guards.state import ModuleState
 from tvmbridge.runtime.parts import Cut
 from tvmbridge.runtime.specialization import Specialization
 from tvmbridge.runtime.specializations import Specializations
@@ -39,8 +38,6 @@ _MOST_VALUES = 2
 _MOST_STATES = 8
 # A number in an attribute that changes so rarely counts as any other change of the module.
 _RARELY = 16
-# Calls that code serves for each call that makes state again, if such calls stay in eager PyTorch.
-_RARELY_REMADE = 16
 
 
 class GivenCall(NamedTuple):
@@ -75,19 +72,6 @@ class Unserved(NamedTuple):
     misfits: list[Reason]
     reason: Reason | None = None
     outgrown: CompiledEntry | None = None
-
-
-class Unfit(NamedTuple):
-    """A call whose code does not fit the module's state.
-
-    - ``why``: the reason.
-    - ``state``: the state that the code is for.
-    - ``before``: the module's state before the call.
-    """
-
-    why: Reason
-    state: ModuleState
-    before: StateBefore
 
 
 class _Failed(NamedTuple):
@@ -125,8 +109,6 @@ class Policy:
         self._retried: set[int] = set()
         # The number of calls whose code did not fit the changed module, by the reason.
         self._outgrown: Counter[str] = Counter()
-        # The same for calls in which the module's own forward made the state fit again.
-        self._remade: Counter[str] = Counter()
         self._counting = threading.Lock()
 
     def candidates(self, call: GivenCall, misfits: list[Reason]) -> Iterator[Specialization]:
@@ -440,7 +422,7 @@ class Policy:
                 most = min(_MOST_AT_CALLS, most)
             values = sum(m.kind is Kind.CONSTANT for m in misfits)
             return why is None and len(misfits) < most and values < _MOST_VALUES
-        if self.options.freeze or why is None or self._remade[why.text]:
+        if self.options.freeze or why is None:
             return False
         by_number = outgrown.state.outgrown()
         if by_number is None:
@@ -459,37 +441,6 @@ class Policy:
         if not (self.compiles_signatures and self._resizes(found)):
             return False
         return self.cut.at(OTHER_SHAPE.text, of_state=True, tried=True)
-
-    def note_remade(self, unfit: Unfit) -> None:
-        """Note whether the module's own forward has made state for which code did not fit.
-
-        An example is a table that forward makes again when the sizes of its arguments change.
-        """
-        why, state, before = unfit
-        names = (f"the attribute {name}" for name in before.written())
-        if why.detail in names or state.changed(state.tensors(), check_grad=False) is None:
-            with self._counting:
-                self._remade[why.text] += 1
-
-    def cut_for_remade_state(self, found: Unserved, served: int) -> bool:
-        """Run the call in parts if forward makes its state again often; ``served``: all calls.
-
-        Parts make the state as well. All other calls have whole code.
-        """
-        if found.outgrown is None or found.reason is None:
-            return False
-        why = found.reason.text
-        with self._counting:
-            often = served < _RARELY_REMADE * self._remade[why]
-            self._remade[why] += often
-        if not often:
-            return False
-        return self.cut.why == why or self.cut.at(why, of_state=True, tried=True)
-
-    @property
-    def cuts_all(self) -> bool:
-        """Whether all calls without code run in parts, and not only those that remake state."""
-        return self.cut.why is not None and not self._remade[self.cut.why]
 
     @staticmethod
     def _resizes(found: Unserved) -> bool:
