@@ -202,6 +202,19 @@ def test_two_values_of_a_quotient_determine_no_factor_and_constant(stride: int) 
     assert found is None or found.at((200,)) == (extent.at((200,)) + 1) ** 2
 
 
+@pytest.mark.parametrize("tile", [4, 8])
+def test_two_values_of_a_quotient_determine_no_border(tile: int) -> None:
+    """Check rows that are rounded up to a tile, at sample shapes that give 3 or 307 rows."""
+    points = ((23, 11), (463, 1226), (463, 9), (2, 1226), (2, 9))
+    rows = Size(((1, (0, 1)), (3, (0, 0))), 4)
+
+    def rounded(point: tuple[int, ...]) -> int:
+        return 32 * point[0] * -(-rows.at(point) // tile) * tile
+
+    found = Sizes(points, [rows]).find(tuple(rounded(p) for p in points))
+    assert found is None or found.at((2, 49)) == rounded((2, 49))
+
+
 def test_sizes_that_differ_beyond_the_sample_shapes_alone_are_one_size() -> None:
     """A queue of 32 rows is written at a place, and the next place begins anew after the last."""
     end = Size(((1, (1,)), (4, (0,))))

@@ -276,7 +276,9 @@ class Sizes:
                 if any(v % m for v, m in zip(values, of, strict=True)) or _too_few(y, x, of):
                     continue
                 rest = [v // m for v, m in zip(values, of, strict=True)]
-                for i, j in itertools.product(_BORDERS, _BORDERS):
+                # With two values, an extent rounded up to a tile may equal one with a border.
+                borders = [(0,) if _too_few(each) else _BORDERS for each in (y, x)]
+                for i, j in itertools.product(*borders):
                     products = [(a + i) * (b + j) for a, b in zip(y, x, strict=True)]
                     factor = rest[0] // products[0] if products[0] > 0 else 0
                     if factor > 0 and rest == [factor * product for product in products]:
