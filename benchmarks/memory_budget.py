@@ -60,11 +60,11 @@ def models(large: bool) -> dict[str, tuple[nn.Module, torch.Tensor]]:
     }
 
 
-def rows_of(name: str, make: partial[nn.Module], x: torch.Tensor, rounds: int) -> Iterator[Row]:
-    """Measure one model; ``make`` returns it with the same weights each time."""
+def rows_of(name: str, plain: nn.Module, x: torch.Tensor, rounds: int) -> Iterator[Row]:
+    """Measure one model, a copy of ``plain`` for each budget."""
     steps, choices = [], list[Recomputation]()
     for budget in BUDGETS:
-        module = make()
+        module = copy.deepcopy(plain).train()
         options = {"memory_budget": budget, "only_if_faster": False}
         add_tvm_dispatch(module, (x,), options=options)
         steps.append(partial(_step, module, x))
@@ -89,10 +89,6 @@ def _step(module: nn.Module, x: torch.Tensor) -> None:
         torch.cuda.synchronize()
 
 
-def _made(module: nn.Module) -> nn.Module:
-    return copy.deepcopy(module).train()
-
-
 def main() -> int:
     arguments = parser(__doc__)
     arguments.add_argument("--models", nargs="+", help="parts of names")
@@ -106,7 +102,7 @@ def main() -> int:
         if options.models and not any(part in name for part in options.models):
             continue
         module.to(**placed)
-        rows += rows_of(name, partial(_made, module), x.to(**placed), options.rounds)
+        rows += rows_of(name, module, x.to(**placed), options.rounds)
     return report("Memory budgets", rows, check=not options.no_check)
 
 

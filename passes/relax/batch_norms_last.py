@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import tvm
 from tvm import relax
@@ -35,13 +35,14 @@ from tvmbridge.core.decisions import sizes_vary
 from tvmbridge.kernels.aten_call import aten_call_operator, spec_of, tensors_of
 from tvmbridge.legalize.aten.arguments import Arguments
 from tvmbridge.passes.base import PassReport, RelaxPass, dtype_of, map_calls, shape_of
+from tvmbridge.passes.relax.normalizations import Formulas
 from tvmbridge.schedules.gpu.channel_sums import channel_gradients, channel_statistics
 
 _DTYPES = ("float16", "bfloat16", "float32")
 _FLOAT = "float32"
 
 # Returns the results of a norm by their numbers.
-Rule: TypeAlias = Callable[["_InFloat32", Arguments], list[relax.Expr]]
+Rule: TypeAlias = Callable[[Formulas, Arguments], list[relax.Expr]]
 
 
 @dataclass(frozen=True)
@@ -54,14 +55,14 @@ class BatchNormsLast(RelaxPass):
             if rule is None or not spec_of(call).get("channels_last"):
                 return call
             call = builder.normalize(call)
-            arguments, emitter = Arguments.of(spec_of(call), tensors_of(call)), _InFloat32(builder)
+            arguments, formulas = Arguments.of(spec_of(call), tensors_of(call)), Formulas(builder)
             if not _is_served(arguments):
                 return call
             report.rewrote()
-            results = rule(emitter, arguments)
+            results = rule(formulas, arguments)
             numbers = arguments.results or range(len(results))
             typed = zip(numbers, call.ty.fields, strict=True)
-            return relax.Tuple([emitter.cast(results[n], t.dtype.dtype) for n, t in typed])
+            return relax.Tuple([formulas.cast(results[n], str(t.dtype.dtype)) for n, t in typed])
 
         return mod if sizes_vary() else map_calls(mod, rewrite, report)
 
@@ -72,71 +73,53 @@ def _is_served(arguments: Arguments) -> bool:
     return trains is True and shape is not None and dtype in _DTYPES and math.prod(shape[:-1]) > 1
 
 
-@dataclass(frozen=True)
-class _InFloat32:
-    """Emits operators in float32 by ``builder``."""
-
-    builder: relax.BlockBuilder
-
-    def cast(self, value: Any, dtype: Any = _FLOAT) -> relax.Expr:
-        """Return ``value`` in ``dtype``."""
-        same = dtype_of(value) == str(dtype)
-        return value if same else self.builder.emit(op.astype(value, str(dtype)))
-
-    def do(self, operator: Callable[..., relax.Expr], *operands: relax.Expr) -> relax.Expr:
-        """Emit an operator."""
-        return self.builder.emit(operator(*operands))
-
-    def rows(self, image: relax.Expr) -> relax.Expr:
-        """Return the matrix of an image's pixels and channels."""
-        shape = shape_of(image) or ()
-        return self.do(op.reshape, image, (math.prod(shape[:-1]), shape[-1]))
-
-    def kernel(self, function: tvm.tirx.PrimFunc, name: str, *given: relax.Expr) -> list[Any]:
-        """Emit the call of a kernel that returns vectors of the channels; return the vectors."""
-        channels = (shape_of(given[0]) or ())[-1]
-        types = [relax.TensorType([channels], _FLOAT)] * (len(function.params) - len(given))
-        called = relax.call_tir(self.builder.add_func(function, name), list(given), types)
-        found = self.builder.emit(called)
-        return [self.builder.emit(relax.TupleGetItem(found, i)) for i in range(len(types))]
+def _rows(formulas: Formulas, image: relax.Expr) -> relax.Expr:
+    """Return the matrix of an image's pixels and channels."""
+    shape = shape_of(image) or ()
+    return formulas.emit(op.reshape(image, (math.prod(shape[:-1]), shape[-1])))
 
 
-def _norm(emitter: _InFloat32, arguments: Arguments) -> list[relax.Expr]:
-    x, do = arguments["input"], emitter.do
-    rows = emitter.rows(x)
+def _vectors(
+    formulas: Formulas, function: tvm.tirx.PrimFunc, name: str, *given: relax.Expr
+) -> list[relax.Var]:
+    """Emit the call of a kernel that returns vectors of the channels; return the vectors."""
+    channels = (shape_of(given[0]) or ())[-1]
+    types = [relax.TensorType([channels], _FLOAT)] * (len(function.params) - len(given))
+    kernel = formulas.builder.add_func(function, name)
+    found = formulas.emit(relax.call_tir(kernel, list(given), types))
+    return [formulas.emit(relax.TupleGetItem(found, i)) for i in range(len(types))]
+
+
+def _norm(formulas: Formulas, arguments: Arguments) -> list[relax.Expr]:
+    x, emit = arguments["input"], formulas.emit
+    rows = _rows(formulas, x)
     count, channels = shape_of(rows) or ()
     names = [n for n in ("running_mean", "running_var") if arguments.values.get(n) is not None]
-    old = [emitter.cast(arguments[name]) for name in names]
+    old = [formulas.cast(arguments[name], _FLOAT) for name in names]
     momentum = float(arguments["momentum"]) if old else None
     eps = float(arguments["eps"])
     function = channel_statistics(count, channels, dtype_of(x), eps, momentum)
-    mean, inverse, *new = emitter.kernel(function, "channel_statistics", rows, *old)
-    scale = _times_weight(emitter, inverse, arguments)
-    y = do(op.multiply, do(op.subtract, emitter.cast(x), mean), scale)
-    if arguments["bias"] is not None:
-        y = do(op.add, y, emitter.cast(arguments["bias"]))
-    return [y, mean, inverse, *new]
+    mean, inverse, *new = _vectors(formulas, function, "channel_statistics", rows, *old)
+    scale = formulas.affine(inverse, arguments["weight"], None)
+    centered = emit(op.subtract(formulas.wide(x), mean))
+    return [formulas.affine(centered, scale, arguments["bias"]), mean, inverse, *new]
 
 
-def _backward(emitter: _InFloat32, arguments: Arguments) -> list[relax.Expr]:
-    grad, x, do = arguments["grad_out"], arguments["input"], emitter.do
-    mean, inverse = (emitter.cast(arguments[name]) for name in ("save_mean", "save_invstd"))
-    rows = [emitter.rows(image) for image in (grad, x)]
+def _backward(formulas: Formulas, arguments: Arguments) -> list[relax.Expr]:
+    grad, x, emit = arguments["grad_out"], arguments["input"], formulas.emit
+    saved = [arguments[name] for name in ("save_mean", "save_invstd")]
+    mean, inverse = (formulas.cast(value, _FLOAT) for value in saved)
+    rows = [_rows(formulas, image) for image in (grad, x)]
     count, channels = shape_of(rows[0]) or ()
     function = channel_gradients(count, channels, (dtype_of(grad), dtype_of(x)))
-    of_bias, of_weight = emitter.kernel(function, "channel_gradients", *rows, mean, inverse)
+    of_bias, of_weight = _vectors(formulas, function, "channel_gradients", *rows, mean, inverse)
     share = relax.const(1 / count, _FLOAT)
-    level = do(op.multiply, of_bias, share)
-    slope = do(op.multiply, do(op.multiply, of_weight, share), inverse)
-    tilt = do(op.multiply, do(op.subtract, emitter.cast(x), mean), slope)
-    left = do(op.subtract, do(op.subtract, emitter.cast(grad), level), tilt)
-    of_x = do(op.multiply, left, _times_weight(emitter, inverse, arguments))
-    return [of_x, of_weight, of_bias]
-
-
-def _times_weight(emitter: _InFloat32, inverse: relax.Expr, arguments: Arguments) -> relax.Expr:
-    weight = arguments["weight"]
-    return inverse if weight is None else emitter.do(op.multiply, inverse, emitter.cast(weight))
+    level = emit(op.multiply(of_bias, share))
+    slope = emit(op.multiply(emit(op.multiply(of_weight, share)), inverse))
+    tilt = emit(op.multiply(emit(op.subtract(formulas.wide(x), mean)), slope))
+    left = emit(op.subtract(emit(op.subtract(formulas.wide(grad), level)), tilt))
+    scale = formulas.affine(inverse, arguments["weight"], None)
+    return [emit(op.multiply(left, scale)), of_weight, of_bias]
 
 
 _RULES: dict[str, Rule] = {

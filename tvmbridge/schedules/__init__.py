@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -129,6 +129,13 @@ def marked_scheduled(func: tirx.PrimFunc) -> tirx.PrimFunc:
     return func.with_attr(_SCHEDULED, True)
 
 
+def scheduled_function(parameters: Sequence[tirx.Buffer], body: tirx.Stmt) -> tirx.PrimFunc:
+    """Return a scheduled function with ``body``, whose buffers share no memory."""
+    root = SBlockRealize([], True, SBlock([], [], [], "root", body))
+    function = tirx.PrimFunc(list(parameters), root)
+    return marked_scheduled(function.with_attrs({"tirx.noalias": True, "s_tir": True}))
+
+
 def schedule_for_cpu(mod: IRModule, target: Target) -> IRModule:
     """Return ``mod`` with every function of fused tensor expressions scheduled for ``target``.
 
@@ -162,4 +169,5 @@ __all__ = [
     "marked_scheduled",
     "schedule_for_cpu",
     "schedule_function",
+    "scheduled_function",
 ]

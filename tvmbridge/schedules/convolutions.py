@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from tvm import tirx
-from tvm.s_tir import SBlock, SBlockRealize
 
 from tvmbridge.kernels.convolution_form import ConvolutionResult, SameConvolution
-from tvmbridge.schedules import marked_scheduled
+from tvmbridge.schedules import scheduled_function
 from tvmbridge.schedules.indexing import integer
 from tvmbridge.schedules.machine import Machine
 from tvmbridge.schedules.product_tiles import DTYPE, width_of
@@ -54,6 +53,4 @@ def convolution(form: SameConvolution, machine: Machine) -> tirx.PrimFunc:
         for shape, name in zip(form.shapes, [*names, "out"], strict=True)
     ]
     emit = weight_gradient_body if form.part is ConvolutionResult.WEIGHT else convolution_body
-    root = SBlockRealize([], True, SBlock([], [], [], "root", emit(form, machine, *buffers)))
-    function = tirx.PrimFunc(buffers, root)
-    return marked_scheduled(function.with_attrs({"tirx.noalias": True, "s_tir": True}))
+    return scheduled_function(buffers, emit(form, machine, *buffers))

@@ -13,9 +13,8 @@ from math import prod
 
 from tvm import tirx
 from tvm.ir import Expr
-from tvm.s_tir import SBlock, SBlockRealize
 
-from tvmbridge.schedules import marked_scheduled
+from tvmbridge.schedules import scheduled_function
 from tvmbridge.schedules.indexing import integer
 from tvmbridge.schedules.loops import (
     allocate,
@@ -99,9 +98,7 @@ def depthwise(form: Depthwise, machine: Machine) -> tirx.PrimFunc:
     emitter = _ChannelLoops(form, machine, data, weight, out)
     count = form.batch * form.channels
     body = loop(count, emitter.channel, kind_of(machine.cores))
-    root = SBlockRealize([], True, SBlock([], [], [], "root", body))
-    function = tirx.PrimFunc([data, weight, out], root)
-    return marked_scheduled(function.with_attrs({"tirx.noalias": True, "s_tir": True}))
+    return scheduled_function([data, weight, out], body)
 
 
 class _ChannelLoops:

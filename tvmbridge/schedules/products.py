@@ -13,10 +13,9 @@ from dataclasses import replace
 
 from tvm import tirx
 from tvm.ir import Expr
-from tvm.s_tir import SBlock, SBlockRealize
 
 from tvmbridge.kernels.product_form import Form
-from tvmbridge.schedules import marked_scheduled
+from tvmbridge.schedules import scheduled_function
 from tvmbridge.schedules.indexing import integer
 from tvmbridge.schedules.loops import allocate, load, loop, sequence, store, vector_loop
 from tvmbridge.schedules.machine import Machine
@@ -81,7 +80,7 @@ def product(form: Form, machine: Machine) -> tirx.PrimFunc:
     else:
         alone = replace(machine, cores=1)
         body = loop(form.batch, lambda b: [one(alone, b)], tirx.ForKind.PARALLEL)
-    return _function([left, right, out], body)
+    return scheduled_function([left, right, out], body)
 
 
 def product_of_panels(form: Form, machine: Machine) -> tirx.PrimFunc:
@@ -100,7 +99,7 @@ def product_of_panels(form: Form, machine: Machine) -> tirx.PrimFunc:
     # Tiles of one height, so that none overlap.
     height = -(-form.rows // -(-form.rows // height_of(machine)))
     tiles = Tiles(machine, form.depth, Matrix(left).at, Panels(right), height)
-    return _function(
+    return scheduled_function(
         [left, right, out], tiles.loops(form.rows, form.columns, _writing(tiles, Matrix(out)))
     )
 
@@ -109,12 +108,6 @@ def panels_shape(form: Form, machine: Machine) -> tuple[int, int, int]:
     """Return the shape of the packed right operand."""
     width = width_of(machine)
     return -(-form.columns // width), form.depth, width
-
-
-def _function(buffers: list[Buffer], body: tirx.Stmt) -> tirx.PrimFunc:
-    root = SBlockRealize([], True, SBlock([], [], [], "root", body))
-    function = tirx.PrimFunc(buffers, root)
-    return marked_scheduled(function.with_attrs({"tirx.noalias": True, "s_tir": True}))
 
 
 def _of_matrices(

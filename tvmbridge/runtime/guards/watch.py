@@ -187,7 +187,7 @@ def versions_of(tensors: tuple[torch.Tensor, ...]) -> tuple[int, ...]:
     return found
 
 
-# So many calls with all tensors at the same addresses end the service by a :class:`MovingTensors`.
+# A :class:`MovingTensors` fits no more after so many calls in which no tensor has moved.
 _AT_REST = 8
 
 

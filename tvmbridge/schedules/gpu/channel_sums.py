@@ -12,9 +12,8 @@ from math import gcd
 
 from tvm import tirx
 from tvm.ir import Expr
-from tvm.s_tir import SBlock, SBlockRealize
 
-from tvmbridge.schedules import marked_scheduled
+from tvmbridge.schedules import scheduled_function
 from tvmbridge.schedules.bfloat16 import from_memory
 from tvmbridge.schedules.gpu.threads import WARP, allocate_in, barrier, launch, when
 from tvmbridge.schedules.gpu.vectors import side_by_side
@@ -47,7 +46,7 @@ def channel_statistics(
     names = ["batch_mean", "inverse_root", *(f"new_{name}" for name in running)]
     results = [_vector(channels, name) for name in names]
     statistics = _Statistics(x, old, results, eps, momentum or 0.0)
-    return _function([x, *old, *results], statistics.kernels())
+    return scheduled_function([x, *old, *results], sequence(statistics.kernels()))
 
 
 def channel_gradients(rows: int, channels: int, dtypes: tuple[str, str]) -> tirx.PrimFunc:
@@ -60,7 +59,8 @@ def channel_gradients(rows: int, channels: int, dtypes: tuple[str, str]) -> tirx
     mean, inverse = _vector(channels, "mean"), _vector(channels, "inverse_root")
     results = [_vector(channels, name) for name in ("grad_bias", "grad_weight")]
     gradients = _Gradients(read, mean, inverse, results)
-    return _function([*read, mean, inverse, *results], gradients.kernels())
+    parameters = [*read, mean, inverse, *results]
+    return scheduled_function(parameters, sequence(gradients.kernels()))
 
 
 class _Sums(ABC):
@@ -83,6 +83,7 @@ class _Sums(ABC):
         wanted = min(-(-self.rows // (self.height * _EACH)), max(1, _BLOCKS // self.tiles))
         self.stretch = -(-self.rows // wanted)
         self.parts = -(-self.rows // self.stretch)
+        self.indexer = Indexer()
         self.partial = _vector(self.parts * self.size * self.channels, "parts")
 
     @abstractmethod
@@ -107,7 +108,6 @@ class _Sums(ABC):
 
     def kernels(self) -> list[tirx.Stmt]:
         """Return the kernels: one, or a second one that combines the values of several blocks."""
-        self.indexer = Indexer()
         threads = self.across * self.height
         first = launch(self.indexer, self.tiles * self.parts, threads, self._block)
         if self.parts == 1:
@@ -154,7 +154,7 @@ class _Sums(ABC):
         if self.channels % self.width:
             inside = tirx.And(inside, column < integer(self.channels))
         combined = self._combined(
-            integer(self.height),
+            self.height,
             lambda h, s: load(shared, at_height(h, s, thread)),
             lambda values: self._put(part, column, values),
         )
@@ -202,7 +202,7 @@ class _Sums(ABC):
 
     def _combined(
         self,
-        count: Expr,
+        count: int,
         value: Callable[[Expr, Expr], Expr],
         end: Callable[[Values], list[tirx.Stmt]],
         first: Expr = _ZERO,
@@ -222,11 +222,15 @@ class _Sums(ABC):
             new = self.merged([load(total, s) for s in numbers], [value(part, s) for s in numbers])
             # From the last one on: a value of a part depends on those before it.
             stores = [store(total, n, s) for n, s in zip(new, numbers, strict=True)][::-1]
-            return when(None if step == 1 else part < count, stores)
+            return when(None if step == 1 else part < integer(count), stores)
 
-        steps = int(count) if step == 1 else -(-int(count) // step)
         zeros = [store(total, _number(0.0), s) for s in numbers]
-        return [room, *zeros, loop(steps, merge), *end([load(total, s) for s in numbers])]
+        return [
+            room,
+            *zeros,
+            loop(-(-count // step), merge),
+            *end([load(total, s) for s in numbers]),
+        ]
 
     def _put(self, part: Expr, channel: Expr, values: Values) -> list[tirx.Stmt]:
         """Return the statements that store a block's values of a channel."""
@@ -252,14 +256,14 @@ class _Sums(ABC):
             return (h * integer(self.size) + s) * integer(WARP) + thread % integer(WARP)
 
         some = self._combined(
-            integer(self.parts),
+            self.parts,
             lambda part, s: load(self.partial, self._place(part, s, near)),
             lambda values: [store(shared, v, at(height, integer(s))) for s, v in enumerate(values)],
             first=height,
             step=_COMBINING,
         )
         both = self._combined(
-            integer(_COMBINING),
+            _COMBINING,
             lambda h, s: load(shared, at(h, s)),
             lambda values: self.finish(channel, values),
         )
@@ -367,12 +371,6 @@ def _number(value: float) -> Expr:
 def _wide(value: Expr, dtype: str) -> Expr:
     value = from_memory(value, dtype)
     return tirx.Cast(_FLOAT, value) if dtype == "float16" else value
-
-
-def _function(parameters: Sequence[Buffer], statements: Sequence[tirx.Stmt]) -> tirx.PrimFunc:
-    root = SBlockRealize([], True, SBlock([], [], [], "root", sequence(statements)))
-    function = tirx.PrimFunc(list(parameters), root)
-    return marked_scheduled(function.with_attrs({"tirx.noalias": True, "s_tir": True}))
 
 
 __all__ = ["channel_gradients", "channel_statistics"]

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from tvm import tirx
 from tvm.ir import Expr
-from tvm.s_tir import SBlock, SBlockRealize
 
-from tvmbridge.schedules import marked_scheduled
+from tvmbridge.schedules import scheduled_function
 from tvmbridge.schedules.gpu.threads import WARP, allocate_in, barrier, exchanged, launch, when
 from tvmbridge.schedules.indexing import Indexer, integer
 from tvmbridge.schedules.loops import load, loop, store, vector_loop
@@ -44,9 +43,7 @@ def few_row_product(rows: int, columns: int, depth: int) -> tirx.PrimFunc:
     )
     out = tirx.decl_buffer([integer(rows), integer(columns)], "float32", "out")
     body = _Product(rows, columns, depth, x, w, out).kernel()
-    root = SBlockRealize([], True, SBlock([], [], [], "root", body))
-    function = tirx.PrimFunc([x, w, out], root)
-    return marked_scheduled(function.with_attrs({"tirx.noalias": True, "s_tir": True}))
+    return scheduled_function([x, w, out], body)
 
 
 class _Product:

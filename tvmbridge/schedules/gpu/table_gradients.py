@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from tvm import tirx
 from tvm.ir import Expr
-from tvm.s_tir import SBlock, SBlockRealize
 
-from tvmbridge.schedules import marked_scheduled
+from tvmbridge.schedules import scheduled_function
 from tvmbridge.schedules.gpu.elementwise import over_elements
 from tvmbridge.schedules.gpu.threads import WARP, allocate_in, barrier, exchanged, launch, when
 from tvmbridge.schedules.indexing import Indexer, index_var, integer
@@ -41,9 +40,7 @@ def table_gradient(
     index = tirx.decl_buffer([integer(count)], index_dtype, "index")
     out = tirx.decl_buffer([integer(rows), integer(columns)], dtype, "out")
     body = sequence(_Gradient(values, index, out).kernels())
-    root = SBlockRealize([], True, SBlock([], [], [], "root", body))
-    function = tirx.PrimFunc([values, index, out], root)
-    return marked_scheduled(function.with_attrs({"tirx.noalias": True, "s_tir": True}))
+    return scheduled_function([values, index, out], body)
 
 
 def _width(columns: int) -> int:
