@@ -101,3 +101,18 @@ def test_kernels_that_take_indices_for_dense_are_asked_on_dense_ones(dtype: torc
     op = torch.ops.aten.adaptive_max_pool3d_backward.default
     for _ in range(20):
         assert kernel_dtypes(op, (pooled, x, places), {}) == [dtype]
+
+
+def test_kernels_are_asked_on_expanded_zeros_where_the_trace_has_an_expanded_tensor() -> None:
+    """A tensor of 4 TB, which is one number expanded, takes no memory."""
+    x = torch.empty(1, device="meta").expand(1 << 40)
+    places = torch.empty(3, dtype=torch.int64, device="meta")
+    assert kernel_dtypes(aten.index.Tensor, (x, [places]), {}) == [torch.float32]
+    assert kernel_dtypes(aten.gather.default, (x, 0, places), {}) == [torch.float32]
+    module = Function(lambda x, i: x.expand(1 << 40)[i] * 2).eval()
+    x, i = torch.randn(1), torch.tensor([0, (1 << 40) - 1, -1])
+    expected = module(x, i)
+    tvmbridge.add_tvm_dispatch(module, (x, i))
+    assert torch.equal(module(x, i), expected)
+    with pytest.raises(IndexError, match="out of bounds"):
+        module(x, i + 1)

@@ -139,8 +139,15 @@ def _may_be_tried(op: OpOverload, tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _zeros(tensor: torch.Tensor, device: str) -> torch.Tensor:
-    # Contiguous, because some kernels ignore the strides of indices.
-    return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+    """Return zeros of the tensor's shape and dtype; an expanded tensor's take no more memory."""
+    shape = list(tensor.shape)
+    # Some kernels ignore the strides of indices.
+    if tensor.layout is torch.strided and tensor.dtype not in (torch.int32, torch.int64):
+        shape = [
+            min(extent, 1) if stride == 0 else extent
+            for extent, stride in zip(shape, tensor.stride(), strict=True)
+        ]
+    return torch.zeros(shape, dtype=tensor.dtype, device=device).expand(tensor.shape)
 
 
 def promoting_as_kernels(table: Mapping[Any, Decomposition]) -> dict[Any, Decomposition]:
