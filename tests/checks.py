@@ -152,6 +152,33 @@ def _state_of_the_process(_seeds: None) -> Iterator[None]:
     assert [name for name in left if "precision" not in name and name != "settings"] == []
 
 
+@pytest.fixture(autouse=True)
+def _state_after_refusals(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With ``--watch-state``, check that each refused compilation leaves PyTorch's state unchanged.
+
+    A whole test may restore, or change, what a refusal within it has changed. The generator of
+    random numbers and the settings of TorchDynamo are compared too.
+    """
+    left: list[list[str]] = []
+    tried = compiler.Compiler._tried
+
+    @functools.wraps(tried)
+    def watched(*args: Any) -> Any:
+        before = {**process_state.now(), **process_state.more()}
+        try:
+            return tried(*args)
+        except BaseException:
+            after = {**process_state.now(), **process_state.more()}
+            left.append(process_state.changed(before, after))
+            raise
+
+    with pytest.MonkeyPatch.context() as patch:
+        if request.config.getoption("--watch-state"):
+            patch.setattr(compiler.Compiler, "_tried", watched)
+        yield
+    assert [names for names in left if names] == []
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _checked_passes() -> Iterator[None]:
     for found in pkgutil.iter_modules(tvmbridge.passes.relax.__path__):

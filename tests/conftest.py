@@ -18,6 +18,14 @@ from tvmbridge.core import compiled_half
 os.environ.setdefault(compiled_half.FOLDER, str(compiled_half.halves_folder()))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--watch-state",
+        action="store_true",
+        help="compare PyTorch's global state before and after each refusal, which takes longer",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Compile the missing C++ halves, once for all workers; load the checks into the others."""
     is_worker = hasattr(config, "workerinput")

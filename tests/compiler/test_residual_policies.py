@@ -104,6 +104,46 @@ def test_a_write_before_backward_raises_or_changes_nothing(trained: nn.Module, w
         assert isinstance(eager, str) or write != "a weight"
 
 
+class Scaled(nn.Module):
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(4, 6, dtype=torch.float64) + 0.5)
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x * self.weight)
+
+
+# Eager PyTorch saves the result of each for backward.
+SAVED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "prod": torch.prod,
+    "prod of rows": lambda y: y.prod(1),
+    "cumprod": lambda y: y.cumprod(1),
+    "amax": lambda y: y.amax(1),
+    "cholesky": lambda y: torch.linalg.cholesky(y @ y.mT + torch.eye(4, dtype=y.dtype)),
+    "inv": lambda y: torch.linalg.inv(y[:, :4]),
+    "logsumexp": lambda y: y.logsumexp(1),
+}
+
+
+@pytest.mark.parametrize("name", thinned(SAVED, 3))
+def test_a_write_into_an_output_that_eager_saves_raises_or_changes_nothing(name: str) -> None:
+    module = Scaled(SAVED[name])
+    x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+    expected = torch.autograd.grad(module(x).sum(), [x, module.weight])
+    add_tvm_dispatch(module, x)
+    output = module(x)
+    cotangent = torch.ones_like(output)
+    with torch.no_grad():
+        output.detach().mul_(-3.0).add_(7.0)
+    try:
+        found = torch.autograd.grad(output, [x, module.weight], cotangent)
+    except RuntimeError as error:
+        assert "modified by an inplace operation" in str(error)
+    else:
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-11)
+
+
 def test_backward_twice(trained: nn.Module) -> None:
     x = torch.randn(4, 8, dtype=torch.float64, requires_grad=True)
     output = trained(x).sum()
