@@ -100,7 +100,7 @@ def fused_kernel(
 
 
 def _real(tensor: torch.Tensor, alignment: int = 1) -> torch.Tensor:
-    """Return a real, uninitialized tensor with the dtype, the device, and the shape of a traced one.
+    """Return a real, uninitialized tensor with a traced one's dtype, device, and shape.
 
     The last dimension is rounded up to a multiple of ``alignment``.
     """
