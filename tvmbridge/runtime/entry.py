@@ -96,6 +96,8 @@ class CompiledEntry:
         self.slow_calls = 0
         # The addresses of the module's tensors when the last fast path was built.
         self.addresses: list[int] = []
+        # How many fast paths were built that are not bound to those addresses.
+        self.moves = 0
         # Decides whether this code is faster than the module's own forward; None: no trial yet.
         self.trial: SpeedTrial | None = None
 

@@ -187,7 +187,7 @@ def versions_of(tensors: tuple[torch.Tensor, ...]) -> tuple[int, ...]:
     return found
 
 
-# A :class:`MovingTensors` fits no more after so many calls in which no tensor has moved.
+# The first :class:`MovingTensors` of code fits no more after so many calls without a move.
 _AT_REST = 8
 
 
@@ -196,17 +196,21 @@ class MovingTensors:
 
     Everything but values and addresses must be as it was at the creation. Once the addresses stay
     the same, :meth:`fit` says so: code that is bound to the addresses is faster.
+
+    Args:
+        moves: how often the tensors have begun to move before. Each time they must stay for eight
+            times as many calls as the time before, since it takes long to bind code to addresses.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], moves: int) -> None:
         self._tensors = tuple(tensors)
         self._alike = alike(self._tensors)
         self._addresses: list[int] = []
-        self._rest = 0
+        self._rest, self._at_rest = 0, _AT_REST ** (1 + moves)
 
     def fit(self) -> bool:
         """Whether the tensors are like those at the creation, and have not come to rest."""
         addresses = list(map(_data_ptr, self._tensors))
         self._rest = self._rest + 1 if addresses == self._addresses else 0
         self._addresses = addresses
-        return self._rest < _AT_REST and self._alike(*self._tensors)
+        return self._rest < self._at_rest and self._alike(*self._tensors)
