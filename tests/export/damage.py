@@ -117,7 +117,10 @@ def special_files(folder: Path) -> Iterator[tuple[str, Path]]:
     yield from (("path below a file", folder / "empty" / "x"), ("long name", folder / ("x" * 300)))
 
 
-def _edited(intact: Path, folder: Path, count: int, seed: int) -> Iterator[tuple[str, Path]]:
+def edited_files(
+    intact: Path, folder: Path, count: int, seed: int = 0
+) -> Iterator[tuple[str, Path]]:
+    """Return what is wrong and the path of ``count`` damaged copies of ``intact``."""
     draw, content = random.Random(seed), intact.read_bytes()
     for number in range(count):
         name = list(EDITS)[number % len(EDITS)]
@@ -150,7 +153,7 @@ def damaged_files(folder: Path, count: int, seed: int = 0) -> Iterator[tuple[str
     """Return what is wrong and the path of ``count`` damaged files, and of some special ones."""
     yield from special_files(folder / "special")
     yield from _beside(folder, seed)
-    yield from _edited(exported(folder), folder, count, seed)
+    yield from edited_files(exported(folder), folder, count, seed)
 
 
 def _fault(command: Sequence[str], path: Path) -> str:

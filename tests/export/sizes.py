@@ -106,7 +106,7 @@ MODELS = {
         _tokens,
         [(1, 32, 1), (2, 256, 1)],
         (3, 17),
-        lambda b, n: dict.fromkeys(("input_ids", "attention_mask"), {0: b, 1: n}),
+        lambda b, n: {name: {0: b, 1: n} for name in ("input_ids", "attention_mask")},
     ),
     "decoder": Sized(
         Decoder,
@@ -115,9 +115,11 @@ MODELS = {
         (4, 9),
         lambda b, n: {"tokens": {0: b, 1: n}},
     ),
-    "strided": Sized(Strided, _image, [(1, 8, 1), (8, 160, 1), (8, 160, 1)], (2, 32, 40), _of_image),
+    "strided": Sized(
+        Strided, _image, [(1, 8, 1), (9, 160, 1), (9, 160, 1)], (2, 32, 40), _of_image
+    ),
     "unet": Sized(UNet, _image, [(1, 4, 1), (4, 128, 2), (4, 128, 2)], (2, 16, 32), _of_image),
-}  # fmt: skip
+}
 
 
 def outcome(module: nn.Module, arguments: tuple[torch.Tensor, ...], path: Path) -> tuple[str, str]:

@@ -47,7 +47,8 @@ from tvmbridge.symbolic.code import Points, lowered_at_all, traced_for
 from tvmbridge.symbolic.declared import DeclaredDimension, declared, symbols_of
 from tvmbridge.symbolic.probes import points_within
 from tvmbridge.symbolic.related import related
-from tvmbridge.symbolic.sizes import DifferentCodeError, Point
+from tvmbridge.symbolic.size import Point
+from tvmbridge.symbolic.sizes import DifferentCodeError
 from tvmbridge.symbolic.symbols import Dimension, LinearSize, Symbols
 
 _FIXED = "leave these dimensions out of dynamic_shapes, and export one file for each of their sizes"

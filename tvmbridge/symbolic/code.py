@@ -44,7 +44,8 @@ from tvmbridge.graph_capture.relations import Relations
 from tvmbridge.symbolic.building import build_for_all, refused_as_different
 from tvmbridge.symbolic.descriptions import at, merged
 from tvmbridge.symbolic.eager_parts import EagerParts, described_parts, with_parts
-from tvmbridge.symbolic.sizes import DifferentCodeError, Point, Size, Sizes
+from tvmbridge.symbolic.size import Point, Size
+from tvmbridge.symbolic.sizes import DifferentCodeError, Sizes
 from tvmbridge.symbolic.symbols import LEAST_SIZE, Symbols
 
 _NO_ASSUMPTIONS = Assumptions(training=False)
