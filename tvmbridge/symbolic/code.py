@@ -81,10 +81,11 @@ class Points:
         """Return a new search for numbers of code as functions of the symbols.
 
         Args:
-            with_ones: whether the code shall serve the size below a small floor that is a sample.
+            with_ones: whether the code shall serve a small floor, and the size below a small floor
+                that is a sample.
         """
         least = tuple(
-            n - 1 if with_ones and n == floor <= _SMALL_FLOOR else n
+            max(floor, n - 1) - (n == floor) if with_ones and n <= _SMALL_FLOOR else n
             for n, floor in zip(self.least, self._floors, strict=True)
         )
         return Sizes(self.all, self.traced, least)
