@@ -108,6 +108,9 @@ class _Training:
         self._lease: weakref.ref[Lease] | None = None
         # Another thread's forward would overwrite the residuals before they are leased.
         self._starting = threading.Lock()
+        # The residuals in the forward graph's memory, and tensors there that do not keep it.
+        self._residuals: Residuals = ()
+        self._lent: tuple[torch.Tensor, ...] | None = None
 
         def forward(inputs: Tensors) -> list[Any]:
             (*outputs, residuals), primals = code.run(inputs, held.forward)
@@ -134,9 +137,6 @@ class _Training:
             return partial.results(values, bound)
 
         self._memory = self._partials_memory = code.memory()
-        # The residuals in the forward graph's memory, and tensors there that do not keep it.
-        self._residuals: Residuals = ()
-        self._lent: tuple[torch.Tensor, ...] | None = None
         kept = [number for number, _ in call.parts.kept_outputs]
         self._forward = code.call("forward", forward, self._memory, self._outputs, kept)
         self._backward = code.call("backward", backward, self._memory)

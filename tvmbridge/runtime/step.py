@@ -32,8 +32,8 @@ WRITTEN = (
 _NOTHING = nullcontext()
 
 _FAILED = (
-    "an earlier backward of this call ended with an error, and has freed values that backward reads: "
-    "run forward again"
+    "an earlier backward of this call ended with an error, and has freed values that backward "
+    "reads: run forward again"
 )
 
 _FREED = (
