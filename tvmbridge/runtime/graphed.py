@@ -124,7 +124,7 @@ class _Training:
 
         def backward(cotangents: Tensors) -> list[torch.Tensor]:
             values = [*read(), *cotangents]
-            self._residuals, self._partials_memory = self._lent, code.memory()
+            self._residuals, self._partials_memory = self._lent or (), code.memory()
             with residuals_emptied():
                 return code.compiled.backward(values, held.backward)
 

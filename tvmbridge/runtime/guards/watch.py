@@ -206,7 +206,8 @@ class MovingTensors:
         self._tensors = tuple(tensors)
         self._alike = alike(self._tensors)
         self._addresses: list[int] = []
-        self._rest, self._least = 0, _AT_REST if before is None else before._least
+        self._rest = 0
+        self._least: int = _AT_REST if before is None else before._least
 
     def fit(self) -> bool:
         """Whether the tensors are like those at the creation, and have not come to rest."""
