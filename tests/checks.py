@@ -98,8 +98,8 @@ def _stack() -> list[Any]:
 for _parser in (relax_parser, module_parser):
     _parser.inspect = SimpleNamespace(**{**vars(inspect), "stack": _stack})
 
-# A seed keeps a formatted stack for each kind of device that is not there yet, and a fake mode keeps
-# one too: under pytest's hundred frames, a millisecond each.
+# A seed keeps a formatted stack for each kind of device that is not there yet, and a fake mode
+# keeps one too: under pytest's hundred frames, a millisecond each.
 _NO_STACKS = SimpleNamespace(**{**vars(traceback), "format_stack": list, "extract_stack": list})
 for _module in (torch.cuda, torch.mtia, torch.xpu, fake_tensor):
     _module.traceback = _NO_STACKS  # type: ignore[attr-defined]

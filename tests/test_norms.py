@@ -11,6 +11,7 @@ from torch import nn
 
 from tests.joint_cases import Case
 from tests.joint_steps import assert_same, assert_served, build, dispatched, step
+from tests.thinned import but_slow
 from tvmbridge import CaptureError, add_tvm_dispatch
 from tvmbridge.dispatch import _code_of
 
@@ -166,7 +167,7 @@ def test_the_default_epsilon_of_rms_norm_in_half_precision() -> None:
         torch.testing.assert_close(module(x), expected, rtol=2**-7, atol=0)
 
 
-@pytest.mark.parametrize("copied", [False, True], ids=["buffers", "clones"])
+@pytest.mark.parametrize("copied", but_slow([False, True], True), ids=["buffers", "clones"])
 def test_statistics_that_a_later_norm_updates_are_those_that_forward_read(copied: bool) -> None:
     class Both(nn.Module):
         """A batch norm in eval mode, and then in train mode, on the same buffers."""

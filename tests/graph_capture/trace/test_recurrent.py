@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.thinned import thinned
 from tvmbridge import add_tvm_dispatch, dispatch_report
 from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.graph_capture.trace.function_table import FunctionTable
@@ -112,8 +114,7 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("dtype", _BOUNDS)
-@pytest.mark.parametrize("kind", _KINDS)
+@pytest.mark.parametrize(("kind", "dtype"), thinned(itertools.product(_KINDS, _BOUNDS), 3))
 def test_layers_are_those_of_eager_pytorch(kind: str, dtype: torch.dtype) -> None:
     for options in _VARIANTS:
         if "proj_size" in options and kind != "LSTM":

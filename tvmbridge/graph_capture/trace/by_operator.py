@@ -61,7 +61,7 @@ def decomposed(program: ExportedProgram, table: Table, settings: Hashable) -> Ex
         settings: PyTorch's settings, on which decompositions may depend.
     """
     try:
-        return _by_operator(program, table, (settings, frozenset(table.items())))
+        return _by_operator(program, table, (settings, _token(table)))
     except NotByOperatorError as reason:
         logger.debug("the program is decomposed as a whole: %s", reason)
     return program.run_decompositions(table)
