@@ -67,6 +67,20 @@ def decomposed(program: ExportedProgram, table: Table, settings: Hashable) -> Ex
     return program.run_decompositions(table)
 
 
+# The last tables, which differ between inference and training, each with an object of its own.
+_TABLES: list[tuple[Table, object]] = []
+_MOST_TABLES = 4
+
+
+def _token(table: Table) -> object:
+    """Return the same object for equal tables; hashing a thousand operators takes milliseconds."""
+    for known, token in _TABLES:
+        if known == table:
+            return token
+    _TABLES[:] = [(dict(table), object()), *_TABLES][:_MOST_TABLES]
+    return _TABLES[0][1]
+
+
 def _by_operator(program: ExportedProgram, table: Table, surroundings: Hashable) -> ExportedProgram:
     _refuse_unlike(program)
     with as_run_decompositions(program.graph_module, table) as (mode, decompositions):
