@@ -11,12 +11,13 @@ After::
 
     def forward(x):                     def backward(x, residuals, ct):
         ...                                 r = residuals[0]
-        residuals = (r,)                    lv = R.multiply(r, ct)
-        results = (y, residuals)
+        residuals = (r,)                    _ = empty_residuals(residuals)
+        results = (y, residuals)            lv = R.multiply(r, ct)
         return results
 
 The caller passes one object from forward to backward, so no tensor in it is converted between TVM
-and PyTorch.
+and PyTorch. If the caller allows it (``kernels/allocation.py``), ``empty_residuals`` drops what the
+object holds. Each residual is then freed after its last use in backward, and not at its end.
 
 Requires: one dataflow block; forward returns a tuple. Guarantees: the other results and parameters
 keep their order. Runs after: all passes that refer to results or parameters by number. Runs before:
@@ -31,6 +32,7 @@ from dataclasses import dataclass
 import tvm
 from tvm import relax
 
+from tvmbridge.kernels.allocation import EMPTY_RESIDUALS
 from tvmbridge.passes.base import (
     PassReport,
     RelaxPass,
@@ -88,7 +90,15 @@ class BundleResiduals(RelaxPass):
         others = list(inside.params)
         parameters = [*others[: self.first], residuals, *others[self.first :]]
         bindings = [binding(f, relax.TupleGetItem(residuals, i)) for i, f in enumerate(fields)]
+        bindings.append(_emptied(residuals))
         return with_bindings(inside, [*bindings, *_bindings(inside)], parameters=parameters)
+
+
+def _emptied(residuals: relax.Var) -> relax.Binding:
+    nothing = relax.TupleType([])
+    callee = relax.ExternFunc(EMPTY_RESIDUALS)
+    call = relax.op.call_pure_packed(callee, residuals, ty_args=[nothing])
+    return binding(relax.DataflowVar("_", nothing), call)
 
 
 def _bindings(function: relax.Function) -> list[relax.Binding]:

@@ -33,8 +33,9 @@ def renewed_path(
         return None
     held = [t for t in tensors if t is not None]
     before, entry.addresses = entry.addresses, [t.data_ptr() for t in held]
-    fast = None
-    if entry.slow_calls > 1 and before != entry.addresses:
+    moving, fast = entry.moving, None
+    moves = entry.slow_calls > 1 if moving is None else not moving.end_rest()
+    if moves and before != entry.addresses:
         fast = _moving_path(entry, signature, leaves, held)
     fast = fast or _pinned_path(entry, signature, leaves, held)
     # Another thread may have changed the module since the full guards accepted the call.
@@ -56,7 +57,7 @@ def _moving_path(
     writes = entry.outputs.written_tensors(leaves, tensors)
     if entry.packs or entry.frozen is not None or writes:
         return None
-    moving = MovingTensors(tensors)
+    moving = entry.moving = MovingTensors(tensors, entry.moving)
     guard = FastGuard(entry.state, signature, leaves, moving, writes, entry.records_writes)
     return FastPath(entry, guard, list(tensors), entry.layouts.strides(leaves, tensors))
 
