@@ -74,6 +74,7 @@ def test_zeros_where_eager_has_zeros() -> None:
     assert torch.equal(mine.gradients["w"], torch.zeros(6, dtype=torch.float64))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow  # tests/test_norms.py has an evaluation after two steps
 def test_evaluation_with_gradients() -> None:
     module, args = build(CASES["convolutions"])
     ours, _ = dispatched(module, args, "auto")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.thinned import thinned
+from tests.thinned import covering
 from tvmbridge import add_tvm_dispatch, dispatch_report
 from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.graph_capture.trace.function_table import FunctionTable
@@ -114,7 +113,7 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize(("kind", "dtype"), thinned(itertools.product(_KINDS, _BOUNDS), 3))
+@pytest.mark.parametrize(("kind", "dtype"), covering([*_KINDS], [*_BOUNDS]))
 def test_layers_are_those_of_eager_pytorch(kind: str, dtype: torch.dtype) -> None:
     for options in _VARIANTS:
         if "proj_size" in options and kind != "LSTM":

@@ -69,9 +69,7 @@ class Expected:
         with R.dataflow():
             sine = residuals[0]
             cosine = residuals[1]
-            _ = R.call_pure_packed(
-                "tvmbridge.empty_residuals", residuals, ty_args=R.Tuple()
-            )
+            _ = R.call_pure_packed("tvmbridge.empty_residuals", residuals, ty_args=R.Tuple())
             difference = R.subtract(R.multiply(cosine, cosine), R.multiply(sine, sine))
             gradient = R.multiply(ct, difference)
             gv = (gradient,)
