@@ -102,6 +102,7 @@ def test_two_steps_and_an_evaluation_equal_eager(joint: str, names: tuple[str, .
     assert_served(ours, 3)
 
 
+@pytest.mark.slow  # tests/runtime/test_modules.py has a call without gradients
 def test_statistics_move_without_gradients_too() -> None:
     module, args = build(case("batch2d", "batch2d, cumulative", "instance3d, tracking"))
     ours = copy.deepcopy(module.requires_grad_(False))
