@@ -130,8 +130,12 @@ def _direct(entry: CompiledEntry, bound: Bound, leaves: int) -> Direct | None:
 def _code_to_graph(
     entry: CompiledEntry, tensors: Sequence[torch.Tensor], strides: Strides
 ) -> GraphedCode | None:
-    """Return the code prepared for CUDA graphs; None if a call does more than launch kernels."""
-    if entry.given.converts or not entry.compiled.cuda_graphs:
+    """Return the code prepared for CUDA graphs; None if a call does more than launch kernels.
+
+    Tensors that have moved from call to call get no graphs: a capture empties the allocator's
+    cache, so that the tensors of other blocks that FSDP gathers would move, and lose their graphs.
+    """
+    if entry.given.converts or entry.moving is not None or not entry.compiled.cuda_graphs:
         return None
     counts = entry.graph_replays, entry.graph_skips
     return GraphedCode(entry.compiled, tensors, strides, entry.given.of_inputs, *counts)

@@ -63,8 +63,8 @@ def fused_kernel(
     """Return the fused kernel that PyTorch can run for attention on these tensors.
 
     The tensors have the shape (batch, heads, tokens, size). If ``enable_gqa``, key and value may
-    have fewer heads than the query, each for a group of the query's heads. A head whose size is no
-    multiple of 8 is padded with zeros, by `fused_attention` as by PyTorch.
+    have fewer heads than the query, each for a group of the query's heads. For the flash kernel
+    alone, heads whose size is no multiple of 8 are padded with zeros, as by PyTorch.
 
     Returns:
         "cudnn" if PyTorch itself would choose cuDNN, otherwise "flash" or "efficient", or "" if no
@@ -84,17 +84,18 @@ def fused_kernel(
         return ""
     if not 0.0 <= dropout_p < 1.0:
         return ""
-    backends = torch.backends.cuda
+    backends, padded = torch.backends.cuda, query.shape[-1] % _SIZE_ALIGNMENT != 0
     with disable_current_modes(), DisablePythonDispatcher():
         q, k, v = (_real(t, _SIZE_ALIGNMENT) for t in tensors)
         bias = None if mask is None else _real(mask).expand(*q.shape[:3], k.shape[2])
         given = q, k, v, bias, dropout_p, is_causal
-        if bias is None and chosen_attention(*given, enable_gqa=grouped) == _CUDNN_CHOICE:
+        plain = bias is None and not padded
+        if plain and chosen_attention(*given, enable_gqa=grouped) == _CUDNN_CHOICE:
             return CUDNN
         params = backends.SDPAParams(*given, grouped)
         if query.dtype is not torch.float32 and backends.can_use_flash_attention(params):
             return FLASH
-        if not grouped and backends.can_use_efficient_attention(params):
+        if not (grouped or padded) and backends.can_use_efficient_attention(params):
             return EFFICIENT
     return ""
 
