@@ -50,7 +50,6 @@ from tvmbridge.graph_capture.observe.refusal import (
     raise_if_forward_refuses,
     user_line,
 )
-from tvmbridge.graph_capture.observe.settings import settings_now
 from tvmbridge.graph_capture.observe.staging import StagedModule, staged
 from tvmbridge.graph_capture.observe.undo import current_undo
 from tvmbridge.graph_capture.open_masks import OpenMask, drop_open_masks
@@ -352,7 +351,7 @@ def _taken_apart(program: ExportedProgram, table: dict[Any, Callable[..., Any]])
     without_drops = inductor_config().patch(fallback_random=True)
     prepared = composites_prepared_for(program)
     with without_drops, prepared, strides_of_kernels():
-        program = decomposed(program, table, tuple(settings_now().values()))
+        program = decomposed(program, table)
     drop_empty_operands(program.graph)
     tidy_draws(program)
     device = device_of(program)

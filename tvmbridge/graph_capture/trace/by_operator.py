@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,7 +33,6 @@ from tvmbridge.core.torch_private.decomposing import as_run_decompositions
 from tvmbridge.graph_capture.trace.operator_traces import (
     NotByOperatorError,
     OperatorTrace,
-    Strided,
     Table,
     Traces,
     is_known_number,
@@ -54,39 +53,21 @@ _INPUTS = (
 )
 
 
-def decomposed(program: ExportedProgram, table: Table, settings: Hashable) -> ExportedProgram:
-    """Return ``program.run_decompositions(table)``, operator by operator where that is the same.
-
-    Args:
-        settings: PyTorch's settings, on which decompositions may depend.
-    """
+def decomposed(program: ExportedProgram, table: Table) -> ExportedProgram:
+    """Return ``program.run_decompositions(table)``, operator by operator where that is the same."""
     try:
-        return _by_operator(program, table, (settings, _token(table)))
+        return _by_operator(program, table)
     except NotByOperatorError as reason:
         logger.debug("the program is decomposed as a whole: %s", reason)
     return program.run_decompositions(table)
 
 
-# The last tables, which differ between inference and training, each with an object of its own.
-_TABLES: list[tuple[Table, object]] = []
-_MOST_TABLES = 4
-
-
-def _token(table: Table) -> object:
-    """Return the same object for equal tables; hashing a thousand operators takes milliseconds."""
-    for known, token in _TABLES:
-        if known == table:
-            return token
-    _TABLES[:] = [(dict(table), object()), *_TABLES][:_MOST_TABLES]
-    return _TABLES[0][1]
-
-
-def _by_operator(program: ExportedProgram, table: Table, surroundings: Hashable) -> ExportedProgram:
+def _by_operator(program: ExportedProgram, table: Table) -> ExportedProgram:
     _refuse_unlike(program)
     with as_run_decompositions(program.graph_module, table) as (mode, decompositions):
         if mode is None:
             raise NotByOperatorError("it has no tensors")
-        graph = _Copier(Traces(decompositions, surroundings)).copied(program.graph)
+        graph = _Copier(Traces(decompositions)).copied(program.graph)
     graph.eliminate_dead_code()
     found = ExportedProgram(
         root={},  # A module would have its source generated for nothing.
@@ -156,7 +137,7 @@ class _Copier:
                 copy.name = node.name  # fx gives another name to ``input`` and ``max``
                 value = node.meta.get("val")
                 if isinstance(value, FakeTensor) and value.constant is not None:
-                    copy.meta["val"] = value = Strided.of(value).empty()  # it may differ at a call
+                    copy.meta["val"] = value = _like(value)  # its number may differ at a call
                 self._values[copy] = value
             else:
                 results = fx.map_arg(node.args[0], self._nodes.__getitem__)
@@ -206,7 +187,7 @@ class _Copier:
     def _value(self, node: fx.Node, copy: fx.Node, trace: OperatorTrace) -> Any:
         """Return a fake value for ``copy``, a node made from ``node``."""
         if node not in trace.views:
-            return pytree.tree_map_only(Strided, Strided.empty, node.meta["val"])
+            return pytree.tree_map_only(torch.Tensor, _like, node.meta["val"])
         args, kwargs = fx.map_arg((copy.args, copy.kwargs), self._values.__getitem__)
         value = copy.target(*args, **kwargs)  # type: ignore[operator]
         return pytree.tree_map_only(torch.Tensor, _without_gradient, value)
@@ -227,6 +208,10 @@ def _name(target: Any) -> str | None:
 def _without_gradient(fake: torch.Tensor) -> torch.Tensor:
     """Return ``fake``; a view of it if it requires a gradient, as views of parameters do."""
     return fake.detach() if fake.requires_grad else fake
+
+
+def _like(fake: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
 
 
 def _signature(signature: ExportGraphSignature, graph: fx.Graph) -> ExportGraphSignature:

@@ -1,13 +1,9 @@
-"""The decompositions of the calls of programs, each distinct call traced once.
-
-The programs of a module, one for each mode and each size, make most of their calls alike. So the
-decompositions of calls without symbols are kept for later programs.
-"""
+"""The decompositions of the calls of a program, each distinct call traced once."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -64,46 +60,12 @@ class NotByOperatorError(Exception):
 class OperatorTrace:
     """The decomposition of one call.
 
-    - ``graph``: its operators; the placeholders are the operands that are tensors or symbols. The
-      values of the nodes are layouts in place of tensors.
+    - ``graph``: its operators; the placeholders are the operands that are tensors or symbols.
     - ``views``: the nodes whose result shares memory with an operand or an earlier result.
     """
 
     graph: fx.Graph
     views: frozenset[fx.Node]
-
-
-@dataclass(frozen=True)
-class Strided:
-    """The layout of a tensor: a fake tensor would keep its mode and the tensors of its program.
-
-    - ``shape``, ``stride``: numbers, or symbols.
-    - ``dtype``, ``device``: as those of the tensor.
-    """
-
-    shape: tuple[Any, ...]
-    stride: tuple[Any, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    @staticmethod
-    def of(tensor: torch.Tensor) -> Strided:
-        """Return the layout of ``tensor``."""
-        return Strided(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
-
-    @property
-    def is_static(self) -> bool:
-        """Whether no size is a symbol."""
-        return all(type(n) is int for n in (*self.shape, *self.stride))
-
-    def empty(self) -> torch.Tensor:
-        """Return an empty tensor with this layout; a fake one within a fake mode."""
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
-
-
-# Decompositions of calls without symbols, of all programs; forgotten if they are too many.
-_KEPT: dict[Any, OperatorTrace] = {}
-_MOST_KEPT = 4096
 
 
 @dataclass
@@ -112,12 +74,9 @@ class Traces:
 
     Args:
         table: the decompositions that are no kernels of composite operators.
-        surroundings: everything outside of a call that its decomposition may depend on, such as
-            the whole table and PyTorch's settings.
     """
 
     table: Table
-    surroundings: Hashable
     known: dict[Any, OperatorTrace] = field(default_factory=dict)
 
     def of(self, func: OpOverload, leaves: Sequence[Any], structure: Any) -> OperatorTrace:
@@ -130,21 +89,7 @@ class Traces:
         except TypeError as error:
             raise NotByOperatorError(f"an argument of {func} has no hash") from error
         if found is None:
-            found = self.known[key] = self._kept(func, leaves, structure, key)
-        return found
-
-    def _kept(
-        self, func: OpOverload, leaves: Sequence[Any], structure: Any, key: Any
-    ) -> OperatorTrace:
-        """Return the decomposition of an equal call of any program, which is kept."""
-        key = self.surroundings, *key
-        found = _KEPT.get(key)
-        if found is None:
-            found = self._traced(func, leaves, structure)
-            if func.namespace == "aten" and _has_no_symbols(found.graph, leaves):
-                if len(_KEPT) >= _MOST_KEPT:
-                    _KEPT.clear()
-                _KEPT[key] = found
+            found = self.known[key] = self._traced(func, leaves, structure)
         return found
 
     def _traced(self, func: OpOverload, leaves: Sequence[Any], structure: Any) -> OperatorTrace:
@@ -164,19 +109,7 @@ class Traces:
         except WritesOperandError as error:
             # Batch norm writes its running statistics, which its schema does not declare.
             raise NotByOperatorError(f"{func} writes into an operand") from error
-        views = _views(graph)
-        for node in graph.nodes:
-            values = {"val": node.meta["val"]} if "val" in node.meta else {}
-            node.meta = pytree.tree_map_only(torch.Tensor, Strided.of, values)
-        return OperatorTrace(graph, views)
-
-
-def _has_no_symbols(graph: fx.Graph, leaves: Sequence[Any]) -> bool:
-    """Whether no size in a decomposition is a symbol, and no operand is one."""
-    if any(is_operand(leaf) and not _is_static(leaf) for leaf in leaves):
-        return False
-    values = pytree.tree_leaves([node.meta.get("val") for node in graph.nodes])
-    return all(v is None or (isinstance(v, Strided) and v.is_static) for v in values)
+        return OperatorTrace(graph, _views(graph))
 
 
 class _Received(TorchDispatchMode):
