@@ -108,6 +108,10 @@ class _Training:
         self._lease: weakref.ref[Lease] | None = None
         # Another thread's forward would overwrite the residuals before they are leased.
         self._starting = threading.Lock()
+        # The residuals in the forward graph's memory, and tensors there that do not keep it.
+        self._residuals: Residuals = ()
+        self._lent: tuple[torch.Tensor, ...] | None = None
+        self._memory = self._partials_memory = code.memory()
 
         def forward(inputs: Tensors) -> list[Any]:
             (*outputs, residuals), primals = code.run(inputs, held.forward)
@@ -133,10 +137,6 @@ class _Training:
             bound = held.for_partial(partial.loaded, len(values), [call.place_of_residuals])
             return partial.results(values, bound)
 
-        self._memory = self._partials_memory = code.memory()
-        # The residuals in the forward graph's memory, and tensors there that do not keep it.
-        self._residuals: Residuals = ()
-        self._lent: tuple[torch.Tensor, ...] | None = None
         kept = [number for number, _ in call.parts.kept_outputs]
         self._forward = code.call("forward", forward, self._memory, self._outputs, kept)
         self._backward = code.call("backward", backward, self._memory)

@@ -15,8 +15,8 @@ from tvmbridge.compiler.backward_code import BackwardPart
 from tvmbridge.compiler.executable import Bound, LoadedModule, Residuals, tensors_of
 from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.core.torch_private import backward_keeps_graph
-from tvmbridge.graph_capture.surroundings import hooks_of_user
 from tvmbridge.core.writes import version_of
+from tvmbridge.graph_capture.surroundings import hooks_of_user
 from tvmbridge.kernels.allocation import residuals_emptied
 from tvmbridge.runtime.cuda_graphs import Replayed
 from tvmbridge.runtime.guards.watch import Watch, versions_of
