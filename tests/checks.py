@@ -18,6 +18,7 @@ import logging
 import os
 import pkgutil
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -27,6 +28,7 @@ import pytest
 import torch
 import tvm
 from torch import nn
+from torch._subclasses import fake_tensor
 from tvm import relax
 from tvm.relax.script.parser import entry as relax_parser
 from tvm.script.parser.ir import entry as module_parser
@@ -95,6 +97,12 @@ def _stack() -> list[Any]:
 
 for _parser in (relax_parser, module_parser):
     _parser.inspect = SimpleNamespace(**{**vars(inspect), "stack": _stack})
+
+# A seed keeps a formatted stack for each kind of device that is not there yet, and a fake mode
+# keeps one too: under pytest's hundred frames, a millisecond each.
+_NO_STACKS = SimpleNamespace(**{**vars(traceback), "format_stack": list, "extract_stack": list})
+for _module in (torch.cuda, torch.mtia, torch.xpu, fake_tensor):
+    _module.traceback = _NO_STACKS  # type: ignore[attr-defined]
 
 # At exit, it would list the fallbacks of the hundreds of modules that tests dispatch.
 atexit.unregister(log_summaries)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import logging
+import operator
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -177,7 +178,8 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, list):
         return len(one) == len(other) and all(map(_same, one, other))
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(one[key] is other[key] for key in one)
+        there = map(other.__getitem__, one)
+        return one.keys() == other.keys() and all(map(operator.is_, one.values(), there))
     return bool(one == other)
 
 

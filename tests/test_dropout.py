@@ -168,7 +168,7 @@ class _Attending(_First):
         return y + weights.sum()  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("name", thinned(MODULES, 2))
+@pytest.mark.parametrize("name", thinned(MODULES, 4))
 def test_modules_equal_eager(name: str) -> None:
     factory, shape = MODULES[name]
     eager = factory().double().train()

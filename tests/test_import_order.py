@@ -78,13 +78,15 @@ def parsed(name: str) -> ast.Module:
     return ast.parse(FILES[name].read_text(encoding="utf-8"))
 
 
-def imported(name: str, *, when_loaded: bool = False) -> Iterator[tuple[str, int]]:
-    """Yield the modules of the package that a module imports, with line numbers.
+@functools.cache
+def imported(name: str, *, when_loaded: bool = False) -> list[tuple[str, int]]:
+    """Return the modules of the package that a module imports, with line numbers.
 
     Relative imports are resolved. ``when_loaded`` leaves out imports inside functions.
     """
     path = FILES[name]
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    found: list[tuple[str, int]] = []
     for node in statements(parsed(name), when_loaded):
         if isinstance(node, ast.Import):
             targets = [alias.name for alias in node.names]
@@ -98,14 +100,21 @@ def imported(name: str, *, when_loaded: bool = False) -> Iterator[tuple[str, int
             targets = [target if target in FILES else base for target in inner]
         else:
             continue
-        yield from ((t, node.lineno) for t in targets if t.split(".")[0] == "tvmbridge")
+        found += ((t, node.lineno) for t in targets if t.split(".")[0] == "tvmbridge")
+    return found
 
 
-def statements(tree: ast.AST, when_loaded: bool) -> Iterator[ast.AST]:
-    for node in ast.iter_child_nodes(tree):
-        yield node
-        if not (when_loaded and isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))):
-            yield from statements(node, when_loaded)
+def statements(tree: ast.AST, when_loaded: bool) -> Iterator[ast.stmt]:
+    """Yield the statements of a tree; without those of functions, if ``when_loaded``."""
+    left = [tree]
+    while left:
+        for node in ast.iter_child_nodes(left.pop()):
+            if isinstance(node, ast.expr):
+                continue
+            if isinstance(node, ast.stmt):
+                yield node
+            if not (when_loaded and isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))):
+                left.append(node)
 
 
 def unit(name: str) -> str:

@@ -11,6 +11,7 @@ from torch import nn
 
 from tests.joint_cases import Case
 from tests.joint_steps import assert_same, assert_served, build, dispatched, step
+from tests.thinned import but_slow
 from tvmbridge import CaptureError, add_tvm_dispatch
 from tvmbridge.dispatch import _code_of
 
@@ -101,6 +102,7 @@ def test_two_steps_and_an_evaluation_equal_eager(joint: str, names: tuple[str, .
     assert_served(ours, 3)
 
 
+@pytest.mark.slow  # tests/runtime/test_modules.py has a call without gradients
 def test_statistics_move_without_gradients_too() -> None:
     module, args = build(case("batch2d", "batch2d, cumulative", "instance3d, tracking"))
     ours = copy.deepcopy(module.requires_grad_(False))
@@ -166,7 +168,7 @@ def test_the_default_epsilon_of_rms_norm_in_half_precision() -> None:
         torch.testing.assert_close(module(x), expected, rtol=2**-7, atol=0)
 
 
-@pytest.mark.parametrize("copied", [False, True], ids=["buffers", "clones"])
+@pytest.mark.parametrize("copied", but_slow([False, True], True), ids=["buffers", "clones"])
 def test_statistics_that_a_later_norm_updates_are_those_that_forward_read(copied: bool) -> None:
     class Both(nn.Module):
         """A batch norm in eval mode, and then in train mode, on the same buffers."""

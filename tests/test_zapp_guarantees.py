@@ -15,7 +15,7 @@ from tvm.relax import op
 
 from tests.relax_helpers import build_main
 from tests.superfluous import superfluous
-from tests.thinned import but_slow
+from tests.thinned import but_slow, thinned
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.types import PassRecord
 from tvmbridge.differentiation.joint import derive
@@ -61,7 +61,7 @@ BERT_COUNTS = {
 }
 
 
-@pytest.mark.parametrize(("attention", "p"), BERT_COUNTS)
+@pytest.mark.parametrize(("attention", "p"), thinned(BERT_COUNTS, 2))
 def test_a_bert_layer_by_relax(attention: str, p: float) -> None:
     joint, records = joint_function(bert_layer(attention, p), torch.randn(2, 14, 48), "relax")
     assert superfluous(joint) == []

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -20,6 +21,20 @@ def thinned(cases: Iterable[Any], step: int) -> list[Any]:
     that each of its elements occurs in a quick case.
     """
     return [_parameter(case, number % step != 0) for number, case in enumerate(cases)]
+
+
+def covering(*lists: Sequence[Any]) -> list[Any]:
+    """Return parameters of a test: the product of lists that do not depend on each other.
+
+    Quick cases have each element of each list; the others are slow.
+    """
+    count = max(map(len, lists))
+    quick = {tuple(number % len(each) for each in lists) for number in range(count)}
+    places = itertools.product(*map(range, map(len, lists)))
+    return [
+        _parameter(tuple(each[i] for each, i in zip(lists, at, strict=True)), at not in quick)
+        for at in places
+    ]
 
 
 def _parameter(case: Any, is_slow: bool) -> Any:

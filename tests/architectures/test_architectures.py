@@ -12,8 +12,9 @@ from tests.architectures.compare import TOLERANCES, difference
 from tests.architectures.runner import Entry, run_entries
 from tests.architectures.table import architectures
 
+# A training step of BERT is a quick test in tests/end_to_end/test_bert_layer.py.
 QUICK = [
-    ("bert", "train", "float64"),
+    pytest.param("bert", "train", "float64", marks=pytest.mark.slow),
     ("gpt2", "cache", "float32"),
 ]
 

@@ -84,10 +84,10 @@ def test_each_entry_alone_makes_a_miss_that_names_it(monkeypatch: pytest.MonkeyP
 
 
 def test_code_for_a_wider_range_has_a_key_of_its_own() -> None:
-    for rows, told in ((9, "miss"), (5000, "miss"), (9, "hit")):
+    for rows in (9, 5000):
         module = _dispatched(Small().eval())
         module(torch.randn(rows, 6))
-        assert dispatch_report(module).specializations[1].cache.startswith(told)
+        assert dispatch_report(module).specializations[1].cache.startswith("miss")
 
 
 _SCRIPT = """

@@ -23,6 +23,7 @@ from tests.packed_helpers import (
     packed,
     sample,
 )
+from tests.thinned import but_slow
 from tvmbridge import add_tvm_dispatch, dispatch_report, remove_tvm_dispatch
 from tvmbridge.compiler.packing import ModulePacks
 
@@ -172,7 +173,7 @@ def _penalty(module: nn.Module) -> list[torch.Tensor]:
     return list(torch.autograd.grad(sum(s.square().sum() for s in slopes), sources))
 
 
-@pytest.mark.parametrize("combine", ["always", "never"])
+@pytest.mark.parametrize("combine", but_slow(["always", "never"], "never"))
 def test_the_first_call_can_be_differentiated_twice(combine: str) -> None:
     ours = make(training=True)
     add_tvm_dispatch(ours, sample().requires_grad_(), options={"combine_matmuls": combine})

@@ -15,6 +15,7 @@ from tests.cotangent_helpers import (
     gradients,
     partial_backwards,
 )
+from tests.thinned import but_slow
 from tvmbridge import BridgeError, dispatch_report
 from tvmbridge.compiler.partial_backwards import PartialBackwards, all_finite
 from tvmbridge.dispatch import _code_of
@@ -47,7 +48,7 @@ class Heads(nn.Module):
         return (*outputs, hidden.norm(dim=1), torch.std(hidden, dim=1))
 
 
-@pytest.mark.parametrize("joint", ["relax", "aot"])
+@pytest.mark.parametrize("joint", but_slow(["relax", "aot"], "aot"))
 def test_each_pattern_gives_the_gradients_of_eager(joint: str) -> None:
     module = Heads(known_to_relax=joint == "relax")
     ours = dispatched(module, joint)

@@ -25,8 +25,8 @@ OTHERS = [p for p in POLICIES if p != CompileOptions().residual_policy]
 @pytest.mark.parametrize(
     ("name", "policy"),
     [
-        *thinned((("transformer", policy) for policy in OTHERS[:2]), 2),
-        *thinned((("masked attention", policy) for policy in OTHERS[2:]), 2),
+        *thinned((("masked attention", policy) for policy in OTHERS), 2),
+        *(pytest.param("transformer", policy, marks=pytest.mark.slow) for policy in OTHERS[:2]),
     ],
 )
 def test_two_steps_equal_eager(name: str, policy: str) -> None:

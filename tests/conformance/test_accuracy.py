@@ -36,7 +36,9 @@ def test_a_loss_is_found() -> None:
     assert "is off by" in (check.difference(case, ([poor], [], None, None), theirs) or "")
 
 
-@pytest.mark.parametrize("joint", [None, "auto"], ids=["forward", "gradient"])
+@pytest.mark.parametrize(
+    "joint", [pytest.param(None, marks=pytest.mark.slow), "auto"], ids=["forward", "gradient"]
+)
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -102,8 +102,9 @@ def test_private_names_are_used_through_torch_private_alone() -> None:
 
 def private_names(tree: ast.Module) -> Iterator[str]:
     """Yield the private names of PyTorch that a file uses without permission, with their lines."""
-    own = names_defined(tree)
-    for node in ast.walk(tree):
+    nodes = list(ast.walk(tree))
+    own = names_defined(nodes)
+    for node in nodes:
         if isinstance(node, ast.Import):
             found = [alias.name for alias in node.names if is_private(alias.name)]
         elif isinstance(node, ast.ImportFrom):
@@ -111,7 +112,7 @@ def private_names(tree: ast.Module) -> Iterator[str]:
             found = [name for name in inner if is_private(name)]
         elif isinstance(node, ast.Attribute) and is_hidden(node.attr):
             found = [] if node.attr in own or is_allowed(node) else [ast.unparse(node)]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("patched_here", "getattr"):
+        elif isinstance(node, ast.Call) and _is_name(node.func, "patched_here", "getattr"):
             found = [
                 argument.value
                 for argument in node.args[1:2]
@@ -123,13 +124,17 @@ def private_names(tree: ast.Module) -> Iterator[str]:
         yield from (f"{name}, line {node.lineno}" for name in found)
 
 
-def names_defined(tree: ast.Module) -> set[str]:
+def names_defined(nodes: Sequence[ast.AST]) -> set[str]:
     """Return the names of attributes and methods that the file itself defines."""
-    names = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "cls"):
+    names = {n.name for n in nodes if isinstance(n, ast.FunctionDef)}
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and _is_name(node.value, "self", "cls"):
             names.add(node.attr)
     return names - ATTRIBUTES_OF
+
+
+def _is_name(node: ast.AST, *names: str) -> bool:
+    return isinstance(node, ast.Name) and node.id in names
 
 
 def is_hidden(name: str) -> bool:

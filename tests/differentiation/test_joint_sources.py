@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.joint_cases import CASES, Head
 from tests.joint_steps import assert_same, assert_served, build, dispatched, step
-from tests.thinned import thinned
+from tests.thinned import but_slow, thinned
 from tvmbridge import UnsupportedOperatorError, add_tvm_dispatch, dispatch_report
 from tvmbridge.compiler.compiled import compile_module
 from tvmbridge.compiler.request import CompileRequest
@@ -74,6 +74,7 @@ def test_zeros_where_eager_has_zeros() -> None:
     assert torch.equal(mine.gradients["w"], torch.zeros(6, dtype=torch.float64))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow  # tests/test_norms.py has an evaluation after two steps
 def test_evaluation_with_gradients() -> None:
     module, args = build(CASES["convolutions"])
     ours, _ = dispatched(module, args, "auto")
@@ -140,7 +141,7 @@ def _flowing_nowhere(m: Head, x: torch.Tensor) -> Any:
     return m.fc(x).argmax(-1), x.detach() * 2, (x + m.w) > 0, x.view(-1), 1 / (x.detach() + 0.0)
 
 
-@pytest.mark.parametrize("joint", ["relax", "aot", "auto"])
+@pytest.mark.parametrize("joint", but_slow(["relax", "aot", "auto"], "relax", "aot"))
 def test_a_module_without_differentiable_outputs_runs_forward(joint: str) -> None:
     module = Head(_flowing_nowhere).double().train()
     x = torch.randn(3, 6, dtype=torch.float64)
@@ -173,7 +174,7 @@ class Writer(nn.Module):
         return y, torch.where(x > 0, 1 / (x.abs() + 0.0), x) * self.w, count
 
 
-@pytest.mark.parametrize("joint", ["aot", "auto"])
+@pytest.mark.parametrize("joint", thinned(["aot", "auto"], 2))
 def test_arguments_are_written_in_training(joint: str) -> None:
     module = Writer().double().train()
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import tvmbridge
+from tests.thinned import thinned
 from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.frontend.importer import constant
 
@@ -39,7 +40,7 @@ class Positions(nn.Module):
         return self.linear(x + self.table(_positions(x.shape[1])).sin())
 
 
-@pytest.mark.parametrize("joint", ["aot", "auto"])
+@pytest.mark.parametrize("joint", thinned(["auto", "aot"], 2))
 def test_what_a_function_keeps_is_not_made_of_fake_tensors(joint: str) -> None:
     _kept_positions.cache_clear()
     torch.manual_seed(0)

@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.nn.modules import module as hooks
 
+from tests.thinned import thinned
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -62,7 +64,7 @@ def _steps(backend: str | None, kind: str) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", thinned(KINDS, 2))
 def test_hooks_added_and_removed(kind: str) -> None:
     torch.testing.assert_close(_steps("tvmbridge", kind), _steps(None, kind))
 

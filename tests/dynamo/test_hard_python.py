@@ -150,9 +150,10 @@ WHOLE = [
     Generators,
     Closures,
     DataClasses,
-    Lists,
-    Attributes,
-    *(pytest.param(kind, marks=pytest.mark.slow) for kind in (Keywords, Tries, Recursion)),
+    *(
+        pytest.param(kind, marks=pytest.mark.slow)
+        for kind in (Lists, Attributes, Keywords, Tries, Recursion)
+    ),
 ]
 BROKEN = [Branches, Printing, pytest.param(Numbers, marks=pytest.mark.slow)]
 

@@ -44,6 +44,7 @@ def learn(bert: nn.Module, batch: Batch) -> Step:
     return training_step(bert, loss=loss, **arguments)
 
 
+@pytest.mark.slow  # the demo's test compares inference with a mask too
 def test_inference_with_a_mask(batch: Batch) -> None:
     bert = with_layers(2, "sdpa")
     with torch.no_grad():

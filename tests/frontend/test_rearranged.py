@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional
 
 from tests.frontend.helpers import run, special
+from tests.thinned import thinned
 
 Results = tuple[torch.Tensor, ...]
 
@@ -28,7 +29,7 @@ def with_several_numbers(x: torch.Tensor) -> Results:
     return (x + 1e8) - 1e8, (x + 1) + 1e-8 - 1, (x - 3e38) + 3e38, shifted, 1 - (1 - x), (x * 3) / 3
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", thinned([torch.float32, torch.float64], 2))
 def test_every_bit_is_eager_s(dtype: torch.dtype) -> None:
     functions: list[Callable[[torch.Tensor], Results]]
     functions = [with_zero, with_itself, with_several_numbers]

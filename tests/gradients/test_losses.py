@@ -70,7 +70,7 @@ def _step(module: nn.Module, x: torch.Tensor, target: torch.Tensor) -> list[torc
     ("shape", "ignored"),
     [
         ("rows", -100),
-        ("one row", 2),
+        pytest.param("one row", 2, marks=pytest.mark.slow),
         pytest.param("pictures", 2, marks=pytest.mark.slow),
         pytest.param("sequences", -100, marks=pytest.mark.slow),
     ],

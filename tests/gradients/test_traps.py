@@ -131,14 +131,16 @@ def _by_case(values: Values) -> list[tuple[Any, Any]]:
 def _runs() -> Iterator[Any]:
     """Yield each case in float64, and kinks and ties in float32 by Relax's rules as well.
 
-    Relax's rules have constants of a dtype. The source that ``auto`` does not choose is slow.
+    Relax's rules have constants of a dtype, most of them at kinks. Ties in float32 are slow, as is
+    the source that ``auto`` does not choose.
     """
     for kind, name in NAMES:
         for at, joint in enumerate(sources(kind, name)):
             marks = [pytest.mark.slow] if at else []
             yield pytest.param(kind, name, joint, torch.float64, marks=marks)
             if kind in ("kinks", "ties") and joint == "relax":
-                yield pytest.param(kind, name, joint, torch.float32)
+                marks = [pytest.mark.slow] if kind == "ties" else []
+                yield pytest.param(kind, name, joint, torch.float32, marks=marks)
 
 
 @pytest.mark.parametrize(("kind", "name", "joint", "dtype"), list(_runs()))

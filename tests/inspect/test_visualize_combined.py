@@ -8,6 +8,7 @@ from transformers import BertConfig
 from transformers.models.bert.modeling_bert import BertLayer
 
 from tests.inspect.test_visualize import Parsed, parse
+from tests.thinned import thinned
 from tvmbridge import capture, to_relax, visualize
 from tvmbridge.passes.relax.combine_parallel_batch_matmul import CombineParallelBatchMatmul
 from tvmbridge.pipeline import inference_passes, run_passes, tidy_passes
@@ -28,7 +29,7 @@ def products_of_the_input(picture: Parsed) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("attention", thinned(["sdpa", "eager"], 2))
 def test_three_products_become_one(attention: str) -> None:
     config = BertConfig(
         hidden_size=32,

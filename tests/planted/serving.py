@@ -53,7 +53,7 @@ SERVING = (
         "tvmbridge.runtime.sizes_of_one",
         "alike = bool(shapes) and compute_alike(code.trace, trace, shapes)",
         "alike = True",
-        ("tests/runtime/test_sizes_of_one.py", "-k", "branches_at_one"),
+        ("tests/runtime/test_other_sizes.py", "-k", "another"),
     ),
     Plant(
         "a fast guard that watches the state before a call",

@@ -17,7 +17,7 @@ from tests.random_graphs.strategy import programs
 
 
 @settings(
-    max_examples=5,
+    max_examples=3,
     derandomize=True,
     deadline=None,
     suppress_health_check=list(HealthCheck),

@@ -12,6 +12,7 @@ from torch.export import Dim
 from torch.nn import functional
 
 from tests.frontend.helpers import Function
+from tests.random_sizes.attention_forms import Cached, Sliding
 
 
 @dataclass(frozen=True)
@@ -158,6 +159,48 @@ class Drawn(nn.Module):
         return torch.bernoulli(chances.detach()) * chances, chances.log()
 
 
+def _squeezed(x: torch.Tensor) -> torch.Tensor:
+    """Compute something else for one row, and for one column."""
+    if x.shape[0] == 1:
+        return x.exp() * 3
+    return x.squeeze(1) * 2 if x.shape[1] == 1 else x.softmax(1)
+
+
+def _limited(x: torch.Tensor) -> torch.Tensor:
+    """Use a minimum and a maximum of a size and a number."""
+    columns = min(5, x.shape[1])
+    return x[:, :columns].sum(1) / columns + max(7, x.shape[1])
+
+
+def _other_at_one_left(x: torch.Tensor) -> torch.Tensor:
+    """Compute something else where one position is left."""
+    x = x[:, 1:]
+    return x.exp() * 3 if x.shape[1] == 1 else x.softmax(1)
+
+
+class Recurrent(nn.Module):
+    """A layer of LSTM, and scores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.out = nn.LSTM(4, 8, batch_first=True), nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.cell(x)[0])
+
+
+class Compares(nn.Module):
+    """Adds rows of equal length, and the means of others."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x.sum(1) + (y.sum(1) if x.shape[1] == y.shape[1] else y.mean(1))
+
+
+def _with_caches(batch: int, cached: int) -> tuple[torch.Tensor, ...]:
+    caches = (torch.randn(batch, cached, 2, 4).transpose(1, 2) for _ in range(2))
+    return torch.randn(batch, 1, 8), *caches
+
+
 # Odd sizes, primes, and the least size of a symbol.
 _LEAST = ((2, 2), (2, 3), (3, 2), (7, 13), (2, 31), (17, 2))
 _PARTS = ((8,), (11,), (5,), (30,), (13,))
@@ -300,6 +343,100 @@ CASES: dict[str, Case] = {
         sampled=True,
         exact=True,
         relative=1e-5,
+    ),
+    # Sizes of one need no code of their own.
+    "one": Case(
+        lambda: Function(lambda x: functional.layer_norm(x, (8,)) - x.softmax(1)),
+        lambda b, n: torch.randn(b, n, 8),
+        [(20, 40), (24, 50), (1, 40), (30, 1), (1, 1), (2, 3), (1, 7)],
+        compilations=1,
+        exact=True,
+    ),
+    "another branch at one": Case(
+        lambda: Function(_squeezed),
+        lambda b, n: torch.randn(b, n, 4),
+        [(5, 6), (7, 9), (1, 6), (5, 1), (1, 1)],
+        exact=True,
+    ),
+    # Two positions of which one is left need no code of their own.
+    "one left": Case(
+        lambda: Function(lambda x: x[:, 1:].softmax(1)),
+        lambda b, n: torch.randn(b, n),
+        [(4, 20), (6, 33), (4, 2), (1, 2), (2, 5)],
+        compilations=2,
+        exact=True,
+    ),
+    "another branch at one left": Case(
+        lambda: Function(_other_at_one_left),
+        lambda b, n: torch.randn(b, n),
+        [(5, 6), (7, 9), (5, 2), (2, 2), (3, 2)],
+        exact=True,
+    ),
+    # At small sizes another side of a minimum is chosen.
+    "limits": Case(
+        lambda: Function(_limited),
+        lambda b, n: torch.randn(b, n),
+        [(2, 9), (2, 12), (1, 3), (2, 4), (2, 6)],
+        exact=True,
+    ),
+    # One row of patches does not limit the code for more.
+    "patches": Case(
+        lambda: nn.Sequential(nn.Conv2d(3, 8, 4, 4), nn.Flatten(2), nn.Softmax(2)),
+        lambda b, h, w: torch.randn(b, 3, h, w),
+        [(2, 20, 24), (3, 4, 12), (2, 16, 28), (5, 40, 8), (3, 24, 36)],
+        compilations=2,
+        exact=True,
+    ),
+    "recurrent": Case(
+        Recurrent,
+        lambda b, n: torch.randn(b, n, 4),
+        [(3, 5), (4, 7), (1, 7), (4, 1), (1, 1)],
+        trains=True,
+        compilations=1,
+        exact=True,
+        bound=1e-4,
+    ),
+    # A constant mask that is neither open nor causal has any size.
+    "sliding": Case(
+        Sliding,
+        lambda b, n: torch.randn(b, n, 8),
+        [(2, 5), (3, 9), (4, 12)],
+        compilations=1,
+        exact=True,
+    ),
+    # Permuted arguments have no symbols for strides.
+    "permuted": Case(
+        lambda: Function(lambda x: x.softmax(-1)),
+        lambda b, n: torch.randn(b, n, 2, 4).transpose(1, 2),
+        [(3, 4), (5, 6), (5, 7)],
+        compilations=1,
+        exact=True,
+    ),
+    "permuted caches": Case(
+        Cached, _with_caches, [(3, 4), (5, 6), (5, 7)], compilations=1, exact=True
+    ),
+    # Lengths of two arguments that are equal in the first calls may differ later.
+    "two lengths": Case(
+        lambda: Function(lambda x, y: x.exp() @ y.relu().mT),
+        lambda n, m: (torch.randn(3, n, 8), torch.randn(3, m, 8)),
+        [(6, 6), (9, 9), (7, 12), (14, 8)],
+        compilations=1,
+        exact=True,
+    ),
+    # Forward compares the lengths: code for equal ones gives way to code for all others.
+    "compared lengths": Case(
+        Compares,
+        lambda n, m: (torch.randn(3, n), torch.randn(3, m)),
+        [(6, 6), (9, 9), (7, 12), (14, 8)],
+        compilations=2,
+        exact=True,
+    ),
+    # Rows of which each may have one element for all elements of the other.
+    "one for all": Case(
+        lambda: Function(lambda x, y: torch.sin(x) + 2 * y),
+        lambda n, m: (torch.randn(3, n), torch.randn(3, m)),
+        [(6, 6), (9, 9), (8, 1), (7, 7), (1, 5), (5, 5)],
+        exact=True,
     ),
     # PyTorch runs a part of these modules.
     "masked": Case(Large, lambda n: torch.randn(n, 4), _PARTS, trains=True),

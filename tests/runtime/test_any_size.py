@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -91,74 +91,6 @@ def test_an_epoch_and_an_evaluation_ask_for_three_compilations(
         expected = functional.linear(x, twin.linear.weight, twin.linear.bias).log_softmax(-1)
         torch.testing.assert_close(twin(x)[0], expected)
     assert compiled == ["Compiler", "Family", "Family"]
-
-
-class Translates(nn.Module):
-    """Compares two texts; the first one has a mask."""
-
-    def forward(self, x: torch.Tensor, mask: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return (x * mask[..., None]) @ torch.relu(y).transpose(1, 2)
-
-
-class Compares(nn.Module):
-    """Adds rows of equal length, and the means of others."""
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return x.sum(1) + (y.sum(1) if x.shape[1] == y.shape[1] else y.mean(1))
-
-
-@pytest.mark.parametrize(
-    ("module", "shapes", "compilations"),
-    [
-        (Translates(), lambda n, m: [(3, n, 8), (3, n), (3, m, 8)], 1),
-        # Forward compares the lengths: code for equal ones gives way to code for all others.
-        (Compares(), lambda n, m: [(3, n), (3, m)], 2),
-    ],
-)
-def test_lengths_of_two_arguments_that_are_equal_in_the_first_calls_may_differ_later(
-    module: nn.Module,
-    shapes: Callable[[int, int], Sequence[tuple[int, ...]]],
-    compilations: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    genuine, compiled = family.Family._compile, []
-
-    def counted(*given: Any) -> Any:
-        compiled.append(given)
-        return genuine(*given)
-
-    monkeypatch.setattr(family.Family, "_compile", counted)
-    ours = copy.deepcopy(module.eval())
-    add_tvm_dispatch(ours, dynamic_shapes="auto", on_fallback="raise")
-    for lengths in [(6, 6), (9, 9), (7, 12), (14, 8)]:
-        given = [torch.randn(shape) for shape in shapes(*lengths)]
-        _assert_same([ours(*given)], [module(*(x.double() for x in given))])
-    assert len(compiled) == compilations
-
-
-class Adds(nn.Module):
-    """Adds rows, of which each may have one element for all elements of the other."""
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return torch.sin(x) + 2 * y
-
-
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        [(6, 6), (9, 9), (8, 1), (7, 7), (1, 5), (5, 5)],
-        pytest.param([(6, 6), (9, 1), (8, 8), (7, 1)], marks=pytest.mark.slow),
-    ],
-)
-def test_equal_sizes_are_served_before_and_after_one_of_them_is_1(
-    sizes: Sequence[tuple[int, int]],
-) -> None:
-    module = Adds().eval()
-    ours = copy.deepcopy(module)
-    add_tvm_dispatch(ours, dynamic_shapes="auto", on_fallback="raise")
-    for n, m in sizes:
-        given = torch.randn(3, n), torch.randn(3, m)
-        _assert_same([ours(*given)], [module(*(x.double() for x in given))])
 
 
 def test_code_that_differs_is_compiled_at_other_points(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,10 +10,11 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from tests.dispatch_helpers import eager, make_block, sample
+from tests.thinned import thinned
 from tvmbridge import add_tvm_dispatch, dispatch_report
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reentrant", thinned([False, True], 2))
 def test_a_call_in_a_checkpoint_is_compiled_for(reentrant: bool) -> None:
     plain = make_block().train()
     module = add_tvm_dispatch(make_block().train(), sample())

@@ -80,7 +80,7 @@ CHANGED: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any, float], None]
     "copied": ({"beta": 0.5}, lambda m: copy.deepcopy(m.state)["beta"], _update),
     "ordered": (OrderedDict(beta=0.5), lambda m: sum(m.state.values()), _update),
 }
-SLOW = {"list", "namespace", "copied", "ordered"}
+SLOW = {"list", "namespace", "copied", "ordered", "dataclass", "frozen"}
 
 
 @pytest.mark.parametrize(

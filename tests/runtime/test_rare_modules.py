@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from tests.dispatch_helpers import assert_same_step, sample
+from tests.thinned import thinned
 from tvmbridge import BridgeError, CompileOptions, add_tvm_dispatch, dispatch_report
 
 F = nn.functional
@@ -29,7 +30,7 @@ class TwoNames(nn.Module):
         return x if self.once else self.first(self.inner(x))
 
 
-@pytest.mark.parametrize("once", [True, False])
+@pytest.mark.parametrize("once", thinned([False, True], 2))
 def test_a_norm_of_two_names_moves_its_statistics_as_in_eager(once: bool) -> None:
     plain = TwoNames(once=once).double().train()
     module = add_tvm_dispatch(copy.deepcopy(plain), sample().requires_grad_())
@@ -55,7 +56,7 @@ class Similar(nn.Module):
         return F.cosine_similarity(x * self.weight, self.kept[0], dim=-1)
 
 
-@pytest.mark.parametrize("joint", ["auto", "aot"])
+@pytest.mark.parametrize("joint", thinned(["auto", "aot"], 2))
 def test_a_constant_beside_what_pytorchs_own_code_writes(joint: Any) -> None:
     plain = Similar().double().train()
     options = CompileOptions(joint=joint)

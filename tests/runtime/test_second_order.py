@@ -264,8 +264,7 @@ def two_calls(module: nn.Module) -> list[Any]:
     "make",
     [
         normed,
-        Stateful,
-        *(pytest.param(m, marks=pytest.mark.slow) for m in (spectral, Counts, Recurrent)),
+        *(pytest.param(m, marks=pytest.mark.slow) for m in (Stateful, spectral, Counts, Recurrent)),
     ],
 )
 def test_modules_that_write_their_state(make: Callable[[], nn.Module]) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.thinned import but_slow
 from tvmbridge import add_tvm_dispatch, dispatch_report
 from tvmbridge.runtime import policy
 
@@ -85,7 +86,7 @@ def test_a_buffer_that_other_arguments_have_made_longer_is_compiled_for() -> Non
     }
 
 
-@pytest.mark.parametrize("kind", [Cached, Grown])
+@pytest.mark.parametrize("kind", but_slow([Cached, Grown], Cached))
 def test_what_the_first_call_fills_and_inputs_that_learn(kind: type[nn.Module]) -> None:
     """Code for other choices of gradients is compiled only once the cache is filled."""
     plain = kind().train()

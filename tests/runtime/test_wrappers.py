@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from tests.dispatch_helpers import eager, make_block, sample
+from tests.thinned import but_slow
 from tvmbridge import CaptureError, add_tvm_dispatch, dispatch_report, remove_tvm_dispatch
 
 
@@ -128,7 +129,7 @@ class CallsItself(nn.Module):
         return self.act(x)
 
 
-@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("wrapped", but_slow([False, True], False))
 def test_modules_that_are_traced_themselves_have_code_for_any_size(wrapped: bool) -> None:
     module, reference = (CallsItself().eval().requires_grad_(False) for _ in range(2))
     reference.load_state_dict(module.state_dict())

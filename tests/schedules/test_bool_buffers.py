@@ -33,7 +33,7 @@ def test_comparisons_in_parts_of_concatenations(dtype: torch.dtype) -> None:
     assert dispatch_report(module).fallbacks == {}
 
 
-@pytest.mark.parametrize("shape", [(2, 4), (2, 33)])
+@pytest.mark.parametrize("shape", [pytest.param((2, 4), marks=pytest.mark.slow), (2, 33)])
 def test_gradients_equal_those_of_eager(shape: tuple[int, int]) -> None:
     x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
     y = torch.randn(shape[1], dtype=torch.float64, requires_grad=True)

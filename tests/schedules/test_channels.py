@@ -62,7 +62,7 @@ class Norms(nn.Module):
         return [norm(x) for norm, x in zip(self.norms, images, strict=True)]
 
 
-@pytest.mark.parametrize("batch", but_slow([1, 3, 4], 1))
+@pytest.mark.parametrize("batch", but_slow([1, 3, 4], 1, 3))
 def test_a_norm_in_training(batch: int) -> None:
     planes = PLANES[batch % 2 :: 2]
     eager = Norms(len(planes)).double().train()

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from tests.thinned import thinned
 from tvmbridge import add_tvm_dispatch, dispatch_report
 
 Function = Callable[[torch.Tensor], torch.Tensor]
@@ -56,7 +57,7 @@ class Moved(nn.Module):
         return [function(x) for function, x in zip(FUNCTIONS, inputs, strict=True)]
 
 
-@pytest.mark.parametrize("columns", [2, 32])
+@pytest.mark.parametrize("columns", thinned([2, 32], 2))
 def test_equals_eager(columns: int) -> None:
     # Rows of one element, except where rows have halves.
     widths = [columns if columns > 2 or f is _halves_of_a_row else 1 for f in FUNCTIONS]

@@ -11,7 +11,7 @@ from torch import nn
 from tvmbridge import add_tvm_dispatch, dispatch_report
 
 
-@pytest.mark.parametrize("extents", [(28, 28), (12, 20)])
+@pytest.mark.parametrize("extents", [pytest.param((28, 28), marks=pytest.mark.slow), (12, 20)])
 def test_the_gradient_of_batch_norm(extents: tuple[int, int]) -> None:
     eager = nn.BatchNorm2d(6).double().train()
     inputs = [torch.randn(3, 6, *extents, dtype=torch.float64, requires_grad=True)]

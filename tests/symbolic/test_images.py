@@ -59,7 +59,7 @@ _MODULES: dict[str, Callable[[], nn.Module]] = {
     ),
     "padded to a multiple": _Unshuffled,
 }
-_QUICK = "convolution and pooling", "mean of windows", "half as many again"
+_QUICK = "convolution and pooling", "mean of windows"
 _CASES = [n if n in _QUICK else pytest.param(n, marks=pytest.mark.slow) for n in _MODULES]
 
 

@@ -17,7 +17,7 @@ from tvmbridge.calls.generators import torch_generator_kept
 from tvmbridge.calls.own_calls import all_own_calls
 from tvmbridge.calls.patches import patched_here
 from tvmbridge.core.autocast import without_autocast
-from tvmbridge.core.torch_private import generated_sources
+from tvmbridge.core.torch_private import generated_sources, saved_tensors_hooks_in_force
 from tvmbridge.core.turns import compiling
 from tvmbridge.graph_capture.observe.leaks import tensors_forgotten
 from tvmbridge.graph_capture.observe.settings import outside_of_autocast_regions, settings_kept
@@ -140,6 +140,12 @@ def _without_hooks_on_saved_tensors() -> Iterator[None]:
             saved = reference()
             if saved is not None:
                 saved.tensor = None
+
+
+def hooks_of_user() -> bool:
+    """Whether hooks on saved tensors are in force that no compilation has set."""
+    hooks = saved_tensors_hooks_in_force(True)
+    return hooks is not None and hooks[1] is not _if_not_written
 
 
 def _if_not_written(saved: _Saved) -> torch.Tensor:

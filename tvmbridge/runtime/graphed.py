@@ -111,6 +111,7 @@ class _Training:
         # The residuals in the forward graph's memory, and tensors there that do not keep it.
         self._residuals: Residuals = ()
         self._lent: tuple[torch.Tensor, ...] | None = None
+        self._memory = self._partials_memory = code.memory()
 
         def forward(inputs: Tensors) -> list[Any]:
             (*outputs, residuals), primals = code.run(inputs, held.forward)
@@ -127,7 +128,7 @@ class _Training:
 
         def backward(cotangents: Tensors) -> list[torch.Tensor]:
             values = [*read(), *cotangents]
-            self._residuals, self._partials_memory = self._lent, code.memory()
+            self._residuals, self._partials_memory = self._lent or (), code.memory()
             with residuals_emptied():
                 return code.compiled.backward(values, held.backward)
 
@@ -136,7 +137,6 @@ class _Training:
             bound = held.for_partial(partial.loaded, len(values), [call.place_of_residuals])
             return partial.results(values, bound)
 
-        self._memory = self._partials_memory = code.memory()
         kept = [number for number, _ in call.parts.kept_outputs]
         self._forward = code.call("forward", forward, self._memory, self._outputs, kept)
         self._backward = code.call("backward", backward, self._memory)

@@ -14,8 +14,9 @@ from tvmbridge.calls.layouts import Strides
 from tvmbridge.compiler.backward_code import BackwardPart
 from tvmbridge.compiler.executable import Bound, LoadedModule, Residuals, tensors_of
 from tvmbridge.core.reasons import Kind, Reason
-from tvmbridge.core.torch_private import backward_keeps_graph, saved_tensors_hooks_in_force
+from tvmbridge.core.torch_private import backward_keeps_graph
 from tvmbridge.core.writes import version_of
+from tvmbridge.graph_capture.surroundings import hooks_of_user
 from tvmbridge.kernels.allocation import residuals_emptied
 from tvmbridge.runtime.cuda_graphs import Replayed
 from tvmbridge.runtime.guards.watch import Watch, versions_of
@@ -152,7 +153,7 @@ class TrainingStep:
         read = [call.kept_primal(self.primals, i) for i in call.reads]
         # Saved only so that autograd notices writes into them.
         guards = [self.primals[i] for i in call.guarded]
-        if saved_tensors_hooks_in_force(True) is None:
+        if not hooks_of_user():
             self.residuals = residuals
             return [*call.versions.noted(self, call.reads, read, outputs, kept), *guards]
         self.marks = call.marks()

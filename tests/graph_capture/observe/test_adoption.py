@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import tvmbridge
-from tests.thinned import thinned
+from tests.thinned import but_slow, thinned
 from tvmbridge import CaptureError, add_tvm_dispatch, dispatch_report
 
 
@@ -143,7 +143,7 @@ def test_writes_that_leave_no_version_are_seen(names: tuple[str, ...]) -> None:
             tensor.data = before
 
 
-@pytest.mark.parametrize("name", ["learned", "made", "leaf"])
+@pytest.mark.parametrize("name", but_slow(["learned", "made", "leaf"], "leaf"))
 def test_gradients_arrive_in_globals(name: str) -> None:
     def function(m: Any, x: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = m.layer(x) * getattr(Globals, name)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.thinned import but_slow
 from tvmbridge import add_tvm_dispatch
 from tvmbridge.graph_capture.observe.frozen import reachable_functions
 
@@ -50,7 +51,7 @@ def frozen_count() -> Iterator[None]:
         gc.unfreeze()
 
 
-@pytest.mark.parametrize("place", ["module", "registry"])
+@pytest.mark.parametrize("place", but_slow(["module", "registry"], "registry"))
 def test_closures_are_watched_and_objects_stay_frozen(place: str) -> None:
     scales = [2.0]
     if place == "module":

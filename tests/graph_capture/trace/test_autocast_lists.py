@@ -186,9 +186,8 @@ class Calls(nn.Module):
 @pytest.mark.parametrize(
     ("device", "dtype"),
     [
-        ("cuda", torch.float32),
         ("cpu", torch.bfloat16),
-        # The lists are those of the first case, and the casts those of the second.
+        pytest.param("cuda", torch.float32, marks=pytest.mark.slow),
         pytest.param("cuda", torch.bfloat16, marks=pytest.mark.slow),
     ],
 )

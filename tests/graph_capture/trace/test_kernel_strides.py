@@ -14,6 +14,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn import functional
 
 from tests.frontend.helpers import Function
+from tests.thinned import covering
 from tvmbridge import BridgeError, add_tvm_dispatch, dispatch_report
 from tvmbridge.graph_capture.trace import kernel_strides
 from tvmbridge.graph_capture.trace.kernel_strides import strides_of_kernels
@@ -119,9 +120,10 @@ class Rolled(nn.Module):
         return self.layer(y) * 0
 
 
-@pytest.mark.parametrize("asks", [True, False])
-@pytest.mark.parametrize("door", ["add", "compile"])
-@pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
+@pytest.mark.parametrize(
+    ("asks", "door", "layout"),
+    covering([True, False], ["add", "compile"], [torch.channels_last, torch.contiguous_format]),
+)
 def test_forward_branches_on_strides_as_in_eager(
     asks: bool, door: str, layout: torch.memory_format
 ) -> None:

@@ -132,7 +132,7 @@ def test_values_for_which_python_raises_are_left_out(name: str) -> None:
     assert [v for v in (1, *left_out) if served.holds(v)] == [1]
 
 
-@pytest.mark.parametrize("name", thinned(SMOOTHED, 2))
+@pytest.mark.parametrize("name", thinned(SMOOTHED, 4))
 def test_the_smoothing_of_labels_is_an_input(name: str) -> None:
     target, options = SMOOTHED[name]
 

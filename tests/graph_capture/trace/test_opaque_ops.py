@@ -13,6 +13,7 @@ from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 
 from tests.frontend.helpers import Function
+from tests.thinned import thinned
 from tvmbridge import BridgeError, add_tvm_dispatch, dispatch_report
 from tvmbridge.graph_capture.trace.function_table import FunctionTable
 
@@ -219,7 +220,9 @@ class _Denoised(nn.Module):
 
 @pytest.mark.parametrize(
     ("settings", "learns"),
-    [({}, True), ({"length": 50}, False), ({"length": 90}, True), ({"center": False}, False)],
+    thinned(
+        [({}, True), ({"length": 50}, False), ({"center": False}, False), ({"length": 90}, True)], 3
+    ),
 )
 def test_inverse_transforms_of_frames_are_those_of_eager(
     settings: dict[str, Any], learns: bool
@@ -253,7 +256,7 @@ _GROUPED = {
 }
 
 
-@pytest.mark.parametrize("shapes", _GROUPED.values(), ids=_GROUPED)
+@pytest.mark.parametrize("shapes", thinned(((s,) for s in _GROUPED.values()), 2), ids=_GROUPED)
 def test_grouped_products_are_those_of_eager_pytorch(shapes: Any) -> None:
     ends = torch.tensor([2, 2, 8], dtype=torch.int32)
     batches = len(shapes[0]) == len(shapes[1]) == 3

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.thinned import covering
 from tvmbridge import add_tvm_dispatch, dispatch_report
 from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.graph_capture.trace.function_table import FunctionTable
@@ -112,8 +113,7 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("dtype", _BOUNDS)
-@pytest.mark.parametrize("kind", _KINDS)
+@pytest.mark.parametrize(("kind", "dtype"), covering([*_KINDS], [*_BOUNDS]))
 def test_layers_are_those_of_eager_pytorch(kind: str, dtype: torch.dtype) -> None:
     for options in _VARIANTS:
         if "proj_size" in options and kind != "LSTM":

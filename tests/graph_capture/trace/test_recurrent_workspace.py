@@ -13,7 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from tests.thinned import thinned
+from tests.thinned import covering
 from tvmbridge import add_tvm_dispatch, dispatch_report
 from tvmbridge.graph_capture.trace.recurrent_workspace import LSTM_LAYER, workspace_length
 
@@ -52,8 +52,7 @@ def _gradients(module: nn.Module, x: torch.Tensor, used: int | None) -> list[Any
     return [*outputs, *torch.autograd.grad(loss, wanted, allow_unused=True)]
 
 
-@pytest.mark.parametrize("frozen", thinned([False, True], 2))
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("frozen", "form"), covering([False, True], FORMS))
 def test_gradients_are_those_of_eager_bit_by_bit(form: dict[str, Any], frozen: bool) -> None:
     torch.manual_seed(0)
     module, x = nn.LSTM(FEATURES, SIZE, **form), torch.randn(STEPS, BATCH, FEATURES)

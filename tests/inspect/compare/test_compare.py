@@ -106,7 +106,7 @@ class Shared(nn.Module):
         return x.t(), x, y, y[1:], self.calls, y.detach()
 
 
-@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("training", thinned([True, False], 2))
 def test_outputs_that_share_memory(training: bool) -> None:
     x = torch.randn(4, 6, requires_grad=training)
     report = right(Shared().train(training), x, stages=("captured", "imported", "compiled"))

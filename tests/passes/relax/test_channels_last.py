@@ -46,8 +46,7 @@ class _Block(nn.Module):
 class _Network(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        convolutions = nn.Conv2d(3, 8, 3, stride=2), nn.Conv2d(16, 8, 1)
-        self.body = nn.Sequential(convolutions[0], _Block(8), convolutions[1], _Block(8))
+        self.body = nn.Sequential(nn.Conv2d(3, 8, 3, stride=2), _Block(8))
         self.patches = nn.Conv2d(16, 6, 2, 2)
         self.up = nn.ConvTranspose2d(16, 3, 2, 2)
 

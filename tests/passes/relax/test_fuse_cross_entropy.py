@@ -46,9 +46,10 @@ def _sample(classes: int) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize(
     "arguments",
     [
-        {},
-        pytest.param({"reduction": "sum"}, marks=pytest.mark.slow),
-        {"ignore_index": 2},
+        *(
+            pytest.param(arguments, marks=pytest.mark.slow)
+            for arguments in ({}, {"reduction": "sum"}, {"ignore_index": 2})
+        ),
         {"label_smoothing": 0.1},
         {"rounded": torch.float16},
     ],

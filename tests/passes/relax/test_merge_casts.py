@@ -84,7 +84,9 @@ def _merged(formula: Formula, *inputs: torch.Tensor) -> tuple[tvm.IRModule, int]
 
 @pytest.mark.parametrize(
     ("formula", "merges"),
-    but_slow([(_weights, 9), (_gradients, 8), (_chain, 0), (_both, None)], (_both, None)),
+    but_slow(
+        [(_weights, 9), (_gradients, 8), (_chain, 0), (_both, None)], (_weights, 9), (_both, None)
+    ),
     ids=["weights", "gradients", "chain", "both"],
 )
 def test_results_are_the_same(formula: Formula, merges: int | None) -> None:

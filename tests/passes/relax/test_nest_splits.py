@@ -15,12 +15,12 @@ from tests.relax_helpers import (
     build_main,
     compile_and_run,
 )
+from tests.thinned import covering
 from tvmbridge import add_tvm_dispatch, dispatch_report
 from tvmbridge.passes.relax.nest_splits import NestSplits
 
 
-@pytest.mark.parametrize("axis", [0, -1])
-@pytest.mark.parametrize("count", [17, 18, 25])
+@pytest.mark.parametrize(("axis", "count"), covering([0, -1], [17, 18, 25]))
 def test_pieces_are_those_of_one_split(count: int, axis: int) -> None:
     x = torch.randn(30, 30)
     cuts = [1, 3, *range(4, count + 2)]

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from tests.dispatch_helpers import eager
+from tests.thinned import covering
 from tvmbridge import add_tvm_dispatch, dispatch_report
 
 F = nn.functional
@@ -44,8 +45,7 @@ WAYS: dict[str, tuple[Callable[[nn.Module], Any], Callable[[Any, Any], Any]]] = 
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("of_copy", [False, True], ids=["module", "deep copy"])
+@pytest.mark.parametrize(("way", "of_copy"), covering([*WAYS], [False, True]))
 def test_another_module_of_the_same_class_is_noticed(way: str, of_copy: bool) -> None:
     x = torch.randn(2, 3)
     module: Any = add_tvm_dispatch(Holding(*WAYS[way]).eval(), x)

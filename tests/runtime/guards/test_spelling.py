@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from tests.dispatch_helpers import eager, sample
+from tests.thinned import covering
 from tvmbridge import add_tvm_dispatch, dispatch_report
 
 STRUCTURE = "the structure of the arguments differs"
@@ -243,9 +244,10 @@ def test_hooks_see_the_call_as_it_was_made() -> None:
     assert dispatch_report(module).tvm_calls == 2
 
 
-@pytest.mark.parametrize("name", ["__defaults__", "__kwdefaults__", "__code__"])
-@pytest.mark.parametrize("fast", [False, True])
-@pytest.mark.parametrize("of_instance", [False, True])
+@pytest.mark.parametrize(
+    ("name", "fast", "of_instance"),
+    covering(["__defaults__", "__kwdefaults__", "__code__"], [False, True], [True, False]),
+)
 def test_another_default_or_body_is_noticed(name: str, fast: bool, of_instance: bool) -> None:
     class Own(nn.Module):
         def forward(self, x: torch.Tensor, scale: float = 1.0, *, by: float = 2.0) -> torch.Tensor:

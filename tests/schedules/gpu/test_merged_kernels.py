@@ -92,7 +92,9 @@ class _Sums(nn.Module):
         return (down * scale.float()).to(x.dtype).view(1, -1), (total / 3).to(x.dtype)
 
 
-@pytest.mark.parametrize("shape", [(70, 33), (1200, 64)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(70, 33), pytest.param((1200, 64), marks=pytest.mark.slow)], ids=str
+)
 @torch.no_grad()
 def test_sums_are_rounded_where_they_are_computed(
     shape: tuple[int, ...], kernels: list[Any]

@@ -87,7 +87,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 @pytest.mark.parametrize(
-    "dtype", but_slow([torch.float32, torch.bfloat16, torch.float64], torch.float64)
+    "dtype", but_slow([torch.float32, torch.bfloat16, torch.float64], torch.float32, torch.float64)
 )
 def test_norms_and_their_gradients(dtype: torch.dtype) -> None:
     """Compile all cases as one module, whose kernels are compiled for the host once."""
