@@ -20,6 +20,7 @@ from torch.export import Dim
 
 import tvmbridge
 from tests.export.models import Decoder, UNet
+from tests.export.sizes import MODELS, outcome
 
 RUNTIME = Path(__file__).parents[2] / "runtime"
 
@@ -173,6 +174,15 @@ def test_any_batch_and_length(tmp_path: Path) -> None:
     for shape in ((49, 9), (4, 65), (0, 9)):
         with pytest.raises(tvmbridge_runtime.ArgumentError, match=r"'tokens', dimension \d, "):
             function(numpy.zeros(shape, numpy.int64))
+
+
+@pytest.mark.slow
+def test_random_sizes_of_a_network_that_strides_three_times(tmp_path: Path) -> None:
+    model, draw, path = MODELS["strided"], random.Random(0), tmp_path / "model.tvmb"
+    module = model.export(path)
+    for _ in range(20):
+        sizes = model.drawn(draw)
+        assert outcome(module, model.arguments(*sizes), path) == ("right", ""), sizes
 
 
 def test_conditions_on_sizes_are_checked(tmp_path: Path) -> None:

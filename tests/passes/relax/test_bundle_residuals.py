@@ -79,9 +79,7 @@ class Expected:
                 R.prim_value(1),
                 ty_args=R.Tensor((2, 3), "float64"),
             )
-            _ = R.call_pure_packed(
-                "tvmbridge.empty_residuals", residuals, ty_args=R.Tuple()
-            )
+            _ = R.call_pure_packed("tvmbridge.empty_residuals", residuals, ty_args=R.Tuple())
             difference = R.subtract(R.multiply(cosine, cosine), R.multiply(sine, sine))
             gradient = R.multiply(ct, difference)
             gv = (gradient,)
