@@ -20,6 +20,7 @@ from torch.export import Dim
 
 import tvmbridge
 from tests.export.models import Decoder, UNet
+from tests.export.sizes import MODELS, outcome
 
 RUNTIME = Path(__file__).parents[2] / "runtime"
 
@@ -131,10 +132,26 @@ def test_values_of_weights_and_sizes(tmp_path: Path) -> None:
     spec = {"x": {1: Dim("length", max=40)}}
     tvmbridge.export(module, torch.randn(2, 9, 8), path, dynamic_shapes=spec)
     function = tvmbridge_runtime.load(path)
-    for length in (4, 9, 23, 31):
+    # Sample shapes end at 38.
+    for length in (2, 4, 9, 31, 38, 39, 40):
         x = torch.randn(2, length, 8)
         expected = module(x).detach()
         numpy.testing.assert_allclose(function(x.numpy()), expected, rtol=1e-5, atol=1e-5)
+
+
+class Ends(Positions):
+    """A module that does something else for a size near the end of its table."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return y if x.shape[1] != 39 else -y
+
+
+def test_sizes_near_a_bound_at_which_forward_does_something_else(tmp_path: Path) -> None:
+    path, spec = tmp_path / "model.tvmb", {"x": {1: Dim("length", max=40)}}
+    tvmbridge.export(Ends().eval(), torch.randn(2, 9, 8), path, dynamic_shapes=spec)
+    with pytest.raises(tvmbridge_runtime.ArgumentError):
+        tvmbridge_runtime.load(path)(numpy.zeros((2, 39, 8), numpy.float32))
 
 
 @pytest.mark.slow
@@ -157,6 +174,15 @@ def test_any_batch_and_length(tmp_path: Path) -> None:
     for shape in ((49, 9), (4, 65), (0, 9)):
         with pytest.raises(tvmbridge_runtime.ArgumentError, match=r"'tokens', dimension \d, "):
             function(numpy.zeros(shape, numpy.int64))
+
+
+@pytest.mark.slow
+def test_random_sizes_of_a_network_that_strides_three_times(tmp_path: Path) -> None:
+    model, draw, path = MODELS["strided"], random.Random(0), tmp_path / "model.tvmb"
+    module = model.export(path)
+    for _ in range(20):
+        sizes = model.drawn(draw)
+        assert outcome(module, model.arguments(*sizes), path) == ("right", ""), sizes
 
 
 def test_conditions_on_sizes_are_checked(tmp_path: Path) -> None:

@@ -65,17 +65,29 @@ def compute_alike(
     for each in shapes:
         if not symbolic.relations.same_extremes(each):
             return False
-        operators = described_at(ones.program, ones.relations.symbols(each))
-        if _has_empty(operators):
+        known = symbolic.relations.symbols(each)
+        if _becomes_empty(symbolic.program, known):
             return False
-        if described_at(symbolic.program, symbolic.relations.symbols(each)) != operators:
+        operators = described_at(ones.program, ones.relations.symbols(each))
+        if described_at(symbolic.program, known) != operators:
             return False
     return True
 
 
-def _has_empty(operators: Sequence[Any]) -> bool:
-    """Whether a result of the operators has no elements; code is for sizes from 1 on."""
-    return any(made and 0 in made[0] for *_, results in operators for made in results)
+def _becomes_empty(program: ExportedProgram, symbols: Mapping[Any, int]) -> bool:
+    """Whether a symbolic size is 0; code is for sizes from 1 on.
+
+    A size of 0 that is no symbol is one at all sizes: the statistics that a batch norm in eval mode
+    returns are empty.
+    """
+    sizes = NumbersAt(symbols)
+    return any(
+        isinstance(size, torch.SymInt) and sizes.of(size) == 0
+        for node in program.graph.nodes
+        for value in pytree.tree_leaves(node.meta.get("val"))
+        if isinstance(value, torch.Tensor)
+        for size in value.shape
+    )
 
 
 def described_at(program: ExportedProgram, symbols: Mapping[Any, int]) -> list[Any]:
