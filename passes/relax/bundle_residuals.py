@@ -10,13 +10,16 @@ Before, with two results of which the second is a residual, parameter 1 of backw
 After::
 
     def forward(x):                     def backward(x, residuals, ct):
-        ...                                 r = residuals[0]
-        residuals = (r,)                    lv = R.multiply(r, ct)
-        results = (y, residuals)
+        ...                                 r = tuple_getitem(residuals, 0)
+        residuals = (r,)                    _ = empty_residuals(residuals)
+        results = (y, residuals)            lv = R.multiply(r, ct)
         return results
 
 The caller passes one object from forward to backward, so no tensor in it is converted between TVM
-and PyTorch.
+and PyTorch. If the caller allows it (``kernels/allocation.py``), ``empty_residuals`` drops what the
+object holds. Each residual is then freed after its last use in backward, and not at its end. The
+parameter has no type and its items are read by calls: TVM's virtual machine checks a tuple's items
+at each call, and would hold them until backward ends.
 
 Requires: one dataflow block; forward returns a tuple. Guarantees: the other results and parameters
 keep their order. Runs after: all passes that refer to results or parameters by number. Runs before:
@@ -31,6 +34,7 @@ from dataclasses import dataclass
 import tvm
 from tvm import relax
 
+from tvmbridge.kernels.allocation import EMPTY_RESIDUALS
 from tvmbridge.passes.base import (
     PassReport,
     RelaxPass,
@@ -41,6 +45,7 @@ from tvmbridge.passes.base import (
 )
 
 _NAME = "residuals"
+_NOTHING = relax.TupleType([])
 
 
 @dataclass(frozen=True)
@@ -77,18 +82,32 @@ class BundleResiduals(RelaxPass):
         return with_bindings(function, bindings, results)
 
     def _taking(self, function: relax.Function, report: PassReport) -> relax.Function:
-        if any(_is_bundle(p.ty) for p in function.params):
+        if any(isinstance(p.ty, relax.AnyType) for p in function.params):
             return function
         report.rewrote()
         last = self.first + self.count
         taken = function.params[self.first : last]
-        residuals = relax.Var(_NAME, _tuple_type(taken))
+        residuals = relax.Var(_NAME, relax.AnyType())
         fields = [relax.DataflowVar(p.name, p.ty) for p in taken]
         inside = function.bind_params(dict(zip(taken, fields, strict=True)))
         others = list(inside.params)
         parameters = [*others[: self.first], residuals, *others[self.first :]]
-        bindings = [binding(f, relax.TupleGetItem(residuals, i)) for i, f in enumerate(fields)]
+        bindings = [
+            *(binding(f, _item(residuals, i, f.ty)) for i, f in enumerate(fields)),
+            binding(relax.DataflowVar("_", _NOTHING), _emptied(residuals)),
+        ]
         return with_bindings(inside, [*bindings, *_bindings(inside)], parameters=parameters)
+
+
+def _item(residuals: relax.Var, number: int, type_: relax.Type) -> relax.Call:
+    """Return the call that reads an item without its type's check; forward has made it."""
+    getitem = relax.ExternFunc("vm.builtin.tuple_getitem")
+    return relax.op.call_pure_packed(getitem, residuals, relax.prim_value(number), ty_args=[type_])
+
+
+def _emptied(residuals: relax.Var) -> relax.Call:
+    empty = relax.ExternFunc(EMPTY_RESIDUALS)
+    return relax.op.call_pure_packed(empty, residuals, ty_args=[_NOTHING])
 
 
 def _bindings(function: relax.Function) -> list[relax.Binding]:

@@ -17,12 +17,14 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import stat
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from tvmbridge_runtime.errors import FileError
 
@@ -60,6 +62,23 @@ class Container:
         return range(place["offset"] // size, -(-end // size))
 
 
+@contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """Open a regular file for reading; opening a FIFO would wait for a writer.
+
+    Raises:
+        FileError: the path is a FIFO, a folder or a device; or reading fails.
+        OSError: the file cannot be opened.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise FileError(f"{path} is no regular file: give the path of an exported function")
+    with path.open("rb") as file:
+        try:
+            yield file
+        except OSError as error:
+            raise FileError(f"{path} cannot be read: {error}") from error
+
+
 def read_manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the manifest of an exported file; the body is not checked.
 
@@ -67,7 +86,7 @@ def read_manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
         FileError: the header or the manifest is damaged, or the file is no exported function.
         OSError: the file cannot be read.
     """
-    with Path(path).open("rb") as file:
+    with opened(Path(path)) as file:
         return _manifest_of(Path(path), file.read(_HEADER), file)[0]
 
 
@@ -80,7 +99,7 @@ def open_container(path: str | os.PathLike[str]) -> Container:
         OSError: the file cannot be read.
     """
     path = Path(path)
-    with path.open("rb") as file:
+    with opened(path) as file:
         manifest, start = _manifest_of(path, file.read(_HEADER), file)
         size, found = int(manifest["body"]["size"]), os.fstat(file.fileno()).st_size
         if found != start + size:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy
 
-from tvmbridge_runtime.container import Container, check_chunks
+from tvmbridge_runtime.container import Container, check_chunks, opened
 from tvmbridge_runtime.errors import FileError
 
 _ALIGNMENT = 64
@@ -73,7 +73,7 @@ def _blob(container: Container, checksum: Callable[[memoryview], int]) -> memory
         )
     if path.stat().st_size != described["size"]:
         raise FileError(f"{path} is not the file of weights that belongs to {container.path}")
-    with path.open("rb") as file:
+    with opened(path) as file:
         blob = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
     check_chunks(path, blob, described, checksum=checksum)
     return blob

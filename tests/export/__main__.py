@@ -2,7 +2,8 @@
 
 ``python -m tests.export --suite torchvision timm``. Each model runs in a process of its own and is
 one line of JSON in the file ``--out``: suite, name, result, reason, seconds. Models that the file
-has already are not run again.
+has already are not run again; ``--retry`` runs those again that do not agree. Several processes may
+share the work: ``--shard 0/4 --out build/exported-0.jsonl`` takes every fourth model.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--suite", nargs="+", choices=list(SUITES), default=list(SUITES))
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for one model")
     parser.add_argument("--workers", type=int, default=1, help="models at a time")
+    parser.add_argument("--shard", default="0/1", help="i/n: every n-th model, from the i-th")
     parser.add_argument("--retry", action="store_true", help="run again what does not agree")
     parser.add_argument("--out", type=Path, default=Path("build/exported.jsonl"))
     return parser.parse_args(arguments)
@@ -41,12 +43,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     lines = options.out.read_text().splitlines() if options.out.exists() else []
     rows = {(r["suite"], r["name"]): r for r in map(json.loads, lines)}
-    wanted = [
+    index, count = map(int, options.shard.split("/"))
+    chosen = [
         (suite, name)
         for suite in options.suite
         for name in SUITES[suite]()
         if not options.names or name in options.names
-        if (suite, name) not in rows or (options.retry and rows[suite, name]["result"] != "agrees")
+    ]
+    wanted = [
+        key
+        for key in chosen[index::count]
+        if key not in rows or (options.retry and rows[key]["result"] != "agrees")
     ]
     with ThreadPoolExecutor(options.workers) as pool:
         for row in pool.map(lambda each: checked_alone(context, *each, options.limit), wanted):

@@ -124,3 +124,35 @@ class Counting(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         return x * self.calls
+
+
+class Strided(nn.Module):
+    """A convolutional network that strides three times, with a dilated depthwise convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, 16, 7, 2, 3), nn.BatchNorm2d(16)
+        self.same = nn.Conv2d(16, 32, 3, padding=1)
+        self.depthwise = nn.Conv2d(32, 32, 5, padding=4, dilation=2, groups=32)
+        self.groups, self.last = nn.Conv2d(32, 16, 3, 2, 1, groups=4), nn.Linear(16, 7)
+        nn.init.normal_(self.norm.running_mean)
+        nn.init.uniform_(self.norm.running_var, 0.5, 2)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = functional.max_pool2d(self.norm(self.stem(x)).relu(), 3, 2, 1)
+        x = self.groups(functional.hardswish(self.depthwise(self.same(x).relu())))
+        return self.last(functional.adaptive_avg_pool2d(x, 1).flatten(1)), x
+
+
+class UNet(nn.Module):
+    """A network that halves images, doubles them, and joins both: their sides must be even."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.below = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.up, self.last = nn.ConvTranspose2d(8, 8, 2, 2), nn.Conv2d(16, 2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).relu()
+        below = self.below(functional.max_pool2d(x, 2)).relu()
+        return self.last(torch.cat([x, self.up(below)], 1))

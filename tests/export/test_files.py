@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import platform
 import random
 import re
@@ -18,6 +19,7 @@ import torch
 import tvmbridge_runtime
 
 import tvmbridge
+from tests.export.damage import edited_files, exported, special_files
 from tests.export.models import MLP
 
 
@@ -27,25 +29,32 @@ def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tvmbridge.export(MLP().eval(), torch.zeros(4, 64), folder / "model.tvmb")
 
 
+def test_what_is_no_regular_file_is_refused_at_once(intact: Path, tmp_path: Path) -> None:
+    # Opening a FIFO waits for a writer.
+    for what, path in special_files(tmp_path / "special"):
+        missing = what in ("missing", "link to itself", "path below a file", "long name")
+        with pytest.raises(OSError if missing else tvmbridge_runtime.FileError):
+            tvmbridge_runtime.load(path)
+    beside = exported(tmp_path, beside=True)
+    weights = tmp_path / f"{beside.name}.safetensors"
+    weights.unlink()
+    os.mkfifo(weights)
+    with pytest.raises(tvmbridge_runtime.FileError):
+        tvmbridge_runtime.load(beside)
+    with pytest.raises(FileExistsError, match="no regular file"):
+        tvmbridge.export(MLP().eval(), torch.zeros(4, 64), weights)
+
+
 def test_every_damage_is_noticed(intact: Path, tmp_path: Path) -> None:
-    content = intact.read_bytes()
-    draw = random.Random(0)
-    header = [(p, "flip") for p in range(64)]
-    elsewhere = [(draw.randrange(64, len(content)), "flip") for _ in range(120)]
-    cuts = [(draw.randrange(len(content)), "cut") for _ in range(60)]
-    holes = [(draw.randrange(len(content) - 8), "hole") for _ in range(56)]
-    path = tmp_path / "damaged.tvmb"
-    for place, kind in [*header, *elsewhere, *cuts, *holes, (0, "append")]:
-        damaged = bytearray(content)
-        if kind == "flip":
-            damaged[place] ^= 1 << draw.randrange(8)
-        elif kind == "cut":
-            del damaged[place:]
-        elif kind == "hole":
-            del damaged[place : place + 8]
-        else:
-            damaged += b"x"
-        path.write_bytes(damaged)
+    header = bytearray(intact.read_bytes())
+    for place in range(64):
+        path = tmp_path / "damaged.tvmb"
+        path.write_bytes(
+            header[:place] + bytes([header[place] ^ 1 << place % 8]) + header[place + 1 :]
+        )
+        with pytest.raises(tvmbridge_runtime.FileError):
+            tvmbridge_runtime.load(path)
+    for _, path in edited_files(intact, tmp_path, count=240):
         with pytest.raises(tvmbridge_runtime.FileError):
             tvmbridge_runtime.load(path)
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.export import Dim
 
 import tvmbridge
-from tests.export.models import Decoder
+from tests.export.models import Decoder, UNet
 
 RUNTIME = Path(__file__).parents[2] / "runtime"
 
@@ -218,20 +218,6 @@ class Residual(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = nn.functional.max_pool2d(self.first(x), 3, 2, 1)
         return self.last((x + self.second(x)).mean((2, 3)))
-
-
-class UNet(nn.Module):
-    """A network that halves images, doubles them, and joins both: their sides must be even."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.below = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
-        self.up, self.last = nn.ConvTranspose2d(8, 8, 2, 2), nn.Conv2d(16, 2, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x).relu()
-        below = self.below(nn.functional.max_pool2d(x, 2)).relu()
-        return self.last(torch.cat([x, self.up(below)], 1))
 
 
 @pytest.mark.slow

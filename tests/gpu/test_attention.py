@@ -17,17 +17,19 @@ pytestmark = GPU
 class Attention(nn.Module):
     """Multi-head attention; ``mask`` is the kind of the mask, such as ``"truths"`` for booleans."""
 
-    def __init__(self, *, mask: str = "", causal: bool = False, groups: int = 1) -> None:
+    def __init__(
+        self, *, mask: str = "", causal: bool = False, groups: int = 1, size: int = 16
+    ) -> None:
         super().__init__()
-        self.mask, self.causal, self.groups = mask, causal, groups
-        self.query, self.key = nn.Linear(64, 64), nn.Linear(64, 64 // groups)
-        self.value = nn.Linear(64, 64 // groups)
+        self.mask, self.causal, self.groups, self.size = mask, causal, groups, size
+        self.query, self.key = nn.Linear(64, 4 * size), nn.Linear(64, 4 * size // groups)
+        self.value = nn.Linear(64, 4 * size // groups)
         self.bias = nn.Parameter(torch.randn(4, 19, 19)) if mask == "learned" else None
         self.p = 0.0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         query, key, value = (
-            part(x).unflatten(-1, (-1, 16)).transpose(1, 2)
+            part(x).unflatten(-1, (-1, self.size)).transpose(1, 2)
             for part in (self.query, self.key, self.value)
         )
         seen = torch.arange(x.shape[1], device=x.device) < x.shape[1] - 3
@@ -84,8 +86,10 @@ class Dropped(Attention):
         {"mask": "learned"},
         {"groups": 2},
         {"groups": 2, "causal": True},
+        {"size": 12, "causal": True},
+        {"size": 12, "mask": "learned"},
     ],
-    ids=["plain", "causal", "truths", "numbers", "learned", "groups", "causal groups"],
+    ids=str,
 )
 def test_values(options: dict[str, object], dtype: torch.dtype, train: bool) -> None:
     check(lambda: Attention(**options), (torch.randn(2, 19, 64),), dtype, train=train)  # type: ignore[arg-type]
@@ -112,9 +116,10 @@ def test_a_layer_of_pytorch_trains_by_the_kernel() -> None:
     assert "tvmbridge.fused_attention.default" in dispatch_report(tvm).aten_calls
 
 
-def test_the_kernel_is_fused() -> None:
+@pytest.mark.parametrize("size", [16, 12])
+def test_the_kernel_is_fused(size: int) -> None:
     x = torch.randn(2, 19, 64, device="cuda", dtype=torch.bfloat16)
-    tvm, _ = pair(lambda: Attention().bfloat16(), x)
+    tvm, _ = pair(lambda: Attention(size=size).bfloat16(), x)
     assert "tvmbridge.fused_attention.default" in dispatch_report(tvm).aten_calls
 
 

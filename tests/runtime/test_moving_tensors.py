@@ -68,6 +68,12 @@ def test_a_fast_guard_accepts_other_addresses(
     for _ in range(30):
         same_step(ours, eager, x, training)
     assert slow.calls == 3
+    # After another move, it takes over only after a longer rest.
+    move(ours, held)
+    move(eager, held)
+    for _ in range(30):
+        same_step(ours, eager, x, training)
+    assert slow.calls == 4
     assert not dispatch_report(ours).fallbacks
 
 

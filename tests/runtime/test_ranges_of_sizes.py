@@ -14,7 +14,7 @@ from tvmbridge.runtime.background import UnderWayError
 from tvmbridge.runtime.family import Family, OtherSizesError
 from tvmbridge.runtime.sized_code import raised
 from tvmbridge.symbolic.code import Points, SymbolicCode
-from tvmbridge.symbolic.sizes import Point
+from tvmbridge.symbolic.size import Point
 
 
 class _Related:

@@ -20,7 +20,8 @@ from tvmbridge.core.decisions import (
 )
 from tvmbridge.core.errors import BuildError
 from tvmbridge.symbolic.least import least_sizes, lowest
-from tvmbridge.symbolic.sizes import Point, Sizes
+from tvmbridge.symbolic.size import Point
+from tvmbridge.symbolic.sizes import Sizes
 
 # Rows and columns.
 POINTS = [(31, 37), (449, 463), (449, 7), (5, 463), (5, 7)]

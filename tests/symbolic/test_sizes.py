@@ -8,7 +8,8 @@ from tvm.sym import Analyzer
 
 from tvmbridge.kernels.sized import value_of
 from tvmbridge.schedules.reader import substitute
-from tvmbridge.symbolic.sizes import Size, Sizes
+from tvmbridge.symbolic.size import Size, proportional
+from tvmbridge.symbolic.sizes import Sizes
 
 # Sample shapes of two symbols, b and s.
 POINTS = ((31, 43), (449, 257), (449, 17), (5, 17))
@@ -94,15 +95,15 @@ def test_products_of_what_strides_leave(function: object) -> None:
     "function",
     [
         lambda b, s: 2 * (b * s + 1) * (b * s + 1),
-        lambda b, s: 12 * b * (s + 13) * (s + 13),
-        lambda b, s: (b * s + 1) * (s + 13),
+        lambda b, s: 12 * b * (s + 91) * (s + 91),
+        lambda b, s: (b * s + 1) * (s + 91),
         lambda b, s: (b * s + 1) * (b * s + 1) // 16,
     ],
 )
 def test_products_of_sums_that_were_found(function: object) -> None:
     sizes = Sizes(POINTS)
     assert sizes.find(values(function)) is None
-    for known in (lambda b, s: b * s + 1, lambda b, s: s + 13):
+    for known in (lambda b, s: b * s + 1, lambda b, s: s + 91):
         assert sizes.find(values(known)) is not None
     sizes.find(values(lambda b, s: (b * s + 1) * (b * s + 1)))
     found = sizes.find_divided(values(function))
@@ -162,7 +163,13 @@ def test_images_with_borders() -> None:
     def padded(b: int, s: int) -> int:
         return 8 * b * (s // 2 + 3) * (b + 2)
 
-    for whole in (lambda b, s: 3 * (b + 2) * (s + 6), lambda b, s: 12 * b * (s + 3) * (s + 3)):
+    for whole in (
+        lambda b, s: 3 * (b + 2) * (s + 6),
+        lambda b, s: 12 * b * (s + 3) * (s + 3),
+        # A kernel of 7 x 7 with dilation 3.
+        lambda b, s: 32 * (b + 18) * (s + 18),
+        lambda b, s: 32 * b * (s + 18),
+    ):
         found = Sizes(POINTS).find(values(whole))
         assert found is not None
         assert found.at((10, 20)) == whole(10, 20)
@@ -213,6 +220,21 @@ def test_two_values_of_a_quotient_determine_no_border(tile: int) -> None:
 
     found = Sizes(points, [rows]).find(tuple(rounded(p) for p in points))
     assert found is None or found.at((2, 49)) == rounded((2, 49))
+
+
+def test_quotients_that_are_proportional_at_the_sample_shapes_are_told_apart() -> None:
+    """Check rows after two and three strides: odd numbers of the first follow from the second."""
+    quarters, eighths = (Size(((1, (0, 1)), (n - 1, (0, 0))), n) for n in (4, 8))
+    points = [(23, 19), (463, 1234), (2, 1234), (2, 11)]
+    values = [quarters.at(p) + 8 for p in points]
+    assert Sizes(points, [quarters, eighths]).find(tuple(values)) is None
+    ((size, point),) = proportional([quarters, eighths], points)
+    assert size == eighths
+    points.append(point)
+    found = Sizes(points, [quarters, eighths]).find((*values, quarters.at(point) + 8))
+    assert found is not None
+    assert found.at((2, 49)) == quarters.at((2, 49)) + 8
+    assert not proportional([quarters, eighths, quarters], points)
 
 
 def test_sizes_that_differ_beyond_the_sample_shapes_alone_are_one_size() -> None:

@@ -14,7 +14,8 @@ from torch.nn import functional
 from tvmbridge import add_tvm_dispatch, dispatch_report
 from tvmbridge.graph_capture.trace.sized_functions import _FUNCTIONS
 from tvmbridge.symbolic.code import traced_for
-from tvmbridge.symbolic.sizes import Size, Sizes
+from tvmbridge.symbolic.size import Size
+from tvmbridge.symbolic.sizes import Sizes
 from tvmbridge.symbolic.symbols import LinearSize, Symbols
 from tvmbridge.symbolic.traced import traced_sizes
 

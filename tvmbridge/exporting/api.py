@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from collections.abc import Mapping
@@ -79,6 +80,9 @@ def export(
         raise ExportError(
             "the module is in train mode; an exported function is for inference: call eval() first"
         )
+    path = Path(path)
+    if path.exists() and not path.is_file():
+        raise FileExistsError(errno.EEXIST, "the path exists, and is no regular file", str(path))
     refuse_packed_layers(module)
     args, kwargs = normalize_sample(sample, sample_kwargs)
     chosen, target = CompileOptions.of(options), named_target(target)
@@ -112,7 +116,6 @@ def export(
         "code_sha256": hashlib.sha256(library).hexdigest(),
     }
     held = dict(zip(names, code.weights, strict=True))
-    path = Path(path)
     write_file(path, manifest, library, held, beside=weights == "beside")
     return path
 

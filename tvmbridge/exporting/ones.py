@@ -15,7 +15,7 @@ from tvmbridge.exporting.conditions import written_relations
 from tvmbridge.graph_capture.any_size import SymbolicTrace, shapes_of
 from tvmbridge.graph_capture.ones import compute_alike
 from tvmbridge.symbolic.code import Points, traced_for
-from tvmbridge.symbolic.sizes import Point
+from tvmbridge.symbolic.size import Point
 from tvmbridge.symbolic.symbols import LEAST_SIZE, Symbols
 
 # Each set of symbols that are 1 is traced once more: seven sets of three symbols.

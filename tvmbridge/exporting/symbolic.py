@@ -38,6 +38,7 @@ from tvmbridge.exporting.code import (
 )
 from tvmbridge.exporting.conditions import written_relations
 from tvmbridge.exporting.ones import OnesOfExport
+from tvmbridge.exporting.reaching import Reach
 from tvmbridge.graph_capture.any_size import SymbolicTrace, shapes_of
 from tvmbridge.graph_capture.surroundings import tracing_here, undisturbed
 from tvmbridge.passes.relax.lift_frozen import varying_places
@@ -47,7 +48,8 @@ from tvmbridge.symbolic.code import Points, lowered_at_all, traced_for
 from tvmbridge.symbolic.declared import DeclaredDimension, declared, symbols_of
 from tvmbridge.symbolic.probes import points_within
 from tvmbridge.symbolic.related import related
-from tvmbridge.symbolic.sizes import DifferentCodeError, Point
+from tvmbridge.symbolic.size import Point
+from tvmbridge.symbolic.sizes import DifferentCodeError, Sizes
 from tvmbridge.symbolic.symbols import Dimension, LinearSize, Symbols
 
 _FIXED = "leave these dimensions out of dynamic_shapes, and export one file for each of their sizes"
@@ -96,24 +98,29 @@ def _for_any_size(
         try:
             # A size of 2 may be confused with another 2 in the code; then try larger shapes.
             points = _points(trace, sample, symbols, bounds, from_two=True)
-            code, loops_least = _compiled(module, sample, symbols, trace, points, target, options)
+            code, loops_least, sizes = _compiled(
+                module, sample, symbols, trace, points, target, options
+            )
         except (DifferentCodeError, CaptureError):
             try:
                 points = _points(trace, sample, symbols, bounds, from_two=False)
             except CaptureError as error:
                 raise ExportError(f"there is no code for any size: {error}; {_FIXED}") from error
-            code, loops_least = _compiled(module, sample, symbols, trace, points, target, options)
+            code, loops_least, sizes = _compiled(
+                module, sample, symbols, trace, points, target, options
+            )
         names = _names(bounds)
         relations = written_relations(trace.relations, symbols, names)
         ones = OnesOfExport(module, sample, symbols, names, trace, points)
         least, conditions = ones.served(loops_least)
+        largest = Reach(trace, symbols, sample, bounds, points).most(sizes)
     return replace(
         code,
         inputs=_with_symbols(code.inputs, sample, symbols, names),
         symbols=[
             {"name": name, **_described(bound, symbols.form(group[0]), low, most)}
             for name, bound, group, low, most in zip(
-                names, bounds, symbols.dimensions, least, points.most, strict=True
+                names, bounds, symbols.dimensions, least, largest, strict=True
             )
         ],
         relations=[*relations, *conditions],
@@ -184,8 +191,8 @@ def _compiled(
     points: Points,
     target: Any,
     options: CompileOptions,
-) -> tuple[AloneCode, Point]:
-    """Return the code, and the least values of the symbols that its loops are right for."""
+) -> tuple[AloneCode, Point, Sizes]:
+    """Return the code, the least values of the symbols for its loops, and its sizes."""
     records: list[PassRecord] = []
 
     def lower(point: Point, known: Known) -> _Folded:
@@ -209,13 +216,14 @@ def _compiled(
     graphs = _frozen(
         [each.lowered for each in found], partial(frozen_graph, module, live=live), options
     )
+    sizes = points.sizes(with_ones=True)
     code = code_for_all(
         [(graph.mod, None) for graph in graphs],
-        points.sizes(with_ones=True),
+        sizes,
         partial(prepared, target=graphs[0].lowered.target),
         records,
     )
-    return described_code(module, graphs[0], code, records), code.least
+    return described_code(module, graphs[0], code, records), code.least, sizes
 
 
 @dataclass(frozen=True)

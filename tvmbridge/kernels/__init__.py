@@ -10,7 +10,12 @@ import torch
 import tvm_ffi
 
 from tvmbridge.core.errors import UnsupportedOperatorError
-from tvmbridge.kernels.allocation import EMPTY, run_empty
+from tvmbridge.kernels.allocation import (
+    EMPTY,
+    EMPTY_RESIDUALS,
+    run_empty,
+    run_empty_residuals,
+)
 from tvmbridge.kernels.aten_call import ATEN_CALL, run_aten_call
 from tvmbridge.kernels.callbacks import callback
 from tvmbridge.kernels.matmul import (
@@ -28,6 +33,7 @@ from tvmbridge.kernels.sized import SIZED, with_sizes
 KERNELS: dict[str, Callable[..., Any]] = {
     ATEN_CALL: run_aten_call,
     EMPTY: run_empty,
+    EMPTY_RESIDUALS: run_empty_residuals,
     MATMUL: run_matmul,
     ONEDNN_MATMUL: run_onednn_matmul,
     PACKED_MATMUL: run_packed_matmul,

@@ -20,6 +20,7 @@
 #include <optional>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -221,6 +222,23 @@ void allocate(const TVMFFIAny *args, int32_t count, TVMFFIAny *result) {
     hand_over(made, result);
 }
 
+// Residuals --------------------------------------------------------------------------------------
+
+// Whether the next backward of this thread may empty the array of its residuals.
+thread_local bool may_empty = false;
+
+// Backward has read the array's tensors into its registers, which hold each of them until its last use.
+void empty_residuals(const TVMFFIAny *args, int32_t count, TVMFFIAny *) {
+    if (!std::exchange(may_empty, false))
+        return;
+    TORCH_CHECK(count == 1 && args[0].type_index == kTVMFFIArray, "expected the array of residuals");
+    auto *cell = reinterpret_cast<TVMFFISeqCell *>(reinterpret_cast<char *>(args[0].v_obj) + sizeof(TVMFFIObject));
+    auto *items = static_cast<TVMFFIAny *>(cell->data);
+    for (int64_t size = std::exchange(cell->size, 0); size > 0; --size)
+        if (items[size - 1].type_index >= kTVMFFIStaticObjectBegin)
+            TVMFFIObjectDecRef(items[size - 1].v_obj);
+}
+
 template <void (*kernel)(const TVMFFIAny *, int32_t, TVMFFIAny *)>
 int called(void *, const TVMFFIAny *args, int32_t count, TVMFFIAny *result) {
     try {
@@ -253,9 +271,9 @@ bool set_global(const char *name, TVMFFISafeCallType function) {
 }
 
 PyObject *register_products(PyObject *, PyObject *args) {
-    const char *usual, *onednn, *empty;
+    const char *usual, *onednn, *empty, *residuals;
     PyObject *function;
-    if (!PyArg_ParseTuple(args, "sssO", &usual, &onednn, &empty, &function))
+    if (!PyArg_ParseTuple(args, "ssssO", &usual, &onednn, &empty, &residuals, &function))
         return nullptr;
     Py_INCREF(function);
     Py_XSETREF(describe, function);
@@ -265,7 +283,7 @@ PyObject *register_products(PyObject *, PyObject *args) {
         Py_RETURN_FALSE;
     }
     if (set_global(usual, called<multiply>) && set_global(onednn, called<multiply_by_onednn>) &&
-        set_global(empty, called<allocate>))
+        set_global(empty, called<allocate>) && set_global(residuals, called<empty_residuals>))
         Py_RETURN_TRUE;
     PyErr_SetString(PyExc_RuntimeError, "TVM does not take the kernels of products");
     return nullptr;
@@ -291,14 +309,21 @@ PyObject *take_back(PyObject *, PyObject *tensor) {
     Py_RETURN_NONE;
 }
 
+PyObject *let_empty(PyObject *, PyObject *may) {
+    may_empty = PyObject_IsTrue(may) == 1;
+    Py_RETURN_NONE;
+}
+
 PyMethodDef functions[] = {
+    {"let_empty", let_empty, METH_O,
+     "let_empty(may)\n--\n\nSay whether the next backward of this thread may empty the array of its residuals."},
     {"note", note, METH_O,
      "note(tensor)\n--\n\nRemember the storage of a tensor that is handed over by DLPack."},
     {"take_back", take_back, METH_O,
      "take_back(tensor)\n--\n\n"
      "Return a tensor from DLPack on the storage that was noted for its memory; None: on no noted one."},
     {"register_products", register_products, METH_VARARGS,
-     "register_products(usual, onednn, empty, describe)\n--\n\n"
+     "register_products(usual, onednn, empty, residuals, describe)\n--\n\n"
      "Make the kernels known to TVM by these names; False: this PyTorch has another oneDNN."},
     {nullptr, nullptr, 0, nullptr},
 };

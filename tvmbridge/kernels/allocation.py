@@ -1,9 +1,10 @@
-"""Memory for compiled code from PyTorch's caching allocator, on the current stream."""
+"""Memory for compiled code from PyTorch's caching allocator, on the current stream, and its end."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from tvmbridge.kernels.callbacks import integers
 from tvmbridge.kernels.dtypes import from_relax_dtype
 
 EMPTY = "tvmbridge.empty"
+EMPTY_RESIDUALS = "tvmbridge.empty_residuals"
 
 
 def run_empty(shape: bytes, dtype: int | str) -> torch.Tensor:
@@ -32,6 +34,31 @@ def _dtype(packed: int | str) -> torch.dtype:
         return from_relax_dtype(packed)
     fields = (packed & 255, packed >> 8 & 255, packed >> 16)
     return from_relax_dtype(str(tvm_ffi.dtype.from_dlpack_data_type(fields)))
+
+
+def run_empty_residuals(_residuals: Any) -> None:
+    """Leave the array as it is, which only the compiled half can empty.
+
+    Registered in TVM as :data:`EMPTY_RESIDUALS`. Backward calls it once it has read the array.
+    """
+
+
+@contextlib.contextmanager
+def residuals_emptied() -> Iterator[None]:
+    """Let the backward that runs in the context free each residual after its last use.
+
+    Backward then empties the array of residuals that it is given, so that it cannot run again.
+    Without a compiled half the residuals live until the caller drops them.
+    """
+    half = compiled_half("tvmbridge.kernels._products")
+    if half is None:
+        yield
+        return
+    half.let_empty(True)
+    try:
+        yield
+    finally:
+        half.let_empty(False)
 
 
 def note(tensor: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from tvmbridge.core.compiled_half import compiled_half
-from tvmbridge.kernels.allocation import EMPTY
+from tvmbridge.kernels.allocation import EMPTY, EMPTY_RESIDUALS
 from tvmbridge.kernels.keys import spec_named
 from tvmbridge.kernels.tensors import run_on
 
@@ -105,7 +105,8 @@ def register_compiled() -> bool:
     extension.
     """
     half = compiled_half("tvmbridge.kernels._products")
-    return half is not None and half.register_products(MATMUL, ONEDNN_MATMUL, EMPTY, _described)
+    names = MATMUL, ONEDNN_MATMUL, EMPTY, EMPTY_RESIDUALS
+    return half is not None and half.register_products(*names, _described)
 
 
 def _described(key: str) -> tuple[Any, Any, tuple[int, ...]]:

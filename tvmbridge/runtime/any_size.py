@@ -33,7 +33,7 @@ from tvmbridge.runtime.guards.signature import Matched, Signature
 from tvmbridge.runtime.single_sizes import SingleSizes
 from tvmbridge.runtime.specialization import Specialization
 from tvmbridge.symbolic.declared import DeclaredDimension, Spec, declared, names_no_size, symbols_of
-from tvmbridge.symbolic.sizes import Point
+from tvmbridge.symbolic.size import Point
 from tvmbridge.symbolic.symbols import Dimension, Shapes, Symbols
 
 logger = logging.getLogger(__name__)

@@ -203,7 +203,8 @@ def _run_backward(
     if not absent:
         gradients = None if held is None or step.lease is None else step.lease.backward(filled)
         if gradients is None:
-            gradients = call.compiled.backward([*values, *filled], bound)
+            with step.residuals_end():
+                gradients = call.compiled.backward([*values, *filled], bound)
             call.backwards += 1
         return gradients
     assert partials is not None

@@ -225,8 +225,11 @@ def _copied(tensors: list[torch.Tensor], padded: frozenset[int]) -> list[torch.T
 class Lease:
     """The right to use a graph's residuals, from a forward call until its backward has run."""
 
-    def __init__(self, graphs: Callable[[Any], ReplayedCall]) -> None:
-        """Create a lease; ``graphs`` maps a partial backward, or None for all, to its graph."""
+    def __init__(self, graphs: Callable[[Any], ReplayedCall | None]) -> None:
+        """Create a lease.
+
+        ``graphs`` maps a partial backward, or None for all, to its graph; None: without a graph.
+        """
         self._graphs = graphs
         self.active = True
 
@@ -236,7 +239,8 @@ class Lease:
         Args:
             partial: the :class:`PartialBackward` for exactly these cotangents; None: all arrived.
         """
-        return self._graphs(partial)(cotangents) if self.active else None
+        graph = self._graphs(partial) if self.active else None
+        return None if graph is None else graph(cotangents)
 
     def end(self) -> None:
         """Release the residuals for the next call."""

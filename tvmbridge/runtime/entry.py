@@ -28,6 +28,7 @@ from tvmbridge.runtime.guards.fast import may_be_fast
 from tvmbridge.runtime.guards.layout import LayoutGuard
 from tvmbridge.runtime.guards.mode import Flags
 from tvmbridge.runtime.guards.state import ModuleState
+from tvmbridge.runtime.guards.watch import MovingTensors
 from tvmbridge.runtime.outputs import Outputs
 from tvmbridge.runtime.primals import GivenPrimals
 from tvmbridge.runtime.second_order import SecondOrder
@@ -96,6 +97,8 @@ class CompiledEntry:
         self.slow_calls = 0
         # The addresses of the module's tensors when the last fast path was built.
         self.addresses: list[int] = []
+        # Watches tensors that have moved from one call to the next; None: they have not.
+        self.moving: MovingTensors | None = None
         # Decides whether this code is faster than the module's own forward; None: no trial yet.
         self.trial: SpeedTrial | None = None
 

@@ -30,7 +30,8 @@ from tvmbridge.runtime.trial import try_out
 from tvmbridge.symbolic.code import SymbolicCode, traced_for
 from tvmbridge.symbolic.probes import DemandedSizeError, OtherBranchError
 from tvmbridge.symbolic.related import divided, related
-from tvmbridge.symbolic.sizes import DifferentCodeError, Point
+from tvmbridge.symbolic.size import Point
+from tvmbridge.symbolic.sizes import DifferentCodeError
 from tvmbridge.symbolic.symbols import LEAST_SIZE, Dimension, Symbols
 
 logger = logging.getLogger(__name__)

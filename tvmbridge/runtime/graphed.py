@@ -15,7 +15,10 @@ import torch
 from tvmbridge.calls.layouts import Strides
 from tvmbridge.compiler.backward_code import PartialBackward
 from tvmbridge.compiler.compiled import CompiledModule
-from tvmbridge.compiler.executable import Bound
+from tvmbridge.compiler.executable import Bound, Residuals, tensors_of
+from tvmbridge.core.borrowed import borrowed
+from tvmbridge.core.torch_private import backward_keeps_graph
+from tvmbridge.kernels.allocation import residuals_emptied
 from tvmbridge.runtime.autograd import TrainingCall
 from tvmbridge.runtime.cuda_graphs import GraphMemory, Lease, Replayed, ReplayedCall, Tensors
 from tvmbridge.runtime.step import ConvertedTensors
@@ -94,7 +97,9 @@ class _Inference:
 class _Training:
     """Runs training calls by a graph of forward, and leases its residuals to graphs of backward.
 
-    While the backward of an earlier call has not run, calls are made without a graph.
+    While the backward of an earlier call has not run, calls are made without a graph. The graph of
+    the whole backward uses the memory of residuals again that it has read for the last time. So it
+    runs once for each forward: a backward that keeps its graph runs without a CUDA graph.
     """
 
     def __init__(self, code: GraphedCode, call: TrainingCall, held: ConvertedTensors) -> None:
@@ -109,26 +114,34 @@ class _Training:
             return [*outputs, primals, residuals]
 
         def read() -> list[Any]:
-            *outputs, primals, residuals = self._forward.results
+            *outputs, primals, _ = self._forward.results
             held_primals = [
                 primals[position] if tensor is None else tensor
                 for tensor, position in zip(held.read, call.reads, strict=True)
             ]
             kept = [outputs[number] for number, _ in call.parts.kept_outputs]
-            return call.as_read([*held_primals, *kept, residuals])
+            return call.as_read([*held_primals, *kept, self._residuals])
 
         def backward(cotangents: Tensors) -> list[torch.Tensor]:
-            return code.compiled.backward([*read(), *cotangents], held.backward)
+            values = [*read(), *cotangents]
+            self._residuals, self._partials_memory = self._lent, code.memory()
+            with residuals_emptied():
+                return code.compiled.backward(values, held.backward)
 
         def without_some(partial: PartialBackward, cotangents: Tensors) -> list[torch.Tensor]:
             values = [*read(), *cotangents]
             bound = held.for_partial(partial.loaded, len(values), [call.place_of_residuals])
             return partial.results(values, bound)
 
-        self._memory = code.memory()
+        self._memory = self._partials_memory = code.memory()
+        # The residuals in the forward graph's memory, and tensors there that do not keep it.
+        self._residuals: Residuals = ()
+        self._lent: tuple[torch.Tensor, ...] | None = None
         kept = [number for number, _ in call.parts.kept_outputs]
         self._forward = code.call("forward", forward, self._memory, self._outputs, kept)
         self._backward = code.call("backward", backward, self._memory)
+        # Once the whole backward is captured, the residuals' memory is free for other graphs of the
+        # same memory, so that graphs of partial backwards have their own.
         self._partial: dict[PartialBackward, ReplayedCall] = {}
         self._without_some = without_some
         self._code = code
@@ -147,17 +160,26 @@ class _Training:
         if results is None:
             return None
         *outputs, primals, residuals = results
+        if self._lent is None:
+            self._residuals, tensors = residuals, tensors_of(residuals)
+            self._lent = tuple(borrowed(t) if t.numel() else t for t in tensors)
         lease = Lease(self._graph_of)
         self._lease = weakref.ref(lease)
-        return Replayed(outputs, primals, residuals, lease)
+        return Replayed(outputs, primals, self._lent, lease)
 
-    def _graph_of(self, partial: PartialBackward | None) -> ReplayedCall:
-        """Return the graph of a partial backward, created at its first use; None: the whole."""
+    def _graph_of(self, partial: PartialBackward | None) -> ReplayedCall | None:
+        """Return the graph of a partial backward, created at its first use; None: the whole.
+
+        The result is None if backward must run without a graph.
+        """
         if partial is None:
+            if backward_keeps_graph():
+                self._skips["backward keeps its graph"] += 1
+                return None
             self._backward.count(self._call.backwards)
             return self._backward
         found = self._partial.get(partial)
         if found is None:
             run = functools.partial(self._without_some, partial)
-            found = self._partial[partial] = self._code.call("backward", run, self._memory)
+            found = self._partial[partial] = self._code.call("backward", run, self._partials_memory)
         return found

@@ -33,8 +33,9 @@ def renewed_path(
         return None
     held = [t for t in tensors if t is not None]
     before, entry.addresses = entry.addresses, [t.data_ptr() for t in held]
-    fast = None
-    if entry.slow_calls > 1 and before != entry.addresses:
+    moving, fast = entry.moving, None
+    moves = entry.slow_calls > 1 if moving is None else not moving.end_rest()
+    if moves and before != entry.addresses:
         fast = _moving_path(entry, signature, leaves, held)
     fast = fast or _pinned_path(entry, signature, leaves, held)
     # Another thread may have changed the module since the full guards accepted the call.
@@ -56,7 +57,7 @@ def _moving_path(
     writes = entry.outputs.written_tensors(leaves, tensors)
     if entry.packs or entry.frozen is not None or writes:
         return None
-    moving = MovingTensors(tensors)
+    moving = entry.moving = MovingTensors(tensors, entry.moving)
     guard = FastGuard(entry.state, signature, leaves, moving, writes, entry.records_writes)
     return FastPath(entry, guard, list(tensors), entry.layouts.strides(leaves, tensors))
 
@@ -129,8 +130,12 @@ def _direct(entry: CompiledEntry, bound: Bound, leaves: int) -> Direct | None:
 def _code_to_graph(
     entry: CompiledEntry, tensors: Sequence[torch.Tensor], strides: Strides
 ) -> GraphedCode | None:
-    """Return the code prepared for CUDA graphs; None if a call does more than launch kernels."""
-    if entry.given.converts or not entry.compiled.cuda_graphs:
+    """Return the code prepared for CUDA graphs; None if a call does more than launch kernels.
+
+    Tensors that have moved from call to call get no graphs: a capture empties the allocator's
+    cache, so that the tensors of other blocks that FSDP gathers would move, and lose their graphs.
+    """
+    if entry.given.converts or entry.moving is not None or not entry.compiled.cuda_graphs:
         return None
     counts = entry.graph_replays, entry.graph_skips
     return GraphedCode(entry.compiled, tensors, strides, entry.given.of_inputs, *counts)

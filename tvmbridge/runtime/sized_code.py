@@ -15,7 +15,8 @@ from tvmbridge.runtime.entry_compiler import Compiler
 from tvmbridge.runtime.guards.mode import Mode
 from tvmbridge.symbolic.code import SymbolicCode, compile_symbolic
 from tvmbridge.symbolic.probes import points_within
-from tvmbridge.symbolic.sizes import DifferentCodeError, Point
+from tvmbridge.symbolic.size import Point
+from tvmbridge.symbolic.sizes import DifferentCodeError
 from tvmbridge.symbolic.symbols import LEAST_SIZE, Symbols
 
 logger = logging.getLogger(__name__)

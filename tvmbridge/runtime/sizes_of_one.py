@@ -12,7 +12,7 @@ from tvmbridge.graph_capture.ones import compute_alike
 from tvmbridge.runtime.entry_compiler import Compiler
 from tvmbridge.runtime.guards.mode import Mode
 from tvmbridge.symbolic.code import SymbolicCode, traced_for
-from tvmbridge.symbolic.sizes import Point
+from tvmbridge.symbolic.size import Point
 from tvmbridge.symbolic.symbols import Symbols
 
 logger = logging.getLogger(__name__)

@@ -14,8 +14,9 @@ from tvmbridge.calls.layouts import Strides
 from tvmbridge.compiler.backward_code import BackwardPart
 from tvmbridge.compiler.executable import Bound, LoadedModule, Residuals, tensors_of
 from tvmbridge.core.reasons import Kind, Reason
-from tvmbridge.core.torch_private import saved_tensors_hooks_in_force
+from tvmbridge.core.torch_private import backward_keeps_graph, saved_tensors_hooks_in_force
 from tvmbridge.core.writes import version_of
+from tvmbridge.kernels.allocation import residuals_emptied
 from tvmbridge.runtime.cuda_graphs import Replayed
 from tvmbridge.runtime.guards.watch import Watch, versions_of
 from tvmbridge.runtime.halves import BackwardHalves, Waiting, weights_follow
@@ -29,6 +30,11 @@ WRITTEN = (
 )
 
 _NOTHING = nullcontext()
+
+_FAILED = (
+    "an earlier backward of this call ended with an error, and has freed values that backward reads: "
+    "run forward again"
+)
 
 _FREED = (
     "backward has computed the gradients of the inputs, and has freed what other gradients than "
@@ -118,9 +124,10 @@ class TrainingStep:
         self.halves: BackwardHalves | None = call.halves
         # What the gradients of weights need after those of inputs; None: nothing is computed.
         self.waiting: Waiting | None = None
-        # Whether residuals are freed between the halves of backward, and whether they were.
+        # Whether residuals are freed between the halves of backward.
         self.frees = self.halves is not None and weights_follow()
-        self.freed = False
+        # Why the residuals are freed; empty: they are not.
+        self.freed = ""
 
     def run(self) -> list[Any]:
         """Run forward; return the outputs followed by the residuals. Called once."""
@@ -217,19 +224,29 @@ class TrainingStep:
         """
         return _NOTHING if held is not None else self.call.packing
 
+    def residuals_end(self) -> AbstractContextManager[None]:
+        """Return the context of a whole backward, which frees the residuals unless it runs again.
+
+        Those of a CUDA graph stay, because they are in the graph's memory.
+        """
+        if backward_keeps_graph() or self.residuals is None or self.lease is not None:
+            return _NOTHING
+        self.freed = _FAILED
+        return residuals_emptied()
+
     def free_residuals(self) -> None:
         """Free the residuals, of which the gradients of weights hold what they read."""
         self.residuals = None
-        self.freed = True
+        self.freed = _FREED
 
     def refuse_freed(self) -> None:
         """Check that the residuals are there, which a whole backward reads.
 
         Raises:
-            RuntimeError: they were freed between the halves of backward.
+            RuntimeError: they were freed, between the halves of backward or by one that failed.
         """
         if self.freed:
-            raise RuntimeError(_FREED)
+            raise RuntimeError(self.freed)
 
     def free(self) -> None:
         """Free the residuals, and release the CUDA graph's memory for the next call."""

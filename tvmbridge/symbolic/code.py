@@ -44,7 +44,8 @@ from tvmbridge.graph_capture.relations import Relations
 from tvmbridge.symbolic.building import build_for_all, refused_as_different
 from tvmbridge.symbolic.descriptions import at, merged
 from tvmbridge.symbolic.eager_parts import EagerParts, described_parts, with_parts
-from tvmbridge.symbolic.sizes import DifferentCodeError, Point, Size, Sizes
+from tvmbridge.symbolic.size import Point, Size
+from tvmbridge.symbolic.sizes import DifferentCodeError, Sizes
 from tvmbridge.symbolic.symbols import LEAST_SIZE, Symbols
 
 _NO_ASSUMPTIONS = Assumptions(training=False)
@@ -80,10 +81,11 @@ class Points:
         """Return a new search for numbers of code as functions of the symbols.
 
         Args:
-            with_ones: whether the code shall serve the size below a small floor that is a sample.
+            with_ones: whether the code shall serve a small floor, and the size below a small floor
+                that is a sample.
         """
         least = tuple(
-            n - 1 if with_ones and n == floor <= _SMALL_FLOOR else n
+            max(floor, n - 1) - (n == floor) if with_ones and n <= _SMALL_FLOOR else n
             for n, floor in zip(self.least, self._floors, strict=True)
         )
         return Sizes(self.all, self.traced, least)

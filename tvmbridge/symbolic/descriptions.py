@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from tvmbridge.symbolic.sizes import DifferentCodeError, Size, Sizes
+from tvmbridge.symbolic.size import Size
+from tvmbridge.symbolic.sizes import DifferentCodeError, Sizes
 
 _T = TypeVar("_T")
 

@@ -12,7 +12,8 @@ import numpy
 from tvm import tirx
 from tvm.ir import Expr
 
-from tvmbridge.symbolic.sizes import Point, Size, Sizes
+from tvmbridge.symbolic.size import Point, Size
+from tvmbridge.symbolic.sizes import Sizes
 
 # Functions of a count, each with its inverse: the count itself, the factor of a mean, the
 # correction of an unbiased variance, the factor of a sum of squares, the distance of two corners.

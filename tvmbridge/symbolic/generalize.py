@@ -31,7 +31,8 @@ from tvm_ffi.serialization import from_json_graph_str
 
 from tvmbridge.symbolic.attach import attach_sizes
 from tvmbridge.symbolic.floats import float_of_sizes
-from tvmbridge.symbolic.sizes import DifferentCodeError, Size, Sizes
+from tvmbridge.symbolic.size import Size
+from tvmbridge.symbolic.sizes import DifferentCodeError, Sizes
 from tvmbridge.symbolic.specs import generalize_spec
 
 SYMBOL = "tvmbridge_size_"

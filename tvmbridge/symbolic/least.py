@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from tvmbridge.core.decisions import Decision, Fitting
-from tvmbridge.symbolic.sizes import Point, Size, Sizes
+from tvmbridge.symbolic.size import Point, Size
+from tvmbridge.symbolic.sizes import Sizes
 
 
 def least_sizes(decisions: Sequence[Decision], sizes: Sizes) -> Point:

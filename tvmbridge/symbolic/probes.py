@@ -22,7 +22,7 @@ from tvmbridge.core.torch_private import OpOverload, pytree
 from tvmbridge.graph_capture.any_size import SymbolicTrace, shapes_of
 from tvmbridge.graph_capture.relations import Relations
 from tvmbridge.symbolic.code import Points
-from tvmbridge.symbolic.sizes import Point, Size, alike
+from tvmbridge.symbolic.size import Point, Size, alike, proportional
 from tvmbridge.symbolic.symbols import LEAST_SIZE, Dimension, Symbols
 from tvmbridge.symbolic.traced import traced_sizes
 
@@ -142,11 +142,14 @@ def _sizes_of(points: Iterable[Point]) -> set[int]:
 def _told_apart(
     points: Points, traced: Sequence[Size], broken_at: Callable[[Point], str | None]
 ) -> Points:
-    """Return ``points`` with points at which sizes of a trace differ that agree at all others."""
+    """Return ``points`` with points at which sizes of a trace differ that are alike at all others.
+
+    Sizes are alike if they are equal, or if one is a multiple of the other plus a number.
+    """
     for _ in range(_MOST_MORE):
         more = (
             point
-            for _, point in alike(traced, points.all)
+            for _, point in (*alike(traced, points.all), *proportional(traced, points.all))
             if points.hold(point) and broken_at(point) is None
         )
         point = next(more, None)

@@ -18,7 +18,7 @@ from tvmbridge.calls.arguments import Arguments
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.graph_capture.any_size import SymbolicTrace, shapes_of
 from tvmbridge.graph_capture.relations import Relations, affine
-from tvmbridge.symbolic.sizes import Point
+from tvmbridge.symbolic.size import Point
 from tvmbridge.symbolic.symbols import Dimension, LinearSize, Symbols
 
 # Prime values for symbols: sizes are then multiples of their unit and of little else.

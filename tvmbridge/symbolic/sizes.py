@@ -12,17 +12,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeAlias, TypeVar
-
-from tvm import tirx
-from tvm.ir import Expr
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from tvmbridge.core.errors import BuildError
-from tvmbridge.kernels.sized import Fields, value_of
+from tvmbridge.symbolic.size import Point, Size, alike
 
 _T = TypeVar("_T")
-Point: TypeAlias = tuple[int, ...]
 
 # The greatest power of one symbol in a product of symbols.
 _MOST_POWER = 2
@@ -32,77 +28,18 @@ _DIVISORS = tuple(1 << i for i in range(1, 17))
 _LEAST_QUOTIENT = 16
 # How many rows or columns padding may add to an image, or a window remove.
 _BORDERS = range(-2, 7)
+# Wider borders are those of dilated kernels: 7 x 7 with dilation 3 adds 18 to rows and to columns.
+_WIDE_BORDERS = range(_BORDERS.stop, 65)
+_BORDERS_OF_TWO = (
+    *itertools.product(_BORDERS, _BORDERS),
+    *(pair for n in _WIDE_BORDERS for pair in ((n, n), (n, 0), (0, n))),
+)
 # Functions of sizes have up to two unknown numbers, such as a factor and a constant.
 _MOST_UNKNOWN = 2
-# How far from a point two functions of the symbols are compared, at most.
-_MOST_NEAR = 1 << 10
 
 
 class DifferentCodeError(BuildError):
     """Code for several sizes differs in more than numbers, so it cannot be generalized."""
-
-
-@dataclass(frozen=True)
-class Size:
-    """An integer as a function of the symbols: a polynomial, or its quotient or remainder.
-
-    - ``terms``: the terms of the polynomial: a coefficient, and the powers of each symbol and then
-      of each atom.
-    - ``divisor``: the integer that the polynomial is divided by, rounding down; 1: no division.
-    - ``remainder``: whether the value is the remainder of that division and not the quotient.
-    - ``atoms``: quotients of symbols that are factors in the terms, like further symbols.
-    """
-
-    terms: tuple[tuple[int, tuple[int, ...]], ...]
-    divisor: int = 1
-    remainder: bool = False
-    atoms: tuple[Size, ...] = ()
-
-    @property
-    def atom_fields(self) -> list[Fields]:
-        """The atoms in the form that :func:`.value_of` takes."""
-        return [(a.terms, a.divisor, a.remainder) for a in self.atoms]
-
-    def times(self, other: Size) -> Size:
-        """Return the product with ``other``; both must be polynomials."""
-        assert self.divisor == other.divisor == 1
-        symbols = len(self.terms[0][1]) - len(self.atoms)
-        atoms = tuple(dict.fromkeys((*self.atoms, *other.atoms)))
-        found: dict[tuple[int, ...], int] = {}
-        for (a, one), (b, two) in itertools.product(self.terms, other.terms):
-            powers = [x + y for x, y in zip(one[:symbols], two[:symbols], strict=True)]
-            for atom in atoms:
-                powers.append(
-                    sum(
-                        of[symbols + each.atoms.index(atom)]
-                        for each, of in ((self, one), (other, two))
-                        if atom in each.atoms
-                    )
-                )
-            found[tuple(powers)] = found.get(tuple(powers), 0) + a * b
-        return Size(tuple((n, powers) for powers, n in found.items() if n), atoms=atoms)
-
-    def at(self, point: Sequence[int]) -> int:
-        """Return the value at ``point``."""
-        return value_of(self.terms, self.divisor, self.remainder, point, self.atom_fields)
-
-    def expression(self, symbols: Sequence[Expr]) -> Expr:
-        """Return the size as a TVM expression of ``symbols``."""
-        symbols = [*symbols, *(atom.expression(symbols) for atom in self.atoms)]
-        total: Expr | None = None
-        for coefficient, powers in self.terms:
-            factors = [s for s, power in zip(symbols, powers, strict=True) for _ in range(power)]
-            if coefficient != 1 or not factors:
-                factors.append(tirx.IntImm("int64", coefficient))
-            term = factors[0]
-            for factor in factors[1:]:
-                term = term * factor
-            total = term if total is None else total + term
-        assert total is not None
-        if self.divisor == 1:
-            return total
-        divisor = tirx.IntImm("int64", self.divisor)
-        return tirx.FloorMod(total, divisor) if self.remainder else tirx.FloorDiv(total, divisor)
 
 
 class Sizes:
@@ -277,11 +214,13 @@ class Sizes:
                     continue
                 rest = [v // m for v, m in zip(values, of, strict=True)]
                 # With two values, an extent rounded up to a tile may equal one with a border.
-                borders = [(0,) if _too_few(each) else _BORDERS for each in (y, x)]
-                for i, j in itertools.product(*borders):
-                    products = [(a + i) * (b + j) for a, b in zip(y, x, strict=True)]
-                    factor = rest[0] // products[0] if products[0] > 0 else 0
-                    if factor > 0 and rest == [factor * product for product in products]:
+                bare = [_too_few(each) for each in (y, x)]
+                for i, j in _BORDERS_OF_TWO:
+                    first = (y[0] + i) * (x[0] + j)
+                    if (i and bare[0]) or (j and bare[1]) or first <= 0 or rest[0] % first:
+                        continue
+                    factor, of_both = rest[0] // first, zip(rest, y, x, strict=True)
+                    if factor > 0 and all(v == factor * (a + i) * (b + j) for v, a, b in of_both):
                         bordered = _plus(one, i).times(_plus(other, j))
                         yield Size(((factor, monomial),)).times(bordered)
 
@@ -338,42 +277,6 @@ def _plus(size: Size, more: int) -> Size:
     """Return a polynomial plus a constant."""
     zero = (0,) * len(size.terms[0][1])
     return replace(size, terms=(*size.terms, (more, zero))) if more else size
-
-
-def alike(sizes: Sequence[Size], points: Sequence[Point]) -> list[tuple[Size, Point]]:
-    """Return the sizes that agree with an earlier one at ``points``, and a point where they differ.
-
-    ``(s + 1) // 3`` and ``s // 3`` agree at all multiples of 3. Sizes that agree near the points as
-    well, as ``(s - 1) // 2 + 1`` and ``(s + 1) // 2`` do, are the same function. So are sizes that
-    differ beyond the range of one symbol alone: ``(s + 4) % 32`` and ``s + 4`` for ``s`` below 28.
-    """
-    first: dict[tuple[int, ...], Size] = {}
-    found = []
-    for size in sizes:
-        other = first.setdefault(tuple(size.at(p) for p in points), size)
-        if other != size:
-            divisors = [q.divisor for s in (size, other) for q in (s, *s.atoms)]
-            near = (p for p in _near(points[0], divisors) if _is_served(points, p))
-            apart = next((p for p in near if size.at(p) != other.at(p)), None)
-            found += [] if apart is None else [(size, apart)]
-    return found
-
-
-def _is_served(points: Sequence[Point], point: Point) -> bool:
-    """Whether code may serve ``point``; of several symbols too few points are compared to say no.
-
-    Code for sizes from 2 on may serve 1 too.
-    """
-    return len(point) > 1 or min(points)[0] - 1 <= point[0] <= max(points)[0]
-
-
-def _near(point: Point, divisors: Iterable[int]) -> Iterable[Point]:
-    """Yield points in each direction from ``point``, until remainders by ``divisors`` repeat."""
-    reach = min(math.lcm(*divisors), _MOST_NEAR)
-    for away in (n for distance in range(1, reach + 1) for n in (distance, -distance)):
-        for i, size in enumerate(point):
-            yield (*point[:i], size + away, *point[i + 1 :])
-        yield tuple(size + away for size in point)
 
 
 def _linear(values: Sequence[int], of: Sequence[int]) -> tuple[int, int] | None:

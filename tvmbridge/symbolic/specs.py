@@ -8,7 +8,8 @@ from typing import Any
 
 from tvmbridge.kernels.sized import SIZE
 from tvmbridge.symbolic.descriptions import merged
-from tvmbridge.symbolic.sizes import DifferentCodeError, Size, Sizes
+from tvmbridge.symbolic.size import Size
+from tvmbridge.symbolic.sizes import DifferentCodeError, Sizes
 
 MARK = "sized:"
 

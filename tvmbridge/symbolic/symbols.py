@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from tvmbridge.core.torch_private import pytree
-from tvmbridge.symbolic.sizes import Point
+from tvmbridge.symbolic.size import Point
 
 # A dimension of an argument: the number of the argument's leaf, and the number of the dimension.
 Dimension: TypeAlias = tuple[int, int]

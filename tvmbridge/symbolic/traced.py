@@ -15,7 +15,7 @@ import sympy  # type: ignore[import-untyped]
 
 from tvmbridge.graph_capture.any_size import SymbolicTrace
 from tvmbridge.graph_capture.relations import affine, expressions_in
-from tvmbridge.symbolic.sizes import Size
+from tvmbridge.symbolic.size import Size
 from tvmbridge.symbolic.symbols import Symbols
 
 # Classes of PyTorch for integers computed as floats, by name as well.

@@ -92,8 +92,11 @@ class Crc32 {
 class Mapped {
  public:
   explicit Mapped(const std::string& path) : path(path) {
-    int file = open(path.c_str(), O_RDONLY);
     struct stat status;
+    /* Opening a FIFO waits for a writer. */
+    if (stat(path.c_str(), &status) == 0 && !S_ISREG(status.st_mode))
+      throw Error(path + " is no regular file");
+    int file = open(path.c_str(), O_RDONLY);
     if (file < 0 || fstat(file, &status) != 0) throw Error(path + " cannot be read");
     size = static_cast<size_t>(status.st_size);
     if (size > 0) {

@@ -92,10 +92,12 @@ def _assert_same_steps(tvm: nn.Module, eager: nn.Module, x: torch.Tensor) -> Non
     torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
 
 
-def test_forward_and_backward() -> None:
+@pytest.mark.parametrize("width", [32, 36])
+def test_forward_and_backward(width: int) -> None:
+    """Heads have a size of 8, or one of 9, which is padded."""
     torch.manual_seed(0)
-    eager = Block(32, 4, causal=True).double()
-    tvm, x = copy.deepcopy(eager), torch.randn(2, 7, 32, dtype=torch.float64)
+    eager = Block(width, 4, causal=True).double()
+    tvm, x = copy.deepcopy(eager), torch.randn(2, 7, width, dtype=torch.float64)
     add_tvm_dispatch(tvm, x.clone().requires_grad_())
     assert "tvmbridge.fused_attention_backward.default" in dispatch_report(tvm).aten_calls
     _assert_same_steps(tvm, eager, x)

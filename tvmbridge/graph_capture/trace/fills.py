@@ -152,4 +152,5 @@ def _filled(input: Any, dim: Any, index: Any, value: Any) -> torch.Tensor | None
     mask = mask.index_fill(0, index, True)
     shape = [1] * view.dim()
     shape[dim] = -1
-    return view.masked_fill(mask.reshape(shape), value).reshape(input.shape)
+    # A clone keeps the strides of the input, as index_fill does; masked_fill would not.
+    return view.clone().masked_fill_(mask.reshape(shape), value).reshape(input.shape)

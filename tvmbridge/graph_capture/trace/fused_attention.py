@@ -45,9 +45,10 @@ _LIBRARY.define(
 _numbers = itertools.count(1)
 _CUDNN_CHOICE = SDPBackend.CUDNN_ATTENTION.value
 
-# For the efficient kernel, rows of a bias must begin at a multiple of the first number, in
-# elements. The kernel returns sums for a multiple of the second number of rows.
-_BIAS_ALIGNMENT, _SUMS_ALIGNMENT = 8, 32
+# The size of a head must be a multiple of the first number. For the efficient kernel, rows of a
+# bias must begin at a multiple of the second number, in elements. The kernel returns sums for a
+# multiple of the third number of rows.
+_SIZE_ALIGNMENT, _BIAS_ALIGNMENT, _SUMS_ALIGNMENT = 8, 8, 32
 
 
 def fused_kernel(
@@ -62,7 +63,8 @@ def fused_kernel(
     """Return the fused kernel that PyTorch can run for attention on these tensors.
 
     The tensors have the shape (batch, heads, tokens, size). If ``enable_gqa``, key and value may
-    have fewer heads than the query, each for a group of the query's heads.
+    have fewer heads than the query, each for a group of the query's heads. For the flash kernel
+    alone, heads whose size is no multiple of 8 are padded with zeros, as by PyTorch.
 
     Returns:
         "cudnn" if PyTorch itself would choose cuDNN, otherwise "flash" or "efficient", or "" if no
@@ -80,26 +82,31 @@ def fused_kernel(
         return ""
     if mask is not None and mask.dtype not in (torch.bool, query.dtype):
         return ""
-    if query.shape[-1] % 8 or not 0.0 <= dropout_p < 1.0:
+    if not 0.0 <= dropout_p < 1.0:
         return ""
-    backends = torch.backends.cuda
+    backends, padded = torch.backends.cuda, query.shape[-1] % _SIZE_ALIGNMENT != 0
     with disable_current_modes(), DisablePythonDispatcher():
-        q, k, v = map(_real, tensors)
+        q, k, v = (_real(t, _SIZE_ALIGNMENT) for t in tensors)
         bias = None if mask is None else _real(mask).expand(*q.shape[:3], k.shape[2])
         given = q, k, v, bias, dropout_p, is_causal
-        if bias is None and chosen_attention(*given, enable_gqa=grouped) == _CUDNN_CHOICE:
+        plain = bias is None and not padded
+        if plain and chosen_attention(*given, enable_gqa=grouped) == _CUDNN_CHOICE:
             return CUDNN
         params = backends.SDPAParams(*given, grouped)
         if query.dtype is not torch.float32 and backends.can_use_flash_attention(params):
             return FLASH
-        if not grouped and backends.can_use_efficient_attention(params):
+        if not (grouped or padded) and backends.can_use_efficient_attention(params):
             return EFFICIENT
     return ""
 
 
-def _real(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a real, uninitialized tensor with the shape, dtype and device of a traced one."""
-    shape = [int(n) for n in tensor.shape]
+def _real(tensor: torch.Tensor, alignment: int = 1) -> torch.Tensor:
+    """Return a real, uninitialized tensor with a traced one's dtype, device, and shape.
+
+    The last dimension is rounded up to a multiple of ``alignment``.
+    """
+    *shape, last = (int(n) for n in tensor.shape)
+    shape.append(-(-last // alignment) * alignment)
     empty = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
     return empty.requires_grad_(tensor.requires_grad)
 
@@ -117,11 +124,17 @@ def fused_attention(
     """Compute attention by ``kernel`` for tensors of shape (batch, heads, tokens, size)."""
     bias = None if mask is None else _as_bias(mask, query)
     number = next(_numbers) if dropout_p else 0
-    tensors = (t.transpose(1, 2) for t in (query, key, value))
+    tensors = (_padded(t.transpose(1, 2)) for t in (query, key, value))
     result: torch.Tensor = torch.ops.tvmbridge.fused_attention(
         *tensors, bias, kernel, dropout_p, is_causal, scale, number
     )[0]
-    return result.transpose(1, 2)
+    return result[..., : value.shape[-1]].transpose(1, 2)
+
+
+def _padded(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with zeros behind each head, to a size that the kernels take."""
+    rest = -tensor.shape[-1] % _SIZE_ALIGNMENT
+    return functional.pad(tensor, (0, rest)) if rest else tensor
 
 
 def plain_attention(

@@ -187,7 +187,7 @@ def versions_of(tensors: tuple[torch.Tensor, ...]) -> tuple[int, ...]:
     return found
 
 
-# A :class:`MovingTensors` fits no more after so many calls in which no tensor has moved.
+# Tensors that move have come to rest after so many calls without a move, the first time.
 _AT_REST = 8
 
 
@@ -195,18 +195,29 @@ class MovingTensors:
     """Tensors of a module that are at new addresses at each call, as those that FSDP gathers.
 
     Everything but values and addresses must be as it was at the creation. Once the addresses stay
-    the same, :meth:`fit` says so: code that is bound to the addresses is faster.
+    the same, :meth:`fit` says so: code that is bound to the addresses is faster. It takes long to
+    prepare, so that each rest must be eight times as long as the one before.
+
+    Args:
+        before: what has watched the tensors until now.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], before: MovingTensors | None) -> None:
         self._tensors = tuple(tensors)
         self._alike = alike(self._tensors)
         self._addresses: list[int] = []
-        self._rest = 0
+        self._rest, self._least = 0, _AT_REST if before is None else before._least
 
     def fit(self) -> bool:
         """Whether the tensors are like those at the creation, and have not come to rest."""
         addresses = list(map(_data_ptr, self._tensors))
         self._rest = self._rest + 1 if addresses == self._addresses else 0
         self._addresses = addresses
-        return self._rest < _AT_REST and self._alike(*self._tensors)
+        return self._rest < self._least and self._alike(*self._tensors)
+
+    def end_rest(self) -> bool:
+        """Whether the tensors have come to rest; if so, the next rest must be longer."""
+        rested = self._rest >= self._least
+        if rested:
+            self._rest, self._least = 0, _AT_REST * self._least
+        return rested
