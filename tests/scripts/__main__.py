@@ -1,7 +1,7 @@
 """``python -m tests.scripts [names]``: run scripts on compiled code, and print a table.
 
-The exit status is 1 if a script is wrong, raises, or is served less than it must be, and if a script
-that a name selects was not run.
+The exit status is 1 if a script is wrong, raises, or is served less than it must be. It is also 1
+if a script that a name selects was not run.
 """
 
 from __future__ import annotations

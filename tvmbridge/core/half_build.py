@@ -29,7 +29,7 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-# A build of all halves takes 60 s of processor time, and 400 s were seen beside ten other processes.
+# All halves take a minute of processor time, and seven minutes were seen beside ten processes.
 SECONDS: Final = 900.0
 _FLAGS: Final = ("-std=c++20", "-O2", "-fPIC", "-w")
 _LINUX: Final = ("-shared", "-Wl,--as-needed")
