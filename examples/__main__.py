@@ -11,9 +11,12 @@ def table(names: list[str]) -> bool:
     """Print the rows whose name contains one of ``names``, or all; return whether all pass.
 
     A row passes if TVM serves 95% of its calls, its results are within their bound, and nothing is
-    compiled after the first epoch.
+    compiled after the first epoch. A row that ``names`` select fails if a library is missing.
     """
-    right = True
+    unknown = [name for name in names if not any(name in row.name for row in ROWS)]
+    if unknown:
+        print(f"no script has {', '.join(map(repr, unknown))} in its name", file=sys.stderr)
+    right = not unknown
     print("| script | calls | served by TVM | results | largest relative difference |")
     print("|---|---|---|---|---|")
     for row in ROWS:
@@ -22,6 +25,7 @@ def table(names: list[str]) -> bool:
         found = measured(row)
         if found.missing:
             print(f"| `{row.name}` | not run: {found.missing} | | | |", flush=True)
+            right = right and not names
             continue
         cells = f"{found.calls} | {found.share:.0%} | {found.results} | {found.difference:.0e}"
         print(f"| `{row.name}` | {cells} |", flush=True)

@@ -47,6 +47,22 @@ class Masked(nn.Module):
         return (z * y).sum(-1) + z[:, 0].sin()
 
 
+class Neighbours(nn.Module):
+    """A module that makes a sparse adjacency and multiplies by it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        nodes = torch.arange(x.shape[0])
+        edges = torch.stack([nodes, nodes.flip(0)])
+        y = self.first(x).tanh() * 2 + 1
+        adjacency = torch.sparse_coo_tensor(edges, x[:, 0].exp(), (x.shape[0], x.shape[0]))
+        y = torch.sparse.mm(adjacency, y)
+        return self.second(y).sin() * 3 - y
+
+
 class Averaged(nn.Module):
     """Forward averages weights by assignments to ``.data``."""
 
@@ -129,6 +145,15 @@ def test_state_draws_and_hooks() -> None:
     assert_like_eager(unpickled, copy.deepcopy(reference), [rows()])
     remove_tvm_dispatch(module)
     assert_like_eager(module, reference, [rows()])
+
+
+def test_a_sparse_tensor_that_forward_makes_cuts_the_graph() -> None:
+    module, reference = pair(Neighbours)
+    assert_like_eager(module, reference, [rows(), rows(2.0), rows()])
+    report = dispatch_report(module)
+    assert report.share == 1
+    assert "the layout torch.sparse_coo" in str(report.cut)
+    assert report.parts
 
 
 def test_values_that_a_mask_chooses_are_written() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextvars
 import types
 from typing import Any
@@ -47,6 +48,26 @@ def test_values_that_differ_have_two_digests(kind: str) -> None:
     one, same, other = (Describer(module).of(_spaces(value)[kind]) for value in (1.0, 1.0, 2.0))
     assert one == same
     assert one != other
+
+
+class Lazy(collections.OrderedDict[str, Any]):
+    """A mapping that would import each of its values."""
+
+    def __init__(self, names: dict[str, float]) -> None:
+        super().__init__()
+        self._names = names
+
+    def items(self) -> Any:
+        raise ValueError("could not import")
+
+
+def test_the_methods_of_a_mapping_are_not_called() -> None:
+    module = nn.Identity()
+    made = [Lazy({"a": value}) for value in (1.0, 1.0, 2.0)]
+    one, same, other = (Describer(module).of(each) for each in made)
+    assert one == same != other
+    made[0]["held"] = 3.0
+    assert Describer(module).of(made[0]) != one
 
 
 def test_a_variable_without_a_value_is_described() -> None:

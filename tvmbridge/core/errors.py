@@ -72,7 +72,8 @@ class DataDependentError(CaptureError, UnsupportedOperatorError):
     """A size or a decision of forward depends on the values of tensors.
 
     Raised if a mask, ``nonzero`` or ``item()`` decides what forward does next, so that one graph
-    cannot represent all of forward. ``add_tvm_dispatch`` compiles such a module in parts.
+    cannot represent all of forward, and if forward makes a sparse tensor. ``add_tvm_dispatch``
+    compiles such a module in parts.
     """
 
 

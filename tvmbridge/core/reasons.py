@@ -88,7 +88,8 @@ class Kind(enum.Enum):
     TENSOR = "an argument is a tensor, and was none", _SAME
     CONSTANT = (
         "an argument that is not a tensor differs",
-        f"if it is a number that changes, pass a 0-dimensional tensor; otherwise {_ADD}",
+        "pass a tensor in place of an array, and a 0-dimensional tensor in place of a number that "
+        f"changes; otherwise {_ADD}",
     )
     CHOICE = "a string, a bool or None differs", _SAME
     NUMBER = "a number is none that the code takes as an input", _SAME

@@ -91,6 +91,7 @@ def refuse_what_cannot_run(node: fx.Node) -> None:
     Raises:
         UnsupportedOperatorError: the operator writes its inputs, returns something that is no
             tensor of known shape, or cannot run in compiled code for another reason.
+        DataDependentError: a shape depends on data, or a result is sparse.
     """
     target = node.target
     assert isinstance(target, OpOverload)
@@ -105,6 +106,11 @@ def refuse_what_cannot_run(node: fx.Node) -> None:
     if not results or _returns_numbers(node):
         raise UnsupportedOperatorError(f"{target} returns something that is not a tensor")
     for tensor in results:
+        if tensor.layout is not torch.strided:
+            raise DataDependentError(
+                f"{target} makes a tensor with the layout {tensor.layout}, which PyTorch alone "
+                "computes with; sum over edges with index_add instead"
+            )
         if not has_type(tensor.dtype):
             raise UnsupportedOperatorError(f"{target} makes a tensor of {tensor.dtype}")
         if not all(isinstance(s, int) for s in tensor.shape):

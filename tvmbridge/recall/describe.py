@@ -13,6 +13,7 @@ import contextvars
 import enum
 import functools
 import importlib
+import itertools
 import logging
 import re
 import sys
@@ -69,6 +70,8 @@ _UNREAD = frozenset(
 )
 _NUMBERS: tuple[type[Any], ...] = (int, float, complex, str, bytes)
 _HEAP_TYPE = 1 << 9  # set for the classes that are not written in C
+_CONTAINERS = (collections.OrderedDict, dict, tuple, list, collections.deque)
+
 _DEEPEST = 40
 
 # The digests of code objects, which never change.
@@ -186,9 +189,6 @@ class Describer:
         own = [] if base is None else [base.__repr__(value)]
         return ["object", self.of(kind), *own, *self._attributes(attributes_of(value))]
 
-    def _pairs(self, held: Mapping[Any, Any]) -> list[str]:
-        return [self.of(each) for pair in held.items() for each in pair]
-
     def _attributes(self, held: Mapping[str, Any]) -> list[str]:
         return [each for n, v in held.items() for each in (self.of(n), self.named(n, v))]
 
@@ -198,12 +198,12 @@ class Describer:
         head = [kind.__name__ if plain else self.of(kind)]
         if isinstance(value, set | frozenset):
             head += [self.of(each) for each in value]  # Forward may depend on their order.
-        elif isinstance(value, Mapping):
-            head += self._pairs(dict(value.items()))
         else:
-            # A subclass may iterate in its own way.
-            base: Any = next(c for c in (tuple, list, collections.deque) if isinstance(value, c))
-            head += [self.of(each) for each in base.__iter__(value)]
+            # A subclass may iterate in its own way, such as a mapping that imports its values.
+            base: Any = next((c for c in _CONTAINERS if isinstance(value, c)), kind)
+            pairs = isinstance(value, Mapping)
+            given = itertools.chain(*base.items(value)) if pairs else base.__iter__(value)
+            head += [self.of(each) for each in list(given)]
         return head if plain else [*head, "attributes", *self._attributes(attributes_of(value))]
 
     def _part(self, part: PartOf) -> list[str]:
