@@ -61,7 +61,11 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     options.add_argument("--timeout", type=float, default=600.0, help="seconds of a model")
     options.add_argument("--limit", type=float, default=math.inf, help="seconds in all")
     options.add_argument("--resume", type=Path, default=Path("build/dashboard.jsonl"))
-    return options.parse_args(list(argv))
+    chosen = options.parse_args(list(argv))
+    unknown = set(chosen.models or ()) - entries(chosen.suite).keys()
+    if unknown:
+        options.error(f"the suite {chosen.suite} has no {', '.join(sorted(unknown))}")
+    return chosen
 
 
 def _tasks(chosen: argparse.Namespace) -> Iterator[Task]:

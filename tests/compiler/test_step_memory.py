@@ -154,3 +154,17 @@ def test_values_end_with_their_last_reader() -> None:
         builder.emit_func_output(result)
     # At the sum: first, and both halves, because a tuple keeps the half that nothing reads.
     assert peak_bytes(builder.get()["f"]) == 64 + 2 * 32 + 4
+
+
+def test_residuals_end_with_their_last_reader() -> None:
+    first, second = (relax.Var(n, relax.TensorType([4, 4], "float32")) for n in ("r", "s"))
+    builder = relax.BlockBuilder()
+    with builder.function("f", [first, second]):
+        with builder.dataflow():
+            total = builder.emit(op.exp(first))  # 64 bytes
+            total = builder.emit(op.add(total, second))  # 64 bytes more, and first has ended
+            result = builder.emit_output(op.sum(total))
+        builder.emit_func_output(result)
+    function = builder.get()["f"]
+    assert peak_bytes(function, [first, second]) == 3 * 64
+    assert peak_bytes(function, [first]) == peak_bytes(function) == 2 * 64

@@ -1,13 +1,14 @@
 """The memory that a compiled step needs, counted from its functions before they are compiled.
 
-A value takes memory from the kernel that computes it to the last kernel that reads it, and a result
-to the end of its function. The count has no memory that a library allocates within a kernel, and no
-loss by fragmentation. The functions are fused before, since fusion decides what is written.
+A value takes memory from the kernel that computes it to the last kernel that reads it, in backward
+if it is a residual, and a result to the end of its function. The count has no memory that a library
+allocates within a kernel, and no loss by fragmentation. The functions are fused before, since fusion
+decides what is written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -27,14 +28,15 @@ _Value: TypeAlias = tuple[relax.Var, int]
 class StepMemory:
     """The memory of one step in bytes, beside parameters, buffers and inputs.
 
-    - ``residuals``: what lives from forward to the end of backward, random draws included.
+    - ``residuals``: what lives from forward to backward, random draws included.
     - ``outputs``: the results of forward without the residuals.
     - ``gradients``: the results of backward; 0 in inference.
     - ``forward``: the largest sum of values alive during forward, its results among them.
-    - ``backward``: the same of backward, without the residuals; 0 in inference.
+    - ``backward``: the same of backward, with the residuals that are still to be read; 0 in
+      inference.
 
-    Example: ``StepMemory(residuals=80, outputs=4, gradients=40, forward=90, backward=60).peak`` is
-    140, because the residuals live during backward too.
+    Example: ``StepMemory(residuals=80, outputs=4, gradients=40, forward=90, backward=95).peak`` is
+    95.
     """
 
     residuals: int
@@ -46,7 +48,7 @@ class StepMemory:
     @property
     def peak(self) -> int:
         """The largest number of bytes at any time of the step."""
-        return max(self.forward, self.residuals + self.backward)
+        return max(self.forward, self.backward)
 
     def __str__(self) -> str:
         def megabytes(nbytes: int) -> str:
@@ -57,7 +59,7 @@ class StepMemory:
         )
         text += f" (forward {megabytes(self.forward)}, outputs {megabytes(self.outputs)}"
         if self.backward:
-            text += f", kept for backward {megabytes(self.residuals)}, backward beside it "
+            text += f", kept for backward {megabytes(self.residuals)}, backward "
             text += f"{megabytes(self.backward)}, gradients {megabytes(self.gradients)}"
         return text + ")"
 
@@ -69,18 +71,25 @@ def step_memory(lowered: LoweredModule) -> StepMemory:
     forward, backward = functions["forward"], functions.get("backward")
     split = lowered.split
     draws = 0 if split is None else sum(draw.spec.nbytes for draw in split.drawn)
+    residuals: Sequence[relax.Var] = ()
+    if split is not None and backward is not None:
+        residuals = backward.params[split.bundle.first :][: split.bundle.count]
     return StepMemory(
         residuals=0 if split is None else split.residual_bytes,
         outputs=_owned(forward, lowered.num_outputs),
         gradients=0 if backward is None else _owned(backward),
         forward=peak_bytes(forward) + draws,
-        backward=0 if backward is None else peak_bytes(backward),
+        backward=0 if backward is None else peak_bytes(backward, residuals) + draws,
     )
 
 
-def peak_bytes(function: relax.Function) -> int:
-    """Return the largest sum of bytes that values of a fused function take at one time."""
-    values = _Values.of(function)
+def peak_bytes(function: relax.Function, residuals: Sequence[relax.Var] = ()) -> int:
+    """Return the largest sum of bytes that values of a fused function take at one time.
+
+    Args:
+        residuals: parameters whose memory is freed after their last use.
+    """
+    values = _Values.of(function, residuals)
     last: dict[_Value, int] = {}
     for number, value in enumerate(values.bound.values()):
         for used in relax.analysis.free_vars(value):
@@ -89,7 +98,7 @@ def peak_bytes(function: relax.Function) -> int:
     ending: dict[int, int] = {}
     for made, number in last.items():
         ending[number] = ending.get(number, 0) + values.sizes[made]
-    alive = peak = 0
+    alive = peak = sum(values.sizes[p, 0] for p in residuals)
     for number, var in enumerate(values.bound):
         own = [made for made in values.behind[var] if made[0] == var]
         peak = max(peak, alive + sum(values.sizes[made] for made in own))
@@ -111,7 +120,8 @@ class _Values:
     """What the kernels of a function compute.
 
     - ``bound``: the value of each variable, in program order.
-    - ``behind``: for each variable, the kernels' results whose memory it has; arguments have none.
+    - ``behind``: for each variable, the kernels' results whose memory it has; arguments have none
+      that counts, but for residuals.
     - ``sizes``: the bytes of each result of a kernel.
     """
 
@@ -120,11 +130,11 @@ class _Values:
     sizes: Mapping[_Value, int]
 
     @classmethod
-    def of(cls, function: relax.Function) -> _Values:
+    def of(cls, function: relax.Function, residuals: Sequence[relax.Var] = ()) -> _Values:
         """Read ``function``, which is fused."""
         bound = bindings_of(function)
-        behind: dict[relax.Var, set[_Value]] = {}
-        sizes: dict[_Value, int] = {}
+        behind: dict[relax.Var, set[_Value]] = {p: {(p, 0)} for p in residuals}
+        sizes: dict[_Value, int] = {(p, 0): tensor_bytes(p) for p in residuals}
         for var, value in bound.items():
             if isinstance(value, relax.Call) and getattr(value.op, "name", "") not in _VIEWS:
                 made = {(var, i): tensor_bytes(v) for i, v in enumerate(tensors_held(var))}
