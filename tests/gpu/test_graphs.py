@@ -281,3 +281,19 @@ def test_gradients_are_computed_where_residuals_were() -> None:
         module.zero_grad()
     # The gradients of weights and biases have 96 MiB.
     assert _bytes_of_graphs() - before - of_forward < 64 * 2**20
+
+
+def test_partial_backwards_beside_whole_ones() -> None:
+    """Alternate both, so that a graph of a partial backward is captured after the whole one."""
+    module = LossAndLogits().cuda()
+    reference = copy.deepcopy(module).double()
+    labels = torch.randint(0, 10, (16,), device="cuda")
+    add_tvm_dispatch(module, (torch.randn(16, 32, device="cuda"), labels))
+    for number in range(16):
+        x, found = torch.randn(16, 32, device="cuda"), []
+        for each, given in ((module, x), (reference, x.double())):
+            loss, logits = each(given, labels)
+            total = loss + logits.square().sum() if number % 2 or number > 11 else loss
+            found.append(torch.autograd.grad(total, list(each.parameters())))
+        for mine, other in zip(*found, strict=True):
+            torch.testing.assert_close(mine.double(), other, rtol=1e-4, atol=1e-5)

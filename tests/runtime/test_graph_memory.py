@@ -106,6 +106,16 @@ def test_forward_and_backward_share_a_pool(captures: _Captures) -> None:
     assert other != first
 
 
+def test_memory_changes_before_a_capture_alone(captures: _Captures) -> None:
+    first, second, x = GraphMemory(_DEVICE), GraphMemory(_DEVICE), torch.ones(2)
+    call = _call(first, 0, lambda _: [x[:]])
+    call.use(second)
+    _until_captured(call, x)
+    call.use(first)
+    assert call.memory is second
+    assert captures.pools == [second.pool(0)]
+
+
 def test_streams_share_no_pool() -> None:
     memory = GraphMemory(_DEVICE)
     with mock.patch.object(torch.cuda, "graph_pool_handle", side_effect=itertools.count()):

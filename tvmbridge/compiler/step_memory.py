@@ -2,8 +2,8 @@
 
 A value takes memory from the kernel that computes it to the last kernel that reads it, in backward
 if it is a residual, and a result to the end of its function. The count has no memory that a library
-allocates within a kernel, and no loss by fragmentation. The functions are fused before, since fusion
-decides what is written.
+allocates within a kernel, and no loss by fragmentation. The functions are fused before, since
+fusion decides what is written.
 """
 
 from __future__ import annotations

@@ -118,6 +118,11 @@ class ReplayedCall:
             assert self._graph is not None
             return without_gradients(self._replay, self._graph, inputs)
 
+    def use(self, memory: GraphMemory) -> None:
+        """Capture in ``memory``, unless the function is captured already."""
+        if self._graph is None:
+            self.memory = memory
+
     def count(self, calls: int) -> None:
         """Count ``calls`` of the function, all without a graph, as calls before the capture."""
         self._calls = max(self._calls, calls)

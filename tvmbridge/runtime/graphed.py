@@ -129,6 +129,8 @@ class _Training:
         def backward(cotangents: Tensors) -> list[torch.Tensor]:
             values = [*read(), *cotangents]
             self._residuals, self._partials_memory = self._lent or (), code.memory()
+            for graph in self._partial.values():
+                graph.use(self._partials_memory)
             with residuals_emptied():
                 return code.compiled.backward(values, held.backward)
 
@@ -140,8 +142,8 @@ class _Training:
         kept = [number for number, _ in call.parts.kept_outputs]
         self._forward = code.call("forward", forward, self._memory, self._outputs, kept)
         self._backward = code.call("backward", backward, self._memory)
-        # Once the whole backward is captured, the residuals' memory is free for other graphs of the
-        # same memory, so that graphs of partial backwards have their own.
+        # Once the whole backward is captured, the residuals' memory is free for later captures in
+        # the same memory: they would write there before they read, so that they get their own.
         self._partial: dict[PartialBackward, ReplayedCall] = {}
         self._without_some = without_some
         self._code = code
