@@ -66,6 +66,10 @@ class BundleResiduals(RelaxPass):
         mod = map_functions(mod, lambda f: self._returning(f, report), "forward")
         return map_functions(mod, lambda f: self._taking(f, report), "backward")
 
+    def residuals_of(self, backward: relax.Function) -> Sequence[relax.Var]:
+        """Return the parameters of ``backward`` that are residuals, before the pass has run."""
+        return list(backward.params[self.first : self.first + self.count])
+
     def _returning(self, function: relax.Function, report: PassReport) -> relax.Function:
         if _is_bundle(function.ret_ty.fields[-1]):
             return function
@@ -85,8 +89,7 @@ class BundleResiduals(RelaxPass):
         if any(isinstance(p.ty, relax.AnyType) for p in function.params):
             return function
         report.rewrote()
-        last = self.first + self.count
-        taken = function.params[self.first : last]
+        taken = self.residuals_of(function)
         residuals = relax.Var(_NAME, relax.AnyType())
         fields = [relax.DataflowVar(p.name, p.ty) for p in taken]
         inside = function.bind_params(dict(zip(taken, fields, strict=True)))
@@ -100,7 +103,7 @@ class BundleResiduals(RelaxPass):
 
 
 def _item(residuals: relax.Var, number: int, type_: relax.Type) -> relax.Call:
-    """Return the call that reads an item without its type's check; forward has made it."""
+    """Return the call that reads an item, whose type the virtual machine does not check."""
     getitem = relax.ExternFunc("vm.builtin.tuple_getitem")
     return relax.op.call_pure_packed(getitem, residuals, relax.prim_value(number), ty_args=[type_])
 

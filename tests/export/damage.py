@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import shlex
 import shutil
 import socket
 import subprocess
@@ -25,8 +24,8 @@ import torch
 
 import tvmbridge
 from tests.export.models import MLP
+from tests.export.programs import RUNTIME, compile_program, runtime_environment
 
-RUNTIME = Path(__file__).parents[2] / "runtime"
 _LOAD = """
 import sys, numpy, tvmbridge_runtime
 try:
@@ -158,26 +157,16 @@ def damaged_files(folder: Path, count: int, seed: int = 0) -> Iterator[tuple[str
 
 def _fault(command: Sequence[str], path: Path) -> str:
     """Return how the command failed to report a damaged file; an empty string if it did."""
-    environment = {**os.environ, "PYTHONPATH": str(RUNTIME)}
+    given = [*command, str(path)]
     try:
         done = subprocess.run(
-            [*command, str(path)], capture_output=True, text=True, env=environment, timeout=30
+            given, capture_output=True, text=True, env=runtime_environment(), timeout=30
         )
     except subprocess.TimeoutExpired:
         return "hangs"
     said = done.stderr.strip().splitlines()[-1:] or ["nothing"]
     clear = done.returncode == 1 and "Traceback" not in done.stderr and path.name in said[0]
     return "" if clear else f"exit status {done.returncode}: {said[0]}"
-
-
-def _program(folder: Path) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(RUNTIME)}
-    options = subprocess.check_output(
-        [sys.executable, "-m", "tvmbridge_runtime", "--cxx"], text=True, env=environment
-    )
-    command = ["g++", "-std=c++17", str(RUNTIME / "examples" / "run.cpp"), *shlex.split(options)]
-    subprocess.run([*command, "-o", str(folder / "run")], check=True)
-    return str(folder / "run")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -192,7 +181,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = Path(name)
         commands = {"Python": [sys.executable, "-c", _LOAD]}
         if options.cpp:
-            commands["C++"] = [_program(folder)]
+            compile_program(RUNTIME / "examples" / "run.cpp", folder / "run")
+            commands["C++"] = [str(folder / "run")]
         (folder / "files").mkdir()
         files = list(damaged_files(folder / "files", options.count, options.seed))
         for language, command in commands.items():

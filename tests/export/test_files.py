@@ -26,7 +26,7 @@ from tests.export.models import MLP
 @pytest.fixture(scope="module")
 def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("export")
-    return tvmbridge.export(MLP().eval(), torch.zeros(4, 64), folder / "model.tvmb")
+    return exported(folder)
 
 
 def test_what_is_no_regular_file_is_refused_at_once(intact: Path, tmp_path: Path) -> None:

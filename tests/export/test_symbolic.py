@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import random
 import subprocess
 import sys
@@ -20,9 +19,8 @@ from torch.export import Dim
 
 import tvmbridge
 from tests.export.models import Decoder, UNet
+from tests.export.programs import compile_program, runtime_environment
 from tests.export.sizes import MODELS, outcome
-
-RUNTIME = Path(__file__).parents[2] / "runtime"
 
 
 class Wide(nn.Module):
@@ -77,7 +75,7 @@ int main(int, char** argv) {
 
 
 def _memory(*command: str) -> int:
-    environment = {**os.environ, "PYTHONPATH": str(RUNTIME)}
+    environment = runtime_environment()
     return int(subprocess.check_output(command, text=True, env=environment, timeout=120))
 
 
@@ -91,11 +89,7 @@ def test_memory_of_earlier_sizes_is_returned(wide: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_of_earlier_sizes_is_returned_in_cpp(wide: Path, tmp_path: Path) -> None:
     (tmp_path / "sizes.cpp").write_text(_MEMORY_CPP)
-    command = (sys.executable, "-m", "tvmbridge_runtime", "--cxx")
-    environment = {**os.environ, "PYTHONPATH": str(RUNTIME)}
-    options = subprocess.check_output(command, text=True, env=environment).split()
-    files = (str(tmp_path / "sizes.cpp"), "-o", str(tmp_path / "sizes"))
-    subprocess.run(("g++", "-std=c++17", *files, *options), check=True, timeout=120)
+    compile_program(tmp_path / "sizes.cpp", tmp_path / "sizes")
     assert _memory(str(tmp_path / "sizes"), str(wide)) < 150
 
 

@@ -244,11 +244,17 @@ class LossAndLogits(nn.Module):
         return nn.functional.cross_entropy(logits, labels), logits
 
 
-def test_a_backward_without_some_cotangents_is_replayed() -> None:
+def loss_and_logits() -> tuple[nn.Module, nn.Module, torch.Tensor]:
+    """Return a dispatched module, its reference in float64, and labels."""
     module = LossAndLogits().cuda()
     reference = copy.deepcopy(module).double()
     labels = torch.randint(0, 10, (16,), device="cuda")
     add_tvm_dispatch(module, (torch.randn(16, 32, device="cuda"), labels))
+    return module, reference, labels
+
+
+def test_a_backward_without_some_cotangents_is_replayed() -> None:
+    module, reference, labels = loss_and_logits()
     for _ in range(9):
         x = torch.randn(16, 32, device="cuda")
         found = torch.autograd.grad(module(x, labels)[0], list(module.parameters()))
@@ -285,10 +291,7 @@ def test_gradients_are_computed_where_residuals_were() -> None:
 
 def test_partial_backwards_beside_whole_ones() -> None:
     """Alternate both, so that a graph of a partial backward is captured after the whole one."""
-    module = LossAndLogits().cuda()
-    reference = copy.deepcopy(module).double()
-    labels = torch.randint(0, 10, (16,), device="cuda")
-    add_tvm_dispatch(module, (torch.randn(16, 32, device="cuda"), labels))
+    module, reference, labels = loss_and_logits()
     for number in range(16):
         x, found = torch.randn(16, 32, device="cuda"), []
         for each, given in ((module, x), (reference, x.double())):

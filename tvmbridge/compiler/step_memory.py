@@ -68,18 +68,17 @@ def step_memory(lowered: LoweredModule) -> StepMemory:
     """Count the memory of one step of ``lowered``, whose sizes must be numbers."""
     mod = fuse(lowered.mod, lowered.target, [])
     functions = {v.name_hint: f for v, f in mod.functions_items() if isinstance(f, relax.Function)}
-    forward, backward = functions["forward"], functions.get("backward")
-    split = lowered.split
-    draws = 0 if split is None else sum(draw.spec.nbytes for draw in split.drawn)
-    residuals: Sequence[relax.Var] = ()
-    if split is not None and backward is not None:
-        residuals = backward.params[split.bundle.first :][: split.bundle.count]
+    forward, split = functions["forward"], lowered.split
+    outputs, peak = _owned(forward, lowered.num_outputs), peak_bytes(forward)
+    if split is None:
+        return StepMemory(residuals=0, outputs=outputs, gradients=0, forward=peak, backward=0)
+    backward, draws = functions["backward"], sum(draw.spec.nbytes for draw in split.drawn)
     return StepMemory(
-        residuals=0 if split is None else split.residual_bytes,
-        outputs=_owned(forward, lowered.num_outputs),
-        gradients=0 if backward is None else _owned(backward),
-        forward=peak_bytes(forward) + draws,
-        backward=0 if backward is None else peak_bytes(backward, residuals) + draws,
+        residuals=split.residual_bytes,
+        outputs=outputs,
+        gradients=_owned(backward),
+        forward=peak + draws,
+        backward=peak_bytes(backward, split.bundle.residuals_of(backward)) + draws,
     )
 
 

@@ -39,8 +39,9 @@ class Reach:
     def most(self, sizes: Sizes) -> Point:
         """Return the largest value of each symbol for which the code is right.
 
-        The bounds of the Dims and of forward are reached if the trace is the same there, if its
-        sizes are those of the code, and if no size of the code becomes smaller.
+        A symbol may have the largest size that its Dim and forward permit, under three conditions.
+        The trace branches there as at the sample shapes. The code computes the trace's sizes there.
+        And no size of the code is smaller there than at the largest sample shape.
 
         Args:
             sizes: the numbers of the code as functions of the symbols.

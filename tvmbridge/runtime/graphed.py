@@ -111,7 +111,7 @@ class _Training:
         # The residuals in the forward graph's memory, and tensors there that do not keep it.
         self._residuals: Residuals = ()
         self._lent: tuple[torch.Tensor, ...] | None = None
-        self._memory = self._partials_memory = code.memory()
+        memory = self._partials_memory = code.memory()
 
         def forward(inputs: Tensors) -> list[Any]:
             (*outputs, residuals), primals = code.run(inputs, held.forward)
@@ -140,8 +140,8 @@ class _Training:
             return partial.results(values, bound)
 
         kept = [number for number, _ in call.parts.kept_outputs]
-        self._forward = code.call("forward", forward, self._memory, self._outputs, kept)
-        self._backward = code.call("backward", backward, self._memory)
+        self._forward = code.call("forward", forward, memory, self._outputs, kept)
+        self._backward = code.call("backward", backward, memory)
         # Once the whole backward is captured, the residuals' memory is free for later captures in
         # the same memory: they would write there before they read, so that they get their own.
         self._partial: dict[PartialBackward, ReplayedCall] = {}

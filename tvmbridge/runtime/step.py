@@ -228,7 +228,7 @@ class TrainingStep:
     def residuals_end(self) -> AbstractContextManager[None]:
         """Return the context of a whole backward, which frees the residuals unless it runs again.
 
-        Those of a CUDA graph stay, because they are in the graph's memory.
+        A CUDA graph owns the residuals of its forward, so that this context frees none of them.
         """
         if backward_keeps_graph() or self.residuals is None or self.lease is not None:
             return _NOTHING
