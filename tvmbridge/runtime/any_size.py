@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,6 +87,12 @@ def reach(bounds: Sequence[DeclaredDimension], point: Point) -> list[Point]:
     return [small, large]
 
 
+def _agree(call: Shapes, sample: Shapes, dimensions: Iterable[Dimension]) -> bool:
+    """Whether a call has the sample's sizes in ``dimensions``."""
+    here, there = dict(call), dict(sample)
+    return all(here[leaf][number] == there[leaf][number] for leaf, number in dimensions)
+
+
 @dataclass(eq=False)
 class _SizeGroup:
     """The calls that differ from a signature in sizes alone, and the shape class that serves them.
@@ -116,8 +122,10 @@ class _SizeGroup:
         family = self.family
         if family is None or family.refused:
             return None
-        symbols = {d for group in family.symbols.dimensions for d in group}
-        if any(d in family.demanded and dims[d].free for d in symbols & dims.keys()):
+        demanded = set(family.symbols.all_dimensions) & family.demanded
+        if self.declared is None and demanded and not family.has_code:
+            return None
+        if any(dims[d].free for d in demanded & dims.keys()):
             return None
         return family.instance(matched)
 
@@ -131,9 +139,13 @@ class _SizeGroup:
         """
         shapes = [(i, tuple(matched.leaves[i].shape)) for i, *_ in self.signature.tensors]
         sample = [(i, tuple(shape)) for i, shape, *_ in self.signature.tensors]
-        calls, guessed, demanded = [*self.calls, shapes], False, set[Dimension]()
+        calls, guessed = [*self.calls, shapes], False
+        demanded = set() if self.family is None else self.family.demanded
         if self.declared is None:
-            calls = [sample, *calls]
+            # A call of another size than forward demands needs code for a sample of its own.
+            if not _agree(shapes, sample, demanded):
+                return None
+            calls = [c for c in [sample, *calls] if _agree(c, sample, demanded)]
             symbols = Symbols.of(*calls)
             if symbols is None or not symbols.dimensions or symbols.sizes(matched.leaves) is None:
                 return None
@@ -146,7 +158,6 @@ class _SizeGroup:
                 symbols = (symbols.with_sides(shapes) or symbols).by_argument(*calls)
             guessed = len(symbols.dimensions) > changed
         else:
-            demanded = set() if self.family is None else self.family.demanded
             symbols = symbols_of(self.declared, calls, demanded)
             if symbols is None:
                 return Reason(Kind.ALL_DEMANDED)

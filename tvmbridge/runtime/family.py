@@ -193,7 +193,7 @@ class Family:
         self._note(self._point(matched))
         code = self._code(mode, flags, matched)
         if isinstance(code, Reason):
-            if self._has_code:
+            if self.has_code:
                 raise OtherSizesError(code.text)
             self.refused = self.guessed
             raise (RefusedGuessError if self.guessed else BuildError)(code.text)
@@ -235,7 +235,8 @@ class Family:
             return None
 
     @property
-    def _has_code(self) -> bool:
+    def has_code(self) -> bool:
+        """Whether there is code for some sizes."""
         return any(isinstance(code, SymbolicCode) for code in self.codes.values())
 
     def _point(self, matched: Matched) -> Point:
@@ -455,7 +456,7 @@ class Family:
             return compiled(symbols, bounds)
         except DifferentCodeError:
             units = divided(symbols, trace, sample, bounds)
-            if units is None or self._has_code:
+            if units is None or self.has_code:
                 raise
             bounds = self._relate(units, sample, bounds)
             return compiled(units, bounds)
