@@ -127,9 +127,7 @@ def test_a_size_that_follows_from_several_symbols_is_derived(
 ) -> None:
     sample = tuple(map(torch.randn, sizes)), dict[str, torch.Tensor]()
     chosen = Symbols((((0, 0),), ((1, 0),), ((2, 0),)))
-    trace = traced_with_symbols(
-        Function(forward), *sample, chosen.all_dimensions, needs_grad=False
-    )
+    trace = traced_with_symbols(Function(forward), *sample, chosen.all_dimensions, needs_grad=False)
     found = related(chosen, trace.relations, sample, [sizes])
     assert found.dimensions == (((0, 0),), ((1, 0),))
     probe = found.probe(*sample, (31, 53))

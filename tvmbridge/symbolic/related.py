@@ -58,7 +58,9 @@ def _hold(relations: Relations, symbols: Symbols, sample: Arguments) -> bool:
     here = symbols.point_of(shapes_of(sample))
     ranks = [sorted(range(number), key=here.__getitem__).index(i) for i in range(number)]
     # Forward may demand that one size is at most another one, as in the sample.
-    points = (tuple(each[i] for i in order) for each in _GENERIC for order in (range(number), ranks))
+    points = (
+        tuple(each[i] for i in order) for each in _GENERIC for order in (range(number), ranks)
+    )
     probes = (shapes_of(symbols.probe(*sample, point)) for point in points)
     return any(relations.broken(shapes) is None for shapes in probes)
 
