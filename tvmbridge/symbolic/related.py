@@ -2,6 +2,7 @@
 
 A cache of ``s`` places has a mask of ``s + 1`` places. A network that halves images twice needs
 sizes ``4 * s``. Symbolic code then has the symbol ``s`` alone.
+A mask for two arguments has ``s + t`` places: its size is derived from two symbols.
 """
 
 from __future__ import annotations
