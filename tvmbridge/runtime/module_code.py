@@ -195,7 +195,9 @@ class ModuleCode(Executor):
         if entry.trial is None:
             what = f"{mode} {specialization.signature}"
             conclude = functools.partial(self._conclude, what, entry)
-            entry.trial = SpeedTrial(entry.question, entry.compiled.captured.device, conclude)
+            trains = mode.training and entry.training is not None
+            device = entry.compiled.captured.device
+            entry.trial = SpeedTrial(entry.question, device, conclude, trains)
         return entry.trial
 
     def _conclude(self, what: str, entry: CompiledEntry, verdict: SpeedVerdict) -> None:
