@@ -228,6 +228,20 @@ def test_an_uncertain_verdict_is_not_kept(monkeypatch: pytest.MonkeyPatch, tmp_p
         assert (SpeedTrial("a question", CPU, lambda _: None).verdict is not None) is kept
 
 
+def test_code_for_any_size_is_timed_for_sizes_that_come_often(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slow_code(monkeypatch, "forward")
+    plain = nn.Sequential(nn.Linear(24, 8), nn.Tanh()).double().eval().requires_grad_(False)
+    module = add_tvm_dispatch(copy.deepcopy(plain), sample(6, 24), dynamic_shapes="auto")
+    for rows in range(2, 6):
+        evaluated(module, sample(rows, 24), 2)
+    assert dispatch_report(module).timed_calls == 0
+    evaluated(module, sample(7, 24), module_code._RESTS + TRIAL + 3)
+    report = dispatch_report(module)
+    assert (report.timed_calls, report.aside_calls) == (6, 3)
+
+
 def test_random_draws_and_buffers_are_those_of_one_call() -> None:
     plain = nn.Sequential(nn.BatchNorm1d(24), nn.Dropout(0.4)).double().train()
     module = add_tvm_dispatch(copy.deepcopy(plain), sample())

@@ -126,6 +126,7 @@ class SpeedTrial:
         conclude: called once with the times and the decision.
         trains: whether calls probably have a backward pass. Then the first calls are not timed
             until one has ended.
+        rests: the number of calls that compiled code serves before the trial begins.
     """
 
     def __init__(
@@ -134,6 +135,7 @@ class SpeedTrial:
         device: torch.device,
         conclude: Callable[[SpeedVerdict], None],
         trains: bool = False,
+        rests: int = 0,
     ) -> None:
         self._question = question
         self._device = device
@@ -141,6 +143,7 @@ class SpeedTrial:
         self._samples: dict[bool, list[_Sample]] = {True: [], False: []}
         self._latest = _Sample(True)
         self._trains = trains
+        self._rests = rests
         # Whether the next backward pass may have calls that are not timed, and how many more calls
         # may wait for its end.
         self._mixed = True
@@ -184,6 +187,9 @@ class SpeedTrial:
         self._decide()
         if self.verdict is not None:
             return code() if self.verdict.pays else self.serve_aside(own)
+        if self._rests:
+            self._rests -= 1
+            return code()
         if not self._warm_up and self._mixed and self._waits:
             self._waits -= 1
             return code()
