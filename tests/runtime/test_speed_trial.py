@@ -203,6 +203,29 @@ def test_a_backward_of_several_calls_has_calls_of_one_kind(
     assert report.aside_calls >= 2 * calls
 
 
+def test_each_mode_has_its_own_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_code(monkeypatch, "backward")
+    module, x = add_tvm_dispatch(nn.Tanh()), torch.ones(3)
+
+    def train(calls: int) -> None:
+        for _ in range(calls):
+            module(x.clone().requires_grad_()).sum().backward()
+
+    train(TRIAL + 1)
+    assert dispatch_report(module).aside_calls == 1
+    genuine = ModuleCode.run_own
+    slow_own(monkeypatch)
+    evaluated(module.eval(), x, TRIAL + 1)
+    monkeypatch.setattr(ModuleCode, "run_own", genuine)
+    module.train()
+    train(2)
+    training, evaluation = (s.verdict for s in dispatch_report(module).specializations)
+    assert training is not None
+    assert evaluation is not None
+    assert (training.pays, evaluation.pays) == (False, True)
+    assert dispatch_report(module).aside_calls == 3
+
+
 def test_calls_in_training_without_any_backward_are_timed_later() -> None:
     trial = SpeedTrial(None, CPU, lambda _: None, trains=True)
     x = torch.ones(3, requires_grad=True)
