@@ -167,7 +167,8 @@ class _Quantized(nn.Module):
         return self.leave(self.head(x.flatten(1)))  # type: ignore[no-any-return]
 
 
-@script()
+# A value halfway between two quantized ones may be rounded to the other, which moves a loss.
+@script(bound=1e-2)
 def prepared_qat(door: Door) -> Iterator[list[Any]]:
     """Observers are disabled midway, then batch norms are frozen; a copy is converted to int8."""
     model: Any = _Quantized().train()
@@ -185,8 +186,7 @@ def prepared_qat(door: Door) -> Iterator[list[Any]]:
         yield [converted(torch.randn(4, 3, 8, 8))]
 
 
-# Calls through functional_call with other tensors are refused with that reason.
-@script(least=0.6, compiled=0.6)
+@script()
 def functional_calls(door: Door) -> Iterator[list[Any]]:
     model = door(nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -201,7 +201,9 @@ def functional_calls(door: Door) -> Iterator[list[Any]]:
 @script(doors=("dispatch",))
 def states_loaded(door: Door) -> Iterator[list[Any]]:
     """State dicts are loaded in place and by assignment; a pickled model is dispatched again."""
-    model = door(nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Linear(16, 3)))
+    # The gradient of a bias before a batch norm is rounding, which Adam would enlarge.
+    first = nn.Linear(6, 16, bias=False)
+    model = door(nn.Sequential(first, nn.BatchNorm1d(16), nn.GELU(), nn.Linear(16, 3)))
     yield from _classified(model, torch.optim.Adam(model.parameters(), 1e-2), (8, 6), 6)
     best = copy.deepcopy(model.state_dict())
     yield from _classified(model, torch.optim.Adam(model.parameters(), 1e-2), (8, 6), 6)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 from tvmbridge.calls.standins import tensors_of
 from tvmbridge.core.assumptions import Question
@@ -102,7 +102,7 @@ def unusual_in(module: nn.Module, leaves: Sequence[Any] = ()) -> Reason | None:
             return Reason(Kind.DISTRIBUTED, name)
         if reason is not None and name in arguments:
             return Reason(Kind.UNUSUAL, f"{name} {reason}")
-        if reason is not None and isinstance(value, UninitializedTensorMixin):
+        if reason is not None and is_lazy(value):
             return Reason(Kind.UNINITIALIZED, name, settles=True)
         if reason is not None and value.is_meta:
             return Reason(Kind.WITHOUT_VALUES, name)
