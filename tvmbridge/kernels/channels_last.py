@@ -7,6 +7,7 @@ them. A convolution whose error would be many times eager PyTorch's keeps channe
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -41,8 +42,8 @@ def faster_with_channels_last(
     if sum(form.work for form in forms) < _WORTH_MEASURING:
         return frozenset()
     fewer = [form.of_images(_MOST_IMAGES) for form in forms]
-    measured = sorted(form.spec for form in fewer)
-    question = f"channels of images{' with gradients' * has_backward} {measured}"
+    name = hashlib.sha256("".join(sorted(form.spec for form in fewer)).encode()).hexdigest()[:24]
+    question = f"channels of {len(forms)} convolutions{' with gradients' * has_backward}, {name}"
     measure = partial(_faster_layout, tuple(fewer), has_backward, make)
     if choice(question, _LAYOUTS, measure) == _SECOND:
         return frozenset()
