@@ -19,7 +19,7 @@ from tvmbridge.core.methods import MethodOf
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.sharding import gathered
 from tvmbridge.graph_capture.capture import normalize_sample
-from tvmbridge.graph_capture.observe.refusal import refuse_at_sight
+from tvmbridge.graph_capture.observe.refusal import refuse_at_sight, refuse_kind
 from tvmbridge.inspect.check import Checker
 from tvmbridge.report import DispatchReport, report_of_all
 from tvmbridge.runtime.any_size import sizes_to_serve
@@ -120,7 +120,8 @@ def add_tvm_dispatch(
             not freeze. Or ``budget`` is negative, or is given with ``on_fallback="raise"``.
         torch._dynamo.exc.UserError: torch.export rejects the spec for the sample.
         CaptureError: forward refuses the sample, torch.export cannot capture it, or a mode is
-            active in which no module can be traced.
+            active in which no module can be traced. Or the module is a wrapper, a ScriptModule, or
+            sharded.
         UnsupportedOperatorError: operators cannot be compiled or differentiated; the message names
             all of them.
         BuildError: the target is unknown, or TVM cannot compile for it.
@@ -168,7 +169,10 @@ def add_tvm_dispatch(
     if target is not None:
         known_target(target)
     with gathered(module):
-        refuse_at_sight(module, args, kwargs)
+        if sampled:
+            refuse_at_sight(module, args, kwargs)
+        else:  # tensors and hooks may be others at the first call
+            refuse_kind(module)
     surroundings = refused_now() if sampled else None
     if surroundings is not None:
         raise CaptureError(f"add_tvm_dispatch cannot trace the module here: {surroundings}")

@@ -196,24 +196,29 @@ def _resized(architecture: Architecture, model: nn.Module, prepare: Prepare) -> 
         prepare(model, sample)
         for more in _MORE_ROWS:
             _seed()
-            outputs.append(model(**_with_rows(sample, more)))
+            outputs.append(model(**with_rows(sample, batch_size(sample) + more)))
     return {"outputs": outputs, "state": _state(model)}
 
 
-def _with_rows(sample: Mapping[str, Any], more: int) -> dict[str, Any]:
-    """Return the sample with ``more`` rows appended to each tensor of the batch size.
+def with_rows(sample: Mapping[str, Any], rows: int) -> dict[str, Any]:
+    """Return the sample with ``rows`` rows in each tensor that has its batch size.
 
-    The appended rows repeat the first rows.
+    Rows beyond those of the sample repeat the first ones.
     """
-    rows = next(t.shape[0] for t in pytree.tree_leaves(dict(sample)) if isinstance(t, torch.Tensor))
+    batch = batch_size(sample)
 
-    def grown(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.shape[0] != rows:
+    def resized(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.shape[0] != batch:
             return leaf
-        again = [leaf[number % rows : number % rows + 1] for number in range(more)]
-        return torch.cat([leaf, *again])
+        return leaf[[number % batch for number in range(rows)]]
 
-    return {name: pytree.tree_map(grown, value) for name, value in sample.items()}
+    return {name: pytree.tree_map(resized, value) for name, value in sample.items()}
+
+
+def batch_size(sample: Mapping[str, Any]) -> int:
+    """Return the first size of the first tensor of a sample that has dimensions."""
+    leaves = pytree.tree_leaves(dict(sample))
+    return next(t.shape[0] for t in leaves if isinstance(t, torch.Tensor) and t.dim())
 
 
 def _generate(architecture: Architecture, model: nn.Module, prepare: Prepare) -> dict[str, Any]:

@@ -66,7 +66,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], str]] = {
     "meta weight": (lambda: _linear().to("meta"), sample, "weight is on the meta device, without"),
     "subclass": (_linear, lambda: sample().as_subclass(Sub), "argument 0 is a Sub"),
     "sparse weight": (lambda: _sparse(_linear()), sample, "weight has the layout"),
-    "lazy": (lambda: nn.LazyLinear(3), sample, "weight is a UninitializedParameter"),
+    "lazy": (lambda: nn.LazyLinear(3), sample, "weight has no shape before the first"),
     "script": (lambda: torch.jit.script(_linear()), sample, "it is a ScriptModule"),
     "script within": (_scripted, sample, "its submodule 1 is a ScriptModule"),
     "traced within": (_traced, sample, "its submodule 1 is a ScriptModule"),
@@ -84,6 +84,61 @@ def test_what_cannot_be_traced_is_refused_by_name(kind: str) -> None:
     with pytest.raises(CaptureError, match=reason):
         add_tvm_dispatch(module, argument())
     assert module.__dict__ == before
+
+
+class Neighbours(nn.Module):
+    """A layer of a graph network whose matrix of neighbours is a sparse attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(6, 8, dtype=torch.float64)
+        self.near = torch.eye(5, dtype=torch.float64).roll(1, 0).to_sparse()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.body(x).tanh() * 2
+        return torch.sparse.mm(self.near, x)
+
+
+def test_a_module_with_a_sparse_tensor_runs_in_parts() -> None:
+    plain = Neighbours()
+    module = add_tvm_dispatch(copy.deepcopy(plain))
+    for seed in range(3):
+        x = torch.randn(5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        y, expected = module(x), plain(x)
+        torch.testing.assert_close(y, expected)
+        y.square().sum().backward()
+        expected.square().sum().backward()
+    for p, q in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+    report = dispatch_report(module)
+    assert report.share == 1
+    assert "near has the layout torch.sparse_coo" in str(report.cut)
+
+
+def test_without_a_sample_calls_of_hooked_layers_run_the_own_forward() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    seen: list[Any] = []
+    hook = module[0].register_full_backward_hook(lambda *given: seen.append(given[2][0]))
+    with pytest.raises(CaptureError, match="its submodule 0 has hooks"):
+        add_tvm_dispatch(module, torch.randn(2, 4))
+    add_tvm_dispatch(module)
+    for _ in range(2):
+        module(torch.randn(2, 4)).sum().backward()
+    assert len(seen) == 2
+    assert dispatch_report(module).fallbacks == {"a submodule has hooks": 2}
+    hook.remove()
+    module(torch.randn(2, 4)).sum().backward()
+    assert (len(seen), dispatch_report(module).tvm_calls) == (2, 1)
+
+
+def test_a_lazy_layer_is_served_after_its_first_call(caplog: pytest.LogCaptureFixture) -> None:
+    module = add_tvm_dispatch(nn.Sequential(nn.LazyLinear(3), nn.Tanh()))
+    for _ in range(3):
+        module(torch.randn(2, 4)).sum().backward()
+    report = dispatch_report(module)
+    assert report.fallbacks == {"0.weight has no shape before the first call": 1}
+    assert report.advice is None
+    assert not [r for r in caplog.records if r.levelname == "WARNING"]
 
 
 @pytest.mark.parametrize("training", [False, True])

@@ -25,6 +25,7 @@ from tvmbridge.runtime.timed_path import AsidePath, TimedPath
 # A trial: two compiled calls and one own forward to warm up, then five timed calls of each.
 TRIAL = 13
 SECONDS = 0.03
+CPU = torch.device("cpu")
 
 
 class Clock:
@@ -102,7 +103,7 @@ def test_a_trial_of_calls_of_milliseconds_ends_after_one_sample_of_each(
     genuine = ModuleCode.run_own
 
     def run_own(code: ModuleCode, arguments: Any) -> Any:
-        CLOCK.sleep(1.01 * SECONDS)
+        CLOCK.sleep(1.2 * SECONDS)
         return genuine(code, arguments)
 
     monkeypatch.setattr(ModuleCode, "run_own", run_own)
@@ -182,6 +183,88 @@ def test_training_is_timed_with_its_backward(
     assert verdict.compiled > SECONDS
 
 
+@pytest.mark.parametrize("calls", [2, 3, 20])
+def test_a_backward_of_several_calls_has_calls_of_one_kind(
+    monkeypatch: pytest.MonkeyPatch, calls: int
+) -> None:
+    """Calls of both kinds in one backward pass would each get the time of the other kind."""
+    slow_code(monkeypatch, "backward")
+    module = add_tvm_dispatch(nn.Tanh().train(), torch.ones(3, requires_grad=True))
+    for _ in range(TRIAL + 3):
+        xs = [torch.ones(3, requires_grad=True) for _ in range(calls)]
+        torch.stack([module(x) for x in xs]).sum().backward()
+        torch.testing.assert_close(xs[0].grad, xs[-1].grad)
+    report = dispatch_report(module)
+    (verdict,) = (s.verdict for s in report.specializations)
+    assert verdict is not None
+    assert verdict.own is not None
+    assert verdict.compiled > SECONDS
+    assert verdict.own < SECONDS / 100
+    assert report.aside_calls >= 2 * calls
+
+
+def test_each_mode_has_its_own_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_code(monkeypatch, "backward")
+    module, x = add_tvm_dispatch(nn.Tanh()), torch.ones(3)
+
+    def train(calls: int) -> None:
+        for _ in range(calls):
+            module(x.clone().requires_grad_()).sum().backward()
+
+    train(TRIAL + 1)
+    assert dispatch_report(module).aside_calls == 1
+    genuine = ModuleCode.run_own
+    slow_own(monkeypatch)
+    evaluated(module.eval(), x, TRIAL + 1)
+    monkeypatch.setattr(ModuleCode, "run_own", genuine)
+    module.train()
+    train(2)
+    training, evaluation = (s.verdict for s in dispatch_report(module).specializations)
+    assert training is not None
+    assert evaluation is not None
+    assert (training.pays, evaluation.pays) == (False, True)
+    assert dispatch_report(module).aside_calls == 3
+
+
+def test_calls_in_training_without_any_backward_are_timed_later() -> None:
+    trial = SpeedTrial(None, CPU, lambda _: None, trains=True)
+    x = torch.ones(3, requires_grad=True)
+    for _ in range(speed_trial._MOST_CALLS + 2 * TRIAL):
+        trial.serve(x.sin, x.sin)
+    assert trial.verdict is not None
+    assert trial.timed_calls <= speed_trial._MOST_SAMPLES + 1
+
+
+def test_an_uncertain_verdict_is_not_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On a noisy machine the medians of a trial say one thing, and the minima the other."""
+    monkeypatch.setenv("TVMBRIDGE_CACHE", "1")
+    monkeypatch.setenv("TVMBRIDGE_CACHE_DIR", str(tmp_path))
+    calls = iter(range(1000))
+
+    def code() -> None:
+        CLOCK.sleep(2e-4 if next(calls) % 5 else 1e-6)
+
+    for times, kept in ((1, False), (3, True)):
+        trial = SpeedTrial("a question", CPU, lambda _: None)
+        while trial.verdict is None:
+            trial.serve(code, lambda seconds=times * 1e-4: CLOCK.sleep(seconds))
+        assert (SpeedTrial("a question", CPU, lambda _: None).verdict is not None) is kept
+
+
+def test_code_for_any_size_is_timed_for_sizes_that_come_often(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slow_code(monkeypatch, "forward")
+    plain = nn.Sequential(nn.Linear(24, 8), nn.Tanh()).double().eval().requires_grad_(False)
+    module = add_tvm_dispatch(copy.deepcopy(plain), sample(6, 24), dynamic_shapes="auto")
+    for rows in range(2, 6):
+        evaluated(module, sample(rows, 24), 2)
+    assert dispatch_report(module).timed_calls == 0
+    evaluated(module, sample(7, 24), module_code._RESTS + TRIAL + 3)
+    report = dispatch_report(module)
+    assert (report.timed_calls, report.aside_calls) == (6, 3)
+
+
 def test_random_draws_and_buffers_are_those_of_one_call() -> None:
     plain = nn.Sequential(nn.BatchNorm1d(24), nn.Dropout(0.4)).double().train()
     module = add_tvm_dispatch(copy.deepcopy(plain), sample())
@@ -213,7 +296,7 @@ def test_a_checkpoint_is_served_alike_at_both_times(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_call_that_raises_is_not_timed() -> None:
-    trial = SpeedTrial(None, torch.device("cpu"), lambda _: None)
+    trial = SpeedTrial(None, CPU, lambda _: None)
 
     def refuse() -> None:
         raise KeyError

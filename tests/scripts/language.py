@@ -170,30 +170,40 @@ def _classes(i: int) -> dict[str, Tensor]:
     return {**_fixed(i), "labels": torch.tensor([i % 3, (i + 1) % 3])}
 
 
-@script("peft", "transformers")
-def lora_llama(door: Door) -> Iterator[list[Any]]:
+def _adapters(door: Door, base: Any, batch: Any, targets: list[str], **more: Any) -> Iterator[Any]:
+    """Train two adapters, switch, disable one, and merge it."""
     from peft import LoraConfig, get_peft_model
 
-    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1)
-    model = get_peft_model(_llama(), lora)
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=targets, lora_dropout=0.1, **more))
     door(model)
-    yield from _steps(model, _fixed, 8)
-    model.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"]))
+    yield from _steps(model, batch, 8)
+    model.add_adapter("second", LoraConfig(r=2, target_modules=targets[:1], **more))
     model.set_adapter("second")
-    yield from _steps(model, _fixed, 8)
+    yield from _steps(model, batch, 8)
     model.set_adapter("default")
-    yield from _steps(model, _fixed, 6)
+    yield from _steps(model, batch, 6)
     model.eval()
     with torch.no_grad():
         for i in range(5):
-            yield [model(**_fixed(i)).loss]
+            yield [model(**batch(i)).loss]
         with model.disable_adapter():
             for i in range(5):
-                yield [model(**_fixed(i)).loss]
+                yield [model(**batch(i)).loss]
         for i in range(5):
-            yield [model(**_fixed(i)).loss]
+            yield [model(**batch(i)).loss]
         merged = model.merge_and_unload()
-        yield [merged(**_fixed(0)).loss]
+        yield [merged(**batch(0)).loss]
+
+
+@script("peft", "transformers")
+def lora_llama(door: Door) -> Iterator[list[Any]]:
+    yield from _adapters(door, _llama(), _fixed, ["q_proj", "v_proj"])
+
+
+@script("peft", "transformers")
+def lora_bert(door: Door) -> Iterator[list[Any]]:
+    """The classifier, which each adapter trains a copy of, is one of the modules to save."""
+    yield from _adapters(door, _bert(), _classes, ["query", "value"], task_type="SEQ_CLS")
 
 
 @script("peft", "transformers")

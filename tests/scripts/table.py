@@ -17,6 +17,7 @@ _FILES = (
     "changes",
     "blocks",
     "loops",
+    "usual",
 )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from tvmbridge.calls.standins import tensors_of
 from tvmbridge.core.assumptions import Question
@@ -99,10 +100,14 @@ def unusual_in(module: nn.Module, leaves: Sequence[Any] = ()) -> Reason | None:
             return Reason(Kind.UNSEEN, f"{name} is a {type(value).__name__}")
         if reason is not None and type(value).__name__ == "DTensor":
             return Reason(Kind.DISTRIBUTED, name)
-        if reason is not None and value.is_meta and name not in arguments:
+        if reason is not None and name in arguments:
+            return Reason(Kind.UNUSUAL, f"{name} {reason}")
+        if reason is not None and is_lazy(value):
+            return Reason(Kind.UNINITIALIZED, name, settles=True)
+        if reason is not None and value.is_meta:
             return Reason(Kind.WITHOUT_VALUES, name)
         if reason is not None:
-            return Reason(Kind.UNUSUAL, f"{name} {reason}")
+            return Reason(Kind.HELD_UNUSUAL, f"{name} {reason}")
     for owner in module.modules():
         for name, held in owner._parameters.items():
             if held is not None and not isinstance(held, nn.Parameter):

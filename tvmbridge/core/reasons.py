@@ -228,6 +228,16 @@ class Kind(enum.Enum):
     FURTHER = "further reasons", _EXPLAIN
     # A module or sample is refused.
     UNUSUAL = "{}, and code is compiled for plain, dense tensors", _DENSE, _REFUSED
+    HELD_UNUSUAL = (
+        "{}, and code is compiled for modules of plain, dense tensors",
+        "convert the tensor (to_dense, dequantize), or dispatch the submodules that do not hold it",
+        _REFUSED,
+    )
+    UNINITIALIZED = (
+        "{} has no shape before the first call",
+        "call the module once before you dispatch it with a sample",
+        _REFUSED,
+    )
     WITHOUT_VALUES = (
         "{} is on the meta device, without values",
         "create it with module.to_empty(device=...) and load its values; keep a module that "

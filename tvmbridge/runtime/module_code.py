@@ -30,6 +30,10 @@ from tvmbridge.runtime.specializations import Specializations
 from tvmbridge.runtime.speed_trial import SpeedTrial, SpeedVerdict, only_if_faster_now
 from tvmbridge.runtime.timed_path import AsidePath, ServingPath, TimedPath
 
+# Sizes of code for any size are timed after this many calls: a trial of rare sizes costs more than
+# it can gain.
+_RESTS = 8
+
 
 class ModuleCode(Executor):
     """Serves the calls of a module by compiled code.
@@ -179,23 +183,30 @@ class ModuleCode(Executor):
             results = run()
         else:
             own = functools.partial(self.run_own, arguments)
-            results = trial.serve(run, own, time.perf_counter() - started)
+            # Calls of many sizes pass these guards whichever side serves them.
+            guards = time.perf_counter() - started if specialization.family is None else 0.0
+            results = trial.serve(run, own, guards)
         self._remember(wanted, entry, trial)
         return Served(results)
 
     def _trial(self, wanted: Wanted, entry: CompiledEntry) -> SpeedTrial | None:
         """Return the speed trial of ``entry``; None if compiled code serves its calls untimed.
 
-        Code for any size has no trial, because few of its calls have the same sizes.
+        Code for any size has a trial for each choice of sizes that calls repeat.
         """
         specialization, mode, _ = wanted
-        always = self.tally.on_fallback == "raise" or mode.deterministic
-        if always or specialization.family is not None:
+        if self.tally.on_fallback == "raise" or mode.deterministic:
             return None
         if entry.trial is None:
             what = f"{mode} {specialization.signature}"
-            conclude = functools.partial(self._conclude, what, entry)
-            entry.trial = SpeedTrial(entry.question, entry.compiled.captured.device, conclude)
+            of_one_size = specialization.family is None
+            entry.trial = SpeedTrial(
+                entry.question if of_one_size else None,
+                entry.compiled.captured.device,
+                functools.partial(self._conclude, what, entry),
+                trains=mode.training and entry.training is not None,
+                rests=0 if of_one_size else _RESTS,
+            )
         return entry.trial
 
     def _conclude(self, what: str, entry: CompiledEntry, verdict: SpeedVerdict) -> None:

@@ -352,13 +352,14 @@ class Policy:
         return why is not None and self.cut.at(why, of_state=True, tried=True)
 
     def cut_for_object(self, why: Reason | None) -> bool:
-        """Serve calls in parts from now on that get an object with tensors of an unknown class.
+        """Serve calls in parts from now on because of an object that no graph can have.
 
-        Return whether that is possible, and ``why``, the reason of a fallback, is such an object.
+        Return whether that is possible, and ``why``, the reason of a fallback, is such an object:
+        an argument of an unknown class that holds tensors, or a sparse tensor of the module.
         """
-        if why is None or why.kind is not Kind.UNSEEN:
+        if why is None or why.kind not in (Kind.UNSEEN, Kind.HELD_UNUSUAL):
             return False
-        return self.cut.at(f"{why.text}: {why.example}", tried=True)
+        return self.cut.at(": ".join(filter(None, (why.text, why.example))), tried=True)
 
     def cut_for_any_size(self, why: Reason) -> bool:
         """Serve calls of other sizes in parts from now on; return whether that is possible.

@@ -85,10 +85,14 @@ _SAMPLES = 5
 # The most samples of each kind, taken if the medians and the minima give different verdicts.
 _MOST_SAMPLES = 10
 # A call of compiled code that takes more seconds than this may end its trial after one sample of
-# each kind: the cost of a call beside its kernels matters less, and a trial slows a program down.
+# each kind, if it takes less than this part of the own forward's time: the cost of a call beside
+# its kernels matters less, and a trial slows a program down.
 _MEDIUM = 1e-3
+_FASTER = 0.9
 # A call that takes more seconds than this has no trial.
 _LONG = 0.1
+# The most calls up to one backward pass that are of one kind.
+_MOST_CALLS = 64
 
 
 def only_if_faster_now(option: bool) -> bool:
@@ -99,9 +103,17 @@ def only_if_faster_now(option: bool) -> bool:
 
 @dataclass
 class _Sample:
-    """One timed call: seconds of forward and of its backward; None: backward has not run."""
+    """Timed calls of one kind: one call, or in training all calls up to a backward pass.
 
-    forward: float
+    A backward pass of both kinds of calls would tell nothing of either.
+
+    - ``calls``: the number of calls; ``forward``: their seconds.
+    - ``backward``: seconds of the backward pass; None: it has not run.
+    """
+
+    by_code: bool
+    calls: int = 0
+    forward: float = 0.0
     backward: float | None = None
 
 
@@ -112,6 +124,9 @@ class SpeedTrial:
         question: the key under which the decision is kept on disk; None: it is not kept there.
         device: the device of the code; a GPU is synchronised before and after each timed call.
         conclude: called once with the times and the decision.
+        trains: whether calls probably have a backward pass. Then the first calls are not timed
+            until one has ended.
+        rests: the number of calls that compiled code serves before the trial begins.
     """
 
     def __init__(
@@ -119,11 +134,21 @@ class SpeedTrial:
         question: str | None,
         device: torch.device,
         conclude: Callable[[SpeedVerdict], None],
+        trains: bool = False,
+        rests: int = 0,
     ) -> None:
         self._question = question
         self._device = device
         self._conclude = conclude
         self._samples: dict[bool, list[_Sample]] = {True: [], False: []}
+        self._latest = _Sample(True)
+        self._trains = trains
+        self._rests = rests
+        # Whether the next backward pass may have calls that are not timed, and how many more calls
+        # may wait for its end.
+        self._mixed = True
+        self._waits = _MOST_CALLS if trains else 0
+        self._has_backward = False
         self._warm_up = [*[True] * backend_of(device).warm_up, False]
         self._first = math.inf  # seconds of the shortest of the first calls by compiled code
         self._running = threading.Lock()
@@ -162,20 +187,30 @@ class SpeedTrial:
         self._decide()
         if self.verdict is not None:
             return code() if self.verdict.pays else self.serve_aside(own)
-        by_code = self._warm_up[0] if self._warm_up else self._code_is_next()
+        if self._rests:
+            self._rests -= 1
+            return code()
+        if not self._warm_up and self._mixed and self._waits:
+            self._waits -= 1
+            return code()
+        sample = _Sample(self._warm_up[0]) if self._warm_up else self._next()
         backend_of(self._device).synchronize(self._device)
         started = time.perf_counter()
-        results = code() if by_code else own()
+        results = code() if sample.by_code else own()
         backend_of(self._device).synchronize(self._device)
         seconds = time.perf_counter() - started
-        if not by_code:
+        if not sample.by_code:
             self.timed_calls += 1
-        if self._warm_up:
-            self._leave_long_calls(seconds if by_code else None)
-            return results
-        sample = _Sample(seconds + before if by_code else seconds)
-        self._samples[by_code].append(sample)
         self._time_backward(sample, results)
+        if self._warm_up:
+            self._mixed = True
+            self._leave_long_calls(seconds if sample.by_code else None)
+            return results
+        if not sample.calls:
+            self._samples[sample.by_code].append(sample)
+            self._latest = sample
+        sample.calls += 1
+        sample.forward += seconds + before if sample.by_code else seconds
         return results
 
     def _leave_long_calls(self, seconds: float | None) -> None:
@@ -188,13 +223,23 @@ class SpeedTrial:
             self.verdict = SpeedVerdict(self._first, None)
             self._conclude(self.verdict)
 
-    def _code_is_next(self) -> bool:
-        return len(self._samples[True]) <= len(self._samples[False])
+    def _next(self) -> _Sample:
+        """Return the sample that the next call belongs to."""
+        if self._is_open():
+            return self._latest
+        return _Sample(len(self._samples[True]) <= len(self._samples[False]))
+
+    def _is_open(self) -> bool:
+        """Whether the backward pass of the latest sample is still to come."""
+        latest = self._latest
+        return self._has_backward and latest.backward is None and 0 < latest.calls < _MOST_CALLS
 
     def _decide(self) -> None:
         """Set the verdict if there are enough samples."""
+        if self._is_open():
+            return
         counts = [len(samples) for samples in self._samples.values()]
-        early, clearly_faster = (1, 1.0) if self._first > _MEDIUM else (_EARLY, _CLEARLY_FASTER)
+        early, clearly_faster = (1, _FASTER) if self._first > _MEDIUM else (_EARLY, _CLEARLY_FASTER)
         if min(counts) < early or counts[0] != counts[1]:
             return
         with_backward = all(
@@ -209,7 +254,8 @@ class SpeedTrial:
             return
         self.verdict = found
         self._samples = {True: [], False: []}
-        if self._question is not None:
+        certain = found.pays == least.pays and (with_backward or not self._trains)
+        if self._question is not None and certain:
             keep_answer(self._question, str(found))
         self._conclude(found)
 
@@ -217,9 +263,9 @@ class SpeedTrial:
         """Return the verdict that compares ``of`` (median or min) the seconds of both kinds."""
         found = []
         for samples in (self._samples[True], self._samples[False]):
-            seconds = of([s.forward for s in samples])
+            seconds = of([s.forward / s.calls for s in samples])
             if with_backward:
-                seconds += of([s.backward for s in samples if s.backward is not None])
+                seconds += of([s.backward / s.calls for s in samples if s.backward is not None])
             found.append(seconds)
         return SpeedVerdict(*found)
 
@@ -237,6 +283,9 @@ class SpeedTrial:
             backend_of(self._device).synchronize(self._device)
             if sample.backward is None:
                 sample.backward = time.perf_counter() - begun[0]
+            if not self._has_backward:  # this pass may be one of both kinds of calls
+                self._has_backward, self._samples = True, {True: [], False: []}
+            self._mixed = False
 
         def begin(_: Any) -> None:
             if not begun:

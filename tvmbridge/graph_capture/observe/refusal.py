@@ -6,6 +6,7 @@ import inspect
 import re
 import traceback
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from tvmbridge.calls.plain import other_answer, unusual_in
+from tvmbridge.calls.plain import other_answer, split_over_ranks, unusual_in
 from tvmbridge.calls.standins import has_own_call, stand_in, tensors_of, tensors_replaced
 from tvmbridge.core.assumptions import Question
 from tvmbridge.core.autocast import Autocast
@@ -110,6 +111,16 @@ def sample_advice(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     return "; ".join(advice) or _ACCEPTED
 
 
+def refuse_kind(module: nn.Module) -> None:
+    """Refuse modules that no call can be served for, whatever their tensors and hooks are then.
+
+    Raises:
+        CaptureError: the class of the module cannot be captured, or its parameters are split over
+            processes.
+    """
+    _raise_for(module, _unusual_class(module) or split_over_ranks(module))
+
+
 def refuse_at_sight(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Refuse modules and samples that a trace would misinterpret or that would end the process.
 
@@ -117,11 +128,15 @@ def refuse_at_sight(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[st
         CaptureError: the class of the module, an argument or a tensor of the module cannot be
             captured, or a submodule has hooks that cannot be traced.
     """
-    reason = _unusual_class(module) or unusual_in(module, pytree.tree_leaves((args, dict(kwargs))))
+    refuse_kind(module)
+    reason = unusual_in(module, pytree.tree_leaves((args, dict(kwargs))))
     hooked = hooked_submodule(module) if reason is None else None
-    if hooked is not None:
-        reason = Reason(Kind.HOOKED_WITHIN, hooked)
+    _raise_for(module, reason if hooked is None else Reason(Kind.HOOKED_WITHIN, hooked))
+
+
+def _raise_for(module: nn.Module, reason: Reason | None) -> None:
     if reason is not None:
+        reason = replace(reason, settles=False)
         raise CaptureError(f"{type(module).__name__} cannot be captured: {reason}; {reason.advice}")
 
 
@@ -130,8 +145,7 @@ def refuse_what_is_asked(module: nn.Module, arguments: Any, asks: Collection[Que
     tied = find_aliases(module)
     own = [tensor for name, tensor in tensors_of(module).items() if name not in tied]
     reason = other_answer(asks, pytree.tree_leaves(arguments), own)
-    if reason is not None:
-        raise CaptureError(f"{type(module).__name__} cannot be captured: {reason}; {reason.advice}")
+    _raise_for(module, reason)
 
 
 def refuse_own_call(module: nn.Module) -> None:
