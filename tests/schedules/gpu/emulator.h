@@ -15,9 +15,11 @@
 
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 #define __global__
 #define __device__
+#define __host__
 #define __forceinline__ inline
 #define __launch_bounds__(threads)
 #define __shared__ static __attribute__((section("emulated_shared")))
@@ -189,6 +191,100 @@ static T shuffled(uint mask, T value, int offset, int width, int line) {
 #define __syncthreads() stop(BARRIER, __LINE__)
 #define __shfl_xor_sync(mask, value, offset, width) shuffled(mask, value, offset, width, __LINE__)
 
+// ---- tensor cores, and copies to shared memory ----
+
+#define TVMBRIDGE_EMULATED
+
+namespace tensor_cores {
+typedef unsigned int Word;
+typedef unsigned short Half;
+
+// Copies that a thread has begun: they happen when the thread waits for them.
+struct Copy {
+  void* to;
+  const void* from;  // null: zeros
+  int group;
+};
+static std::vector<Copy> copies[1024];
+static int groups[1024];
+
+static inline void copy_16(void* to, const void* from, bool inside) {
+  if ((uintptr_t)to % 16 || (uintptr_t)from % 16) snprintf(failure, 200, "a copy is not aligned");
+  copies[current].push_back({to, inside ? from : nullptr, groups[current]});
+}
+
+static inline void end_group() { ++groups[current]; }
+
+template <int COUNT>
+static inline void wait_for_groups() {
+  std::vector<Copy>& own = copies[current];
+  size_t done = 0;
+  for (; done < own.size() && own[done].group < groups[current] - COUNT; ++done) {
+    const Copy& copy = own[done];
+    if (copy.from) memcpy(copy.to, copy.from, 16);
+    else memset(copy.to, 0, 16);
+  }
+  own.erase(own.begin(), own.begin() + done);
+}
+
+// The values of all lanes of the warp.
+static void gather(uint64_t value, uint64_t (&all)[WARP], int line) {
+  fibers[current].offset = 0;
+  fibers[current].sent = value;
+  stop(SHUFFLE, line);
+  for (int i = 0; i < WARP; ++i) all[i] = fibers[current / WARP * WARP + i].sent;
+  stop(SHUFFLE, -line);
+}
+
+static void load(Word (&to)[4], const void* row, bool transposed) {
+  uint64_t rows[WARP];
+  if ((uintptr_t)row % 16) snprintf(failure, 200, "a row of a matrix is not aligned");
+  gather((uint64_t)row, rows, __LINE__);
+  int lane = current % WARP;
+  for (int i = 0; i < 4; ++i) {
+    Half pair[2];
+    for (int j = 0; j < 2; ++j) {
+      int down = transposed ? lane % 4 * 2 + j : lane / 4, across = transposed ? lane / 4 : lane % 4 * 2 + j;
+      pair[j] = ((const Half*)rows[8 * i + down])[across];
+    }
+    memcpy(&to[i], pair, 4);
+  }
+}
+static inline void load_matrices(Word (&to)[4], const void* row) { load(to, row, false); }
+static inline void load_transposed(Word (&to)[4], const void* row) { load(to, row, true); }
+
+template <bool BFLOAT>
+static inline float number(Half bits) {
+  return BFLOAT ? (float)with_bits<nv_bfloat16>(bits) : (float)with_bits<half>(bits);
+}
+
+template <bool BFLOAT>
+static inline Word packed(float low, float high) {
+  auto bits = [](float v) {
+    return BFLOAT ? with_bits<Half>(nv_bfloat16(v)) : with_bits<Half>(half(v));
+  };
+  return bits(low) | (Word)bits(high) << 16;
+}
+
+template <bool BFLOAT>
+static void multiply(float (&sum)[4], const Word (&left)[4], Word low, Word high) {
+  uint64_t lefts[2][WARP], rights[WARP];
+  gather(left[0] | (uint64_t)left[1] << 32, lefts[0], __LINE__);
+  gather(left[2] | (uint64_t)left[3] << 32, lefts[1], __LINE__);
+  gather(low | (uint64_t)high << 32, rights, __LINE__);
+  int lane = current % WARP;
+  for (int i = 0; i < 4; ++i) {
+    int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+    for (int k = 0; k < 16; ++k) {
+      // Lane 4 r + k / 2 has the numbers of row r; words: rows from 8 on, depths from 8 on.
+      Half a = lefts[k / 8][row % 8 * 4 + k % 8 / 2] >> (row / 8 * 32 + k % 2 * 16);
+      Half b = rights[column * 4 + k % 8 / 2] >> (k / 8 * 32 + k % 2 * 16);
+      sum[i] += number<BFLOAT>(a) * number<BFLOAT>(b);
+    }
+  }
+}
+}  // namespace tensor_cores
+
 // What threads from `first` on wait for; false, and a failure, if they wait for different things.
 static bool agree(int first, int count, const char* which) {
   for (int i = first + 1; i < first + count; ++i) {
@@ -231,7 +327,10 @@ extern char __start_emulated_shared[], __stop_emulated_shared[];
 static void run_block(int threads, bool descending) {
   // What nobody has written is not a number.
   memset(__start_emulated_shared, 0xff, __stop_emulated_shared - __start_emulated_shared);
-  for (int i = 0; i < threads; ++i) fibers[i].state = READY;
+  for (int i = 0; i < threads; ++i) {
+    fibers[i].state = READY;
+    tensor_cores::copies[i].clear();
+  }
   int warps = (threads + WARP - 1) / WARP;
   do {
     for (int i = 0; i < warps && !failure[0]; ++i) {

@@ -1,0 +1,168 @@
+"""Matrix products on NVIDIA's GPUs, from CUDA source of tvmbridge (``cuda/*.cuh``).
+
+Half precision is multiplied by tensor cores and summed in float32. Other floats are multiplied in
+their own arithmetic, by tiles in shared memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from tvm import tirx
+from tvm.backend.cuda.op import cuda_func_call
+
+from tvmbridge.kernels.product_form import Form
+from tvmbridge.schedules import scheduled_function
+from tvmbridge.schedules.gpu.threads import allocate_in, launch
+from tvmbridge.schedules.indexing import Indexer, integer
+from tvmbridge.schedules.reader import Buffer
+
+HALVES = ("float16", "bfloat16")
+ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu")
+_OF_LOOPS = {"float32": "float", "float64": "double"}
+_LOOP_TILE, _LOOP_STEP, _LOOP_THREADS = 64, 16, 256
+_MULTIPROCESSORS = 132
+_WARP = 32
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The part of a product that a block computes, and the part of a warp.
+
+    - ``step``: the part of the depth that is in shared memory at a time.
+    - ``stages``: the number of such parts that are copied while one is read.
+    """
+
+    rows: int
+    columns: int
+    warp_rows: int
+    warp_columns: int
+    step: int = 32
+    stages: int = 4
+
+    @property
+    def threads(self) -> int:
+        """The number of threads of a block."""
+        return self.rows // self.warp_rows * (self.columns // self.warp_columns) * _WARP
+
+    def shared(self, form: Form) -> int:
+        """Return the bytes of shared memory that a block needs."""
+        right = (self.columns, self.step) if form.right_transposed else (self.step, self.columns)
+        numbers = self.rows * _pitch(self.step) + right[0] * _pitch(right[1])
+        return 2 * numbers * self.stages
+
+
+TILES = (
+    Tile(128, 128, 64, 64),
+    Tile(128, 128, 64, 32),
+    Tile(128, 96, 64, 48),
+    Tile(128, 64, 64, 32),
+    Tile(64, 128, 32, 64),
+    Tile(64, 96, 32, 48),
+    Tile(64, 64, 32, 32),
+    Tile(32, 64, 16, 32),
+    Tile(16, 64, 16, 16),
+)
+"""The tiles to choose from, those of fewest reads of shared memory first."""
+
+
+def _pitch(columns: int) -> int:
+    return (columns // 8 | 1) * 8
+
+
+def tile_for(form: Form) -> Tile:
+    """Return the tile with which the blocks of a product are done first.
+
+    The time of a block is taken as its multiplications, with padding, and its reads of shared
+    memory; all multiprocessors work on equal blocks.
+    """
+
+    def time(tile: Tile) -> float:
+        blocks = (form.batch or 1) * -(-form.rows // tile.rows) * -(-form.columns // tile.columns)
+        waves = -(-blocks // _MULTIPROCESSORS)
+        reads = 1 / tile.warp_rows + 1 / tile.warp_columns
+        return waves * tile.rows * tile.columns * (1 + 16 * reads)
+
+    return min(TILES, key=time)
+
+
+@cache
+def _source(*names: str) -> str:
+    folder = Path(__file__).with_name("cuda")
+    return "".join((folder / f"{name}.cuh").read_text(encoding="utf-8") for name in names)
+
+
+def has_product(form: Form, dtype: str) -> bool:
+    """Whether there is a kernel for a product of this form and dtype."""
+    return dtype in (*HALVES, *_OF_LOOPS) and not form.left_transposed and form.work > 0
+
+
+def gpu_product(
+    form: Form, dtype: str, *, bias: bool = False, activation: str = "none", tile: Tile | None = None
+) -> tirx.PrimFunc:
+    """Return the scheduled TIR function of a product.
+
+    Its parameters are both operands, the bias if there is one, and the result.
+
+    Args:
+        bias: whether a vector is added to each row; of half precision alone.
+        activation: the name, among :data:`ACTIVATIONS`, of the function of the sum; of half
+            precision alone.
+    """
+    names = ("left", "right", *(["bias"] if bias else []), "result")
+    shapes = [*form.shapes[:2], *([(form.columns,)] if bias else []), form.shapes[2]]
+    buffers = [_buffer(shape, dtype, name) for shape, name in zip(shapes, names, strict=True)]
+    sizes: list[object] = [form.rows, form.columns, form.depth]
+    sizes += [0 if form.left_shared else form.rows * form.depth, form.columns * form.depth]
+    sizes.append(form.right_transposed)
+    if dtype in _OF_LOOPS:
+        shared = 2 * _LOOP_STEP * (_LOOP_TILE + 1) * (4 if dtype == "float32" else 8)
+        name = f"tiled::product<{_listed([_OF_LOOPS[dtype], *sizes])}>"
+        return _kernel(
+            name, buffers, _blocks(form, _LOOP_TILE, _LOOP_TILE), _LOOP_THREADS, shared, _source("loops")
+        )
+    tile = tile or tile_for(form)
+    sizes = [dtype == "bfloat16", *sizes, tile.rows, tile.columns, tile.step]
+    sizes += [tile.warp_rows, tile.warp_columns, tile.stages]
+    sizes += [bias, ACTIVATIONS.index(activation)]
+    source = _source("tensor_cores", "products")
+    arguments = buffers if bias else [*buffers[:2], buffers[0], buffers[2]]
+    function = f"tensor_cores::product<{_listed(sizes)}>"
+    blocks = _blocks(form, tile.rows, tile.columns)
+    return _kernel(function, buffers, blocks, tile.threads, tile.shared(form), source, arguments)
+
+
+def _blocks(form: Form, rows: int, columns: int) -> int:
+    return (form.batch or 1) * -(-form.rows // rows) * -(-form.columns // columns)
+
+
+def _listed(values: Sequence[object]) -> str:
+    return ", ".join(str(v).lower() if isinstance(v, bool) else str(v) for v in values)
+
+
+def _buffer(shape: Sequence[int], dtype: str, name: str) -> Buffer:
+    return tirx.decl_buffer([integer(n) for n in shape], dtype, name)
+
+
+def _kernel(
+    function: str,
+    parameters: Sequence[Buffer],
+    blocks: int,
+    threads: int,
+    shared: int,
+    source: str,
+    arguments: Sequence[Buffer] | None = None,
+) -> tirx.PrimFunc:
+    """Return a function whose only kernel calls a function of CUDA ``source``."""
+
+    def body(block: tirx.Var, thread: tirx.Var) -> list[tirx.Stmt]:
+        room, allocation = allocate_in("shared.dyn", shared, "uint8", "room")
+        pointers = [buffer.data for buffer in arguments or parameters]
+        numbers = [tirx.Cast("int32", number) for number in (block, thread)]
+        call = cuda_func_call(function, *pointers, room.data, *numbers, source_code=source)
+        return [allocation, tirx.Evaluate(call)]
+
+    return scheduled_function(list(parameters), launch(Indexer(), blocks, threads, body))
