@@ -122,7 +122,9 @@ def _lowered(host: tirx.PrimFunc, given: tirx.PrimFunc) -> Lowered:
         elif getattr(node.op, "name", "") == "tirx.call_ffi_kernel":
             tags = list(node.attrs.launch_params)
             assert tags[:2] == ["blockIdx.x", "threadIdx.x"], tags
-            extents = len(tags)  # the bytes of shared memory are the last, if a kernel asks for some
+            extents = len(
+                tags
+            )  # the bytes of shared memory are the last, if a kernel asks for some
             name, *arguments = node.args[:-extents]
             blocks, threads = node.args[len(node.args) - extents :][:2]
             places_of = tuple(place(a.args[0]) for a in arguments)

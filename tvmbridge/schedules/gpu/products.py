@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tvm import tirx
 from tvm.backend.cuda.op import cuda_func_call
+from tvm.ir import Expr
 
 from tvmbridge.kernels.product_form import Form
 from tvmbridge.schedules import scheduled_function
@@ -51,7 +52,7 @@ class Tile:
     def shared(self, form: Form) -> int:
         """Return the bytes of shared memory that a block needs."""
         right = (self.columns, self.step) if form.right_transposed else (self.step, self.columns)
-        numbers = self.rows * _pitch(self.step) + right[0] * _pitch(right[1])
+        numbers = self.rows * pitch(self.step) + right[0] * pitch(right[1])
         return 2 * numbers * self.stages
 
 
@@ -69,7 +70,8 @@ TILES = (
 """The tiles to choose from, those of fewest reads of shared memory first."""
 
 
-def _pitch(columns: int) -> int:
+def pitch(columns: int) -> int:
+    """Return the distance of rows of ``columns`` numbers of half precision in shared memory."""
     return (columns // 8 | 1) * 8
 
 
@@ -90,7 +92,8 @@ def tile_for(form: Form) -> Tile:
 
 
 @cache
-def _source(*names: str) -> str:
+def cuda_source(*names: str) -> str:
+    """Return the CUDA source of the files of these names."""
     folder = Path(__file__).with_name("cuda")
     return "".join((folder / f"{name}.cuh").read_text(encoding="utf-8") for name in names)
 
@@ -101,7 +104,12 @@ def has_product(form: Form, dtype: str) -> bool:
 
 
 def gpu_product(
-    form: Form, dtype: str, *, bias: bool = False, activation: str = "none", tile: Tile | None = None
+    form: Form,
+    dtype: str,
+    *,
+    bias: bool = False,
+    activation: str = "none",
+    tile: Tile | None = None,
 ) -> tirx.PrimFunc:
     """Return the scheduled TIR function of a product.
 
@@ -114,55 +122,71 @@ def gpu_product(
     """
     names = ("left", "right", *(["bias"] if bias else []), "result")
     shapes = [*form.shapes[:2], *([(form.columns,)] if bias else []), form.shapes[2]]
-    buffers = [_buffer(shape, dtype, name) for shape, name in zip(shapes, names, strict=True)]
+    buffers = [buffer_of(shape, dtype, name) for shape, name in zip(shapes, names, strict=True)]
     sizes: list[object] = [form.rows, form.columns, form.depth]
     sizes += [0 if form.left_shared else form.rows * form.depth, form.columns * form.depth]
     sizes.append(form.right_transposed)
     if dtype in _OF_LOOPS:
         shared = 2 * _LOOP_STEP * (_LOOP_TILE + 1) * (4 if dtype == "float32" else 8)
-        name = f"tiled::product<{_listed([_OF_LOOPS[dtype], *sizes])}>"
-        return _kernel(
-            name, buffers, _blocks(form, _LOOP_TILE, _LOOP_TILE), _LOOP_THREADS, shared, _source("loops")
+        name = f"tiled::product<{listed([_OF_LOOPS[dtype], *sizes])}>"
+        blocks = _blocks(form, _LOOP_TILE, _LOOP_TILE)
+        source = cuda_source("loops")
+        return cuda_kernel(
+            name, buffers, blocks=blocks, threads=_LOOP_THREADS, shared=shared, source=source
         )
     tile = tile or tile_for(form)
     sizes = [dtype == "bfloat16", *sizes, tile.rows, tile.columns, tile.step]
     sizes += [tile.warp_rows, tile.warp_columns, tile.stages]
     sizes += [bias, ACTIVATIONS.index(activation)]
-    source = _source("tensor_cores", "products")
-    arguments = buffers if bias else [*buffers[:2], buffers[0], buffers[2]]
-    function = f"tensor_cores::product<{_listed(sizes)}>"
-    blocks = _blocks(form, tile.rows, tile.columns)
-    return _kernel(function, buffers, blocks, tile.threads, tile.shared(form), source, arguments)
+    return cuda_kernel(
+        f"tensor_cores::product<{listed(sizes)}>",
+        buffers,
+        blocks=_blocks(form, tile.rows, tile.columns),
+        threads=tile.threads,
+        shared=tile.shared(form),
+        source=cuda_source("tensor_cores", "products"),
+        arguments=buffers if bias else [*buffers[:2], buffers[0], buffers[2]],
+    )
 
 
 def _blocks(form: Form, rows: int, columns: int) -> int:
     return (form.batch or 1) * -(-form.rows // rows) * -(-form.columns // columns)
 
 
-def _listed(values: Sequence[object]) -> str:
+def listed(values: Sequence[object]) -> str:
+    """Return values as arguments of a C++ template."""
     return ", ".join(str(v).lower() if isinstance(v, bool) else str(v) for v in values)
 
 
-def _buffer(shape: Sequence[int], dtype: str, name: str) -> Buffer:
+def buffer_of(shape: Sequence[int], dtype: str, name: str) -> Buffer:
+    """Return a parameter of a kernel."""
     return tirx.decl_buffer([integer(n) for n in shape], dtype, name)
 
 
-def _kernel(
+def cuda_kernel(
     function: str,
     parameters: Sequence[Buffer],
+    *,
     blocks: int,
     threads: int,
     shared: int,
     source: str,
-    arguments: Sequence[Buffer] | None = None,
+    arguments: Sequence[Buffer] = (),
+    numbers: Sequence[Expr] = (),
 ) -> tirx.PrimFunc:
-    """Return a function whose only kernel calls a function of CUDA ``source``."""
+    """Return a scheduled function whose only kernel calls a function of CUDA ``source``.
 
-    def body(block: tirx.Var, thread: tirx.Var) -> list[tirx.Stmt]:
+    Args:
+        shared: the bytes of shared memory that a block needs.
+        arguments: the buffers that the function takes; empty: the parameters.
+        numbers: further arguments, behind the shared memory.
+    """
+
+    def body(block: Expr, thread: Expr) -> list[tirx.Stmt]:
         room, allocation = allocate_in("shared.dyn", shared, "uint8", "room")
         pointers = [buffer.data for buffer in arguments or parameters]
-        numbers = [tirx.Cast("int32", number) for number in (block, thread)]
-        call = cuda_func_call(function, *pointers, room.data, *numbers, source_code=source)
+        places = [tirx.Cast("int32", number) for number in (block, thread)]
+        call = cuda_func_call(function, *pointers, room.data, *numbers, *places, source_code=source)
         return [allocation, tirx.Evaluate(call)]
 
     return scheduled_function(list(parameters), launch(Indexer(), blocks, threads, body))
