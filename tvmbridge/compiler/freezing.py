@@ -84,6 +84,7 @@ def freeze(
     *,
     alone: bool = False,
     live: frozenset[int] = frozenset(),
+    join_biases: bool = False,
 ) -> tuple[LoweredModule, Freezing]:
     """Freeze the weights of a module that was lowered for inference.
 
@@ -91,6 +92,7 @@ def freeze(
         alone: whether the code must run without a library for products. Weights are then not
             packed for a library; weights of products are transposed once.
         live: the places, among the bindings of :func:`folded`, of values that each call computes.
+        join_biases: whether products with a common operand become one product with one bias.
 
     Returns:
         The module with frozen weights, and the arguments that its functions take.
@@ -104,7 +106,7 @@ def freeze(
     targets = _frozen_targets(captured)
     names = tuple(targets)
     primals = [p.name for p in lowered.mod["forward"].params]
-    mod = folded(lowered, options, records)
+    mod = folded(lowered, options, records, join_biases=join_biases)
     lift = LiftFrozen(names, transposes=alone, live=live)
     mod = run_passes(mod, [lift, *tidy_passes()], records)
     lifted = [p.name for p in mod["forward"].params if p.name not in primals]
@@ -133,11 +135,15 @@ def freeze(
 
 
 def folded(
-    lowered: LoweredModule, options: CompileOptions, records: list[PassRecord]
+    lowered: LoweredModule,
+    options: CompileOptions,
+    records: list[PassRecord],
+    *,
+    join_biases: bool = False,
 ) -> tvm.IRModule:
     """Return the functions of ``lowered`` with batch norm folded and products combined."""
     names = tuple(_frozen_targets(lowered.captured))
-    return run_passes(lowered.mod, _folding_passes(names, options), records)
+    return run_passes(lowered.mod, _folding_passes(names, options, join_biases), records)
 
 
 def _frozen_targets(captured: CapturedGraph) -> dict[str, str]:
@@ -152,7 +158,9 @@ def _frozen_targets(captured: CapturedGraph) -> dict[str, str]:
     return found
 
 
-def _folding_passes(names: tuple[str, ...], options: CompileOptions) -> list[AnyPass]:
+def _folding_passes(
+    names: tuple[str, ...], options: CompileOptions, join_biases: bool
+) -> list[AnyPass]:
     passes: list[AnyPass] = [FoldBatchNorm(names)]
     if options.combine_matmuls != "never":
 
@@ -163,7 +171,11 @@ def _folding_passes(names: tuple[str, ...], options: CompileOptions) -> list[Any
             return None if all(group.names) else "parameters and constants are mixed"
 
         passes.append(
-            CombineParallelBatchMatmul(weight_refusal=weight_refusal, group_refusal=group_refusal)
+            CombineParallelBatchMatmul(
+                weight_refusal=weight_refusal,
+                group_refusal=group_refusal,
+                join_biases=join_biases,
+            )
         )
     return [*passes, *tidy_passes()]
 

@@ -38,11 +38,13 @@ def write_file(
     code: bytes,
     weights: Mapping[str, torch.Tensor],
     *,
+    cubin: bytes = b"",
     beside: bool,
 ) -> None:
     """Write an exported function to ``path``, completely or not at all.
 
     Args:
+        cubin: the machine code of a GPU's kernels.
         manifest: the content of the manifest; this function adds the format, the sections and the
             checksums.
         beside: whether the weights go into a file of their own, ``path`` with ``.safetensors``
@@ -56,7 +58,8 @@ def write_file(
     inside = [] if beside else list(safetensors(weights))
     places, parts = {}, list[bytes | memoryview]()
     offset = 0
-    for name, pieces in (("code", [code]), ("weights", inside)):
+    kernels = [("cubin", [cubin])] if cubin else []
+    for name, pieces in (("code", [code]), *kernels, ("weights", inside)):
         size = sum(len(piece) for piece in pieces)
         places[name] = {"offset": offset, "size": size}
         padding = -size % _PAGE

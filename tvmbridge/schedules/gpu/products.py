@@ -16,6 +16,7 @@ from tvm.backend.cuda.op import cuda_func_call
 from tvm.ir import Expr
 
 from tvmbridge.kernels.product_form import Form
+from tvmbridge.legalize.broadcast import OPAQUE
 from tvmbridge.schedules import scheduled_function
 from tvmbridge.schedules.gpu.threads import allocate_in, launch
 from tvmbridge.schedules.indexing import Indexer, integer
@@ -128,11 +129,11 @@ def gpu_product(
     sizes.append(form.right_transposed)
     if dtype in _OF_LOOPS:
         shared = 2 * _LOOP_STEP * (_LOOP_TILE + 1) * (4 if dtype == "float32" else 8)
-        name = f"tiled::product<{listed([_OF_LOOPS[dtype], *sizes])}>"
+        function = f"tiled::product<{listed([_OF_LOOPS[dtype], *sizes])}>"
         blocks = _blocks(form, _LOOP_TILE, _LOOP_TILE)
         source = cuda_source("loops")
         return cuda_kernel(
-            name, buffers, blocks=blocks, threads=_LOOP_THREADS, shared=shared, source=source
+            function, buffers, blocks=blocks, threads=_LOOP_THREADS, shared=shared, source=source
         )
     tile = tile or tile_for(form)
     sizes = [dtype == "bfloat16", *sizes, tile.rows, tile.columns, tile.step]
@@ -164,7 +165,7 @@ def buffer_of(shape: Sequence[int], dtype: str, name: str) -> Buffer:
 
 
 def cuda_kernel(
-    function: str,
+    name: str,
     parameters: Sequence[Buffer],
     *,
     blocks: int,
@@ -186,7 +187,9 @@ def cuda_kernel(
         room, allocation = allocate_in("shared.dyn", shared, "uint8", "room")
         pointers = [buffer.data for buffer in arguments or parameters]
         places = [tirx.Cast("int32", number) for number in (block, thread)]
-        call = cuda_func_call(function, *pointers, room.data, *numbers, *places, source_code=source)
+        call = cuda_func_call(name, *pointers, room.data, *numbers, *places, source_code=source)
         return [allocation, tirx.Evaluate(call)]
 
-    return scheduled_function(list(parameters), launch(Indexer(), blocks, threads, body))
+    kernel = scheduled_function(list(parameters), launch(Indexer(), blocks, threads, body))
+    # TVM, which finds no store in it, would fuse it with its neighbours.
+    return kernel.with_attr("op_pattern", OPAQUE)
