@@ -57,9 +57,13 @@ class Container:
 
     def chunks_of_code(self) -> range:
         """Return the numbers of the chunks, by their checksums, that the code is in."""
-        place, size = self.manifest["sections"]["code"], int(self.manifest["body"]["chunk"])
-        end = place["offset"] + len(self.section("code"))
-        return range(place["offset"] // size, -(-end // size))
+        sections, size = self.manifest["sections"], int(self.manifest["body"]["chunk"])
+        ends = [
+            sections[name]["offset"] + len(self.section(name))
+            for name in ("code", "cubin")
+            if name in sections
+        ]
+        return range(sections["code"]["offset"] // size, -(-max(ends) // size))
 
 
 @contextmanager

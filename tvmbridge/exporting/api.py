@@ -18,8 +18,8 @@ from tvmbridge.core.versions import installed_versions
 from tvmbridge.exporting.code import AloneCode, alone_code
 from tvmbridge.exporting.convention import dtype_name
 from tvmbridge.exporting.features import described_target, named_target
-from tvmbridge.exporting.leftovers import refuse_packed_layers
 from tvmbridge.exporting.gpu import cubin_of, is_gpu
+from tvmbridge.exporting.leftovers import refuse_packed_layers
 from tvmbridge.exporting.linking import linked
 from tvmbridge.exporting.symbolic import symbolic_code
 from tvmbridge.exporting.writing import write_file

@@ -49,8 +49,8 @@ _ARM = {"neon": "asimd", "dotprod": "asimddp", "fullfp16": "asimdhp", "sve": "sv
 def named_target(target: Any) -> Any:
     """Return the target of a GPU, or of a processor that LLVM knows by the name ``target``.
 
-    The architecture of a processor is this machine's. The code divides its work among as many cores as this
-    process may use. A target of TVM is returned as it is.
+    The architecture of a processor is this machine's. The code divides its work among as many
+    cores as this process may use. A target of TVM is returned as it is.
 
     Raises:
         BuildError: LLVM knows no processor of this name, and TVM no such target.

@@ -29,7 +29,7 @@ def gpu_target(target: Any, host: tvm.target.Target) -> tvm.target.Target | None
     Raises:
         BuildError: its architecture is missing, or has no kernels.
     """
-    if isinstance(target, str) and (target.startswith("cuda") or target.startswith("sm_")):
+    if isinstance(target, str) and target.startswith(("cuda", "sm_")):
         found = _ARCHITECTURE.fullmatch(target.strip())
         architecture = found[1] if found else ""
     elif isinstance(target, dict) and target.get("kind") == "cuda":

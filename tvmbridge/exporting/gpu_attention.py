@@ -170,7 +170,7 @@ def _step(
     if isinstance(value, relax.Call) and getattr(value.op, "name", "") in RESHAPES:
         return lambda t: t.view(shape)
     if is_call(value, "relax.strided_slice"):
-        axes, begins, ends, *steps = ([int(n) for n in group] for group in value.args[1:])
+        axes, begins, _, *steps = ([int(n) for n in group] for group in value.args[1:])
         if not steps or all(n == 1 for n in steps[0]):
             return lambda t: _sliced(t, axes, begins, shape)
     return None

@@ -177,7 +177,7 @@ class _Rewriter:
 
     def _with_epilogue(self, var: relax.Var, dtype: str) -> _Product:
         product = _Product(var)
-        if dtype not in HALVES or prod((shape_of(var) or (0,))) == 0:
+        if dtype not in HALVES or prod(shape_of(var) or (0,)) == 0:
             return product
         product = self._with_bias(product)
         return self._with_activation(product, dtype)
