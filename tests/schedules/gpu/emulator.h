@@ -397,6 +397,7 @@ static inline void call(void (*kernel)(P...), std::index_sequence<I...>) {
   static void body_of_##kernel() {                                                               \
     call(kernel, std::make_index_sequence<parameters_of(kernel)>());                             \
   }                                                                                              \
+  extern "C" int count_##kernel() { return parameters_of(kernel); }                              \
   extern "C" const char* run_##kernel(void** given, int blocks, int threads, int descending) {   \
     arguments = given;                                                                           \
     body = body_of_##kernel;                                                                     \

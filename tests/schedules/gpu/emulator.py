@@ -146,7 +146,19 @@ def _precompiled_header(compiler: str) -> Path:
 
 
 def compile_for_host(source: str) -> ctypes.CDLL:
-    """Compile a library with a function ``run_<kernel>`` for each kernel of CUDA ``source``."""
+    """Load the library of :func:`compile_into` for the kernels of CUDA ``source``."""
+    folder = Path(tempfile.mkdtemp(prefix="tvmbridge-emulator-"))
+    try:
+        return ctypes.CDLL(str(compile_into(folder, source)))
+    finally:
+        shutil.rmtree(folder)
+
+
+def compile_into(folder: Path, source: str) -> Path:
+    """Compile a library with functions ``run_<kernel>``, ``count_<kernel>`` of each CUDA kernel.
+
+    The first runs a kernel; the second returns the number of its parameters.
+    """
     compiler = host_compiler()
     begin = re.search(r'#ifndef TVMBRIDGE_|extern "C" __global__', source)
     assert begin is not None
@@ -163,16 +175,12 @@ def compile_for_host(source: str) -> ctypes.CDLL:
             meets = any(word in text for word in ("__syncthreads", "__shfl", "::"))
             entries.append(f"EMULATED({found[1]}, {str(meets).lower()})")
     text = "\n".join([f'#include "{_precompiled_header(compiler)}"', kernels, *entries, ""])
-    folder = Path(tempfile.mkdtemp(prefix="tvmbridge-emulator-"))
-    try:
-        file, out = folder / "kernels.cpp", folder / "kernels.so"
-        file.write_text(text, encoding="utf-8")
-        command = [compiler, *_OPTIONS, "-shared", "-o", str(out), str(file)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr[:4000]
-        return ctypes.CDLL(str(out))
-    finally:
-        shutil.rmtree(folder)
+    file, out = folder / "kernels.cpp", folder / "kernels.so"
+    file.write_text(text, encoding="utf-8")
+    command = [compiler, *_OPTIONS, "-shared", "-o", str(out), str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[:4000]
+    return out
 
 
 class EmulatedFunction:

@@ -55,7 +55,11 @@ def _operands(case: _Case) -> list[torch.Tensor]:
         shape = (case.batch, case.rows, 3, case.heads, case.depth)
         joined = torch.randn(shape, generator=generator).to(case.dtype)
         return [joined[:, :, i].transpose(1, 2) for i in range(3)]
-    sizes = ((case.heads, case.rows), (case.key_heads, case.columns), (case.key_heads, case.columns))
+    sizes = (
+        (case.heads, case.rows),
+        (case.key_heads, case.columns),
+        (case.key_heads, case.columns),
+    )
     return [
         torch.randn(case.batch, *size, case.depth, generator=generator).to(case.dtype)
         for size in sizes

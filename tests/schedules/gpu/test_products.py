@@ -77,7 +77,7 @@ def test_products_of_all_forms() -> None:
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_all_tiles(transposed: bool) -> None:
-    form = Form(136, 132, 72, False, transposed)
+    form = Form(136, 160, 72, False, transposed)
     functions = {f"tile_{i}": gpu_product(form, "float16", tile=t) for i, t in enumerate(TILES)}
     operands = {name: _operands(form, "float16", False) for name in functions}
     _run(functions, operands)

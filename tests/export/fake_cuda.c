@@ -1,0 +1,75 @@
+// Libraries in place of CUDA's driver and run-time, whose only device is the host.
+//
+// The library that TVMBRIDGE_FAKE_KERNELS names has the kernels (tests/schedules/gpu/emulator.h): a
+// launch runs one there. The machine code of a module is never run, but must be the one of a file.
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef struct {
+  const char* (*run)(void**, int, int, int);
+  int (*count)(void);
+  char name[256];
+} Kernel;
+
+#define OK(name) \
+  int name() { return 0; }
+
+#ifdef DRIVER
+typedef struct {
+  unsigned grid[3], block[3], shared;
+} Config;
+
+int cuModuleLoadData(void** module, const char* image) {
+  *module = (void*)1;
+  return strncmp(image, "\x7f" "ELF of tests", 13) ? 200 : 0;
+}
+int cuModuleGetFunction(Kernel** function, void* module, const char* name) {
+  void* library = dlopen(getenv("TVMBRIDGE_FAKE_KERNELS"), RTLD_NOW);
+  Kernel* kernel = calloc(1, sizeof(Kernel));
+  snprintf(kernel->name, 256, "run_%s", name);
+  kernel->run = (const char* (*)(void**, int, int, int))dlsym(library, kernel->name);
+  snprintf(kernel->name, 256, "count_%s", name);
+  kernel->count = (int (*)(void))dlsym(library, kernel->name);
+  *function = kernel;
+  return kernel->run && kernel->count ? 0 : 500;
+}
+int cuLaunchKernelEx(const Config* config, Kernel* kernel, void** given, void** extra) {
+  void* pointers[64];
+  for (int i = 0; i < kernel->count(); ++i) pointers[i] = *(void**)given[i];
+  const char* failure = kernel->run(pointers, config->grid[0], config->block[0], 0);
+  if (failure && *failure) fprintf(stderr, "%s: %s\n", kernel->name, failure);
+  return failure && *failure ? 719 : 0;
+}
+static int named(const char** text) {
+  *text = "an error of the fake driver";
+  return 0;
+}
+int cuGetErrorName(int code, const char** text) { return named(text); }
+int cuGetErrorString(int code, const char** text) { return named(text); }
+OK(cuModuleUnload) OK(cuFuncSetAttribute) OK(cuTensorMapEncodeTiled) OK(cuDeviceGetName)
+#else
+int cudaGetDeviceCount(int* count) { return *count = 1, 0; }
+int cudaGetDevice(int* device) { return *device = 0, 0; }
+int cudaDeviceGetAttribute(int* value, int attribute, int device) {
+  *value = attribute == 75 ? 9 : attribute == 76 ? 0 : attribute == 10 ? 32 : 1024;
+  return 0;
+}
+int cudaMalloc(void** place, size_t size) { return posix_memalign(place, 256, size + 256); }
+int cudaMallocHost(void** place, size_t size) { return cudaMalloc(place, size); }
+int cudaFree(void* place) { return free(place), 0; }
+int cudaFreeHost(void* place) { return free(place), 0; }
+int cudaMemcpyAsync(void* to, const void* from, size_t size, int kind, void* stream) {
+  return memcpy(to, from, size), 0;
+}
+const char* cudaGetErrorString(int code) { return "an error of the fake run-time"; }
+const char* cudaGetErrorName(int code) { return "cudaErrorFake"; }
+OK(cudaSetDevice) OK(cudaGetLastError) OK(cudaPeekAtLastError) OK(cudaGetDeviceProperties)
+OK(cudaEventCreate) OK(cudaEventDestroy) OK(cudaEventElapsedTime) OK(cudaEventRecord)
+OK(cudaEventSynchronize) OK(cudaGraphDestroy) OK(cudaGraphExecDestroy) OK(cudaGraphInstantiate)
+OK(cudaGraphLaunch) OK(cudaMemGetInfo) OK(cudaMemcpyPeerAsync) OK(cudaStreamBeginCapture)
+OK(cudaStreamCreate) OK(cudaStreamCreateWithFlags) OK(cudaStreamDestroy) OK(cudaStreamEndCapture)
+OK(cudaStreamSynchronize) OK(cudaStreamWaitEvent)
+#endif
