@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -32,7 +34,7 @@ def check_gpu(target: Mapping[str, Any], number: int) -> None:
     module = ffi()
     path = library_paths()[0].with_name(_LIBRARY)
     try:
-        ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
+        _load(path)
     except OSError as error:
         raise MachineError(
             f"the code is for NVIDIA's GPUs, and {path} cannot be loaded: {error}"
@@ -47,6 +49,21 @@ def check_gpu(target: Mapping[str, Any], number: int) -> None:
             f"the code is for {target['gpu']}, and GPU {number} is sm_{major}{minor}: export it "
             f'with target="cuda -arch=sm_{major}{minor}"'
         )
+
+
+def _load(path: Path) -> None:
+    """Load TVM's CUDA runtime, with NVIDIA's package of its run-time if the system has none."""
+    try:
+        ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
+    except OSError:
+        spec = importlib.util.find_spec("nvidia")
+        folders = (spec.submodule_search_locations or ()) if spec is not None else ()
+        found = [p for f in folders for p in sorted(Path(f).glob("*/lib/libcudart.so.*"))]
+        for library in found:
+            ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
+        if not found:
+            raise
+        ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
 
 
 @contextmanager

@@ -88,13 +88,12 @@ def _spelling_passes(target: tvm.target.Target) -> list[AnyPass]:
 
 
 def _kernel_passes(target: tvm.target.Target) -> list[Any]:
-    if is_gpu(target):
-        products, casts = ProductsOnGpu(), RepeatCasts(CHEAP_ON_GPUS)
-        fuse, merge = FuseOps(MOST_ON_GPUS), MergeKernels(is_one_kernel)
-        epilogues: list[Any] = []
-    else:
-        products, casts = ProductsInLoops(Machine.of(target)), RepeatCasts()
-        fuse, merge, epilogues = FuseOps(), MergeKernels(), [FuseEpilogues()]
+    gpu = is_gpu(target)
+    products = ProductsOnGpu() if gpu else ProductsInLoops(Machine.of(target))
+    casts = RepeatCasts(CHEAP_ON_GPUS) if gpu else RepeatCasts()
+    fuse = FuseOps(MOST_ON_GPUS) if gpu else FuseOps()
+    merge = MergeKernels(is_one_kernel) if gpu else MergeKernels()
+    epilogues = [] if gpu else [FuseEpilogues()]
     merging: list[Any] = [] if sizes_vary() else [merge, DeadCodeElimination()]
     return [
         products,

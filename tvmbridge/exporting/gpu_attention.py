@@ -151,10 +151,10 @@ def strided(tensor: relax.Expr, lookup: Lookup) -> tuple[relax.Expr, StridedOper
         if isinstance(value, relax.Var):
             root = value
             continue
-        step = _step(value, shape)
-        if step is None or not isinstance(value, relax.Call):
+        found = _step(value, shape)
+        if found is None or not isinstance(value, relax.Call):
             break
-        steps.append(step)
+        steps.append(found)
         root = value.args[0]
     assert best is not None, "attention has static shapes"
     return best

@@ -58,8 +58,11 @@ def write_file(
     inside = [] if beside else list(safetensors(weights))
     places, parts = {}, list[bytes | memoryview]()
     offset = 0
-    kernels = [("cubin", [cubin])] if cubin else []
-    for name, pieces in (("code", [code]), *kernels, ("weights", inside)):
+    sections: dict[str, list[bytes | memoryview]] = {"code": [code]}
+    if cubin:
+        sections["cubin"] = [cubin]
+    sections["weights"] = inside
+    for name, pieces in sections.items():
         size = sum(len(piece) for piece in pieces)
         places[name] = {"offset": offset, "size": size}
         padding = -size % _PAGE
