@@ -98,6 +98,7 @@ setup(
         # The C++ sources are compiled at their first use (core/compiled_half.py).
         "": ["py.typed", "*.json", "*.csv", "*.tsv", "*.txt", "*.html", "*.css", "*.js", "*.cpp"],
         "tvmbridge.exporting": ["*.c"],
+        "tvmbridge.schedules.gpu": ["cuda/*.cuh"],
         "tvmbridge": ["tuning_logs/*/*.json"],  # through a link, as passes/ is
     },
     install_requires=[*bound_requirements(), "numpy", "graphviz", "networkx", "rich"],

@@ -70,6 +70,14 @@ def _exported(
 
 
 def _run(path: Path, given: tuple[torch.Tensor, ...], fake: Path) -> bytes:
+    done = _process(path, given, fake)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return (path.parent / "result").read_bytes()
+
+
+def _process(
+    path: Path, given: tuple[torch.Tensor, ...], fake: Path
+) -> subprocess.CompletedProcess[str]:
     folder = path.parent
     numpy.savez(folder / "given.npz", *(t.numpy() for t in given))
     environment = {
@@ -79,11 +87,8 @@ def _run(path: Path, given: tuple[torch.Tensor, ...], fake: Path) -> bytes:
         "PYTHONPATH": str(Path(tvmbridge_runtime.__file__).parents[1]),
     }
     program = [sys.executable, "-c", _RUN, str(path), str(folder / "given.npz")]
-    done = subprocess.run(
-        [*program, str(folder / "result")], capture_output=True, text=True, env=environment
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return (folder / "result").read_bytes()
+    program.append(str(folder / "result"))
+    return subprocess.run(program, capture_output=True, text=True, env=environment, check=False)
 
 
 class _Images(nn.Module):
@@ -97,10 +102,20 @@ class _Images(nn.Module):
         return self.last(x.mean((2, 3)))
 
 
+class _Places(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(5, 8))
+
+    def forward(self, places: torch.Tensor) -> torch.Tensor:
+        return self.table[places] * 2
+
+
 _CASES = {
     "mlp": (MLP(), (torch.randn(16, 64),)),
     "causal": (Attention(causal=True), (torch.randn(2, 9, 32),)),
     "masked": (Attention(causal=False), (torch.randn(2, 9, 32), torch.ones(9, 9).tril(-1).bool())),
+    "places": (_Places(), (torch.tensor([[0, -1, 3], [4, 2, -5]]),)),
     "images": (_Images(), (torch.randn(2, 3, 8, 8),)),
 }
 
@@ -114,6 +129,7 @@ _CASES = {
         ("masked", torch.float16),
         ("masked", torch.float32),
         ("images", torch.float32),
+        ("places", torch.float32),
     ],
 )
 def test_results_on_a_fake_gpu(
@@ -135,3 +151,40 @@ def test_results_on_a_fake_gpu(
     found = torch.frombuffer(bytearray(_run(path, given, fake_cuda)), dtype=dtype).view(eager.shape)
     error, of_eager = (float((r.double() - exact).abs().max()) for r in (found, eager))
     assert error <= 2 * of_eager + torch.finfo(dtype).eps, (error, of_eager)
+
+
+def test_an_index_beyond_a_table_stops_the_gpu(
+    fake_cuda: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, given = _CASES["places"]
+    path = _exported(module.eval().float(), given, tmp_path, monkeypatch)
+    done = _process(path, (torch.tensor([[0, -1, 3], [4, 5, -5]]),), fake_cuda)
+    assert done.returncode
+    assert "a trap" in done.stderr
+
+
+class _Sorting(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sort(-1).values + x.topk(4, -1).values.sum()
+
+
+def test_operators_without_kernels_are_named(tmp_path: Path) -> None:
+    with pytest.raises(tvmbridge.ExportError, match=r"no kernels of GPUs for: .*sort.*topk.*test_"):
+        tvmbridge.export(_Sorting().eval(), torch.randn(3, 8), tmp_path / "x", target="sm_90")
+
+
+def test_targets_of_gpus(tmp_path: Path) -> None:
+    for target in ("cuda", "cuda -arch=sm_75", {"kind": "cuda"}):
+        with pytest.raises(tvmbridge.BuildError, match="names no GPU"):
+            tvmbridge.export(MLP().eval(), torch.randn(16, 64), tmp_path / "x", target=target)
+    options: dict[str, Any] = {"dynamic_shapes": {"x": {0: torch.export.Dim("rows")}}}
+    with pytest.raises(tvmbridge.ExportError, match="fixed sizes"):
+        tvmbridge.export(
+            MLP().eval(), torch.randn(16, 64), tmp_path / "x", target="sm_90", **options
+        )
+
+
+def test_a_file_for_gpus_needs_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = _exported(MLP().eval(), torch.randn(16, 64), tmp_path, monkeypatch)
+    with pytest.raises(tvmbridge_runtime.MachineError, match=r"sm_90|NVIDIA"):
+        tvmbridge_runtime.load(path, gpu=99)

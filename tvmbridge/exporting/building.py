@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import tvm
@@ -13,7 +14,7 @@ from tvmbridge.core.types import PassRecord
 from tvmbridge.exporting.aten import SpellOutAtenCalls
 from tvmbridge.exporting.convolutions import ConvolutionsAsProducts
 from tvmbridge.exporting.epilogues import FuseEpilogues
-from tvmbridge.exporting.gpu import is_gpu, refuse_unscheduled
+from tvmbridge.exporting.gpu import is_gpu, refuse_unscheduled, with_traps
 from tvmbridge.exporting.gpu_attention import AttentionOnGpu
 from tvmbridge.exporting.gpu_products import ProductsOnGpu
 from tvmbridge.exporting.leftovers import leftovers, refuse
@@ -75,6 +76,8 @@ def build_alone(
         BuildError: TVM cannot compile the module for the target.
     """
     fused = prepare_alone(mod, target, records)
+    if is_gpu(target):
+        fused = replace(fused, mod=with_traps(fused.mod))
     scheduled = schedule(fused, records, library=library)
     if is_gpu(target):
         refuse_unscheduled(scheduled.mod)

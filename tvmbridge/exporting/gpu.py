@@ -47,6 +47,25 @@ def gpu_target(target: Any, host: tvm.target.Target) -> tvm.target.Target | None
     return tvm.target.Target({"kind": "cuda", "arch": architecture}, host=host)
 
 
+def with_traps(mod: tvm.IRModule) -> tvm.IRModule:
+    """Return ``mod`` with loops that stop the GPU where they would raise an error on a CPU.
+
+    The call that waits for the GPU then fails, as after an assertion of PyTorch's kernels.
+    """
+    stop = tirx.Evaluate(tirx.call_extern("void", "__trap"))
+
+    def trapping(check: tirx.AssertStmt) -> tirx.Stmt:
+        return tirx.IfThenElse(tirx.Not(check.condition), stop, None)
+
+    changed = {}
+    for name, function in mod.functions_items():
+        if isinstance(function, tirx.PrimFunc):
+            body = tvm_ffi.structural_map(function.body, (tirx.AssertStmt, trapping))
+            if not body.same_as(function.body):
+                changed[name] = function.with_body(body).without_attr("tirx.is_scheduled")
+    return tvm.IRModule({**dict(mod.functions_items()), **changed}, attrs=mod.attrs)
+
+
 def refuse_unscheduled(mod: tvm.IRModule) -> None:
     """Refuse a scheduled module with loops that are no GPU kernels.
 

@@ -113,6 +113,8 @@ static inline double __dmul_rn(double a, double b) { return a * b; }
 
 static char failure[200];
 
+static inline void __trap() { snprintf(failure, 200, "a trap"); }
+
 template <int SIZE>
 struct Vector {
   char bytes[SIZE];
