@@ -61,7 +61,7 @@ def _exported(
     """Export a module for a GPU, and compile its kernels for the host instead."""
 
     def compiled(source: str, architecture: str) -> bytes:
-        assert architecture == "sm_90"
+        assert architecture == "sm_90a"
         compile_into(folder, source)
         return _CODE
 

@@ -24,6 +24,7 @@ from tvmbridge.core.types import OutputKind, PassRecord
 from tvmbridge.kernels.choice import packing_of
 from tvmbridge.kernels.packed import WeightPacking
 from tvmbridge.kernels.packed_convolution import PackedForm, faster_packed
+from tvmbridge.passes.relax.columns_first import ColumnsFirst
 from tvmbridge.passes.relax.combine_parallel_batch_matmul import CombineParallelBatchMatmul
 from tvmbridge.passes.relax.fold_batch_norm import FoldBatchNorm
 from tvmbridge.passes.relax.lift_frozen import TRANSFORM, LiftFrozen
@@ -84,7 +85,7 @@ def freeze(
     *,
     alone: bool = False,
     live: frozenset[int] = frozenset(),
-    join_biases: bool = False,
+    for_gpu: bool = False,
 ) -> tuple[LoweredModule, Freezing]:
     """Freeze the weights of a module that was lowered for inference.
 
@@ -92,7 +93,8 @@ def freeze(
         alone: whether the code must run without a library for products. Weights are then not
             packed for a library; weights of products are transposed once.
         live: the places, among the bindings of :func:`folded`, of values that each call computes.
-        join_biases: whether products with a common operand become one product with one bias.
+        for_gpu: whether products with a common operand become one product with one bias, and
+            weights have the columns of products as their rows.
 
     Returns:
         The module with frozen weights, and the arguments that its functions take.
@@ -106,9 +108,10 @@ def freeze(
     targets = _frozen_targets(captured)
     names = tuple(targets)
     primals = [p.name for p in lowered.mod["forward"].params]
-    mod = folded(lowered, options, records, join_biases=join_biases)
-    lift = LiftFrozen(names, transposes=alone, live=live)
-    mod = run_passes(mod, [lift, *tidy_passes()], records)
+    mod = folded(lowered, options, records, join_biases=for_gpu)
+    lift = LiftFrozen(names, transposes=alone and not for_gpu, live=live)
+    turned = [ColumnsFirst(names)] if for_gpu else []
+    mod = run_passes(mod, [*turned, lift, *tidy_passes()], records)
     lifted = [p.name for p in mod["forward"].params if p.name not in primals]
     packings: tuple[tuple[str, WeightPacking], ...] = ()
     forms: Packings = ()

@@ -92,7 +92,9 @@ def _spelling_passes(target: tvm.target.Target) -> list[AnyPass]:
 
 def _kernel_passes(target: tvm.target.Target) -> list[Any]:
     gpu = is_gpu(target)
-    products = ProductsOnGpu() if gpu else ProductsInLoops(Machine.of(target))
+    products = (
+        ProductsOnGpu(str(target.attrs["arch"])) if gpu else ProductsInLoops(Machine.of(target))
+    )
     casts = RepeatCasts(CHEAP_ON_GPUS) if gpu else RepeatCasts()
     fuse = FuseOps(MOST_ON_GPUS) if gpu else FuseOps()
     merge = MergeKernels(is_one_kernel) if gpu else MergeKernels()

@@ -175,10 +175,14 @@ def frozen_graph(
 
     ``live`` is as for :func:`freeze`.
     """
-    joined = is_gpu(lowered.target)
-    lowered, plan = freeze(lowered, options, records, alone=True, live=live, join_biases=joined)
+    for_gpu = is_gpu(lowered.target)
+    lowered, plan = freeze(lowered, options, records, alone=True, live=live, for_gpu=for_gpu)
     forward = tvm.IRModule({"forward": lowered.mod["forward"]})
     mod = with_views(forward, lowered.captured, _tensors_of(module), records)
+    if for_gpu:
+        # The parameters behind these are the same at each call, as CUDA graphs need.
+        inputs = len(user_inputs(lowered.captured))
+        mod = tvm.IRModule({"forward": mod["forward"].with_attr("num_input", inputs)})
     lowered = replace(lowered, captured=without_left(lowered.captured))
     return FrozenGraph(lowered, plan, mod)
 

@@ -44,6 +44,8 @@ def gpu_target(target: Any, host: tvm.target.Target) -> tvm.target.Target | None
             f"target {target!r} names no GPU from compute capability 8.0 on: give one such as "
             '"cuda -arch=sm_90", or {"kind": "cuda", "arch": "sm_90"}'
         )
+    # The instructions for groups of warps are those of one architecture alone.
+    architecture = {"sm_90": "sm_90a"}.get(architecture, architecture)
     return tvm.target.Target({"kind": "cuda", "arch": architecture}, host=host)
 
 

@@ -27,6 +27,7 @@ from tvm import relax
 
 from tvmbridge.kernels.aten_call import aten_call_operator, spec_of, tensors_of
 from tvmbridge.legalize.aten.arguments import Arguments
+from tvmbridge.legalize.broadcast import OPAQUE
 from tvmbridge.passes.base import (
     PERMUTATION,
     RESHAPES,
@@ -66,7 +67,8 @@ class AttentionOnGpu(RelaxPass):
             report.rewrote()
             form, operands = found
             dtype = dtype_of(arguments["query"])
-            callee = builder.add_func(gpu_attention(form, dtype), "attention")
+            kernel = gpu_attention(form, dtype).with_attr("op_pattern", OPAQUE)
+            callee = builder.add_func(kernel, "attention")
             shape = (form.batch, form.rows, form.heads, form.depth)
             by_rows = relax.call_tir(callee, operands, relax.TensorType(shape, dtype))
             result = builder.emit(relax.op.permute_dims(builder.emit(by_rows), [0, 2, 1, 3]))

@@ -29,6 +29,7 @@ import tvm
 from tvm import relax
 
 from tvmbridge.kernels.product_form import Form
+from tvmbridge.legalize.broadcast import OPAQUE
 from tvmbridge.passes.base import (
     PERMUTATION,
     RESHAPES,
@@ -43,7 +44,13 @@ from tvmbridge.passes.base import (
     shape_of,
     with_bindings,
 )
-from tvmbridge.schedules.gpu.products import HALVES, gpu_product, has_product
+from tvmbridge.schedules.gpu.products import (
+    HALVES,
+    gpu_product,
+    group_tile_for,
+    has_product,
+    takes_groups,
+)
 
 # The activations of a kernel by the operators of Relax.
 _ACTIVATIONS = {
@@ -56,14 +63,22 @@ _ACTIVATIONS = {
 
 @dataclass(frozen=True)
 class ProductsOnGpu(RelaxPass):
-    """Replace products by kernels of tvmbridge, if there is one for their form."""
+    """Replace products by kernels of tvmbridge, if there is one for their form.
+
+    Args:
+        arch: the architecture that the kernels are for, such as ``sm_90a``.
+    """
+
+    arch: str
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
         builder = relax.BlockBuilder(mod)
         changed = {}
         for name, function in mod.functions_items():
             if isinstance(function, relax.Function):
-                changed[name.name_hint] = _Rewriter(function, builder, report).rewritten()
+                changed[name.name_hint] = _Rewriter(
+                    self.arch, function, builder, report
+                ).rewritten()
         if not report.rewrites:
             return mod
         mod = builder.get()
@@ -73,7 +88,7 @@ class ProductsOnGpu(RelaxPass):
 
 
 @dataclass(frozen=True)
-class _Product:
+class _ProductKernel:
     """A product, and the operators that its kernel computes after it.
 
     - ``last``: the variable of the last such operator's result.
@@ -87,8 +102,13 @@ class _Product:
 
 class _Rewriter:
     def __init__(
-        self, function: relax.Function, builder: relax.BlockBuilder, report: PassReport
+        self,
+        arch: str,
+        function: relax.Function,
+        builder: relax.BlockBuilder,
+        report: PassReport,
     ) -> None:
+        self.arch = arch
         self.function, self.builder, self.report = function, builder, report
         self.bound: Mapping[relax.Var, relax.Expr] = bindings_of(function)
         self.readers = readers_of(function)
@@ -107,7 +127,7 @@ class _Rewriter:
             bindings += replaced.get(var) or [relax.VarBinding(var, value)]
         return with_bindings(self.function, bindings) if replaced else self.function
 
-    def _kernel(self, call: relax.Call, product: _Product) -> list[relax.Binding] | None:
+    def _kernel(self, call: relax.Call, product: _ProductKernel) -> list[relax.Binding] | None:
         """Return the bindings that compute a product by a kernel; None if there is none."""
         found = self._form(*call.args)
         dtype = dtype_of(call)
@@ -132,9 +152,14 @@ class _Rewriter:
         if product.bias is not None:
             operands.append(shaped(product.bias, (form.columns,), "bias"))
         function = gpu_product(
-            form, dtype, bias=product.bias is not None, activation=product.activation
+            form,
+            dtype,
+            bias=product.bias is not None,
+            activation=product.activation,
+            tile=group_tile_for(form) if takes_groups(form, dtype, self.arch) else None,
         )
-        callee = self.builder.add_func(function, "product")
+        # TVM, which finds no store in it, would fuse it with its neighbours.
+        callee = self.builder.add_func(function.with_attr("op_pattern", OPAQUE), "product")
         result = relax.call_tir(callee, operands, relax.TensorType(shapes[2], dtype))
         if shape_of(product.last) == shapes[2]:
             return [*bindings, binding(product.last, result)]
@@ -175,14 +200,14 @@ class _Rewriter:
 
     # ---- the operators after a product ----
 
-    def _with_epilogue(self, var: relax.Var, dtype: str) -> _Product:
-        product = _Product(var)
+    def _with_epilogue(self, var: relax.Var, dtype: str) -> _ProductKernel:
+        product = _ProductKernel(var)
         if dtype not in HALVES or prod(shape_of(var) or (0,)) == 0:
             return product
         product = self._with_bias(product)
         return self._with_activation(product, dtype)
 
-    def _with_bias(self, product: _Product) -> _Product:
+    def _with_bias(self, product: _ProductKernel) -> _ProductKernel:
         reader = self._only_reader(product.last)
         value = None if reader is None else self.bound[reader]
         if reader is None or not is_call(value, "relax.add"):
@@ -208,7 +233,7 @@ class _Rewriter:
                 left += relax.analysis.free_vars(self.bound[var])
         return False
 
-    def _with_activation(self, product: _Product, dtype: str) -> _Product:
+    def _with_activation(self, product: _ProductKernel, dtype: str) -> _ProductKernel:
         """Return the product with an activation, which is computed in float32."""
         last = self._through_reshapes(product.last)
         wide = self._only_reader(last)

@@ -285,6 +285,40 @@ static void multiply(float (&sum)[4], const Word (&left)[4], Word low, Word high
     }
   }
 }
+
+// A matrix is its address. Chunks of 16 bytes are permuted by the number of the row of 128 bytes.
+typedef unsigned long long Matrix;
+static inline Matrix matrix_at(const void* first) {
+  if ((uintptr_t)first % 1024) snprintf(failure, 200, "a matrix is not aligned");
+  return (Matrix)first;
+}
+static inline Matrix advanced(Matrix matrix, int bytes) { return matrix + bytes; }
+static inline void show_copies() {}
+static inline void begin_products() {}
+static inline void end_products() {}
+template <int COUNT>
+static inline void wait_for_products() {}
+static inline char* aligned_shared(void* shared) {
+  return (char*)(((uintptr_t)shared + 1023) / 1024 * 1024);
+}
+
+template <bool BFLOAT>
+static inline float element(Matrix matrix, int row, int k) {
+  Matrix at = matrix + row * 128 + k * 2;
+  return number<BFLOAT>(*(const Half*)(at ^ (at >> 7 & 7) << 4));
+}
+
+// The product of a 64 x 16 and a transposed COLUMNS x 16 matrix, as four warps hold it.
+template <bool BFLOAT, int COLUMNS>
+static inline void multiply_group(float (&sum)[COLUMNS / 2], Matrix left, Matrix right) {
+  int lane = current % WARP, warp = current / WARP % 4;
+  for (int i = 0; i < COLUMNS / 2; ++i) {
+    int row = warp * 16 + lane / 4 + i / 2 % 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
+    for (int k = 0; k < 16; ++k) {
+      sum[i] += element<BFLOAT>(left, row, k) * element<BFLOAT>(right, column, k);
+    }
+  }
+}
 }  // namespace tensor_cores
 
 // What threads from `first` on wait for; false, and a failure, if they wait for different things.

@@ -10,7 +10,15 @@ from torch.nn import functional
 from tests.schedules.gpu.emulator import EmulatedFunction, compile_for_host, gpu_target, source_of
 from tvmbridge.backends import BACKENDS
 from tvmbridge.kernels.product_form import Form
-from tvmbridge.schedules.gpu.products import TILES, Tile, gpu_product, tile_for
+from tvmbridge.schedules.gpu.products import (
+    GROUP_TILES,
+    TILES,
+    GroupTile,
+    WarpTile,
+    gpu_product,
+    group_tile_for,
+    tile_for,
+)
 
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 _ACTIVATIONS = {
@@ -85,8 +93,27 @@ def test_all_tiles(transposed: bool) -> None:
         _assert_close(form, tensors)
 
 
+def test_products_of_groups_of_warps() -> None:
+    small, large = Form(70, 50, 72, False, True), Form(130, 300, 200, False, True, 2)
+    cases = {
+        f"tile_{i}": (large if t.columns > 128 else small, t, i % 2 == 0)
+        for i, t in enumerate(GROUP_TILES)
+    }
+    functions, operands = {}, {}
+    for name, (form, tile, bias) in cases.items():
+        dtype, activation = ("bfloat16", "none") if bias else ("float16", "gelu")
+        options = {"bias": bias, "activation": activation, "tile": tile}
+        functions[name] = gpu_product(form, dtype, **options)
+        operands[name] = _operands(form, dtype, bias)
+    _run(functions, operands)
+    for name, (form, _, bias) in cases.items():
+        _assert_close(form, operands[name], "none" if bias else "gelu")
+
+
 def test_the_tile_fills_the_multiprocessors() -> None:
     assert tile_for(Form(1024, 768, 768)) in TILES
     small = tile_for(Form(14, 768, 768))
     assert small.rows == 16
-    assert isinstance(small, Tile)
+    assert isinstance(small, WarpTile)
+    assert group_tile_for(Form(1024, 3072, 768, False, True)) == GroupTile(128, 192)
+    assert group_tile_for(Form(1024, 768, 3072, False, True)) == GroupTile(64, 96)

@@ -76,7 +76,10 @@ def _graph_passes(has_backward: bool) -> list[AnyPass]:
 
 
 def _allocation_passes() -> list[AnyPass]:
-    return [relax.transform.StaticPlanBlockMemory()] if runs_alone() else [AllocateByTorch()]
+    if not runs_alone():
+        return [AllocateByTorch()]
+    # Kernels between those of the arguments and of the results are launched as one CUDA graph.
+    return [relax.transform.StaticPlanBlockMemory(), relax.transform.RewriteCUDAGraph()]
 
 
 def _prepare() -> None:

@@ -15,13 +15,45 @@ __device__ __forceinline__ float activated(float x) {
   return x;
 }
 
+// Stores what a thread has of 16 rows: two columns of row `row` and of row + 8, and again every 8
+// columns. The sum with the bias is rounded before the activation.
+template <bool BFLOAT, int ROWS, int COLUMNS, bool BIAS, int ACTIVATION, int COUNT>
+__device__ __forceinline__ void store_sums(const float* sums, const Half* bias, Half* result, int row,
+                                           int first_column) {
+#pragma unroll
+  for (int j = 0; j < COUNT; ++j) {
+    int column = first_column + 8 * j;
+    bool both = column + 1 < COLUMNS;
+    float low_bias = BIAS && column < COLUMNS ? number<BFLOAT>(bias[column]) : 0.0f;
+    float high_bias = BIAS && both ? number<BFLOAT>(bias[column + 1]) : 0.0f;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      int at = row + 8 * i;
+      float low = sums[4 * j + 2 * i], high = sums[4 * j + 2 * i + 1];
+      if (BIAS) low += low_bias, high += high_bias;
+      Word pair = packed<BFLOAT>(low, high);
+      if (ACTIVATION != NONE) {
+        pair = packed<BFLOAT>(activated<ACTIVATION>(number<BFLOAT>((Half)pair)),
+                              activated<ACTIVATION>(number<BFLOAT>((Half)(pair >> 16))));
+      }
+      if (at >= ROWS || column >= COLUMNS) continue;
+      Half* place = result + (long long)at * COLUMNS + column;
+      if (COLUMNS % 2 == 0) {
+        *(Word*)place = pair;
+      } else {
+        place[0] = (Half)pair;
+        if (both) place[1] = (Half)(pair >> 16);
+      }
+    }
+  }
+}
+
 // Computes a tile of `result` = `left` `right`.
 //
 // A block has BLOCK_ROWS x BLOCK_COLUMNS elements and takes DEPTH_STEP of the depth at a time, with
 // STAGES steps in shared memory. A warp has WARP_ROWS x WARP_COLUMNS elements. Matrices of a batch are
 // LEFT_BATCH, RIGHT_BATCH and ROWS * COLUMNS numbers apart. RIGHT_TRANSPOSED: `right` is in memory as
-// (COLUMNS, DEPTH). BIAS: `bias` has a number for each column. The sum with the bias is rounded
-// before the activation.
+// (COLUMNS, DEPTH). BIAS: `bias` has a number for each column.
 template <bool BFLOAT, int ROWS, int COLUMNS, int DEPTH, long long LEFT_BATCH, long long RIGHT_BATCH,
           bool RIGHT_TRANSPOSED, int BLOCK_ROWS, int BLOCK_COLUMNS, int DEPTH_STEP, int WARP_ROWS,
           int WARP_COLUMNS, int STAGES, bool BIAS, int ACTIVATION>
@@ -119,30 +151,10 @@ __device__ __forceinline__ void product(const void* left_, const void* right_, c
   }
 
 #pragma unroll
-  for (int j = 0; j < 2 * ACROSS; ++j) {
-    int column = first_column + warp_column + 8 * j + lane % 4 * 2;
-    bool both = column + 1 < COLUMNS;
-    float low_bias = BIAS && column < COLUMNS ? number<BFLOAT>(bias[column]) : 0.0f;
-    float high_bias = BIAS && both ? number<BFLOAT>(bias[column + 1]) : 0.0f;
-#pragma unroll
-    for (int i = 0; i < 2 * DOWN; ++i) {
-      int row = first_row + warp_row + 8 * i + lane / 4;
-      float low = sums[i / 2][j][i % 2 * 2], high = sums[i / 2][j][i % 2 * 2 + 1];
-      if (BIAS) low += low_bias, high += high_bias;
-      Word pair = packed<BFLOAT>(low, high);
-      if (ACTIVATION != NONE) {
-        pair = packed<BFLOAT>(activated<ACTIVATION>(number<BFLOAT>((Half)pair)),
-                              activated<ACTIVATION>(number<BFLOAT>((Half)(pair >> 16))));
-      }
-      if (row >= ROWS || column >= COLUMNS) continue;
-      Half* place = result + (long long)row * COLUMNS + column;
-      if (COLUMNS % 2 == 0) {
-        *(Word*)place = pair;
-      } else {
-        place[0] = (Half)pair;
-        if (both) place[1] = (Half)(pair >> 16);
-      }
-    }
+  for (int i = 0; i < DOWN; ++i) {
+    store_sums<BFLOAT, ROWS, COLUMNS, BIAS, ACTIVATION, 2 * ACROSS>(
+        (const float*)sums[i], bias, result, first_row + warp_row + 16 * i + lane / 4,
+        first_column + warp_column + lane % 4 * 2);
   }
 }
 }  // namespace tensor_cores
