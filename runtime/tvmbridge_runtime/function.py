@@ -207,6 +207,8 @@ class Function:
         with self._lock:
             if sizes is not None:
                 self._release_others(tuple(sizes))
+            if self._gpu is not None:
+                self._gpu.follow_stream()
             with nullcontext() if self._unloaded is None else machine_code(self._unloaded):
                 results = self._forward(*tensors, *self._weights, *symbols)
             self._unloaded = None

@@ -97,6 +97,8 @@ class GpuTensors:
         self._allocate = find("runtime.TVMTensorAllocWithScope")
         self._copy_bytes = find("runtime.TVMTensorCopyFromBytes")
         self._copy = find("runtime.TVMTensorCopyFromTo")
+        self._wait = find("runtime.Device_StreamSync")
+        self._stream: int | None = None
 
     def moved(self, array: numpy.ndarray[Any, Any], dtype: str) -> Any:
         """Return a tensor on the GPU with the bits of an array."""
@@ -112,6 +114,13 @@ class GpuTensors:
         result = self._empty(tensor.shape, str(tensor.dtype))
         self._copy(tensor, result)
         return result
+
+    def follow_stream(self) -> None:
+        """Wait for the stream of the last call, whose buffers a call on another stream uses."""
+        stream = int(self._ffi.get_raw_stream(self._device))
+        if self._stream not in (None, stream):
+            self._wait(self._device, ctypes.c_void_p(self._stream))
+        self._stream = stream
 
     def value(self, tensor: Any) -> int:
         """Return the value of a tensor of one byte, after all work on the GPU."""

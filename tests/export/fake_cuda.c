@@ -2,6 +2,7 @@
 //
 // The library that TVMBRIDGE_FAKE_KERNELS names has the kernels (tests/schedules/gpu/emulator.h): a
 // launch runs one there. The machine code of a module is never run, but must be the one of a file.
+// A graph has the launches between the begin and the end of a capture, and there is one in a process.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdio.h>
@@ -36,12 +37,34 @@ int cuModuleGetFunction(Kernel** function, void* module, const char* name) {
   *function = kernel;
   return kernel->run && kernel->count ? 0 : 500;
 }
-int cuLaunchKernelEx(const Config* config, Kernel* kernel, void** given, void** extra) {
+static struct {
+  Config config;
+  Kernel* kernel;
   void* pointers[64];
-  for (int i = 0; i < kernel->count(); ++i) pointers[i] = *(void**)given[i];
-  const char* failure = kernel->run(pointers, config->grid[0], config->block[0], 0);
+} launches[1000];
+static int captures, launched;
+
+static int run(int i) {
+  const Config* config = &launches[i].config;
+  Kernel* kernel = launches[i].kernel;
+  const char* failure = kernel->run(launches[i].pointers, config->grid[0], config->block[0], 0);
   if (failure && *failure) fprintf(stderr, "%s: %s\n", kernel->name, failure);
   return failure && *failure ? 719 : 0;
+}
+int cuLaunchKernelEx(const Config* config, Kernel* kernel, void** given, void** extra) {
+  launches[launched].config = *config;
+  launches[launched].kernel = kernel;
+  for (int i = 0; i < kernel->count(); ++i) launches[launched].pointers[i] = *(void**)given[i];
+  return captures ? launched++, 0 : run(launched);
+}
+void fake_capture(int begins) {
+  captures = begins;
+  if (begins && launched) fprintf(stderr, "a second graph\n"), abort();
+}
+int fake_replay() {
+  int failure = launched ? 0 : 1;
+  for (int i = 0; i < launched && !failure; ++i) failure = run(i);
+  return failure;
 }
 static int named(const char** text) {
   *text = "an error of the fake driver";
@@ -51,6 +74,17 @@ int cuGetErrorName(int code, const char** text) { return named(text); }
 int cuGetErrorString(int code, const char** text) { return named(text); }
 OK(cuModuleUnload) OK(cuFuncSetAttribute) OK(cuTensorMapEncodeTiled) OK(cuDeviceGetName)
 #else
+static void* driver(const char* name) { return dlsym(dlopen("libcuda.so.1", RTLD_NOW), name); }
+int cudaStreamBeginCapture(void* stream, int mode) {
+  return ((void (*)(int))driver("fake_capture"))(1), 0;
+}
+int cudaStreamEndCapture(void* stream, void** graph) {
+  return ((void (*)(int))driver("fake_capture"))(0), *graph = (void*)1, 0;
+}
+int cudaGraphInstantiate(void** code, void* graph, unsigned long long flags) {
+  return *code = (void*)1, 0;
+}
+int cudaGraphLaunch(void* code, void* stream) { return ((int (*)(void))driver("fake_replay"))(); }
 int cudaGetDeviceCount(int* count) { return *count = 1, 0; }
 int cudaGetDevice(int* device) { return *device = 0, 0; }
 int cudaDeviceGetAttribute(int* value, int attribute, int device) {
@@ -68,8 +102,7 @@ const char* cudaGetErrorString(int code) { return "an error of the fake run-time
 const char* cudaGetErrorName(int code) { return "cudaErrorFake"; }
 OK(cudaSetDevice) OK(cudaGetLastError) OK(cudaPeekAtLastError) OK(cudaGetDeviceProperties)
 OK(cudaEventCreate) OK(cudaEventDestroy) OK(cudaEventElapsedTime) OK(cudaEventRecord)
-OK(cudaEventSynchronize) OK(cudaGraphDestroy) OK(cudaGraphExecDestroy) OK(cudaGraphInstantiate)
-OK(cudaGraphLaunch) OK(cudaMemGetInfo) OK(cudaMemcpyPeerAsync) OK(cudaStreamBeginCapture)
-OK(cudaStreamCreate) OK(cudaStreamCreateWithFlags) OK(cudaStreamDestroy) OK(cudaStreamEndCapture)
+OK(cudaEventSynchronize) OK(cudaGraphDestroy) OK(cudaGraphExecDestroy) OK(cudaMemGetInfo)
+OK(cudaMemcpyPeerAsync) OK(cudaStreamCreate) OK(cudaStreamCreateWithFlags) OK(cudaStreamDestroy)
 OK(cudaStreamSynchronize) OK(cudaStreamWaitEvent)
 #endif

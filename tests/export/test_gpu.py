@@ -32,8 +32,9 @@ import tvmbridge_runtime
 
 function = tvmbridge_runtime.load(sys.argv[1])
 given = numpy.load(sys.argv[2])
-for _ in range(2):
-    result = function(*(given[name] for name in given.files))
+# The third call replays the graph of the second for other numbers.
+for shift in (1, 2, 0):
+    result = function(*(numpy.roll(given[name], shift) for name in given.files))
 size = result.numel() * (int(str(result.dtype)[-2:]) // 8)
 open(sys.argv[3], "wb").write(ctypes.string_at(result.data_ptr(), size))
 assert "torch" not in sys.modules
