@@ -21,6 +21,7 @@ from torch.nn import functional
 import tvmbridge
 from tests.export.models import MLP, Attention
 from tests.schedules.gpu.emulator import compile_into, host_compiler
+from tests.thinned import but_slow
 from tvmbridge.exporting import gpu
 
 _LIBRARIES = {"libcuda.so.1": "-DDRIVER", "libcudart.so.13": "-DRUNTIME"}
@@ -123,15 +124,23 @@ _CASES = {
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [
+    but_slow(
+        [
+            ("mlp", torch.float32),
+            ("mlp", torch.float16),
+            ("causal", torch.float16),
+            ("causal", torch.bfloat16),
+            ("masked", torch.float16),
+            ("masked", torch.float32),
+            ("images", torch.float32),
+            ("places", torch.float32),
+        ],
         ("mlp", torch.float32),
         ("mlp", torch.float16),
-        ("causal", torch.float16),
-        ("masked", torch.float16),
+        ("causal", torch.bfloat16),
         ("masked", torch.float32),
-        ("images", torch.float32),
         ("places", torch.float32),
-    ],
+    ),
 )
 def test_results_on_a_fake_gpu(
     name: str,
