@@ -2,7 +2,7 @@
 //
 // The library that TVMBRIDGE_FAKE_KERNELS names has the kernels (tests/schedules/gpu/emulator.h): a
 // launch runs one there. The machine code of a module is never run, but must be the one of a file.
-// A graph has the launches between the begin and the end of a capture, and there is one in a process.
+// A graph has the launches between the begin and the end of a capture.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdio.h>
@@ -37,33 +37,39 @@ int cuModuleGetFunction(Kernel** function, void* module, const char* name) {
   *function = kernel;
   return kernel->run && kernel->count ? 0 : 500;
 }
-static struct {
+typedef struct Launch {
+  struct Launch* next;
   Config config;
   Kernel* kernel;
   void* pointers[64];
-} launches[1000];
-static int captures, launched;
+} Launch;
+static Launch *graph, *last;  // of the capture; its first member is no launch
 
-static int run(int i) {
-  const Config* config = &launches[i].config;
-  Kernel* kernel = launches[i].kernel;
-  const char* failure = kernel->run(launches[i].pointers, config->grid[0], config->block[0], 0);
+static int run(const Launch* launch) {
+  const Config* config = &launch->config;
+  Kernel* kernel = launch->kernel;
+  const char* failure =
+      kernel->run((void**)launch->pointers, config->grid[0], config->block[0], 0);
   if (failure && *failure) fprintf(stderr, "%s: %s\n", kernel->name, failure);
   return failure && *failure ? 719 : 0;
 }
 int cuLaunchKernelEx(const Config* config, Kernel* kernel, void** given, void** extra) {
-  launches[launched].config = *config;
-  launches[launched].kernel = kernel;
-  for (int i = 0; i < kernel->count(); ++i) launches[launched].pointers[i] = *(void**)given[i];
-  return captures ? launched++, 0 : run(launched);
+  Launch* launch = calloc(1, sizeof(Launch));
+  launch->config = *config;
+  launch->kernel = kernel;
+  for (int i = 0; i < kernel->count(); ++i) launch->pointers[i] = *(void**)given[i];
+  if (!graph) return run(launch);
+  last = last->next = launch;
+  return 0;
 }
-void fake_capture(int begins) {
-  captures = begins;
-  if (begins && launched) fprintf(stderr, "a second graph\n"), abort();
+void* fake_capture(int begins) {
+  void* captured = graph;
+  graph = last = begins ? calloc(1, sizeof(Launch)) : NULL;
+  return captured;
 }
-int fake_replay() {
-  int failure = launched ? 0 : 1;
-  for (int i = 0; i < launched && !failure; ++i) failure = run(i);
+int fake_replay(const Launch* captured) {
+  int failure = captured->next ? 0 : 1;
+  while (!failure && (captured = captured->next)) failure = run(captured);
   return failure;
 }
 static int named(const char** text) {
@@ -76,15 +82,17 @@ OK(cuModuleUnload) OK(cuFuncSetAttribute) OK(cuTensorMapEncodeTiled) OK(cuDevice
 #else
 static void* driver(const char* name) { return dlsym(dlopen("libcuda.so.1", RTLD_NOW), name); }
 int cudaStreamBeginCapture(void* stream, int mode) {
-  return ((void (*)(int))driver("fake_capture"))(1), 0;
+  return ((void* (*)(int))driver("fake_capture"))(1), 0;
 }
 int cudaStreamEndCapture(void* stream, void** graph) {
-  return ((void (*)(int))driver("fake_capture"))(0), *graph = (void*)1, 0;
+  return *graph = ((void* (*)(int))driver("fake_capture"))(0), 0;
 }
 int cudaGraphInstantiate(void** code, void* graph, unsigned long long flags) {
-  return *code = (void*)1, 0;
+  return *code = graph, 0;
 }
-int cudaGraphLaunch(void* code, void* stream) { return ((int (*)(void))driver("fake_replay"))(); }
+int cudaGraphLaunch(void* code, void* stream) {
+  return ((int (*)(void*))driver("fake_replay"))(code);
+}
 int cudaGetDeviceCount(int* count) { return *count = 1, 0; }
 int cudaGetDevice(int* device) { return *device = 0, 0; }
 int cudaDeviceGetAttribute(int* value, int attribute, int device) {

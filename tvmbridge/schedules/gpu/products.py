@@ -45,8 +45,8 @@ class WarpTile:
     columns: int
     warp_rows: int
     warp_columns: int
-    step: int = 32
-    stages: int = 4
+    step: int = 64
+    stages: int = 3
 
     @property
     def threads(self) -> int:
