@@ -195,7 +195,7 @@ static T shuffled(uint mask, T value, int offset, int width, int line) {
 
 // ---- tensor cores, and copies to shared memory ----
 
-#define TVMBRIDGE_EMULATED
+#define EMULATED_TENSOR_CORES
 
 namespace tensor_cores {
 typedef unsigned int Word;

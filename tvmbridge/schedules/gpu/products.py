@@ -148,15 +148,15 @@ def _of_groups(columns: int) -> str:
         )
 
     return f"""
-#ifndef TVMBRIDGE_GROUP_{columns}
-#define TVMBRIDGE_GROUP_{columns}
+#ifndef TENSOR_CORES_GROUP_{columns}
+#define TENSOR_CORES_GROUP_{columns}
 namespace tensor_cores {{
 template <>
 struct Group<{columns}> {{
   typedef float Sums[{count}];
   template <bool BFLOAT>
   __device__ __forceinline__ static void multiply(Sums& sum, Matrix left, Matrix right) {{
-#ifdef TVMBRIDGE_EMULATED
+#ifdef EMULATED_TENSOR_CORES
     multiply_group<BFLOAT, {columns}>(sum, left, right);
 #else
     if (BFLOAT) {{

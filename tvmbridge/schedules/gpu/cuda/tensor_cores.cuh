@@ -5,7 +5,7 @@ namespace tensor_cores {
 typedef unsigned int Word;    // two numbers of half precision
 typedef unsigned short Half;  // the bits of a number of half precision
 
-#ifndef TVMBRIDGE_EMULATED
+#ifndef EMULATED_TENSOR_CORES
 __device__ __forceinline__ Word shared_address(const void* place) {
   return (Word)__cvta_generic_to_shared(place);
 }

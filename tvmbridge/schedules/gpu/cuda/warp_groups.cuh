@@ -5,7 +5,7 @@
 namespace tensor_cores {
 typedef unsigned long long Matrix;  // a matrix in shared memory: where it begins, and how it lies
 
-#ifndef TVMBRIDGE_EMULATED
+#ifndef EMULATED_TENSOR_CORES
 // Rows of 128 bytes begin at a multiple of 1024 bytes. The 16-byte chunks of row r are permuted:
 // chunk c is at place c ^ (r % 8).
 __device__ __forceinline__ Matrix matrix_at(const void* first) {
