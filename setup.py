@@ -96,7 +96,18 @@ setup(
     package_dir=FOLDERS,
     package_data={
         # The C++ sources are compiled at their first use (core/compiled_half.py).
-        "": ["py.typed", "*.json", "*.csv", "*.tsv", "*.txt", "*.html", "*.css", "*.js", "*.cpp", "*.h"],
+        "": [
+            "py.typed",
+            "*.json",
+            "*.csv",
+            "*.tsv",
+            "*.txt",
+            "*.html",
+            "*.css",
+            "*.js",
+            "*.cpp",
+            "*.h",
+        ],
         "tvmbridge.exporting": ["*.c"],
         "tvmbridge.schedules.gpu": ["cuda/*.cuh"],
         "tvmbridge": ["tuning_logs/*/*.json"],  # through a link, as passes/ is
