@@ -26,6 +26,8 @@ from tvm import relax
 
 from tvmbridge.passes.base import PassReport, RelaxPass
 
+# Exported code has graphs if this is True. They have not run on a GPU.
+GRAPHS_ENABLED = False
 _ENABLED = {"relax.backend.use_cuda_graph": True}
 
 

@@ -22,7 +22,7 @@ from tvmbridge.passes.base import bindings_of, shared_results
 from tvmbridge.passes.relax.bundle_residuals import BundleResiduals
 from tvmbridge.passes.relax.dead_code_elimination import DropUnreadTuples
 from tvmbridge.passes.relax.declare_results import DeclareResults
-from tvmbridge.passes.relax.launch_as_graph import LaunchAsGraph
+from tvmbridge.passes.relax.launch_as_graph import GRAPHS_ENABLED, LaunchAsGraph
 from tvmbridge.passes.relax.name_specs import NameSpecs, specs_by_key
 from tvmbridge.passes.relax.own_residuals import OwnResiduals
 from tvmbridge.pipeline import AnyPass, pass_name, run_passes
@@ -67,11 +67,15 @@ def planned(mod: tvm.IRModule, target: tvm.target.Target) -> dict[str, BufferPla
     return noting.plans
 
 
+def _has_graph(backend: Backend) -> bool:
+    return GRAPHS_ENABLED and backend.replays and runs_alone()
+
+
 def _virtual_machine_passes(backend: Backend, noting: NotePlans) -> tvm.transform.Pass:
     return tvm.transform.Sequential(
         [
             *_planning_passes(backend, noting),
-            *([_as_tvm_pass(LaunchAsGraph())] if backend.replays and runs_alone() else []),
+            *([_as_tvm_pass(LaunchAsGraph())] if _has_graph(backend) else []),
             relax.transform.LowerAllocTensor(),
             relax.transform.KillAfterLastUse(),
             _as_tvm_pass(DropUnreadTuples()),
