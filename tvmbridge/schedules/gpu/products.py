@@ -112,7 +112,7 @@ GROUP_TILES = (
 """The tiles to choose from on GPUs that have products of groups of warps."""
 
 
-# Products by groups of warps are right on the host (tests/schedules/gpu), and have not run on a GPU.
+# Products by groups of warps are right on the host, and have not run on a GPU.
 GROUPS_ENABLED = False
 
 
