@@ -14,13 +14,15 @@ body, and has a CRC-32 of each chunk of the body.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import mmap
 import os
 import stat
+import sys
+import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +33,8 @@ from tvmbridge_runtime.errors import FileError
 MAGIC = b"TVMBRG\x01\n"
 FORMAT = 1
 _HEADER, _ALIGNMENT = 64, 4096
+# Of Linux; and the bytes from which a file's pages are mapped ahead.
+_MADV_POPULATE_READ, _LARGE = 22, 16 << 20
 
 
 @dataclass(frozen=True)
@@ -57,9 +61,13 @@ class Container:
 
     def chunks_of_code(self) -> range:
         """Return the numbers of the chunks, by their checksums, that the code is in."""
-        place, size = self.manifest["sections"]["code"], int(self.manifest["body"]["chunk"])
-        end = place["offset"] + len(self.section("code"))
-        return range(place["offset"] // size, -(-end // size))
+        sections, size = self.manifest["sections"], int(self.manifest["body"]["chunk"])
+        ends = [
+            sections[name]["offset"] + len(self.section(name))
+            for name in ("code", "cubin")
+            if name in sections
+        ]
+        return range(sections["code"]["offset"] // size, -(-max(ends) // size))
 
 
 @contextmanager
@@ -107,10 +115,24 @@ def open_container(path: str | os.PathLike[str]) -> Container:
                 f"{path} has {found} bytes and should have {start + size}: it is truncated or "
                 "something was appended; copy or export it again"
             )
-        body = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))[start:]
+        body = mapped(file)[start:]
     container = Container(path, manifest, body)
     check_chunks(path, body, manifest["body"], numbers=container.chunks_of_code())
     return container
+
+
+def mapped(file: BinaryIO) -> memoryview:
+    """Map a file into memory, and begin to read it in another thread."""
+    mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    if sys.platform == "linux" and len(mapping) > _LARGE:
+        threading.Thread(target=_populate, args=(mapping,), daemon=True).start()
+    return memoryview(mapping)
+
+
+def _populate(mapping: mmap.mmap) -> None:
+    """Map all pages of a file, while the caller imports modules; older systems refuse it."""
+    first = ctypes.byref(ctypes.c_char.from_buffer(mapping))
+    ctypes.CDLL(None).madvise(first, ctypes.c_size_t(len(mapping)), _MADV_POPULATE_READ)
 
 
 def _manifest_of(path: Path, header: bytes, file: Any) -> tuple[dict[str, Any], int]:
@@ -163,17 +185,21 @@ def check_chunks(
     size, expected = int(described["chunk"]), described["crc32"]
     starts = range(0, len(body), size)
 
-    def differs(numbers: Sequence[int]) -> bool:
-        return any(checksum(body[starts[n] : starts[n] + size]) != expected[n] for n in numbers)
-
     numbers = range(len(starts)) if numbers is None else numbers
     workers = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2, 8)
-    if len(starts) != len(expected):
-        damaged = True
-    elif len(numbers) <= 2:
-        damaged = differs(numbers)
-    else:
-        with ThreadPoolExecutor(workers) as pool:
-            damaged = any(list(pool.map(differs, [numbers[i::workers] for i in range(workers)])))
-    if damaged:
+    workers = 1 if len(numbers) <= 2 else workers
+    equal = list[bool]()
+
+    def compare(part: Sequence[int]) -> None:
+        equal.append(all(checksum(body[starts[n] : starts[n] + size]) == expected[n] for n in part))
+
+    if len(starts) == len(expected):
+        parts = [numbers[i::workers] for i in range(workers)]
+        others = [threading.Thread(target=compare, args=(part,)) for part in parts[1:]]
+        for thread in others:
+            thread.start()
+        compare(parts[0])
+        for thread in others:
+            thread.join()
+    if not all(equal) or len(equal) < workers:
         raise FileError(f"{path} is damaged: its content fails its checksum; copy it again")

@@ -8,6 +8,7 @@ import tempfile
 import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy
 
 from tvmbridge_runtime.container import Container, open_container
 from tvmbridge_runtime.errors import ArgumentError, FileError, MachineError, RuntimeFileError
+from tvmbridge_runtime.gpu import CUDA, GpuTensors, check_gpu, machine_code
 from tvmbridge_runtime.libraries import ffi, tvm_version
 from tvmbridge_runtime.processor import check_processor
 from tvmbridge_runtime.structure import rebuilt
@@ -31,23 +33,24 @@ _OF_CONTENT = (
 )
 
 
-def load(path: str | os.PathLike[str], *, threads: int | None = None) -> Function:
+def load(path: str | os.PathLike[str], *, threads: int | None = None, gpu: int = 0) -> Function:
     """Return the function of a file that ``tvmbridge.export`` wrote.
 
     Args:
         path: the file. Weights that were written beside it must be in the same folder.
         threads: the number of threads that a call may use; None: one for each processor that this
             process may use.
+        gpu: the number of the GPU that runs the code, if it is for GPUs.
 
     Raises:
         FileError: the file is damaged, or is no exported function.
-        MachineError: this processor, or the installed TVM, cannot run it.
+        MachineError: this processor, this GPU, or the installed TVM, cannot run it.
         OSError: the file cannot be read.
     """
     if threads is not None and (type(threads) is not int or threads < 1):
         raise ValueError(f"threads is {threads!r}; give a number of at least 1, or None")
     try:
-        return _loaded(path, threads or _processors())
+        return _loaded(path, threads or _processors(), gpu)
     except _OF_CONTENT as error:
         raise FileError(
             f"{path} has a manifest that does not describe its content "
@@ -55,7 +58,7 @@ def load(path: str | os.PathLike[str], *, threads: int | None = None) -> Functio
         ) from error
 
 
-def _loaded(path: str | os.PathLike[str], threads: int) -> Function:
+def _loaded(path: str | os.PathLike[str], threads: int, gpu: int) -> Function:
     container = open_container(path)
     manifest = container.manifest
     _check_entries(manifest)
@@ -67,7 +70,11 @@ def _loaded(path: str | os.PathLike[str], threads: int) -> Function:
             f"{path} was compiled by TVM {expected}, and TVM {found} is installed: install "
             f"apache-tvm=={expected}, or export the function again"
         )
-    return Function(container, *_machine(container, module), threads)
+    tensors = None
+    if manifest["target"]["kind"] == "cuda":
+        check_gpu(manifest["target"], gpu)
+        tensors = GpuTensors(gpu)
+    return Function(container, *_machine(container, module, tensors), threads, tensors)
 
 
 def _check_entries(manifest: Mapping[str, Any]) -> None:
@@ -96,9 +103,15 @@ def _processors() -> int:
     return os.cpu_count() or 1
 
 
-def _machine(container: Container, module: Any) -> tuple[Any, ctypes.CDLL]:
+def _machine(container: Container, module: Any, gpu: GpuTensors | None) -> tuple[Any, ctypes.CDLL]:
     """Return a virtual machine of TVM with the code of ``container``, and the code's library."""
-    with tempfile.TemporaryDirectory(prefix="tvmbridge-") as folder:
+    devices = [_CPU, 0, _POOLED]
+    if gpu is not None:
+        devices = [CUDA, gpu.number, _POOLED, *devices]
+    with (
+        tempfile.TemporaryDirectory(prefix="tvmbridge-") as folder,
+        nullcontext() if gpu is None else machine_code(container),
+    ):
         path = Path(folder, "code.so")
         code = container.section("code")
         _check_library(code)
@@ -106,7 +119,7 @@ def _machine(container: Container, module: Any) -> tuple[Any, ctypes.CDLL]:
         try:
             executable = module.load_module(str(path))
             machine = executable["vm_load_executable"]()
-            machine["vm_initialization"](_CPU, 0, _POOLED)
+            machine["vm_initialization"](*devices)
             return machine, ctypes.CDLL(str(path))
         except Exception as error:
             raise MachineError(f"{container.path} cannot be loaded: {error}") from error
@@ -148,7 +161,12 @@ class Function:
     """
 
     def __init__(
-        self, container: Container, machine: Any, library: ctypes.CDLL, threads: int
+        self,
+        container: Container,
+        machine: Any,
+        library: ctypes.CDLL,
+        threads: int,
+        gpu: GpuTensors | None = None,
     ) -> None:
         self.manifest: Mapping[str, Any] = container.manifest
         self.inputs: Sequence[Mapping[str, Any]] = container.manifest["inputs"]
@@ -158,6 +176,9 @@ class Function:
         self._view = self._ffi.get_global_func("runtime.TVMTensorCreateView")
         self._lock = threading.Lock()
         self._served: set[tuple[int, ...]] = set()
+        self._gpu = gpu
+        # TVM may ask for the machine code of kernels as late as at the first call.
+        self._unloaded = None if gpu is None else container
         weights = weights_of(container, _checksum_of(library))
         self._weights = [self._tensor(a, dtype) for a, dtype in weights]
         self.threads = int(library.tvmbridge_use_threads(threads))
@@ -170,23 +191,27 @@ class Function:
         """Return the results of forward, for arrays of NumPy or objects with ``__dlpack__``.
 
         Results are arrays of NumPy, in the structure that forward returns. NumPy has no bfloat16,
-        so results of this dtype are tensors of tvm_ffi.
+        so results of this dtype are tensors of tvm_ffi. Code for GPUs takes tensors on its GPU, or
+        copies arrays there, and returns tensors of tvm_ffi. It runs on tvm_ffi's current stream.
 
         Raises:
             ArgumentError: an argument is missing, or has another shape or dtype.
         """
         given = self._in_order(arguments, named)
-        arrays = [_array(value, spec) for value, spec in zip(given, self.inputs, strict=True)]
+        arrays = [self._argument(v, spec) for v, spec in zip(given, self.inputs, strict=True)]
         sizes = sizes_of(self.manifest, [a.shape for a in arrays])
         tensors = [
-            self._tensor(aligned(a), spec["dtype"])
-            for a, spec in zip(arrays, self.inputs, strict=True)
+            self._tensor(a, spec["dtype"]) for a, spec in zip(arrays, self.inputs, strict=True)
         ]
         symbols = [self._ffi.Shape(sizes)] if sizes is not None else []
         with self._lock:
             if sizes is not None:
                 self._release_others(tuple(sizes))
-            results = self._forward(*tensors, *self._weights, *symbols)
+            if self._gpu is not None:
+                self._gpu.follow_stream()
+            with nullcontext() if self._unloaded is None else machine_code(self._unloaded):
+                results = self._forward(*tensors, *self._weights, *symbols)
+            self._unloaded = None
             found = [self._result(r, s) for r, s in zip(results, self._outputs(), strict=True)]
         self._check(found)
         return rebuilt(self.manifest["structure"], found)
@@ -223,7 +248,16 @@ class Function:
             raise ArgumentError(f"missing arguments: {', '.join(missing)}")
         return [given[name] for name in names]
 
-    def _tensor(self, array: numpy.ndarray[Any, Any], dtype: str) -> Any:
+    def _argument(self, value: Any, spec: Mapping[str, Any]) -> Any:
+        """Return an argument as a tensor on the GPU, or as an array."""
+        tensor = None if self._gpu is None else self._gpu.argument(value, spec)
+        return _array(value, spec) if tensor is None else tensor
+
+    def _tensor(self, array: Any, dtype: str) -> Any:
+        if self._gpu is not None:
+            is_array = isinstance(array, numpy.ndarray)
+            return self._gpu.moved(array, dtype) if is_array else array
+        array = aligned(array)
         tensor = self._ffi.from_dlpack(array)
         if dtype in ("bfloat16",):
             shape = self._ffi.Shape(array.shape)
@@ -231,6 +265,8 @@ class Function:
         return tensor
 
     def _result(self, tensor: Any, spec: Mapping[str, Any]) -> Any:
+        if self._gpu is not None:
+            return self._gpu.copied(tensor) if spec["copied"] else tensor
         if spec["dtype"] not in NUMPY or spec["dtype"] == "bfloat16":
             return tensor
         array = numpy.from_dlpack(tensor)
@@ -239,7 +275,8 @@ class Function:
 
     def _check(self, results: Sequence[Any]) -> None:
         for check in self.manifest["checks"]:
-            if not bool(results[check["output"]]):
+            result = results[check["output"]]
+            if not bool(result if self._gpu is None else self._gpu.value(result)):
                 raise RuntimeFileError(f"{check['error']}: {check['message']}")
 
 

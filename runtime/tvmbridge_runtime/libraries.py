@@ -18,11 +18,13 @@ from typing import Any
 from tvmbridge_runtime.errors import MachineError
 
 _NAMES = ("libtvm_runtime.so", "libtvm_runtime_extra.so")
+# Modules of tvm_ffi for C++ and for PyTorch, which no call of the runtime reads.
+_UNREAD = ("tvm_ffi.cpp", "tvm_ffi._optional_torch_c_dlpack")
 _lock = threading.RLock()
 
 
 class _Absent(importlib.abc.MetaPathFinder):
-    """Raises ImportError for ``torch``, in the thread that created this finder."""
+    """Raises ImportError for ``torch`` in the thread that created this finder; delays others."""
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
@@ -30,21 +32,53 @@ class _Absent(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        hidden = fullname in ("torch", "torch_c_dlpack_ext")
-        if hidden and threading.get_ident() == self._thread:
+        if threading.get_ident() != self._thread:
+            return None
+        if fullname in ("torch", "torch_c_dlpack_ext"):
             raise ModuleNotFoundError(f"{fullname} is not imported by tvmbridge_runtime")
-        return None
+        if fullname not in _UNREAD:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = importlib.util.LazyLoader(spec.loader)
+        return spec
+
+
+class _Late(ModuleType):
+    """A module in place of ``importlib.metadata``, which imports the real one if it is read.
+
+    tvm_ffi reads it to find its library, and finds it without, in the folder ``lib`` beside itself.
+    The real one imports the packages for mail and archives.
+    """
+
+    PackageNotFoundError = ModuleNotFoundError
+
+    def distribution(self, name: str) -> Any:
+        if name == "apache-tvm-ffi":
+            raise ModuleNotFoundError(name)
+        return importlib.import_module(self.__name__).distribution(name)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self.__name__), name)
 
 
 @contextmanager
 def _without_torch() -> Iterator[None]:
-    """Hide PyTorch from imports, because tvm_ffi would import it, which takes seconds."""
-    finder = _Absent()
+    """Hide PyTorch from imports, because tvm_ffi would import it, which takes seconds.
+
+    Modules that the runtime does not need are imported when somebody else reads them.
+    """
+    finder, name = _Absent(), "importlib.metadata"
+    late = _Late(name) if name not in sys.modules else None
     sys.meta_path.insert(0, finder)
+    if late is not None:
+        sys.modules[name] = late
     try:
         yield
     finally:
         sys.meta_path.remove(finder)
+        if sys.modules.get(name) is late:
+            del sys.modules[name]
 
 
 @functools.cache

@@ -14,6 +14,7 @@ from tvmbridge.backends import Backend, backend_for
 from tvmbridge.compiler.argument_checks import UNCHECKED
 from tvmbridge.compiler.buffers import BufferPlan, NotePlans, Reuse
 from tvmbridge.compiler.split import build_function
+from tvmbridge.core.alone import runs_alone
 from tvmbridge.core.errors import BuildError
 from tvmbridge.core.types import PassRecord
 from tvmbridge.kernels import register_kernels
@@ -21,6 +22,7 @@ from tvmbridge.passes.base import bindings_of, shared_results
 from tvmbridge.passes.relax.bundle_residuals import BundleResiduals
 from tvmbridge.passes.relax.dead_code_elimination import DropUnreadTuples
 from tvmbridge.passes.relax.declare_results import DeclareResults
+from tvmbridge.passes.relax.launch_as_graph import GRAPHS_ENABLED, LaunchAsGraph
 from tvmbridge.passes.relax.name_specs import NameSpecs, specs_by_key
 from tvmbridge.passes.relax.own_residuals import OwnResiduals
 from tvmbridge.pipeline import AnyPass, pass_name, run_passes
@@ -65,10 +67,15 @@ def planned(mod: tvm.IRModule, target: tvm.target.Target) -> dict[str, BufferPla
     return noting.plans
 
 
+def _has_graph(backend: Backend) -> bool:
+    return GRAPHS_ENABLED and backend.replays and runs_alone()
+
+
 def _virtual_machine_passes(backend: Backend, noting: NotePlans) -> tvm.transform.Pass:
     return tvm.transform.Sequential(
         [
             *_planning_passes(backend, noting),
+            *([_as_tvm_pass(LaunchAsGraph())] if _has_graph(backend) else []),
             relax.transform.LowerAllocTensor(),
             relax.transform.KillAfterLastUse(),
             _as_tvm_pass(DropUnreadTuples()),

@@ -24,6 +24,7 @@ from tvmbridge.core.types import OutputKind, PassRecord
 from tvmbridge.kernels.choice import packing_of
 from tvmbridge.kernels.packed import WeightPacking
 from tvmbridge.kernels.packed_convolution import PackedForm, faster_packed
+from tvmbridge.passes.relax.columns_first import ColumnsFirst
 from tvmbridge.passes.relax.combine_parallel_batch_matmul import CombineParallelBatchMatmul
 from tvmbridge.passes.relax.fold_batch_norm import FoldBatchNorm
 from tvmbridge.passes.relax.lift_frozen import TRANSFORM, LiftFrozen
@@ -84,6 +85,7 @@ def freeze(
     *,
     alone: bool = False,
     live: frozenset[int] = frozenset(),
+    for_gpu: bool = False,
 ) -> tuple[LoweredModule, Freezing]:
     """Freeze the weights of a module that was lowered for inference.
 
@@ -91,6 +93,8 @@ def freeze(
         alone: whether the code must run without a library for products. Weights are then not
             packed for a library; weights of products are transposed once.
         live: the places, among the bindings of :func:`folded`, of values that each call computes.
+        for_gpu: whether products with a common operand become one product with one bias, and
+            weights have the columns of products as their rows.
 
     Returns:
         The module with frozen weights, and the arguments that its functions take.
@@ -104,9 +108,10 @@ def freeze(
     targets = _frozen_targets(captured)
     names = tuple(targets)
     primals = [p.name for p in lowered.mod["forward"].params]
-    mod = folded(lowered, options, records)
-    lift = LiftFrozen(names, transposes=alone, live=live)
-    mod = run_passes(mod, [lift, *tidy_passes()], records)
+    mod = folded(lowered, options, records, join_biases=for_gpu)
+    lift = LiftFrozen(names, transposes=alone and not for_gpu, live=live)
+    turned = [ColumnsFirst(names)] if for_gpu else []
+    mod = run_passes(mod, [*turned, lift, *tidy_passes()], records)
     lifted = [p.name for p in mod["forward"].params if p.name not in primals]
     packings: tuple[tuple[str, WeightPacking], ...] = ()
     forms: Packings = ()
@@ -133,11 +138,15 @@ def freeze(
 
 
 def folded(
-    lowered: LoweredModule, options: CompileOptions, records: list[PassRecord]
+    lowered: LoweredModule,
+    options: CompileOptions,
+    records: list[PassRecord],
+    *,
+    join_biases: bool = False,
 ) -> tvm.IRModule:
     """Return the functions of ``lowered`` with batch norm folded and products combined."""
     names = tuple(_frozen_targets(lowered.captured))
-    return run_passes(lowered.mod, _folding_passes(names, options), records)
+    return run_passes(lowered.mod, _folding_passes(names, options, join_biases), records)
 
 
 def _frozen_targets(captured: CapturedGraph) -> dict[str, str]:
@@ -152,7 +161,9 @@ def _frozen_targets(captured: CapturedGraph) -> dict[str, str]:
     return found
 
 
-def _folding_passes(names: tuple[str, ...], options: CompileOptions) -> list[AnyPass]:
+def _folding_passes(
+    names: tuple[str, ...], options: CompileOptions, join_biases: bool
+) -> list[AnyPass]:
     passes: list[AnyPass] = [FoldBatchNorm(names)]
     if options.combine_matmuls != "never":
 
@@ -163,7 +174,11 @@ def _folding_passes(names: tuple[str, ...], options: CompileOptions) -> list[Any
             return None if all(group.names) else "parameters and constants are mixed"
 
         passes.append(
-            CombineParallelBatchMatmul(weight_refusal=weight_refusal, group_refusal=group_refusal)
+            CombineParallelBatchMatmul(
+                weight_refusal=weight_refusal,
+                group_refusal=group_refusal,
+                join_biases=join_biases,
+            )
         )
     return [*passes, *tidy_passes()]
 

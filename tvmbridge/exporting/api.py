@@ -18,6 +18,7 @@ from tvmbridge.core.versions import installed_versions
 from tvmbridge.exporting.code import AloneCode, alone_code
 from tvmbridge.exporting.convention import dtype_name
 from tvmbridge.exporting.features import described_target, named_target
+from tvmbridge.exporting.gpu import cubin_of, is_gpu
 from tvmbridge.exporting.leftovers import refuse_packed_layers
 from tvmbridge.exporting.linking import linked
 from tvmbridge.exporting.symbolic import symbolic_code
@@ -50,7 +51,8 @@ def export(
         path: the file; it is written completely or not at all.
         sample_kwargs: keyword arguments of forward.
         target: the name of a processor of this architecture, such as ``"x86-64-v3"``; or a dict of
-            TVM of kind ``llvm`` with ``mcpu`` and ``num-cores``. None is this machine's.
+            TVM of kind ``llvm`` with ``mcpu`` and ``num-cores``; or an NVIDIA GPU, such as
+            ``"cuda -arch=sm_90"``. None is this machine's processor.
         dynamic_shapes: a spec as for ``torch.export``; dimensions with a ``Dim`` may have any size
             within its bounds.
         weights: ``"inside"`` writes the weights into the file; ``"beside"`` writes them to a second
@@ -87,6 +89,8 @@ def export(
     args, kwargs = normalize_sample(sample, sample_kwargs)
     chosen, target = CompileOptions.of(options), named_target(target)
     spec = sizes_to_serve(module, dynamic_shapes, (args, kwargs))
+    if spec is not None and is_gpu(target):
+        raise ExportError("code for GPUs has fixed sizes: export it without dynamic_shapes")
     if spec == "auto":
         raise ValueError('dynamic_shapes="auto" is for calls; name the dimensions of an export')
     try:
@@ -116,7 +120,8 @@ def export(
         "code_sha256": hashlib.sha256(library).hexdigest(),
     }
     held = dict(zip(names, code.weights, strict=True))
-    write_file(path, manifest, library, held, beside=weights == "beside")
+    cubin = cubin_of(code.executable, code.target) if is_gpu(code.target) else b""
+    write_file(path, manifest, library, held, cubin=cubin, beside=weights == "beside")
     return path
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import tvm
@@ -13,6 +14,9 @@ from tvmbridge.core.types import PassRecord
 from tvmbridge.exporting.aten import SpellOutAtenCalls
 from tvmbridge.exporting.convolutions import ConvolutionsAsProducts
 from tvmbridge.exporting.epilogues import FuseEpilogues
+from tvmbridge.exporting.gpu import is_gpu, refuse_unscheduled, with_traps
+from tvmbridge.exporting.gpu_attention import AttentionOnGpu
+from tvmbridge.exporting.gpu_products import ProductsOnGpu
 from tvmbridge.exporting.leftovers import leftovers, refuse
 from tvmbridge.exporting.products import ProductsInLoops
 from tvmbridge.exporting.wide_products import WideProducts
@@ -21,14 +25,15 @@ from tvmbridge.passes.relax.collapse_views import CollapseViews
 from tvmbridge.passes.relax.compile_aten_calls import CompileAtenCalls
 from tvmbridge.passes.relax.dead_code_elimination import DeadCodeElimination
 from tvmbridge.passes.relax.empty_constants import EmptyConstants
-from tvmbridge.passes.relax.fuse_ops import FuseOps
+from tvmbridge.passes.relax.fuse_ops import MOST_ON_GPUS, FuseOps
 from tvmbridge.passes.relax.legalize_ops import LegalizeOps
 from tvmbridge.passes.relax.merge_kernels import MergeKernels
-from tvmbridge.passes.relax.repeat_casts import RepeatCasts
+from tvmbridge.passes.relax.repeat_casts import CHEAP_ON_GPUS, RepeatCasts
 from tvmbridge.passes.relax.rewrite_dataflow_reshape import RewriteDataflowReshape
 from tvmbridge.pipeline import AnyPass, run_passes, tidy_passes
 from tvmbridge.records import Library
 from tvmbridge.records.library import EMPTY
+from tvmbridge.schedules.gpu import is_one_kernel
 from tvmbridge.schedules.machine import Machine
 
 
@@ -41,9 +46,9 @@ def prepare_alone(mod: tvm.IRModule, target: tvm.target.Target, records: list[Pa
     make_ready(target)
     given = shared_results(mod, "forward")
     with target:
-        mod = run_passes(mod, _spelling_passes(Machine.of(target)), records)
+        mod = run_passes(mod, _spelling_passes(target), records)
         refuse(leftovers(mod["forward"]))
-        mod = run_passes(mod, _kernel_passes(Machine.of(target)), records)
+        mod = run_passes(mod, _kernel_passes(target), records)
     refuse(leftovers(mod["forward"]))
     shared = {"forward": given | shared_results(mod, "forward")}
     return Fused(mod, target, {}, shared)
@@ -54,7 +59,7 @@ def left_to_pytorch(mod: tvm.IRModule, target: tvm.target.Target) -> list[str]:
     make_ready(target)
     forward = tvm.IRModule({"forward": mod["forward"]})
     with target:
-        mod = run_passes(forward, _spelling_passes(Machine.of(target)), [])
+        mod = run_passes(forward, _spelling_passes(target), [])
     return leftovers(mod["forward"])
 
 
@@ -71,28 +76,43 @@ def build_alone(
         BuildError: TVM cannot compile the module for the target.
     """
     fused = prepare_alone(mod, target, records)
-    return compile_code(schedule(fused, records, library=library), records)
+    if is_gpu(target):
+        fused = replace(fused, mod=with_traps(fused.mod))
+    scheduled = schedule(fused, records, library=library)
+    if is_gpu(target):
+        refuse_unscheduled(scheduled.mod)
+    return compile_code(scheduled, records)
 
 
-def _spelling_passes(machine: Machine) -> list[AnyPass]:
-    return [SpellOutAtenCalls(), ConvolutionsAsProducts(machine), *tidy_passes()]
+def _spelling_passes(target: tvm.target.Target) -> list[AnyPass]:
+    if is_gpu(target):
+        return [AttentionOnGpu(), SpellOutAtenCalls(), *tidy_passes()]
+    return [SpellOutAtenCalls(), ConvolutionsAsProducts(Machine.of(target)), *tidy_passes()]
 
 
-def _kernel_passes(machine: Machine) -> list[Any]:
-    merging: list[Any] = [] if sizes_vary() else [MergeKernels(), DeadCodeElimination()]
+def _kernel_passes(target: tvm.target.Target) -> list[Any]:
+    gpu = is_gpu(target)
+    products = (
+        ProductsOnGpu(str(target.attrs["arch"])) if gpu else ProductsInLoops(Machine.of(target))
+    )
+    casts = RepeatCasts(CHEAP_ON_GPUS) if gpu else RepeatCasts()
+    fuse = FuseOps(MOST_ON_GPUS) if gpu else FuseOps()
+    merge = MergeKernels(is_one_kernel) if gpu else MergeKernels()
+    epilogues = [] if gpu else [FuseEpilogues()]
+    merging: list[Any] = [] if sizes_vary() else [merge, DeadCodeElimination()]
     return [
-        ProductsInLoops(machine),
+        products,
         WideProducts(),
         *tidy_passes(),
         CompileAtenCalls(),
         CollapseViews(),
-        RepeatCasts(),
+        casts,
         LegalizeOps(),
         relax.transform.AnnotateTIROpPattern(),
         DeadCodeElimination(),
-        *([] if sizes_vary() else [relax.transform.FoldConstant(), FuseEpilogues()]),
+        *([] if sizes_vary() else [relax.transform.FoldConstant(), *epilogues]),
         DeadCodeElimination(),
-        FuseOps(),
+        fuse,
         relax.transform.FuseTIR(),
         RewriteDataflowReshape(),
         EmptyConstants(),

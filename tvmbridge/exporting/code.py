@@ -35,6 +35,7 @@ from tvmbridge.exporting.convention import (
     returned,
     user_inputs,
 )
+from tvmbridge.exporting.gpu import is_gpu
 from tvmbridge.exporting.left import without_left
 from tvmbridge.exporting.leftovers import effects, refuse
 from tvmbridge.exporting.packing import PackWeights, packed_parameters, packed_weight
@@ -93,12 +94,15 @@ def alone_code(
     with torch.no_grad(), tracing_here(), undisturbed(), code_runs_alone():
         args, kwargs = without_inference_tensors((args, dict(kwargs)))
         records: list[PassRecord] = []
-        lowered = _lowered(module, args, kwargs, target, options, records)
+        gpu = target if is_gpu(target) else None
+        lowered = _lowered(module, args, kwargs, None if gpu else target, options, records)
         if not backend_of(lowered.captured.device).runs_alone:
             raise ExportError(
-                f"the module is on {lowered.captured.device}; code is exported for the CPU: move "
-                "the module there"
+                f"the module is on {lowered.captured.device}, and is exported from the CPU: move "
+                "it there, and name a GPU by target="
             )
+        if gpu is not None:
+            lowered = replace(lowered, target=gpu)
         refuse_effects(lowered)
         return _built(module, lowered, options, records)
 
@@ -140,7 +144,9 @@ def _built(
     options: CompileOptions,
     records: list[PassRecord],
 ) -> AloneCode:
-    graph = _packed(frozen_graph(module, lowered, options, records), records)
+    graph = frozen_graph(module, lowered, options, records)
+    if not is_gpu(lowered.target):
+        graph = _packed(graph, records)
     code = build_alone(graph.mod, lowered.target, records)
     return described_code(module, graph, code, records)
 
@@ -173,9 +179,14 @@ def frozen_graph(
 
     ``live`` is as for :func:`freeze`.
     """
-    lowered, plan = freeze(lowered, options, records, alone=True, live=live)
+    for_gpu = is_gpu(lowered.target)
+    lowered, plan = freeze(lowered, options, records, alone=True, live=live, for_gpu=for_gpu)
     forward = tvm.IRModule({"forward": lowered.mod["forward"]})
     mod = with_views(forward, lowered.captured, _tensors_of(module), records)
+    if for_gpu:
+        # The parameters behind these are the same at each call, as CUDA graphs need.
+        inputs = len(user_inputs(lowered.captured))
+        mod = tvm.IRModule({"forward": mod["forward"].with_attr("num_input", inputs)})
     lowered = replace(lowered, captured=without_left(lowered.captured))
     return FrozenGraph(lowered, plan, mod)
 
@@ -244,9 +255,8 @@ def _weights(
     tensors = [None if t is None else as_pairs(t) for t in state.tensors()]
     frozen = FrozenWeights(plan, loaded, state.names, tensors, first)
     primals = [*[None] * first, *tensors]
-    machine = Machine.of(lowered.target)
     values = [
-        packed_weight(value, machine) if place in graph.packed else value
+        packed_weight(value, Machine.of(lowered.target)) if place in graph.packed else value
         for place, value in enumerate(frozen.arguments(primals)[first:], first)
     ]
     kept = [state.names[p - first] for p in plan.kept if p >= first]

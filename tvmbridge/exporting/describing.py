@@ -28,10 +28,13 @@ def description(path: Path) -> str:
     target, sections = manifest["target"], manifest["sections"]
     place = "beside" if "beside" in manifest else "inside"
     names = ("tvm", "apache-tvm-ffi", "torch")
+    place_of_code = f"{target['cpu']} ({target['architecture']}, {target['num_cores']} cores)"
+    if target["kind"] == "cuda":
+        kernels = sections["cubin"]["size"]
+        place_of_code = f"{target['architecture']}, {kernels} bytes of kernels for {target['gpu']}"
     return "\n".join(
         [
-            f"{manifest['name']}: {sections['code']['size']} bytes of code for "
-            f"{target['cpu']} ({target['architecture']}, {target['num_cores']} cores)",
+            f"{manifest['name']}: {sections['code']['size']} bytes of code for {place_of_code}",
             *(f"argument {_told(i)}" for i in manifest["inputs"]),
             *(f"symbol {s['name']}: from {s['least']} to {s['most']}" for s in manifest["symbols"]),
             *(f"result {n} {_typed(o)}" for n, o in enumerate(manifest["outputs"])),

@@ -10,6 +10,7 @@ import tvm
 from tvm.target import codegen
 
 from tvmbridge.core.errors import BuildError, ExportError
+from tvmbridge.exporting.gpu import gpu_target, is_gpu
 from tvmbridge.schedules.target import core_count, host_target
 
 # From LLVM's names of instruction sets to the names in /proc/cpuinfo.
@@ -46,18 +47,21 @@ _ARM = {"neon": "asimd", "dotprod": "asimddp", "fullfp16": "asimdhp", "sve": "sv
 
 
 def named_target(target: Any) -> Any:
-    """Return the target of a processor that LLVM knows by the name ``target``.
+    """Return the target of a GPU, or of a processor that LLVM knows by the name ``target``.
 
-    The architecture is this machine's. The code divides its work among as many cores as this
-    process may use. A target of TVM is returned as it is.
+    The architecture of a processor is this machine's. The code divides its work among as many
+    cores as this process may use. A target of TVM is returned as it is.
 
     Raises:
         BuildError: LLVM knows no processor of this name, and TVM no such target.
-        ExportError: the target is no CPU.
+        ExportError: the target is neither a CPU nor an NVIDIA GPU.
     """
     if target is None:
         return None
     host = host_target()
+    gpu = gpu_target(target, _plain_host())
+    if gpu is not None:
+        return gpu
     known = [str(name) for name in codegen.llvm_get_cpu_archlist(host)]
     if target in known:
         return tvm.target.Target({"kind": "llvm", "mcpu": target, "num-cores": core_count(host)})
@@ -72,13 +76,21 @@ def named_target(target: Any) -> Any:
         ) from error
     if found.kind.name != "llvm":
         raise ExportError(
-            f"code is exported for CPUs alone; target {target!r} is {found.kind.name}"
+            f"code is exported for CPUs and for CUDA; target {target!r} is {found.kind.name}"
         )
     return found
 
 
+def _plain_host() -> tvm.target.Target:
+    """Return the target of code that launches kernels: any processor of this architecture."""
+    is_x86 = platform.machine().lower() in ("x86_64", "amd64")
+    return tvm.target.Target({"kind": "llvm", "mcpu": "x86-64" if is_x86 else "generic"})
+
+
 def described_target(target: tvm.target.Target) -> dict[str, Any]:
     """Return the processor that code for ``target`` is for, and the instruction sets it uses."""
+    if is_gpu(target):
+        return {**described_target(target.host), "kind": "cuda", "gpu": str(target.attrs["arch"])}
     architecture = _architecture(target)
     known = _X86 if architecture in ("x86_64", "amd64") else _ARM
     features = [name for llvm, name in known.items() if codegen.target_has_features(llvm, target)]

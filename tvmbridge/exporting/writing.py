@@ -38,11 +38,13 @@ def write_file(
     code: bytes,
     weights: Mapping[str, torch.Tensor],
     *,
+    cubin: bytes = b"",
     beside: bool,
 ) -> None:
     """Write an exported function to ``path``, completely or not at all.
 
     Args:
+        cubin: the machine code of a GPU's kernels.
         manifest: the content of the manifest; this function adds the format, the sections and the
             checksums.
         beside: whether the weights go into a file of their own, ``path`` with ``.safetensors``
@@ -56,7 +58,11 @@ def write_file(
     inside = [] if beside else list(safetensors(weights))
     places, parts = {}, list[bytes | memoryview]()
     offset = 0
-    for name, pieces in (("code", [code]), ("weights", inside)):
+    sections: dict[str, list[bytes | memoryview]] = {"code": [code]}
+    if cubin:
+        sections["cubin"] = [cubin]
+    sections["weights"] = inside
+    for name, pieces in sections.items():
         size = sum(len(piece) for piece in pieces)
         places[name] = {"offset": offset, "size": size}
         padding = -size % _PAGE

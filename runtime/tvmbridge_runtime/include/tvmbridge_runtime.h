@@ -212,6 +212,8 @@ inline void check_processor(const ffi::json::Object& target) {
 #else
   const std::string here = "another";
 #endif
+  if (text(target, "kind") == "cuda")
+    throw Error("the code is for GPUs, which tvmbridge_runtime runs in Python alone: export it for a CPU");
   std::string wanted = text(target, "architecture");
   if (wanted != here) throw Error("the code is for " + wanted + " processors, not " + here);
   std::ifstream file("/proc/cpuinfo");

@@ -15,9 +15,11 @@
 
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 #define __global__
 #define __device__
+#define __host__
 #define __forceinline__ inline
 #define __launch_bounds__(threads)
 #define __shared__ static __attribute__((section("emulated_shared")))
@@ -111,6 +113,8 @@ static inline double __dmul_rn(double a, double b) { return a * b; }
 
 static char failure[200];
 
+static inline void __trap() { snprintf(failure, 200, "a trap"); }
+
 template <int SIZE>
 struct Vector {
   char bytes[SIZE];
@@ -189,6 +193,134 @@ static T shuffled(uint mask, T value, int offset, int width, int line) {
 #define __syncthreads() stop(BARRIER, __LINE__)
 #define __shfl_xor_sync(mask, value, offset, width) shuffled(mask, value, offset, width, __LINE__)
 
+// ---- tensor cores, and copies to shared memory ----
+
+#define EMULATED_TENSOR_CORES
+
+namespace tensor_cores {
+typedef unsigned int Word;
+typedef unsigned short Half;
+
+// Copies that a thread has begun: they happen when the thread waits for them.
+struct Copy {
+  void* to;
+  const void* from;  // null: zeros
+  int group;
+};
+static std::vector<Copy> copies[1024];
+static int groups[1024];
+
+static inline void copy_16(void* to, const void* from, bool inside) {
+  if ((uintptr_t)to % 16 || (uintptr_t)from % 16) snprintf(failure, 200, "a copy is not aligned");
+  copies[current].push_back({to, inside ? from : nullptr, groups[current]});
+}
+
+static inline void end_group() { ++groups[current]; }
+
+template <int COUNT>
+static inline void wait_for_groups() {
+  std::vector<Copy>& own = copies[current];
+  size_t done = 0;
+  for (; done < own.size() && own[done].group < groups[current] - COUNT; ++done) {
+    const Copy& copy = own[done];
+    if (copy.from) memcpy(copy.to, copy.from, 16);
+    else memset(copy.to, 0, 16);
+  }
+  own.erase(own.begin(), own.begin() + done);
+}
+
+// The values of all lanes of the warp.
+static void gather(uint64_t value, uint64_t (&all)[WARP], int line) {
+  fibers[current].offset = 0;
+  fibers[current].sent = value;
+  stop(SHUFFLE, line);
+  for (int i = 0; i < WARP; ++i) all[i] = fibers[current / WARP * WARP + i].sent;
+  stop(SHUFFLE, -line);
+}
+
+static void load(Word (&to)[4], const void* row, bool transposed) {
+  uint64_t rows[WARP];
+  if ((uintptr_t)row % 16) snprintf(failure, 200, "a row of a matrix is not aligned");
+  gather((uint64_t)row, rows, __LINE__);
+  int lane = current % WARP;
+  for (int i = 0; i < 4; ++i) {
+    Half pair[2];
+    for (int j = 0; j < 2; ++j) {
+      int down = transposed ? lane % 4 * 2 + j : lane / 4, across = transposed ? lane / 4 : lane % 4 * 2 + j;
+      pair[j] = ((const Half*)rows[8 * i + down])[across];
+    }
+    memcpy(&to[i], pair, 4);
+  }
+}
+static inline void load_matrices(Word (&to)[4], const void* row) { load(to, row, false); }
+static inline void load_transposed(Word (&to)[4], const void* row) { load(to, row, true); }
+
+template <bool BFLOAT>
+static inline float number(Half bits) {
+  return BFLOAT ? (float)with_bits<nv_bfloat16>(bits) : (float)with_bits<half>(bits);
+}
+
+template <bool BFLOAT>
+static inline Word packed(float low, float high) {
+  auto bits = [](float v) {
+    return BFLOAT ? with_bits<Half>(nv_bfloat16(v)) : with_bits<Half>(half(v));
+  };
+  return bits(low) | (Word)bits(high) << 16;
+}
+
+template <bool BFLOAT>
+static void multiply(float (&sum)[4], const Word (&left)[4], Word low, Word high) {
+  uint64_t lefts[2][WARP], rights[WARP];
+  gather(left[0] | (uint64_t)left[1] << 32, lefts[0], __LINE__);
+  gather(left[2] | (uint64_t)left[3] << 32, lefts[1], __LINE__);
+  gather(low | (uint64_t)high << 32, rights, __LINE__);
+  int lane = current % WARP;
+  for (int i = 0; i < 4; ++i) {
+    int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+    for (int k = 0; k < 16; ++k) {
+      // Lane 4 r + k / 2 has the numbers of row r; words: rows from 8 on, depths from 8 on.
+      Half a = lefts[k / 8][row % 8 * 4 + k % 8 / 2] >> (row / 8 * 32 + k % 2 * 16);
+      Half b = rights[column * 4 + k % 8 / 2] >> (k / 8 * 32 + k % 2 * 16);
+      sum[i] += number<BFLOAT>(a) * number<BFLOAT>(b);
+    }
+  }
+}
+
+// A matrix is its address. Chunks of 16 bytes are permuted by the number of the row of 128 bytes.
+typedef unsigned long long Matrix;
+static inline Matrix matrix_at(const void* first) {
+  if ((uintptr_t)first % 1024) snprintf(failure, 200, "a matrix is not aligned");
+  return (Matrix)first;
+}
+static inline Matrix advanced(Matrix matrix, int bytes) { return matrix + bytes; }
+static inline void show_copies() {}
+static inline void begin_products() {}
+static inline void end_products() {}
+template <int COUNT>
+static inline void wait_for_products() {}
+static inline char* aligned_shared(void* shared) {
+  return (char*)(((uintptr_t)shared + 1023) / 1024 * 1024);
+}
+
+template <bool BFLOAT>
+static inline float element(Matrix matrix, int row, int k) {
+  Matrix at = matrix + row * 128 + k * 2;
+  return number<BFLOAT>(*(const Half*)(at ^ (at >> 7 & 7) << 4));
+}
+
+// The product of a 64 x 16 and a transposed COLUMNS x 16 matrix, as four warps hold it.
+template <bool BFLOAT, int COLUMNS>
+static inline void multiply_group(float (&sum)[COLUMNS / 2], Matrix left, Matrix right) {
+  int lane = current % WARP, warp = current / WARP % 4;
+  for (int i = 0; i < COLUMNS / 2; ++i) {
+    int row = warp * 16 + lane / 4 + i / 2 % 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
+    for (int k = 0; k < 16; ++k) {
+      sum[i] += element<BFLOAT>(left, row, k) * element<BFLOAT>(right, column, k);
+    }
+  }
+}
+}  // namespace tensor_cores
+
 // What threads from `first` on wait for; false, and a failure, if they wait for different things.
 static bool agree(int first, int count, const char* which) {
   for (int i = first + 1; i < first + count; ++i) {
@@ -231,7 +363,10 @@ extern char __start_emulated_shared[], __stop_emulated_shared[];
 static void run_block(int threads, bool descending) {
   // What nobody has written is not a number.
   memset(__start_emulated_shared, 0xff, __stop_emulated_shared - __start_emulated_shared);
-  for (int i = 0; i < threads; ++i) fibers[i].state = READY;
+  for (int i = 0; i < threads; ++i) {
+    fibers[i].state = READY;
+    tensor_cores::copies[i].clear();
+  }
   int warps = (threads + WARP - 1) / WARP;
   do {
     for (int i = 0; i < warps && !failure[0]; ++i) {
@@ -298,6 +433,7 @@ static inline void call(void (*kernel)(P...), std::index_sequence<I...>) {
   static void body_of_##kernel() {                                                               \
     call(kernel, std::make_index_sequence<parameters_of(kernel)>());                             \
   }                                                                                              \
+  extern "C" int count_##kernel() { return parameters_of(kernel); }                              \
   extern "C" const char* run_##kernel(void** given, int blocks, int threads, int descending) {   \
     arguments = given;                                                                           \
     body = body_of_##kernel;                                                                     \

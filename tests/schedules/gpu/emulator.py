@@ -41,6 +41,8 @@ _HEADER = Path(__file__).with_name("emulator.h")
 _OPTIONS = ["-O1", "-std=c++17", "-ffp-contract=off", "-fno-strict-aliasing", "-w", "-fPIC"]
 # Ubuntu's g++ defines it: a longjmp to another fiber's stack then aborts.
 _OPTIONS += ["-U_FORTIFY_SOURCE"]
+# The most bytes of shared memory that a block of an H100 may ask for.
+_SHARED = 227 << 10
 _numbers = itertools.count()
 
 
@@ -119,8 +121,12 @@ def _lowered(host: tirx.PrimFunc, given: tirx.PrimFunc) -> Lowered:
                 places.append((node.buffer, found[0]))
         elif getattr(node.op, "name", "") == "tirx.call_ffi_kernel":
             tags = list(node.attrs.launch_params)
-            assert tags == ["blockIdx.x", "threadIdx.x"], tags
-            name, *arguments, blocks, threads = node.args
+            assert tags[:2] == ["blockIdx.x", "threadIdx.x"], tags
+            extents = len(
+                tags
+            )  # the bytes of shared memory are the last, if a kernel asks for some
+            name, *arguments = node.args[:-extents]
+            blocks, threads = node.args[len(node.args) - extents :][:2]
             places_of = tuple(place(a.args[0]) for a in arguments)
             launches.append(Launch(name.value, places_of, int(blocks), int(threads)))
 
@@ -140,29 +146,41 @@ def _precompiled_header(compiler: str) -> Path:
 
 
 def compile_for_host(source: str) -> ctypes.CDLL:
-    """Compile a library with a function ``run_<kernel>`` for each kernel of CUDA ``source``."""
+    """Load the library of :func:`compile_into` for the kernels of CUDA ``source``."""
+    folder = Path(tempfile.mkdtemp(prefix="tvmbridge-emulator-"))
+    try:
+        return ctypes.CDLL(str(compile_into(folder, source)))
+    finally:
+        shutil.rmtree(folder)
+
+
+def compile_into(folder: Path, source: str) -> Path:
+    """Compile a library with functions ``run_<kernel>``, ``count_<kernel>`` of each CUDA kernel.
+
+    The first runs a kernel; the second returns the number of its parameters.
+    """
     compiler = host_compiler()
-    kernels = source[source.index('extern "C" __global__') :]
+    begin = re.search(r'#ifndef TVMBRIDGE_|extern "C" __global__', source)
+    assert begin is not None
+    kernels = source[begin.start() :]
     # In C++ the alignment must come first.
     kernels = kernels.replace("__shared__ alignas(64)", "alignas(64) __shared__")
+    asked = r"extern __shared__ __align__\(64\) uchar (\w+)\[\];"
+    kernels = re.sub(asked, rf"alignas(64) __shared__ uchar \1[{_SHARED}];", kernels)
     entries = []
     bodies = re.split(r'(?=extern "C" __global__)', kernels)
     for text in bodies:
         found = re.match(r'extern "C" __global__ void[^{;]*?(\w+)\([^()]*\) \{', text)
         if found:
-            meets = "__syncthreads" in text or "__shfl" in text
+            meets = any(word in text for word in ("__syncthreads", "__shfl", "::"))
             entries.append(f"EMULATED({found[1]}, {str(meets).lower()})")
     text = "\n".join([f'#include "{_precompiled_header(compiler)}"', kernels, *entries, ""])
-    folder = Path(tempfile.mkdtemp(prefix="tvmbridge-emulator-"))
-    try:
-        file, out = folder / "kernels.cpp", folder / "kernels.so"
-        file.write_text(text, encoding="utf-8")
-        command = [compiler, *_OPTIONS, "-shared", "-o", str(out), str(file)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr[:4000]
-        return ctypes.CDLL(str(out))
-    finally:
-        shutil.rmtree(folder)
+    file, out = folder / "kernels.cpp", folder / "kernels.so"
+    file.write_text(text, encoding="utf-8")
+    command = [compiler, *_OPTIONS, "-shared", "-o", str(out), str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[:4000]
+    return out
 
 
 class EmulatedFunction:

@@ -18,6 +18,7 @@ from tvmbridge.backends.cuda.bits import register_bits
 from tvmbridge.backends.cuda.identity import gpu_identity
 from tvmbridge.backends.cuda.rocm import register_rocm
 from tvmbridge.backends.cuda.source import arch_of, register_compiler
+from tvmbridge.core.alone import runs_alone
 from tvmbridge.core.decisions import sizes_vary
 from tvmbridge.core.devices import gpu_index
 from tvmbridge.core.kernel_settings import attention_switched_off, precision_reader
@@ -74,6 +75,13 @@ def _graph_passes(has_backward: bool, measure: bool) -> list[AnyPass]:
     return [*passes, ReadViews(), *losses, ChannelsLast(), CollapseViews(), *tidy_passes()]
 
 
+def _allocation_passes() -> list[AnyPass]:
+    if not runs_alone():
+        return [AllocateByTorch()]
+    # Kernels between those of the arguments and of the results are launched as one CUDA graph.
+    return [relax.transform.StaticPlanBlockMemory(), relax.transform.RewriteCUDAGraph()]
+
+
 def _prepare() -> None:
     register_compiler()
     register_bits()
@@ -101,7 +109,7 @@ CUDA = Backend(
     kinds=("cuda", "rocm"),
     default_target=_target,
     kernel_passes=_kernel_passes,
-    allocation_passes=lambda: [AllocateByTorch()],
+    allocation_passes=_allocation_passes,
     schedule=schedule_for_gpu,
     tuned=False,
     # It takes two thirds of lowering, and changes no kernel: the schedules simplify indices.
