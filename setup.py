@@ -96,7 +96,7 @@ setup(
     package_dir=FOLDERS,
     package_data={
         # The C++ sources are compiled at their first use (core/compiled_half.py).
-        "": ["py.typed", "*.json", "*.csv", "*.tsv", "*.txt", "*.html", "*.css", "*.js", "*.cpp"],
+        "": ["py.typed", "*.json", "*.csv", "*.tsv", "*.txt", "*.html", "*.css", "*.js", "*.cpp", "*.h"],
         "tvmbridge.exporting": ["*.c"],
         "tvmbridge": ["tuning_logs/*/*.json"],  # through a link, as passes/ is
     },

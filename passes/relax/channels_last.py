@@ -29,7 +29,7 @@ permuted back for it. Runs before: DispatchConvolutions.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 import tvm
@@ -39,6 +39,7 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from tvmbridge.kernels.aten_call import aten_call_operator, tensors_of
 from tvmbridge.kernels.convolution import Convolution, is_convolution
+from tvmbridge.kernels.packed_convolution import PackedForm
 from tvmbridge.passes.base import (
     PERMUTATION,
     PassReport,
@@ -76,20 +77,35 @@ _ELEMENTWISE = frozenset(
 _REDUCTIONS = frozenset(f"relax.{name}" for name in ("mean", "sum", "max", "min"))
 
 
+Choose = Callable[[Sequence[PackedForm]], Collection[PackedForm]]
+"""Returns which of a function's convolutions are to have channels last."""
+
+
 @dataclass(frozen=True)
 class ChannelsLast(RelaxPass):
     """Move the channels of images to the last dimension, from each convolution on.
 
-    ``dtypes`` are the dtypes of the convolutions that are rewritten.
+    Args:
+        dtypes: the dtypes of the convolutions that are rewritten.
+        choose: chooses among these convolutions; by default all of them are rewritten.
     """
 
     dtypes: tuple[str, ...] = ("float16", "bfloat16")
+    choose: Choose | None = None
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
         def rewrite(function: relax.Function) -> relax.Function:
-            if not any(map(is_convolution, bindings_of(function).values())):
+            calls = [value for value in bindings_of(function).values() if is_convolution(value)]
+            if not calls:
                 return function
-            return _LayoutMutator(self.dtypes, report).visit_expr(function)
+            chosen = None
+            if self.choose is not None:
+                forms = [form for call in calls if (form := _form(call, self.dtypes)) is not None]
+                chosen = frozenset(self.choose(forms))
+                if not chosen:
+                    report.decline("convolutions", "not measured to be faster with channels last")
+                    return function
+            return _LayoutMutator(self.dtypes, chosen, report).visit_expr(function)
 
         rewritten = map_functions(mod, rewrite)
         return rewritten if report.rewrites else mod
@@ -99,6 +115,7 @@ class ChannelsLast(RelaxPass):
 class _LayoutMutator(PyExprMutator):
     """Emits the calls that read images with channels last.
 
+    - ``chosen``: the convolutions that are rewritten; None: all.
     - ``last``: for a variable with channels second, the one with channels last.
     - ``fields``: for the tuple of an operator on images, the tuple that replaces it, and the
       numbers of the fields that have channels last.
@@ -107,9 +124,11 @@ class _LayoutMutator(PyExprMutator):
       transpose of.
     """
 
-    def __init__(self, dtypes: tuple[str, ...], report: PassReport) -> None:
+    def __init__(
+        self, dtypes: tuple[str, ...], chosen: Collection[PackedForm] | None, report: PassReport
+    ) -> None:
         super().__init__()
-        self.dtypes, self.report = dtypes, report
+        self.dtypes, self.chosen, self.report = dtypes, chosen, report
         self.last: dict[relax.Var, relax.Expr] = {}
         self.fields: dict[relax.Var, tuple[relax.Expr, Collection[int]]] = {}
         self.flat: dict[relax.Var, relax.Expr] = {}
@@ -261,10 +280,10 @@ class _LayoutMutator(PyExprMutator):
         return None
 
     def _convolution(self, call: relax.Call) -> relax.Expr | None:
-        convolution = Convolution.of(call)
-        if convolution is None or convolution.transposed or len(convolution.stride) != 2:
+        convolution, form = Convolution.of(call), _form(call, self.dtypes)
+        if convolution is None or form is None:
             return None
-        if dtype_of(call) not in self.dtypes or convolution.channels_last:
+        if self.chosen is not None and form not in self.chosen:
             return None
         moved = replace(convolution, channels_last=True, weight_last=True)
         return self.builder_.emit(moved.of_operands(*map(self._with_channels_last, call.args)))
@@ -305,6 +324,20 @@ class _LayoutMutator(PyExprMutator):
         if full != shape:
             value = self.builder_.emit(op.reshape(value, full))
         return self.builder_.emit(op.permute_dims(value, LAST))
+
+
+def _form(call: relax.Call, dtypes: tuple[str, ...]) -> PackedForm | None:
+    """Return the sizes of a convolution of images whose channels may move; None for others."""
+    convolution = Convolution.of(call)
+    if convolution is None or convolution.transposed or len(convolution.stride) != 2:
+        return None
+    if dtype_of(call) not in dtypes or convolution.channels_last:
+        return None
+    data, weight = map(shape_of, call.args)
+    if data is None or weight is None:
+        return None
+    sizes = convolution.stride, convolution.padding, convolution.dilation
+    return PackedForm(data, weight, *sizes, convolution.groups)
 
 
 def _rank(expr: relax.Expr) -> int:

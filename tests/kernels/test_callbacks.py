@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -16,7 +17,6 @@ from tests.dispatch_helpers import eager
 from tests.interrupts import subjects
 from tests.thinned import thinned
 from tvmbridge import add_tvm_dispatch, dispatch_report
-from tvmbridge.kernels import aten_call
 from tvmbridge.kernels.callbacks import callback, integers
 
 
@@ -41,6 +41,14 @@ def net() -> Iterator[tuple[nn.Module, nn.Module]]:
     assert not dispatch_report(module).fallbacks
 
 
+@contextmanager
+def kernel_that_calls(fail: Callable[..., Any], backward: bool) -> Iterator[None]:
+    """Have a kernel of PyTorch in the network's forward, or in its backward, call ``fail``."""
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("native_batch_norm_backward" if backward else "sort.stable", fail, "CPU")
+        yield
+
+
 def in_worker(function: Callable[[], None]) -> None:
     raised: list[BaseException] = []
 
@@ -61,50 +69,42 @@ def at_once(function: Callable[[], None]) -> None:
     function()
 
 
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators")
 @pytest.mark.parametrize("run", thinned([at_once, in_worker], 2))
 @pytest.mark.parametrize("backward", [False, True])
 def test_an_exception_of_a_kernel_arrives_as_it_is(
     net: tuple[nn.Module, nn.Module],
     backward: bool,
     run: Callable[[Callable[[], None]], None],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     module, reference = net
-    caught = 0
-    for number in range(300):
-        error = ERRORS[number % len(ERRORS)]("stop", number)
+    errors = [ERRORS[number % len(ERRORS)]("stop", number) for number in range(300)]
+    raised = []
 
-        def fail(*_: Any, error: BaseException = error) -> Any:
-            raise error
+    def fail(*_: Any, **__: Any) -> Any:
+        raise errors[len(raised)]
 
-        def step(fail: Callable[..., Any] = fail) -> None:
-            with monkeypatch.context() as patch:
-                if not backward:
-                    patch.setattr(aten_call, "run_on", fail)
-                result = module(subjects.sample())
-                patch.setattr(aten_call, "run_on", fail)
-                result.sum().backward()
-
-        with pytest.raises(type(error)) as raised:
-            run(step)
-        caught += raised.value is error
-    assert caught == 300
+    with kernel_that_calls(fail, backward):
+        for error in errors:
+            with pytest.raises(type(error)) as found:
+                run(lambda: module(subjects.sample()).sum().backward())
+            raised.append(found.value)
+    assert all(one is other for one, other in zip(raised, errors, strict=True))
     subjects.assert_same_training(module, reference)
 
 
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators")
 def test_an_exception_leaves_the_statistics_as_they_were(
-    net: tuple[nn.Module, nn.Module], monkeypatch: pytest.MonkeyPatch
+    net: tuple[nn.Module, nn.Module],
 ) -> None:
     module, _ = net
     before = [b.clone() for b in module.buffers()]
 
-    def fail(*_: Any) -> Any:
+    def fail(*_: Any, **__: Any) -> Any:
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
-        patch.setattr(aten_call, "run_on", fail)
-        with pytest.raises(KeyboardInterrupt):
-            module(subjects.sample())
+    with kernel_that_calls(fail, backward=False), pytest.raises(KeyboardInterrupt):
+        module(subjects.sample())
     torch.testing.assert_close(list(module.buffers()), before, rtol=0, atol=0)
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import tvm
 from tvm import relax
 
 from tvmbridge.backends.base import Backend, kernel_passes
 from tvmbridge.core.decisions import sizes_vary
 from tvmbridge.core.kernel_settings import precision_reader
+from tvmbridge.kernels.channels_last import faster_with_channels_last
 from tvmbridge.legalize.fences import fence_arithmetic
+from tvmbridge.passes.relax.channels_last import ChannelsLast
 from tvmbridge.passes.relax.compile_aten_calls import CompileAtenCalls
 from tvmbridge.passes.relax.convolutions_in_loops import ConvolutionsInLoops
 from tvmbridge.passes.relax.dead_code_elimination import DeadCodeElimination
@@ -16,8 +20,8 @@ from tvmbridge.passes.relax.dispatch_kernels import DispatchKernels
 from tvmbridge.passes.relax.few_channel_gradients import FewChannelGradients
 from tvmbridge.passes.relax.merge_kernels import MergeKernels
 from tvmbridge.passes.relax.results_early import ResultsEarly
-from tvmbridge.pipeline import AnyPass
-from tvmbridge.schedules import schedule_for_cpu
+from tvmbridge.pipeline import AnyPass, tidy_passes
+from tvmbridge.schedules import alone, schedule_for_cpu
 from tvmbridge.schedules.target import host_target
 from tvmbridge.schedules.threads import share_torch_threads
 
@@ -31,6 +35,15 @@ def _kernel_passes(measure: bool) -> list[AnyPass]:
     # Sizes decide which kernels to merge, and in which order to run them.
     by_size = [] if sizes_vary() else [MergeKernels(), DeadCodeElimination(), ResultsEarly()]
     return [*passes, *by_size]
+
+
+def _graph_passes(has_backward: bool, measure: bool) -> list[AnyPass]:
+    # Not the passes of GPUs for casts: products read packed weights, which other passes create from
+    # casts of permutations.
+    if not measure or sizes_vary():
+        return []
+    choose = partial(faster_with_channels_last, has_backward=has_backward, make=alone.convolution)
+    return [ChannelsLast(("float32",), choose), *tidy_passes()]
 
 
 def _prepare() -> None:
@@ -53,8 +66,7 @@ CPU = Backend(
     name=lambda device: "",
     on_stream=lambda function, device: function,
     synchronize=lambda device: None,
-    # Products read packed weights, which other passes create from casts of permutations.
-    graph_passes=lambda has_backward: [],
+    graph_passes=_graph_passes,
     residual_policy="keep_casts",
     warm_up=2,
     freezes=True,

@@ -98,7 +98,7 @@ def _sources() -> tuple[str, float]:
     """
     root, newest = str(_PACKAGE), 0.0
     digest = hashlib.sha256()
-    for path in _files_below(root, (".py", ".so", ".pyd", ".cpp")):
+    for path in _files_below(root, (".py", ".so", ".pyd", ".cpp", ".h")):
         with open(path, "rb") as opened:
             newest = max(newest, os.fstat(opened.fileno()).st_mtime)
             content = opened.read()

@@ -78,7 +78,7 @@ def digest_of_half(source: Path) -> str:
     every processor of the architecture.
     """
     parts = (
-        source.read_text(encoding="utf-8"),
+        *(p.read_text(encoding="utf-8") for p in (source, *sorted(source.parent.glob("*.h")))),
         *_FLAGS,
         f"{sys.platform} {platform.machine()} {_c_library()}",
         # sysconfig's variables are not safe to read in several threads: a read may return None.

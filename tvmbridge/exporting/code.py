@@ -122,7 +122,11 @@ def _lowered(
     options: CompileOptions,
     records: list[PassRecord],
 ) -> LoweredModule:
-    request = CompileRequest(module, args, kwargs, needs_grad=False, target=target, options=options)
+    # Nothing is measured: another machine may run the code, without PyTorch's kernels.
+    unmeasured = replace(options, measure_kernels=False)
+    request = CompileRequest(
+        module, args, kwargs, needs_grad=False, target=target, options=unmeasured
+    )
     installed = module.__dict__.get("forward")
     behind = wrapped_dispatcher(installed)
     own = installed if behind is None else behind.own

@@ -1,6 +1,6 @@
-// Matrix products, and GPU memory, for compiled code without Python between: kernels/matmul.py and
-// kernels/allocation.py have the same in Python, for where this could not be built, and matmul.py says what a
-// spec means. After a product of milliseconds the interpreter has to be read from memory again, which takes a
+// Matrix products, ATen calls (_aten_calls.h), and GPU memory, for compiled code without Python between:
+// kernels/matmul.py, aten_call.py and allocation.py have the same in Python, for where this could not be built, and
+// matmul.py says what the spec of a product means. After a product of milliseconds the interpreter has to be read from memory again, which takes a
 // tenth of one.
 
 #define PY_SSIZE_T_CLEAN
@@ -38,10 +38,9 @@ struct Product {
 
 // Specs ------------------------------------------------------------------------------------------
 
-// Tells a spec's views and shape; held for as long as the process lives.
-PyObject *describe = nullptr;
-std::mutex products_mutex;
-std::unordered_map<std::string, std::unique_ptr<Product>> products;
+// Python functions, held for as long as the process lives. They tell a spec's views and shape, and the key of a
+// spec with sizes put in.
+PyObject *describe = nullptr, *key_at = nullptr;
 
 std::vector<int64_t> integers(PyObject *tuple) {
     std::vector<int64_t> found;
@@ -59,10 +58,32 @@ std::optional<View> view_of(PyObject *object) {
 // The thread's exception is set, and stays so until tvm_ffi raises it.
 struct PythonError {};
 
-std::unique_ptr<Product> described(const std::string &key) {
+// What is multiplied or called: the key of its spec, and the tensors. Code for any size has the values of its
+// symbols between them.
+struct Given {
+    std::string key;
+    std::string sizes; // bytes of int64; empty in code for one size
+    const TVMFFIAny *tensors;
+    int32_t count;
+
+    std::string whole() const { return key + sizes; }
+};
+
+// Needs the interpreter; null if an exception is set.
+PyObject *told(PyObject *function, const Given &given) {
+    if (given.sizes.empty())
+        return PyObject_CallFunction(function, "s#", given.key.data(), (Py_ssize_t)given.key.size());
+    PyObject *key = PyObject_CallFunction(key_at, "s#y#", given.key.data(), (Py_ssize_t)given.key.size(),
+                                          given.sizes.data(), (Py_ssize_t)given.sizes.size());
+    PyObject *found = key == nullptr ? nullptr : PyObject_CallOneArg(function, key);
+    Py_XDECREF(key);
+    return found;
+}
+
+std::shared_ptr<const Product> described(const Given &given) {
     PyGILState_STATE state = PyGILState_Ensure();
-    auto product = std::make_unique<Product>();
-    PyObject *found = PyObject_CallFunction(describe, "s#", key.data(), (Py_ssize_t)key.size());
+    auto product = std::make_shared<Product>();
+    PyObject *found = told(describe, given);
     if (found != nullptr && PyTuple_Check(found) && PyTuple_GET_SIZE(found) == 3) {
         product->left = view_of(PyTuple_GET_ITEM(found, 0));
         product->right = view_of(PyTuple_GET_ITEM(found, 1));
@@ -76,18 +97,32 @@ std::unique_ptr<Product> described(const std::string &key) {
     return product;
 }
 
-const Product &product_of(const std::string &key) {
-    {
-        std::lock_guard<std::mutex> lock(products_mutex);
-        auto place = products.find(key);
-        if (place != products.end())
-            return *place->second;
+// What is known of each spec that was called. Sizes come without end, so that all is forgotten at times.
+template <typename Known> class Table {
+  public:
+    template <typename Find> std::shared_ptr<Known> get(const Given &given, Find find) {
+        std::string whole = given.whole();
+        {
+            std::lock_guard<std::mutex> lock(mutex);
+            auto place = known.find(whole);
+            if (place != known.end())
+                return place->second;
+        }
+        // Found without the lock: another thread may have the interpreter and wait for this one.
+        std::shared_ptr<Known> found = find(given);
+        std::lock_guard<std::mutex> lock(mutex);
+        if (known.size() >= most)
+            known.clear();
+        return known.try_emplace(std::move(whole), std::move(found)).first->second;
     }
-    // Asked without the lock: another thread may have the interpreter and wait for this one.
-    std::unique_ptr<Product> product = described(key);
-    std::lock_guard<std::mutex> lock(products_mutex);
-    return *products.try_emplace(key, std::move(product)).first->second;
-}
+
+  private:
+    static constexpr size_t most = 1 << 16;
+    std::mutex mutex;
+    std::unordered_map<std::string, std::shared_ptr<Known>> known;
+};
+
+Table<const Product> products;
 
 // Tensors ----------------------------------------------------------------------------------------
 
@@ -137,17 +172,30 @@ void hand_over(const at::Tensor &tensor, TVMFFIAny *result) {
 
 // Kernels ----------------------------------------------------------------------------------------
 
-void multiply(const TVMFFIAny *args, int32_t count, TVMFFIAny *) {
-    TORCH_CHECK(count >= 3, "a product of less than two tensors");
-    const Product &product = product_of(string_of(args[0]));
-    at::Tensor left = tensor_of(args[1], product.left), right = tensor_of(args[2], product.right);
-    at::Tensor out = tensor_of(args[count - 1], std::nullopt).view(product.shape);
-    if (product.shape.size() == 3)
+Given given_in(const TVMFFIAny *args, int32_t count, bool sized) {
+    TORCH_CHECK(count > sized, "a kernel without a spec");
+    Given given{string_of(args[0]), "", args + 1, count - 1};
+    if (sized) {
+        TORCH_CHECK(args[1].type_index == kTVMFFIShape, "expected the sizes of a kernel");
+        const TVMFFIShapeCell *sizes = TVMFFIShapeGetCellPtr(args[1].v_obj);
+        given.sizes.assign(reinterpret_cast<const char *>(sizes->data), sizes->size * sizeof(int64_t));
+        ++given.tensors, --given.count;
+    }
+    return given;
+}
+
+template <bool sized> void multiply(const TVMFFIAny *args, int32_t count, TVMFFIAny *) {
+    Given given = given_in(args, count, sized);
+    TORCH_CHECK(given.count >= 3, "a product of less than two tensors");
+    std::shared_ptr<const Product> product = products.get(given, described);
+    at::Tensor left = tensor_of(given.tensors[0], product->left), right = tensor_of(given.tensors[1], product->right);
+    at::Tensor out = tensor_of(given.tensors[given.count - 1], std::nullopt).view(product->shape);
+    if (product->shape.size() == 3)
         at::bmm_out(out, left, right);
-    else if (count == 4)
+    else if (given.count == 3)
         at::mm_out(out, left, right);
     else
-        at::addmm_out(out, tensor_of(args[3], std::nullopt), left, right);
+        at::addmm_out(out, tensor_of(given.tensors[2], std::nullopt), left, right);
 }
 
 using Linear = at::Tensor(const at::Tensor &, const at::Tensor &, const std::optional<at::Tensor> &,
@@ -161,13 +209,14 @@ const c10::TypedOperatorHandle<Linear> &linear() {
     return handle;
 }
 
-void multiply_by_onednn(const TVMFFIAny *args, int32_t count, TVMFFIAny *result) {
-    TORCH_CHECK(count >= 3, "a product of less than two tensors");
-    const Product &product = product_of(string_of(args[0]));
-    at::Tensor left = tensor_of(args[1], product.left), right = tensor_of(args[2], product.right);
+template <bool sized> void multiply_by_onednn(const TVMFFIAny *args, int32_t count, TVMFFIAny *result) {
+    Given given = given_in(args, count, sized);
+    TORCH_CHECK(given.count >= 2, "a product of less than two tensors");
+    std::shared_ptr<const Product> product = products.get(given, described);
+    at::Tensor left = tensor_of(given.tensors[0], product->left), right = tensor_of(given.tensors[1], product->right);
     std::optional<at::Tensor> bias;
-    if (count > 3)
-        bias = tensor_of(args[3], std::nullopt);
+    if (given.count > 2)
+        bias = tensor_of(given.tensors[2], std::nullopt);
     c10::List<std::optional<at::Scalar>> none;
     hand_over(linear().call(left, right.t(), bias, "none", none, ""), result);
 }
@@ -260,32 +309,47 @@ int called(void *, const TVMFFIAny *args, int32_t count, TVMFFIAny *result) {
     return -1;
 }
 
-bool set_global(const char *name, TVMFFISafeCallType function) {
+bool set_global(const std::string &name, TVMFFISafeCallType function) {
     TVMFFIObjectHandle handle = nullptr;
     if (TVMFFIFunctionCreate(nullptr, function, nullptr, &handle) != 0)
         return false;
-    TVMFFIByteArray words{name, std::char_traits<char>::length(name)};
+    TVMFFIByteArray words{name.data(), name.size()};
     int code = TVMFFIFunctionSetGlobal(&words, handle, 1);
     TVMFFIObjectDecRef(handle);
     return code == 0;
 }
 
-PyObject *register_products(PyObject *, PyObject *args) {
-    const char *usual, *onednn, *empty, *residuals;
-    PyObject *function;
-    if (!PyArg_ParseTuple(args, "ssssO", &usual, &onednn, &empty, &residuals, &function))
+} // namespace
+
+#include "_aten_calls.h"
+
+namespace {
+
+void hold(PyObject **place, PyObject *object) {
+    Py_INCREF(object);
+    Py_XSETREF(*place, object);
+}
+
+PyObject *register_kernels(PyObject *, PyObject *args) {
+    const char *usual, *onednn, *empty, *residuals, *aten, *sized;
+    PyObject *of_product, *of_call, *at_sizes;
+    if (!PyArg_ParseTuple(args, "sssssOOsO", &usual, &onednn, &aten, &empty, &residuals, &of_product, &of_call,
+                          &sized, &at_sizes))
         return nullptr;
-    Py_INCREF(function);
-    Py_XSETREF(describe, function);
+    hold(&describe, of_product), hold(&describe_call, of_call), hold(&key_at, at_sizes);
     try {
         linear();
     } catch (const c10::Error &error) {
         Py_RETURN_FALSE;
     }
-    if (set_global(usual, called<multiply>) && set_global(onednn, called<multiply_by_onednn>) &&
+    std::string suffix(sized);
+    if (set_global(usual, called<multiply<false>>) && set_global(usual + suffix, called<multiply<true>>) &&
+        set_global(onednn, called<multiply_by_onednn<false>>) &&
+        set_global(onednn + suffix, called<multiply_by_onednn<true>>) &&
+        replace_global<false>(aten) && replace_global<true>(aten + suffix) &&
         set_global(empty, called<allocate>) && set_global(residuals, called<empty_residuals>))
         Py_RETURN_TRUE;
-    PyErr_SetString(PyExc_RuntimeError, "TVM does not take the kernels of products");
+    PyErr_SetString(PyExc_RuntimeError, "TVM does not take the compiled kernels");
     return nullptr;
 }
 
@@ -322,9 +386,11 @@ PyMethodDef functions[] = {
     {"take_back", take_back, METH_O,
      "take_back(tensor)\n--\n\n"
      "Return a tensor from DLPack on the storage that was noted for its memory; None: on no noted one."},
-    {"register_products", register_products, METH_VARARGS,
-     "register_products(usual, onednn, empty, residuals, describe)\n--\n\n"
-     "Make the kernels known to TVM by these names; False: this PyTorch has another oneDNN."},
+    {"register_kernels", register_kernels, METH_VARARGS,
+     "register_kernels(usual, onednn, aten, empty, residuals, of_product, of_call, sized, at_sizes)\n--\n\n"
+     "Make the kernels known to TVM by these names, and by those with the suffix sized for code of any size.\n\n"
+     "The three functions describe a product, describe an ATen call, and return a key with sizes put in.\n"
+     "False: this PyTorch has another oneDNN."},
     {nullptr, nullptr, 0, nullptr},
 };
 

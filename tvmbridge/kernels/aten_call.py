@@ -35,7 +35,7 @@ from tvm import relax
 from tvmbridge.core.custom_operator import is_foreign
 from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.core.torch_private import OpOverload
-from tvmbridge.kernels.dtypes import tensor_type
+from tvmbridge.kernels.dtypes import from_relax_dtype, tensor_type
 from tvmbridge.kernels.keys import spec_named
 from tvmbridge.kernels.results import promises_of, taker_of
 from tvmbridge.kernels.tensors import run_on
@@ -264,6 +264,47 @@ def _program(key: str) -> Callable[[tuple[torch.Tensor, ...]], Any]:
         return take(_with_channels_last(out, channels_last) if channels_last else out, tensors)
 
     return run
+
+
+def described_call(key: str) -> tuple[Any, ...] | None:
+    """Describe the ATen call whose spec has the key ``key`` to the compiled half.
+
+    Returns:
+        The names of operator and overload; each argument of the schema, as a tuple of its form and
+        content; whether the results are a tuple; and of each result its position, whether its
+        channels move last, its shape, and its dtype. None if Python has to run the call: it also
+        checks the conduct of custom operators.
+    """
+    content = json.loads(spec_named(key))
+    op = resolve_overload(content["op"])
+    declared, places = content.get("declared"), content["results"]
+    if declared is None or is_foreign(op):
+        return None
+    positional, named = content["args"], content["kwargs"]
+    arguments = [
+        _form(positional[i] if i < len(positional) else named.get(a.name, a.default_value))
+        for i, a in enumerate(op._schema.arguments)
+    ]
+    moved = content.get("channels_last", False)
+    results = [
+        (place, moved if isinstance(moved, bool) else place in moved, shape, from_relax_dtype(name))
+        for place, (shape, name) in zip(places or [0], declared, strict=True)
+    ]
+    names = op._schema.name, op._schema.overload_name
+    return (*names, tuple(arguments), places is not None, tuple(results))
+
+
+def _form(value: Any) -> tuple[Any, ...]:
+    """Return an encoded argument as its form and content: a place of a tensor, or a constant."""
+    if isinstance(value, dict):
+        ((tag, content),) = value.items()
+        if tag == "view":
+            return (tag, *content)
+        if tag in ("tensor", "complex", "channels_last"):
+            return tag, content
+    elif isinstance(value, list) and any(isinstance(v, dict) and "tensor" in v for v in value):
+        return "list", tuple(_form(v) for v in value)
+    return "constant", _decode(value)(())
 
 
 def _with_channels_last(out: Any, positions: Literal[True] | list[int]) -> Any:

@@ -18,8 +18,6 @@ from typing import Any
 
 import torch
 
-from tvmbridge.core.compiled_half import compiled_half
-from tvmbridge.kernels.allocation import EMPTY, EMPTY_RESIDUALS
 from tvmbridge.kernels.keys import spec_named
 from tvmbridge.kernels.tensors import run_on
 
@@ -98,19 +96,8 @@ def run_onednn_matmul(key: str, *tensors: Any) -> torch.Tensor:
     return run_on(onednn_program(key), tensors)
 
 
-def register_compiled() -> bool:
-    """Register the C++ extension's products, and its allocation, in place of Python's functions.
-
-    The extension parses each spec once, by :func:`_described`. Return False if there is no
-    extension.
-    """
-    half = compiled_half("tvmbridge.kernels._products")
-    names = MATMUL, ONEDNN_MATMUL, EMPTY, EMPTY_RESIDUALS
-    return half is not None and half.register_products(*names, _described)
-
-
-def _described(key: str) -> tuple[Any, Any, tuple[int, ...]]:
-    """Return the views of both operands and the shape of the result from a spec, as tuples."""
+def described_product(key: str) -> tuple[Any, Any, tuple[int, ...]]:
+    """Return the views of both operands and the shape of the result, for the compiled half."""
     content = json.loads(spec_named(key))
     left, right = (None if v is None else (tuple(v[0]), tuple(v[1])) for v in content["views"])
     return left, right, tuple(content["result"])

@@ -16,6 +16,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -60,9 +61,18 @@ class PackedForm:
         return self.stride, self.padding, self.dilation, self.groups, self.transposed
 
     @property
+    def work(self) -> int:
+        """The number of multiplications of the direct method, of a stride of one."""
+        return prod(self.data) * prod(self.weight[2:]) * self.weight[0] // self.groups
+
+    @property
     def spec(self) -> str:
         """The JSON spec that calls of this convolution have in the graph."""
         return json.dumps(asdict(self))
+
+    def of_images(self, most: int) -> PackedForm:
+        """Return the convolution of at most ``most`` images."""
+        return replace(self, data=(min(self.data[0], most), *self.data[1:]))
 
     def pack(self, weight: torch.Tensor) -> Packed:
         """Pack ``weight``, or wrap it unpacked if the convolution is transposed or alone."""
@@ -141,7 +151,7 @@ def _faster(forms: Sequence[PackedForm], make: Maker) -> str:
 
 def _precision(form: PackedForm) -> str:
     """Return "precise" if the packed kernel is about as precise as PyTorch's, else ""."""
-    x, last, weight = _operands(form)
+    x, last, weight = operands_of_form(form)
     with torch.no_grad():
         try:
             found = form.pack(weight).run(last, None)
@@ -153,19 +163,20 @@ def _precision(form: PackedForm) -> str:
 
 def _seconds(form: PackedForm, make: Maker) -> list[float]:
     """Return two times: of the unpacked convolution (PyTorch's kernel or loops), and packed."""
-    x, last, weight = _operands(form)
+    x, last, weight = operands_of_form(form)
     with torch.no_grad():
         packed = form.pack(weight)
 
         def run_packed() -> torch.Tensor:
             return packed.run(last, None).contiguous(memory_format=torch.channels_last)
 
-        return race([_not_packed(form, make, x, weight), run_packed])
+        return race([not_packed(form, make, x, weight), run_packed])
 
 
-def _not_packed(
+def not_packed(
     form: PackedForm, make: Maker, x: torch.Tensor, weight: torch.Tensor
 ) -> Callable[[], object]:
+    """Return the unpacked convolution of ``x`` with channels second, by PyTorch or in loops."""
     if (form.weight[2:], *form.settings) == _SAME:
         # The form has a bias: folding a batch norm leaves one.
         same = SameConvolution.of(ConvolutionResult.RESULT, form.data, form.weight, biased=True)
@@ -176,7 +187,7 @@ def _not_packed(
     return lambda: form.plain(x, weight)
 
 
-def _operands(form: PackedForm) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def operands_of_form(form: PackedForm) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return random data, the same data in channels-last layout, and a weight."""
     x, weight = operands_to_measure([form.data, form.weight], torch.float32)
     x, weight = x - 0.5, weight - 0.5

@@ -56,9 +56,19 @@ def with_sizes(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def run(key: str, point: bytes, *tensors: Any) -> Any:
-        return kernel(_key_at(key, integers(point)), *tensors)
+        return kernel(key_at(key, point), *tensors)
 
     return run
+
+
+def key_at(key: str, point: bytes) -> str:
+    """Return the key of a spec whose sizes are replaced by numbers.
+
+    Args:
+        key: the key of the spec with sizes.
+        point: the values of the symbols, as the bytes of int64.
+    """
+    return _key_at(key, integers(point))
 
 
 @functools.lru_cache(maxsize=65536)

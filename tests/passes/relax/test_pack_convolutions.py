@@ -168,7 +168,7 @@ def test_loops_are_what_packed_ones_are_compared_with(
 
     monkeypatch.setattr(packed_convolution, "faster_in_loops", is_faster)
     x, weight = torch.randn(form.data), torch.randn(form.weight)
-    found = packed_convolution._not_packed(form, convolution, x, weight)
+    found = packed_convolution.not_packed(form, convolution, x, weight)
     assert asked == [SameConvolution(ConvolutionResult.RESULT, 2, 16, 24, 12, 9, biased=True)]
     assert isinstance(found, functools.partial) == faster
     result = found()
@@ -177,7 +177,7 @@ def test_loops_are_what_packed_ones_are_compared_with(
     # The tolerance fits sums of 144 products of numbers around 1.
     torch.testing.assert_close(result.double(), expected, rtol=0, atol=1e-4)
     strided = dataclasses.replace(form, stride=(2, 2))
-    packed_convolution._not_packed(strided, convolution, x, weight)
+    packed_convolution.not_packed(strided, convolution, x, weight)
     assert len(asked) == 1
 
 

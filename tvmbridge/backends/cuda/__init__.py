@@ -68,7 +68,7 @@ def _kernel_passes(measure: bool) -> list[AnyPass]:
     return [*ours, *shared, *([] if sizes_vary() else by_size)]
 
 
-def _graph_passes(has_backward: bool) -> list[AnyPass]:
+def _graph_passes(has_backward: bool, measure: bool) -> list[AnyPass]:
     passes: list[AnyPass] = [CastFirst(), *tidy_passes()]
     losses = [FuseCrossEntropy()] if has_backward else []
     return [*passes, ReadViews(), *losses, ChannelsLast(), CollapseViews(), *tidy_passes()]
