@@ -165,7 +165,7 @@ def test_a_detached_output_may_get_other_memory(door: str) -> None:
         detached, result = called(x)
         detached.data = torch.zeros_like(detached)
         result.sum().backward()
-        assert owner.a.grad is not None and owner.b.grad is not None
+        assert owner.a.grad is not None
     torch.testing.assert_close(module.a.grad, expected.a.grad)
     torch.testing.assert_close(module.b.grad, expected.b.grad)
 
