@@ -96,8 +96,9 @@ setup(
     package_dir=FOLDERS,
     package_data={
         # The C++ sources are compiled at their first use (core/compiled_half.py).
-        "": ["py.typed", "*.json", "*.csv", "*.tsv", "*.txt", "*.html", "*.css", "*.js", "*.cpp", "*.h"],
+        "": ["py.typed", "*.json", "*.csv", "*.tsv", "*.txt", "*.html", "*.css", "*.js", "*.cpp"],
         "tvmbridge.exporting": ["*.c"],
+        "tvmbridge.kernels": ["*.h"],
         "tvmbridge": ["tuning_logs/*/*.json"],  # through a link, as passes/ is
     },
     install_requires=[*bound_requirements(), "numpy", "graphviz", "networkx", "rich"],

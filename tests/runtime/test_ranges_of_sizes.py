@@ -23,6 +23,9 @@ class _Related:
     def sizes(self, leaves: Point) -> Point:
         return leaves
 
+    def distinct(self, point: Point) -> Point:
+        return point
+
 
 class _Counted(Family):
     """A shape class whose code is for sizes from ``least`` to the largest that calls had.

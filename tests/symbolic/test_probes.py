@@ -107,19 +107,24 @@ def test_several_symbols_of_small_sizes_may_have_their_least_size_together() -> 
     assert len(set(points.all)) == len(points.all)
 
 
-def _points(broken: Any) -> Any:
-    """Return points for a tensor of up to 31 rows, without those at which a relation is broken."""
+def _points(broken: Any, sizes: tuple[int, ...] = (5,), most: int = 31) -> Any:
+    """Return points for tensors of up to ``most`` rows, at which no relation is broken.
+
+    ``sizes`` are the largest rows of calls; ``broken`` gets the rows of all tensors.
+    """
     relations = SimpleNamespace(
         is_symbolic=lambda *_: True,
-        most=lambda *_: 31,
-        broken=lambda shapes: "a relation" if broken(shapes[0][0]) else None,
+        most=lambda *_: most,
+        broken=lambda shapes: "a relation" if broken(*(s[0] for s in shapes.values())) else None,
     )
     trace: Any = SimpleNamespace(
         relations=relations, program=SimpleNamespace(graph=SimpleNamespace(nodes=[]))
     )
-    sample = ((torch.empty(3, 2),), {})
+    sample = (tuple(torch.empty(n, 2) for n in sizes), {})
+    symbols = Symbols(tuple(((i, 0),) for i in range(len(sizes))))
     with mock.patch.object(probes, "traced_sizes", return_value=()):
-        return points_within(trace, Symbols((((0, 0),),)), sample, [(2,)], ((5,), (5,)), ["x"])
+        smallest = (2,) * len(sizes)
+        return points_within(trace, symbols, sample, [smallest], (sizes, sizes), ["x"])
 
 
 def test_a_single_size_that_forward_leaves_out_is_no_sample_size() -> None:
@@ -129,3 +134,21 @@ def test_a_single_size_that_forward_leaves_out_is_no_sample_size() -> None:
     assert all(5 <= size != 31 for size in found.most)
     with pytest.raises(CaptureError, match="another way at other sizes: a relation"):
         _points(lambda rows: rows > 4)
+
+
+@pytest.mark.parametrize("sizes", [(9, 5), (5, 9)])
+def test_a_size_that_is_at_most_another_one_is_so_at_all_points(sizes: tuple[int, ...]) -> None:
+    order = int.__ge__ if sizes[0] > sizes[1] else int.__le__
+    points = _points(lambda one, other: not order(one, other), sizes, 1 << 20)
+    assert all(order(*point) for point in points.all)
+    far = [point for point in points.all if max(point) > 8 * min(point)]
+    assert far
+    assert points.least == (2, 2)
+
+
+def test_sizes_in_a_chain_differ_far_from_those_outside_of_it() -> None:
+    points = _points(lambda a, b, c: b < c, (9, 8, 5), 1 << 20)
+    assert all(b >= c for _, b, c in points.all)
+    assert any(c > 8 * a for a, _, c in points.all)
+    assert any(b > 8 * c for _, b, c in points.all)
+    assert any(a > 8 * b for a, b, _ in points.all)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
+from tests.frontend.helpers import Function
 from tvmbridge.graph_capture.any_size import shapes_of, traced_with_symbols
 from tvmbridge.symbolic.related import divided, related
 from tvmbridge.symbolic.symbols import LinearSize, Symbols
@@ -109,3 +112,28 @@ def test_sizes_that_are_equal_in_calls_are_one_symbol_if_forward_relates_product
     trace = traced_with_symbols(module, *sample, dimensions, needs_grad=False)
     found = related(chosen, trace.relations, sample, [(3, 35, 35), (3, 115, 115)])
     assert len(found.dimensions) == symbols
+
+
+@pytest.mark.parametrize(
+    ("forward", "sizes", "size"),
+    [
+        (lambda a, b, c: torch.cat([a, b]) * c, (7, 9, 16), lambda a, b: a + b),
+        (lambda a, b, c: (a[:, None] * b).flatten() * c, (7, 9, 63), lambda a, b: a * b),
+        (lambda a, b, c: a.sum() + b[::2] * c, (7, 9, 5), lambda a, b: (b + 1) // 2),
+    ],
+)
+def test_a_size_that_follows_from_several_symbols_is_derived(
+    forward: Any, sizes: tuple[int, ...], size: Any
+) -> None:
+    sample = tuple(map(torch.randn, sizes)), dict[str, torch.Tensor]()
+    chosen = Symbols((((0, 0),), ((1, 0),), ((2, 0),)))
+    trace = traced_with_symbols(Function(forward), *sample, chosen.all_dimensions, needs_grad=False)
+    found = related(chosen, trace.relations, sample, [sizes])
+    assert found.dimensions == (((0, 0),), ((1, 0),))
+    probe = found.probe(*sample, (31, 53))
+    assert probe[0][2].shape == (size(31, 53),)
+    assert trace.relations.broken(shapes_of(probe)) is None
+    assert found.sizes(probe[0]) == (31, 53)
+    assert found.sizes((*probe[0][:2], torch.empty(size(31, 53) + 1))) is None
+    other = found.without([None, 11])
+    assert other.probe(*found.probe(*sample, (5, 11)), (31,))[0][2].shape == (size(31, 11),)

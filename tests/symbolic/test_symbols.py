@@ -30,7 +30,7 @@ def test_equal_sizes_of_two_arguments_are_traced_as_equal_and_kept_apart() -> No
     assert each.dimensions == (((0, 0), (1, 0)), ((0, 1),), ((1, 1),), ((2, 0),))
     assert each.apart({0: (9, 9), 1: (9, 9), 2: (9, 4)}) == (9, 10, 10, 10)
     assert each.joined() == symbols
-    assert each.where([True, True, False, True]).equal == (0, 1, 1)
+    assert each.without([None, None, 1, None]).equal == (0, 1, 1)
 
 
 def test_sizes_that_are_equal_or_one_are_traced_as_equal() -> None:

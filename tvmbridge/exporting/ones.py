@@ -67,7 +67,7 @@ class OnesOfExport:
             tuple(n if is_larger else 1 for n, is_larger in zip(point, larger, strict=True))
             for point in self.points.all
         ]
-        symbols = self.symbols.where(larger)
+        symbols = self.symbols.without([None if is_larger else 1 for is_larger in larger])
         sample = self.symbols.probe(*self.sample, points[0])
         try:
             trace = traced_for(

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 _MOST_SIGNATURES = 4
 # The most shape classes for one structure, each with another choice of symbols for hints.
 _MOST_CHOICES = 4
+# The most calls for whose sizes, which forward demands, there is further code for other sizes.
+_MOST_APART = 3
 # Code covers a Dim's upper bound at once if the bound is at most _FAR times the first size, where
 # sizes below _NEAR count as _NEAR.
 _FAR, _NEAR = 8, 64
@@ -87,6 +89,12 @@ def reach(bounds: Sequence[DeclaredDimension], point: Point) -> list[Point]:
     return [small, large]
 
 
+def _agree(call: Shapes, sample: Shapes, dimensions: Iterable[Dimension]) -> bool:
+    """Whether a call has the sample's sizes in ``dimensions``."""
+    here, there = dict(call), dict(sample)
+    return all(here[leaf][number] == there[leaf][number] for leaf, number in dimensions)
+
+
 @dataclass(eq=False)
 class _SizeGroup:
     """The calls that differ from a signature in sizes alone, and the shape class that serves them.
@@ -95,12 +103,16 @@ class _SizeGroup:
     - ``declared``: the declaration of each symbolic dimension; None: the dimensions that change.
     - ``calls``: the shapes of the calls that have changed the choice of symbols.
     - ``family``: the shape class; None: no call has come yet.
+    - ``demanded``: dimensions whose sizes forward demands.
+    - ``first``: the specialisation for the signature's sizes, if it is that of a call.
     """
 
     signature: Signature
     declared: Mapping[Dimension, DeclaredDimension] | None = None
     calls: list[Shapes] = field(default_factory=list)
     family: Family | None = None
+    demanded: set[Dimension] = field(default_factory=set)
+    first: Specialization | None = None
 
     def served(self, matched: Matched) -> Specialization | Reason | None:
         """Return the specialisation for a call, or which of its sizes is outside of its Dim.
@@ -116,8 +128,12 @@ class _SizeGroup:
         family = self.family
         if family is None or family.refused:
             return None
-        symbols = {d for group in family.symbols.dimensions for d in group}
-        if any(d in family.demanded and dims[d].free for d in symbols & dims.keys()):
+        symbolic = set(family.symbols.all_dimensions)
+        demanded = symbolic & family.demanded
+        if any(dims[d].free for d in demanded & dims.keys()):
+            return None
+        if self.declared is None and demanded and symbolic - demanded and not family.has_code:
+            self.demanded |= demanded
             return None
         return family.instance(matched)
 
@@ -131,9 +147,12 @@ class _SizeGroup:
         """
         shapes = [(i, tuple(matched.leaves[i].shape)) for i, *_ in self.signature.tensors]
         sample = [(i, tuple(shape)) for i, shape, *_ in self.signature.tensors]
-        calls, guessed, demanded = [*self.calls, shapes], False, set[Dimension]()
+        calls, guessed = [*self.calls, shapes], False
         if self.declared is None:
-            calls = [sample, *calls]
+            # A call of another size than forward demands needs code for a sample of its own.
+            if not _agree(shapes, sample, self.demanded):
+                return None
+            calls = [c for c in [sample, *calls] if _agree(c, sample, self.demanded)]
             symbols = Symbols.of(*calls)
             if symbols is None or not symbols.dimensions or symbols.sizes(matched.leaves) is None:
                 return None
@@ -146,8 +165,8 @@ class _SizeGroup:
                 symbols = (symbols.with_sides(shapes) or symbols).by_argument(*calls)
             guessed = len(symbols.dimensions) > changed
         else:
-            demanded = set() if self.family is None else self.family.demanded
-            symbols = symbols_of(self.declared, calls, demanded)
+            self.demanded |= set() if self.family is None else self.family.demanded
+            symbols = symbols_of(self.declared, calls, self.demanded)
             if symbols is None:
                 return Reason(Kind.ALL_DEMANDED)
             if not symbols.are_all(sample, matched.leaves):
@@ -159,17 +178,28 @@ class _SizeGroup:
         within: list[Point] = []
         if self.declared is not None:
             within = reach([self.declared[group[0]] for group in symbols.dimensions], seen[-1])
-        retire(entry for i in self.instances() for _, entry in i.compiled())
+        retire(entry for i in self.instances() if i is not self.first for _, entry in i.compiled())
         self.calls.append(shapes)
         self.family = family = Family(compiler, self.signature, symbols, seen, retire, within)
-        family.guessed, family.demanded = guessed, demanded
+        family.guessed, family.demanded = guessed, set(self.demanded)
         if self.declared is not None:
             family.why = ""
         return self.served(matched)
 
     def instances(self) -> list[Specialization]:
         """Return the specialisations of the shape class."""
-        return [] if self.family is None else list(self.family.instances.values())
+        first = [] if self.first is None else [self.first]
+        return first if self.family is None else [*first, *self.family.instances.values()]
+
+    def apart(self, matched: Matched) -> _SizeGroup | None:
+        """Return a group for a call with other sizes than forward demands; None: it has those."""
+        if not self.demanded:
+            return None
+        args, kwargs = matched.arguments
+        like = self.signature
+        signature = Signature(tuple(args), kwargs, like.forward, like.numbers)
+        first = Specialization(signature)
+        return _SizeGroup(signature, demanded=self.demanded, first=first)
 
 
 class AnySize:
@@ -233,6 +263,8 @@ class AnySize:
             if isinstance(matched, Reason):
                 misfit = misfit or matched
                 continue
+            if each.first is not None and not each.signature.mismatch(matched.leaves):
+                return each.first, None
             found = each.served(matched)
             if found is None and self.spec is not None:
                 found = each.renew(matched, self.compiler, self.retire) or Reason(Kind.TOGETHER)
@@ -244,7 +276,9 @@ class AnySize:
         self, known: Sequence[Specialization], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Specialization | Reason | None:
         """Return a specialisation for a call that differs in sizes from one of ``known``."""
-        for specialization in known:
+        others = [k.first for k in self._known if k.first is not None]
+        apart: _SizeGroup | None = None
+        for specialization in (*known, *others):
             signature = specialization.signature
             matched = signature.match(args, kwargs, any_size=True)
             if isinstance(matched, Reason):
@@ -257,7 +291,11 @@ class AnySize:
                     entry.compiled.compile_no_more()
                 self._known = [*(k for k in self._known if k is not each), each]
                 return found
-        return None
+            apart = apart or each.apart(matched)
+        if apart is None or len(others) >= _MOST_APART:
+            return None
+        self._known.append(apart)
+        return apart.first
 
     def entry(
         self, specialization: Specialization, mode: Mode, matched: Matched

@@ -112,6 +112,8 @@ class Family:
         # The symbols of the code: fewer than ``symbols`` if some sizes depend on others.
         self._related = symbols
         self._least = self._usual = self._most = tuple(max(LEAST_SIZE, n) for n in seen[0])
+        # Sizes of a call at which the module can be traced; None: calls had equal sizes, or 1.
+        self._distinct = next(filter(self._is_distinct, seen), None)
         self._note(*seen)
         self._cover(*within)
 
@@ -128,6 +130,8 @@ class Family:
             return None
         found = self.instances.get(point)
         if found is None:
+            if self._distinct is None and self._is_distinct(point):
+                self._distinct = point
             args, kwargs = matched.arguments
             like = self.signature
             found = Specialization(Signature(tuple(args), kwargs, like.forward, like.numbers))
@@ -156,7 +160,7 @@ class Family:
         rest = tuple(itertools.compress(point, larger))
         family = self._ones.get(larger)
         if family is None:
-            symbols = self.symbols.where(larger)
+            symbols = self.symbols.without([None if is_larger else 1 for is_larger in larger])
             family = Family(self.compiler, signature, symbols, [rest], self.retire)
             family.why = self.why
             self._ones[larger] = family
@@ -189,7 +193,7 @@ class Family:
         self._note(self._point(matched))
         code = self._code(mode, flags, matched)
         if isinstance(code, Reason):
-            if self._has_code:
+            if self.has_code:
                 raise OtherSizesError(code.text)
             self.refused = self.guessed
             raise (RefusedGuessError if self.guessed else BuildError)(code.text)
@@ -231,7 +235,8 @@ class Family:
             return None
 
     @property
-    def _has_code(self) -> bool:
+    def has_code(self) -> bool:
+        """Whether there is code for some sizes."""
         return any(isinstance(code, SymbolicCode) for code in self.codes.values())
 
     def _point(self, matched: Matched) -> Point:
@@ -244,6 +249,10 @@ class Family:
         if point is None or min(point) < LEAST_SIZE:
             raise BuildError("the sizes are not such multiples, or sums, as forward demands")
         return point
+
+    def _is_distinct(self, point: Point) -> bool:
+        """Whether a trace may have these sizes: none is 1, and different symbols differ."""
+        return self.symbols.distinct(point) == point
 
     def _note(self, *points: Point) -> None:
         """Extend the range of sizes that the next compilation is for to these points of calls."""
@@ -369,10 +378,16 @@ class Family:
     def _compiled_at(
         self, mode: Mode, bounds: tuple[Point, ...], arguments: Arguments
     ) -> SymbolicCode:
-        """Compile code from the sizes of a call, where sizes of 1 are larger."""
+        """Compile code from the sizes of a call, where sizes of 1 are larger.
+
+        Other sizes than those of calls may not fit together: a mask may have as many places as two
+        arguments. So the first trace has those of another call, if those of this one must change.
+        """
         args, kwargs = arguments
         at = self._related.point_of(shapes_of(arguments))
-        if min(at) < LEAST_SIZE:
+        if self._related is self.symbols and self._distinct and not self._is_distinct(at):
+            args, kwargs = self.symbols.probe(args, kwargs, self._distinct)
+        elif min(at) < LEAST_SIZE:
             args, kwargs = self._related.probe(
                 args, kwargs, tuple(max(LEAST_SIZE, size) for size in at)
             )
@@ -441,7 +456,7 @@ class Family:
             return compiled(symbols, bounds)
         except DifferentCodeError:
             units = divided(symbols, trace, sample, bounds)
-            if units is None or self._has_code:
+            if units is None or self.has_code:
                 raise
             bounds = self._relate(units, sample, bounds)
             return compiled(units, bounds)

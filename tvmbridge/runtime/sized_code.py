@@ -67,7 +67,7 @@ def compiled_for(
     except DifferentCodeError as error:
         first, used = error, set[int]()
     for begin in raised(points.least, least[-1], most):
-        logger.debug("code differs between %s", points.all)
+        logger.debug("code differs between %s: %s", points.all, first)
         used |= {size for point in points.all for size in point}
         try:
             points = points_within(

@@ -58,7 +58,7 @@ class SizesOfOne:
             trace = self._compiler.apart_or_itself(
                 lambda apart: traced_for(
                     self._compiler.module,
-                    symbols.where([size is None for size in constants]),
+                    symbols.without(constants),
                     sample,
                     needs_grad=mode.needs_grad,
                     apart=apart,

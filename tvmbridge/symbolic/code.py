@@ -37,6 +37,7 @@ from tvmbridge.core.decisions import (
     repeated_decisions,
     without_facts,
 )
+from tvmbridge.core.errors import CaptureError
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.core.types import PassRecord
 from tvmbridge.graph_capture.any_size import SymbolicTrace, shapes_of, traced_with_symbols
@@ -194,16 +195,27 @@ def traced_for(
     Raises:
         CaptureError: the module cannot be traced with these symbols.
     """
-    with recorded_decisions() if like is None else repeated_decisions(like) as decisions:
-        trace = traced_with_symbols(
-            module,
-            *symbols.probe(*sample, symbols.apart(shapes_of(sample))),
-            [d for group in symbols.dimensions for d in group],
-            needs_grad=needs_grad,
-            apart=apart,
-            autocast=autocast,
-        )
-    return replace(trace, decisions=tuple(decisions or ()))
+
+    def traced_at(point: Point) -> SymbolicTrace:
+        with recorded_decisions() if like is None else repeated_decisions(like) as decisions:
+            trace = traced_with_symbols(
+                module,
+                *symbols.probe(*sample, point),
+                symbols.all_dimensions,
+                needs_grad=needs_grad,
+                apart=apart,
+                autocast=autocast,
+            )
+        return replace(trace, decisions=tuple(decisions or ()))
+
+    here, point = symbols.point_of(shapes_of(sample)), symbols.apart(shapes_of(sample))
+    try:
+        return traced_at(point)
+    except CaptureError:
+        # Forward may demand that sizes are equal which were not equal in all calls.
+        if point == here or min(here) < LEAST_SIZE:
+            raise
+        return traced_at(here)
 
 
 def lowered_at_all(

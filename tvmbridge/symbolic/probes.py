@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -109,14 +109,23 @@ def points_within(
     broken: str | None = None
     wrong: set[int] = set()
     avoided = dict.fromkeys((static_numbers(trace), frozenset[int]()))
-    ways = itertools.product(dict.fromkeys(smallest), avoided, _LIMITS, (False, True))
-    for least, avoid, limit, tight in ways:
+    # Forward may demand that one size is at most another one: its sample sizes are then smaller.
+    orders = dict.fromkeys((tuple(range(len(bounds))), _descending(largest[1])))
+    ways = itertools.product(dict.fromkeys(smallest), avoided, _LIMITS, (False, True), orders)
+    for least, avoid, limit, tight, order in ways:
         within = [min(bound, limit) for bound in bounds]
         points = points_for(
-            (least, *largest), within, tight=tight, avoided=avoid, refused=refused, floors=floors
+            (least, *largest),
+            within,
+            tight=tight,
+            avoided=avoid,
+            refused=refused,
+            floors=floors,
+            order=order,
         )
         if points is None:
             continue
+        points = replace(points, between=tuple(_permitted(points, broken_at)))
         found = {point: broken_at(point) for point in points.all}
         broken = next(filter(None, found.values()), None)
         if broken is None:
@@ -133,6 +142,26 @@ def points_within(
     message = f"forward goes another way at other sizes: {reason}"
     is_few = broken is None and max(bounds) <= _FEW
     raise OtherBranchError(message, math.prod(bounds) if is_few else 0)
+
+
+def _descending(point: Point) -> tuple[int, ...]:
+    """Return the numbers of the symbols, that of the largest size first."""
+    return tuple(sorted(range(len(point)), key=lambda i: -point[i]))
+
+
+def _permitted(points: Points, broken_at: Callable[[Point], str | None]) -> Iterator[Point]:
+    """Yield the corners, with as few further large sizes as forward demands beside a large one.
+
+    A corner is left out if forward demands all sizes to be large beside its large one.
+    """
+    for corner in points.between:
+        raised = sorted(
+            itertools.product(*({a, b} for a, b in zip(corner, points.most, strict=True))),
+            key=lambda p: sum(map(int.__ne__, p, corner)),
+        )
+        found = next((point for point in raised if broken_at(point) is None), corner)
+        if found != points.most:
+            yield found
 
 
 def _sizes_of(points: Iterable[Point]) -> set[int]:
@@ -225,6 +254,7 @@ def points_for(
     avoided: Collection[int] = (),
     refused: Collection[int] = (),
     floors: Sequence[int] | None = None,
+    order: Sequence[int] | None = None,
 ) -> Points | None:
     """Return sample points whose range contains the given sizes and many others, or None.
 
@@ -234,12 +264,15 @@ def points_for(
         avoided: numbers that no size may be, except a smallest size if calls have no larger one.
         refused: numbers that no size may be, except a smallest size of 2.
         floors: the least value of each symbol, which several symbols may have; None: 2.
+        order: the numbers of the symbols; each has smaller sizes than those before it.
     """
     taken = {*avoided, *refused}
     used = set(refused)
-    most, middle, least = [], [], []
-    floors = floors or [LEAST_SIZE] * len(bounds)
-    for low, usual, high, bound, floor in zip(*seen, bounds, floors, strict=True):
+    order = order or range(len(bounds))
+    found: dict[int, tuple[int, int, int]] = {}
+    ranges = list(zip(*seen, bounds, floors or [LEAST_SIZE] * len(bounds), strict=True))
+    for symbol in order:
+        low, usual, high, bound, floor = ranges[symbol]
         limit = min(_FAR * max(high, _LANES), bound)
         common = min(max(usual, low, 2 * _LEAST[-1]), bound)
         # Within narrow bounds a smaller bottom may have a generic size at the top. Forward may
@@ -256,11 +289,10 @@ def points_for(
         else:
             return None
         taken.update(mine)
-        least.append(bottom)
-        most.append(top)
-        middle.append(between)
         used.update((bottom, top, between))
-    points = Points(tuple(least), tuple(most), tuple(middle), _corners(least, most))
+        found[symbol] = bottom, top, between
+    least, most, middle = zip(*(found[symbol] for symbol in range(len(bounds))), strict=True)
+    points = Points(least, most, middle, _corners(least, most))
     return points if len(set(points.all)) == len(points.all) else None
 
 

@@ -2,13 +2,14 @@
 
 A cache of ``s`` places has a mask of ``s + 1`` places. A network that halves images twice needs
 sizes ``4 * s``. Symbolic code then has the symbol ``s`` alone.
+A mask for two arguments has ``s + t`` places: its size is derived from two symbols.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence, Set
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -19,7 +20,7 @@ from tvmbridge.core.torch_private import pytree
 from tvmbridge.graph_capture.any_size import SymbolicTrace, shapes_of
 from tvmbridge.graph_capture.relations import Relations, affine
 from tvmbridge.symbolic.size import Point
-from tvmbridge.symbolic.symbols import Dimension, LinearSize, Symbols
+from tvmbridge.symbolic.symbols import DerivedSize, Dimension, LinearSize, Symbols
 
 # Prime values for symbols: sizes are then multiples of their unit and of little else.
 _GENERIC = (17, 23, 29, 37, 41, 43, 47, 53), (3, 5, 7, 11, 13, 17, 19, 23)
@@ -55,14 +56,19 @@ def _hold(relations: Relations, symbols: Symbols, sample: Arguments) -> bool:
     number = len(symbols.dimensions)
     if number > len(_GENERIC[0]):
         return True
-    points = (each[:number] for each in _GENERIC)
+    here = symbols.point_of(shapes_of(sample))
+    ranks = [sorted(range(number), key=here.__getitem__).index(i) for i in range(number)]
+    # Forward may demand that one size is at most another one, as in the sample.
+    points = (
+        tuple(each[i] for i in order) for each in _GENERIC for order in (range(number), ranks)
+    )
     probes = (shapes_of(symbols.probe(*sample, point)) for point in points)
     return any(relations.broken(shapes) is None for shapes in probes)
 
 
 def _merged(symbols: Symbols, relations: Relations) -> Symbols:
     """Return the symbols, with dimensions merged whose sizes are linear in the same symbol."""
-    groups: dict[object, list[Dimension]] = {}
+    groups: dict[Any, list[Dimension]] = {}
     forms = dict(symbols.forms)
     apart: list[tuple[Dimension, ...]] = []
     for dimensions in symbols.dimensions:
@@ -74,7 +80,36 @@ def _merged(symbols: Symbols, relations: Relations) -> Symbols:
         symbol, scale, offset = found
         forms.update(dict.fromkeys(dimensions, LinearSize(scale, offset)))
         groups.setdefault(symbol, []).extend(dimensions)
-    return Symbols((*map(tuple, groups.values()), *apart), forms)
+    follows = _equations(relations, groups.keys())
+    following = [d for symbol in follows for d in groups.pop(symbol)]
+    for dimensions in list(apart):
+        if all(_follows(relations.shapes[leaf][n], groups.keys()) for leaf, n in dimensions):
+            apart.remove(dimensions)
+            following += dimensions
+    places = (*groups, *(sympy.Dummy(integer=True) for _ in apart))
+    derived = {
+        (leaf, number): DerivedSize(relations.shapes[leaf][number].subs(follows), places)
+        for leaf, number in following
+    }
+    return Symbols((*map(tuple, groups.values()), *apart), forms, derived=derived)
+
+
+def _equations(relations: Relations, symbols: Set[Any]) -> dict[Any, Any]:
+    """Return those of ``symbols`` that forward demands to equal expressions of the others."""
+    found: dict[Any, Any] = {}
+    for guard in relations.guards:
+        for symbol, value in (guard.args, guard.args[::-1]) if isinstance(guard, sympy.Eq) else ():
+            used = {s for v in found.values() for s in v.free_symbols} | found.keys()
+            if symbol in symbols and symbol not in used:
+                others = symbols - found.keys() - {symbol}
+                if _follows(value, others):
+                    found[symbol] = value
+    return found
+
+
+def _follows(expression: Any, symbols: Collection[Any]) -> bool:
+    """Whether a size depends on sizes, and on no others than ``symbols``."""
+    return isinstance(expression, sympy.Basic) and set() < expression.free_symbols <= set(symbols)
 
 
 def _in_units(
@@ -141,4 +176,8 @@ def _scaled(symbols: Symbols, units: Sequence[int]) -> Symbols:
         for dimensions, unit in zip(symbols.dimensions, units, strict=True)
         for d in dimensions
     }
-    return Symbols(symbols.dimensions, forms)
+    derived = {}
+    for dimension, each in symbols.derived.items():
+        values = [unit * place for unit, place in zip(units, each.places, strict=True)]
+        derived[dimension] = each.with_values(values)
+    return Symbols(symbols.dimensions, forms, derived=derived)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias
 
+import sympy  # type: ignore[import-untyped]
 import torch
 
 from tvmbridge.core.torch_private import pytree
@@ -50,6 +51,29 @@ ITSELF = LinearSize()
 
 
 @dataclass(frozen=True)
+class DerivedSize:
+    """A size that follows from several symbols, or from one in another than a linear form.
+
+    - ``expression``: a sympy expression of ``places``, such as the sum of two.
+    - ``places``: a sympy symbol for each symbol of the code.
+    """
+
+    expression: Any
+    places: tuple[Any, ...]
+
+    def size(self, point: Sequence[int]) -> int:
+        """Return the size for these values of the symbols."""
+        return int(self.expression.subs(dict(zip(self.places, point, strict=True))))
+
+    def with_values(self, values: Sequence[Any]) -> DerivedSize:
+        """Return the size with ``values`` in place of the symbols; None leaves a symbol."""
+        pairs = list(zip(self.places, values, strict=True))
+        left = tuple(place for place, value in pairs if value is None or value.free_symbols)
+        known = {place: value for place, value in pairs if value is not None}
+        return DerivedSize(self.expression.subs(known, simultaneous=True), left)
+
+
+@dataclass(frozen=True)
 class Symbols:
     """The symbolic dimensions of a call's arguments, grouped by symbol.
 
@@ -60,11 +84,18 @@ class Symbols:
         forms: how a size follows from the symbol, for dimensions whose size is not the symbol.
         equal: for each symbol, a number; symbols with the same number had values that were equal
             or 1 in all calls. Empty: no two symbols had.
+        derived: further dimensions, whose sizes follow from several symbols.
     """
 
     dimensions: tuple[tuple[Dimension, ...], ...]
     forms: Mapping[Dimension, LinearSize] = field(default_factory=dict)
     equal: tuple[int, ...] = ()
+    derived: Mapping[Dimension, DerivedSize] = field(default_factory=dict)
+
+    @property
+    def all_dimensions(self) -> list[Dimension]:
+        """All symbolic dimensions."""
+        return [*itertools.chain.from_iterable(self.dimensions), *self.derived]
 
     @classmethod
     def of(cls, *calls: Shapes) -> Symbols | None:
@@ -176,23 +207,29 @@ class Symbols:
             if numbers or number is None or number < 1:
                 return None
             found.append(number)
+        if any(shapes[d[0]][d[1]] != each.size(found) for d, each in self.derived.items()):
+            return None
         return tuple(found)
 
     def form(self, dimension: Dimension) -> LinearSize:
         """Return how the size of ``dimension`` follows from its symbol."""
         return self.forms.get(dimension, ITSELF)
 
-    def where(self, chosen: Sequence[bool]) -> Symbols:
-        """Return only the symbols for which ``chosen`` is True."""
+    def without(self, constants: Sequence[int | None]) -> Symbols:
+        """Return only the symbols for which ``constants`` has None, and no value."""
+        chosen = [value is None for value in constants]
+        values = [None if value is None else sympy.Integer(value) for value in constants]
+        derived = {d: each.with_values(values) for d, each in self.derived.items()}
         return replace(
             self,
             dimensions=tuple(itertools.compress(self.dimensions, chosen)),
             equal=tuple(itertools.compress(self.equal, chosen)),
+            derived={d: each for d, each in derived.items() if each.expression.free_symbols},
         )
 
     def are_all(self, sample: Shapes, leaves: Sequence[Any]) -> bool:
         """Whether a call has the shapes of a sample, except in symbolic dimensions."""
-        symbolic = {d for dimensions in self.dimensions for d in dimensions}
+        symbolic = set(self.all_dimensions)
         return all(
             len(shape) == leaves[i].dim()
             and all(
@@ -209,7 +246,11 @@ class Symbols:
         )
 
     def apart(self, shapes: Mapping[int, Sequence[int]]) -> Point:
-        """Return values of the symbols near a call's sizes, none of them 1.
+        """Return values of the symbols near a call's sizes at which forward can be traced."""
+        return self.distinct(self.point_of(shapes))
+
+    def distinct(self, point: Point) -> Point:
+        """Return values of the symbols near ``point``, none of them 1.
 
         Two values are equal only if their symbols had equal values in all calls, since forward may
         demand equal sizes. Otherwise they are different: code could compare different symbols that
@@ -219,7 +260,7 @@ class Symbols:
         """
         wanted: dict[int, int] = {}
         numbers = self.equal or range(len(self.dimensions))
-        for number, size in zip(numbers, self.point_of(shapes), strict=True):
+        for number, size in zip(numbers, point, strict=True):
             wanted[number] = max(size, wanted.get(number, LEAST_SIZE))
         taken: dict[int, int] = {}
         for number, size in wanted.items():
@@ -243,7 +284,9 @@ class Symbols:
         for dimensions, symbol in zip(self.dimensions, point, strict=True):
             for leaf, number in dimensions:
                 shapes[leaf][number] = self.form((leaf, number)).size(symbol)
-        varying = {leaf for dimensions in self.dimensions for leaf, _ in dimensions}
+        for (leaf, number), each in self.derived.items():
+            shapes[leaf][number] = each.size(point)
+        varying = {leaf for leaf, _ in self.all_dimensions}
         made = [_resized(t, shapes[i]) if i in varying else t for i, t in enumerate(leaves)]
         found: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(made, spec)
         return found
