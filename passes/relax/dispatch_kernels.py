@@ -251,8 +251,14 @@ class _KernelMutator(PyExprMutator):
             self.report.decline("take", "not PyTorch's kind of indices")
             return call
         self.report.rewrote()
-        args = [{"tensor": 0}, {"tensor": 1}]
-        return call_overload("aten.embedding.default", args, [table, indices], call.ty)
+        first, second = {"tensor": 0}, {"tensor": 1}
+        if isinstance(table, relax.Var) and is_call(
+            self.lookup_binding(table), "relax.broadcast_to"
+        ):
+            # Loops read the rows of an expanded table where they are, without a whole table.
+            args = [first, [second]]
+            return call_overload("aten.index.Tensor", args, call.args, call.ty, compiled=True)
+        return call_overload("aten.embedding.default", [first, second], call.args, call.ty)
 
     def _take_backward(self, call: relax.Call) -> relax.Expr:
         grad, table, indices = call.args

@@ -149,6 +149,27 @@ def test_a_write_that_autograd_does_not_see_is_as_in_eager_pytorch() -> None:
         torch.testing.assert_close(gradient(ours, x), gradient(eager, x))
 
 
+@pytest.mark.parametrize("door", ["add", "compile"])
+def test_a_detached_output_may_get_other_memory(door: str) -> None:
+    def forward(m: Written, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        h = (x * m.a).exp()
+        return h.detach(), h * m.b
+
+    module, x = Written(forward), torch.rand(4, 4, dtype=torch.float64)
+    expected = copy.deepcopy(module)
+    torch._dynamo.reset()
+    ours: Any = torch.compile(module, backend="tvmbridge")
+    if door == "add":
+        ours = add_tvm_dispatch(module, x)
+    for called, owner in ((ours, module), (expected, expected)):
+        detached, result = called(x)
+        detached.data = torch.zeros_like(detached)
+        result.sum().backward()
+        assert owner.a.grad is not None
+    torch.testing.assert_close(module.a.grad, expected.a.grad)
+    torch.testing.assert_close(module.b.grad, expected.b.grad)
+
+
 def test_an_output_that_eager_pytorch_saves_is_not_copied() -> None:
     ours = add_tvm_dispatch(
         Written(lambda m, x: ((x * m.a).sigmoid(),)), torch.rand(4, 4, dtype=torch.float64)

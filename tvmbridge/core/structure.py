@@ -6,15 +6,18 @@ A result may also be an instance of a dataclass, which is a leaf for PyTorch: se
 from __future__ import annotations
 
 import dataclasses
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from tvmbridge.core.contents import holds_all_in_dict, is_constant
+from tvmbridge.core.contents import holds_all_in_dict, is_constant, same_value
 from tvmbridge.core.symbolic_numbers import SYMBOLIC
 from tvmbridge.core.torch_private import pytree
+
+_DICTS = (dict, OrderedDict, defaultdict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,6 +173,19 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], structure: Any
 def children(spec: Any) -> list[Any]:
     """Return the child specs of a tree spec; PyTorch 2.11 has them under another name."""
     return list(spec.children() if hasattr(spec, "children") else spec.children_specs)
+
+
+def same_structure(spec: Any, other: Any) -> bool:
+    """Whether two tree specs are equal, and keys of dicts too: ``1`` is another key than True."""
+    return bool(spec == other) and _same_keys(spec, other)
+
+
+def _same_keys(spec: Any, other: Any) -> bool:
+    if spec.is_leaf():
+        return True
+    if spec.type in _DICTS and not same_value(spec.context, other.context):
+        return False
+    return all(map(_same_keys, children(spec), children(other)))
 
 
 def _has_own(spec: Any) -> bool:

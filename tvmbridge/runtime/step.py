@@ -143,7 +143,12 @@ class TrainingStep:
     def to_save(self, outputs: Sequence[torch.Tensor], residuals: Any) -> list[torch.Tensor]:
         """Return the tensors that autograd saves: primals, outputs, and residuals for hooks."""
         call, held = self.call, self.held
-        kept = [outputs[number] for number, _ in call.parts.kept_outputs]
+        # A detached output is another tensor than the one that eager PyTorch saves: the user may
+        # exchange its memory (``.data =``).
+        kept = [
+            outputs[number].detach() if number in call.constant_outputs else outputs[number]
+            for number, _ in call.parts.kept_outputs
+        ]
         if held is not None:
             self.residuals = residuals
             self.versions = versions_of(held.watched)

@@ -95,6 +95,34 @@ def test_forward_is_told_the_strides_of_the_kernels() -> None:
     assert not dispatch_report(ours).fallbacks
 
 
+def quantiles(x: torch.Tensor) -> torch.Tensor:
+    return x.quantile(torch.tensor([0.2, 0.4], dtype=x.dtype), dim=1)
+
+
+def heads(x: torch.Tensor) -> torch.Tensor:
+    """Attention of a single token, whose heads are next to each other in memory."""
+    heads = (x[:, :1] * 1).transpose(1, 2)
+    return functional.scaled_dot_product_attention(heads, heads, heads)
+
+
+@pytest.mark.parametrize("function", [quantiles, heads])
+@pytest.mark.parametrize("door", ["add", "compile"])
+def test_strides_of_functions_that_no_fake_kernel_knows(
+    function: Callable[[torch.Tensor], torch.Tensor], door: str
+) -> None:
+    def forward(x: torch.Tensor) -> list[torch.Tensor]:
+        result = function(x * 2)
+        return [result, x * result.stride(0), x * result.stride(-2)]
+
+    x = torch.randn(2, 4, 4, 6, dtype=torch.float64)
+    state = torch.get_rng_state()
+    torch._dynamo.reset()
+    ours: Any = Function(forward).eval()
+    ours = add_tvm_dispatch(ours, x) if door == "add" else torch.compile(ours, backend="tvmbridge")
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.testing.assert_close(ours(x), forward(x))
+
+
 def test_shapes_that_depend_on_values_are_left_as_they_are() -> None:
     shapes = ShapeEnv()
     with FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True) as mode, strides_of_kernels():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.nn import functional
@@ -109,10 +111,22 @@ def test_kernels_are_asked_on_expanded_zeros_where_the_trace_has_an_expanded_ten
     places = torch.empty(3, dtype=torch.int64, device="meta")
     assert kernel_dtypes(aten.index.Tensor, (x, [places]), {}) == [torch.float32]
     assert kernel_dtypes(aten.gather.default, (x, 0, places), {}) == [torch.float32]
-    module = Function(lambda x, i: x.expand(1 << 40)[i] * 2).eval()
-    x, i = torch.randn(1), torch.tensor([0, (1 << 40) - 1, -1])
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x, i: x.expand(1 << 40, 3)[i] * 2,
+        lambda x, i: functional.embedding(i, x.expand(1 << 40, 3), padding_idx=5) * 2,
+    ],
+    ids=["index", "embedding"],
+)
+def test_reads_of_an_expanded_tensor_make_no_tensor_of_its_size(read: Any) -> None:
+    module = Function(read).eval()
+    x, i = torch.randn(1, 3), torch.tensor([0, (1 << 40) - 1, 5])
     expected = module(x, i)
     tvmbridge.add_tvm_dispatch(module, (x, i))
     assert torch.equal(module(x, i), expected)
+    assert tvmbridge.dispatch_report(module).tvm_calls == 1
     with pytest.raises(IndexError, match="out of bounds"):
         module(x, i + 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -276,3 +277,23 @@ def test_another_default_or_body_is_noticed(name: str, fast: bool, of_instance: 
         torch.testing.assert_close(module(sample()), expected)
         torch.testing.assert_close(module(x=sample()), expected)
     assert sum(dispatch_report(module).fallbacks.values()) == 4
+
+
+class ByKey(nn.Module):
+    """Multiplies each value of a dict by a factor that depends on its key's class."""
+
+    def forward(self, values: dict[Any, torch.Tensor]) -> torch.Tensor:
+        factor = 1
+        for key in values:
+            factor += 2 if key is True else 4 if type(key) is int else 8
+        return torch.stack(list(values.values())).sum(0) * factor
+
+
+@pytest.mark.parametrize("container", [dict, collections.OrderedDict])
+def test_equal_keys_of_other_classes_have_code_of_their_own(container: type) -> None:
+    """Python's ``1``, ``1.0`` and ``True`` are one key of a dict."""
+    module, x = ByKey(), torch.randn(3)
+    add_tvm_dispatch(module)
+    for key in (True, 1, 1.0, True, 1):
+        assert torch.equal(module(container({key: x})), ByKey()(container({key: x})))
+    assert dispatch_report(module).tvm_calls == 5

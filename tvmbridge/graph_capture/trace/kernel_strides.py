@@ -6,8 +6,8 @@ and ``as_strided`` reads memory by them.
 
 No table of rules would be complete. So the real kernel runs once on zeros with the sizes and
 strides of the operands, and the fake results get its strides. It does not run if all operands and
-results are contiguous, except for a few operators, nor for matrix products, whose results always
-are contiguous.
+results are contiguous, except for a few operators and whole functions of PyTorch, nor for matrix
+products, whose results always are contiguous.
 """
 
 from __future__ import annotations
@@ -121,6 +121,8 @@ def _dispatched(
         return results
     if any(isinstance(leaf, SYMBOLIC) for leaf in given):
         return results
+    if _draws(func) and not all(tensor.is_cpu for tensor in (*operands, *tensors)):
+        return results
     fits = sum(t.numel() for t in (*operands, *tensors)) <= _MOST_ELEMENTS
     strides = _strides_of(func, given, structure, made, fits) if fits or func.is_view else None
     if strides is None:
@@ -168,9 +170,6 @@ def _note(func: Any) -> None:
 def _may_be_asked(func: Any) -> bool:
     if not isinstance(func, OpOverload) or not (func.namespace == "aten" or is_function(func)):
         return False
-    # A draw without a generator argument would advance PyTorch's global generator.
-    if torch.Tag.nondeterministic_seeded in func.tags and not _takes(func, "generator"):
-        return False
     return func._schema.name not in _NEVER_ASKED and not _returns_written(func)
 
 
@@ -178,6 +177,12 @@ def _returns_written(func: OpOverload) -> bool:
     """Whether a result is an operand that is written, whose strides the operator keeps."""
     found = [returned.alias_info for returned in func._schema.returns]
     return any(alias is not None and alias.is_write for alias in found)
+
+
+@lru_cache(maxsize=4096)
+def _draws(func: OpOverload) -> bool:
+    """Whether the operator may draw from PyTorch's global generator."""
+    return torch.Tag.nondeterministic_seeded in func.tags and not _takes(func, "generator")
 
 
 def _takes(func: OpOverload, name: str) -> bool:
@@ -192,7 +197,8 @@ def _may_differ(
     if not all(type(t) in (FakeTensor, torch.Tensor) and _has_strides(t) for t in tensors):
         return False
     dense = all(t.stride() == _dense(tuple(t.shape)) for t in tensors)
-    if dense and func._schema.name not in _TRANSPOSE_DENSE:
+    # The fake results of whole functions of PyTorch are dense, whatever the function returns.
+    if dense and func._schema.name not in _TRANSPOSE_DENSE and not is_function(func):
         return False
     return all(map(_is_plain, tensors))
 
@@ -236,6 +242,16 @@ def _described(leaf: Any) -> Any:
     return type(leaf), leaf
 
 
+@contextmanager
+def _generator_kept(func: OpOverload) -> Iterator[None]:
+    state = torch.default_generator.get_state() if _draws(func) else None
+    try:
+        yield
+    finally:
+        if state is not None:
+            torch.default_generator.set_state(state)
+
+
 def _asked(
     func: OpOverload, given: Sequence[Any], structure: Any, made: Sequence[Any], fits: bool
 ) -> _Strides | None:
@@ -248,7 +264,7 @@ def _asked(
                 args, kwargs = pytree.tree_unflatten(operands, structure)
                 if _takes(func, "generator"):
                     kwargs = {**kwargs, "generator": torch.Generator(made[0].device)}
-                with torch.no_grad():
+                with torch.no_grad(), _generator_kept(func):
                     found = pytree.tree_leaves(func(*args, **kwargs))
             except Exception:
                 logger.debug("the kernel of %s refuses tensors of %s", func, fill, exc_info=True)

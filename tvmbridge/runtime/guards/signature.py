@@ -16,7 +16,7 @@ from tvmbridge.core.contents import same_value
 from tvmbridge.core.generated import plain_text
 from tvmbridge.core.number_inputs import NumberRange, as_tensor, is_number, marked
 from tvmbridge.core.reasons import Kind, Reason
-from tvmbridge.core.structure import unflatten
+from tvmbridge.core.structure import same_structure, unflatten
 from tvmbridge.core.torch_private import has_storage, pytree
 from tvmbridge.runtime.guards.spelling import NOT_TAKEN, Parameters, Spelling, other_constant, shown
 
@@ -138,7 +138,7 @@ class Signature:
         if self.flat:
             return [*args, *(kwargs[k] for k in self.keywords)]
         leaves, spec = pytree.tree_flatten((args, {k: kwargs[k] for k in self.keywords}))
-        return leaves if spec == self.spec else None
+        return leaves if same_structure(spec, self.spec) else None
 
     def match(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, any_size: bool = False
