@@ -61,8 +61,8 @@ class CompileOptions:
             Calls compile no more than that. If ``add_tvm_dispatch`` adds one more, the least
             recently used is dropped, and calls do not compile it again. Without sample inputs,
             calls compile up to this number of signatures, but at most four.
-        measure_kernels: choose between PyTorch's libraries for each matrix product by measuring
-            both at compilation, once for each shape in a process.
+        measure_kernels: choose the kernel of each product and convolution, and the layout of
+            images, by measuring the candidates at compilation, once for each shape on a machine.
         combine_matmuls: whether products with a common left operand, such as query, key and value,
             become one product. Their weights are then moved to be adjacent in memory. ``"auto"``
             combines products in inference, and in training if the combined product was measured to
