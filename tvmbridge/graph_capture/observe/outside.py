@@ -276,7 +276,7 @@ class OutsideReads:
             # A trace has a stand-in of the module, which is none of the keys.
             self.complaints.append(f"looks modules up in {source.label}")
         if found and any(source.owner is backend for backend in _EXCHANGED):
-            self.complaints.append(f"reads {source.label} (which a trace exchanges)")
+            self.complaints.append(f"reads {source.label} (PyTorch changes it while it traces forward)")
         self._keep(defaults(value))
         if not all(each.itself for each in found):
             self._objects.follow(value)
