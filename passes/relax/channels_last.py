@@ -95,7 +95,7 @@ class ChannelsLast(RelaxPass):
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
         def rewrite(function: relax.Function) -> relax.Function:
-            calls = [value for value in bindings_of(function).values() if is_convolution(value)]
+            calls = _convolutions(function)
             if not calls:
                 return function
             chosen = None
@@ -324,6 +324,16 @@ class _LayoutMutator(PyExprMutator):
         if full != shape:
             value = self.builder_.emit(op.reshape(value, full))
         return self.builder_.emit(op.permute_dims(value, LAST))
+
+
+def has_convolutions(mod: tvm.IRModule) -> bool:
+    """Whether a graph of ``mod`` has a convolution."""
+    functions = (f for _, f in mod.functions_items() if isinstance(f, relax.Function))
+    return any(map(_convolutions, functions))
+
+
+def _convolutions(function: relax.Function) -> list[relax.Call]:
+    return [value for value in bindings_of(function).values() if is_convolution(value)]
 
 
 def _form(call: relax.Call, dtypes: tuple[str, ...]) -> PackedForm | None:

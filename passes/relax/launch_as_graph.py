@@ -26,7 +26,7 @@ from tvm import relax
 
 from tvmbridge.passes.base import PassReport, RelaxPass
 
-# Exported code has graphs if this is True. They have not run on a GPU.
+# Whether exported code has such graphs. No GPU has run one yet.
 GRAPHS_ENABLED = False
 _ENABLED = {"relax.backend.use_cuda_graph": True}
 

@@ -45,8 +45,8 @@ class Backend:
     - ``on_stream``: returns a compiled function that runs on PyTorch's current stream.
     - ``synchronize``: waits for the work that a device was given.
     - ``graph_passes``: returns the passes that the device's libraries need before a joint function
-      is split, or in inference before the build. The arguments say whether there is a backward,
-      and whether kernels may be measured.
+      is split, or in inference before the build. The arguments are the module, whether there is
+      a backward, and whether kernels may be measured.
     - ``residual_policy``: the policy that ``"auto"`` stands for.
     - ``warm_up``: the number of calls in which code and libraries prepare themselves.
     - ``freezes``: whether weights may be frozen.
@@ -80,7 +80,7 @@ class Backend:
     name: Callable[[torch.device], str]
     on_stream: Callable[[Callable[..., Any], torch.device], Callable[..., Any]]
     synchronize: Callable[[torch.device], None]
-    graph_passes: Callable[[bool, bool], list[AnyPass]]
+    graph_passes: Callable[[tvm.IRModule, bool, bool], list[AnyPass]]
     residual_policy: str
     warm_up: int
     freezes: bool

@@ -12,7 +12,7 @@ from tvmbridge.core.decisions import sizes_vary
 from tvmbridge.core.kernel_settings import precision_reader
 from tvmbridge.kernels.channels_last import faster_with_channels_last
 from tvmbridge.legalize.fences import fence_arithmetic
-from tvmbridge.passes.relax.channels_last import ChannelsLast
+from tvmbridge.passes.relax.channels_last import ChannelsLast, has_convolutions
 from tvmbridge.passes.relax.compile_aten_calls import CompileAtenCalls
 from tvmbridge.passes.relax.convolutions_in_loops import ConvolutionsInLoops
 from tvmbridge.passes.relax.dead_code_elimination import DeadCodeElimination
@@ -37,10 +37,10 @@ def _kernel_passes(measure: bool) -> list[AnyPass]:
     return [*passes, *by_size]
 
 
-def _graph_passes(has_backward: bool, measure: bool) -> list[AnyPass]:
+def _graph_passes(mod: tvm.IRModule, has_backward: bool, measure: bool) -> list[AnyPass]:
     # Not the passes of GPUs for casts: products read packed weights, which other passes create from
     # casts of permutations.
-    if not measure or sizes_vary():
+    if not measure or sizes_vary() or not has_convolutions(mod):
         return []
     choose = partial(faster_with_channels_last, has_backward=has_backward, make=alone.convolution)
     return [ChannelsLast(("float32",), choose), *tidy_passes()]

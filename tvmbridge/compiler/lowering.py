@@ -168,7 +168,7 @@ def _forward_and_backward(
 ) -> tuple[SplitModule, Packs]:
     joint, packs = combining.joint(derivation.joint)
     device = derivation.captured.device
-    mod = run_passes(joint.mod, _of_device(device, True, options), combining.records)
+    mod = run_passes(joint.mod, _of_device(joint.mod, device, True, options), combining.records)
     joint = replace(joint, mod=run_extra_passes(mod, passes, combining.records))
     parts = split(*colored(joint, options, device))
     if parts.recomputation is not None:
@@ -177,10 +177,12 @@ def _forward_and_backward(
     return parts, packs
 
 
-def _of_device(device: torch.device, has_backward: bool, options: CompileOptions) -> list[AnyPass]:
+def _of_device(
+    mod: tvm.IRModule, device: torch.device, has_backward: bool, options: CompileOptions
+) -> list[AnyPass]:
     # Convolutions with frozen weights are measured later, with packed weights.
     measure = options.measure_kernels and not options.freeze
-    return backend_of(device).graph_passes(has_backward, measure)
+    return backend_of(device).graph_passes(mod, has_backward, measure)
 
 
 def _forward(
@@ -188,6 +190,6 @@ def _forward(
 ) -> tuple[tvm.IRModule, Packs]:
     mod = run_passes(imported.mod, inference_passes(), combining.records)
     mod, packs = combining.inference(mod)
-    mod = run_passes(mod, _of_device(device, False, combining.options), combining.records)
+    mod = run_passes(mod, _of_device(mod, device, False, combining.options), combining.records)
     mod = run_extra_passes(mod, passes, combining.records)
     return tvm.IRModule({"forward": mod["main"].with_attr("global_symbol", "forward")}), packs

@@ -1,7 +1,7 @@
 // Matrix products, ATen calls (_aten_calls.h), and GPU memory, for compiled code without Python between:
 // kernels/matmul.py, aten_call.py and allocation.py have the same in Python, for where this could not be built, and
-// matmul.py says what the spec of a product means. After a product of milliseconds the interpreter has to be read from memory again, which takes a
-// tenth of one.
+// matmul.py says what the spec of a product means. After a product of milliseconds the interpreter has to be read from
+// memory again, which takes a tenth of one.
 
 #define PY_SSIZE_T_CLEAN
 #include <torch/csrc/autograd/python_variable.h>
@@ -38,9 +38,9 @@ struct Product {
 
 // Specs ------------------------------------------------------------------------------------------
 
-// Python functions, held for as long as the process lives. They tell a spec's views and shape, and the key of a
-// spec with sizes put in.
-PyObject *describe = nullptr, *key_at = nullptr;
+// Python functions, held for as long as the process lives. One returns the views and the shape of a product's spec.
+// The other returns the key of a spec in which numbers have replaced the symbols.
+PyObject *describe_product = nullptr, *key_at = nullptr;
 
 std::vector<int64_t> integers(PyObject *tuple) {
     std::vector<int64_t> found;
@@ -80,10 +80,10 @@ PyObject *told(PyObject *function, const Given &given) {
     return found;
 }
 
-std::shared_ptr<const Product> described(const Given &given) {
+std::shared_ptr<const Product> described_product(const Given &given) {
     PyGILState_STATE state = PyGILState_Ensure();
     auto product = std::make_shared<Product>();
-    PyObject *found = told(describe, given);
+    PyObject *found = told(describe_product, given);
     if (found != nullptr && PyTuple_Check(found) && PyTuple_GET_SIZE(found) == 3) {
         product->left = view_of(PyTuple_GET_ITEM(found, 0));
         product->right = view_of(PyTuple_GET_ITEM(found, 1));
@@ -187,7 +187,7 @@ Given given_in(const TVMFFIAny *args, int32_t count, bool sized) {
 template <bool sized> void multiply(const TVMFFIAny *args, int32_t count, TVMFFIAny *) {
     Given given = given_in(args, count, sized);
     TORCH_CHECK(given.count >= 3, "a product of less than two tensors");
-    std::shared_ptr<const Product> product = products.get(given, described);
+    std::shared_ptr<const Product> product = products.get(given, described_product);
     at::Tensor left = tensor_of(given.tensors[0], product->left), right = tensor_of(given.tensors[1], product->right);
     at::Tensor out = tensor_of(given.tensors[given.count - 1], std::nullopt).view(product->shape);
     if (product->shape.size() == 3)
@@ -212,7 +212,7 @@ const c10::TypedOperatorHandle<Linear> &linear() {
 template <bool sized> void multiply_by_onednn(const TVMFFIAny *args, int32_t count, TVMFFIAny *result) {
     Given given = given_in(args, count, sized);
     TORCH_CHECK(given.count >= 2, "a product of less than two tensors");
-    std::shared_ptr<const Product> product = products.get(given, described);
+    std::shared_ptr<const Product> product = products.get(given, described_product);
     at::Tensor left = tensor_of(given.tensors[0], product->left), right = tensor_of(given.tensors[1], product->right);
     std::optional<at::Tensor> bias;
     if (given.count > 2)
@@ -336,7 +336,7 @@ PyObject *register_kernels(PyObject *, PyObject *args) {
     if (!PyArg_ParseTuple(args, "sssssOOsO", &usual, &onednn, &aten, &empty, &residuals, &of_product, &of_call,
                           &sized, &at_sizes))
         return nullptr;
-    hold(&describe, of_product), hold(&describe_call, of_call), hold(&key_at, at_sizes);
+    hold(&describe_product, of_product), hold(&describe_call, of_call), hold(&key_at, at_sizes);
     try {
         linear();
     } catch (const c10::Error &error) {

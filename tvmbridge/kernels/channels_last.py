@@ -13,9 +13,14 @@ from functools import partial
 
 import torch
 
-from tvmbridge.kernels.choice import as_precise, race
+from tvmbridge.kernels.choice import race
 from tvmbridge.kernels.convolution_loops import Maker
-from tvmbridge.kernels.packed_convolution import PackedForm, not_packed, operands_of_form
+from tvmbridge.kernels.packed_convolution import (
+    PackedForm,
+    not_packed,
+    operands_of_form,
+    precision_of,
+)
 from tvmbridge.kernels.table import choice
 
 # Only a clear gain pays for the other layout: what lies between convolutions is not measured.
@@ -61,15 +66,7 @@ def _faster_layout(forms: Sequence[PackedForm], has_backward: bool, make: Maker)
 
 def _is_precise(form: PackedForm) -> bool:
     question = f"precision of a convolution with channels last {form.spec}"
-    return choice(question, ("precise", ""), partial(_precision, form)) == "precise"
-
-
-def _precision(form: PackedForm) -> str:
-    x, last, weight = operands_of_form(form)
-    with torch.no_grad():
-        exact = form.plain(x[:1].double(), weight.double())
-        found = form.plain(last, weight)
-        return "precise" if as_precise(found, form.plain(x, weight), exact) else ""
+    return choice(question, ("precise", ""), partial(precision_of, form, form.plain)) == "precise"
 
 
 def _seconds(form: PackedForm, has_backward: bool, make: Maker) -> list[float]:

@@ -151,10 +151,21 @@ def _faster(forms: Sequence[PackedForm], make: Maker) -> str:
 
 def _precision(form: PackedForm) -> str:
     """Return "precise" if the packed kernel is about as precise as PyTorch's, else ""."""
+    return precision_of(form, lambda last, weight: form.pack(weight).run(last, None))
+
+
+def precision_of(
+    form: PackedForm, convolve: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+) -> str:
+    """Return "precise" if a kernel for channels last is about as precise as PyTorch's, else "".
+
+    Args:
+        convolve: computes the convolution of data, which has channels last, and weight.
+    """
     x, last, weight = operands_of_form(form)
     with torch.no_grad():
         try:
-            found = form.pack(weight).run(last, None)
+            found = convolve(last, weight)
         except RuntimeError:
             return ""
         exact = form.plain(x[:1].double(), weight.double())

@@ -69,17 +69,14 @@ def _kernel_passes(measure: bool) -> list[AnyPass]:
     return [*ours, *shared, *([] if sizes_vary() else by_size)]
 
 
-def _graph_passes(has_backward: bool, measure: bool) -> list[AnyPass]:
+def _graph_passes(_: tvm.IRModule, has_backward: bool, measure: bool) -> list[AnyPass]:
     passes: list[AnyPass] = [CastFirst(), *tidy_passes()]
     losses = [FuseCrossEntropy()] if has_backward else []
     return [*passes, ReadViews(), *losses, ChannelsLast(), CollapseViews(), *tidy_passes()]
 
 
 def _allocation_passes() -> list[AnyPass]:
-    if not runs_alone():
-        return [AllocateByTorch()]
-    # Kernels between those of the arguments and of the results are launched as one CUDA graph.
-    return [relax.transform.StaticPlanBlockMemory(), relax.transform.RewriteCUDAGraph()]
+    return [relax.transform.StaticPlanBlockMemory() if runs_alone() else AllocateByTorch()]
 
 
 def _prepare() -> None:

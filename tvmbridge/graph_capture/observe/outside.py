@@ -276,7 +276,8 @@ class OutsideReads:
             # A trace has a stand-in of the module, which is none of the keys.
             self.complaints.append(f"looks modules up in {source.label}")
         if found and any(source.owner is backend for backend in _EXCHANGED):
-            self.complaints.append(f"reads {source.label} (PyTorch changes it while it traces forward)")
+            why = "PyTorch changes it while it traces forward"
+            self.complaints.append(f"reads {source.label} ({why})")
         self._keep(defaults(value))
         if not all(each.itself for each in found):
             self._objects.follow(value)

@@ -129,8 +129,7 @@ def group_tile_for(form: Form) -> GroupTile:
     """
 
     def time(tile: GroupTile) -> float:
-        blocks = (form.batch or 1) * -(-form.rows // tile.rows) * -(-form.columns // tile.columns)
-        waves = -(-blocks // _MULTIPROCESSORS)
+        waves = -(-_blocks(form, tile.rows, tile.columns) // _MULTIPROCESSORS)
         multiplied = tile.rows * tile.columns / _MULTIPLIED_A_CYCLE
         read = 2 * (tile.rows + tile.columns) / _READ_A_CYCLE
         return waves * (max(multiplied, read) + _CYCLES_OF_A_BLOCK / form.depth)
@@ -189,8 +188,7 @@ def tile_for(form: Form) -> WarpTile:
     """
 
     def time(tile: WarpTile) -> float:
-        blocks = (form.batch or 1) * -(-form.rows // tile.rows) * -(-form.columns // tile.columns)
-        waves = -(-blocks // _MULTIPROCESSORS)
+        waves = -(-_blocks(form, tile.rows, tile.columns) // _MULTIPROCESSORS)
         reads = 1 / tile.warp_rows + 1 / tile.warp_columns
         return waves * tile.rows * tile.columns * (1 + 16 * reads)
 
@@ -245,26 +243,20 @@ def gpu_product(
     tile = tile or tile_for(form)
     if isinstance(tile, GroupTile):
         assert form.right_transposed, "a row of shared memory has one column"
-        sizes = [dtype == "bfloat16", *sizes[:-1], tile.rows, tile.columns, tile.stages]
-        names_of_source = ("tensor_cores", "products", "warp_groups")
-        return cuda_kernel(
-            f"tensor_cores::product_of_groups<{listed([*sizes, *epilogue])}>",
-            buffers,
-            blocks=_blocks(form, tile.rows, tile.columns),
-            threads=tile.threads,
-            shared=tile.shared(form),
-            source=cuda_source(*names_of_source) + _of_groups(tile.columns),
-            arguments=arguments,
-        )
-    sizes = [dtype == "bfloat16", *sizes, tile.rows, tile.columns, tile.step]
-    sizes += [tile.warp_rows, tile.warp_columns, tile.stages]
+        name, sizes = "product_of_groups", [*sizes[:-1], tile.rows, tile.columns, tile.stages]
+        files = "tensor_cores", "products", "warp_groups"
+        source = cuda_source(*files) + _of_groups(tile.columns)
+    else:
+        name, sizes = "product", [*sizes, tile.rows, tile.columns, tile.step]
+        sizes += [tile.warp_rows, tile.warp_columns, tile.stages]
+        source = cuda_source("tensor_cores", "products")
     return cuda_kernel(
-        f"tensor_cores::product<{listed([*sizes, *epilogue])}>",
+        f"tensor_cores::{name}<{listed([dtype == 'bfloat16', *sizes, *epilogue])}>",
         buffers,
         blocks=_blocks(form, tile.rows, tile.columns),
         threads=tile.threads,
         shared=tile.shared(form),
-        source=cuda_source("tensor_cores", "products"),
+        source=source,
         arguments=arguments,
     )
 
