@@ -68,8 +68,12 @@ def build_alone(
     target: tvm.target.Target,
     records: list[PassRecord],
     library: Library = EMPTY,
+    *,
+    as_graph: bool = False,
 ) -> Code:
     """Compile ``mod``, whose only function is ``forward``, without calls of PyTorch's kernels.
+
+    ``as_graph``: whether a GPU launches its kernels as one CUDA graph.
 
     Raises:
         ExportError: an operator needs PyTorch.
@@ -81,7 +85,7 @@ def build_alone(
     scheduled = schedule(fused, records, library=library)
     if is_gpu(target):
         refuse_unscheduled(scheduled.mod)
-    return compile_code(scheduled, records)
+    return compile_code(scheduled, records, as_graph=as_graph)
 
 
 def _spelling_passes(target: tvm.target.Target) -> list[AnyPass]:
