@@ -14,14 +14,21 @@ tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+from functorch.compile import make_boxed_func
 from torch import fx
 
 from tvmbridge.core.pass_report import PassReport
 from tvmbridge.core.sharding import is_distributed
-from tvmbridge.core.torch_private import aot_autograd, save_all_partition
+from tvmbridge.core.torch_private import (
+    aot_autograd,
+    disable_current_modes,
+    dispatch_mode_count,
+    save_all_partition,
+)
 from tvmbridge.dynamo.pieces import in_pieces
 from tvmbridge.passes.fx.overlap_communication import OverlapCommunication
 
@@ -50,34 +57,36 @@ def in_local_parts(
         Exception: PyTorch cannot trace the graph, whatever the error is.
     """
 
-    def compiled(local: fx.GraphModule, _: Sequence[Any]) -> _Run:
-        run = in_pieces(_overlapped(local), serve, always=True)
-        assert run is not None
-        return _boxed(run)
+    def forward(local: fx.GraphModule, _: Sequence[Any]) -> _Run:
+        run = _parts(local, serve)
+
+        def call(*args: Any) -> Any:
+            # Calls under a user's mode do not come here. PyTorch checks the aliasing of custom
+            # operators at the first call, by a mode under which no compiled code would run.
+            with disable_current_modes() if dispatch_mode_count() else nullcontext():
+                return run(*args)
+
+        return make_boxed_func(call)
+
+    def backward(local: fx.GraphModule, _: Sequence[Any]) -> _Run:
+        return make_boxed_func(_parts(local, serve))
 
     made: _Run = aot_autograd()(
-        fw_compiler=compiled, bw_compiler=compiled, partition_fn=save_all_partition()
+        fw_compiler=forward, bw_compiler=backward, partition_fn=save_all_partition()
     )(graph_module, example_inputs)
     return made
 
 
-def _overlapped(local: fx.GraphModule) -> fx.GraphModule:
-    """Return the graph with requests of collectives early, and their waits late."""
+def _parts(local: fx.GraphModule, serve: Callable[[fx.GraphModule], _Run]) -> _Run:
+    """Return a function that runs a graph of local operators and collectives in parts.
+
+    Requests of collectives come early in it, and their waits late.
+    """
     local.graph.eliminate_dead_code()
     for node in local.graph.nodes:
         # Dynamo's graphs have their fake values under another name.
         node.meta.setdefault("example_value", node.meta.get("val"))
     overlap = OverlapCommunication(check=False, split=False)
-    return overlap.apply(local, PassReport()).graph_module
-
-
-def _boxed(run: _Run) -> _Run:
-    """Return ``run`` as AOTAutograd calls it, with a list of the arguments."""
-
-    def call(args: list[Any]) -> Any:
-        given = tuple(args)
-        args.clear()
-        return run(*given)
-
-    call._boxed_call = True  # type: ignore[attr-defined]
-    return call
+    run = in_pieces(overlap.apply(local, PassReport()).graph_module, serve, always=True)
+    assert run is not None
+    return run
