@@ -34,7 +34,7 @@ from tvmbridge.dynamo.backend import BackendOptions, graph_on_code
 from tvmbridge.dynamo.calls import CompiledGraph, EagerGraph
 from tvmbridge.dynamo.pieces import in_pieces
 from tvmbridge.dynamo.report import graph_report, leave_out_breaks
-from tvmbridge.dynamo.tensor_parallel import has_distributed_inputs, in_local_parts
+from tvmbridge.dynamo.tensor_parallel import has_distributed_inputs, in_local_parts, shared_key
 from tvmbridge.dynamo.texts import formats_kept
 from tvmbridge.runtime.module_code import ModuleCode
 from tvmbridge.runtime.parts import NO_PART, PartReport
@@ -64,6 +64,9 @@ def _unbounded_size(_: Any, context: Any, *, min: int = 0, max: int | None = Non
     return context.new_dynamic_size(min=min, max=max)
 
 
+# By options and code: the last local part of that code.
+_local_parts: weakref.WeakValueDictionary[tuple[Any, ...], CompiledGraph]
+_local_parts = weakref.WeakValueDictionary()
 _UNTRACED = "PyTorch cannot write its DTensors as local tensors"
 logger = logging.getLogger(__name__)
 
@@ -165,7 +168,7 @@ class ModuleInParts:
             raise skipped_frame(reason)
         if has_distributed_inputs(graph_module):
             try:
-                return in_local_parts(graph_module, given, self._part)
+                return in_local_parts(graph_module, given, self._local_part)
             except Exception as error:
                 logger.warning("a graph with DTensors runs in eager PyTorch", exc_info=True)
                 return self._left(graph_module.forward, f"{_UNTRACED}: {first_line(error)}")
@@ -173,7 +176,27 @@ class ModuleInParts:
 
     def _part(self, graph_module: fx.GraphModule) -> Callable[..., Any]:
         """Return the function that runs a part, and record the part for the report."""
-        graph = graph_on_code(graph_module, self._options)
+        return self._served(graph_module, graph_on_code(graph_module, self._options))
+
+    def _local_part(self, graph_module: fx.GraphModule) -> Callable[..., Any]:
+        """Return the function that runs a local part, which has no tensors of its own.
+
+        Equal parts, such as those of equal blocks, share their code.
+        """
+        key = repr(self._options), shared_key(graph_module)
+        like = None if key[1] is None else _local_parts.get(key)
+        if like is None:
+            graph = graph_on_code(graph_module, self._options)
+        else:
+            graph = CompiledGraph(like.graph, like.options, like=like)
+        if isinstance(graph, CompiledGraph) and key[1] is not None:
+            _local_parts[key] = graph
+        return self._served(graph_module, graph)
+
+    def _served(
+        self, graph_module: fx.GraphModule, graph: CompiledGraph | EagerGraph
+    ) -> Callable[..., Any]:
+        """Return the function that runs the part ``graph``, and record it for the report."""
         self.made += 1
         self._graphs[graph] = _end(graph_module)
         run = graph.call

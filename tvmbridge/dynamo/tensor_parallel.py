@@ -90,3 +90,16 @@ def _parts(local: fx.GraphModule, serve: Callable[[fx.GraphModule], _Run]) -> _R
     run = in_pieces(overlap.apply(local, PassReport()).graph_module, serve, always=True)
     assert run is not None
     return run
+
+
+def shared_key(part: fx.GraphModule) -> tuple[Any, ...] | None:
+    """Return a key that is equal for parts of the same code and inputs.
+
+    None: the part has constants, or sizes that are symbols.
+    """
+    if any(node.op in ("get_attr", "call_module") for node in part.graph.nodes):
+        return None
+    values = [node.meta.get("example_value") for node in part.graph.find_nodes(op="placeholder")]
+    if not all(type(size) is int for value in values for size in getattr(value, "shape", (None,))):
+        return None
+    return part.code, *((v.dtype, v.device, tuple(v.shape), v.stride()) for v in values)

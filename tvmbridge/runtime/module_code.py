@@ -148,7 +148,9 @@ class ModuleCode(Executor):
         found = policy.compiled(lacking, f"the first in mode {lacking.mode}")
         if isinstance(found, CompiledEntry):
             return self._run(lacking, found, started, unserved.misfits)
-        if found is not COMPILING and (policy.cut.why or policy.cut_for_any_size(found)):
+        if found is not COMPILING and (
+            policy.cut.why or policy.cut_for_any_size(found) or policy.cut_for_object(found)
+        ):
             return self._run_in_parts(call.args, call.kwargs)
         return found
 
