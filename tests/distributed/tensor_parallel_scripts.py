@@ -134,12 +134,14 @@ class Setting:
     - ``before``: whether the blocks are dispatched before they are split.
     - ``dropout``: the probability in attention.
     - ``whole``: whether the whole model is dispatched, not its blocks.
+    - ``longer``: by how many tokens each step's sequences are longer than those of the last.
     """
 
     split: Callable[[Llama, Any], None]
     before: bool = False
     dropout: float = 0.0
     whole: bool = False
+    longer: int = 0
     dtype: torch.dtype = torch.float64
 
 
@@ -150,6 +152,7 @@ SETTINGS = {
     "by sequence": Setting(by_sequence),
     "of DTensors": Setting(of_dtensors),
     "the whole model": Setting(by_sequence, whole=True),
+    "of other lengths": Setting(by_sequence, longer=4),
     "float32": Setting(columns_and_rows, dtype=torch.float32),
 }
 
@@ -195,8 +198,8 @@ def _trained(setting: Setting, *, tvm: bool) -> tuple[list[torch.Tensor], list[n
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
     torch.manual_seed(1)
     losses = []
-    for _ in range(STEPS):
-        words = torch.randint(_WORDS, (2, _LENGTH + 1))
+    for step in range(STEPS):
+        words = torch.randint(_WORDS, (2, _LENGTH + step * setting.longer + 1))
         logits = model(words[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1), words[:, 1:].flatten())
         loss.backward()
