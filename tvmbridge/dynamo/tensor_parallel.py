@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-import torch
 from functorch.compile import make_boxed_func
 from torch import fx
 
