@@ -61,9 +61,9 @@ def test_a_rank_that_decides_differently_makes_the_same_exchanges(plant: str, ca
     *others, last = trained("by sequence", cache, plant)
     assert all(each.calls == 2 * scripts.STEPS for each in others)
     assert last.calls < 2 * scripts.STEPS
-    ((reason, count),) = last.fallbacks.items()
-    assert count == 2 * scripts.STEPS - last.calls
-    assert ("a planted fault" if plant == "no trace" else "a function mode") in reason
+    why = "a planted fault" if plant == "no trace" else "a function mode is active"
+    assert last.fallbacks
+    assert all(why in reason for reason in last.fallbacks)
 
 
 @pytest.fixture
