@@ -289,7 +289,9 @@ def _trained(setting: Setting, *, tvm: bool) -> tuple[list[torch.Tensor], list[n
         optimizer.zero_grad()
         losses.append(loss.detach())
     weights = [getattr(p, "full_tensor", lambda p=p: p)().detach() for p in model.parameters()]
-    return [torch.stack(losses), *weights], parts, kinds
+    with torch.no_grad():
+        logits = model.eval()(words[:, :-1])
+    return [torch.stack(losses), logits, *weights], parts, kinds
 
 
 def _dispatch(parts: list[nn.Module]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -18,8 +18,8 @@ from tvmbridge.core.errors import CaptureError
 
 QUICK = ("columns and rows",)
 PLANTS = ("no trace", "own forward")
-# Dispatched modules of a model, and their calls for each step.
-_CALLS = {"the whole model": 1, "checkpointed": 4}
+# The calls of the dispatched modules in each step of training, and in the evaluation after it.
+_CALLS = {"the whole model": (1, 1), "checkpointed": (4, 2)}
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,8 @@ def trained(name: str, cache: str, plant: str = "") -> list[scripts.Found]:
 def check(name: str, cache: str) -> None:
     for each in trained(name, cache):
         assert not each.fallbacks
-        assert each.calls == _CALLS.get(name, 2) * scripts.STEPS
+        step, last = _CALLS.get(name, (2, 2))
+        assert each.calls == step * scripts.STEPS + last
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -59,38 +60,66 @@ def test_steps_are_those_of_eager_in_all_settings(name: str, cache: str) -> None
 @pytest.mark.parametrize("plant", PLANTS)
 def test_a_rank_that_decides_differently_makes_the_same_exchanges(plant: str, cache: str) -> None:
     *others, last = trained("by sequence", cache, plant)
-    assert all(each.calls == 2 * scripts.STEPS for each in others)
-    assert last.calls < 2 * scripts.STEPS
+    calls = 2 * scripts.STEPS + 2
+    assert all(each.calls == calls for each in others)
+    assert last.calls < calls
     why = "a planted fault" if plant == "no trace" else "a function mode is active"
     assert last.fallbacks
     assert all(why in reason for reason in last.fallbacks)
 
 
 @pytest.fixture
-def split() -> Iterator[nn.Module]:
-    """Return a block whose linear layers are split over one process."""
+def split() -> Iterator[Callable[[nn.Module], nn.Module]]:
+    """Return a function that splits the linear layers of a block over one process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
-    torch.manual_seed(0)
-    block = Block(dropout=0.0)
-    yield parallelize_module(block, mesh, {"first": ColwiseParallel(), "second": RowwiseParallel()})
+
+    def split_over_ranks(block: nn.Module) -> nn.Module:
+        return parallelize_module(
+            block, mesh, {"first": ColwiseParallel(), "second": RowwiseParallel()}
+        )
+
+    yield split_over_ranks
     dist.destroy_process_group()
 
 
-def test_a_module_that_is_never_cut_is_refused_by_name(split: nn.Module) -> None:
+Split = Callable[[nn.Module], nn.Module]
+
+
+def test_a_module_that_is_never_cut_is_refused_by_name(split: Split) -> None:
+    block = split(Block())
     with pytest.raises(CaptureError, match=r"first\.weight is a DTensor"):
-        add_tvm_dispatch(split, on_break="forward")
-    assert "forward" not in vars(split)
+        add_tvm_dispatch(block, on_break="forward")
+    assert "forward" not in vars(block)
 
 
-def test_one_function_is_refused_by_name(split: nn.Module) -> None:
-    report = explain(split, torch.randn(2, 5, 16))
+def test_one_function_is_refused_by_name(split: Split) -> None:
+    report = explain(split(Block()), torch.randn(2, 5, 16))
     assert "is a DTensor" in str(report)
 
 
-def test_a_layer_alone_is_served(split: nn.Module) -> None:
+def test_a_module_that_is_split_after_its_compilation_runs_in_parts(split: Split) -> None:
     x = torch.randn(2, 5, 16)
-    expected = split.first(x)
-    add_tvm_dispatch(split.first, x)
-    torch.testing.assert_close(split.first(x), expected)
-    assert dispatch_report(split.first).tvm_calls == 1
+    block = add_tvm_dispatch(Block(), x)
+    expected = block(x)
+    torch.testing.assert_close(split(block)(x), expected)
+    report = dispatch_report(block)
+    assert (report.tvm_calls, report.fallbacks) == (2, {})
+    assert "first.weight is a DTensor" in str(report)
+
+
+def test_a_module_that_was_split_and_is_never_cut_says_so(split: Split) -> None:
+    x = torch.randn(2, 5, 16)
+    block = add_tvm_dispatch(Block(), x, on_break="forward", on_fallback="silent")
+    expected = block(x)
+    torch.testing.assert_close(split(block)(x), expected)
+    (reason,) = dispatch_report(block).fallbacks
+    assert reason.startswith("first.weight is a DTensor")
+
+
+def test_a_layer_alone_is_served(split: Split) -> None:
+    block, x = split(Block()), torch.randn(2, 5, 16)
+    expected = block.first(x)
+    add_tvm_dispatch(block.first, x)
+    torch.testing.assert_close(block.first(x), expected)
+    assert dispatch_report(block.first).tvm_calls == 1

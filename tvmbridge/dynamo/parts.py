@@ -64,7 +64,7 @@ def _unbounded_size(_: Any, context: Any, *, min: int = 0, max: int | None = Non
     return context.new_dynamic_size(min=min, max=max)
 
 
-# By options and code: the last local part of that code.
+# By options and code: the first local part of that code, while any of them is left.
 _local_parts: weakref.WeakValueDictionary[tuple[Any, ...], CompiledGraph]
 _local_parts = weakref.WeakValueDictionary()
 _UNTRACED = "PyTorch cannot write its DTensors as local tensors"
@@ -183,14 +183,15 @@ class ModuleInParts:
 
         Equal parts, such as those of equal blocks, share their code.
         """
-        key = repr(self._options), shared_key(graph_module)
-        like = None if key[1] is None else _local_parts.get(key)
-        if like is None:
-            graph = graph_on_code(graph_module, self._options)
-        else:
-            graph = CompiledGraph(like.graph, like.options, like=like)
-        if isinstance(graph, CompiledGraph) and key[1] is not None:
-            _local_parts[key] = graph
+        key = shared_key(graph_module)
+        if key is None:
+            return self._part(graph_module)
+        like = _local_parts.get((repr(self._options), key))
+        if like is not None:
+            return self._served(graph_module, CompiledGraph(like.graph, like.options, like=like))
+        graph = graph_on_code(graph_module, self._options)
+        if isinstance(graph, CompiledGraph):
+            _local_parts[repr(self._options), key] = graph
         return self._served(graph_module, graph)
 
     def _served(

@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from functorch.compile import make_boxed_func
 from torch import fx
 
 from tvmbridge.core.pass_report import PassReport
@@ -29,6 +28,7 @@ from tvmbridge.core.torch_private import (
     save_all_partition,
 )
 from tvmbridge.dynamo.pieces import in_pieces
+from tvmbridge.passes.fx.effects import draws
 from tvmbridge.passes.fx.overlap_communication import OverlapCommunication
 
 _Run = Callable[..., Any]
@@ -55,8 +55,11 @@ def in_local_parts(
     Raises:
         Exception: PyTorch cannot trace the graph, whatever the error is.
     """
+    # Imported here because PyTorch's AOTAutograd takes a third of a second.
+    from functorch.compile import make_boxed_func
 
     def forward(local: fx.GraphModule, _: Sequence[Any]) -> _Run:
+        local.graph.eliminate_dead_code()
         run = _parts(local, serve)
 
         def call(*args: Any) -> Any:
@@ -68,6 +71,8 @@ def in_local_parts(
         return make_boxed_func(call)
 
     def backward(local: fx.GraphModule, _: Sequence[Any]) -> _Run:
+        # PyTorch leaves operators of forward in it that nothing reads. They must not draw again.
+        local.graph.eliminate_dead_code(lambda node: node.is_impure() and not draws(node))
         return make_boxed_func(_parts(local, serve))
 
     made: _Run = aot_autograd()(
@@ -81,7 +86,6 @@ def _parts(local: fx.GraphModule, serve: Callable[[fx.GraphModule], _Run]) -> _R
 
     Requests of collectives come early in it, and their waits late.
     """
-    local.graph.eliminate_dead_code()
     for node in local.graph.nodes:
         # Dynamo's graphs have their fake values under another name.
         node.meta.setdefault("example_value", node.meta.get("val"))

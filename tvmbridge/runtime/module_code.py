@@ -116,7 +116,8 @@ class ModuleCode(Executor):
             return self.serve(args, kwargs, again=True)
         if why is None:
             return Reason(Kind.FROZEN_COPY if self.options.freeze else Kind.NOT_COMPILED)
-        return policy.explained(why)
+        why = policy.explained(why)
+        return self._run_in_parts(args, kwargs) if policy.cut_for_object(why) else why
 
     def _serve_by(self, call: GivenCall) -> Served | Reason | Unserved:
         """Serve a call by known specialisations, or by one for any size.
