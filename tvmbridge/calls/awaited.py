@@ -20,11 +20,11 @@ def awaited(arguments: Structure) -> Structure:
     """Wait for the collectives whose results are in ``arguments``; return plain tensors instead."""
     if not any(map(is_pending, pytree.tree_leaves(arguments))):
         return arguments
-    found: Structure = pytree.tree_map(lambda v: _Wait.apply(v) if is_pending(v) else v, arguments)
+    found: Structure = pytree.tree_map(lambda v: _Awaited.apply(v) if is_pending(v) else v, arguments)
     return found
 
 
-class _Wait(torch.autograd.Function):
+class _Awaited(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, pending: Any) -> torch.Tensor:
         # Several modules may read the same result, and each sets its own history.
