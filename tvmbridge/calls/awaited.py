@@ -20,8 +20,12 @@ def awaited(arguments: Structure) -> Structure:
     """Wait for the collectives whose results are in ``arguments``; return plain tensors instead."""
     if not any(map(is_pending, pytree.tree_leaves(arguments))):
         return arguments
-    found: Structure = pytree.tree_map(lambda v: _Awaited.apply(v) if is_pending(v) else v, arguments)
+    found: Structure = pytree.tree_map(_plain, arguments)
     return found
+
+
+def _plain(value: Any) -> Any:
+    return _Awaited.apply(value) if is_pending(value) else value  # type: ignore[no-untyped-call]
 
 
 class _Awaited(torch.autograd.Function):

@@ -56,7 +56,7 @@ def in_local_parts(
         Exception: PyTorch cannot trace the graph, whatever the error is.
     """
     # Imported here because PyTorch's AOTAutograd takes a third of a second.
-    from functorch.compile import make_boxed_func
+    from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
 
     def forward(local: fx.GraphModule, _: Sequence[Any]) -> _Run:
         local.graph.eliminate_dead_code()
