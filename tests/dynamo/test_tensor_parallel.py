@@ -89,6 +89,25 @@ def test_pytorch_runs_the_exchanges_between_pieces() -> None:
     assert torch.equal(run(x, y), two_sums(x, y))
 
 
+def test_pytorch_runs_the_attention_of_gpus_with_all_its_results() -> None:
+    def function(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        query, key = x.view(1, 1, 4, 4) * 2, y.view(1, 1, 4, 4)
+        attended = torch.ops.aten._scaled_dot_product_efficient_attention(
+            query, key, key, None, True
+        )
+        return attended[0].sin(), *attended[1:]
+
+    pieces: list[list[str]] = []
+
+    def serve(piece: fx.GraphModule) -> Callable[..., object]:
+        assert not any(isinstance(n.meta.get("val"), tuple) for n in piece.graph.nodes)
+        pieces.append(names(piece))
+        return piece.forward
+
+    assert in_pieces(traced(function), serve) is not None
+    assert pieces == [["view", "mul", "view"], ["sin"]]
+
+
 def test_parts_of_the_same_code_and_inputs_have_one_key() -> None:
     key = shared_key(traced(two_sums))
     assert key is not None

@@ -228,7 +228,7 @@ def build_lowered(
 
 def with_call_options(compiled: CompiledModule, options: CompileOptions) -> CompiledModule:
     """Return ``compiled`` with the options that affect its calls, and not its code."""
-    replays = _replays(options, compiled.captured.device)
+    replays = _replays(options, compiled.captured.device) and compiled.coverage.calls > 0
     return replace(compiled, cuda_graphs=replays, gradient_parts=options.gradient_parts)
 
 

@@ -8,10 +8,11 @@ After::
 
     piece 0 (v): v.log()    piece 1 (x, mask, y): x[mask] = y    piece 2 (x): x.sin()
 
-There are five kinds of such functions. The number of elements that a mask selects, or that
+There are six kinds of such functions. The number of elements that a mask selects, or that
 ``nonzero`` returns, is known only during a call. A write into a tensor with a gradient history must
 be recorded by PyTorch's autograd. An assignment to ``.data`` gives a tensor other memory.
-A collective exchanges tensors with other processes.
+A collective exchanges tensors with other processes. Attention of a GPU returns the state of a
+random generator beside its results, and fake tensors do not tell whether that is on the GPU.
 """
 
 from __future__ import annotations
@@ -28,6 +29,11 @@ from tvmbridge.core.collectives import is_exchange
 from tvmbridge.core.torch_private import set_grad_enabled, skipped_frame, symbolic_shapes
 
 _Run = Callable[..., Any]
+_ATTENTION_ON_GPUS = {
+    f"aten._scaled_dot_product_{kernel}_attention{direction}.default"
+    for kernel in ("cudnn", "efficient", "flash")
+    for direction in ("", "_backward")
+}
 # TorchDynamo's function that keeps the version of a tensor whose ``.data`` is assigned.
 _LOWERS = "_lower_version_count_by_1"
 
@@ -104,9 +110,10 @@ def _cut(graph: fx.Graph) -> list[_Piece]:
         if node.op in ("placeholder", "get_attr", "output"):
             continue
         current = pieces[-1] if pieces else None
-        exchanges = _exchanges(node)
-        eager = exchanges or runs_by_itself(node, piece_of, current)
+        exchanges, attention = _exchanges(node), _attention_of(node)
+        eager = exchanges or attention is not None or runs_by_itself(node, piece_of, current)
         goes_on = exchanges and current is not None and _exchanges(current.nodes[-1])
+        goes_on |= attention is not None and current is piece_of[attention]
         if current is None or ((current.is_eager or eager) and not goes_on):
             current = _Piece([], eager, (on, on))
             pieces.append(current)
@@ -126,6 +133,16 @@ def _cut(graph: fx.Graph) -> list[_Piece]:
         piece.last = [n for n in (*piece.inputs, *piece.outputs) if n not in kept]
         kept.update(piece.last)
     return pieces
+
+
+def _attention_of(node: fx.Node) -> fx.Node | None:
+    """Return the attention of a GPU that ``node`` is one result of; None for other nodes."""
+    source = node.args[0] if node.target is operator.getitem else None
+    return source if isinstance(source, fx.Node) and _is_gpu_attention(source) else None
+
+
+def _is_gpu_attention(node: fx.Node) -> bool:
+    return str(node.target) in _ATTENTION_ON_GPUS
 
 
 def _module_of(graph_module: fx.GraphModule, piece: _Piece) -> fx.GraphModule:
@@ -154,9 +171,12 @@ def runs_by_itself(
 ) -> bool:
     """Whether PyTorch must run ``node``.
 
-    It is a write, a function whose data decides a size, or an exchange with other processes.
+    It is a write, a function whose data decides a size, an exchange with other processes, or
+    attention of a GPU.
     """
-    if is_exchange(node.target) or _symbols([node]) - _symbols(node.all_input_nodes):
+    if is_exchange(node.target) or _is_gpu_attention(node):
+        return True
+    if _symbols([node]) - _symbols(node.all_input_nodes):
         return True
     written: Any = node.args[0] if node.args else None
     if not (_writes(node) and isinstance(written, fx.Node)):

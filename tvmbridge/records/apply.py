@@ -30,6 +30,11 @@ class Coverage:
     external: int = 0
     untuned: int = 0
 
+    @property
+    def calls(self) -> int:
+        """The number of all kernel calls."""
+        return self.tuned + self.by_rule + self.plain + self.external
+
     def __str__(self) -> str:
         text = f"{self.tuned} tuned, {self.by_rule} by rule, {self.external} external"
         return text + (f", {self.plain} plain" if self.plain else "")
