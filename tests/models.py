@@ -1,9 +1,10 @@
-"""A small transformer layer that several test files compile, and its joint function."""
+"""Small transformer layers that several test files compile, and a joint function."""
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,6 +35,18 @@ class TransformerLayer(nn.Module):
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
         return x.view(*x.shape[:-1], 2, 4).transpose(1, 2)
+
+
+def bert_layer(
+    attention: str = "sdpa", width: int = 32, heads: int = 2, **options: Any
+) -> nn.Module:
+    """Return a BertLayer in train mode; ``options``: further fields of its configuration."""
+    # The import takes a second, and most files that import this one need no transformers.
+    from transformers.models.bert.modeling_bert import BertConfig, BertLayer
+
+    sizes = {"hidden_size": width, "num_attention_heads": heads, "intermediate_size": 2 * width}
+    layer: nn.Module = BertLayer(BertConfig(**{**sizes, **options}, attn_implementation=attention))
+    return layer
 
 
 @dataclass(frozen=True)
