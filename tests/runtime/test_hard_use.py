@@ -170,6 +170,7 @@ def test_a_module_that_calls_itself() -> None:
     assert dispatch_report(module).tvm_calls == 1
 
 
+@pytest.mark.slow
 def test_deep_and_many_inputs() -> None:
     class Takes(nn.Module):
         def forward(self, nested: Any, many: list[torch.Tensor]) -> torch.Tensor:

@@ -67,6 +67,7 @@ def test_a_child_s_own_forward_is_told_from_another() -> None:
         assert bool(dispatch_report(model).fallbacks) is replaced
 
 
+@pytest.mark.slow
 def test_twenty_modules_in_one_model() -> None:
     layers = [nn.Linear(24, 24), nn.ReLU(), nn.Tanh()]
     for layer in layers:

@@ -36,7 +36,8 @@ def _step(module: nn.Module, given: tuple[Any, ...], trains: bool) -> tuple[list
 _SLOW = (
     *("columns of one less", "first rows", "softmax", "grown, declared", "sums", "drawn"),
     *("masked", "differences", "related", "smallest", "classes", "heads"),
-    *("patches", "recurrent", "sliding", "permuted caches", "eight rows"),
+    *("patches", "recurrent", "sliding", "permuted caches", "eight rows", "compared lengths"),
+    *("one left", "one for all", "rows of one more", "the smaller of two sizes"),
 )
 
 

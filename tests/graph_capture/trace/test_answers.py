@@ -422,6 +422,7 @@ def test_a_buffer_with_a_strange_name_is_no_argument() -> None:
     assert dispatch_report(module).tvm_calls == 1
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_more_branches_than_may_have_code_run_in_parts() -> None:
     class Several(Masked):

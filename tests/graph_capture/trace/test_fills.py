@@ -95,6 +95,7 @@ class Pointer(nn.Module):
         return x * self.place[0]
 
 
+@pytest.mark.slow
 def test_integers_that_depend_on_a_size_are_written() -> None:
     module = Pointer().eval()
     plain = copy.deepcopy(module)
