@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
 from tests.dispatch_helpers import eager
-from tests.thinned import but_slow, thinned
+from tests.thinned import but_slow
 from tvmbridge import add_tvm_dispatch, dispatch_report
 from tvmbridge.core.decisions import recorded_decisions, repeated_decisions
 from tvmbridge.graph_capture import open_masks
