@@ -162,13 +162,13 @@ def calls() -> list[list[Any]]:
     return [[torch.randn(4, 8, requires_grad=True)], [torch.randn(4, 8)]]
 
 
-@pytest.mark.parametrize("kind", WHOLE)
+@pytest.mark.parametrize("kind", thinned(WHOLE, 2))
 def test_captured_whole(kind: type[nn.Module]) -> None:
     assert_same(kind(), calls())
     assert tvmbridge.compile_report().whole
 
 
-@pytest.mark.parametrize("kind", BROKEN)
+@pytest.mark.parametrize("kind", thinned(BROKEN, 2))
 def test_captured_in_parts(kind: type[nn.Module]) -> None:
     assert_same(kind(), calls())
     report = tvmbridge.compile_report()

@@ -156,6 +156,7 @@ def test_a_sparse_tensor_that_forward_makes_cuts_the_graph() -> None:
     assert report.parts
 
 
+@pytest.mark.slow
 def test_values_that_a_mask_chooses_are_written() -> None:
     module, reference = pair(Masked)
     assert_like_eager(module, reference, [rows(), rows()])

@@ -31,8 +31,6 @@ from tvmbridge.passes.relax.merge_kernels import MergeKernels
 from tvmbridge.passes.relax.repeat_casts import CHEAP_ON_GPUS, RepeatCasts
 from tvmbridge.passes.relax.rewrite_dataflow_reshape import RewriteDataflowReshape
 from tvmbridge.pipeline import AnyPass, run_passes, tidy_passes
-from tvmbridge.records import Library
-from tvmbridge.records.library import EMPTY
 from tvmbridge.schedules.gpu import is_one_kernel
 from tvmbridge.schedules.machine import Machine
 
@@ -63,12 +61,7 @@ def left_to_pytorch(mod: tvm.IRModule, target: tvm.target.Target) -> list[str]:
     return leftovers(mod["forward"])
 
 
-def build_alone(
-    mod: tvm.IRModule,
-    target: tvm.target.Target,
-    records: list[PassRecord],
-    library: Library = EMPTY,
-) -> Code:
+def build_alone(mod: tvm.IRModule, target: tvm.target.Target, records: list[PassRecord]) -> Code:
     """Compile ``mod``, whose only function is ``forward``, without calls of PyTorch's kernels.
 
     Raises:
@@ -78,7 +71,7 @@ def build_alone(
     fused = prepare_alone(mod, target, records)
     if is_gpu(target):
         fused = replace(fused, mod=with_traps(fused.mod))
-    scheduled = schedule(fused, records, library=library)
+    scheduled = schedule(fused, records)
     if is_gpu(target):
         refuse_unscheduled(scheduled.mod)
     return compile_code(scheduled, records)

@@ -246,7 +246,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", thinned(CASES, 2))
+@pytest.mark.parametrize("case", thinned(CASES, 4))
 def test_the_program_is_the_one_of_pytorch(
     case: str, whole: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
