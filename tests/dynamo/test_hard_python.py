@@ -13,6 +13,7 @@ from torch import nn
 
 import tvmbridge
 from tests.dynamo.steps import assert_same
+from tests.thinned import but_slow, thinned
 
 
 class Base(nn.Module):
@@ -155,7 +156,7 @@ WHOLE = [
         for kind in (Lists, Attributes, Keywords, Tries, Recursion)
     ),
 ]
-BROKEN = [Branches, Printing, pytest.param(Numbers, marks=pytest.mark.slow)]
+BROKEN = [Branches, Printing, Numbers]
 
 
 def calls() -> list[list[Any]]:
@@ -168,7 +169,7 @@ def test_captured_whole(kind: type[nn.Module]) -> None:
     assert tvmbridge.compile_report().whole
 
 
-@pytest.mark.parametrize("kind", thinned(BROKEN, 2))
+@pytest.mark.parametrize("kind", but_slow(BROKEN, Printing, Numbers))
 def test_captured_in_parts(kind: type[nn.Module]) -> None:
     assert_same(kind(), calls())
     report = tvmbridge.compile_report()
