@@ -13,7 +13,6 @@ from torch.nn.modules import module as hooks
 from tests.thinned import thinned
 
 
-
 def _doubled(module: nn.Module, args: tuple[torch.Tensor]) -> Any:
     return (args[0] * 2,)
 
