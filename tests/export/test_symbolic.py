@@ -79,6 +79,7 @@ def _memory(*command: str) -> int:
     return int(subprocess.check_output(command, text=True, env=environment, timeout=120))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_of_earlier_sizes_is_returned(wide: Path) -> None:
     """Check that 40 sizes of 10 MB for each buffer need the memory of a few."""
