@@ -19,7 +19,7 @@ import os
 import pkgutil
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from types import FrameType, SimpleNamespace
 from typing import Any
 
@@ -38,14 +38,10 @@ from tests import process_state
 from tests.dispatch_helpers import make_block, sample
 from tests.relax_helpers import compile_and_run, fingerprint
 from tvmbridge import add_tvm_dispatch
-from tvmbridge.compiler.build import Built, Code
-from tvmbridge.compiler.cached_build import CachedBuild
 from tvmbridge.compiler.compiled import CompiledModule
 from tvmbridge.compiler.request import CompileRequest
-from tvmbridge.core.types import PassRecord
 from tvmbridge.kernels import choice
 from tvmbridge.passes.base import PassReport, RelaxPass
-from tvmbridge.pipeline import passes_are_observed
 from tvmbridge.runtime import entry_compiler as compiler
 from tvmbridge.runtime.fallbacks import log_summaries
 from tvmbridge.schedules import target
@@ -65,9 +61,8 @@ _WELL_FORMED_IN = (
     "tests/random_graphs",
     "tests/test_",
 )
-# The folders whose tests ask when code is compiled, and whether it serves a call. Other tests ask
-# what the code computes. In these folders LLVM does not optimize, which would take a fifth of a
-# compilation, and code for equal graphs is built once: a third of the graphs are like former ones.
+# The folders in whose tests LLVM does not optimize, which would take a fifth of a compilation: they
+# ask when code is compiled, and whether it serves a call. Other tests ask what the code computes.
 _UNOPTIMIZED_IN = (
     "tests/calls",
     "tests/core",
@@ -221,42 +216,6 @@ def _unoptimized_code() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _built_once() -> Iterator[None]:
-    """Build code for equal graphs once, by the key that the cache on disk would have."""
-    genuine = CachedBuild.found_or_compiled
-    kept: dict[str, tuple[Code, list[PassRecord]]] = {}
-
-    @functools.wraps(genuine)
-    def found_or_compiled(
-        self: CachedBuild,
-        entries: Callable[[], Mapping[str, str]],
-        compile_: Callable[[list[PassRecord]], Code],
-        records: list[PassRecord],
-    ) -> Built:
-        def compiled(records: list[PassRecord]) -> Code:
-            key = self.key(entries()).digest
-            if key not in kept:
-                made: list[PassRecord] = []
-                kept[key] = compile_(made), made
-            records += kept[key][1]
-            return kept[key][0]
-
-        shares = _shares_code[-1] and self.unused() is not None and not passes_are_observed()
-        return genuine(self, entries, compiled if shares else compile_, records)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CachedBuild, "found_or_compiled", found_or_compiled)
-        yield
-
-
-@pytest.fixture(autouse=True)
-def _may_share_code(request: pytest.FixtureRequest) -> None:
-    # A test that patches may replace a stage of the build.
-    in_place = request.node.nodeid.startswith(_UNOPTIMIZED_IN)
-    _shares_code[:] = [in_place and "monkeypatch" not in request.fixturenames]
-
-
 @pytest.fixture
 def run_relax() -> Callable[..., list[torch.Tensor]]:
     """``run_relax(mod, *tensors, name="main")``: build a Relax module and call its function."""
@@ -288,8 +247,6 @@ def _checked(apply: Apply) -> Apply:
     return checked
 
 
-# Whether the test that runs may get code that was built for an equal graph of another test.
-_shares_code: list[bool] = [False]
 # The last module that a pass returned and that was checked.
 _well_formed: list[tvm.IRModule | None] = [None]
 
