@@ -13,7 +13,7 @@ from torch import nn
 
 import tvmbridge
 from tests.dynamo.steps import assert_same
-from tests.thinned import but_slow, thinned
+from tests.thinned import but_slow
 
 
 class Base(nn.Module):
@@ -147,15 +147,7 @@ class Numbers(Base):
         return y * float(y.detach().sum().item()) + 1
 
 
-WHOLE = [
-    Generators,
-    Closures,
-    DataClasses,
-    *(
-        pytest.param(kind, marks=pytest.mark.slow)
-        for kind in (Lists, Attributes, Keywords, Tries, Recursion)
-    ),
-]
+WHOLE = [Generators, Closures, DataClasses, Lists, Attributes, Keywords, Tries, Recursion]
 BROKEN = [Branches, Printing, Numbers]
 
 
@@ -163,7 +155,7 @@ def calls() -> list[list[Any]]:
     return [[torch.randn(4, 8, requires_grad=True)], [torch.randn(4, 8)]]
 
 
-@pytest.mark.parametrize("kind", thinned(WHOLE, 2))
+@pytest.mark.parametrize("kind", but_slow(WHOLE, *WHOLE[2:]))
 def test_captured_whole(kind: type[nn.Module]) -> None:
     assert_same(kind(), calls())
     assert tvmbridge.compile_report().whole
