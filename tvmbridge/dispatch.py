@@ -9,6 +9,7 @@ from typing import Any, Literal
 from torch import nn
 
 from tvmbridge.backends import known_target
+from tvmbridge.calls.plain import distributed_in
 from tvmbridge.calls.standins import wrapped_dispatcher
 from tvmbridge.calls.surroundings import refused_now
 from tvmbridge.core.checks import CheckPolicy
@@ -168,6 +169,8 @@ def add_tvm_dispatch(
     args, kwargs = normalize_sample(given, sample_kwargs)
     if target is not None:
         known_target(target)
+    distributed = distributed_in(module)
+    sampled = sampled and distributed is None
     with gathered(module):
         if sampled:
             refuse_at_sight(module, args, kwargs)
@@ -211,6 +214,10 @@ def add_tvm_dispatch(
     if code.policy.cut.of_regions:
         code.policy.cut.begin(code)
         dispatch_blocks(code.policy.cut)
+    elif distributed is not None:
+        if not code.policy.cut.at(str(distributed)):
+            raise CaptureError(f"{type(module).__name__} cannot be captured: {distributed}")
+        code.policy.compiles_signatures = True
     elif sampled:
         try:
             with gathered(module):

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
+from tvmbridge.core.collectives import is_exchange
 from tvmbridge.core.errors import PassError
 from tvmbridge.core.pass_report import PassReport
 from tvmbridge.core.reached import reached
@@ -41,10 +42,13 @@ class OverlapCommunication(FxPass):
             (:func:`durations_of` measures them). A wait then moves no further than the collective
             lasts. If empty, a wait moves as far as it can.
         check: whether to compare the collectives of all ranks; every rank must apply the pass then.
+        split: whether collectives become ``request`` and ``wait``, which have gradients. If not,
+            they stay PyTorch's operators, for a graph that is not differentiated.
     """
 
     durations: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     check: bool = True
+    split: bool = True
 
     def rewrite(self, graph_module: fx.GraphModule, report: PassReport) -> None:
         """Split each collective into a request and a wait, and move both.
@@ -70,7 +74,14 @@ class OverlapCommunication(FxPass):
             if not found:
                 report.decline("the graph", "it has no functional collective")
             return
-        requests, waits = _split(graph, pairs)
+        known = {node for pair in pairs for node in pair}
+        unknown = [n for n in graph.nodes if is_exchange(n.target) and n not in known]
+        if unknown:
+            report.decline(unknown[0].name, "it may have to keep its place among the collectives")
+            return
+        requests, waits = [n for n, _ in pairs], [w for _, w in pairs]
+        if self.split:
+            requests, waits = _split(graph, pairs)
         chain = ordered(graph)
         order = _schedule(graph, [chain, requests, waits], requests, waits, self.durations)
         moved = _between(order, requests, waits) - _between(list(graph.nodes), requests, waits)

@@ -26,8 +26,6 @@ from tvm import relax
 
 from tvmbridge.passes.base import PassReport, RelaxPass
 
-# Whether exported code has such graphs. No GPU has run one yet.
-GRAPHS_ENABLED = False
 _ENABLED = {"relax.backend.use_cuda_graph": True}
 
 

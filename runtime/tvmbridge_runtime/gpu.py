@@ -119,7 +119,7 @@ class GpuTensors:
         """Wait for the stream of the last call, whose buffers a call on another stream uses."""
         stream = int(self._ffi.get_raw_stream(self._device))
         if self._stream not in (None, stream):
-            self._wait(self._device, ctypes.c_void_p(self._stream))
+            self._wait(self._device, self._stream)
         self._stream = stream
 
     def value(self, tensor: Any) -> int:

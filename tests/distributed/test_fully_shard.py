@@ -13,11 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
 
 from tests.distributed.processes import run_ranks, values
 from tests.distributed.sharded_scripts import Block, Setting, compared
@@ -55,9 +50,7 @@ def test_steps_are_those_of_eager() -> None:
     check(QUICK, 2)
 
 
-@pytest.mark.parametrize(
-    "how", thinned(["fully_shard", "FullyShardedDataParallel", "parallelize_module"], 3)
-)
+@pytest.mark.parametrize("how", thinned(["fully_shard", "FullyShardedDataParallel"], 2))
 def test_a_module_that_is_split_after_its_compilation_is_refused_by_name(how: str) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -82,9 +75,6 @@ def split(block: Block, how: str) -> tuple[nn.Module, str]:
         for part in (block.up, block):
             fully_shard(part, mesh=mesh)
         return block, "its submodule up is sharded by itself (fully_shard)"
-    if how == "parallelize_module":
-        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        return block, "up.weight is a DTensor (parallelize_module"
     device = torch.device("cpu")
     wrapped = FullyShardedDataParallel(nn.Sequential(block), device_id=device, use_orig_params=True)
     return wrapped, "its parameters are sharded by FullyShardedDataParallel"

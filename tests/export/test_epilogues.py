@@ -87,10 +87,10 @@ def _functions(
     names: list[str] = []
     compile_code = building.compile_code
 
-    def noted(scheduled: object, records: object) -> object:
+    def noted(scheduled: object, records: object, **options: object) -> object:
         functions = scheduled.mod.functions_items()  # type: ignore[attr-defined]
         names.extend(name.name_hint for name, _ in functions if name.name_hint != "forward")
-        return compile_code(scheduled, records)  # type: ignore[arg-type]
+        return compile_code(scheduled, records, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(building, "compile_code", noted)
     alone_code(module, args, {}, target=None, options=CompileOptions())

@@ -30,12 +30,14 @@ _RUN = """
 import ctypes, sys
 import numpy
 import tvmbridge_runtime
+from tvmbridge_runtime.libraries import ffi
 
 function = tvmbridge_runtime.load(sys.argv[1])
 given = numpy.load(sys.argv[2])
-# The third call replays the graph of the second for other numbers.
-for shift in (1, 2, 0):
-    result = function(*(numpy.roll(given[name], shift) for name in given.files))
+# If there is a graph, the third call replays that of the second for other numbers.
+for shift, stream in ((1, 0), (2, 16), (0, 0)):
+    with ffi().use_raw_stream(ffi().device("cuda", 0), stream):
+        result = function(*(numpy.roll(given[name], shift) for name in given.files))
 size = result.numel() * (int(str(result.dtype)[-2:]) // 8)
 open(sys.argv[3], "wb").write(ctypes.string_at(result.data_ptr(), size))
 assert "torch" not in sys.modules
@@ -58,7 +60,7 @@ def fake_cuda(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _exported(
-    module: nn.Module, sample: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+    module: nn.Module, sample: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any
 ) -> Path:
     """Export a module for a GPU, and compile its kernels for the host instead."""
 
@@ -68,7 +70,8 @@ def _exported(
         return _CODE
 
     monkeypatch.setattr(gpu, "compile_source", compiled)
-    return tvmbridge.export(module, sample, folder / "gpu.tvmb", target="cuda -arch=sm_90")
+    target, path = "cuda -arch=sm_90", folder / "gpu.tvmb"
+    return tvmbridge.export(module, sample, path, target=target, options=options)
 
 
 def _run(path: Path, given: tuple[torch.Tensor, ...], fake: Path) -> bytes:
@@ -122,6 +125,7 @@ _CASES = {
 }
 
 
+@pytest.mark.parametrize("as_graph", [False, True])
 @pytest.mark.parametrize(
     ("name", "dtype"),
     but_slow(
@@ -144,6 +148,7 @@ _CASES = {
 def test_results_on_a_fake_gpu(
     name: str,
     dtype: torch.dtype,
+    as_graph: bool,
     fake_cuda: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -152,7 +157,7 @@ def test_results_on_a_fake_gpu(
     module, sample = _CASES[name]
     module = module.eval().to(dtype)
     given = tuple(t.to(dtype) if t.is_floating_point() else t for t in sample)
-    path = _exported(module, given, tmp_path, monkeypatch)
+    path = _exported(module, given, tmp_path, monkeypatch, cuda_graphs=as_graph)
     with torch.no_grad():
         eager = module(*given)
         doubled = (t.double() if t.is_floating_point() else t for t in given)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.dispatch_helpers import assert_same_step, eager, make_block, sample, train_step
 from tvmbridge import add_tvm_dispatch, dispatch_report
+from tvmbridge.backends import backend_of
 from tvmbridge.compiler.executable import LoadedModule
 from tvmbridge.kernels.table import clear_tables
 from tvmbridge.runtime import module_code, speed_trial, timed_path
@@ -88,7 +90,8 @@ def evaluated(module: nn.Module, x: torch.Tensor, calls: int) -> None:
 
 def test_long_calls_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     slow_code(monkeypatch, "forward")
-    monkeypatch.setattr(speed_trial, "_LONG", SECONDS / 2)
+    backend = replace(backend_of(CPU), long_call=SECONDS / 2)
+    monkeypatch.setattr(speed_trial, "backend_of", lambda _: backend)
     module = add_tvm_dispatch(make_block().eval().requires_grad_(False), sample())
     evaluated(module, sample(), 5)
     report = dispatch_report(module)

@@ -49,6 +49,7 @@ class Backend:
       a backward, and whether kernels may be measured.
     - ``residual_policy``: the policy that ``"auto"`` stands for.
     - ``warm_up``: the number of calls in which code and libraries prepare themselves.
+    - ``long_call``: the seconds from which a call of compiled code has no speed trial.
     - ``freezes``: whether weights may be frozen.
     - ``packs``: whether weights may be moved side by side.
     - ``replays``: whether calls may be replayed as CUDA graphs.
@@ -83,6 +84,7 @@ class Backend:
     graph_passes: Callable[[tvm.IRModule, bool, bool], list[AnyPass]]
     residual_policy: str
     warm_up: int
+    long_call: float
     freezes: bool
     packs: bool
     replays: bool

@@ -69,6 +69,7 @@ CPU = Backend(
     graph_passes=_graph_passes,
     residual_policy="keep_casts",
     warm_up=2,
+    long_call=0.1,
     freezes=True,
     packs=True,
     replays=False,

@@ -13,7 +13,7 @@ from tvmbridge.calls.standins import tensors_of
 from tvmbridge.core.assumptions import Question
 from tvmbridge.core.contents import all_held, is_constant
 from tvmbridge.core.reasons import Kind, Reason
-from tvmbridge.core.sharding import is_flattened, sharded_within
+from tvmbridge.core.sharding import is_distributed, is_flattened, sharded_within
 from tvmbridge.core.torch_private import is_functional_tensor
 
 # Exactly these classes: a subclass may override what operators do.
@@ -79,8 +79,12 @@ def split_over_ranks(module: nn.Module) -> Reason | None:
         return Reason(Kind.SHARDED_WITHIN, sharded)
     if is_flattened(module):
         return Reason(Kind.SHARDED_WHOLE)
-    held = tensors_of(module).items()
-    name = next((n for n, t in held if type(t).__name__ == "DTensor"), None)
+    return None
+
+
+def distributed_in(module: nn.Module) -> Reason | None:
+    """Return why no single graph has a module some of whose tensors are DTensors, or None."""
+    name = next((n for n, t in tensors_of(module).items() if is_distributed(t)), None)
     return None if name is None else Reason(Kind.DISTRIBUTED, name)
 
 
@@ -90,7 +94,7 @@ def unusual_in(module: nn.Module, leaves: Sequence[Any] = ()) -> Reason | None:
     The tensors of the module and the ``leaves`` of its arguments are checked. Tracing some kinds of
     tensors would end the process.
     """
-    sharded = split_over_ranks(module)
+    sharded = split_over_ranks(module) or distributed_in(module)
     if sharded is not None:
         return sharded
     arguments = {f"argument {i}": leaf for i, leaf in enumerate(leaves)}
@@ -98,7 +102,7 @@ def unusual_in(module: nn.Module, leaves: Sequence[Any] = ()) -> Reason | None:
         reason = unusual(value) if isinstance(value, torch.Tensor) else None
         if is_unseen(value):
             return Reason(Kind.UNSEEN, f"{name} is a {type(value).__name__}")
-        if reason is not None and type(value).__name__ == "DTensor":
+        if is_distributed(value):
             return Reason(Kind.DISTRIBUTED, name)
         if reason is not None and name in arguments:
             return Reason(Kind.UNUSUAL, f"{name} {reason}")

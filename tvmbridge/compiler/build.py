@@ -14,7 +14,6 @@ from tvmbridge.backends import Backend, backend_for
 from tvmbridge.compiler.argument_checks import UNCHECKED
 from tvmbridge.compiler.buffers import BufferPlan, NotePlans, Reuse
 from tvmbridge.compiler.split import build_function
-from tvmbridge.core.alone import runs_alone
 from tvmbridge.core.errors import BuildError
 from tvmbridge.core.types import PassRecord
 from tvmbridge.kernels import register_kernels
@@ -22,7 +21,7 @@ from tvmbridge.passes.base import bindings_of, shared_results
 from tvmbridge.passes.relax.bundle_residuals import BundleResiduals
 from tvmbridge.passes.relax.dead_code_elimination import DropUnreadTuples
 from tvmbridge.passes.relax.declare_results import DeclareResults
-from tvmbridge.passes.relax.launch_as_graph import GRAPHS_ENABLED, LaunchAsGraph
+from tvmbridge.passes.relax.launch_as_graph import LaunchAsGraph
 from tvmbridge.passes.relax.name_specs import NameSpecs, specs_by_key
 from tvmbridge.passes.relax.own_residuals import OwnResiduals
 from tvmbridge.pipeline import AnyPass, pass_name, run_passes
@@ -67,15 +66,13 @@ def planned(mod: tvm.IRModule, target: tvm.target.Target) -> dict[str, BufferPla
     return noting.plans
 
 
-def _has_graph(backend: Backend) -> bool:
-    return GRAPHS_ENABLED and backend.replays and runs_alone()
-
-
-def _virtual_machine_passes(backend: Backend, noting: NotePlans) -> tvm.transform.Pass:
+def _virtual_machine_passes(
+    backend: Backend, noting: NotePlans, as_graph: bool
+) -> tvm.transform.Pass:
     return tvm.transform.Sequential(
         [
             *_planning_passes(backend, noting),
-            *([_as_tvm_pass(LaunchAsGraph())] if _has_graph(backend) else []),
+            *([_as_tvm_pass(LaunchAsGraph())] if as_graph else []),
             relax.transform.LowerAllocTensor(),
             relax.transform.KillAfterLastUse(),
             _as_tvm_pass(DropUnreadTuples()),
@@ -272,8 +269,10 @@ def load(scheduled: Scheduled, records: list[PassRecord], device: torch.device =
     return load_code(code, code.executable, scheduled.target, device)
 
 
-def compile_code(scheduled: Scheduled, records: list[PassRecord]) -> Code:
-    """Compile the result of :func:`schedule`."""
+def compile_code(
+    scheduled: Scheduled, records: list[PassRecord], *, as_graph: bool = False
+) -> Code:
+    """Compile the result of :func:`schedule`; ``as_graph``: see :class:`LaunchAsGraph`."""
     target, noting = scheduled.target, NotePlans()
     with target:
         # The time of a check of types grows with the square of the number of residuals.
@@ -286,7 +285,7 @@ def compile_code(scheduled: Scheduled, records: list[PassRecord]) -> Code:
                 executable = relax.build(
                     mod,
                     target,
-                    relax_pipeline=_virtual_machine_passes(backend_for(target), noting),
+                    relax_pipeline=_virtual_machine_passes(backend_for(target), noting, as_graph),
                     tir_pipeline=UNCHECKED,
                 )
         except Exception as error:

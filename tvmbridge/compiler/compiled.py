@@ -233,7 +233,7 @@ def with_call_options(compiled: CompiledModule, options: CompileOptions) -> Comp
 
 
 def _replays(options: CompileOptions, device: torch.device) -> bool:
-    return options.cuda_graphs and backend_of(device).replays
+    return options.cuda_graphs is not False and backend_of(device).replays
 
 
 def _not_returned(captured: CapturedGraph) -> frozenset[int]:

@@ -18,9 +18,14 @@ from tvmbridge.core.torch_private import TorchDispatchMode
 _NAMESPACES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"})
 
 
+def is_exchange(operator: Any) -> bool:
+    """Whether an operator exchanges tensors with other processes, or waits for an exchange."""
+    return getattr(operator, "namespace", None) in _NAMESPACES
+
+
 def refuse_exchange(operator: Any) -> None:
     """Refuse an operator that exchanges tensors with other processes."""
-    if getattr(operator, "namespace", None) in _NAMESPACES:
+    if is_exchange(operator):
         raise CaptureError(
             f"it exchanges tensors with other processes ({operator}), which compiled code does "
             "not: dispatch the submodules before and behind the exchange instead"

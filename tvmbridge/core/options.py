@@ -69,7 +69,8 @@ class CompileOptions:
             be faster; ``"always"`` in both; ``"never"`` does not move weights.
         freeze: treat the weights as constants in evaluation mode (see ``add_tvm_dispatch``).
         cuda_graphs: on a GPU, record the launches of a call once and replay them, if that is safe
-            (docs/gpu.md).
+            (docs/gpu.md). None: True, but False in exported code, where it is not known whether
+            other threads use the GPU (docs/export.md).
         gradient_parts: the number of parts that backward runs in. Gradients of the last layers are
             handed out after the first part, so that hooks and DistributedDataParallel can use them
             meanwhile (docs/data_parallel.md). None: one part, but several under
@@ -126,7 +127,7 @@ class CompileOptions:
     max_specializations: int = 16
     measure_kernels: bool = True
     combine_matmuls: str = "auto"
-    cuda_graphs: bool = True
+    cuda_graphs: bool | None = None
     gradient_parts: int | None = None
     tuning_records: bool = True
     tuning_logs: str | None = None
@@ -150,7 +151,7 @@ class CompileOptions:
                 )
         for name in _SWITCHES:
             value = getattr(self, name)
-            if not isinstance(value, bool):
+            if not isinstance(value, bool) and not (value is None and name == "cuda_graphs"):
                 raise TypeError(f"CompileOptions.{name} is {value!r}; give True or False")
         try:
             CheckPolicy(self.check)

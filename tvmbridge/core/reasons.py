@@ -250,9 +250,10 @@ class Kind(enum.Enum):
         _REFUSED,
     )
     DISTRIBUTED = (
-        "{} is a DTensor (parallelize_module, distribute_tensor), and compiled code does not "
-        "exchange parts of tensors between processes",
-        "dispatch the submodules whose parameters are plain tensors",
+        "{} is a DTensor (parallelize_module, distribute_tensor), and one compiled function does "
+        "not exchange parts of tensors between processes",
+        'leave on_break at "eager": add_tvm_dispatch compiles the parts between the exchanges at '
+        "the first call",
         _REFUSED,
     )
     SHARDED_WITHIN = (

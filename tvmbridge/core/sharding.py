@@ -1,4 +1,4 @@
-"""Modules that ``torch.distributed.fsdp.fully_shard`` has sharded over ranks.
+"""Modules and tensors that are split over ranks.
 
 ``fully_shard`` gives a module a generated class and replaces its parameters with DTensors. A hook
 gathers the parameters before forward, so forward sees plain parameters of full size.
@@ -49,6 +49,12 @@ def is_flattened(module: nn.Module) -> bool:
         or any(_is_of_flat(v) for v in vars(m).values())
         for m in module.modules()
     )
+
+
+def is_distributed(value: object) -> bool:
+    """Whether ``value`` is a DTensor, a tensor of which each rank has a part."""
+    # Importing the class takes a second.
+    return type(value).__name__ == "DTensor" and isinstance(value, torch.Tensor)
 
 
 def _is_of_flat(held: object) -> bool:

@@ -20,6 +20,7 @@ from tvmbridge.dynamo.graphs import DynamoGraph, read_graph
 from tvmbridge.dynamo.report import forget, keep
 from tvmbridge.dynamo.stops import captured_graph, differentiated_graph
 from tvmbridge.dynamo.strides import node_with_other_strides
+from tvmbridge.dynamo.tensor_parallel import has_distributed_inputs, in_local_parts
 from tvmbridge.graph_capture.observe.hooks import GLOBAL_HOOK_DICTS
 
 logger = logging.getLogger(__name__)
@@ -72,7 +73,8 @@ def tvmbridge(
 
     Args:
         graph_module: the graph.
-        example_inputs: the inputs of the capture; unused.
+        example_inputs: the inputs of the capture. If a DTensor is among them, the parts of the
+            graph between collectives are compiled, of forward and of backward.
         options: fields of :class:`CompileOptions`, and ``smallest_graph``.
         mode: must be None, since the modes of ``torch.compile`` are for Inductor.
 
@@ -83,6 +85,12 @@ def tvmbridge(
         TypeError: an option is unknown or has the wrong type.
         ValueError: an option has a value that is not among its choices, or ``mode`` is given.
     """
+    if has_distributed_inputs(graph_module):
+        return in_local_parts(
+            graph_module,
+            example_inputs,
+            lambda part: keep(_called(part, options, mode, CompiledGraph)),
+        )
     return keep(_called(graph_module, options, mode, CompiledGraph))
 
 

@@ -49,6 +49,7 @@ class CompiledGraph:
 
     Args:
         instead: compiles the module in place of :func:`compile_module`; None: that function.
+        like: runs the same ``graph``, and its code serves this one's calls too.
     """
 
     def __init__(
@@ -56,10 +57,12 @@ class CompiledGraph:
         graph: DynamoGraph,
         options: CompileOptions,
         instead: Callable[..., CompiledModule] | None = None,
+        like: CompiledGraph | None = None,
     ) -> None:
         self.graph = graph
         self.options = options
         self._instead = instead
+        self._like = like
         self._held_of = graph.held_of()
         # Called with the reason when a call falls back to eager PyTorch.
         self.noted: Callable[[str], None] | None = None
@@ -125,7 +128,8 @@ class CompiledGraph:
         policy.compiles_signatures = True
         if self.graph.symbolic:
             policy.serve_any_size()
-        like = next(iter(self._known.values()), None)
+        others = () if self._like is None else tuple(self._like._known.values())
+        like = next(iter((*self._known.values(), *others)), None)
         if like is not None:
             code.share(like.code, _memo(like.code.module, module))
         return code

@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from tvmbridge.calls.patches import patched_here
-from tvmbridge.core.errors import FallbackError
+from tvmbridge.core.errors import FallbackError, first_line
 from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.core.torch_private import (
     FakeImplCtx,
@@ -34,6 +34,7 @@ from tvmbridge.dynamo.backend import BackendOptions, graph_on_code
 from tvmbridge.dynamo.calls import CompiledGraph, EagerGraph
 from tvmbridge.dynamo.pieces import in_pieces
 from tvmbridge.dynamo.report import graph_report, leave_out_breaks
+from tvmbridge.dynamo.tensor_parallel import has_distributed_inputs, in_local_parts, shared_key
 from tvmbridge.dynamo.texts import formats_kept
 from tvmbridge.runtime.module_code import ModuleCode
 from tvmbridge.runtime.parts import NO_PART, PartReport
@@ -61,6 +62,13 @@ def _unbounded_size(_: Any, context: Any, *, min: int = 0, max: int | None = Non
     A graph would check this, and raise where ``torchvision.ops.nms`` keeps a single box.
     """
     return context.new_dynamic_size(min=min, max=max)
+
+
+# By options and code: the first local part of that code, while any of them is left.
+_local_parts: weakref.WeakValueDictionary[tuple[Any, ...], CompiledGraph]
+_local_parts = weakref.WeakValueDictionary()
+_UNTRACED = "PyTorch cannot write its DTensors as local tensors"
+logger = logging.getLogger(__name__)
 
 
 class _Call(threading.local):
@@ -153,16 +161,43 @@ class ModuleInParts:
             self._compiled = function, torch.compile(function, backend=self._backend, **isolated)
         return self._compiled[1](*args, **kwargs)
 
-    def _backend(self, graph_module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+    def _backend(self, graph_module: fx.GraphModule, given: Sequence[Any]) -> Callable[..., Any]:
         """Return the function that runs a graph; TorchDynamo calls this method as its backend."""
         reason = state_unlike_python()
         if reason is not None:
             raise skipped_frame(reason)
+        if has_distributed_inputs(graph_module):
+            try:
+                return in_local_parts(graph_module, given, self._local_part)
+            except Exception as error:
+                logger.warning("a graph with DTensors runs in eager PyTorch", exc_info=True)
+                return self._left(graph_module.forward, f"{_UNTRACED}: {first_line(error)}")
         return in_pieces(graph_module, self._part) or self._part(graph_module)
 
     def _part(self, graph_module: fx.GraphModule) -> Callable[..., Any]:
         """Return the function that runs a part, and record the part for the report."""
+        return self._served(graph_module, graph_on_code(graph_module, self._options))
+
+    def _local_part(self, graph_module: fx.GraphModule) -> Callable[..., Any]:
+        """Return the function that runs a local part, which has no tensors of its own.
+
+        Equal parts, such as those of equal blocks, share their code.
+        """
+        key = shared_key(graph_module)
+        if key is None:
+            return self._part(graph_module)
+        like = _local_parts.get((repr(self._options), key))
+        if like is not None:
+            return self._served(graph_module, CompiledGraph(like.graph, like.options, like=like))
         graph = graph_on_code(graph_module, self._options)
+        if isinstance(graph, CompiledGraph):
+            _local_parts[repr(self._options), key] = graph
+        return self._served(graph_module, graph)
+
+    def _served(
+        self, graph_module: fx.GraphModule, graph: CompiledGraph | EagerGraph
+    ) -> Callable[..., Any]:
+        """Return the function that runs the part ``graph``, and record it for the report."""
         self.made += 1
         self._graphs[graph] = _end(graph_module)
         run = graph.call
@@ -174,9 +209,10 @@ class ModuleInParts:
                 return run(*args)
 
             return serve
-        if graph.small:
-            return run
-        reason = graph.reason
+        return run if graph.small else self._left(run, graph.reason)
+
+    def _left(self, run: Callable[..., Any], reason: str) -> Callable[..., Any]:
+        """Return a function that calls ``run``, which PyTorch runs because of ``reason``."""
 
         def leave(*args: Any) -> Any:
             self._note(reason)

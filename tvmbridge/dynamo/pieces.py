@@ -8,9 +8,10 @@ After::
 
     piece 0 (v): v.log()    piece 1 (x, mask, y): x[mask] = y    piece 2 (x): x.sin()
 
-There are four kinds of such functions. The number of elements that a mask selects, or that
+There are five kinds of such functions. The number of elements that a mask selects, or that
 ``nonzero`` returns, is known only during a call. A write into a tensor with a gradient history must
 be recorded by PyTorch's autograd. An assignment to ``.data`` gives a tensor other memory.
+A collective exchanges tensors with other processes.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from tvmbridge.core.collectives import is_exchange
 from tvmbridge.core.torch_private import set_grad_enabled, skipped_frame, symbolic_shapes
 
 _Run = Callable[..., Any]
@@ -50,12 +52,17 @@ class _Piece:
     last: list[fx.Node] = field(default_factory=list)
 
 
-def in_pieces(graph_module: fx.GraphModule, serve: Callable[[fx.GraphModule], _Run]) -> _Run | None:
+def in_pieces(
+    graph_module: fx.GraphModule,
+    serve: Callable[[fx.GraphModule], _Run],
+    always: bool = False,
+) -> _Run | None:
     """Return a function that runs the graph in pieces; None if nothing cuts the graph.
 
     Args:
         serve: returns the function that runs a piece. The functions between pieces run in eager
             PyTorch.
+        always: whether to return a function although nothing cuts the graph.
 
     Raises:
         SkipFrame: the graph holds for some sizes only, so Python must run the function.
@@ -64,7 +71,7 @@ def in_pieces(graph_module: fx.GraphModule, serve: Callable[[fx.GraphModule], _R
     if assumption is not None:
         raise skipped_frame(f"sizes depend on data, and the graph holds for {assumption} only")
     pieces = _cut(graph_module.graph)
-    if not any(piece.is_eager for piece in pieces):
+    if not always and not any(piece.is_eager for piece in pieces):
         return None
     steps = []
     for piece in pieces:
@@ -145,8 +152,11 @@ def _module_of(graph_module: fx.GraphModule, piece: _Piece) -> fx.GraphModule:
 def runs_by_itself(
     node: fx.Node, piece_of: Mapping[fx.Node, _Piece], current: _Piece | None
 ) -> bool:
-    """Whether PyTorch must run ``node``: a write, or a function whose data decides a size."""
-    if _symbols([node]) - _symbols(node.all_input_nodes):
+    """Whether PyTorch must run ``node``.
+
+    It is a write, a function whose data decides a size, or an exchange with other processes.
+    """
+    if is_exchange(node.target) or _symbols([node]) - _symbols(node.all_input_nodes):
         return True
     written: Any = node.args[0] if node.args else None
     if not (_writes(node) and isinstance(written, fx.Node)):

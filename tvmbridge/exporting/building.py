@@ -61,8 +61,16 @@ def left_to_pytorch(mod: tvm.IRModule, target: tvm.target.Target) -> list[str]:
     return leftovers(mod["forward"])
 
 
-def build_alone(mod: tvm.IRModule, target: tvm.target.Target, records: list[PassRecord]) -> Code:
+def build_alone(
+    mod: tvm.IRModule,
+    target: tvm.target.Target,
+    records: list[PassRecord],
+    *,
+    as_graph: bool = False,
+) -> Code:
     """Compile ``mod``, whose only function is ``forward``, without calls of PyTorch's kernels.
+
+    ``as_graph``: whether a GPU launches its kernels as one CUDA graph.
 
     Raises:
         ExportError: an operator needs PyTorch.
@@ -74,7 +82,7 @@ def build_alone(mod: tvm.IRModule, target: tvm.target.Target, records: list[Pass
     scheduled = schedule(fused, records)
     if is_gpu(target):
         refuse_unscheduled(scheduled.mod)
-    return compile_code(scheduled, records)
+    return compile_code(scheduled, records, as_graph=as_graph)
 
 
 def _spelling_passes(target: tvm.target.Target) -> list[AnyPass]:

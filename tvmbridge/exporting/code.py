@@ -147,7 +147,8 @@ def _built(
     graph = frozen_graph(module, lowered, options, records)
     if not is_gpu(lowered.target):
         graph = _packed(graph, records)
-    code = build_alone(graph.mod, lowered.target, records)
+    as_graph = is_gpu(lowered.target) and options.cuda_graphs is True
+    code = build_alone(graph.mod, lowered.target, records, as_graph=as_graph)
     return described_code(module, graph, code, records)
 
 

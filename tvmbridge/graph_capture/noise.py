@@ -22,11 +22,9 @@ from tvmbridge.core.types import ComputedTensor, NoiseDescriptor, TensorSpec
 
 aten = torch.ops.aten
 
+# The argument of attention without which it draws nothing.
+_PROBABILITY = "dropout_p"
 _DROPOUT = (aten.dropout.default, aten.native_dropout.default)
-_ATTENTION = (
-    aten.scaled_dot_product_attention.default,
-    aten._scaled_dot_product_attention_math.default,
-)
 
 RRELU = aten.rrelu_with_noise_functional.default
 RRELU_NAME = "aten::rrelu_with_noise"
@@ -168,11 +166,14 @@ def _is_random(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, OpOverload):
         return False
-    if target in _ATTENTION:
-        return bool(_argument(node, "dropout_p", 4, 0.0))
     if target is RRELU:
         return bool(_argument(node, "training", 4, False))
-    return torch.Tag.nondeterministic_seeded in target.tags
+    if torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    names = [argument.name for argument in target._schema.arguments]
+    if _PROBABILITY not in names:
+        return True
+    return bool(_argument(node, _PROBABILITY, names.index(_PROBABILITY), 0.0))
 
 
 def _argument(node: fx.Node, name: str, position: int, default: Any) -> Any:

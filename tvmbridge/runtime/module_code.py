@@ -116,7 +116,8 @@ class ModuleCode(Executor):
             return self.serve(args, kwargs, again=True)
         if why is None:
             return Reason(Kind.FROZEN_COPY if self.options.freeze else Kind.NOT_COMPILED)
-        return policy.explained(why)
+        why = policy.explained(why)
+        return self._run_in_parts(args, kwargs) if policy.cut_for_object(why) else why
 
     def _serve_by(self, call: GivenCall) -> Served | Reason | Unserved:
         """Serve a call by known specialisations, or by one for any size.
@@ -148,7 +149,9 @@ class ModuleCode(Executor):
         found = policy.compiled(lacking, f"the first in mode {lacking.mode}")
         if isinstance(found, CompiledEntry):
             return self._run(lacking, found, started, unserved.misfits)
-        if found is not COMPILING and (policy.cut.why or policy.cut_for_any_size(found)):
+        if found is not COMPILING and (
+            policy.cut.why or policy.cut_for_any_size(found) or policy.cut_for_object(found)
+        ):
             return self._run_in_parts(call.args, call.kwargs)
         return found
 

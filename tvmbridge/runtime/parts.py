@@ -10,9 +10,11 @@ from typing import Any, Protocol
 
 import torch
 
+from tvmbridge.calls.awaited import awaited, is_pending
 from tvmbridge.calls.plain import unusual
 from tvmbridge.core.errors import DataDependentError
 from tvmbridge.core.reasons import Kind, Reason
+from tvmbridge.core.sharding import is_distributed
 from tvmbridge.core.torch_private import has_any_global_hook, pytree
 
 ON_BREAK = ("eager", "forward")
@@ -153,7 +155,8 @@ class Cut:
         if has_any_global_hook():  # type: ignore[no-untyped-call]
             return Reason(Kind.ALL_HOOKED)
         leaves = pytree.tree_leaves((args, dict(kwargs)))
-        found = (unusual(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        found = (unusual(t) for t in tensors if not (is_distributed(t) or is_pending(t)))
         reason = next(filter(None, found), None)
         return None if reason is None else Reason(Kind.UNUSUAL, f"an argument {reason}")
 
@@ -164,6 +167,7 @@ class Cut:
         self.begin(of)
         assert self.parts is not None
         made = self.parts.made
+        args, kwargs = awaited((args, kwargs))
         results, reason = self.parts.run(of.original, args, kwargs)
         with self._changing:
             self.served += reason is None

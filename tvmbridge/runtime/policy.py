@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tvmbridge.calls.plain import split_over_ranks, unusual_in
+from tvmbridge.calls.plain import distributed_in, split_over_ranks, unusual_in
 from tvmbridge.calls.standins import StandsForForward
 from tvmbridge.core.errors import DataDependentError, StateWrittenError
 from tvmbridge.core.reasons import Kind, Reason
@@ -274,7 +274,7 @@ class Policy:
         """
         distributed = torch.distributed
         if distributed.is_available() and distributed.is_initialized():
-            split = split_over_ranks(self.module)
+            split = split_over_ranks(self.module) or distributed_in(self.module)
             if split is not None:
                 return split
         attributes = self.compiler.attributes
@@ -355,11 +355,13 @@ class Policy:
         """Serve calls in parts from now on because of an object that no graph can have.
 
         Return whether that is possible, and ``why``, the reason of a fallback, is such an object:
-        an argument of an unknown class that holds tensors, or a sparse tensor of the module.
+        an argument of an unknown class that holds tensors, or a sparse tensor or a DTensor of the
+        module.
         """
-        if why is None or why.kind not in (Kind.UNSEEN, Kind.HELD_UNUSUAL):
+        if why is None or why.kind not in (Kind.UNSEEN, Kind.HELD_UNUSUAL, Kind.DISTRIBUTED):
             return False
-        return self.cut.at(": ".join(filter(None, (why.text, why.example))), tried=True)
+        tried = why.kind is not Kind.DISTRIBUTED
+        return self.cut.at(": ".join(filter(None, (why.text, why.example))), tried=tried)
 
     def cut_for_any_size(self, why: Reason) -> bool:
         """Serve calls of other sizes in parts from now on; return whether that is possible.

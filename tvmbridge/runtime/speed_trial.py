@@ -89,8 +89,6 @@ _MOST_SAMPLES = 10
 # its kernels matters less, and a trial slows a program down.
 _MEDIUM = 1e-3
 _FASTER = 0.9
-# A call that takes more seconds than this has no trial.
-_LONG = 0.1
 # The most calls up to one backward pass that are of one kind.
 _MOST_CALLS = 64
 
@@ -219,7 +217,7 @@ class SpeedTrial:
         if seconds is None:
             return
         self._first = min(self._first, seconds)
-        if self._warm_up[0] is False and self._first > _LONG:
+        if self._warm_up[0] is False and self._first > backend_of(self._device).long_call:
             self.verdict = SpeedVerdict(self._first, None)
             self._conclude(self.verdict)
 

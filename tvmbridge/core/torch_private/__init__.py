@@ -353,6 +353,20 @@ def registered_backends() -> dict[str | None, Any]:
     return functions
 
 
+def aot_autograd() -> Callable[..., Any]:
+    """Return PyTorch's function that makes a backend of compilers of forward and of backward."""
+    made: Callable[..., Any]
+    made = importlib.import_module("torch._dynamo.backends.common").aot_autograd
+    return made
+
+
+def save_all_partition() -> Callable[..., Any]:
+    """Return the function by which forward saves for backward what eager PyTorch would save."""
+    partition: Callable[..., Any]
+    partition = importlib.import_module("torch._functorch.partitioners").default_partition
+    return partition
+
+
 def free_cublas_workspaces() -> None:
     """Free the workspaces of cuBLAS, which allocates new ones when needed; needs a CUDA build."""
     torch._C._cuda_clearCublasWorkspaces()

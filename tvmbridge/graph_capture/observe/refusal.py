@@ -115,8 +115,8 @@ def refuse_kind(module: nn.Module) -> None:
     """Refuse modules that no call can be served for, whatever their tensors and hooks are then.
 
     Raises:
-        CaptureError: the class of the module cannot be captured, or its parameters are split over
-            processes.
+        CaptureError: the class of the module cannot be captured, or its parameters are sharded in
+            a way that no code gathers.
     """
     _raise_for(module, _unusual_class(module) or split_over_ranks(module))
 

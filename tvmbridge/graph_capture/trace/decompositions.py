@@ -168,6 +168,8 @@ def _table_with(differentiated: bool, registered: tuple[str, ...]) -> dict[Any, 
         table[aten.silu.default] = _of_halves(table[aten.silu.default])
     else:
         table[sdpa] = attention_with_dropout
+        # Its parts return the weights in place of the sums that backward reads.
+        table.pop(aten._scaled_dot_product_flash_attention_for_cpu.default, None)
         # Its parts read a table of indices; unlike the operator, the parts have a gradient rule.
         table.pop(aten.roll.default, None)
     table[aten.rrelu.default] = _rrelu

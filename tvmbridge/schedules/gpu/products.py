@@ -112,14 +112,10 @@ GROUP_TILES = (
 """The tiles to choose from on GPUs that have products of groups of warps."""
 
 
-# Products by groups of warps are right on the host, and have not run on a GPU.
-GROUPS_ENABLED = False
-
-
 def takes_groups(form: Form, dtype: str, arch: str) -> bool:
     """Whether groups of warps can compute a product, on an architecture such as ``sm_90a``."""
     operands = form.right_transposed and not form.left_transposed and form.depth % 8 == 0
-    return GROUPS_ENABLED and dtype in HALVES and operands and arch.startswith("sm_90")
+    return dtype in HALVES and operands and arch == "sm_90a"
 
 
 def group_tile_for(form: Form) -> GroupTile:

@@ -16,6 +16,16 @@ def _counts(counters: Any) -> bool:
 
 DYNAMO = (
     PrivateName(
+        "torch._dynamo.backends.common.aot_autograd",
+        "forward and backward on the local parts of DTensors",
+        takes(),
+    ),
+    PrivateName(
+        "torch._functorch.partitioners.default_partition",
+        "what forward on local parts saves for backward",
+        callable,
+    ),
+    PrivateName(
         "torch._higher_order_ops.wrap.tag_activation_checkpoint",
         "checkpoints in a graph of Dynamo, which are called as users call them",
         callable,
