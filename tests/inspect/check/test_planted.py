@@ -112,6 +112,7 @@ def test_running_statistics_written_back_wrong(monkeypatch: pytest.MonkeyPatch) 
     assert "the departure is in no operator" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_exchanged_masks(plant_variant: Callable[[Callable[[CompiledEntry], None]], None]) -> None:
     x = torch.randn(5, 8)
 
