@@ -142,6 +142,7 @@ class Ends(Positions):
         return y if x.shape[1] != 39 else -y
 
 
+@pytest.mark.slow
 def test_sizes_near_a_bound_at_which_forward_does_something_else(tmp_path: Path) -> None:
     path, spec = tmp_path / "model.tvmb", {"x": {1: Dim("length", max=40)}}
     tvmbridge.export(Ends().eval(), torch.randn(2, 9, 8), path, dynamic_shapes=spec)

@@ -31,7 +31,7 @@ def _x() -> torch.Tensor:
 @pytest.mark.parametrize(
     ("place", "stage"),
     thinned(
-        [(lowering, "capture_staged"), (lowering, "derive"), (cached_build, "compile_code")], 2
+        [(lowering, "capture_staged"), (lowering, "derive"), (cached_build, "compile_code")], 3
     ),
 )
 def test_an_interrupted_compilation_leaves_no_trace(

@@ -30,6 +30,7 @@ def _model() -> nn.Sequential:
     return layers.double().train()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", thinned(["child first", "parent first"], 2))
 def test_a_parent_keeps_its_code_whatever_becomes_of_the_child(order: str) -> None:
     model, reference = _model(), _model()

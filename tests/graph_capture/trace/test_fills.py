@@ -66,6 +66,7 @@ class WritesAtNumbers(nn.Module):
         return torch.cat([y.flatten(), z.flatten(), w.flatten()])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("many", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_writes_at_a_tensor_of_one_number(many: bool) -> None:
     plain = WritesAtNumbers(many).train()

@@ -62,6 +62,7 @@ def test_a_converter(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "nn.functional.gelu(self.first(x))" in message
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("lost_scale")
 def test_a_gradient_rule() -> None:
     x = torch.randn(5, 8)
