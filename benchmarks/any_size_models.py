@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from tests.models import bert_model
 from tests.random_sizes.models import Model
 
 _VOCABULARY = 64
@@ -18,17 +19,7 @@ _BATCH_AND_LENGTH = (((0, 0), (1, 0)), ((0, 1), (1, 1)))
 
 def bert() -> nn.Module:
     """Return a BertModel of one layer."""
-    from transformers import BertConfig, BertModel
-
-    return BertModel(
-        BertConfig(
-            vocab_size=_VOCABULARY,
-            hidden_size=32,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            intermediate_size=64,
-        )
-    )
+    return bert_model(vocab_size=_VOCABULARY)
 
 
 def gpt2() -> nn.Module:

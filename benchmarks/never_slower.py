@@ -36,7 +36,7 @@ from tests.architectures.check import tensors, with_rows
 from tests.architectures.table import architectures
 from tests.end_to_end.test_every_module import INFOS
 from tests.export.suites import SUITES
-from tests.processes import Died, in_threads, run_alone
+from tests.processes import Died, add_shard, in_threads, run_alone
 from tvmbridge import add_tvm_dispatch, dispatch_report
 from tvmbridge.runtime.speed_trial import VARIABLE
 
@@ -222,14 +222,13 @@ def _work(
 
 
 def _run(chosen: argparse.Namespace, done: list[Line]) -> Iterator[Line]:
-    index, count = (int(part) for part in chosen.shard.split("/"))
     entries = [
         Entry(suite, name, mode)
         for suite in chosen.suite
         for name in _suites()[suite]
         for mode in chosen.mode
         if not chosen.names or name in chosen.names
-    ][index::count]
+    ][chosen.shard]
     known = {(line.suite, line.name, line.mode, line.batch) for line in done}
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "tvmbridge", "tests.export.suites"])
@@ -263,7 +262,7 @@ def main(argv: Sequence[str] = ()) -> int:
     options.add_argument("--suite", nargs="+", choices=suites, default=list(suites))
     options.add_argument("--mode", nargs="+", choices=_MODES, default=list(_MODES))
     options.add_argument("--batch", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32])
-    options.add_argument("--shard", default="0/1", help="i/n: every n-th entry, from the i-th")
+    add_shard(options)
     options.add_argument("--workers", type=int, default=1, help="processes at once")
     options.add_argument("--threads", type=int, default=1, help="cores and threads of each process")
     options.add_argument("--rounds", type=int, default=40, help="timed calls of each side")

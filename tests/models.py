@@ -1,9 +1,10 @@
-"""A small transformer layer that several test files compile, and its joint function."""
+"""Small transformer layers that several test files compile, and a joint function."""
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,6 +35,37 @@ class TransformerLayer(nn.Module):
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
         return x.view(*x.shape[:-1], 2, 4).transpose(1, 2)
+
+
+def _bert_config(width: int, heads: int, **options: Any) -> Any:
+    from transformers import BertConfig
+
+    sizes = {"hidden_size": width, "num_attention_heads": heads, "intermediate_size": 2 * width}
+    return BertConfig(**{**sizes, **options})
+
+
+def bert_layer(
+    attention: str = "sdpa", width: int = 32, heads: int = 2, **options: Any
+) -> nn.Module:
+    """Return a BertLayer in train mode; ``options``: further fields of its configuration."""
+    # The import takes a second, and most files that import this one need no transformers.
+    from transformers.models.bert.modeling_bert import BertLayer
+
+    layer: nn.Module = BertLayer(
+        _bert_config(width, heads, attn_implementation=attention, **options)
+    )
+    return layer
+
+
+def bert_model(
+    kind: str = "BertModel", width: int = 32, heads: int = 2, layers: int = 1, **options: Any
+) -> nn.Module:
+    """Return one of transformers' BERTs; ``options``: further fields of its configuration."""
+    import transformers
+
+    config = _bert_config(width, heads, num_hidden_layers=layers, **options)
+    model: nn.Module = getattr(transformers, kind)(config)
+    return model
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
@@ -16,6 +17,17 @@ class Died(Exception):
     def __init__(self, result: str, reason: str) -> None:
         super().__init__(reason)
         self.result = result
+
+
+def add_shard(parser: argparse.ArgumentParser) -> None:
+    """Add the option ``--shard i/n``, whose value is a slice of the entries."""
+
+    def every_nth(text: str) -> slice:
+        first, step = map(int, text.split("/"))
+        return slice(first, None, step)
+
+    help_ = "i/n: every n-th entry, from the i-th"
+    parser.add_argument("--shard", type=every_nth, default="0/1", help=help_)
 
 
 def in_threads(

@@ -8,11 +8,11 @@ import pytest
 import torch
 import tvm
 from torch import nn
-from transformers import BertConfig, GPT2Config
-from transformers.models.bert.modeling_bert import BertLayer
+from transformers import GPT2Config
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from tvm.relax import op
 
+from tests.models import bert_layer
 from tests.relax_helpers import build_main
 from tests.superfluous import superfluous
 from tests.thinned import but_slow, thinned
@@ -22,17 +22,10 @@ from tvmbridge.differentiation.joint import derive
 from tvmbridge.graph_capture.capture import capture
 
 
-def bert_layer(attention: str, p: float) -> nn.Module:
+def bert(attention: str, p: float) -> nn.Module:
     """Return a layer of BERT with width 48, and dropout ``p`` everywhere."""
-    config = BertConfig(
-        hidden_size=48,
-        intermediate_size=96,
-        attn_implementation=attention,
-        hidden_dropout_prob=p,
-        attention_probs_dropout_prob=p,
-    )
-    layer: nn.Module = BertLayer(config)
-    return layer.train()
+    rates = {"hidden_dropout_prob": p, "attention_probs_dropout_prob": p}
+    return bert_layer(attention, width=48, heads=12, **rates)
 
 
 def gpt2_block(attention: str, p: float) -> nn.Module:
@@ -63,7 +56,7 @@ BERT_COUNTS = {
 
 @pytest.mark.parametrize(("attention", "p"), thinned(BERT_COUNTS, 2))
 def test_a_bert_layer_by_relax(attention: str, p: float) -> None:
-    joint, records = joint_function(bert_layer(attention, p), torch.randn(2, 14, 48), "relax")
+    joint, records = joint_function(bert(attention, p), torch.randn(2, 14, 48), "relax")
     assert superfluous(joint) == []
     (gradient,) = (r for r in records if r.name == "Gradient")
     counts = gradient.bindings_after, records[-1].bindings_after
@@ -71,9 +64,9 @@ def test_a_bert_layer_by_relax(attention: str, p: float) -> None:
 
 
 OTHERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
-    "bert, aot": (lambda: bert_layer("sdpa", 0.1), (2, 14, 48), "aot"),
-    "bert fused, aot": (lambda: bert_layer("sdpa", 0.0), (2, 14, 48), "aot"),
-    "bert eager, aot": (lambda: bert_layer("eager", 0.0), (2, 14, 48), "aot"),
+    "bert, aot": (lambda: bert("sdpa", 0.1), (2, 14, 48), "aot"),
+    "bert fused, aot": (lambda: bert("sdpa", 0.0), (2, 14, 48), "aot"),
+    "bert eager, aot": (lambda: bert("eager", 0.0), (2, 14, 48), "aot"),
     "gpt2": (lambda: gpt2_block("sdpa", 0.1), (2, 14, 64), "relax"),
     "gpt2, aot": (lambda: gpt2_block("eager", 0.1), (2, 14, 64), "aot"),
     "cnn": (

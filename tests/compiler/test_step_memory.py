@@ -16,6 +16,7 @@ from tvm.relax import op
 
 from benchmarks.modules import ResNet
 from benchmarks.residuals import eager_bytes
+from tests.models import bert_model
 from tvmbridge import CompileOptions, explain
 from tvmbridge.compiler.step_memory import StepMemory, peak_bytes
 from tvmbridge.passes.relax.fuse_cross_entropy import FuseCrossEntropy
@@ -50,14 +51,8 @@ def _tokens(model: nn.Module) -> tuple[nn.Module, torch.Tensor]:
 
 def bert() -> tuple[nn.Module, torch.Tensor]:
     """Return a BERT with a head for masked words."""
-    config = transformers.BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=4 * WIDTH,
-    )
-    return _tokens(transformers.BertForMaskedLM(config))
+    sizes = {"vocab_size": VOCABULARY, "intermediate_size": 4 * WIDTH}
+    return _tokens(bert_model("BertForMaskedLM", width=WIDTH, layers=2, **sizes))
 
 
 def gpt2() -> tuple[nn.Module, torch.Tensor]:

@@ -30,6 +30,7 @@ from tests.conformance.quick import (
 from tests.conformance.runner import Entry, Settings, run_entries
 from tests.conformance.samples import DEVICE_VARIABLE, device
 from tests.conformance.table import FAILURES, Table, describe, read_rows
+from tests.processes import add_shard
 
 _KNOWN = {
     "samples": operators,
@@ -100,7 +101,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--dynamic", action="store_true", help="with a symbol for the rows, at other sizes")
     add("--device", default="cpu", choices=["cpu", "cuda"], help="where the samples are")
     add("--samples", type=int, default=0, help="cases of an entry; 0 for all of them")
-    add("--shard", default="0/1", help="i/n: every n-th entry, from the i-th")
+    add_shard(parser)
     add("--resume", action="store_true", help="keep what the file has")
     add("--workers", type=int, default=1, help="worker processes")
     add("--timeout", type=float, default=120.0, help="seconds for one group")
@@ -116,7 +117,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _run(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    index, count = (int(part) for part in options.shard.split("/"))
     if options.quick:
         chosen = _quick_entries(options.quick)
     else:
@@ -125,7 +125,7 @@ def _run(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
         chosen = all_entries(names, options.dtypes, options.modes)
     limits = {"whole": QUICK_LIMIT, "once": 1}
     table = Table(options.out, resume=options.resume)
-    entries = [e for e in chosen[index::count] if not table.has(e)]
+    entries = [e for e in chosen[options.shard] if not table.has(e)]
     settings = Settings(
         limit=limits.get(options.quick, options.samples),
         timeout=options.timeout,

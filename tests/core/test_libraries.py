@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import tvmbridge
+from tests.models import bert_model
 from tests.thinned import thinned
 
 transformers = pytest.importorskip("transformers")
@@ -16,16 +17,7 @@ transformers = pytest.importorskip("transformers")
 
 def _bert() -> nn.Module:
     torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=20,
-        hidden_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=8,
-        max_position_embeddings=8,
-    )
-    model: nn.Module = transformers.BertModel(config).eval()
-    return model
+    return bert_model(width=8, vocab_size=20, max_position_embeddings=8).eval()
 
 
 @pytest.mark.parametrize("asked_before", thinned([True, False], 2))

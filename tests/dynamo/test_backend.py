@@ -95,7 +95,7 @@ def inputs(*, grad: bool = True) -> torch.Tensor:
     return torch.randn(4, 8, requires_grad=grad)
 
 
-@pytest.mark.parametrize("kind", thinned(MODULES, 2))
+@pytest.mark.parametrize("kind", thinned(MODULES, 3))
 def test_training_steps(kind: type[nn.Module]) -> None:
     x = inputs(grad=False)
     assert_same(kind(), [[inputs()], [x], [inputs()], [x]])

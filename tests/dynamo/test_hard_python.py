@@ -13,6 +13,7 @@ from torch import nn
 
 import tvmbridge
 from tests.dynamo.steps import assert_same
+from tests.thinned import but_slow
 
 
 class Base(nn.Module):
@@ -146,29 +147,21 @@ class Numbers(Base):
         return y * float(y.detach().sum().item()) + 1
 
 
-WHOLE = [
-    Generators,
-    Closures,
-    DataClasses,
-    *(
-        pytest.param(kind, marks=pytest.mark.slow)
-        for kind in (Lists, Attributes, Keywords, Tries, Recursion)
-    ),
-]
-BROKEN = [Branches, Printing, pytest.param(Numbers, marks=pytest.mark.slow)]
+WHOLE = [Generators, Closures, DataClasses, Lists, Attributes, Keywords, Tries, Recursion]
+BROKEN = [Branches, Printing, Numbers]
 
 
 def calls() -> list[list[Any]]:
     return [[torch.randn(4, 8, requires_grad=True)], [torch.randn(4, 8)]]
 
 
-@pytest.mark.parametrize("kind", WHOLE)
+@pytest.mark.parametrize("kind", but_slow(WHOLE, *WHOLE[2:]))
 def test_captured_whole(kind: type[nn.Module]) -> None:
     assert_same(kind(), calls())
     assert tvmbridge.compile_report().whole
 
 
-@pytest.mark.parametrize("kind", BROKEN)
+@pytest.mark.parametrize("kind", but_slow(BROKEN, Printing, Numbers))
 def test_captured_in_parts(kind: type[nn.Module]) -> None:
     assert_same(kind(), calls())
     report = tvmbridge.compile_report()

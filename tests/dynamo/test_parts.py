@@ -147,6 +147,7 @@ def test_state_draws_and_hooks() -> None:
     assert_like_eager(module, reference, [rows()])
 
 
+@pytest.mark.slow
 def test_a_sparse_tensor_that_forward_makes_cuts_the_graph() -> None:
     module, reference = pair(Neighbours)
     assert_like_eager(module, reference, [rows(), rows(2.0), rows()])
@@ -156,6 +157,7 @@ def test_a_sparse_tensor_that_forward_makes_cuts_the_graph() -> None:
     assert report.parts
 
 
+@pytest.mark.slow
 def test_values_that_a_mask_chooses_are_written() -> None:
     module, reference = pair(Masked)
     assert_like_eager(module, reference, [rows(), rows()])
@@ -244,6 +246,7 @@ class Printing(nn.Module):
         return y
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampled", thinned([False, True], 2))
 def test_a_forward_that_prints_prints_at_each_call(
     sampled: bool, capsys: pytest.CaptureFixture[str]

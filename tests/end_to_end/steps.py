@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import BertConfig
-from transformers.models.bert.modeling_bert import BertLayer
 
+from tests.models import bert_layer
 from tvmbridge import add_tvm_dispatch, dispatch_report, remove_tvm_dispatch
 
 KEY_BIAS, QUERY_BIAS = "key.bias", "query.bias"
@@ -31,14 +30,7 @@ def base_layer(
 ) -> nn.Module:
     """Return a BertLayer of BERT-base, or of less width, with dropout 0.1, in train mode."""
     torch.manual_seed(7)
-    config = BertConfig(
-        attn_implementation=attention,
-        hidden_size=width,
-        num_attention_heads=width // 64,
-        intermediate_size=4 * width,
-    )
-    layer: nn.Module = BertLayer(config)
-    return layer.to(dtype).train()
+    return bert_layer(attention, width, width // 64, intermediate_size=4 * width).to(dtype)
 
 
 def tensors_of(outputs: Any) -> tuple[torch.Tensor, ...]:

@@ -8,10 +8,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
-from transformers import BertConfig
-from transformers.models.bert.modeling_bert import BertLayer
 
 from tests.end_to_end.steps import gradient_errors, relative_error, training_step
+from tests.models import bert_layer
 from tests.thinned import thinned
 from tvmbridge import add_tvm_dispatch, dispatch_report, remove_tvm_dispatch
 
@@ -22,11 +21,7 @@ KEY = "attention.self.key.weight"
 
 def layer(attention: str) -> nn.Module:
     torch.manual_seed(5)
-    config = BertConfig(
-        hidden_size=64, num_attention_heads=4, intermediate_size=128, attn_implementation=attention
-    )
-    made: nn.Module = BertLayer(config)
-    return made.double()
+    return bert_layer(attention, width=64, heads=4).double()
 
 
 def own(module: nn.Module) -> nn.Module:

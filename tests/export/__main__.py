@@ -20,6 +20,7 @@ from pathlib import Path
 
 from tests.export.running import checked_alone
 from tests.export.suites import SUITES
+from tests.processes import add_shard
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -28,7 +29,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--suite", nargs="+", choices=list(SUITES), default=list(SUITES))
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for one model")
     parser.add_argument("--workers", type=int, default=1, help="models at a time")
-    parser.add_argument("--shard", default="0/1", help="i/n: every n-th model, from the i-th")
+    add_shard(parser)
     parser.add_argument("--retry", action="store_true", help="run again what does not agree")
     parser.add_argument("--out", type=Path, default=Path("build/exported.jsonl"))
     return parser.parse_args(arguments)
@@ -43,7 +44,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     lines = options.out.read_text().splitlines() if options.out.exists() else []
     rows = {(r["suite"], r["name"]): r for r in map(json.loads, lines)}
-    index, count = map(int, options.shard.split("/"))
     chosen = [
         (suite, name)
         for suite in options.suite
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     wanted = [
         key
-        for key in chosen[index::count]
+        for key in chosen[options.shard]
         if key not in rows or (options.retry and rows[key]["result"] != "agrees")
     ]
     with ThreadPoolExecutor(options.workers) as pool:

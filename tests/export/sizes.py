@@ -23,6 +23,7 @@ from torch.export import Dim
 
 import tvmbridge
 from tests.export.models import Decoder, Strided, UNet
+from tests.models import bert_model
 
 Sizes = tuple[int, ...]
 
@@ -71,19 +72,8 @@ class Sized:
 
 
 def _bert() -> nn.Module:
-    from transformers import BertConfig, BertModel
-
-    return BertModel(
-        BertConfig(
-            hidden_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            intermediate_size=256,
-            vocab_size=100,
-            max_position_embeddings=256,
-            return_dict=False,
-        )
-    )
+    sizes = {"vocab_size": 100, "max_position_embeddings": 256}
+    return bert_model(width=128, heads=4, layers=2, return_dict=False, **sizes)
 
 
 def _tokens(batch: int, length: int) -> tuple[torch.Tensor, ...]:

@@ -143,6 +143,7 @@ class Spectrum(nn.Module):
         return torch.fft.irfft(torch.einsum("bk,ck->bck", torch.fft.rfft(x), self.weight))
 
 
+@pytest.mark.slow
 def test_complex_weights_are_pairs(tmp_path: Path) -> None:
     torch.manual_seed(0)
     module, x = Spectrum().eval(), torch.randn(3, 16)

@@ -140,6 +140,7 @@ _CASES = {
         ],
         ("mlp", torch.float32),
         ("mlp", torch.float16),
+        ("causal", torch.float16),
         ("masked", torch.float32),
         ("places", torch.float32),
     ),

@@ -79,6 +79,7 @@ def _memory(*command: str) -> int:
     return int(subprocess.check_output(command, text=True, env=environment, timeout=120))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_of_earlier_sizes_is_returned(wide: Path) -> None:
     """Check that 40 sizes of 10 MB for each buffer need the memory of a few."""
@@ -141,6 +142,7 @@ class Ends(Positions):
         return y if x.shape[1] != 39 else -y
 
 
+@pytest.mark.slow
 def test_sizes_near_a_bound_at_which_forward_does_something_else(tmp_path: Path) -> None:
     path, spec = tmp_path / "model.tvmb", {"x": {1: Dim("length", max=40)}}
     tvmbridge.export(Ends().eval(), torch.randn(2, 9, 8), path, dynamic_shapes=spec)

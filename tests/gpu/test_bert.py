@@ -5,25 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from transformers import BertConfig
-from transformers.models.bert.modeling_bert import BertLayer
 
 from tests.gpu.helpers import GPU, STEPS, assert_same, check, gradients, pair, replays, result_of
+from tests.models import bert_layer
 
 pytestmark = GPU
 
 
 def _layer(dropout: float = 0.0) -> nn.Module:
-    config = BertConfig(
-        hidden_size=64,
-        num_attention_heads=4,
-        intermediate_size=160,
-        attn_implementation="sdpa",
-        hidden_dropout_prob=dropout,
-        attention_probs_dropout_prob=0.0,
-    )
-    layer: nn.Module = BertLayer(config)
-    return layer
+    rates = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": 0.0}
+    return bert_layer(width=64, heads=4, intermediate_size=160, **rates)
 
 
 @pytest.mark.parametrize("train", [False, True])

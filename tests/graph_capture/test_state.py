@@ -171,6 +171,7 @@ def test_a_tangent_of_forward_is_not_lost() -> None:
     assert "call torch.func.jvp in its place" in reason
 
 
+@pytest.mark.slow
 def test_threads_compile_while_another_one_captures() -> None:
     """During a capture, other threads see neither replaced functions nor the trace."""
     # If several threads look up a backend for the first time, PyTorch fails in all but one.

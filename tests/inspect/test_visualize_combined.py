@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import BertConfig
-from transformers.models.bert.modeling_bert import BertLayer
 
 from tests.inspect.test_visualize import Parsed, parse
+from tests.models import bert_layer
 from tests.thinned import thinned
 from tvmbridge import capture, to_relax, visualize
 from tvmbridge.passes.relax.combine_parallel_batch_matmul import CombineParallelBatchMatmul
@@ -31,13 +30,7 @@ def products_of_the_input(picture: Parsed) -> list[str]:
 
 @pytest.mark.parametrize("attention", thinned(["sdpa", "eager"], 2))
 def test_three_products_become_one(attention: str) -> None:
-    config = BertConfig(
-        hidden_size=32,
-        num_attention_heads=2,
-        intermediate_size=64,
-        attn_implementation=attention,
-    )
-    captured = capture(BertLayer(config).eval(), torch.randn(2, 5, 32))
+    captured = capture(bert_layer(attention).eval(), torch.randn(2, 5, 32))
     before = run_passes(to_relax(captured), inference_passes(), [])
     after = run_passes(before, [CombineParallelBatchMatmul(), *tidy_passes()], [])
     pictures = [parse(visualize(mod, collapse_small=False)) for mod in (before, after)]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tests.models import TransformerLayer
+from tests.models import TransformerLayer, bert_model
 
 Sizes = Sequence[int]
 
@@ -132,18 +132,8 @@ class _Tabular(nn.Module):
 
 
 def _bert() -> nn.Module:
-    from transformers import BertConfig, BertForSequenceClassification
-
-    return BertForSequenceClassification(
-        BertConfig(
-            vocab_size=50,
-            hidden_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            intermediate_size=32,
-            max_position_embeddings=160,
-        )
-    )
+    sizes = {"vocab_size": 50, "max_position_embeddings": 160}
+    return bert_model("BertForSequenceClassification", width=16, **sizes)
 
 
 def _run_bert(module: nn.Module, arguments: tuple[torch.Tensor, ...]) -> Any:

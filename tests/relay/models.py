@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import BertConfig, BertModel, GPT2Config
+from transformers import GPT2Config
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+
+from tests.models import bert_model
 
 Made = tuple[nn.Module, Any]
 
@@ -28,16 +30,10 @@ def with_statistics(module: nn.Module) -> nn.Module:
 
 
 def bert() -> Made:
-    config = BertConfig(
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=128,
-        vocab_size=100,
-        max_position_embeddings=32,
-    )
+    sizes = {"vocab_size": 100, "max_position_embeddings": 32}
+    model = bert_model(width=64, heads=4, layers=2, **sizes).eval()
     mask = torch.tensor([[1] * 12, [1] * 8 + [0] * 4])
-    return BertModel(config).eval(), (torch.randint(0, 100, (2, 12)), mask)
+    return model, (torch.randint(0, 100, (2, 12)), mask)
 
 
 def gpt2_block() -> Made:

@@ -139,6 +139,7 @@ def test_regions_within_forward_are_those_of_eager() -> None:
     assert dispatch_report(module).fallbacks == {}
 
 
+@pytest.mark.slow
 def test_second_derivatives_are_those_under_it() -> None:
     torch.manual_seed(1)
     module, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).train(), torch.randn(3, 4)
@@ -226,6 +227,7 @@ def test_a_trace_leaves_no_casts_behind() -> None:
     assert not torch.is_autocast_enabled("cpu")
 
 
+@pytest.mark.slow
 def test_a_region_within_forward_may_stand_in_another() -> None:
     class Within(Block):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -27,6 +27,7 @@ def _assert_same(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -
         torch.testing.assert_close(mine.double(), other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_calls_of_code_that_gave_way_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(family, "_MOST_INSTANCES", 2)
     module = nn.Linear(4, 2).eval()

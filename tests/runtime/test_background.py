@@ -184,6 +184,7 @@ def test_what_cannot_be_compiled_is_told_as_at_a_call() -> None:
         add_tvm_dispatch(Branching(), X, budget=60, on_break="forward")
 
 
+@pytest.mark.slow
 def test_training_with_sizes_that_change() -> None:
     eager, module = _small()
     add_tvm_dispatch(module, dynamic_shapes="auto", options=BACKGROUND)
@@ -262,6 +263,7 @@ def test_a_module_that_is_gone_ends_its_child(held: None) -> None:
         os.kill(pid, 0)
 
 
+@pytest.mark.slow
 def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(

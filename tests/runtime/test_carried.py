@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.thinned import but_slow
 from tvmbridge import CaptureError, add_tvm_dispatch, dispatch_report
 
 KINDS: dict[str, tuple[Callable[..., Any], Callable[[Any], Any]]] = {
@@ -82,6 +83,7 @@ def test_a_state_in_a_container_is_an_input(kind: str) -> None:
     assert dispatch_report(pair[1]).tvm_calls == 5
 
 
+@pytest.mark.slow
 def test_gradients_flow_through_a_state_in_a_tuple() -> None:
     pair = _pair(Remembering("tuple", detached=False))
     for _ in range(3):
@@ -192,7 +194,7 @@ class _Comparing(Remembering):
         return h * 2
 
 
-@pytest.mark.parametrize("kind", [_Deep, _Comparing])
+@pytest.mark.parametrize("kind", but_slow([_Deep, _Comparing], _Deep))
 def test_a_state_that_cannot_be_an_input_is_right(kind: type[Remembering]) -> None:
     pair = _pair(kind("tuple"))
     for _ in range(4):

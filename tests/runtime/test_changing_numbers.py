@@ -114,6 +114,7 @@ def test_a_number_that_is_a_size_stays_a_constant_and_the_report_says_why() -> N
     assert "forward passes it to repeat" in " ".join(dispatch_report(served).examples.values())
 
 
+@pytest.mark.slow
 def test_numbers_and_sizes_change_together() -> None:
     model = Timed().eval()
     served, dispatcher = _dispatched(model, dynamic_shapes="auto")

@@ -105,6 +105,7 @@ def test_hints_of_one_size_are_symbols_of_their_own_once_a_call_tells_them_apart
     assert _fallbacks(module, (12, 12, 6), (15, 20, 6), (12, 12, 6), (9, 9, 6)) == {}
 
 
+@pytest.mark.slow
 def test_gradients_and_copies() -> None:
     module = Scaled().train()
     reference = copy.deepcopy(module)

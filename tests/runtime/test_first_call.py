@@ -70,6 +70,7 @@ def test_further_signatures_are_compiled_up_to_a_number(compilations: list[str])
     assert dispatch_report(module).tvm_calls == 13
 
 
+@pytest.mark.slow
 def test_fewer_where_the_options_say_so(compilations: list[str]) -> None:
     module = add_tvm_dispatch(make_block().eval(), options={"max_specializations": 2})
     for rows in (2, 3, 4, 2, 3, 4):

@@ -109,6 +109,7 @@ def test_of_too_many_calls_compile_none(compilations: list[str]) -> None:
     assert (reason.startswith("there is code for max_specializations"), count) == (True, 6)
 
 
+@pytest.mark.slow
 def test_of_too_many_the_one_used_longest_ago_is_dropped_for_good(compilations: list[str]) -> None:
     plain = Joined().train()
     module = Joined().train()
@@ -208,6 +209,7 @@ def test_a_tensor_in_an_attribute_gets_its_gradient(compilations: list[str]) -> 
     assert dispatch_report(module).tvm_calls == 3
 
 
+@pytest.mark.slow
 def test_threads_that_ask_for_the_same_and_for_others(compilations: list[str]) -> None:
     module = add_tvm_dispatch(Joined().train(), tuple(_inputs(False, False)))
     plain, failures = eager(module), []

@@ -42,6 +42,7 @@ for training in (True, False):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not _MAPS.exists(), reason="the system does not list mappings")
 def test_nothing_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TVMBRIDGE_CACHE", "1")

@@ -87,6 +87,7 @@ def test_other_threads_call_while_one_traces_and_trace_after_it() -> None:
     assert (report.tvm_calls, report.fallbacks) == (1, {})
 
 
+@pytest.mark.slow
 def test_dispatch_in_several_threads_at_once_and_nested() -> None:
     network = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))).eval()
     expected = network(_x())
@@ -170,6 +171,7 @@ def test_a_module_that_calls_itself() -> None:
     assert dispatch_report(module).tvm_calls == 1
 
 
+@pytest.mark.slow
 def test_deep_and_many_inputs() -> None:
     class Takes(nn.Module):
         def forward(self, nested: Any, many: list[torch.Tensor]) -> torch.Tensor:

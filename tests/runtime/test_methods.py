@@ -169,6 +169,7 @@ class Asking(nn.Module):
         return self.decoder(z) if "plain" in self.__dict__ else self.decoder(z).tanh()
 
 
+@pytest.mark.slow
 def test_methods_that_look_into_the_dict_are_served_and_return_objects() -> None:
     model = Asking()
     served = add_tvm_dispatch(copy.deepcopy(model), methods=["encode", "decode"])

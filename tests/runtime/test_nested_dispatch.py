@@ -30,6 +30,7 @@ def _model() -> nn.Sequential:
     return layers.double().train()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", thinned(["child first", "parent first"], 2))
 def test_a_parent_keeps_its_code_whatever_becomes_of_the_child(order: str) -> None:
     model, reference = _model(), _model()
@@ -67,6 +68,7 @@ def test_a_child_s_own_forward_is_told_from_another() -> None:
         assert bool(dispatch_report(model).fallbacks) is replaced
 
 
+@pytest.mark.slow
 def test_twenty_modules_in_one_model() -> None:
     layers = [nn.Linear(24, 24), nn.ReLU(), nn.Tanh()]
     for layer in layers:

@@ -152,6 +152,7 @@ class Shared(nn.Module):
         return self.first(x) + self.second(x.cos())
 
 
+@pytest.mark.slow
 def test_a_shared_dict_that_is_parted() -> None:
     eager, served = _pair(Shared())
     for value in (0.5, 0.25, 2.0):

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tests.runtime.test_changing_attributes import _agree, _pair
-from tests.thinned import thinned
+from tests.thinned import but_slow
 from tvmbridge import add_tvm_dispatch, dispatch_report
 
 Backward = Callable[[Any, torch.Tensor], torch.Tensor]
@@ -65,7 +65,7 @@ class Domain(nn.Module):
         return self.function.apply(h, self.alpha) + self.function.apply(h * 2, 3 * self.alpha)
 
 
-@pytest.mark.parametrize("name", thinned(FUNCTIONS, 4))
+@pytest.mark.parametrize("name", but_slow(FUNCTIONS, *list(FUNCTIONS)[:-1]))
 def test_one_code_serves_all_numbers(name: str) -> None:
     eager, served = _pair(Domain(FUNCTIONS[name]).double())
     for alpha in (0.5, 0.1, 0.0, -2.0, 3.0):
@@ -93,7 +93,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", but_slow(REFUSED, "branches"))
 def test_a_backward_that_needs_the_value_is_right_and_named(name: str) -> None:
     backward, why = REFUSED[name]
     eager = Given(_function(backward))

@@ -35,8 +35,10 @@ def _step(module: nn.Module, given: tuple[Any, ...], trains: bool) -> tuple[list
 # Quick tests keep one case of each way in which sizes and code depend on each other.
 _SLOW = (
     *("columns of one less", "first rows", "softmax", "grown, declared", "sums", "drawn"),
-    *("masked", "differences", "related", "smallest", "classes", "heads"),
-    *("patches", "recurrent", "sliding", "permuted caches", "eight rows"),
+    *("masked", "differences", "related", "smallest", "classes", "heads", "compared lengths"),
+    *("patches", "recurrent", "sliding", "permuted caches", "eight rows", "rows of one more"),
+    *("another branch at one left", "one left", "one for all", "two lengths"),
+    "the smaller of two sizes",
 )
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from tests.frontend.helpers import Function
+from tests.thinned import but_slow
 from tvmbridge import add_tvm_dispatch, dispatch_report
 
 
@@ -73,7 +74,7 @@ _FORMS: dict[str, tuple[Callable[..., Any], Callable[..., Any], list[tuple[int, 
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", _FORMS)
+@pytest.mark.parametrize("name", but_slow(_FORMS, "a loop over one size"))
 def test_calls_with_sizes_that_depend_on_others_are_served(name: str) -> None:
     forward, arguments, sizes = _FORMS[name]
     torch.manual_seed(0)

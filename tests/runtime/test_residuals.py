@@ -179,6 +179,7 @@ class Deep(nn.Module):
         return x.square().mean(), x[:2].sum(1)
 
 
+@pytest.mark.slow
 def test_no_residuals_are_left_in_memory_after_a_backward_of_its_own() -> None:
     module, x, sizes = Deep(), torch.randn(40_000, 64), []
     add_tvm_dispatch(module, x, options={"only_if_faster": False})

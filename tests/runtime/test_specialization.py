@@ -104,6 +104,7 @@ def test_what_the_first_call_fills_and_inputs_that_learn(kind: type[nn.Module]) 
     assert "requires_grad" not in str(dispatch_report(module).fallbacks)
 
 
+@pytest.mark.slow
 def test_a_copy_made_before_the_first_call_is_compiled_again_too() -> None:
     x = torch.randn(3, 4, dtype=torch.float64)
     plain = Cached().eval()
@@ -114,6 +115,7 @@ def test_a_copy_made_before_the_first_call_is_compiled_again_too() -> None:
     assert dispatch_report(module).tvm_calls == 2
 
 
+@pytest.mark.slow
 def test_code_that_another_thread_renews_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(3, 4, dtype=torch.float64)
     module = add_tvm_dispatch(Cached().train(), x).eval()

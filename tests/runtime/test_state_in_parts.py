@@ -169,6 +169,7 @@ def _remembered(m: Any, y: torch.Tensor) -> torch.Tensor:
     return torch.tanh(memory.softmax(0) * 2) @ memory.mT
 
 
+@pytest.mark.slow
 def test_a_state_that_grows_at_each_call_is_served_in_parts() -> None:
     eager = Stateful(_remembered, memory=None)
     served: Any = add_tvm_dispatch(copy.deepcopy(eager), on_fallback="silent")

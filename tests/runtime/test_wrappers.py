@@ -129,6 +129,7 @@ class CallsItself(nn.Module):
         return self.act(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapped", but_slow([False, True], False))
 def test_modules_that_are_traced_themselves_have_code_for_any_size(wrapped: bool) -> None:
     module, reference = (CallsItself().eval().requires_grad_(False) for _ in range(2))

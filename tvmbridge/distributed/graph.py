@@ -37,7 +37,6 @@ class PipelineGraph:
     tensors: Mapping[str, torch.Tensor]
     outputs: tuple[Any, ...]
     output_spec: Any
-    input_spec: Any
     owner: fx.GraphModule  # keeps the nodes alive
 
     def crossing(self, position: int) -> list[fx.Node]:
@@ -88,7 +87,6 @@ def capture_graph(
         tensors=tensors,
         outputs=tuple(pytree.tree_leaves(output.args[0])),
         output_spec=spec.out_spec,
-        input_spec=spec.in_spec,
         owner=owner,
     )
 

@@ -31,8 +31,6 @@ from tvmbridge.passes.relax.merge_kernels import MergeKernels
 from tvmbridge.passes.relax.repeat_casts import CHEAP_ON_GPUS, RepeatCasts
 from tvmbridge.passes.relax.rewrite_dataflow_reshape import RewriteDataflowReshape
 from tvmbridge.pipeline import AnyPass, run_passes, tidy_passes
-from tvmbridge.records import Library
-from tvmbridge.records.library import EMPTY
 from tvmbridge.schedules.gpu import is_one_kernel
 from tvmbridge.schedules.machine import Machine
 
@@ -67,7 +65,6 @@ def build_alone(
     mod: tvm.IRModule,
     target: tvm.target.Target,
     records: list[PassRecord],
-    library: Library = EMPTY,
     *,
     as_graph: bool = False,
 ) -> Code:
@@ -82,7 +79,7 @@ def build_alone(
     fused = prepare_alone(mod, target, records)
     if is_gpu(target):
         fused = replace(fused, mod=with_traps(fused.mod))
-    scheduled = schedule(fused, records, library=library)
+    scheduled = schedule(fused, records)
     if is_gpu(target):
         refuse_unscheduled(scheduled.mod)
     return compile_code(scheduled, records, as_graph=as_graph)

@@ -99,6 +99,7 @@ def test_a_frozen_embedding_whose_output_requires_a_gradient_trains() -> None:
     assert (report.tvm_calls, report.fallbacks) == (3, {})
 
 
+@pytest.mark.slow
 def test_layers_are_pruned_before_and_after_the_dispatch() -> None:
     module = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)).train()
     reference = copy.deepcopy(module)

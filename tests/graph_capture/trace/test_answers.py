@@ -327,6 +327,7 @@ def test_a_number_of_an_argument_has_no_code_of_its_own() -> None:
         )
 
 
+@pytest.mark.slow
 def test_further_sizes_of_a_branch_by_an_argument_run_in_parts() -> None:
     plain = Masked(_any_left_out).eval()
     module = add_tvm_dispatch(copy.deepcopy(plain))
@@ -422,6 +423,7 @@ def test_a_buffer_with_a_strange_name_is_no_argument() -> None:
     assert dispatch_report(module).tvm_calls == 1
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_more_branches_than_may_have_code_run_in_parts() -> None:
     class Several(Masked):

@@ -258,6 +258,7 @@ def _disabled(y: torch.Tensor) -> torch.Tensor:
         return (y.float() @ y.float().T).mean()
 
 
+@pytest.mark.slow
 def test_training_under_cudas_autocast(tmp_path: Path) -> None:
     linear, x, target = nn.Linear(8, 8), torch.randn(4, 8), torch.zeros(4, dtype=torch.long)
 

@@ -246,7 +246,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", thinned(CASES, 2))
+@pytest.mark.parametrize("case", thinned(CASES, 4))
 def test_the_program_is_the_one_of_pytorch(
     case: str, whole: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -353,6 +353,7 @@ class Masked(nn.Module):
         return self.attention(x, x, x, key_padding_mask=mask, need_weights=False)[0]
 
 
+@pytest.mark.slow
 def test_a_size_that_is_no_node_of_the_program_is_an_operand() -> None:
     sample = torch.randn(4, 8, 16), torch.zeros(4, 8, dtype=torch.bool)
     with warnings.catch_warnings():

@@ -57,6 +57,7 @@ def _agree(module: nn.Module, plain: nn.Module, calls: list[dict[str, Any]]) -> 
     assert not report.fallbacks
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_padding_and_rows_that_see_nothing() -> None:
     plain = Attentive().eval()

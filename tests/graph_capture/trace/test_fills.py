@@ -66,6 +66,7 @@ class WritesAtNumbers(nn.Module):
         return torch.cat([y.flatten(), z.flatten(), w.flatten()])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("many", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_writes_at_a_tensor_of_one_number(many: bool) -> None:
     plain = WritesAtNumbers(many).train()
@@ -95,6 +96,7 @@ class Pointer(nn.Module):
         return x * self.place[0]
 
 
+@pytest.mark.slow
 def test_integers_that_depend_on_a_size_are_written() -> None:
     module = Pointer().eval()
     plain = copy.deepcopy(module)

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from tests.gpu.blocks import Block, LlamaBlock
 from tests.passes.relax.lowered import lowered_text
-from tests.thinned import thinned
+from tests.thinned import but_slow, thinned
 from tvmbridge import add_tvm_dispatch, dispatch_report
 from tvmbridge.coloring.operators import check_names
 from tvmbridge.compiler.lowering import lower_module
@@ -92,7 +92,7 @@ def _assert_same_steps(tvm: nn.Module, eager: nn.Module, x: torch.Tensor) -> Non
     torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("width", [32, 36])
+@pytest.mark.parametrize("width", but_slow([32, 36], 32))
 def test_forward_and_backward(width: int) -> None:
     """Heads have a size of 8, or one of 9, which is padded."""
     torch.manual_seed(0)
@@ -229,6 +229,7 @@ def test_heads_are_not_moved_and_two_draws_stay_two() -> None:
     assert "permute_dims" not in text
 
 
+@pytest.mark.slow
 def test_rotated_heads_are_written_after_tokens() -> None:
     """Kernels return gradients in the memory order of their operands: no copy follows them."""
     torch.manual_seed(0)

@@ -112,7 +112,7 @@ def _check(function: Function, mark: type, values: tuple[Any, ...]) -> Any:
     return served
 
 
-@pytest.mark.parametrize("name", thinned(ANY, 2))
+@pytest.mark.parametrize("name", thinned(ANY, 4))
 def test_a_number_computes_as_in_eager_pytorch(name: str) -> None:
     for mark, values in ((IntInput, INTEGERS), (FloatInput, FLOATS)):
         served = _check(ANY[name], mark, values)

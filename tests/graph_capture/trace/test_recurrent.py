@@ -31,6 +31,7 @@ class _Chain(nn.Module):
         return self.rnn(self.gru(self.lstm(x)[0], h)[0])[1]
 
 
+@pytest.mark.slow
 def test_long_sequences_train_like_eager_without_a_kernel_a_step() -> None:
     module, args = _Chain(), (torch.randn(2, 200, 5), torch.randn(2, 2, 3, requires_grad=True))
     other = copy.deepcopy(module)

@@ -177,6 +177,7 @@ class _Chain(nn.Module):
         return outputs, states, halves, self.rnn(self.gru(halves.float(), h)[0])
 
 
+@pytest.mark.slow
 def test_long_sequences_run_like_eager_in_a_call_a_stack() -> None:
     _skip_without_halves("lstm")
     torch.manual_seed(0)
@@ -208,7 +209,7 @@ class _Autocast(nn.Module):
             return output
 
 
-@pytest.mark.parametrize("kind", thinned(KINDS, 3))
+@pytest.mark.parametrize("kind", thinned(KINDS, len(KINDS)))
 def test_training_under_autocast_is_that_of_eager(kind: str) -> None:
     _skip_without_halves(kind)
     torch.manual_seed(0)

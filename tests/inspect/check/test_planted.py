@@ -62,6 +62,7 @@ def test_a_converter(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "nn.functional.gelu(self.first(x))" in message
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("lost_scale")
 def test_a_gradient_rule() -> None:
     x = torch.randn(5, 8)
@@ -112,6 +113,7 @@ def test_running_statistics_written_back_wrong(monkeypatch: pytest.MonkeyPatch) 
     assert "the departure is in no operator" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_exchanged_masks(plant_variant: Callable[[Callable[[CompiledEntry], None]], None]) -> None:
     x = torch.randn(5, 8)
 

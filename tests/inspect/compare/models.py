@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from transformers import BertConfig
-from transformers.models.bert.modeling_bert import BertLayer
 
 
 class Block(nn.Module):
@@ -27,18 +25,6 @@ def block_and_input() -> tuple[nn.Module, torch.Tensor]:
     """Return a module and an input, as the command line expects of a factory."""
     torch.manual_seed(0)
     return Block(), torch.randn(5, 12)
-
-
-def bert_layer(attention: str = "sdpa") -> nn.Module:
-    """Return a small BertLayer with dropout, in train mode."""
-    config = BertConfig(
-        hidden_size=32,
-        num_attention_heads=2,
-        intermediate_size=64,
-        attn_implementation=attention,
-    )
-    layer: nn.Module = BertLayer(config)
-    return layer.train()
 
 
 def norm_network() -> nn.Module:

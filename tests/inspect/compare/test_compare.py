@@ -63,6 +63,7 @@ def test_batch_norm(training: bool) -> None:
     assert written == expected
 
 
+@pytest.mark.slow
 def test_half_precision() -> None:
     network = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 4)).bfloat16()
     x = torch.randn(6, 16, dtype=torch.bfloat16)

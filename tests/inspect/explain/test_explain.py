@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.inspect.compare.models import Block, bert_layer, norm_network
+from tests.inspect.compare.models import Block, norm_network
+from tests.models import bert_layer
 from tvmbridge import add_tvm_dispatch, cli, dispatch_report, explain
 
 

@@ -74,6 +74,7 @@ def test_before_and_after() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_launches_of_a_hundred_chains() -> None:
     module, x = Norms(100), torch.randn(8, 400)
     graph_module = traced_forward(module, x)

@@ -110,6 +110,7 @@ def test_large_casts_are_left() -> None:
     assert _merged(lambda b, *x: [_half(v) for v in x], *inputs)[1] == 0
 
 
+@pytest.mark.slow
 def test_training_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
     emulate_gpu(monkeypatch)
     results: list[int] = []

@@ -184,6 +184,7 @@ class _Network(nn.Module):
         return y.mean((2, 3))
 
 
+@pytest.mark.slow
 def test_a_network_learns_under_autocast(
     kernels: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,6 +56,7 @@ def test_forward_and_backward(name: str, kernels: list[Any]) -> None:
     assert kernels
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("block", "dtype"),
     but_slow([("gpt2", torch.bfloat16), ("llama", torch.float16)], ("llama", torch.float16)),

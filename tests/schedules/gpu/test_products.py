@@ -8,6 +8,7 @@ import tvm
 from torch.nn import functional
 
 from tests.schedules.gpu.emulator import EmulatedFunction, compile_for_host, gpu_target, source_of
+from tests.thinned import but_slow
 from tvmbridge.backends import BACKENDS
 from tvmbridge.kernels.product_form import Form
 from tvmbridge.schedules.gpu.products import (
@@ -83,7 +84,7 @@ def test_products_of_all_forms() -> None:
         _assert_close(form, operands[name], activation)
 
 
-@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("transposed", but_slow([False, True], False))
 def test_all_tiles(transposed: bool) -> None:
     form = Form(136, 160, 72, False, transposed)
     functions = {f"tile_{i}": gpu_product(form, "float16", tile=t) for i, t in enumerate(TILES)}
