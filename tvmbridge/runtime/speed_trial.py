@@ -154,7 +154,8 @@ class SpeedTrial:
         self._running = threading.Lock()
         # Calls that the module's own forward served, during the trial and after it.
         self.timed_calls = 0
-        self.aside_calls = 0
+        self._aside_calls = 0
+        self._native: Any = None
         answer = None if question is None else known_answer(question)
         self.verdict = None if answer is None else SpeedVerdict.parsed(answer)
 
@@ -162,6 +163,19 @@ class SpeedTrial:
     def steps_aside(self) -> bool:
         """Whether the module's own forward serves the calls of this entry."""
         return self.verdict is not None and not self.verdict.pays
+
+    @property
+    def aside_calls(self) -> int:
+        """Return the number of calls that the module's own forward served after the verdict."""
+        return self._aside_calls + (0 if self._native is None else self._native.calls)
+
+    def count_aside(self) -> None:
+        """Count a call that the module's own forward serves after the verdict."""
+        self._aside_calls += 1
+
+    def counted_by(self, native: Any) -> None:
+        """Count the calls of ``native``, a native ``Aside`` that replaces the one before."""
+        self._aside_calls, self._native = self.aside_calls, native
 
     def serve(self, code: Callable[[], Any], own: Callable[[], Any], before: float = 0.0) -> Any:
         """Serve one call by ``code`` or by ``own``, and time it while the trial lasts.
@@ -180,7 +194,7 @@ class SpeedTrial:
 
     def serve_aside(self, own: Callable[[], Any]) -> Any:
         """Serve a call by the module's own forward after the verdict, and count it."""
-        self.aside_calls += 1
+        self.count_aside()
         return own()
 
     def _timed(self, code: Callable[[], Any], own: Callable[[], Any], before: float) -> Any:
