@@ -13,8 +13,10 @@ struct Expected {
     PyObject *object; // nullptr for a tensor; owned by `held` of the Aside
     std::vector<Properties> tensor;
 
-    bool holds(PyObject *given) const {
-        return object == nullptr ? tensor[0].hold(given) : object == given;
+    bool holds(PyObject *given, bool of_any_size) const {
+        if (object != nullptr)
+            return object == given;
+        return of_any_size ? tensor[0].resembles(given) : tensor[0].hold(given);
     }
 };
 
@@ -29,6 +31,7 @@ struct Aside {
     PyObject *held;       // tuple of the arguments that are no tensors
     std::vector<Expected> *expected; // the positional arguments, then those of `names`
     Py_ssize_t positional;
+    bool of_any_size; // of about as many elements
     bool gradients;
     c10::impl::PODLocalDispatchKeySet keys;
     unsigned long long calls;
@@ -100,8 +103,9 @@ bool expect_all(Aside *self, PyObject *held, PyObject *args, PyObject *kwargs) {
 
 PyObject *aside_new(PyTypeObject *type, PyObject *given, PyObject *) {
     PyObject *module, *function, *attributes, *args, *kwargs, *hooks;
-    if (!PyArg_ParseTuple(given, "OOO!O!O!O", &module, &function, &PyDict_Type, &attributes, &PyTuple_Type,
-                          &args, &PyDict_Type, &kwargs, &hooks))
+    int of_any_size;
+    if (!PyArg_ParseTuple(given, "OOO!O!O!Op", &module, &function, &PyDict_Type, &attributes, &PyTuple_Type,
+                          &args, &PyDict_Type, &kwargs, &hooks, &of_any_size))
         return nullptr;
     if (PyTuple_GET_SIZE(args) > kMostArguments) {
         PyErr_SetString(PyExc_TypeError, "too many positional arguments");
@@ -117,6 +121,7 @@ PyObject *aside_new(PyTypeObject *type, PyObject *given, PyObject *) {
     self->hooks = Py_NewRef(hooks);
     self->expected = new std::vector<Expected>();
     self->positional = PyTuple_GET_SIZE(args);
+    self->of_any_size = of_any_size;
     self->gradients = at::GradMode::is_enabled();
     self->keys = local_keys();
     PyObject *keywords = PyDict_Keys(kwargs);
@@ -156,11 +161,12 @@ bool aside_fits(const Aside *self, PyObject *args, PyObject *kwargs) {
         PyDict_GetItemWithError(self->attributes, word_training) != self->training)
         return false;
     for (Py_ssize_t i = 0; i < self->positional; i++)
-        if (!(*self->expected)[i].holds(PyTuple_GET_ITEM(args, i)))
+        if (!(*self->expected)[i].holds(PyTuple_GET_ITEM(args, i), self->of_any_size))
             return false;
     for (Py_ssize_t i = 0; i < named; i++) {
         PyObject *value = PyDict_GetItemWithError(kwargs, PyTuple_GET_ITEM(self->names, i));
-        if (value == nullptr || !(*self->expected)[self->positional + i].holds(value))
+        if (value == nullptr ||
+            !(*self->expected)[self->positional + i].holds(value, self->of_any_size))
             return false;
     }
     return saves_as_usual(self);
@@ -274,8 +280,9 @@ bool prepare_asides() {
     word_training = PyUnicode_InternFromString("training");
     word_forward = PyUnicode_InternFromString("forward");
     AsideType.tp_name = "tvmbridge.runtime._native.Aside";
-    AsideType.tp_doc = "Aside(module, function, attributes, args, kwargs, hooks)\n--\n\n"
-                       "Calls like this one, in the modes that PyTorch has now.";
+    AsideType.tp_doc = "Aside(module, function, attributes, args, kwargs, hooks, of_any_size)\n--\n\n"
+                       "Calls like this one, in the modes that PyTorch has now. Tensors must have\n"
+                       "the same sizes, or, if of_any_size, about as many elements.";
     AsideType.tp_basicsize = sizeof(Aside);
     AsideType.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC;
     AsideType.tp_new = aside_new;

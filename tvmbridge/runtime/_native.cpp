@@ -14,6 +14,7 @@
 
 #include <structmember.h>
 
+#include <bit>
 #include <cstdint>
 #include <new>
 #include <unordered_map>
@@ -112,14 +113,26 @@ struct Properties {
     c10::Device device;
     bool requires_grad;
     bool aligned;
+    int width; // the bits of the number of elements
     std::vector<int64_t> shape;
     std::vector<int64_t> strides;
 
     explicit Properties(PyObject *object, const c10::TensorImpl *impl)
         : type(Py_TYPE(object)), keys(impl->key_set()), dtype(impl->dtype()),
           device(impl->device()), requires_grad(impl->requires_grad()),
-          aligned(address_of(impl) % kAlignment == 0), shape(impl->sizes().vec()),
+          aligned(address_of(impl) % kAlignment == 0),
+          width(std::bit_width(uint64_t(impl->numel()))), shape(impl->sizes().vec()),
           strides(impl->strides().vec()) {}
+
+    // The same but for sizes: as many dimensions, and about as many elements.
+    bool resembles(PyObject *object) const {
+        if (Py_TYPE(object) != type)
+            return false;
+        const c10::TensorImpl *impl = THPVariable_Unpack(object).unsafeGetTensorImpl();
+        return impl->key_set() == keys && impl->dtype() == dtype && impl->device() == device &&
+               impl->requires_grad() == requires_grad && impl->dim() == int64_t(shape.size()) &&
+               std::bit_width(uint64_t(impl->numel())) == width;
+    }
 
     bool hold(PyObject *object) const {
         // The class first: only then is it known to be a tensor.

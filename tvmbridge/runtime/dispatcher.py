@@ -100,8 +100,13 @@ class Dispatcher(StandsForForward):
         if isinstance(path, AsidePath) and self.module.__dict__.get("forward") is self:
             path.make_native(self.own, (args, kwargs))
             self._paths.find_asides()
-            if path.native is not None and type(self) is Dispatcher:
-                self.module.__dict__["forward"] = _native(self)
+        self._become_native()
+
+    def _become_native(self) -> None:
+        """Replace this dispatcher by a native one as soon as there are calls to pass on."""
+        held = self.module.__dict__
+        if self._paths.asides and type(self) is Dispatcher and held.get("forward") is self:
+            held["forward"] = _native(self)
 
     def _is_of_copy(self, frame: Any) -> bool:
         return calling_module(frame) not in (None, self.module)
@@ -120,7 +125,8 @@ class Dispatcher(StandsForForward):
         if of_copy is not None:
             return of_copy(*args, **kwargs)
         results = code.run_own((args, kwargs))
-        code.fell_back()
+        code.fell_back(reason, (args, kwargs))
+        self._become_native()
         return results
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Any:

@@ -26,6 +26,7 @@ from tvmbridge.core.torch_private import pytree, queue_callback
 from tvmbridge.core.turns import another_compiles
 from tvmbridge.kernels.table import keep_answer, known_answer
 from tvmbridge.runtime.background import child_compiles
+from tvmbridge.runtime.native_aside import PassedOn
 
 # Compiled code may take this many times the own forward's time before it is replaced.
 _SLOWER = 1.03
@@ -155,7 +156,7 @@ class SpeedTrial:
         # Calls that the module's own forward served, during the trial and after it.
         self.timed_calls = 0
         self._aside_calls = 0
-        self._native: Any = None
+        self.passed_on = PassedOn()
         answer = None if question is None else known_answer(question)
         self.verdict = None if answer is None else SpeedVerdict.parsed(answer)
 
@@ -167,15 +168,11 @@ class SpeedTrial:
     @property
     def aside_calls(self) -> int:
         """Return the number of calls that the module's own forward served after the verdict."""
-        return self._aside_calls + (0 if self._native is None else self._native.calls)
+        return self._aside_calls + self.passed_on.calls
 
     def count_aside(self) -> None:
         """Count a call that the module's own forward serves after the verdict."""
         self._aside_calls += 1
-
-    def counted_by(self, native: Any) -> None:
-        """Count the calls of ``native``, a native ``Aside`` that replaces the one before."""
-        self._aside_calls, self._native = self.aside_calls, native
 
     def serve(self, code: Callable[[], Any], own: Callable[[], Any], before: float = 0.0) -> Any:
         """Serve one call by ``code`` or by ``own``, and time it while the trial lasts.

@@ -6,14 +6,12 @@ wins. Calls after the trial then run the same instructions as calls without a tr
 
 from __future__ import annotations
 
-import inspect
 import time
-import types
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from torch import Tensor, nn
+from torch import nn
 
 from tvmbridge.calls.arguments import Arguments
 from tvmbridge.core.generated import Scope
@@ -23,12 +21,8 @@ from tvmbridge.runtime.entry import CompiledEntry
 from tvmbridge.runtime.fast_path import FastPath
 from tvmbridge.runtime.guards.fast import FastGuard, generated_guard
 from tvmbridge.runtime.guards.signature import Signature
-from tvmbridge.runtime.guards.watch import native_half
+from tvmbridge.runtime.native_aside import native_aside
 from tvmbridge.runtime.speed_trial import SpeedTrial
-
-# Classes of arguments that native code compares by identity, and the most positional arguments.
-_SINGLE = (type(None), bool, int, float, str)
-_MOST_ARGUMENTS = 8
 
 
 class ArgumentsGuard(FastGuard):
@@ -169,23 +163,11 @@ class AsidePath(_Path):
         self._seen = 0  # calls of ``native`` that ``was_used`` has seen
 
     def make_native(self, own: Callable[..., Any] | None, arguments: Arguments) -> None:
-        """Let native code serve calls like one with these arguments, in PyTorch's present modes.
-
-        Args:
-            own: the forward that was set on the module's instance; None: its class's forward.
-        """
-        module, (args, kwargs) = self.code.state.module, arguments
-        given = all(type(a) in _SINGLE or isinstance(a, Tensor) for a in (*args, *kwargs.values()))
-        function = own or inspect.getattr_static(type(module), "forward")
-        native = native_half()
-        if native is None or not given or len(args) > _MOST_ARGUMENTS:
-            return
-        if own is None and type(function) is not types.FunctionType:
-            return
-        hooks = saved_tensors_hooks_in_force if self._records else None
-        holder = module if own is None else None
-        self.native = native.Aside(holder, function, module.__dict__, args, kwargs, hooks)
-        self.trial.counted_by(self.native)
+        """Let native code serve calls like one with these arguments; see :func:`native_aside`."""
+        if self.trial.passed_on.has_room:
+            self.native = native_aside(self.code.state.module, own, arguments, self._records)
+        if self.native is not None:
+            self.trial.passed_on.add(self.native)
 
     def was_used(self) -> bool:
         """Whether native code has served a call since the last call of this method."""
