@@ -46,6 +46,7 @@ def _timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TVMBRIDGE_ONLY_IF_FASTER", "1")
     for timing in (speed_trial, timed_path, module_code):
         monkeypatch.setattr(timing, "time", CLOCK)
+    monkeypatch.setattr(speed_trial, "_switches", lambda: 0)
 
 
 def slow_parts(monkeypatch: pytest.MonkeyPatch) -> None:
