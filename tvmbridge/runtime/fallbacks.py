@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from tvmbridge.core.errors import FallbackError
 from tvmbridge.core.reasons import Kind, Reason
-from tvmbridge.runtime.native_aside import PassedOn
+from tvmbridge.runtime.native_aside import NativeCalls
 from tvmbridge.runtime.speed_trial import SpeedVerdict
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class Tally:
 
     def __init__(self, name: str, on_fallback: str = "warn") -> None:
         self._counts: Counter[str] = Counter()
-        self._passed_on: dict[str, PassedOn] = {}
+        self._passed_on: dict[str, NativeCalls] = {}
         self.reasons: dict[str, Reason] = {}
         self.on_fallback = on_fallback
         self._name = name
@@ -65,14 +65,14 @@ class Tally:
         """Return the number of calls by the text of the reason."""
         return self._counts + Counter({t: p.calls for t, p in list(self._passed_on.items())})
 
-    def passed_on(self, why: Reason) -> PassedOn | None:
+    def passed_on(self, why: Reason) -> NativeCalls | None:
         """Return the counter of calls with this reason that native code passes on.
 
         None: so few calls had the reason that the next ones are still examined.
         """
         if self.noted is not None or self._counts[why.text] < _LASTS:
             return None
-        return self._passed_on.setdefault(why.text, PassedOn())
+        return self._passed_on.setdefault(why.text, NativeCalls())
 
     def note(self, why: Reason) -> None:
         """Count a call that the module's own forward will serve, and log it by ``on_fallback``.

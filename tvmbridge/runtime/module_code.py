@@ -25,7 +25,7 @@ from tvmbridge.runtime.entry_compiler import Compiler
 from tvmbridge.runtime.executor import Executor, Served
 from tvmbridge.runtime.fallbacks import Tally
 from tvmbridge.runtime.guards.signature import nearest
-from tvmbridge.runtime.native_aside import PassedOn, native_aside
+from tvmbridge.runtime.native_aside import NativeCalls, native_aside
 from tvmbridge.runtime.parts_trial import PartsTrials
 from tvmbridge.runtime.pinning import renewed_path
 from tvmbridge.runtime.policy import GivenCall, Policy, Unserved, Wanted
@@ -271,7 +271,7 @@ class ModuleCode(Executor):
             return None
         return self.parts_trials.of(self.module, args, kwargs)
 
-    def _pass_on(self, arguments: Arguments, counter: PassedOn, of_any_size: bool) -> None:
+    def _pass_on(self, arguments: Arguments, counter: NativeCalls, of_any_size: bool) -> None:
         """Let native code pass calls like this one to the module's own forward, and count them."""
         if not counter.has_room:
             return

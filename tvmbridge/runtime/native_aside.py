@@ -22,7 +22,7 @@ _MOST_ARGUMENTS = 8
 _MOST = 8
 
 
-class PassedOn:
+class NativeCalls:
     """Counts the calls of one kind that native code passes to the module's own forward."""
 
     def __init__(self) -> None:

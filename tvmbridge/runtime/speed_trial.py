@@ -26,7 +26,7 @@ from tvmbridge.core.torch_private import pytree, queue_callback
 from tvmbridge.core.turns import another_compiles
 from tvmbridge.kernels.table import keep_answer, known_answer
 from tvmbridge.runtime.background import child_compiles
-from tvmbridge.runtime.native_aside import PassedOn
+from tvmbridge.runtime.native_aside import NativeCalls
 
 try:
     import resource
@@ -169,7 +169,7 @@ class SpeedTrial:
         # Calls that the module's own forward served, during the trial and after it.
         self.timed_calls = 0
         self._aside_calls = 0
-        self.passed_on = PassedOn()
+        self.passed_on = NativeCalls()
         answer = None if question is None else known_answer(question)
         self.verdict = None if answer is None else SpeedVerdict.parsed(answer)
 
