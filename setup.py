@@ -99,6 +99,7 @@ setup(
         "": ["py.typed", "*.json", "*.csv", "*.tsv", "*.txt", "*.html", "*.css", "*.js", "*.cpp"],
         "tvmbridge.exporting": ["*.c"],
         "tvmbridge.kernels": ["*.h"],
+        "tvmbridge.runtime": ["*.h"],
         "tvmbridge.schedules.gpu": ["cuda/*.cuh"],
         "tvmbridge": ["tuning_logs/*/*.json"],  # through a link, as passes/ is
     },

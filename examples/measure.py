@@ -136,7 +136,8 @@ def _calls(report: DispatchReport | CompileReport) -> tuple[int, list[tuple[str,
         fallen = report.fallbacks.items()
         why_not = [(f"{why} ({report.examples.get(why, '')})", count) for why, count in fallen]
         return report.tvm_calls, why_not
-    left = [pair for graph in report.graphs for pair in graph.eager_calls.items()]
+    large = [graph for graph in report.graphs if not graph.small]
+    left = [pair for graph in large for pair in graph.eager_calls.items()]
     return sum(graph.calls for graph in report.graphs), left
 
 

@@ -195,6 +195,7 @@ def add_tvm_dispatch(
                 "an earlier dispatch of this module had another dynamic_shapes: call "
                 "remove_tvm_dispatch first"
             )
+        code.paths.forget()
         if code.policy.renew_after_fork() and code.policy.cut.of_regions:
             remove_regions(module)
         if budget is not None:

@@ -130,6 +130,8 @@ class DispatchReport:
     - ``cut``: why the module is compiled in parts; None if it is not. A call in parts counts as
       served if all its parts were served.
     - ``breaks``: operations that PyTorch runs between the parts, counted (``on_break``).
+    - ``of_parts``: the speed trials of calls in parts: how many calls the own forward served to be
+      timed, and how many because it is faster, and the verdicts.
     """
 
     tvm_calls: int
@@ -146,6 +148,7 @@ class DispatchReport:
     parts: tuple[PartReport, ...] = ()
     breaks: Mapping[str, int] = field(default_factory=dict)
     cut: str | None = None
+    of_parts: tuple[int, int, tuple[SpeedVerdict, ...]] = (0, 0, ())
 
     @property
     def share(self) -> float:
@@ -159,7 +162,7 @@ class DispatchReport:
     @property
     def timed_calls(self) -> int:
         """Return the number of calls, no fallbacks, that the own forward served to be timed."""
-        return sum(s.timed_calls for s in self.specializations)
+        return sum(s.timed_calls for s in self.specializations) + self.of_parts[0]
 
     @property
     def aside_calls(self) -> int:
@@ -167,7 +170,7 @@ class DispatchReport:
 
         Such a call is no fallback.
         """
-        return sum(s.aside_calls for s in self.specializations)
+        return sum(s.aside_calls for s in self.specializations) + self.of_parts[1]
 
     @property
     def advice(self) -> str | None:
@@ -322,6 +325,7 @@ def report_of(code: ModuleCode) -> DispatchReport:
         parts=() if code.policy.cut.parts is None else code.policy.cut.parts.reports(),
         breaks={} if code.policy.cut.parts is None else code.policy.cut.parts.breaks(),
         cut=code.policy.cut.why,
+        of_parts=code.parts_trials.summary(),
     )
 
 
@@ -353,6 +357,11 @@ def report_of_all(codes: Mapping[str, ModuleCode]) -> DispatchReport:
         parts=tuple(part for r in parts for part in r.parts),
         breaks=dict(sum((Counter(r.breaks) for r in parts), Counter[str]())),
         cut=next((r.cut for r in parts if r.cut), None),
+        of_parts=(
+            sum(r.of_parts[0] for r in parts),
+            sum(r.of_parts[1] for r in parts),
+            tuple(verdict for r in parts for verdict in r.of_parts[2]),
+        ),
     )
 
 
@@ -389,6 +398,7 @@ def _speed_lines(report: DispatchReport) -> list[str]:
     for s in report.specializations:
         if s.verdict is not None:
             lines.append(f"speed, {s.mode} {s.signature}: {s.verdict.text()}")
+    lines += [f"speed, in parts: {verdict.text()}" for verdict in report.of_parts[2]]
     return lines
 
 

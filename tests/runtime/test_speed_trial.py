@@ -52,6 +52,7 @@ def _timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TVMBRIDGE_ONLY_IF_FASTER", "1")
     for timing in (speed_trial, timed_path, module_code):
         monkeypatch.setattr(timing, "time", CLOCK)
+    monkeypatch.setattr(speed_trial, "_switches", lambda: 0)
 
 
 def slow_code(monkeypatch: pytest.MonkeyPatch, function: str) -> None:
@@ -252,6 +253,32 @@ def test_an_uncertain_verdict_is_not_kept(monkeypatch: pytest.MonkeyPatch, tmp_p
         while trial.verdict is None:
             trial.serve(code, lambda seconds=times * 1e-4: CLOCK.sleep(seconds))
         assert (SpeedTrial("a question", CPU, lambda _: None).verdict is not None) is kept
+
+
+@pytest.mark.parametrize("interruptions", [6, 1000])
+def test_calls_in_which_another_process_ran_do_not_decide(
+    monkeypatch: pytest.MonkeyPatch, interruptions: int
+) -> None:
+    """Another process takes 15 ms of each of the first own calls; they would lose each trial."""
+    switches = 0
+    left = iter(range(interruptions))
+    monkeypatch.setattr(speed_trial, "_switches", lambda: switches)
+
+    def own() -> None:
+        nonlocal switches
+        CLOCK.sleep(1e-4)
+        if next(left, None) is not None:
+            switches += 1
+            CLOCK.sleep(15e-3)
+
+    trial = SpeedTrial(None, CPU, lambda _: None)
+    calls = 0
+    while trial.verdict is None:
+        trial.serve(lambda: CLOCK.sleep(2e-4), own)
+        calls += 1
+    assert calls < TRIAL + 20
+    # If every own call is interrupted, the machine is like that.
+    assert trial.verdict.pays == (interruptions == 1000)
 
 
 def test_code_for_any_size_is_timed_for_sizes_that_come_often(

@@ -46,6 +46,7 @@ class GraphReport:
     - ``calls``: the number of calls that compiled code served.
     - ``eager_calls``: the number of calls that eager PyTorch served, by the reason.
     - ``dispatches``: one report of compiled code for each set of parameters.
+    - ``small``: whether it has too few operators for compiled code to pay.
     """
 
     name: str
@@ -53,6 +54,7 @@ class GraphReport:
     calls: int
     eager_calls: Mapping[str, int]
     dispatches: tuple[DispatchReport, ...] = ()
+    small: bool = False
 
     @property
     def whole(self) -> bool:
@@ -111,8 +113,11 @@ class CompileReport:
 
     @property
     def share(self) -> float:
-        """The share of calls of graphs that compiled code served; 0 if there were no calls."""
-        eager = sum(sum(graph.eager_calls.values()) for graph in self.graphs)
+        """The share of calls of graphs that compiled code served; 0 if there were no calls.
+
+        Graphs with too few operators are left out.
+        """
+        eager = sum(sum(graph.eager_calls.values()) for graph in self.graphs if not graph.small)
         return share(sum(graph.calls for graph in self.graphs), eager)
 
     @property
@@ -134,8 +139,10 @@ class CompileReport:
 
         console = text_console()
         breaks = sum(self.breaks.values())
-        called = any(graph.calls or graph.eager_calls for graph in self.graphs)
-        served = f"{self.share:.0%}" if called else "none was called yet"
+        large = [graph for graph in self.graphs if not graph.small]
+        called = any(graph.calls or graph.eager_calls for graph in large)
+        none = "none was called yet" if large or not self.graphs else "none is large enough"
+        served = f"{self.share:.0%}" if called else none
         console.print(
             f"graphs: {len(self.graphs)}, graph breaks: {breaks}, calls of graphs served by TVM: "
             f"{served}",
@@ -184,7 +191,7 @@ def graph_report(called: CompiledGraph | EagerGraph) -> GraphReport:
     """Return a report of one graph."""
     if isinstance(called, EagerGraph):
         eager = {called.reason: called.calls}
-        return GraphReport(called.name, called.operators, 0, eager)
+        return GraphReport(called.name, called.operators, 0, eager, small=called.small)
     reports = tuple(map(report_of, called.codes))
     fallbacks: Counter[str] = Counter()
     for report in reports:

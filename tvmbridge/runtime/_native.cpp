@@ -1,5 +1,5 @@
 // The native part of guards/watch.py: checks in one call that dictionaries, objects and tensors
-// are unchanged. core/compiled_half.py compiles it; if that is not possible, the same checks run in Python.
+// are unchanged; and, in _aside.h, that of dispatcher.py. core/compiled_half.py compiles it; if that is not possible, the same checks run in Python.
 //
 // Dictionaries are compared by a version: up to Python 3.11 the one that CPython counts (PEP 509), from 3.12
 // on one that this file counts, which CPython notifies of each change. With a new version, the keys and
@@ -7,9 +7,14 @@
 // shares the object's own memory: of these dictionaries keys and values are always compared. The object is
 // only right for the PyTorch that it was built for: core/compiled_half.py compares TORCH_VERSION first.
 
+#include <ATen/core/grad_mode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/version.h>
 
+#include <structmember.h>
+
+#include <bit>
 #include <cstdint>
 #include <new>
 #include <unordered_map>
@@ -108,14 +113,26 @@ struct Properties {
     c10::Device device;
     bool requires_grad;
     bool aligned;
+    int width; // the bits of the number of elements
     std::vector<int64_t> shape;
     std::vector<int64_t> strides;
 
     explicit Properties(PyObject *object, const c10::TensorImpl *impl)
         : type(Py_TYPE(object)), keys(impl->key_set()), dtype(impl->dtype()),
           device(impl->device()), requires_grad(impl->requires_grad()),
-          aligned(address_of(impl) % kAlignment == 0), shape(impl->sizes().vec()),
+          aligned(address_of(impl) % kAlignment == 0),
+          width(std::bit_width(uint64_t(impl->numel()))), shape(impl->sizes().vec()),
           strides(impl->strides().vec()) {}
+
+    // The same but for sizes: as many dimensions, and about as many elements.
+    bool resembles(PyObject *object) const {
+        if (Py_TYPE(object) != type)
+            return false;
+        const c10::TensorImpl *impl = THPVariable_Unpack(object).unsafeGetTensorImpl();
+        return impl->key_set() == keys && impl->dtype() == dtype && impl->device() == device &&
+               impl->requires_grad() == requires_grad && impl->dim() == int64_t(shape.size()) &&
+               std::bit_width(uint64_t(impl->numel())) == width;
+    }
 
     bool hold(PyObject *object) const {
         // The class first: only then is it known to be a tensor.
@@ -492,7 +509,7 @@ PyMethodDef alike_methods[] = {
 
 PyTypeObject AlikeType = {PyVarObject_HEAD_INIT(nullptr, 0)};
 
-// Functions --------------------------------------------------------------------------------------
+#include "_aside.h"
 
 PyObject *versions(PyObject *, PyObject *tensors) {
     if (!PyTuple_Check(tensors)) {
@@ -527,6 +544,8 @@ PyObject *versions(PyObject *, PyObject *tensors) {
 PyMethodDef functions[] = {
     {"versions", versions, METH_O,
      "versions(tensors) -> tuple\n--\n\nHow often each tensor of a tuple was written."},
+    {"take_calls", take_calls, METH_O,
+     "take_calls(type)\n--\n\nHas calls of a subclass of Forward run native code."},
     {nullptr, nullptr, 0, nullptr},
 };
 
@@ -558,13 +577,16 @@ PyMODINIT_FUNC PyInit__native(void) {
     AlikeType.tp_new = alike_new;
     AlikeType.tp_dealloc = reinterpret_cast<destructor>(alike_dealloc);
     AlikeType.tp_methods = alike_methods;
-    if (!start_counting() || PyType_Ready(&WatchType) < 0 || PyType_Ready(&AlikeType) < 0)
+    if (!start_counting() || PyType_Ready(&WatchType) < 0 || PyType_Ready(&AlikeType) < 0 ||
+        !prepare_asides())
         return nullptr;
     PyObject *module = PyModule_Create(&definition);
     if (module == nullptr)
         return nullptr;
     if (PyModule_AddObjectRef(module, "Watch", reinterpret_cast<PyObject *>(&WatchType)) < 0 ||
         PyModule_AddObjectRef(module, "Alike", reinterpret_cast<PyObject *>(&AlikeType)) < 0 ||
+        PyModule_AddObjectRef(module, "Aside", reinterpret_cast<PyObject *>(&AsideType)) < 0 ||
+        PyModule_AddObjectRef(module, "Forward", reinterpret_cast<PyObject *>(&ForwardType)) < 0 ||
         PyModule_AddStringConstant(module, "TORCH_VERSION", TORCH_VERSION) < 0) {
         Py_DECREF(module);
         return nullptr;

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -23,7 +23,9 @@ from tvmbridge.runtime.guards.forwards import (
     references_of_a_call,
 )
 from tvmbridge.runtime.guards.signature import has_plain_names, with_plain_names
+from tvmbridge.runtime.guards.watch import native_half
 from tvmbridge.runtime.specialization import USES
+from tvmbridge.runtime.timed_path import AsidePath
 
 Code = TypeVar("Code", bound=Executor)
 
@@ -88,8 +90,23 @@ class Dispatcher(StandsForForward):
         with self.code.packing:
             served = self.code.serve(args, kwargs)
             if isinstance(served, Served):
+                self._shorten(args, kwargs)
                 return served.results
             return self._fall_back(None, served, args, kwargs)
+
+    def _shorten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Let native code serve calls like this one, if the module's own forward serves them."""
+        path = self._paths.known[0][0] if self._paths.known else None
+        if isinstance(path, AsidePath) and self.module.__dict__.get("forward") is self:
+            path.make_native(self.own, (args, kwargs))
+            self._paths.find_asides()
+        self._become_native()
+
+    def _become_native(self) -> None:
+        """Replace this dispatcher by a native one as soon as there are calls to pass on."""
+        held = self.module.__dict__
+        if self._paths.asides and type(self) is Dispatcher and held.get("forward") is self:
+            held["forward"] = _native(self)
 
     def _is_of_copy(self, frame: Any) -> bool:
         return calling_module(frame) not in (None, self.module)
@@ -108,7 +125,8 @@ class Dispatcher(StandsForForward):
         if of_copy is not None:
             return of_copy(*args, **kwargs)
         results = code.run_own((args, kwargs))
-        code.fell_back()
+        code.fell_back(reason, (args, kwargs))
+        self._become_native()
         return results
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Any:
@@ -122,6 +140,26 @@ class Dispatcher(StandsForForward):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return pickled_forward(self.module, self.own)
+
+
+def _native(dispatcher: Dispatcher) -> Dispatcher:
+    """Return the same dispatcher, whose calls go through native code first."""
+    kind, references = _native_class()
+    made = kind.__new__(kind)
+    made.__dict__.update(vars(dispatcher))
+    made.connect(dispatcher._paths.asides, Dispatcher.__call__, references)
+    return cast(Dispatcher, made)
+
+
+@functools.cache
+def _native_class() -> tuple[Any, int]:
+    """Return the class of native dispatchers, and the references to one of them during a call."""
+    native = native_half()
+    counting = type("Counting", (native.Forward,), {"own": None})
+    kind = type("NativeDispatcher", (native.Forward, Dispatcher), {"__doc__": Dispatcher.__doc__})
+    for each in (counting, kind):
+        native.take_calls(each)
+    return kind, references_of_a_call(counting)
 
 
 def code_of(forward: Any, kind: type[Code]) -> Code | None:

@@ -21,8 +21,8 @@ from tvmbridge.core.reasons import Reason
 from tvmbridge.runtime.entry import CompiledEntry
 from tvmbridge.runtime.fallbacks import Tally, forget_summaries
 from tvmbridge.runtime.guards.forwards import original_forward
-from tvmbridge.runtime.specialization import Specialization
-from tvmbridge.runtime.timed_path import ServingPath, TimedPath
+from tvmbridge.runtime.specialization import USES, Specialization
+from tvmbridge.runtime.timed_path import AsidePath, ServingPath, TimedPath
 
 # The most fast guards that a call checks before the full guards.
 _MOST_FAST = 4
@@ -38,18 +38,41 @@ class FastPaths:
     """The paths whose fast guards a call checks before the full guards, the last used one first.
 
     - ``known``: the paths, each with the specialisation that it belongs to.
+    - ``asides``: objects of native code that pass calls to the module's own forward. Native code
+      checks them before all ``known``, and keeps the list.
     - ``process``: the process that the code was loaded in.
     """
 
     def __init__(self) -> None:
         self.process = os.getpid()
         self.known: tuple[tuple[ServingPath, Specialization], ...] = ()
+        self.asides: list[Any] = []
+        self._passed_on: list[Any] = []
 
     def put_first(self, path: ServingPath, specialization: Specialization) -> None:
         """Check ``path`` first from now on."""
         others = [known for known in self.known if known[0].code is not path.code]
         self.known = ((path, specialization), *others[: _MOST_FAST - 1])
+        self.find_asides()
         specialization.put_first(path.code)
+
+    def find_asides(self) -> None:
+        """Update ``asides`` after a change of the paths."""
+        paths = (path for path, _ in self.known)
+        found = [p.native for p in paths if isinstance(p, AsidePath) and p.native is not None]
+        if found or self.asides or self._passed_on:
+            self.asides[:] = [*found, *self._passed_on]
+
+    def pass_on(self, native: Any) -> None:
+        """Have calls that ``native`` accepts passed to the module's own forward from now on."""
+        self._passed_on = [native, *self._passed_on[: _MOST_FAST - 1]]
+        self.find_asides()
+
+    def note_uses(self) -> None:
+        """Note which specialisations native code has used since the last call of this method."""
+        for path, specialization in reversed(self.known):
+            if isinstance(path, AsidePath) and path.was_used():
+                specialization.last_use = next(USES)
 
     def end_timing(self, code: CompiledEntry) -> None:
         """Keep the fast path of ``code`` that a trial has timed, without its timing.
@@ -63,7 +86,8 @@ class FastPaths:
 
     def forget(self) -> None:
         """Drop the fast paths, so that the full guards check the next call."""
-        self.known = ()
+        self.known, self._passed_on = (), []
+        self.find_asides()
 
 
 class Executor(ABC):
@@ -118,8 +142,8 @@ class Executor(ABC):
         """Return the arguments of a call as the module's own forward takes them."""
         return args, kwargs
 
-    def fell_back(self) -> None:  # noqa: B027
-        """Note that the module's own forward has served a call."""
+    def fell_back(self, reason: Reason, arguments: Arguments) -> None:  # noqa: B027
+        """Note that the module's own forward has served a call, because of ``reason``."""
 
     def __del__(self) -> None:
         self.sum_up()

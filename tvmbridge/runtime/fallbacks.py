@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from tvmbridge.core.errors import FallbackError
 from tvmbridge.core.reasons import Kind, Reason
+from tvmbridge.runtime.native_aside import NativeCalls
 from tvmbridge.runtime.speed_trial import SpeedVerdict
 
 logger = logging.getLogger(__name__)
@@ -22,6 +23,8 @@ _MOST_REASONS = 64
 # The most summaries of deleted modules that are kept until the process ends.
 _MOST_GONE = 32
 _gone: list[str] = []
+# After so many calls a reason that cannot change is taken to last.
+_LASTS = 12
 
 _SERVES_ANYWAY = "only_if_faster=False has compiled code serve them (docs/when_it_pays.md)"
 
@@ -35,7 +38,6 @@ def worst(counts: Mapping[str, int], reasons: Mapping[str, Reason]) -> str | Non
 class Tally:
     """Counts and logs the fallbacks of one dispatched module.
 
-    - ``counts``: the number of calls by the text of the reason.
     - ``reasons``: the reasons by their texts. Details vary from call to call, so only the first
       reason of a text is kept.
 
@@ -48,7 +50,8 @@ class Tally:
     by, code, report = "TVM", "code compiled by TVM", "dispatch_report"
 
     def __init__(self, name: str, on_fallback: str = "warn") -> None:
-        self.counts: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()
+        self._passed_on: dict[str, NativeCalls] = {}
         self.reasons: dict[str, Reason] = {}
         self.on_fallback = on_fallback
         self._name = name
@@ -56,6 +59,20 @@ class Tally:
         self.noted: Callable[[str], None] | None = None
         self._logged: set[str] = set()
         self._counting = threading.Lock()
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Return the number of calls by the text of the reason."""
+        return self._counts + Counter({t: p.calls for t, p in list(self._passed_on.items())})
+
+    def passed_on(self, why: Reason) -> NativeCalls | None:
+        """Return the counter of calls with this reason that native code passes on.
+
+        None: so few calls had the reason that the next ones are still examined.
+        """
+        if self.noted is not None or self._counts[why.text] < _LASTS:
+            return None
+        return self._passed_on.setdefault(why.text, NativeCalls())
 
     def note(self, why: Reason) -> None:
         """Count a call that the module's own forward will serve, and log it by ``on_fallback``.
@@ -67,15 +84,15 @@ class Tally:
         """
         given = why.text
         with self._counting:
-            if why.text not in self.counts and len(self.counts) >= _MOST_REASONS:
+            if why.text not in self._counts and len(self._counts) >= _MOST_REASONS:
                 why = Reason(Kind.FURTHER, why.text)
             text = why.text
-            if why.settles and text in self.counts:
+            if why.settles and text in self._counts:
                 why = replace(why, settles=False)
             # Before the count: a report in another thread finds a reason for each text.
             if text not in self.reasons or self.reasons[text].settles:
                 self.reasons[text] = why
-            self.counts[text] += 1
+            self._counts[text] += 1
             logged = why.settles or text in self._logged
             if not why.settles and (not why.advice or self.on_fallback == "warn"):
                 self._logged.add(text)
@@ -111,20 +128,21 @@ class Tally:
 
         ``served`` is the number of calls that compiled code has served.
         """
-        text = worst(self.counts, self.reasons)
+        counts = self.counts
+        text = worst(counts, self.reasons)
         if text is None:
             return None
-        fallen, reason = sum(self.counts.values()), self.reasons[text]
+        fallen, reason = sum(counts.values()), self.reasons[text]
         return (
             f"{self._name}: {self.by} served {served} of {served + fallen} calls "
-            f"({share(served, fallen):.0%}); {self.counts[text]} ran the module's own forward "
+            f"({share(served, fallen):.0%}); {counts[text]} ran the module's own forward "
             f"because {reason}; {reason.advice}"
         )
 
     @property
     def to_be_summed_up(self) -> bool:
         """Whether a summary is due when the module is deleted or the process ends."""
-        return self.on_fallback == "warn" and bool(self.counts)
+        return self.on_fallback == "warn" and bool(self._counts)
 
     def keep_summary(self, served: int) -> None:
         """Store the summary until the process ends; log nothing more for this module."""

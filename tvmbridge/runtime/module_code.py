@@ -8,8 +8,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
+from tvmbridge.calls.arguments import Arguments
 from tvmbridge.calls.surroundings import in_checkpoint
 from tvmbridge.compiler.packing import ModulePacks
 from tvmbridge.core.options import CompileOptions
@@ -23,6 +25,8 @@ from tvmbridge.runtime.entry_compiler import Compiler
 from tvmbridge.runtime.executor import Executor, Served
 from tvmbridge.runtime.fallbacks import Tally
 from tvmbridge.runtime.guards.signature import nearest
+from tvmbridge.runtime.native_aside import NativeCalls, native_aside
+from tvmbridge.runtime.parts_trial import PartsTrials
 from tvmbridge.runtime.pinning import renewed_path
 from tvmbridge.runtime.policy import GivenCall, Policy, Unserved, Wanted
 from tvmbridge.runtime.specialization import USES
@@ -33,6 +37,8 @@ from tvmbridge.runtime.timed_path import AsidePath, ServingPath, TimedPath
 # Sizes of code for any size are timed after this many calls: a trial of rare sizes costs more than
 # it can gain.
 _RESTS = 8
+# Reasons that equal calls have for ever, unless the module is dispatched again.
+_LASTING = (Kind.NO_PART, Kind.FAILED)
 
 
 class ModuleCode(Executor):
@@ -73,6 +79,7 @@ class ModuleCode(Executor):
         )
         self.policy = Policy(compiler, self.kept)
         self.checker: Checks | None = None
+        self.parts_trials = PartsTrials(self.tally.note_verdict)
         # The module's own forward would not keep to a memory budget, and two ranks may measure
         # different times.
         alike = options.memory_budget is None and not options.compiler_collectives
@@ -237,11 +244,45 @@ class ModuleCode(Executor):
         reason = self.policy.cut.refusal(args, kwargs)
         if reason is not None:
             return reason
-        results, unserved = self.policy.cut.run(self, args, kwargs)
+        trial = self._parts_trial(args, kwargs)
+        if trial is None:
+            return Served(self._call_of_parts(args, kwargs, None))
+        own = functools.partial(self.run_own, (args, kwargs))
+        results = trial.serve(functools.partial(self._call_of_parts, args, kwargs, trial), own)
+        if trial.steps_aside:
+            self._pass_on((args, kwargs), trial.passed_on, of_any_size=True)
+        return Served(results)
+
+    def _call_of_parts(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], trial: SpeedTrial | None
+    ) -> Any:
+        """Return the results of a call in parts; a call that compiles a part is not timed."""
+        cut = self.policy.cut
+        made = 0 if cut.parts is None else cut.parts.made
+        results, unserved = cut.run(self, args, kwargs)
         if unserved is not None:
             self.tally.note(unserved)
         self.policy.retry_if_settled()
-        return Served(results)
+        if trial is not None and (cut.parts is None or cut.parts.made != made):
+            self.parts_trials.begin_anew(trial)
+        return results
+
+    def _parts_trial(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SpeedTrial | None:
+        """Return the speed trial of a call in parts; None if it is not timed."""
+        timed = self._times_calls and self.checker is None and self.tally.on_fallback != "raise"
+        if not timed or self.policy.cut.of_regions:  # each block has trials of its own
+            return None
+        return self.parts_trials.of(self.module, args, kwargs)
+
+    def _pass_on(self, arguments: Arguments, counter: NativeCalls, of_any_size: bool) -> None:
+        """Let native code pass calls like this one to the module's own forward, and count them."""
+        if not counter.has_room:
+            return
+        records = torch.is_grad_enabled()
+        native = native_aside(self.module, self.own, arguments, records, of_any_size)
+        if native is not None:
+            counter.add(native)
+            self.paths.pass_on(native)
 
     def become_region(self, shared: SharedPlans) -> None:
         """Share code with equal blocks of the same model, and compile code at calls."""
@@ -253,9 +294,15 @@ class ModuleCode(Executor):
         """Return how many calls compiled code has served, code that was dropped included."""
         return self.kept.served(self.policy.specializations()) + self.policy.cut.served
 
-    def fell_back(self) -> None:
-        """Note that the module's own forward has served a call."""
+    def fell_back(self, reason: Reason, arguments: Arguments) -> None:
+        """Note that the module's own forward has served a call, because of ``reason``.
+
+        If that is so for each call like this one, native code passes them on from now on.
+        """
         self.policy.retry_if_settled()
+        counter = self.tally.passed_on(reason) if reason.kind in _LASTING else None
+        if counter is not None:
+            self._pass_on(arguments, counter, of_any_size=reason.kind is Kind.NO_PART)
 
     def renewed(
         self, module: nn.Module, own: Callable[..., Any] | None, memo: Mapping[int, Any]

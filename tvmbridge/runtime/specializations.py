@@ -35,6 +35,7 @@ class Specializations:
 
     def add(self, specialization: Specialization) -> None:
         """Keep ``specialization``; above the limit, drop the least recently used ones."""
+        self.paths.note_uses()
         with self._counting:
             specialization.last_use = next(USES)
             kept = sorted((*self.known, specialization), key=lambda s: s.last_use)

@@ -26,6 +26,14 @@ from tvmbridge.core.torch_private import pytree, queue_callback
 from tvmbridge.core.turns import another_compiles
 from tvmbridge.kernels.table import keep_answer, known_answer
 from tvmbridge.runtime.background import child_compiles
+from tvmbridge.runtime.native_aside import NativeCalls
+
+try:
+    import resource
+
+    resource.RUSAGE_THREAD  # noqa: B018 - macOS lacks it
+except (ImportError, AttributeError):
+    resource = None  # type: ignore[assignment]
 
 # Compiled code may take this many times the own forward's time before it is replaced.
 _SLOWER = 1.03
@@ -84,6 +92,9 @@ _EARLY = 3
 _SAMPLES = 5
 # The most samples of each kind, taken if the medians and the minima give different verdicts.
 _MOST_SAMPLES = 10
+# The most samples of a trial that are dropped because another process had the processor meanwhile:
+# on a busy machine it took the time of a whole sample, and decided trials of short calls.
+_MOST_DROPPED = 10
 # A call of compiled code that takes more seconds than this may end its trial after one sample of
 # each kind, if it takes less than this part of the own forward's time: the cost of a call beside
 # its kernels matters less, and a trial slows a program down.
@@ -107,12 +118,14 @@ class _Sample:
 
     - ``calls``: the number of calls; ``forward``: their seconds.
     - ``backward``: seconds of the backward pass; None: it has not run.
+    - ``interrupted``: whether another process has had the processor meanwhile.
     """
 
     by_code: bool
     calls: int = 0
     forward: float = 0.0
     backward: float | None = None
+    interrupted: bool = False
 
 
 class SpeedTrial:
@@ -140,6 +153,7 @@ class SpeedTrial:
         self._conclude = conclude
         self._samples: dict[bool, list[_Sample]] = {True: [], False: []}
         self._latest = _Sample(True)
+        self._dropped = 0
         self._trains = trains
         self._rests = rests
         # Whether the next backward pass may have calls that are not timed, and how many more calls
@@ -152,7 +166,8 @@ class SpeedTrial:
         self._running = threading.Lock()
         # Calls that the module's own forward served, during the trial and after it.
         self.timed_calls = 0
-        self.aside_calls = 0
+        self._aside_calls = 0
+        self.passed_on = NativeCalls()
         answer = None if question is None else known_answer(question)
         self.verdict = None if answer is None else SpeedVerdict.parsed(answer)
 
@@ -160,6 +175,15 @@ class SpeedTrial:
     def steps_aside(self) -> bool:
         """Whether the module's own forward serves the calls of this entry."""
         return self.verdict is not None and not self.verdict.pays
+
+    @property
+    def aside_calls(self) -> int:
+        """Return the number of calls that the module's own forward served after the verdict."""
+        return self._aside_calls + self.passed_on.calls
+
+    def count_aside(self) -> None:
+        """Count a call that the module's own forward serves after the verdict."""
+        self._aside_calls += 1
 
     def serve(self, code: Callable[[], Any], own: Callable[[], Any], before: float = 0.0) -> Any:
         """Serve one call by ``code`` or by ``own``, and time it while the trial lasts.
@@ -178,7 +202,7 @@ class SpeedTrial:
 
     def serve_aside(self, own: Callable[[], Any]) -> Any:
         """Serve a call by the module's own forward after the verdict, and count it."""
-        self.aside_calls += 1
+        self.count_aside()
         return own()
 
     def _timed(self, code: Callable[[], Any], own: Callable[[], Any], before: float) -> Any:
@@ -193,10 +217,11 @@ class SpeedTrial:
             return code()
         sample = _Sample(self._warm_up[0]) if self._warm_up else self._next()
         backend_of(self._device).synchronize(self._device)
-        started = time.perf_counter()
+        switches, started = _switches(), time.perf_counter()
         results = code() if sample.by_code else own()
         backend_of(self._device).synchronize(self._device)
         seconds = time.perf_counter() - started
+        sample.interrupted |= _switches() != switches
         if not sample.by_code:
             self.timed_calls += 1
         self._time_backward(sample, results)
@@ -236,6 +261,7 @@ class SpeedTrial:
         """Set the verdict if there are enough samples."""
         if self._is_open():
             return
+        self._drop_interrupted()
         counts = [len(samples) for samples in self._samples.values()]
         early, clearly_faster = (1, _FASTER) if self._first > _MEDIUM else (_EARLY, _CLEARLY_FASTER)
         if min(counts) < early or counts[0] != counts[1]:
@@ -246,7 +272,11 @@ class SpeedTrial:
         )
         found, least = (self._verdict(of, with_backward) for of in (statistics.median, min))
         assert found.own is not None
-        if min(counts) < _SAMPLES and found.compiled > clearly_faster * found.own:
+        assert least.own is not None
+        if min(counts) < _SAMPLES and (
+            found.compiled > clearly_faster * found.own
+            or least.compiled > clearly_faster * least.own
+        ):
             return
         if found.pays != least.pays and min(counts) < _MOST_SAMPLES:
             return
@@ -256,6 +286,14 @@ class SpeedTrial:
         if self._question is not None and certain:
             keep_answer(self._question, str(found))
         self._conclude(found)
+
+    def _drop_interrupted(self) -> None:
+        """Drop samples in which another process had the processor, unless there are too many."""
+        for by_code, samples in self._samples.items():
+            kept = [s for s in samples if not s.interrupted]
+            if self._dropped + len(samples) - len(kept) <= _MOST_DROPPED:
+                self._dropped += len(samples) - len(kept)
+                self._samples[by_code] = kept
 
     def _verdict(self, of: Callable[[list[float]], float], with_backward: bool) -> SpeedVerdict:
         """Return the verdict that compares ``of`` (median or min) the seconds of both kinds."""
@@ -276,9 +314,11 @@ class SpeedTrial:
         """
         leaves = [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, torch.Tensor)]
         begun: list[float] = []
+        switches: list[int] = []
 
         def end() -> None:
             backend_of(self._device).synchronize(self._device)
+            sample.interrupted |= switches != [_switches()]
             if sample.backward is None:
                 sample.backward = time.perf_counter() - begun[0]
             if not self._has_backward:  # this pass may be one of both kinds of calls
@@ -288,11 +328,19 @@ class SpeedTrial:
         def begin(_: Any) -> None:
             if not begun:
                 backend_of(self._device).synchronize(self._device)
+                switches.append(_switches())
                 begun.append(time.perf_counter())
                 queue_callback(end)
 
         for node in {leaf.grad_fn for leaf in leaves if leaf.grad_fn is not None}:
             node.register_prehook(begin)
+
+
+def _switches() -> int:
+    """Return how often this thread had to give up the processor; 0 where that is not known."""
+    if resource is None:
+        return 0
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw
 
 
 def _disturbed() -> bool:

@@ -21,6 +21,7 @@ from tvmbridge.runtime.entry import CompiledEntry
 from tvmbridge.runtime.fast_path import FastPath
 from tvmbridge.runtime.guards.fast import FastGuard, generated_guard
 from tvmbridge.runtime.guards.signature import Signature
+from tvmbridge.runtime.native_aside import native_aside
 from tvmbridge.runtime.speed_trial import SpeedTrial
 
 
@@ -141,6 +142,8 @@ class AsidePath(_Path):
     """Serves calls by the module's own forward, which the speed trial has found to be faster.
 
     ``signature`` and ``leaves`` are those of a call; see :class:`_Path`.
+
+    - ``native``: the same in native code, which serves equal calls; None if there is none.
     """
 
     def __init__(
@@ -152,11 +155,27 @@ class AsidePath(_Path):
         leaves: Sequence[Any],
     ) -> None:
         super().__init__(code, trial, run_own)
-        guard = ArgumentsGuard(code.state.module, signature, leaves, code.training is not None)
+        self._records = code.training is not None
+        guard = ArgumentsGuard(code.state.module, signature, leaves, self._records)
         self.check = guard.check
         self.check_under_dynamo = guard.check_under_dynamo
+        self.native: Any = None
+        self._seen = 0  # calls of ``native`` that ``was_used`` has seen
+
+    def make_native(self, own: Callable[..., Any] | None, arguments: Arguments) -> None:
+        """Let native code serve calls like one with these arguments; see :func:`native_aside`."""
+        if self.trial.passed_on.has_room:
+            self.native = native_aside(self.code.state.module, own, arguments, self._records)
+        if self.native is not None:
+            self.trial.passed_on.add(self.native)
+
+    def was_used(self) -> bool:
+        """Whether native code has served a call since the last call of this method."""
+        calls = 0 if self.native is None else self.native.calls
+        used, self._seen = calls > self._seen, calls
+        return used
 
     def run_fast(self, _: Any, __: Any, arguments: Arguments) -> Any:
         """Serve a call by the module's own forward."""
-        self.trial.aside_calls += 1
+        self.trial.count_aside()
         return self.run_own(arguments)

@@ -80,7 +80,7 @@ def test_a_call_after_the_change_is_right(
     name: str, half: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if half == "python":
-        monkeypatch.setattr(watch, "_native", lambda: None)
+        monkeypatch.setattr(watch, "native_half", lambda: None)
     module, x = add_tvm_dispatch(_module().eval()), torch.randn(2, 4)
     before = [module(x) for _ in range(3)][-1]
     CHANGES[name](module)
@@ -104,7 +104,7 @@ def test_a_class_attribute_that_the_instance_hides_changes_nothing() -> None:
 
 @pytest.mark.parametrize("half", ["compiled", "python"])
 def test_a_watch_notices_another_dict_of_an_object(half: str) -> None:
-    native = watch._native()
+    native = watch.native_half()
     if half == "compiled" and native is None:
         pytest.skip("the compiled half is missing")
     first, second = nn.Identity(), object()

@@ -13,8 +13,8 @@ from tvmbridge.runtime.guards import watch
 @pytest.fixture(params=["compiled half", "Python"])
 def _half(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "Python":
-        monkeypatch.setattr(watch, "_native", lambda: None)
-    elif watch._native() is None:
+        monkeypatch.setattr(watch, "native_half", lambda: None)
+    elif watch.native_half() is None:
         pytest.skip("the compiled half of the guards was not built")
 
 

@@ -26,13 +26,16 @@ class _Counting(StandsForForward):
         return sys.getrefcount(self)
 
 
-def references_of_a_call() -> int:
+def references_of_a_call(counting: Callable[[], Any] = _Counting) -> int:
     """Return how many references a dispatcher has during a call, if no copy of the module has it.
 
     More references mean that a shallow copy of the module may hold the dispatcher as well.
+
+    Args:
+        counting: a class of objects that return the number of references to themselves.
     """
     module = nn.Module()
-    module.__dict__["forward"] = _Counting()
+    module.__dict__["forward"] = counting()
     # nn.Module's own call would run the hooks that the user has registered for all modules.
     return int(_without_hooks(module))
 

@@ -38,7 +38,7 @@ _dict_of = operator.attrgetter("__dict__")
 
 
 @functools.cache
-def _native() -> Any:
+def native_half() -> Any:
     """Return the native module, which is compiled at its first use; None if it cannot be."""
     return compiled_half("tvmbridge.runtime._native")
 
@@ -130,7 +130,7 @@ def watch(
         functions: functions, each with its code and defaults.
         asked: dictionaries, each with a function that compares the entries that matter.
     """
-    native = _native()
+    native = native_half()
     if native is None:
         return PythonWatch(dicts, objects, tensors, places, functions, asked)
     # The native watch compares the places of one dictionary together, if it has changed.
@@ -156,7 +156,7 @@ def alike(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
 
     If a tensor here begins at a multiple of 64 bytes, so must the one that is compared with it.
     """
-    native = _native()
+    native = native_half()
     if native is not None:
         check: Callable[..., bool] = native.Alike(*tensors).check
         return check
@@ -180,7 +180,7 @@ def versions_of(tensors: tuple[torch.Tensor, ...]) -> tuple[int, ...]:
     Raises:
         RuntimeError: a tensor was created in inference mode and has no version.
     """
-    native = _native()
+    native = native_half()
     if native is None:
         return tuple(map(_version, tensors))
     found: tuple[int, ...] = native.versions(tensors)
