@@ -13,7 +13,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch._C._dynamo.eval_frame
@@ -40,8 +40,6 @@ import torch.overrides
 import torch.utils._device
 import torch.utils._python_dispatch
 import torch.utils._pytree
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 # Modules
 pytree = torch.utils._pytree
@@ -239,7 +237,7 @@ def graph_break_hint(reason: str) -> str | None:
     return None
 
 
-def left_to_python(function: _Function) -> _Function:
+def left_to_python(function: Any) -> Any:
     """Have TorchDynamo run ``function``, and all that it calls, without capturing it.
 
     A compiled function that calls ``loss.backward()`` leaves that call to Python, and autograd then
