@@ -21,7 +21,7 @@ def _enter(lock: Lock) -> None:
 
 
 def _enter_interrupted(lock: Lock, number: int) -> bool:
-    """Enter ``lock``; a profiling function raises at event ``number`` there. Return whether it did."""
+    """Enter ``lock`` with a profiling function that raises at event ``number``; whether it did."""
     events = 0
 
     def profiler(frame: FrameType, _: str, __: object) -> None:
