@@ -121,3 +121,21 @@ def test_a_part_whose_numbers_are_no_sizes_is_refused() -> None:
     irregular = Function(lambda x: x.sin()[x.sin() > 0][: x.shape[0] ** 3 % 17 + 1]).eval()
     with pytest.raises(BuildError, match=r"module.eager.*is \("):
         add_tvm_dispatch(irregular, torch.randn(20, 4), dynamic_shapes=(({0: Dim("rows")},),))
+
+
+class TimesColumns(nn.Module):
+    """Multiplies by the number of columns, as a tensor."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.tanh() * torch.tensor(x.shape[1])
+
+
+def test_a_tensor_that_forward_makes_of_a_size_is_named() -> None:
+    module = TimesColumns().eval()
+    add_tvm_dispatch(module, dynamic_shapes="auto")
+    for columns in (9, 12, 15, 10, 11):
+        x = torch.randn(2, columns)
+        _assert_same([module(x)], [x.double().tanh() * columns])
+    (reason,) = dispatch_report(module).fallbacks
+    assert "at other sizes forward makes a tensor of other numbers at test_any_size.py:" in reason
+    assert "torch.tensor(x.shape[1])" in reason

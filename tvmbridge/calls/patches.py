@@ -17,7 +17,9 @@ from unittest import mock
 
 from torch import nn
 
-_LOCK = threading.Lock()
+from tvmbridge.core.locks import Lock
+
+_LOCK = Lock()
 
 
 @dataclass

@@ -6,7 +6,6 @@ import atexit
 import copy
 import ctypes
 import functools
-import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -21,6 +20,7 @@ from tvmbridge.compiler.build import RELEASE
 from tvmbridge.compiler.pieces import Pieces
 from tvmbridge.core.borrowed import borrowed
 from tvmbridge.core.called_in_mode import without_gradients
+from tvmbridge.core.locks import Lock
 from tvmbridge.core.profiling import profiling
 from tvmbridge.kernels.allocation import take_back
 from tvmbridge.kernels.titles import kernels_told
@@ -118,7 +118,7 @@ class LoadedModule:
         # A call on the CPU in inference would take a tenth longer.
         releases = "backward" in self._functions or not self._on_host
         self._release = vm[RELEASE] if releases and _has(vm, RELEASE) else None
-        self._lock = threading.RLock()
+        self._lock = Lock(reentrant=True)
         if backend_of(device).stays_at_exit:
             stays_at_exit(self)
 

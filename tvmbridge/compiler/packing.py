@@ -31,8 +31,9 @@ from torch import nn
 
 from tvmbridge.compiler.pack import Pack, pack_of, unmovable, unpackable
 from tvmbridge.core.called_in_mode import without_gradients
+from tvmbridge.core.locks import Lock
 
-_packing_lock = threading.RLock()
+_packing_lock = Lock(reentrant=True)
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+
+from tvmbridge.core.locks import Lock
 
 _NEVER = 10**6
 
@@ -19,7 +20,7 @@ class _PutOff:
     before: tuple[int, int, int] = (0, 0, 0)
 
 
-_LOCK = threading.Lock()
+_LOCK = Lock()
 _put_off = _PutOff()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +12,7 @@ from torch import nn
 
 from tvmbridge.compiler.compiled import CompiledModule
 from tvmbridge.core.libraries import register_containers
+from tvmbridge.core.locks import Lock
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.profiling import profiling
 from tvmbridge.dynamo.graphs import DynamoGraph, Given
@@ -68,7 +68,7 @@ class CompiledGraph:
         self.noted: Callable[[str], None] | None = None
         self._known: dict[tuple[int, ...], _Held] = {}
         self._last: _Held | None = None
-        self._changing = threading.Lock()
+        self._changing = Lock()
         self.call = self._calling()
 
     @property

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import linecache
 import os
 import re
 from dataclasses import dataclass
@@ -92,6 +93,17 @@ def user_frame(stack_trace: str) -> tuple[str, int, str] | None:
     layers = [m for m in frames if f"{_TORCH}nn/modules/" in m[1] and m[3] == "forward"]
     file, line, function = (own or layers or frames[:1])[-1].groups()
     return file, int(line), function
+
+
+def user_source(stack_trace: str | None) -> str:
+    """Return the user's own line in a Python traceback, as ``file:line in function: code``."""
+    frame = user_frame(stack_trace or "")
+    if frame is None:
+        return ""
+    file, line, function = frame
+    text = f"{file.rsplit('/', 1)[-1]}:{line} in {function}"
+    code = linecache.getline(file, line).strip()
+    return f"{text}: {code}" if code else text
 
 
 def origin_of(expr: relax.Expr) -> Origin | None:

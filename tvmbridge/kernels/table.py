@@ -15,7 +15,6 @@ import hashlib
 import json
 import logging
 import os
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
@@ -24,6 +23,7 @@ from pathlib import Path
 import torch
 
 from tvmbridge.core.kernel_settings import kernel_settings
+from tvmbridge.core.locks import Lock
 from tvmbridge.core.machine import cache_folder, caching_is_off, cpu_model, threads
 from tvmbridge.core.own_files import UntrustedFileError, distrust, read_own, replace_file
 from tvmbridge.core.plain_json import parse_json
@@ -46,7 +46,7 @@ class Table:
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
-        self._lock = threading.RLock()
+        self._lock = Lock(reentrant=True)
         self._known: dict[str, str] | None = None
 
     def choice(self, question: str, among: Sequence[str], measure: Callable[[], str]) -> str:

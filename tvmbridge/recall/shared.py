@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +18,7 @@ from tvmbridge.cache.key import digest_of
 from tvmbridge.compiler.compiled import CompiledModule
 from tvmbridge.core.captured_graph import CallingConvention
 from tvmbridge.core.errors import first_line
+from tvmbridge.core.locks import Lock
 from tvmbridge.core.structure import children
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.graph_capture.observe.descriptors import find_aliases
@@ -71,7 +71,7 @@ class SharedPlans:
         self._plans: dict[str, list[_SharedPlan]] = {}
         self._alike: dict[str, list[_AlikePlan]] = {}
         self._functions = FunctionsNow()
-        self._changing = threading.Lock()
+        self._changing = Lock()
 
     def find(self, caller: Caller) -> tuple[CompiledModule | None, str, str]:
         """Return code that was compiled for an equal module, bound to the module of ``caller``.

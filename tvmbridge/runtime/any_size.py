@@ -14,7 +14,6 @@ dimension that is not declared.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +23,7 @@ from torch.export import AdditionalInputs, ShapesCollection
 
 from tvmbridge.calls.arguments import Arguments
 from tvmbridge.core.errors import BridgeError, BuildError, first_line
+from tvmbridge.core.locks import Lock
 from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.runtime.entry import CompiledEntry
 from tvmbridge.runtime.entry_compiler import Compiler
@@ -220,7 +220,7 @@ class AnySize:
         self.single = SingleSizes(retire)
         self._known: list[_SizeGroup] = []
         self._guesses = True
-        self._lock = threading.RLock()
+        self._lock = Lock(reentrant=True)
 
     def renewed(self, compiler: Compiler, retire: Retire) -> AnySize:
         """Return an object with the same rules and no code, for a copy or a forked process."""

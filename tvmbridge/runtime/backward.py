@@ -12,7 +12,7 @@ from tvmbridge.core.autocast import autocast_now
 from tvmbridge.core.called_in_mode import with_autocast_off, without_gradients
 from tvmbridge.core.profiling import region
 from tvmbridge.core.reasons import Reason
-from tvmbridge.core.torch_private import backward_keeps_graph
+from tvmbridge.core.torch_private import backward_keeps_graph, left_to_python
 from tvmbridge.runtime.gradient_parts import Handed, link_of
 from tvmbridge.runtime.primals import refuse_hooks
 from tvmbridge.runtime.second_order import refuse
@@ -42,6 +42,7 @@ class CompiledFunction(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
+    @left_to_python
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if autocast_now():  # backward runs in the dtypes of forward, as in eager PyTorch
             return with_autocast_off(CompiledFunction.backward, ctx, *cotangents)

@@ -11,7 +11,6 @@ workspaces and results that are copied out, is free for the other graphs.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from tvmbridge.core.borrowed import borrowed
 from tvmbridge.core.called_in_mode import without_gradients
 from tvmbridge.core.devices import gpu_index
 from tvmbridge.core.kernel_settings import gpu_settings
+from tvmbridge.core.locks import Lock
 from tvmbridge.core.torch_private import current_raw_stream, foreach_mul, free_cublas_workspaces
 
 # Calls without a graph before the capture, in which libraries choose kernels and allocate memory.
@@ -47,7 +47,7 @@ class GraphMemory:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.lock = threading.Lock()
+        self.lock = Lock()
         self._pools: dict[int, Any] = {}
 
     def pool(self, stream: int) -> Any:

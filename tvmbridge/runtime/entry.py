@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,6 +16,7 @@ from tvmbridge.compiler.compiled import CompiledModule
 from tvmbridge.compiler.packing import ModulePacks
 from tvmbridge.core.assumptions import Question
 from tvmbridge.core.called_in_mode import with_autocast_off
+from tvmbridge.core.locks import Lock
 from tvmbridge.core.profiling import profiling, region
 from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.core.torch_private import saved_tensors_hooks_in_force
@@ -56,7 +56,7 @@ class CompiledEntry:
         # Replays of CUDA graphs ("forward", "backward"), and calls without a graph by the reason.
         self.graph_replays: Counter[str] = Counter()
         self.graph_skips: Counter[str] = Counter()
-        self.counting = threading.Lock()
+        self.counting = Lock()
         # True if the code fits the module only after forward's first call, which fills a cache,
         # say: the module's own forward serves that call.
         self.fills_first = False

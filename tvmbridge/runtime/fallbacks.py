@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import atexit
 import logging
-import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from tvmbridge.core.errors import FallbackError
+from tvmbridge.core.locks import Lock
 from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.runtime.native_aside import NativeCalls
 from tvmbridge.runtime.speed_trial import SpeedVerdict
@@ -58,7 +58,7 @@ class Tally:
         # Called with each reason that is counted.
         self.noted: Callable[[str], None] | None = None
         self._logged: set[str] = set()
-        self._counting = threading.Lock()
+        self._counting = Lock()
 
     @property
     def counts(self) -> Counter[str]:

@@ -6,7 +6,6 @@ copies. A direct call only converts its arguments, runs the code and counts.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
@@ -15,6 +14,7 @@ import torch
 
 from tvmbridge.calls.layouts import Strides
 from tvmbridge.compiler.executable import Bound, LoadedModule
+from tvmbridge.core.locks import Lock
 from tvmbridge.runtime.graphed import Graphs
 from tvmbridge.runtime.guards.fast import FastGuard
 from tvmbridge.runtime.second_order import Pinned
@@ -32,7 +32,7 @@ class Counted(Protocol):
 
 def direct_call(
     counted: Counted,
-    counting: threading.Lock,
+    counting: Lock,
     loaded: LoadedModule,
     bound: Bound,
     leaves: int,

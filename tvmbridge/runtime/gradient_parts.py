@@ -28,7 +28,11 @@ from tvmbridge.core.autocast import autocast_now
 from tvmbridge.core.called_in_mode import with_autocast_off
 from tvmbridge.core.profiling import region
 from tvmbridge.core.set_within import set_within
-from tvmbridge.core.torch_private import active_data_parallel, backward_keeps_graph
+from tvmbridge.core.torch_private import (
+    active_data_parallel,
+    backward_keeps_graph,
+    left_to_python,
+)
 from tvmbridge.core.types import InputKind
 from tvmbridge.core.writes import version_of
 from tvmbridge.runtime.primals import packed_into
@@ -243,6 +247,7 @@ class LaterPart(torch.autograd.Function):
         return _empty_link(device)
 
     @staticmethod
+    @left_to_python
     def backward(ctx: Any, link: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if autocast_now():
             return with_autocast_off(LaterPart.backward, ctx, link)

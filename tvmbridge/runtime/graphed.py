@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -17,6 +16,7 @@ from tvmbridge.compiler.backward_code import PartialBackward
 from tvmbridge.compiler.compiled import CompiledModule
 from tvmbridge.compiler.executable import Bound, Residuals, tensors_of
 from tvmbridge.core.borrowed import borrowed
+from tvmbridge.core.locks import Lock
 from tvmbridge.core.torch_private import backward_keeps_graph
 from tvmbridge.kernels.allocation import residuals_emptied
 from tvmbridge.runtime.autograd import TrainingCall
@@ -107,7 +107,7 @@ class _Training:
         self._outputs = call.parts.num_outputs
         self._lease: weakref.ref[Lease] | None = None
         # Another thread's forward would overwrite the residuals before they are leased.
-        self._starting = threading.Lock()
+        self._starting = Lock()
         # The residuals in the forward graph's memory, and tensors there that do not keep it.
         self._residuals: Residuals = ()
         self._lent: tuple[torch.Tensor, ...] | None = None

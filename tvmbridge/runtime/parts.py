@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,6 +12,7 @@ import torch
 from tvmbridge.calls.awaited import awaited, is_pending
 from tvmbridge.calls.plain import unusual
 from tvmbridge.core.errors import DataDependentError
+from tvmbridge.core.locks import Lock
 from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.core.sharding import is_distributed
 from tvmbridge.core.torch_private import has_any_global_hook, pytree
@@ -102,7 +102,7 @@ class Cut:
         self._without = self._with_new = 0
         self._of_state = self._tried = False
         self._process = os.getpid()
-        self._changing = threading.Lock()
+        self._changing = Lock()
 
     def renewed(self) -> Cut:
         """Return the same decision for a copy of the module, without parts yet."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ import torch
 from tvmbridge.calls.plain import distributed_in, split_over_ranks, unusual_in
 from tvmbridge.calls.standins import StandsForForward
 from tvmbridge.core.errors import DataDependentError, StateWrittenError
+from tvmbridge.core.locks import Lock
 from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.core.turns import compiling
 from tvmbridge.graph_capture.observe.effects import StateBefore
@@ -109,7 +109,7 @@ class Policy:
         self._retried: set[int] = set()
         # The number of calls whose code did not fit the changed module, by the reason.
         self._outgrown: Counter[str] = Counter()
-        self._counting = threading.Lock()
+        self._counting = Lock()
 
     def candidates(self, call: GivenCall, misfits: list[Reason]) -> Iterator[Specialization]:
         """Yield the known specialisations, and then one for any size if none of them matched.

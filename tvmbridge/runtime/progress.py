@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from tvmbridge.compiler.cached_build import disk_text
+from tvmbridge.core.locks import Lock
 
 # Seconds before the line appears, so that shorter compilations show nothing.
 PATIENCE = 2.0
@@ -47,7 +48,7 @@ class _ProgressLine:
         self._width = 0
         self._status: Any = None
         self._closed = False
-        self._changing = threading.Lock()
+        self._changing = Lock()
 
     def show(self) -> None:
         from rich.console import Console

@@ -24,7 +24,7 @@ from tvmbridge.core.errors import BridgeError
 from tvmbridge.core.number_inputs import marked
 from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.core.structure import opened, unflatten
-from tvmbridge.core.torch_private import pytree
+from tvmbridge.core.torch_private import left_to_python, pytree
 from tvmbridge.core.types import InputKind, OutputKind
 from tvmbridge.runtime.guards.mode import Mode
 from tvmbridge.runtime.guards.state import ModuleState
@@ -254,6 +254,7 @@ class _Refused(torch.autograd.Function):
         return tuple(t.view_as(t) for t in tensors[:count])
 
     @staticmethod
+    @left_to_python
     def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:
         raise BridgeError(
             "tvmbridge does not support double backward here: its compiled backward has no "

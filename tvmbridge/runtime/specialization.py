@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import nn
 
 from tvmbridge.calls.standins import anything_requires_grad
 from tvmbridge.compiler.packing import ModulePacks
+from tvmbridge.core.locks import Lock
 from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.graph_capture.observe.hooks import hooked_submodule
 from tvmbridge.runtime.entry import CompiledEntry
@@ -39,7 +39,7 @@ class Specialization:
         self.entries: dict[Mode, tuple[CompiledEntry, ...]] = {}
         self.failures: dict[tuple[Mode, Flags], Reason] = {}
         self.last_use = 0
-        self._changing = threading.Lock()
+        self._changing = Lock()
 
     def compiled(self) -> list[tuple[Mode, CompiledEntry]]:
         """Return all present entries with their modes; safe while another thread adds one."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Iterable
 
+from tvmbridge.core.locks import Lock
 from tvmbridge.runtime.entry import CompiledEntry
 from tvmbridge.runtime.executor import FastPaths
 from tvmbridge.runtime.guards.mode import Mode
@@ -31,7 +31,7 @@ class Specializations:
         self.dropped = 0
         self.paths = paths
         self._retired_calls = 0
-        self._counting = threading.Lock()
+        self._counting = Lock()
 
     def add(self, specialization: Specialization) -> None:
         """Keep ``specialization``; above the limit, drop the least recently used ones."""

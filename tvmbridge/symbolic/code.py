@@ -40,10 +40,11 @@ from tvmbridge.core.decisions import (
 from tvmbridge.core.errors import CaptureError
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.core.types import PassRecord
+from tvmbridge.frontend.origins import user_source
 from tvmbridge.graph_capture.any_size import SymbolicTrace, shapes_of, traced_with_symbols
 from tvmbridge.graph_capture.relations import Relations
 from tvmbridge.symbolic.building import build_for_all, refused_as_different
-from tvmbridge.symbolic.descriptions import at, merged
+from tvmbridge.symbolic.descriptions import at, merged, same_tensor
 from tvmbridge.symbolic.eager_parts import EagerParts, described_parts, with_parts
 from tvmbridge.symbolic.size import Point, Size
 from tvmbridge.symbolic.sizes import DifferentCodeError, Sizes
@@ -309,6 +310,7 @@ def compile_symbolic(
     common = lowered[0]
     with stages.measure("build"):
         assumptions = _together([each.lowered.captured.assumptions for each in lowered])
+        _refuse_other_constants([each.lowered.captured for each in lowered])
         described = _merged(lowered, sizes)
         built = build_for_all(
             [(e.mod, None if e.parts is None else e.parts.bundle) for e in lowered],
@@ -372,6 +374,25 @@ def _merged(lowered: Sequence[_Lowered], sizes: Sizes) -> _Described:
             parts = replace(parts, mod=_NO_GRAPH)
         same.append(replace(described, captured=captured, split=parts))
     return merged(same, sizes, "module")
+
+
+def _refuse_other_constants(graphs: Sequence[CapturedGraph]) -> None:
+    """Raise DifferentCodeError if a tensor that forward makes of numbers depends on the size."""
+    first, *others = graphs
+    for name, tensor in first.constant_tensors.items():
+        held = [other.constant_tensors.get(name) for other in others]
+        if not all(found is not None and same_tensor(tensor, found) for found in held):
+            raise DifferentCodeError(
+                f"at other sizes forward makes a tensor of other numbers{_made_at(first, name)}; "
+                "x.new_full((), size) makes it in code for any size"
+            )
+
+
+def _made_at(captured: CapturedGraph, name: str) -> str:
+    """Return the line of forward that reads the constant tensor ``name`` first, if it is known."""
+    (node,) = (n for n in captured.program.graph.nodes if n.name == name)
+    sources = (user_source(user.meta.get("stack_trace")) for user in node.users)
+    return next((f" at {source}" for source in sources if source), "")
 
 
 def _refuse_other_copies(lowered: Sequence[_Lowered], built: Built) -> None:

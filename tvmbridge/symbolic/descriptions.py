@@ -98,9 +98,12 @@ def _is_description(value: Any) -> bool:
 def _equal(a: Any, b: Any) -> bool:
     if a is b:
         return True
-    if isinstance(a, torch.Tensor):
-        return a.dtype is b.dtype and a.shape == b.shape and torch.equal(a, b)
-    return bool(a == b)
+    return same_tensor(a, b) if isinstance(a, torch.Tensor) else bool(a == b)
+
+
+def same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have the same dtype, shape and numbers."""
+    return a.dtype is b.dtype and a.shape == b.shape and torch.equal(a, b)
 
 
 def at(value: _T, point: Sequence[int]) -> _T:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch._C._dynamo.eval_frame
 import torch._C._dynamo.guards
 import torch._decomp
 import torch._dispatch.python
@@ -234,6 +235,18 @@ def graph_break_hint(reason: str) -> str | None:
         if first == reason and "Hint: " in rest:
             return str(rest.partition("Hint: ")[2].partition("\n")[0])
     return None
+
+
+def left_to_python(function: Any) -> Any:
+    """Have TorchDynamo run ``function``, and all that it calls, without capturing it.
+
+    A compiled function that calls ``loss.backward()`` leaves that call to Python, and autograd then
+    calls each ``backward`` with TorchDynamo's capture turned on.
+    """
+    frames: Any = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    return function
 
 
 def dynamo_lock() -> Any:

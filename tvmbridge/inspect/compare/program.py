@@ -10,9 +10,10 @@ import torch
 from torch import fx
 
 from tvmbridge.core.reached import reached
+from tvmbridge.frontend.origins import user_source
 from tvmbridge.graph_capture.noise import dropout_arguments, is_active_dropout
 from tvmbridge.inspect.compare.recorder import Recorder
-from tvmbridge.inspect.compare.trace import Trace, tensors_in, user_source
+from tvmbridge.inspect.compare.trace import Trace, tensors_in
 
 aten = torch.ops.aten
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import linecache
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import torch
 
 from tvmbridge.core.torch_private import pytree
-from tvmbridge.frontend.origins import user_frame
 
 
 @dataclass(frozen=True)
@@ -92,17 +90,6 @@ class Trace:
 
 def _place(tensor: torch.Tensor) -> Any:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
-
-
-def user_source(stack_trace: str | None) -> str:
-    """Return the user's own line in a Python traceback, as ``file:line in function: code``."""
-    frame = user_frame(stack_trace or "")
-    if frame is None:
-        return ""
-    file, line, function = frame
-    text = f"{file.rsplit('/', 1)[-1]}:{line} in {function}"
-    code = linecache.getline(file, line).strip()
-    return f"{text}: {code}" if code else text
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

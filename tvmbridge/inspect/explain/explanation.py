@@ -25,13 +25,13 @@ from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.torch_private import OpOverload
 from tvmbridge.core.types import InputKind, NoiseDescriptor, OutputKind, PassRecord
 from tvmbridge.frontend.limits import refuse_what_cannot_run
+from tvmbridge.frontend.origins import user_source
 from tvmbridge.graph_capture.capture import capture, normalize_sample
 from tvmbridge.graph_capture.noise import find_noise
 from tvmbridge.graph_capture.observe.refusal import first_paragraph, user_line
 from tvmbridge.graph_capture.surroundings import tracing_here, undisturbed
 from tvmbridge.graph_capture.trace.composites import composites_prepared_for
 from tvmbridge.inspect.compare.sample import Sample
-from tvmbridge.inspect.compare.trace import user_source
 from tvmbridge.inspect.explain.report import Draw, ExplainReport, Mutation, OperatorUse
 from tvmbridge.pipeline import fx_passes_of
 

@@ -125,6 +125,21 @@ DYNAMO = (
         takes(),
     ),
     PrivateName(
+        "torch._C._dynamo.eval_frame._FrameExecStrategy",
+        "leaving backward to Python",
+        callable,
+    ),
+    PrivateName(
+        "torch._C._dynamo.eval_frame.set_code_exec_strategy",
+        "leaving backward to Python",
+        callable,
+    ),
+    PrivateName(
+        "torch._C._dynamo.eval_frame._FrameAction",
+        "leaving backward to Python",
+        has("SKIP"),
+    ),
+    PrivateName(
         "torch._dynamo.eval_frame",
         "leaving TorchDynamo out of a trace",
         has("set_eval_frame", "skip_code"),
