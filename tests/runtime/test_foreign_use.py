@@ -214,7 +214,7 @@ USES: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
         "the dtype of an input differs",
     ),
     "subclass": (lambda m: m(sample().as_subclass(Sub)), NOT_PLAIN),
-    "sparse weight": (_sparse_weight, "inner.weight has the layout torch.sparse_csr"),
+    "sparse weight": (_sparse_weight, SERVED),
     "sparse cotangent": (_cotangent(lambda: sample().to_sparse()), SERVED),
     "zero cotangent": (
         _cotangent(lambda: torch._efficientzerotensor((6, 24), dtype=torch.float64)),  # type: ignore[attr-defined]
