@@ -21,6 +21,7 @@ import torch
 from torch import fx
 
 from tvmbridge.calls.patches import patched_here
+from tvmbridge.calls.plain import distributed_in
 from tvmbridge.core.errors import FallbackError, first_line
 from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.core.torch_private import (
@@ -155,10 +156,14 @@ class ModuleInParts:
         if isinstance(original, types.MethodType):
             function, args = original.__func__, (original.__self__, *args)
         if self._compiled is None or self._compiled[0] is not function:
-            isolated: dict[str, Any] = {}
+            options: dict[str, Any] = {}
             if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
-                isolated["isolate_recompiles"] = True
-            self._compiled = function, torch.compile(function, backend=self._backend, **isolated)
+                options["isolate_recompiles"] = True
+            holder = args[0] if args else None
+            if isinstance(holder, torch.nn.Module) and distributed_in(holder) is not None:
+                # With symbolic sizes PyTorch's trace of DTensors exceeds the recursion limit.
+                options["dynamic"] = False
+            self._compiled = function, torch.compile(function, backend=self._backend, **options)
         return self._compiled[1](*args, **kwargs)
 
     def _backend(self, graph_module: fx.GraphModule, given: Sequence[Any]) -> Callable[..., Any]:
