@@ -105,8 +105,7 @@ class SpecializationReport:
     @property
     def share(self) -> float:
         """Return TVM's share of the kernel calls in the code; PyTorch serves the other calls."""
-        made = self.kernels.tuned + self.kernels.by_rule + self.kernels.plain
-        return made / max(1, made + self.kernels.external)
+        return (self.kernels.calls - self.kernels.external) / max(1, self.kernels.calls)
 
 
 @dataclass(frozen=True)

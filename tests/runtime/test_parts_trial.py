@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.runtime.test_speed_trial import CLOCK, SECONDS
+from tests.runtime.timed_calls import CLOCK, SECONDS, slow_own, timed_by_sleeping
 from tvmbridge import FallbackError, add_tvm_dispatch, dispatch_report
-from tvmbridge.runtime import module_code, speed_trial, timed_path
 from tvmbridge.runtime.guards.watch import native_half
-from tvmbridge.runtime.module_code import ModuleCode
 from tvmbridge.runtime.parts import Cut
 
 # One call that compiles, three to warm up, and five timed ones of each kind.
 TRIAL = 14
+
+pytestmark = pytest.mark.usefixtures(timed_by_sleeping.__name__)
 
 
 class Masked(nn.Module):
@@ -41,14 +41,6 @@ def graphs(rows: int, seed: int = 0) -> Tensor:
     return torch.randn(rows, 8, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.fixture(autouse=True)
-def _timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TVMBRIDGE_ONLY_IF_FASTER", "1")
-    for timing in (speed_trial, timed_path, module_code):
-        monkeypatch.setattr(timing, "time", CLOCK)
-    monkeypatch.setattr(speed_trial, "_switches", lambda: 0)
-
-
 def slow_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     genuine = Cut.run
 
@@ -59,14 +51,9 @@ def slow_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Cut, "run", run)
 
 
-def slow_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    genuine = ModuleCode.run_own
-
-    def run_own(code: ModuleCode, arguments: Any) -> Any:
-        CLOCK.sleep(SECONDS)
-        return genuine(code, arguments)
-
-    monkeypatch.setattr(ModuleCode, "run_own", run_own)
+def evaluated_pair() -> tuple[nn.Module, nn.Module]:
+    reference = Masked().eval()
+    return add_tvm_dispatch(copy.deepcopy(reference), on_fallback="silent"), reference
 
 
 def evaluated(module: nn.Module, reference: nn.Module, calls: int, rows: int = 40) -> None:
@@ -78,8 +65,7 @@ def evaluated(module: nn.Module, reference: nn.Module, calls: int, rows: int = 4
 
 def test_slower_parts_step_aside(monkeypatch: pytest.MonkeyPatch) -> None:
     slow_parts(monkeypatch)
-    reference = Masked().eval()
-    module = add_tvm_dispatch(copy.deepcopy(reference), on_fallback="silent")
+    module, reference = evaluated_pair()
     evaluated(module, reference, 40)
     report = dispatch_report(module)
     assert report.tvm_calls + report.timed_calls + report.aside_calls == 40
@@ -97,8 +83,7 @@ def test_slower_parts_step_aside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_faster_parts_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     slow_own(monkeypatch)
-    reference = Masked().eval()
-    module = add_tvm_dispatch(copy.deepcopy(reference), on_fallback="silent")
+    module, reference = evaluated_pair()
     evaluated(module, reference, 30)
     report = dispatch_report(module)
     assert report.aside_calls == 0

@@ -15,44 +15,21 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.dispatch_helpers import assert_same_step, eager, make_block, sample, train_step
+from tests.runtime.timed_calls import CLOCK, SECONDS, slow_own, timed_by_sleeping
 from tvmbridge import add_tvm_dispatch, dispatch_report
 from tvmbridge.backends import backend_of
 from tvmbridge.compiler.executable import LoadedModule
 from tvmbridge.kernels.table import clear_tables
-from tvmbridge.runtime import module_code, speed_trial, timed_path
+from tvmbridge.runtime import module_code, speed_trial
 from tvmbridge.runtime.module_code import ModuleCode
 from tvmbridge.runtime.speed_trial import SpeedTrial
 from tvmbridge.runtime.timed_path import AsidePath, TimedPath
 
 # A trial: two compiled calls and one own forward to warm up, then five timed calls of each.
 TRIAL = 13
-SECONDS = 0.03
 CPU = torch.device("cpu")
 
-
-class Clock:
-    """A clock that only sleeping moves, so that verdicts do not depend on the machine's load."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def perf_counter(self) -> float:
-        self.now += 1e-6  # a call takes no less
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
-CLOCK = Clock()
-
-
-@pytest.fixture(autouse=True)
-def _timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TVMBRIDGE_ONLY_IF_FASTER", "1")
-    for timing in (speed_trial, timed_path, module_code):
-        monkeypatch.setattr(timing, "time", CLOCK)
-    monkeypatch.setattr(speed_trial, "_switches", lambda: 0)
+pytestmark = pytest.mark.usefixtures(timed_by_sleeping.__name__)
 
 
 def slow_code(monkeypatch: pytest.MonkeyPatch, function: str) -> None:
@@ -65,17 +42,6 @@ def slow_code(monkeypatch: pytest.MonkeyPatch, function: str) -> None:
         return genuine(loaded, name, values)
 
     monkeypatch.setattr(LoadedModule, "call", call)
-
-
-def slow_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the module's own forward sleep, so that compiled code is faster."""
-    genuine = ModuleCode.run_own
-
-    def run_own(code: ModuleCode, arguments: Any) -> Any:
-        CLOCK.sleep(SECONDS)
-        return genuine(code, arguments)
-
-    monkeypatch.setattr(ModuleCode, "run_own", run_own)
 
 
 def path_of(module: nn.Module) -> Any:

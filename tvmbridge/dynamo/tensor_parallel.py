@@ -71,7 +71,7 @@ def in_local_parts(
         return make_boxed_func(call)
 
     def backward(local: fx.GraphModule, _: Sequence[Any]) -> _Run:
-        # PyTorch leaves operators of forward in it that nothing reads. They must not draw again.
+        # PyTorch leaves operators of forward in it that nothing reads, and which would draw again.
         local.graph.eliminate_dead_code(lambda node: node.is_impure() and not draws(node))
         return make_boxed_func(_parts(local, serve))
 
