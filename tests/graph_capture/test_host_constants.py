@@ -108,3 +108,18 @@ def test_the_device_is_that_of_arguments_and_parameters(device: str, expected: s
     module = nn.Linear(3, 3, device=device)
     program = torch.export.export(module, (torch.randn(2, 3, device=device),))
     assert device_of(program) == torch.device(expected)
+
+
+class Mask(nn.Module):
+    def forward(self) -> torch.Tensor:
+        places = torch.arange(4, device="meta")
+        width = torch.tensor(3).to("meta")
+        return (places[None] <= places[:, None]) & (places < width)
+
+
+def test_a_program_without_inputs_is_on_the_device_of_what_it_creates() -> None:
+    program = torch.export.export(Mask(), ()).run_decompositions({})
+    assert device_of(program) == torch.device("meta")
+    move_in_program(program, torch.device("meta"))
+    program.graph.lint()
+    assert program.graph.find_nodes(op="placeholder")

@@ -8,7 +8,7 @@ determines the values in eager PyTorch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,13 +29,21 @@ Values = dict[fx.Node, torch.Tensor]
 
 
 def device_of(program: ExportedProgram) -> torch.device:
-    """Return the device of the first parameter, buffer or argument off the CPU; else the CPU."""
+    """Return the device of the first parameter, buffer or argument off the CPU; else the CPU.
+
+    A program that is given no tensor has the device of those that it creates, as a mask's does.
+    """
     kinds = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.USER_INPUT)
     names = {s.arg.name for s in program.graph_signature.input_specs if s.kind in kinds}
     placeholders = program.graph.find_nodes(op="placeholder")
-    values = [n.meta.get("val") for n in placeholders if n.name in names]
-    devices = [v.device for v in values if isinstance(v, torch.Tensor)]
+    given = _devices(n for n in placeholders if n.name in names)
+    devices = given or _devices(program.graph.nodes)
     return next((d for d in devices if d != CPU), CPU)
+
+
+def _devices(nodes: Iterable[fx.Node]) -> list[torch.device]:
+    values = [node.meta.get("val") for node in nodes]
+    return [v.device for v in values if isinstance(v, torch.Tensor)]
 
 
 def move_in_program(program: ExportedProgram, device: torch.device) -> None:
@@ -52,7 +60,7 @@ def move_in_program(program: ExportedProgram, device: torch.device) -> None:
         kinds = [spec.kind for spec in specs]
         place = kinds.index(InputKind.USER_INPUT) if InputKind.USER_INPUT in kinds else len(kinds)
         now = list(program.graph.find_nodes(op="placeholder"))
-        where = now[place] if place < len(now) else now[-1].next
+        where = now[place] if place < len(now) else _after(program.graph, now)
         with program.graph.inserting_before(where):
             node = program.graph.placeholder(f"host_constant_{number}")
         argument = TensorArgument(name=node.name)
@@ -64,6 +72,11 @@ def move_in_program(program: ExportedProgram, device: torch.device) -> None:
     left = {node.name for node in program.graph.find_nodes(op="placeholder")}
     specs[:] = [s for s in specs if s.arg.name in left or s.arg.name not in held]
     program.graph_module.recompile()
+
+
+def _after(graph: fx.Graph, placeholders: Sequence[fx.Node]) -> fx.Node:
+    """Return the node before which another placeholder belongs."""
+    return placeholders[-1].next if placeholders else next(iter(graph.nodes))
 
 
 def move_in_module(traced: fx.GraphModule, device: torch.device) -> None:
