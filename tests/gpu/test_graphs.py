@@ -52,6 +52,29 @@ def _descend(module: nn.Module) -> None:
             p.sub_(p.grad, alpha=1e-4)
 
 
+class _Places(nn.Module):
+    """Looks up rows at places that forward makes itself: they are constants of compiled code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = small()
+        self.table = nn.Embedding(64, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        places = torch.zeros(8, 512, 4, dtype=torch.long, device=x.device)
+        return self.inner(x).mean() + self.table(places[..., 1] + 3).pow(2).mean()
+
+
+def test_constants_that_backward_reads() -> None:
+    def step(module: nn.Module, number: int) -> Values:
+        module.zero_grad()
+        output = module(batch(number))
+        output.backward()
+        return {"output": output.detach(), **gradients(module)}
+
+    _assert_steps(step, _Places)
+
+
 def test_inference() -> None:
     def step(module: nn.Module, number: int) -> Values:
         with torch.no_grad():

@@ -140,3 +140,14 @@ def test_a_returned_constant_is_another_tensor_at_each_call() -> None:
         kept.append(number.add_(1))
     assert len({n.data_ptr() for n in kept}) == STEPS
     assert not dispatch_report(tvm).fallbacks
+
+
+def test_a_graph_without_inputs_is_on_the_gpu() -> None:
+    def mask() -> torch.Tensor:
+        places = torch.arange(32, device="cuda")
+        causal = places[None] <= places[:, None]
+        return (causal & (places + 1 > 0)).expand(8, 1, 32, 32)
+
+    torch._dynamo.reset()
+    found = torch.compile(mask, backend="tvmbridge")()
+    torch.testing.assert_close(found, mask())

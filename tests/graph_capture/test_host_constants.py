@@ -8,6 +8,7 @@ from torch import nn
 from torch.export.graph_signature import InputKind
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from tvmbridge.graph_capture.capture import capture
 from tvmbridge.graph_capture.host_constants import device_of, move_in_module, move_in_program
 
 
@@ -123,3 +124,4 @@ def test_a_program_without_inputs_is_on_the_device_of_what_it_creates() -> None:
     move_in_program(program, torch.device("meta"))
     program.graph.lint()
     assert program.graph.find_nodes(op="placeholder")
+    assert capture(Mask(), ()).device == torch.device("meta")

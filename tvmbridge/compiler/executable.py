@@ -39,6 +39,15 @@ def tensors_of(residuals: tvm_ffi.Array) -> list[torch.Tensor]:
     return _as_torch(residuals, ())
 
 
+def lent_tensors(residuals: tvm_ffi.Array) -> tuple[torch.Tensor, ...]:
+    """Return ``residuals`` as tensors on their memory, which they do not keep alive.
+
+    :func:`tensors_of` copies what is not in memory of PyTorch's allocator, such as a constant.
+    """
+    tensors = [from_dlpack(r) if isinstance(r, tvm_ffi.Tensor) else r for r in residuals]
+    return tuple(borrowed(t) if t.numel() else t for t in tensors)
+
+
 def _as_torch(results: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
     """Return results of compiled code with PyTorch tensors in place of TVM's."""
     tensors = [from_dlpack(r) if isinstance(r, tvm_ffi.Tensor) else r for r in results]

@@ -138,10 +138,9 @@ class CapturedGraph:
 
     @property
     def device(self) -> torch.device:
-        """The device of all inputs of the graph; the CPU if it has no inputs."""
-        for descriptor in self.inputs:
-            return descriptor.spec.device
-        return torch.device("cpu")
+        """The device of all inputs of the graph, or of its outputs if it has no inputs."""
+        specs = [*(d.spec for d in self.inputs), *(d.spec for d in self.outputs if d.spec)]
+        return specs[0].device if specs else torch.device("cpu")
 
     @property
     def primals(self) -> list[InputDescriptor]:

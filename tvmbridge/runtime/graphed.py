@@ -14,8 +14,7 @@ import torch
 from tvmbridge.calls.layouts import Strides
 from tvmbridge.compiler.backward_code import PartialBackward
 from tvmbridge.compiler.compiled import CompiledModule
-from tvmbridge.compiler.executable import Bound, Residuals, tensors_of
-from tvmbridge.core.borrowed import borrowed
+from tvmbridge.compiler.executable import Bound, Residuals, lent_tensors
 from tvmbridge.core.locks import Lock
 from tvmbridge.core.torch_private import backward_keeps_graph
 from tvmbridge.kernels.allocation import residuals_emptied
@@ -163,8 +162,7 @@ class _Training:
             return None
         *outputs, primals, residuals = results
         if self._lent is None:
-            self._residuals, tensors = residuals, tensors_of(residuals)
-            self._lent = tuple(borrowed(t) if t.numel() else t for t in tensors)
+            self._residuals, self._lent = residuals, lent_tensors(residuals)
         lease = Lease(self._graph_of)
         self._lease = weakref.ref(lease)
         return Replayed(outputs, primals, self._lent, lease)

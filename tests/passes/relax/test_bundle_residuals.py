@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 import tvm
+from torch.utils.dlpack import from_dlpack
 from tvm.script import ir as I
 from tvm.script import relax as R
 
 from tests.relax_helpers import apply_pass, assert_becomes
 from tvmbridge.backends import resolve_target
 from tvmbridge.compiler.build import build
-from tvmbridge.compiler.executable import LoadedModule, tensors_of
+from tvmbridge.compiler.executable import LoadedModule, lent_tensors, tensors_of
 from tvmbridge.passes.relax.bundle_residuals import BundleResiduals
 
 BUNDLE = BundleResiduals(num_outputs=1, first=1, count=2)
@@ -109,6 +110,9 @@ def test_numbers_and_residuals_of_either_kind() -> None:
     torch.testing.assert_close(output, expected.detach())
     tensors = tensors_of(residuals)
     torch.testing.assert_close(tensors, [x.detach().sin(), x.detach().cos()])
+    lent = lent_tensors(residuals)
+    torch.testing.assert_close(list(lent), tensors)
+    assert [t.data_ptr() for t in lent] == [from_dlpack(r).data_ptr() for r in residuals]
     # Saved-tensor hooks may return a tensor with any strides and alignment.
     awkward = tuple(torch.cat([t.new_zeros(1), t.flatten()])[1:].view(2, 3) for t in tensors)
     kinds: list[Any] = [
