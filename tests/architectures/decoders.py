@@ -38,9 +38,7 @@ def _decoder(name: str, **settings: Any) -> Architecture:
     )
 
 
-def _experts(
-    name: str, refused: str = "", refused_before: str = "", **settings: Any
-) -> Architecture:
+def _experts(name: str, **settings: Any) -> Architecture:
     return Architecture(
         "experts",
         f"{name}ForCausalLM",
@@ -48,8 +46,6 @@ def _experts(
         {**_EXPERTS, **settings},
         labelled,
         cached=True,
-        refused=refused,
-        refused_before=refused_before,
     )
 
 
@@ -144,8 +140,6 @@ TABLE = {
         "Mixtral",
         # The library's default implementation, a custom operator. Before 5.23 its derivative was no
         # operator, but a loop over experts.
-        refused="reads values of tensors",
-        refused_before="5.23",
         experts_implementation="grouped_mm",
         num_local_experts=4,
         num_experts_per_tok=2,

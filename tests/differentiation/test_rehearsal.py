@@ -89,19 +89,21 @@ def test_a_constant_without_values_is_refused() -> None:
 
 
 @torch.library.custom_op("tvmbridge_tests::scaled", mutates_args=())
-def _scaled(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    return x * sum(lengths.tolist())
+def _scaled(x: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x * sum(lengths.tolist()), x.clone()
 
 
-def _scaled_backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-    return gradient * sum(ctx.lengths.tolist()), None
+def _scaled_backward(
+    ctx: Any, gradient: torch.Tensor, other: torch.Tensor
+) -> tuple[torch.Tensor, None]:
+    return gradient * sum(ctx.lengths.tolist()) + other, None
 
 
 def _keep_lengths(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.lengths = inputs[1]
 
 
-_scaled.register_fake(lambda x, lengths: torch.empty_like(x))
+_scaled.register_fake(lambda x, lengths: (torch.empty_like(x), torch.empty_like(x)))
 _scaled.register_autograd(_scaled_backward, setup_context=_keep_lengths)
 
 
@@ -111,10 +113,11 @@ class Scaled(nn.Module):
         self.weight = nn.Parameter(torch.ones(3))
 
     def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        return _scaled(x * self.weight, lengths)
+        first, second = _scaled(x * self.weight, lengths)
+        return first + second
 
 
-def test_a_derivative_that_reads_values_is_refused() -> None:
+def test_a_derivative_of_two_results_that_reads_values_is_refused() -> None:
     sample = (torch.randn(3), torch.tensor([1, 2]))
     with pytest.raises(UnsupportedOperatorError, match=r"derivative.* reads values of tensors"):
         tvmbridge.add_tvm_dispatch(Scaled().train(), sample)

@@ -63,8 +63,10 @@ def register(library: torch.library.Library, operator: CustomOperator) -> None:
     """Define ``operator`` and the operator of its backward in ``library``."""
     name, _, overload = operator.name.partition(".")
     library.define(f"{operator.name}({operator.parameters}) -> Tensor")
-    defined = getattr(getattr(torch.ops.tvmbridge, name), overload or "default")
-    _registered.add(defined)
+    operators = getattr(torch.ops, library.ns)
+    defined = getattr(getattr(operators, name), overload or "default")
+    if not is_foreign(defined):
+        _registered.add(defined)
     names = [argument.name for argument in defined._schema.arguments]
 
     def run(*args: Any) -> torch.Tensor:
@@ -72,7 +74,7 @@ def register(library: torch.library.Library, operator: CustomOperator) -> None:
 
     library.impl(operator.name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(
-        f"{NAMESPACE}::{operator.name}",
+        f"{library.ns}::{operator.name}",
         lambda *args: operator.result(**dict(zip(names, args, strict=False))),
         lib=library,
     )
@@ -102,13 +104,13 @@ def _register_backward(
 
     library.impl(backward, run_backward, "CompositeExplicitAutograd")
     torch.library.register_fake(
-        f"{NAMESPACE}::{backward}",
+        f"{library.ns}::{backward}",
         lambda gradient, wanted, *args: [
             args[place].new_empty(args[place].shape) for place in wanted
         ],
         lib=library,
     )
-    packet = getattr(torch.ops.tvmbridge, f"{name}_backward")
+    packet = getattr(getattr(torch.ops, library.ns), f"{name}_backward")
     differentiate: Callable[..., list[torch.Tensor]] = getattr(packet, overload or "default")
     return differentiate
 
@@ -134,5 +136,5 @@ def _register_autograd(
         return tuple(found.get(place) for place in range(len(args)))
 
     torch.library.register_autograd(
-        f"{NAMESPACE}::{operator.name}", backward_of, setup_context=set_up, lib=library
+        f"{library.ns}::{operator.name}", backward_of, setup_context=set_up, lib=library
     )

@@ -122,8 +122,7 @@ def _gradients(output: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[to
         raise UnsupportedOperatorError(
             f"the derivative of an operator of forward reads values of tensors ({error}), "
             "which are not known before a call; register its backward as an operator with a "
-            "fake kernel. A mixture of experts of transformers trains with "
-            'model.set_experts_implementation("batched_mm")'
+            "fake kernel"
         ) from error
     except BridgeError:
         raise

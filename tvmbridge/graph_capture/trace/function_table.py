@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.core.torch_private import disable_current_modes, pytree
+from tvmbridge.graph_capture.trace.foreign_derivatives import differentiable
 
 Handler = Callable[["Call", tuple[Any, ...], dict[str, Any]], Any]
 HandlerT = Callable[[Handler], Handler]
@@ -64,7 +65,7 @@ class FunctionTable(TorchFunctionMode):
         refuse_out_of_range(func, args, named)  # any function may be given a number
         chain = HANDLERS.get(func)
         if chain is None:
-            return func(*args, **named)
+            return differentiable(func, args, named)(*args, **named)
         return Call(func, [chain[order] for order in sorted(chain)])(*args, **named)
 
 
