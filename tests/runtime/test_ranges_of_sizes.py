@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,8 @@ from tvmbridge import add_tvm_dispatch, dispatch_report
 from tvmbridge.runtime.background import UnderWayError
 from tvmbridge.runtime.family import Family, OtherSizesError
 from tvmbridge.runtime.sized_code import raised
-from tvmbridge.symbolic.code import Points, SymbolicCode
+from tvmbridge.symbolic.code import SymbolicCode
+from tvmbridge.symbolic.points import Points
 from tvmbridge.symbolic.size import Point
 
 
@@ -133,3 +135,26 @@ def test_each_side_of_a_branch_by_a_size_has_code_for_any_size() -> None:
     # On each side, one for the first sizes and one for all others.
     assert compilations.done == 4
     assert not compilations.failed
+
+
+class _Positions(torch.nn.Module):
+    """Adds rows of a table of 40 positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Buffer(torch.randn(40, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.tanh() + self.table[: x.shape[1]]
+
+
+def test_code_serves_the_largest_size_that_forward_permits() -> None:
+    module = _Positions().eval()
+    expected = copy.deepcopy(module).double()
+    add_tvm_dispatch(module, dynamic_shapes="auto")
+    with counted() as compilations, torch.no_grad():
+        for length in (37, 32, 39, 40, 38, 3):
+            x = torch.randn(2, length, 8)
+            torch.testing.assert_close(module(x), expected(x.double()).float())
+    assert dispatch_report(module).tvm_calls == 6
+    assert compilations.done == 2

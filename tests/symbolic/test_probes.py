@@ -12,7 +12,7 @@ import torch
 
 from tvmbridge.core.errors import CaptureError
 from tvmbridge.symbolic import probes
-from tvmbridge.symbolic.code import Points
+from tvmbridge.symbolic.points import Points
 from tvmbridge.symbolic.probes import points_for, points_within
 from tvmbridge.symbolic.symbols import Symbols
 

@@ -97,6 +97,7 @@ class Code:
     - ``keys``: the specs of kernels by the short keys that replace them in the code.
     - ``reuse``: how much memory the buffers share.
     - ``least``: the least value of each symbol that loops of symbolic code are right for.
+    - ``most``: the largest value of each symbol that symbolic code serves.
     """
 
     executable: Any
@@ -107,6 +108,7 @@ class Code:
     keys: Mapping[str, str]
     reuse: Mapping[str, Reuse]
     least: tuple[int, ...] = ()
+    most: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,7 @@ class Built:
     key: str = ""
     source: Mapping[str, str] = field(default_factory=dict)
     least: tuple[int, ...] = ()
+    most: tuple[int, ...] = ()
 
 
 def _may_be_unaligned(function: relax.Function) -> tuple[bool, ...]:
@@ -321,6 +324,8 @@ def load_code(
         module: the executable of ``code``, or the module that was loaded from its exported form.
     """
     machine = relax.VirtualMachine(module, backend_for(target).device(device))
-    unaligned, shared, least = code.unaligned, code.shared, code.least
+    unaligned, shared, least, most = code.unaligned, code.shared, code.least, code.most
     coverage, missing, reuse = code.coverage, code.missing, code.reuse
-    return Built(machine, unaligned, shared, coverage, missing, cache, reuse, least=least)
+    return Built(
+        machine, unaligned, shared, coverage, missing, cache, reuse, least=least, most=most
+    )

@@ -41,6 +41,7 @@ def description_of(
         "keys": dict(code.keys),
         "reuse": {name: asdict(reuse) for name, reuse in code.reuse.items()},
         "least": list(code.least),
+        "most": list(code.most),
         "passes": [asdict(record) for record in passes],
     }
 
@@ -64,8 +65,8 @@ def described(content: Mapping[str, Any], library: bytes) -> tuple[Code, list[Pa
     coverage = _made(Coverage, content["coverage"])
     passes = _list(content["passes"], lambda v: _made(PassRecord, v))
     reuse = _mapping(content["reuse"], lambda v: _made(Reuse, v))
-    least = tuple(_list(content["least"], _count))
-    return Code(None, unaligned, shared, coverage, missing, keys, reuse, least), passes
+    least, most = (tuple(_list(content[name], _count)) for name in ("least", "most"))
+    return Code(None, unaligned, shared, coverage, missing, keys, reuse, least, most), passes
 
 
 def _made(kind: type[_Made], content: Any) -> _Made:

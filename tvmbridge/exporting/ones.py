@@ -14,7 +14,8 @@ from tvmbridge.core.errors import BuildError, CaptureError
 from tvmbridge.exporting.conditions import written_relations
 from tvmbridge.graph_capture.any_size import SymbolicTrace, shapes_of
 from tvmbridge.graph_capture.ones import compute_alike
-from tvmbridge.symbolic.code import Points, traced_for
+from tvmbridge.symbolic.code import traced_for
+from tvmbridge.symbolic.points import Points
 from tvmbridge.symbolic.size import Point
 from tvmbridge.symbolic.symbols import LEAST_SIZE, Symbols
 

@@ -38,15 +38,16 @@ from tvmbridge.exporting.code import (
 )
 from tvmbridge.exporting.conditions import written_relations
 from tvmbridge.exporting.ones import OnesOfExport
-from tvmbridge.exporting.reaching import Reach
 from tvmbridge.graph_capture.any_size import SymbolicTrace, shapes_of
 from tvmbridge.graph_capture.surroundings import tracing_here, undisturbed
 from tvmbridge.passes.relax.lift_frozen import varying_places
 from tvmbridge.runtime.any_size import reach
 from tvmbridge.symbolic.building import code_for_all
-from tvmbridge.symbolic.code import Points, lowered_at_all, traced_for
+from tvmbridge.symbolic.code import lowered_at_all, traced_for
 from tvmbridge.symbolic.declared import DeclaredDimension, declared, symbols_of
+from tvmbridge.symbolic.points import Points
 from tvmbridge.symbolic.probes import points_within
+from tvmbridge.symbolic.reaching import Reach
 from tvmbridge.symbolic.related import related
 from tvmbridge.symbolic.size import Point
 from tvmbridge.symbolic.sizes import DifferentCodeError, Sizes
@@ -113,7 +114,7 @@ def _for_any_size(
         relations = written_relations(trace.relations, symbols, names)
         ones = OnesOfExport(module, sample, symbols, names, trace, points)
         least, conditions = ones.served(loops_least)
-        largest = Reach(trace, symbols, sample, bounds, points).most(sizes)
+        largest = Reach(trace, symbols, sample, points, [b.most for b in bounds]).most(sizes)
     return replace(
         code,
         inputs=_with_symbols(code.inputs, sample, symbols, names),

@@ -12,6 +12,7 @@ from typing import TypeAlias, TypeVar
 
 from tvmbridge.calls.arguments import Arguments
 from tvmbridge.calls.standins import without_inference_tensors
+from tvmbridge.core.collection import full_collections_put_off
 from tvmbridge.core.errors import BridgeError, BuildError, first_line
 from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.graph_capture.any_size import shapes_of
@@ -355,7 +356,7 @@ class Family:
     ) -> SymbolicCode:
         """Compile the code; show progress on a terminal and log the result."""
         start = time.perf_counter()
-        with progress(what, self.why):
+        with progress(what, self.why), full_collections_put_off():
             code = self._undisturbed(matched, partial(self._compiled_at, mode, bounds))
         logger.info(
             "compiled %s for %s, any size from %s to %s: %.1f s",

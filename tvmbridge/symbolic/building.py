@@ -33,6 +33,7 @@ from tvmbridge.passes.relax.bundle_residuals import BundleResiduals
 from tvmbridge.symbolic.callees import with_common_callees
 from tvmbridge.symbolic.generalize import generalize
 from tvmbridge.symbolic.least import least_sizes, lowest
+from tvmbridge.symbolic.reaching import Reach
 from tvmbridge.symbolic.sizes import DifferentCodeError, Sizes
 
 
@@ -43,11 +44,13 @@ def build_for_all(
     options: CompileOptions,
     device: torch.device,
     records: list[PassRecord],
+    reach: Reach,
 ) -> Built:
     """Build code for all sizes from ``graphs``, or load it from the cache.
 
     Args:
         graphs: for each point of ``sizes``, the module, and how its residuals are bundled.
+        reach: finds the largest sizes that the code serves.
 
     Raises:
         DifferentCodeError: the code at the points differs in more than sizes.
@@ -61,13 +64,15 @@ def build_for_all(
             "sizes": repr(
                 (sizes.points, sizes.least, sizes.traced, sorted(map(repr, sizes.known)))
             ),
+            "reach": reach.source,
         }
 
     def compile_(mine: list[PassRecord]) -> Code:
         def prepare_one(mod: tvm.IRModule) -> Fused:
             return prepare(mod, target, mine, measure=options.measure_kernels)
 
-        return code_for_all(graphs, sizes, prepare_one, mine)
+        code = code_for_all(graphs, sizes, prepare_one, mine)
+        return replace(code, most=reach.most(sizes))
 
     # A tuning record is for one size.
     build = CachedBuild(target, replace(options, tuning_records=False), device)

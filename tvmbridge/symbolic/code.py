@@ -46,69 +46,14 @@ from tvmbridge.graph_capture.relations import Relations
 from tvmbridge.symbolic.building import build_for_all, refused_as_different
 from tvmbridge.symbolic.descriptions import at, merged, same_tensor
 from tvmbridge.symbolic.eager_parts import EagerParts, described_parts, with_parts
-from tvmbridge.symbolic.size import Point, Size
+from tvmbridge.symbolic.points import Points
+from tvmbridge.symbolic.reaching import Reach
+from tvmbridge.symbolic.size import Point
 from tvmbridge.symbolic.sizes import DifferentCodeError, Sizes
 from tvmbridge.symbolic.symbols import LEAST_SIZE, Symbols
 
 _NO_ASSUMPTIONS = Assumptions(training=False)
 _NO_GRAPH: Any = None
-# Forward may leave out some positions, so that one is left.
-_SMALL_FLOOR = LEAST_SIZE + 3
-
-
-@dataclass(frozen=True)
-class Points:
-    """The points (values of the symbols) at which a module is compiled.
-
-    - ``least``, ``most``: the smallest and largest values of the symbols that the code serves.
-    - ``middle``: values that are common in calls.
-    - ``between``: further corners of the box from ``least`` to ``most``, and points in it.
-    - ``traced``: the sizes in the shapes of the symbolic trace.
-    - ``floors``: the least values at which no size in the trace is 1; empty: 2 each.
-    """
-
-    least: Point
-    most: Point
-    middle: Point
-    between: tuple[Point, ...] = ()
-    traced: tuple[Size, ...] = field(default=(), repr=False)
-    floors: Point = ()
-
-    @property
-    def all(self) -> tuple[Point, ...]:
-        """All points, first the middle, whose decisions the compilations at the others repeat."""
-        return (self.middle, self.most, *self.between, self.least)
-
-    def sizes(self, *, with_ones: bool = False) -> Sizes:
-        """Return a new search for numbers of code as functions of the symbols.
-
-        Args:
-            with_ones: whether the code shall serve a small floor, and the size below a small floor
-                that is a sample.
-        """
-        least = tuple(
-            max(floor, n - 1) - (n == floor) if with_ones and n <= _SMALL_FLOOR else n
-            for n, floor in zip(self.least, self._floors, strict=True)
-        )
-        return Sizes(self.all, self.traced, least)
-
-    def ones(self, point: Point) -> tuple[int | None, ...]:
-        """Return the sizes of ``point`` below the floors, and None for the others."""
-        pairs = zip(point, self._floors, strict=True)
-        return tuple(size if size < floor else None for size, floor in pairs)
-
-    @property
-    def _floors(self) -> Point:
-        return self.floors or (LEAST_SIZE,) * len(self.least)
-
-    def hold_symbols(self, point: Point) -> bool:
-        """Whether ``point`` is in the range that the code serves, but for sizes below floors."""
-        return self.hold(tuple(map(max, point, self._floors)))
-
-    def hold(self, point: Sequence[int]) -> bool:
-        """Whether ``point`` is in the range of sizes that the code serves."""
-        bounds = zip(self.least, point, self.most, strict=True)
-        return all(low <= size <= high for low, size, high in bounds)
 
 
 @dataclass(frozen=True)
@@ -136,8 +81,8 @@ class _Lowered:
 class SymbolicCode:
     """Code for all sizes in the range of ``points`` that satisfy the ``relations``.
 
-    - ``points``: the points at which the module was compiled; the least sizes are those that its
-      loops serve.
+    - ``points``: the points at which the module was compiled; the least and largest sizes are those
+      that the code serves.
     - ``trace``: the module with symbols, with the relations between sizes that forward assumes.
     - ``compiled``: the code, with the descriptions of one point.
     """
@@ -319,6 +264,7 @@ def compile_symbolic(
             request.options,
             common.lowered.captured.device,
             records,
+            Reach(trace, symbols, (request.args, request.kwargs), points, [None] * sizes.symbols),
         )
         _refuse_other_copies(lowered, built)
     compiled = assembled(common.lowered, common.mod, common.parts, built, records, stages)
@@ -327,8 +273,7 @@ def compile_symbolic(
         captured=replace(compiled.captured, assumptions=assumptions),
         partial_backwards=None if common.parts is None else NoPartialBackwards(),
     )
-    if floors is None:
-        points = replace(points, least=built.least)
+    points = replace(points, least=built.least if floors is None else points.least, most=built.most)
     return SymbolicCode(points, trace, compiled, described)
 
 

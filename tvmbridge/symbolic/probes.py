@@ -21,7 +21,7 @@ from tvmbridge.core.errors import CaptureError
 from tvmbridge.core.torch_private import OpOverload, pytree
 from tvmbridge.graph_capture.any_size import SymbolicTrace, shapes_of
 from tvmbridge.graph_capture.relations import Relations
-from tvmbridge.symbolic.code import Points
+from tvmbridge.symbolic.points import Points
 from tvmbridge.symbolic.size import Point, Size, alike, proportional
 from tvmbridge.symbolic.symbols import LEAST_SIZE, Dimension, Symbols
 from tvmbridge.symbolic.traced import traced_sizes
