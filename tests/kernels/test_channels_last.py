@@ -113,3 +113,19 @@ def test_small_networks_are_not_measured(answers: dict[str, str]) -> None:
     answers.clear()
     small = PackedForm((1, 3, 8, 8), (8, 3, 3, 3), (1, 1), (1, 1), (1, 1), 1)
     assert not faster_with_channels_last([small], False, alone.convolution)
+
+
+@pytest.mark.usefixtures("answers")
+def test_a_pointwise_convolution_of_few_channels_with_a_stride() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.SiLU(), nn.Conv2d(8, 16, 1, stride=2))
+    reference = copy.deepcopy(module).double()
+    x = torch.randn(7, 3, 128, 128)
+    add_tvm_dispatch(module, x, options={"only_if_faster": False})
+    module(x).square().mean().backward()
+    reference(x.double()).square().mean().backward()
+    for found, expected in zip(module.parameters(), reference.parameters(), strict=True):
+        assert found.grad is not None
+        assert expected.grad is not None
+        torch.testing.assert_close(found.grad, expected.grad.float(), rtol=1e-4, atol=1e-6)
+    assert dispatch_report(module).tvm_calls == 1

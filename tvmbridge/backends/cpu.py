@@ -20,6 +20,7 @@ from tvmbridge.passes.relax.dispatch_kernels import DispatchKernels
 from tvmbridge.passes.relax.few_channel_gradients import FewChannelGradients
 from tvmbridge.passes.relax.merge_kernels import MergeKernels
 from tvmbridge.passes.relax.results_early import ResultsEarly
+from tvmbridge.passes.relax.sliced_gradients import SlicedGradients
 from tvmbridge.pipeline import AnyPass, tidy_passes
 from tvmbridge.schedules import alone, schedule_for_cpu
 from tvmbridge.schedules.target import host_target
@@ -30,7 +31,7 @@ def _kernel_passes(measure: bool) -> list[AnyPass]:
     # A bias is not given to the product's kernel, where it costs a pass over the result. TVM adds
     # it at no cost in the fused kernel that follows the product.
     products = DispatchKernels(measure=measure)
-    convolutions = FewChannelGradients(measure), ConvolutionsInLoops(measure)
+    convolutions = SlicedGradients(), FewChannelGradients(measure), ConvolutionsInLoops(measure)
     passes = kernel_passes(products, *convolutions, CompileAtenCalls())
     # Sizes decide which kernels to merge, and in which order to run them.
     by_size = [] if sizes_vary() else [MergeKernels(), DeadCodeElimination(), ResultsEarly()]

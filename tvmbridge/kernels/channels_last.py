@@ -14,6 +14,7 @@ from functools import partial
 import torch
 
 from tvmbridge.kernels.choice import race
+from tvmbridge.kernels.convolution import reads_slice
 from tvmbridge.kernels.convolution_loops import Maker
 from tvmbridge.kernels.packed_convolution import (
     PackedForm,
@@ -58,6 +59,8 @@ def faster_with_channels_last(
 def _faster_layout(forms: Sequence[PackedForm], has_backward: bool, make: Maker) -> str:
     second = last = 0.0
     for form in dict.fromkeys(forms):
+        if has_backward and reads_slice(form.weight, form.stride):
+            continue  # PyTorch's kernel for its gradient with channels last is not called
         seconds = _seconds(form, has_backward, make)
         second += forms.count(form) * seconds[0]
         last += forms.count(form) * (seconds[1] if _is_precise(form) else seconds[0])

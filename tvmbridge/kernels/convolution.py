@@ -33,6 +33,10 @@ CONVOLUTIONS: dict[str, bool] = {
 """Relax's convolutions by name, and whether each is transposed."""
 
 
+# oneDNN's kernel for weight gradients of pointwise convolutions with a stride slices data with
+# channels last itself, in blocks of so many channels, and writes beyond its memory if there are
+# fewer. The process crashes then, in eager PyTorch too.
+_BLOCK = 16
 # The layouts of data, weight and result of a convolution with channels last, by whether the weight
 # has its channels last too.
 _CHANNELS_LAST = {False: ("NHWC", "OIHW", "NHWC"), True: ("NHWC", "OHWI", "NHWC")}
@@ -149,6 +153,15 @@ class Convolution:
         wanted = (data, weight)[position]
         tensors = [cotangent, data, weight]
         return packed_call(ATEN_CALL, json.dumps(content), tensors, relax.TupleType([wanted.ty]))
+
+
+def reads_slice(weight: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether the gradient of a convolution's weight reads a slice of the data, made before.
+
+    Args:
+        weight: the shape, with channels second.
+    """
+    return set(weight[2:]) == {1} and max(stride) > 1 and weight[1] < _BLOCK
 
 
 def is_convolution(expr: relax.Expr | None) -> bool:
