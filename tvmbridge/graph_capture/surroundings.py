@@ -18,7 +18,6 @@ from tvmbridge.calls.own_calls import all_own_calls
 from tvmbridge.calls.patches import patched_here
 from tvmbridge.core.autocast import without_autocast
 from tvmbridge.core.torch_private import generated_sources, saved_tensors_hooks_in_force
-from tvmbridge.core.turns import compiling
 from tvmbridge.graph_capture.observe.leaks import tensors_forgotten
 from tvmbridge.graph_capture.observe.settings import outside_of_autocast_regions, settings_kept
 from tvmbridge.graph_capture.observe.undo import undone_if_refused
@@ -27,13 +26,13 @@ from tvmbridge.graph_capture.trace.dynamo import dynamo_left_out
 
 @contextmanager
 def tracing_here() -> Iterator[None]:
-    """Let this thread trace, and no other thread, within the context; it may be nested.
+    """Let this thread, which holds the lock of ``compiling()``, trace within the context.
 
-    In other threads ``torch.compiler.is_compiling()`` stays False, although all threads share its
+    It may be nested. In other threads ``torch.compiler.is_compiling()`` stays False, although all
+    threads share its
     flag. If an exception leaves the context, the runs of forward inside it leave no changes.
     """
     with (
-        compiling(),
         dynamo_left_out(),
         tensors_forgotten(),
         _failures_not_logged(),
