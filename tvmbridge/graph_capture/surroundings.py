@@ -21,6 +21,7 @@ from tvmbridge.core.torch_private import generated_sources, saved_tensors_hooks_
 from tvmbridge.graph_capture.observe.leaks import tensors_forgotten
 from tvmbridge.graph_capture.observe.settings import outside_of_autocast_regions, settings_kept
 from tvmbridge.graph_capture.observe.undo import undone_if_refused
+from tvmbridge.graph_capture.profilers import profiler_errors_put_off
 from tvmbridge.graph_capture.trace.dynamo import dynamo_left_out
 
 
@@ -29,10 +30,11 @@ def tracing_here() -> Iterator[None]:
     """Let this thread, which holds the lock of ``compiling()``, trace within the context.
 
     It may be nested. In other threads ``torch.compiler.is_compiling()`` stays False, although all
-    threads share its
-    flag. If an exception leaves the context, the runs of forward inside it leave no changes.
+    threads share its flag. If an exception leaves the context, the runs of forward inside it leave
+    no changes.
     """
     with (
+        profiler_errors_put_off(),
         dynamo_left_out(),
         tensors_forgotten(),
         _failures_not_logged(),
