@@ -24,7 +24,7 @@ class Lock:
     __exit__: Callable[..., Any]
 
     def __init__(self, *, reentrant: bool = False, over: Any = None) -> None:
-        self._lock = over or (threading.RLock() if reentrant else threading.Lock())
+        self._lock: Any = over or (threading.RLock() if reentrant else threading.Lock())
         self.__enter__ = partial(self._lock.__enter__)
         self.__exit__ = partial(self._lock.__exit__)
 

@@ -22,10 +22,10 @@ def profiler_errors_put_off() -> Iterator[None]:
     If there is no such call, the error is raised on exit. ``cProfile`` never raises.
     """
     profiler = sys.getprofile()
-    if not callable(profiler) or isinstance(profiler, _PutOff):
+    if not callable(profiler) or isinstance(profiler, _ErrorsPutOff):
         yield
         return
-    instead = _PutOff(profiler)
+    instead = _ErrorsPutOff(profiler)
     sys.setprofile(instead)
     try:
         yield
@@ -36,7 +36,7 @@ def profiler_errors_put_off() -> Iterator[None]:
             raise instead.error
 
 
-class _PutOff:
+class _ErrorsPutOff:
     """A profiling function that calls another one, ``profiler``, and may raise its error later.
 
     - ``error``: the error that is not yet raised. As in CPython, it ends the profile.
@@ -52,9 +52,10 @@ class _PutOff:
                 self.profiler(frame, event, argument)
             except BaseException as error:
                 self.error = error
-        if self.error is not None and _may_raise(frame, event):
-            error, self.error = self.error, None
-            raise error
+        pending = self.error
+        if pending is not None and _may_raise(frame, event):
+            self.error = None
+            raise pending
 
 
 def _may_raise(frame: FrameType, event: str) -> bool:
