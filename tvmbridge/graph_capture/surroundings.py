@@ -35,6 +35,7 @@ def tracing_here() -> Iterator[None]:
     """
     with (
         profiler_errors_put_off(),
+        _no_more_hooks_on_saved_tensors(),
         dynamo_left_out(),
         tensors_forgotten(),
         _failures_not_logged(),
@@ -106,6 +107,17 @@ def undisturbed() -> Iterator[None]:
         _sources_forgotten(),
     ):
         yield
+
+
+@contextmanager
+def _no_more_hooks_on_saved_tensors() -> Iterator[None]:
+    """On exit, remove hooks on saved tensors that a forward that raised has left."""
+    before = saved_tensors_hooks_in_force(True)
+    try:
+        yield
+    finally:
+        while saved_tensors_hooks_in_force(True) not in (before, None):
+            torch.autograd.graph.saved_tensors_hooks(_Saved, _if_not_written).__exit__()
 
 
 class _Saved:
