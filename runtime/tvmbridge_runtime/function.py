@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import tempfile
-import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -16,8 +15,9 @@ import numpy
 
 from tvmbridge_runtime.container import Container, open_container
 from tvmbridge_runtime.errors import ArgumentError, FileError, MachineError, RuntimeFileError
-from tvmbridge_runtime.gpu import CUDA, GpuTensors, check_gpu, machine_code
+from tvmbridge_runtime.gpu import CUDA, GpuTensors, check_gpu, machine_code, machine_code_lock
 from tvmbridge_runtime.libraries import ffi, tvm_version
+from tvmbridge_runtime.locks import Lock
 from tvmbridge_runtime.processor import check_processor
 from tvmbridge_runtime.structure import rebuilt
 from tvmbridge_runtime.symbols import sizes_of
@@ -110,6 +110,7 @@ def _machine(container: Container, module: Any, gpu: GpuTensors | None) -> tuple
         devices = [CUDA, gpu.number, _POOLED, *devices]
     with (
         tempfile.TemporaryDirectory(prefix="tvmbridge-") as folder,
+        nullcontext() if gpu is None else machine_code_lock,
         nullcontext() if gpu is None else machine_code(container),
     ):
         path = Path(folder, "code.so")
@@ -174,7 +175,7 @@ class Function:
         self._forward = machine["forward"]
         self._ffi = ffi()
         self._view = self._ffi.get_global_func("runtime.TVMTensorCreateView")
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._served: set[tuple[int, ...]] = set()
         self._gpu = gpu
         # TVM may ask for the machine code of kernels as late as at the first call.
@@ -209,12 +210,18 @@ class Function:
                 self._release_others(tuple(sizes))
             if self._gpu is not None:
                 self._gpu.follow_stream()
-            with nullcontext() if self._unloaded is None else machine_code(self._unloaded):
-                results = self._forward(*tensors, *self._weights, *symbols)
-            self._unloaded = None
+            results = self._run(*tensors, *self._weights, *symbols)
             found = [self._result(r, s) for r, s in zip(results, self._outputs(), strict=True)]
         self._check(found)
         return rebuilt(self.manifest["structure"], found)
+
+    def _run(self, *arguments: Any) -> Any:
+        if self._unloaded is None:
+            return self._forward(*arguments)
+        with machine_code_lock, machine_code(self._unloaded):
+            results = self._forward(*arguments)
+        self._unloaded = None
+        return results
 
     def _release_others(self, sizes: tuple[int, ...]) -> None:
         """Return the buffers of earlier sizes to the system if these sizes are one too many."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ import numpy
 from tvmbridge_runtime.container import Container
 from tvmbridge_runtime.errors import ArgumentError, MachineError
 from tvmbridge_runtime.libraries import ffi, library_paths
+from tvmbridge_runtime.locks import Lock
 
 CUDA = 2
 _CPU = 1
@@ -22,7 +22,8 @@ _LIBRARY = "libtvm_runtime_cuda.so"
 # Numbers of attributes in TVM: whether a device exists, and its compute capability.
 _EXISTS, _CAPABILITY = 0, 4
 _COMPILE = "tvm_callback_cuda_compile"
-_lock = threading.RLock()
+# Held while TVM may ask for machine code.
+machine_code_lock = Lock()
 
 
 def check_gpu(target: Mapping[str, Any], number: int) -> None:
@@ -68,19 +69,21 @@ def _load(path: Path) -> None:
 
 @contextmanager
 def machine_code(container: Container) -> Iterator[None]:
-    """Give TVM the machine code of a file where it asks for a compiler of CUDA source."""
+    """Give TVM the machine code of a file where it asks for a compiler of CUDA source.
+
+    The caller holds ``machine_code_lock``.
+    """
     module = ffi()
     code = bytes(container.section("cubin"))
-    with _lock:
-        before = module.get_global_func(_COMPILE, allow_missing=True)
-        module.register_global_func(_COMPILE, lambda *_: code, override=True)
-        try:
-            yield
-        finally:
-            if before is None:
-                module.registry.remove_global_func(_COMPILE)
-            else:
-                module.register_global_func(_COMPILE, before, override=True)
+    before = module.get_global_func(_COMPILE, allow_missing=True)
+    module.register_global_func(_COMPILE, lambda *_: code, override=True)
+    try:
+        yield
+    finally:
+        if before is None:
+            module.registry.remove_global_func(_COMPILE)
+        else:
+            module.register_global_func(_COMPILE, before, override=True)
 
 
 class GpuTensors:

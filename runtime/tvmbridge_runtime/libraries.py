@@ -16,11 +16,12 @@ from types import ModuleType
 from typing import Any
 
 from tvmbridge_runtime.errors import MachineError
+from tvmbridge_runtime.locks import Lock
 
 _NAMES = ("libtvm_runtime.so", "libtvm_runtime_extra.so")
 # Modules of tvm_ffi for C++ and for PyTorch, which no call of the runtime reads.
 _UNREAD = ("tvm_ffi.cpp", "tvm_ffi._optional_torch_c_dlpack")
-_lock = threading.RLock()
+_lock = Lock()
 
 
 class _Absent(importlib.abc.MetaPathFinder):

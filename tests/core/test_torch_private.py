@@ -30,6 +30,7 @@ NOT_OF_PYTORCH = {
     "context._fields",  # of a named tuple
     "library._name",  # of ctypes
     "value._value",  # of threading.Semaphore
+    "self._lock._is_owned",  # of threading.RLock
     "functools._lru_cache_wrapper",
     "_active_collector",
     "importlib.import_module('_abc')._get_dump",

@@ -114,6 +114,23 @@ def test_a_report_without_graphs_says_why() -> None:
     assert "module.compile() has no effect if the module's forward is PyTorch's own" in report
 
 
+def test_breaks_of_another_backend_before_the_first_use_are_left_out() -> None:
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return (x + 1).sin() * 2
+
+    def use_another_backend() -> None:
+        torch.compile(broken, backend="eager")(inputs())
+
+    use_another_backend()
+    torch.compiler.reset()
+    tvmbridge.compile(Plain())(inputs())
+    tvmbridge.compile(broken)  # a second use counts what came since the first
+    assert tvmbridge.compile_report().whole
+    use_another_backend()
+    assert not tvmbridge.compile_report().whole
+
+
 def test_written_arguments() -> None:
     assert_same(Writing(), [[inputs(), torch.zeros(8)] for _ in range(3)])
     assert tvmbridge.compile_report().whole

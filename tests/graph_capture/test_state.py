@@ -47,6 +47,11 @@ def _level_left(module: Refused, x: torch.Tensor) -> torch.Tensor:
     return x.undefined  # type: ignore[attr-defined, no-any-return]
 
 
+def _hooks_left(module: Refused, x: torch.Tensor) -> torch.Tensor:
+    torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone).__enter__()
+    return x.undefined  # type: ignore[attr-defined, no-any-return]
+
+
 def _level_of_cpp_left(module: Refused, x: torch.Tensor) -> torch.Tensor:
     torch._C._enter_dual_level()
     return x.undefined  # type: ignore[attr-defined, no-any-return]
@@ -92,6 +97,7 @@ REFUSED: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "raises": _raises,
     "a transform left": _transform_left,
     "a forward-mode level left": _level_left,
+    "hooks on saved tensors left": _hooks_left,
     "a forward-mode level in cpp": _level_of_cpp_left,
     "a dual tensor": _dual,
     "an interrupt": _interrupted,

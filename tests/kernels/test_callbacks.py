@@ -27,6 +27,17 @@ class OwnError(Exception):
         raise ValueError("no text")
 
 
+class Calling(nn.Module):
+    """A module whose forward is the given function."""
+
+    def __init__(self, function: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x)
+
+
 ERRORS = (KeyboardInterrupt, MemoryError, RecursionError, RuntimeError, SystemExit, OwnError)
 
 
@@ -91,6 +102,32 @@ def test_an_exception_of_a_kernel_arrives_as_it_is(
             raised.append(found.value)
     assert all(one is other for one, other in zip(raised, errors, strict=True))
     subjects.assert_same_training(module, reference)
+
+
+def test_an_exception_of_a_custom_operator_arrives_as_it_is() -> None:
+    """Custom operators are called through Python, ATen operators by the compiled half."""
+    waiting: list[BaseException] = []
+
+    @torch.library.custom_op("tvmbridge_tests::failing", mutates_args=())
+    def failing(x: torch.Tensor) -> torch.Tensor:
+        if waiting:
+            raise waiting[-1]
+        return x.sin()
+
+    failing.register_fake(torch.empty_like)
+    module = nn.Sequential(nn.Linear(8, 8), Calling(lambda x: failing(x)))
+    module.eval().requires_grad_(False)
+    x = torch.randn(4, 8)
+    reference = eager(module)
+    add_tvm_dispatch(module, x)
+    for error in [kind("stop", number) for number in range(50) for kind in ERRORS]:
+        waiting[:] = [error]
+        with pytest.raises(type(error)) as found:
+            module(x)
+        assert found.value is error
+    waiting.clear()
+    torch.testing.assert_close(module(x), reference(x))
+    assert not dispatch_report(module).fallbacks
 
 
 @pytest.mark.filterwarnings("ignore:Warning only once for all operators")

@@ -85,7 +85,7 @@ SERVING = (
         "tvmbridge.kernels",
         "register_global_func(name, callback(kernel), override=True)",
         "register_global_func(name, kernel, override=True)",
-        ("tests/kernels/test_callbacks.py", "-k", "arrives_as_it_is"),
+        ("tests/kernels/test_callbacks.py", "-k", "custom_operator"),
     ),
     Plant(
         "a mode of the thread that an exception leaves",
@@ -136,6 +136,14 @@ SERVING = (
         "            raise",
         ("tests/calls/test_patches.py",),
         quick=True,
+    ),
+    Plant(
+        "what a trace has set stays where a profiler raises",
+        "runtime",
+        "tvmbridge.graph_capture.profilers",
+        "    if not callable(profiler) or",
+        "    if True or",
+        ("tests/graph_capture/test_profilers.py",),
     ),
     Plant(
         "a mutation not written back",

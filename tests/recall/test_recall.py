@@ -21,6 +21,7 @@ from tvmbridge.compiler.compiled import CompiledModule
 from tvmbridge.compiler.packing import ModulePacks
 from tvmbridge.core.autocast import autocast_now
 from tvmbridge.core.options import CompileOptions
+from tvmbridge.core.turns import compiling
 from tvmbridge.graph_capture.surroundings import tracing_here, undisturbed
 from tvmbridge.recall import RECALLED, Caller, recalled
 from tvmbridge.runtime.guards.mode import Mode, flags_of
@@ -68,7 +69,7 @@ def _look(
         flags = flags_of(module, [a for a in args if isinstance(a, torch.Tensor)])
         packing = ModulePacks(module)
         caller = Caller(module, args, kwargs or {}, (*mode, flags), options, None, packing)
-        with tracing_here(), undisturbed():
+        with compiling(), tracing_here(), undisturbed():
             compiled, why, _ = recalled(caller)
     return compiled, why
 

@@ -18,6 +18,7 @@ from torch import nn
 from tests.dispatch_helpers import eager
 from tvmbridge import BuildError, add_tvm_dispatch, capture, dispatch_report
 from tvmbridge.calls.standins import as_captured
+from tvmbridge.core.turns import compiling
 from tvmbridge.graph_capture.surroundings import tracing_here
 
 
@@ -74,7 +75,7 @@ def test_other_threads_call_while_one_traces_and_trace_after_it() -> None:
     served = add_tvm_dispatch(_net().eval().requires_grad_(False), x)
     captured: list[object] = []
     capturing = threading.Thread(target=lambda: captured.append(capture(_net().eval(), x)))
-    with tracing_here(), as_captured():
+    with compiling(), tracing_here(), as_captured():
         calling = threading.Thread(target=served, args=(x,))
         calling.start()
         calling.join()

@@ -9,13 +9,13 @@ from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.core.torch_private import (
     DeviceContext,
     dispatch_mode_count,
-    dynamo_lock,
     function_mode_at,
     function_mode_count,
     innermost_transform,
     saved_tensors_hooks_in_force,
     tracing_state,
 )
+from tvmbridge.core.turns import another_compiles
 
 _CHECKPOINTS = "torch.utils.checkpoint"
 # The class whose hook receives the tensors that a recomputation saves.
@@ -61,11 +61,7 @@ def _checkpoint_hook() -> object | None:
 
 def _captured_elsewhere() -> bool:
     """Whether TorchDynamo compiles in another thread; it sets the flag of all threads."""
-    lock = dynamo_lock()
-    if not lock.acquire(blocking=False):
-        return True
-    lock.release()
-    return not torch.compiler.is_compiling()
+    return another_compiles() or not torch.compiler.is_compiling()
 
 
 def _mode_refuses() -> Reason | None:

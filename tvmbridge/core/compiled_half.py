@@ -12,7 +12,6 @@ import importlib.util
 import logging
 import os
 import sys
-import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -31,6 +30,7 @@ from tvmbridge.core.half_build import (
     refuse_known_failure,
     refuse_shared,
 )
+from tvmbridge.core.locks import Lock
 from tvmbridge.core.machine import below_home, cache_folder, caching_is_off
 
 logger = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ class HalfState:
         return f"{self.half.name} is missing, because {self.reason}: {self.half.cost}"
 
 
-_lock = threading.Lock()
+_lock = Lock()
 _loaded: dict[str, Any] = {}
 _reasons: dict[str, str] = {}
 _builds: dict[str, Future[Path]] | None = None
@@ -185,7 +185,7 @@ def _refuse_to_build(half: Half) -> Path:
 def _after_fork() -> None:
     """Reset the state in a forked process: no compiling thread is left to release the lock."""
     global _lock, _builds, _forked
-    _lock, _builds, _forked = threading.Lock(), None, True
+    _lock, _builds, _forked = Lock(), None, True
 
 
 if hasattr(os, "register_at_fork"):

@@ -3,38 +3,23 @@
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
+from tvmbridge.core.locks import Lock
 from tvmbridge.core.torch_private import dynamo_lock, renew_dynamo_lock
 
-_lock = threading.RLock()
+os.register_at_fork(after_in_child=renew_dynamo_lock)
 
 
-def _renew_locks() -> None:
-    global _lock
-    _lock = threading.RLock()
-    renew_dynamo_lock()
+def compiling() -> Lock:
+    """Return the compilation lock; the same thread may enter it again.
 
-
-os.register_at_fork(after_in_child=_renew_locks)
-
-
-@contextmanager
-def compiling() -> Iterator[None]:
-    """Hold the compilation lock within this context; the same thread may enter it again.
-
-    TorchDynamo is locked out of other threads too: it must not capture functions that a trace has
-    replaced. Its lock is taken first, since tvmbridge may compile as a backend of TorchDynamo.
+    It is TorchDynamo's own: TorchDynamo must not capture functions that a trace of another thread
+    has replaced. A generator must not hold it: if a profiling function raises where a generator
+    yields, CPython drops the generator without leaving its ``with`` blocks.
     """
-    with dynamo_lock(), _lock:
-        yield
+    return Lock(over=dynamo_lock())
 
 
 def another_compiles() -> bool:
     """Whether another thread is compiling now."""
-    if not _lock.acquire(blocking=False):
-        return True
-    _lock.release()
-    return False
+    return compiling().held_elsewhere()

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from tvmbridge.dynamo.backend import BackendOptions, tvmbridge
+from tvmbridge.dynamo.report import begin
 
 Compiled = TypeVar("Compiled", bound=Callable[..., Any])
 
@@ -33,6 +34,7 @@ def compile(
         ValueError: an option has a value that is not among its choices.
     """
     BackendOptions.of(options)
+    begin()
     compiled: Any = torch.compile(
         model, backend=tvmbridge, fullgraph=fullgraph, dynamic=dynamic, options=options
     )

@@ -19,6 +19,16 @@ _graphs: weakref.WeakValueDictionary[int, CompiledGraph | EagerGraph]
 _graphs = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 _breaks_before: Counter[str] = Counter()
+# Whether tvmbridge was used since ``torch.compiler.reset()``, which calls ``forget`` only then.
+_in_use = False
+
+
+def begin() -> None:
+    """Leave out graph breaks of other backends that came before the first use of tvmbridge."""
+    global _in_use
+    if not _in_use:
+        forget()
+        _in_use = True
 
 
 def keep(called: CompiledGraph | EagerGraph) -> Callable[..., Any]:
@@ -26,12 +36,16 @@ def keep(called: CompiledGraph | EagerGraph) -> Callable[..., Any]:
 
     The report has ``called`` as long as Dynamo keeps the function.
     """
+    global _in_use
+    _in_use = True
     _graphs[next(_numbers)] = called
     return called.call
 
 
 def forget() -> None:
     """Start an empty report; ``torch.compiler.reset()`` calls this as it drops all graphs."""
+    global _in_use
+    _in_use = False
     _graphs.clear()
     _breaks_before.clear()
     _breaks_before.update(graph_breaks())
@@ -98,7 +112,8 @@ class CompileReport:
     """The graphs of this process since ``torch.compiler.reset()``.
 
     - ``graphs``: a report of each graph that tvmbridge got.
-    - ``breaks``: the number of Dynamo's graph breaks, by the reason, for all backends together.
+    - ``breaks``: the number of Dynamo's graph breaks since the first :func:`tvmbridge.compile`, by
+      the reason, for all backends together.
     """
 
     graphs: tuple[GraphReport, ...]

@@ -25,6 +25,7 @@ from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.core.errors import ExportError
 from tvmbridge.core.libraries import register_containers
 from tvmbridge.core.options import CompileOptions
+from tvmbridge.core.turns import compiling
 from tvmbridge.core.types import PassRecord
 from tvmbridge.exporting.building import build_alone, left_to_pytorch
 from tvmbridge.exporting.convention import (
@@ -91,7 +92,7 @@ def alone_code(
         CaptureError, UnsupportedOperatorError, PassError, BuildError: the stage that failed.
     """
     register_containers(module)
-    with torch.no_grad(), tracing_here(), undisturbed(), code_runs_alone():
+    with torch.no_grad(), compiling(), tracing_here(), undisturbed(), code_runs_alone():
         args, kwargs = without_inference_tensors((args, dict(kwargs)))
         records: list[PassRecord] = []
         gpu = target if is_gpu(target) else None

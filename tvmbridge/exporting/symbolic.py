@@ -27,6 +27,7 @@ from tvmbridge.core.errors import CaptureError, ExportError
 from tvmbridge.core.libraries import register_containers
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.torch_private import pytree
+from tvmbridge.core.turns import compiling
 from tvmbridge.core.types import PassRecord
 from tvmbridge.exporting.building import prepare_alone
 from tvmbridge.exporting.code import (
@@ -89,7 +90,7 @@ def _for_any_size(
     target: Any,
     options: CompileOptions,
 ) -> AloneCode:
-    with torch.no_grad(), tracing_here(), undisturbed(), code_runs_alone():
+    with torch.no_grad(), compiling(), tracing_here(), undisturbed(), code_runs_alone():
         sample: _Arguments = without_inference_tensors((args, dict(kwargs)))
         dimensions = declared(spec, module.forward, *sample)
         symbols = _symbols(dimensions, sample)

@@ -24,6 +24,7 @@ from tvmbridge.core.captured_graph import Assumptions, CallingConvention, Captur
 from tvmbridge.core.errors import CaptureError
 from tvmbridge.core.number_places import label_of
 from tvmbridge.core.torch_private import pytree
+from tvmbridge.core.turns import compiling
 from tvmbridge.fx.combined import FeaturePositions, combined_in, of_size, replaced
 from tvmbridge.graph_capture.observe.descriptors import describe_inputs, find_aliases
 from tvmbridge.graph_capture.observe.observation import Observation
@@ -86,7 +87,7 @@ def trace(
     if reason is not None or autocast_now():
         why = reason or "autocast is on"
         raise CaptureError(f"{type(module).__name__} cannot be traced here: {why}")
-    with tracing_here(), without_autocast():
+    with compiling(), tracing_here(), without_autocast():
         stage = staged(module, args, kwargs, needs_grad)
         seen = _seen(stage)
         leaves = pytree.tree_leaves((args, dict(kwargs)))

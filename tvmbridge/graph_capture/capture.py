@@ -34,6 +34,7 @@ from tvmbridge.core.libraries import register_containers
 from tvmbridge.core.number_inputs import number_inputs, with_tensors
 from tvmbridge.core.structure import children
 from tvmbridge.core.torch_private import inductor_config, pytree
+from tvmbridge.core.turns import compiling
 from tvmbridge.core.types import IntermediateBase, OutputDescriptor, OutputKind, PassRecord
 from tvmbridge.graph_capture.dependence import depends_on_values
 from tvmbridge.graph_capture.host_constants import device_of, move_in_program
@@ -132,7 +133,7 @@ def capture(
     needs_grad = module.training if needs_grad is None else needs_grad
     register_containers(module)
     stage_of = partial(staged, module, args, kwargs, needs_grad, autocast=autocast_now())
-    with tracing_here(), without_autocast():
+    with compiling(), tracing_here(), without_autocast():
         try:
             return capture_staged(stage_of(), args, kwargs, needs_grad)
         except NotApartError:

@@ -18,22 +18,24 @@ from tvmbridge.calls.own_calls import all_own_calls
 from tvmbridge.calls.patches import patched_here
 from tvmbridge.core.autocast import without_autocast
 from tvmbridge.core.torch_private import generated_sources, saved_tensors_hooks_in_force
-from tvmbridge.core.turns import compiling
 from tvmbridge.graph_capture.observe.leaks import tensors_forgotten
 from tvmbridge.graph_capture.observe.settings import outside_of_autocast_regions, settings_kept
 from tvmbridge.graph_capture.observe.undo import undone_if_refused
+from tvmbridge.graph_capture.profilers import profiler_errors_put_off
 from tvmbridge.graph_capture.trace.dynamo import dynamo_left_out
 
 
 @contextmanager
 def tracing_here() -> Iterator[None]:
-    """Let this thread trace, and no other thread, within the context; it may be nested.
+    """Let this thread, which holds the lock of ``compiling()``, trace within the context.
 
-    In other threads ``torch.compiler.is_compiling()`` stays False, although all threads share its
-    flag. If an exception leaves the context, the runs of forward inside it leave no changes.
+    It may be nested. In other threads ``torch.compiler.is_compiling()`` stays False, although all
+    threads share its flag. If an exception leaves the context, the runs of forward inside it leave
+    no changes.
     """
     with (
-        compiling(),
+        profiler_errors_put_off(),
+        _no_more_hooks_on_saved_tensors(),
         dynamo_left_out(),
         tensors_forgotten(),
         _failures_not_logged(),
@@ -105,6 +107,17 @@ def undisturbed() -> Iterator[None]:
         _sources_forgotten(),
     ):
         yield
+
+
+@contextmanager
+def _no_more_hooks_on_saved_tensors() -> Iterator[None]:
+    """On exit, remove hooks on saved tensors that a forward that raised has left."""
+    before = saved_tensors_hooks_in_force(True)
+    try:
+        yield
+    finally:
+        while saved_tensors_hooks_in_force(True) not in (before, None):
+            torch.autograd.graph.saved_tensors_hooks(_Saved, _if_not_written).__exit__()
 
 
 class _Saved:

@@ -23,6 +23,7 @@ from tvmbridge.compiler.request import CompileRequest
 from tvmbridge.compiler.split import colored, split
 from tvmbridge.core.errors import BridgeError
 from tvmbridge.core.options import CompileOptions
+from tvmbridge.core.turns import compiling
 from tvmbridge.differentiation.differentiate import JointModule
 from tvmbridge.frontend import to_relax
 from tvmbridge.graph_capture.capture import capture, normalize_sample
@@ -65,7 +66,7 @@ class Stages:
             BridgeError: the module cannot be lowered, or it has no such stage.
             KeyError: ``name`` is not among :data:`STAGES`.
         """
-        with self._apart():
+        with compiling(), self._apart():
             return STAGES[name](self)
 
     @contextmanager
@@ -80,7 +81,7 @@ class Stages:
         Raises:
             BridgeError: the module cannot be lowered.
         """
-        with self._apart():
+        with compiling(), self._apart():
             differentiated = self._lowered.derivation is not None
         return tuple(n for n in STAGES if differentiated or n not in ("joint", "backward"))
 

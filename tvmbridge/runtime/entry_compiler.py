@@ -25,6 +25,7 @@ from tvmbridge.core.collection import full_collections_put_off
 from tvmbridge.core.errors import BridgeError, BuildError, NotApartError, first_line
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.profiling import region
+from tvmbridge.core.turns import compiling
 from tvmbridge.graph_capture.observe.refusal import raise_if_forward_refuses
 from tvmbridge.graph_capture.surroundings import tracing_here, undisturbed
 from tvmbridge.recall import RECALLED, SHARED, Caller, SharedPlans, keep, recalled
@@ -148,7 +149,7 @@ class Compiler:
         """Compile the code and run it once on the arguments, before it may serve calls."""
         leaves = signature.flatten(args, kwargs) or []
         flags = flags_of(self.module, leaves)
-        with tracing_here(), undisturbed():
+        with compiling(), tracing_here(), undisturbed():
             args, kwargs = without_inference_tensors((args, dict(kwargs)))
             caller = self._caller(signature, mode, flags, (args, kwargs))
             entry, alone, caller, digest = self._shared(caller, flags)

@@ -15,6 +15,7 @@ from tvmbridge.calls.standins import without_inference_tensors
 from tvmbridge.core.collection import full_collections_put_off
 from tvmbridge.core.errors import BridgeError, BuildError, first_line
 from tvmbridge.core.reasons import Kind, Reason
+from tvmbridge.core.turns import compiling
 from tvmbridge.graph_capture.any_size import shapes_of
 from tvmbridge.graph_capture.surroundings import tracing_here, undisturbed
 from tvmbridge.runtime.background import UnderWayError
@@ -370,7 +371,7 @@ class Family:
 
     def _undisturbed(self, matched: Matched, body: Callable[[Arguments], _Result]) -> _Result:
         """Return ``body(arguments)`` for the arguments of a call, in the state for traces."""
-        with tracing_here(), undisturbed():
+        with compiling(), tracing_here(), undisturbed():
             arguments = without_inference_tensors(matched.arguments)
             run = partial(body, self.signature.marked(arguments))
             attributes = self.compiler.attributes
@@ -485,7 +486,7 @@ class Family:
             ModuleState(compiler.module, compiled.captured), compiled, compiler.packing, flags
         )
         if all(tried is not code for tried in self._tried):
-            with tracing_here(), undisturbed():
+            with compiling(), tracing_here(), undisturbed():
                 try_out(entry, matched.leaves)
             for names in compiled.packs:
                 compiler.packing.claim(names)

@@ -24,6 +24,7 @@ from tvmbridge.compiler.lowering import lower_module
 from tvmbridge.compiler.packing import ModulePacks
 from tvmbridge.compiler.request import CompileRequest
 from tvmbridge.core.options import CompileOptions
+from tvmbridge.core.turns import compiling
 from tvmbridge.core.types import PassRecord
 from tvmbridge.graph_capture.capture import normalize_sample
 from tvmbridge.graph_capture.surroundings import tracing_here
@@ -243,7 +244,7 @@ def module_tasks(
     code = code_of(installed, ModuleCode)
     packing = ModulePacks(module) if code is None else code.packing
     own_forward = nullcontext() if code is None else with_own_forward(module, code.original)
-    with tracing_here(), own_forward:
+    with compiling(), tracing_here(), own_forward:
         lowered = lower_module(
             CompileRequest(
                 module,

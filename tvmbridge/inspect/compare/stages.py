@@ -17,6 +17,7 @@ from tvmbridge.compiler.packing import ModulePacks
 from tvmbridge.compiler.request import CompileRequest
 from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.core.options import CompileOptions
+from tvmbridge.core.turns import compiling
 from tvmbridge.core.types import (
     InputDescriptor,
     InputKind,
@@ -73,7 +74,7 @@ class Lowering:
         seen: list[tuple[PassRecord, tvm.IRModule, tvm.IRModule]] = []
         module = copy.deepcopy(sample.module)
         args, kwargs, _ = sample.arguments()
-        with tracing_here(), observed_passes(lambda *step: seen.append(step)):
+        with compiling(), tracing_here(), observed_passes(lambda *step: seen.append(step)):
             self.lowered = lower_module(
                 CompileRequest(
                     module,

@@ -23,6 +23,7 @@ from tvmbridge.core.errors import BridgeError, UnsupportedOperatorError
 from tvmbridge.core.number_places import label_of
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.torch_private import OpOverload
+from tvmbridge.core.turns import compiling
 from tvmbridge.core.types import InputKind, NoiseDescriptor, OutputKind, PassRecord
 from tvmbridge.frontend.limits import refuse_what_cannot_run
 from tvmbridge.frontend.origins import user_source
@@ -73,7 +74,7 @@ def explain(
         raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
     chosen = CompileOptions.of(options)
     args, kwargs = normalize_sample(sample_input, sample_kwargs)
-    with tracing_here(), torch.random.fork_rng(), undisturbed():
+    with compiling(), tracing_here(), torch.random.fork_rng(), undisturbed():
         return _Explanation(type(module).__name__, chosen, memory).of(module, args, kwargs)
 
 

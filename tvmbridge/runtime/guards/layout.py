@@ -139,7 +139,7 @@ class LayoutGuard:
         convention = captured.convention
         arguments = unflatten(marked(leaves, convention.numbers), convention.in_spec)
         try:
-            with tracing_here(), undisturbed():
+            with compiling(), tracing_here(), undisturbed():
                 args, kwargs = without_inference_tensors(arguments)
                 stage = staged(
                     self._state.module,
