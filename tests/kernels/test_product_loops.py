@@ -108,6 +108,12 @@ def _wrong(form: Form) -> Callable[..., None]:
     return lambda a, b, out: out.copy_(b[0].expand(out.shape))
 
 
+@pytest.fixture(autouse=True)
+def _no_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no test depend on the rates that others measured."""
+    monkeypatch.setattr(product_loops, "_rates", {})
+
+
 @pytest.mark.parametrize("make", [_slow, _wrong, lambda form: None], ids=["slow", "wrong", "none"])
 def test_loops_that_are_wrong_or_slow_are_not_chosen(
     make: Callable[[Form], Callable[..., None] | None], monkeypatch: pytest.MonkeyPatch
@@ -129,6 +135,28 @@ def test_right_loops_are_measured(batch: int | None, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(product_loops, "race", lambda candidates: [*range(len(candidates), 0, -1)])
     form = Form(128, 64, 256, batch=batch)
     assert product_loops.fastest(form, Loops(transposition, multiplication)) == MULTIPLIED
+
+
+@pytest.mark.parametrize(("rate", "compiled"), [(1.0, False), (1e30, True)])
+def test_loops_are_compiled_if_the_library_is_slow(
+    rate: float, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(product_loops, "choice", lambda question, among, measure: measure())
+    made: list[Form] = []
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(product_loops, "_rates", {threads: [rate] * 3, threads + 1: []})
+    form = Form(128, 64, 256)
+    assert product_loops.fastest(form, Loops(transposition, made.append)) == LIBRARY
+    assert made == [form] * compiled
+
+
+def test_rates_of_large_products_alone_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(product_loops, "choice", lambda question, among, measure: measure())
+    monkeypatch.setattr(product_loops, "race", lambda candidates: [0.5] * len(candidates))
+    loops = Loops(transposition, multiplication)
+    for form in (Form(128, 64, 256), Form(256, 256, 256)):
+        product_loops.fastest(form, loops)
+    assert product_loops._rates == {torch.get_num_threads(): [2 * 256**3]}
 
 
 def test_small_products_are_not_measured() -> None:

@@ -13,8 +13,12 @@ from functools import partial
 
 import torch
 
+<<<<<<< HEAD
 from tvmbridge.kernels.choice import race
 from tvmbridge.kernels.convolution import reads_slice
+=======
+from tvmbridge.kernels.choice import ENOUGH_SECONDS, race
+>>>>>>> a40
 from tvmbridge.kernels.convolution_loops import Maker
 from tvmbridge.kernels.packed_convolution import (
     PackedForm,
@@ -31,6 +35,9 @@ _LAST, _SECOND = _LAYOUTS = ("last", "second")
 _WORTH_MEASURING = 1 << 23
 # Larger batches are measured with so many images.
 _MOST_IMAGES = 4
+# All races of a network take this many seconds, and none takes fewer than the second number: the
+# sum over many convolutions decides, so that each needs fewer repetitions than one alone.
+_SECONDS, _LEAST_SECONDS = 0.4, 0.004
 
 
 def faster_with_channels_last(
@@ -58,10 +65,17 @@ def faster_with_channels_last(
 
 def _faster_layout(forms: Sequence[PackedForm], has_backward: bool, make: Maker) -> str:
     second = last = 0.0
+<<<<<<< HEAD
     for form in dict.fromkeys(forms):
         if has_backward and reads_slice(form.weight, form.stride):
             continue  # PyTorch's kernel for its gradient with channels last is not called
         seconds = _seconds(form, has_backward, make)
+=======
+    distinct = dict.fromkeys(forms)
+    enough = max(_LEAST_SECONDS, _SECONDS / len(distinct) / (1 + has_backward))
+    for form in distinct:
+        seconds = _seconds(form, has_backward, make, min(enough, ENOUGH_SECONDS))
+>>>>>>> a40
         second += forms.count(form) * seconds[0]
         last += forms.count(form) * (seconds[1] if _is_precise(form) else seconds[0])
     return _LAST if last < _GAIN * second else _SECOND
@@ -72,14 +86,14 @@ def _is_precise(form: PackedForm) -> bool:
     return choice(question, ("precise", ""), partial(precision_of, form, form.plain)) == "precise"
 
 
-def _seconds(form: PackedForm, has_backward: bool, make: Maker) -> list[float]:
-    """Return the seconds with channels second, and last."""
+def _seconds(form: PackedForm, has_backward: bool, make: Maker, enough: float) -> list[float]:
+    """Return the seconds with channels second, and last, after ``enough`` seconds of each race."""
     x, last, weight = operands_of_form(form)
     with torch.no_grad():
         candidates = [not_packed(form, make, x, weight), lambda: form.plain(last, weight)]
-        seconds = race(candidates)
+        seconds = race(candidates, enough)
         if has_backward:
-            more = race([_gradients(form, data, weight) for data in (x, last)])
+            more = race([_gradients(form, data, weight) for data in (x, last)], enough)
             seconds = [a + b for a, b in zip(seconds, more, strict=True)]
     return seconds
 

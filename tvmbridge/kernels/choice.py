@@ -34,7 +34,10 @@ from tvmbridge.kernels.table import choice
 GAIN = 0.97
 # Short candidates are repeated more often: each of a few short runs may have been interrupted.
 _REPEATS, _MOST_REPEATS = 4, 40
-_ENOUGH_SECONDS, _MOST_SECONDS = 0.03, 0.15
+ENOUGH_SECONDS, _MOST_SECONDS = 0.03, 0.15
+# A candidate that leads by this factor is not overtaken: fewer repetitions decide, in a part of the
+# seconds that are otherwise enough.
+_CLEAR_LEAD, _REPEATS_IF_CLEAR, _PART_IF_CLEAR = 1.5, 2, 0.25
 # Smaller products (in multiplications) take microseconds by any kernel; measuring takes
 # milliseconds.
 _WORTH_MEASURING = 1 << 17
@@ -110,8 +113,8 @@ def written(
 def exactly(left: Operand, right: Operand, operands: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the product's first rows, or matrices, in float64, plus any further operands."""
     (a, b), rest = operands[:2], operands[2:]
-    a, b = (_viewed(t, o[1]).double() for t, o in ((a, left), (b, right)))
-    first = a[:_MOST_ROWS] @ (b if b.dim() == 2 else b[:_MOST_ROWS])
+    a, b = (_viewed(t, o[1]) for t, o in ((a, left), (b, right)))
+    first = a[:_MOST_ROWS].double() @ (b if b.dim() == 2 else b[:_MOST_ROWS]).double()
     return sum((r.double() for r in rest), first)
 
 
@@ -144,8 +147,12 @@ def operands_to_measure(
     return [torch.rand(s, dtype=dtype, generator=generator, device="cpu") for s in shapes]
 
 
-def race(candidates: Sequence[Callable[[], Any]]) -> list[float]:
-    """Run the candidates in turns, and return the shortest time of each in seconds."""
+def race(candidates: Sequence[Callable[[], Any]], enough: float = ENOUGH_SECONDS) -> list[float]:
+    """Run the candidates in turns, and return the shortest time of each in seconds.
+
+    Args:
+        enough: stop after so many seconds, if each candidate has run a few times.
+    """
     best = [float("inf")] * len(candidates)
     started = time.perf_counter()
     for number in range(_MOST_REPEATS):
@@ -154,9 +161,17 @@ def race(candidates: Sequence[Callable[[], Any]]) -> list[float]:
             candidate()
             best[i] = min(best[i], time.perf_counter() - start)
         elapsed = time.perf_counter() - started
-        if elapsed > (_ENOUGH_SECONDS if number + 1 >= _REPEATS else _MOST_SECONDS):
+        if elapsed > (enough if number + 1 >= _REPEATS else _MOST_SECONDS):
+            break
+        clear = number + 1 >= _REPEATS_IF_CLEAR and elapsed > _PART_IF_CLEAR * enough
+        if clear and _has_clear_lead(best):
             break
     return best
+
+
+def _has_clear_lead(seconds: Sequence[float]) -> bool:
+    first, *others = sorted(seconds)
+    return not others or others[0] > _CLEAR_LEAD * first
 
 
 def product_kernel(measure: bool, dtype: str, spec: str, shapes: Sequence[Any]) -> str:

@@ -31,6 +31,11 @@ LIBRARY, TRANSPOSED, MULTIPLIED = "library", "of a transposed copy", "multiplied
 # A product with fewer multiplications is not worth a function of its own in compiled code, and a
 # copy is not worth another kernel.
 _WORTH_LOOPS, _WORTH_COPYING = 1 << 20, 1 << 25
+# Products of at least so much work have a rate (multiplications a second) that others may reach;
+# so many of them show the highest rate, and a library at this part of it competes with no loops.
+_WORTH_A_RATE, _ENOUGH_RATES, _NEARLY = 1 << 24, 3, 0.9
+# By the number of threads: the rates of the fastest candidates.
+_rates: dict[int, list[float]] = {}
 
 _Run = Callable[[], torch.Tensor]
 
@@ -72,17 +77,36 @@ def fastest(form: Form, loops: Loops, *, multiply: bool = True) -> str:
 def _fastest(form: Form, loops: Loops, among: list[str]) -> str:
     left, right, _ = form.shapes
     a, b = operands_to_measure([left, right], torch.float32)
-    candidates = {LIBRARY: library_product(*form.operands, form.shapes[2], a, b)}
-    if TRANSPOSED in among:
-        candidates[TRANSPOSED] = _of_copy(form, a, b, loops)
-    if MULTIPLIED in among and (run := _multiplied(form, a, b, loops)) is not None:
-        candidates[MULTIPLIED] = run
+    library = library_product(*form.operands, form.shapes[2], a, b)
+    candidates = {LIBRARY: library}
     with torch.no_grad():
-        usual, exact = candidates[LIBRARY](), exactly(*form.operands, [a, b])
+        if _is_nearly_fastest(form, library):
+            return LIBRARY
+        if TRANSPOSED in among:
+            candidates[TRANSPOSED] = _of_copy(form, a, b, loops)
+        if MULTIPLIED in among and (run := _multiplied(form, a, b, loops)) is not None:
+            candidates[MULTIPLIED] = run
+        if len(candidates) == 1:
+            return LIBRARY
+        usual, exact = library(), exactly(*form.operands, [a, b])
         precise = {n: r for n, r in candidates.items() if as_precise(r(), usual, exact)}
         seconds = dict(zip(precise, race(list(precise.values())), strict=True))
     name = min(seconds, key=lambda n: seconds[n])
+    if form.work >= _WORTH_A_RATE:
+        _rates.setdefault(torch.get_num_threads(), []).append(form.work / seconds[name])
     return name if seconds[name] < GAIN * seconds[LIBRARY] else LIBRARY
+
+
+def _is_nearly_fastest(form: Form, library: _Run) -> bool:
+    """Whether the library multiplies at nearly the highest rate that was measured here.
+
+    Loops could gain little then. To compile them takes a tenth of a second.
+    """
+    rates = _rates.get(torch.get_num_threads(), [])
+    if len(rates) < _ENOUGH_RATES:
+        return False
+    (seconds,) = race([library])
+    return form.work / seconds >= _NEARLY * max(rates)
 
 
 def _of_copy(form: Form, a: torch.Tensor, b: torch.Tensor, loops: Loops) -> _Run:
