@@ -13,12 +13,8 @@ from functools import partial
 
 import torch
 
-<<<<<<< HEAD
-from tvmbridge.kernels.choice import race
-from tvmbridge.kernels.convolution import reads_slice
-=======
 from tvmbridge.kernels.choice import ENOUGH_SECONDS, race
->>>>>>> a40
+from tvmbridge.kernels.convolution import reads_slice
 from tvmbridge.kernels.convolution_loops import Maker
 from tvmbridge.kernels.packed_convolution import (
     PackedForm,
@@ -65,17 +61,12 @@ def faster_with_channels_last(
 
 def _faster_layout(forms: Sequence[PackedForm], has_backward: bool, make: Maker) -> str:
     second = last = 0.0
-<<<<<<< HEAD
-    for form in dict.fromkeys(forms):
-        if has_backward and reads_slice(form.weight, form.stride):
-            continue  # PyTorch's kernel for its gradient with channels last is not called
-        seconds = _seconds(form, has_backward, make)
-=======
     distinct = dict.fromkeys(forms)
     enough = max(_LEAST_SECONDS, _SECONDS / len(distinct) / (1 + has_backward))
     for form in distinct:
+        if has_backward and reads_slice(form.weight, form.stride):
+            continue  # PyTorch's kernel for its gradient with channels last is not called
         seconds = _seconds(form, has_backward, make, min(enough, ENOUGH_SECONDS))
->>>>>>> a40
         second += forms.count(form) * seconds[0]
         last += forms.count(form) * (seconds[1] if _is_precise(form) else seconds[0])
     return _LAST if last < _GAIN * second else _SECOND
