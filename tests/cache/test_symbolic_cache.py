@@ -74,7 +74,7 @@ def test_each_entry_alone_makes_a_miss_that_names_it(monkeypatch: pytest.MonkeyP
     module(torch.randn(9, 6))
     entries = found[-1].entries
     # No plan of symbolic code is kept for another process, so nothing binds it to a module.
-    assert set(entries) == {*ENTRIES, "sizes"} - {"inputs and results"}
+    assert set(entries) == {*ENTRIES, "sizes", "reach"} - {"inputs and results"}
     assert entries["tuning records"] == "not used"
     store = Store.of_now()
     assert not isinstance(store.read(found[-1]), str)
