@@ -33,7 +33,7 @@ def register_containers(module: nn.Module) -> None:
     This has no effect if transformers is not imported. Caches are registered for the transformers
     models inside ``module``, by a function of transformers that old releases lack.
     """
-    _register_batches()
+    register_batches()
     library = sys.modules.get("transformers.modeling_utils")
     if library is None:
         return
@@ -60,13 +60,16 @@ class _Unseen:
 UNSEEN = _Unseen()
 
 
-def _register_batches() -> None:
+def register_batches() -> bool:
     """Register the batches that tokenizers and processors return as pytrees.
+
+    Return whether there was one to register: their classes may be imported at any time.
 
     Numbers and strings that a batch has as attributes become part of the pytree structure. The
     other attributes, such as the tokenizer's encodings, differ from batch to batch, so forward
     gets :data:`UNSEEN` for each of them.
     """
+    registered = False
     for module, name in _BATCHES:
         kind = getattr(sys.modules.get(module), name, None)
         if kind is not None and kind not in pytree.SUPPORTED_NODES:
@@ -77,6 +80,8 @@ def _register_batches() -> None:
                 flatten_with_keys_fn=_flatten_batch_with_keys,
                 serialized_type_name=f"{module}.{name}",
             )
+            registered = True
+    return registered
 
 
 def _flatten_batch(batch: Any) -> tuple[list[Any], Any]:

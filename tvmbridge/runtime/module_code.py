@@ -14,6 +14,7 @@ from torch import nn
 from tvmbridge.calls.arguments import Arguments
 from tvmbridge.calls.surroundings import in_checkpoint
 from tvmbridge.compiler.packing import ModulePacks
+from tvmbridge.core.libraries import register_batches
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.recall import SharedPlans
@@ -99,6 +100,8 @@ class ModuleCode(Executor):
         found = self._serve_by(call)
         if not isinstance(found, Unserved):
             return found
+        if register_batches():
+            return self.serve(args, kwargs, again)
         if policy.cut.why is not None:
             return self._run_in_parts(args, kwargs)
         why = found.reason or nearest(found.misfits)
