@@ -22,9 +22,9 @@ from tvm import relax
 
 from tvmbridge.core.decisions import Rule, decided, sizes_vary
 from tvmbridge.kernels.aten_call import aten_call_operator
+from tvmbridge.kernels.convolution import BACKWARD
 from tvmbridge.kernels.convolution_form import ConvolutionResult
 from tvmbridge.kernels.convolution_loops import FORWARD, faster_in_loops, form_of
-from tvmbridge.kernels.few_channels import BACKWARD
 from tvmbridge.passes.base import PassReport, RelaxPass, dtype_of, map_calls, shape_of
 from tvmbridge.schedules import alone, convolutions
 

@@ -23,7 +23,8 @@ import tvm
 from tvm import relax
 
 from tvmbridge.kernels.aten_call import ATEN_CALL, aten_call_operator, packed_call
-from tvmbridge.kernels.few_channels import BACKWARD, product_spec
+from tvmbridge.kernels.convolution import BACKWARD
+from tvmbridge.kernels.few_channels import product_spec
 from tvmbridge.passes.base import PassReport, RelaxPass, dtype_of, map_calls, shape_of
 
 

@@ -26,6 +26,9 @@ _OPERATORS = {
     (3, True): relax.op.nn.conv3d_transpose,
 }
 
+BACKWARD = "aten.convolution_backward.default"
+"""The overload that computes the gradients of a convolution in eager PyTorch."""
+
 CONVOLUTIONS: dict[str, bool] = {
     f"relax.nn.conv{rank}d{'_transpose' if transposed else ''}": transposed
     for rank, transposed in _OPERATORS
@@ -33,9 +36,9 @@ CONVOLUTIONS: dict[str, bool] = {
 """Relax's convolutions by name, and whether each is transposed."""
 
 
-# oneDNN's kernel for weight gradients of pointwise convolutions with a stride slices data with
-# channels last itself, in blocks of so many channels, and writes beyond its memory if there are
-# fewer. The process crashes then, in eager PyTorch too.
+# oneDNN has a kernel for weight gradients of pointwise convolutions with a stride. It slices data
+# with channels last in blocks of so many channels. With fewer channels it writes beyond its memory,
+# and the process crashes, in eager PyTorch too. A transposed convolution's cotangent is such data.
 _BLOCK = 16
 # The layouts of data, weight and result of a convolution with channels last, by whether the weight
 # has its channels last too.
@@ -145,7 +148,7 @@ class Convolution:
         mask = [position == number for number in range(3)]
         operands: list[Any] = [{"tensor": i} for i in range(3)]
         content = {
-            "op": "aten.convolution_backward.default",
+            "op": BACKWARD,
             "args": [*operands, None, *self._arguments(), mask],
             "kwargs": {},
             "results": [position],
@@ -156,7 +159,9 @@ class Convolution:
 
 
 def reads_slice(weight: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether the gradient of a convolution's weight reads a slice of the data, made before.
+    """Whether the gradient of a convolution's weight reads a slice, made before.
+
+    It is a slice of the data, or of the cotangent if the convolution is transposed.
 
     Args:
         weight: the shape, with channels second.

@@ -10,8 +10,8 @@ from dataclasses import replace
 import torch
 
 from tvmbridge.kernels.choice import GAIN, as_precise, operands_to_measure, race
+from tvmbridge.kernels.convolution import BACKWARD
 from tvmbridge.kernels.convolution_form import ConvolutionResult, SameConvolution, Shape
-from tvmbridge.kernels.few_channels import BACKWARD
 from tvmbridge.kernels.table import choice
 
 FORWARD = "aten.convolution.default"

@@ -17,6 +17,7 @@ import torch
 
 from tvmbridge.core.decisions import Rule, decided
 from tvmbridge.kernels.choice import as_precise, operands_to_measure, race
+from tvmbridge.kernels.convolution import BACKWARD
 from tvmbridge.kernels.table import choice
 
 # This many channels fill a vector of AVX-512.
@@ -27,8 +28,6 @@ _GAIN = 0.9
 # Smaller gradients (in multiplications) take a few microseconds either way.
 _WORTH_MEASURING = 1 << 20
 _PRODUCT = "product"
-BACKWARD = "aten.convolution_backward.default"
-"""The overload that computes the gradients of a convolution in eager PyTorch."""
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,28 @@ def test_the_gradient_of_a_weight(stride: tuple[int, ...]) -> None:
     torch.testing.assert_close(found, w.grad.float())
 
 
+def test_the_gradient_of_a_transposed_convolutions_weight() -> None:
+    torch.manual_seed(0)
+    x, w = torch.randn(3, 6, 5, 4), torch.randn(6, 8, 1, 1)
+    stride, more = (2, 3), (1, 2)
+    cotangent = torch.randn_like(functional.conv_transpose2d(x, w, None, stride, 0, more))
+    convolution = Convolution(stride, (0, 0), (1, 1), True, more, 1)
+
+    def formula(*given: relax.Expr) -> relax.Expr:
+        return relax.TupleGetItem(convolution.gradient_call(*given, 1), 0)
+
+    tensors = [cotangent, x, w]
+    after, report = apply_pass(SlicedGradients(), build_main(tensors, formula))
+    assert report.rewrites == 1
+    (found,) = compile_and_run(after, *tensors)
+    exact = w.double().requires_grad_()
+    functional.conv_transpose2d(x.double(), exact, None, stride, 0, more).backward(
+        cotangent.double()
+    )
+    assert exact.grad is not None
+    torch.testing.assert_close(found, exact.grad.float())
+
+
 @pytest.mark.parametrize(
     ("channels", "kernel", "stride", "position"),
     [(16, 1, (2, 2), 1), (8, 1, (1, 1), 1), (8, 3, (2, 2), 1), (8, 1, (2, 2), 0)],
