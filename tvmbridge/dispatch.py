@@ -171,6 +171,7 @@ def add_tvm_dispatch(
         known_target(target)
     distributed = distributed_in(module)
     sampled = sampled and distributed is None
+    register_containers(module)
     with gathered(module):
         if sampled:
             refuse_at_sight(module, args, kwargs)
@@ -211,7 +212,6 @@ def add_tvm_dispatch(
             code.policy.serve_any_size(None if sizes == "auto" else sizes)
         if policy.word != "never":
             code.checker = Checker(policy, chosen)
-    register_containers(module)
     if code.policy.cut.of_regions:
         code.policy.cut.begin(code)
         dispatch_blocks(code.policy.cut)

@@ -30,6 +30,7 @@ from tvmbridge import add_tvm_dispatch, compile_report, dispatch_report
 PEERS = ("eager", "inductor", "reduce-overhead", "max-autotune", "tvmbridge", "tvmbridge-compile")
 OURS = PEERS[-2:]
 _WARM, _COUNTED = 3, 6
+# If a garbage collection frees no more objects than this, no further one is needed.
 _FEW = 100
 
 

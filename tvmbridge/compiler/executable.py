@@ -44,14 +44,16 @@ def lent_tensors(residuals: tvm_ffi.Array) -> tuple[torch.Tensor, ...]:
 
     :func:`tensors_of` copies what is not in memory of PyTorch's allocator, such as a constant.
     """
-    tensors = [from_dlpack(r) if isinstance(r, tvm_ffi.Tensor) else r for r in residuals]
-    return tuple(borrowed(t) if t.numel() else t for t in tensors)
+    return tuple(borrowed(t) if t.numel() else t for t in _on_their_memory(residuals))
 
 
 def _as_torch(results: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
     """Return results of compiled code with PyTorch tensors in place of TVM's."""
-    tensors = [from_dlpack(r) if isinstance(r, tvm_ffi.Tensor) else r for r in results]
-    return take_back(tensors, arguments)
+    return take_back(_on_their_memory(results), arguments)
+
+
+def _on_their_memory(results: Sequence[Any]) -> list[Any]:
+    return [from_dlpack(r) if isinstance(r, tvm_ffi.Tensor) else r for r in results]
 
 
 def prepare(tensor: Any, anywhere: bool = False) -> Any:

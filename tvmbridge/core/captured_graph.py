@@ -139,8 +139,8 @@ class CapturedGraph:
     @property
     def device(self) -> torch.device:
         """The device of all inputs of the graph, or of its outputs if it has no inputs."""
-        specs = [*(d.spec for d in self.inputs), *(d.spec for d in self.outputs if d.spec)]
-        return specs[0].device if specs else torch.device("cpu")
+        specs = (d.spec for described in (self.inputs, self.outputs) for d in described)
+        return next((spec.device for spec in specs if spec is not None), torch.device("cpu"))
 
     @property
     def primals(self) -> list[InputDescriptor]:

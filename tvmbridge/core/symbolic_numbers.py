@@ -27,3 +27,11 @@ def expression_of(size: Any) -> Any:
 def is_number(node: fx.Node) -> bool:
     """Whether a node computes or checks a size."""
     return node.target in _CHECKS or isinstance(node.meta.get("val"), SYMBOLIC)
+
+
+def hint_of(number: Any) -> Any:
+    """Return the value that a symbolic number has in the trace; None if it depends on data.
+
+    Any other value is returned as it is.
+    """
+    return number.node.hint if isinstance(number, SYMBOLIC) else number

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tvmbridge.core.symbolic_numbers import SYMBOLIC
+from tvmbridge.core.symbolic_numbers import hint_of
 from tvmbridge.core.torch_private import (
     FakeTensor,
     FakeTensorMode,
@@ -93,19 +93,14 @@ def _strides(leaf: object) -> object:
     """Return the strides of a tensor as numbers; None if one is unknown; () for other values."""
     if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
         return ()
-    sizes = [_number(n) for n in (*leaf.shape, *leaf.stride())]
+    sizes = [hint_of(n) for n in (*leaf.shape, *leaf.stride())]
     return None if None in sizes else tuple(sizes[leaf.dim() :])
-
-
-def _number(size: Any) -> Any:
-    """Return a number for a symbol: its value in the call that Dynamo captured, or None."""
-    return size.node.hint if isinstance(size, SYMBOLIC) else size
 
 
 def _at_sizes(value: Any) -> Any:
     """Return a new fake tensor like ``value``, so that the graph may write into it."""
     if not isinstance(value, FakeTensor) or value.layout is not torch.strided:
-        return _number(value)
-    shape, strides = map(_number, value.shape), map(_number, value.stride())
+        return hint_of(value)
+    shape, strides = map(hint_of, value.shape), map(hint_of, value.stride())
     device, dtype = value.device, value.dtype
     return torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype, device=device)

@@ -19,7 +19,7 @@ from torch import fx
 from tvmbridge.core.custom_operator import NAMESPACE
 from tvmbridge.core.decisions import simplifies
 from tvmbridge.core.reached import reached
-from tvmbridge.core.symbolic_numbers import SYMBOLIC, is_number
+from tvmbridge.core.symbolic_numbers import hint_of, is_number
 from tvmbridge.graph_capture.constant_nodes import (
     MOST_ELEMENTS,
     is_repeatable,
@@ -69,10 +69,6 @@ class OpenMask:
         return value is not None and (_is_causal if self.is_causal else _is_open)(value)
 
 
-def _hint(number: Any) -> Any:
-    return number.node.hint if isinstance(number, SYMBOLIC) else number
-
-
 def drop_open_masks(graph: fx.Graph) -> tuple[OpenMask, ...]:
     """Remove constant masks from attention in ``graph`` that are open everywhere or causal.
 
@@ -95,7 +91,7 @@ def drop_open_masks(graph: fx.Graph) -> tuple[OpenMask, ...]:
             continue
         if str(node.target) == _FUSED and not all(isinstance(n, int) for n in _shape(mask)):
             continue
-        value = _constant(mask, known, _hint)
+        value = _constant(mask, known, hint_of)
         causal = simplifies(value is not None and _is_causal(value))
         if not causal and not simplifies(value is not None and _is_open(value)):
             continue

@@ -15,7 +15,7 @@ import sympy  # type: ignore[import-untyped]
 import torch
 
 from tvmbridge.core.errors import CaptureError
-from tvmbridge.core.symbolic_numbers import expression_of
+from tvmbridge.core.symbolic_numbers import expression_of, hint_of
 from tvmbridge.core.torch_private import pytree
 
 # The upper bound of a size that has none of its own.
@@ -162,7 +162,7 @@ def relations_in(program: Any) -> Relations:
         if isinstance(value, torch.Tensor):
             if value.dim():  # without dimensions, it may stand for a Python number
                 shapes[leaf] = tuple(expression_of(size) for size in value.shape)
-                traced[leaf] = [_hint_of(size) for size in value.shape]
+                traced[leaf] = [int(hint_of(size)) for size in value.shape]
             environment = environment or value.fake_mode.shape_env  # type: ignore[attr-defined]
     if environment is None:
         raise CaptureError("no argument is a tensor")
@@ -187,11 +187,6 @@ def _bound(bounds: dict[Any, tuple[int, int]], condition: Any) -> None:
         if symbol in bounds:
             least, most = bounds[symbol]
             bounds[symbol] = least, min(most, (int(condition.gts) - offset) // scale)
-
-
-def _hint_of(size: Any) -> int:
-    """Return the value that a size has in the trace."""
-    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
 
 
 def _integer(bound: Any, otherwise: int) -> int:

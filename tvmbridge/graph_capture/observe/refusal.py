@@ -19,7 +19,6 @@ from tvmbridge.calls.standins import has_own_call, stand_in, tensors_of, tensors
 from tvmbridge.core.assumptions import Question
 from tvmbridge.core.autocast import Autocast
 from tvmbridge.core.errors import CaptureError
-from tvmbridge.core.libraries import register_batches
 from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.graph_capture.observe.descriptors import find_aliases
@@ -129,7 +128,6 @@ def refuse_at_sight(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[st
         CaptureError: the class of the module, an argument or a tensor of the module cannot be
             captured, or a submodule has hooks that cannot be traced.
     """
-    register_batches()
     refuse_kind(module)
     reason = unusual_in(module, pytree.tree_leaves((args, dict(kwargs))))
     hooked = hooked_submodule(module) if reason is None else None

@@ -6,13 +6,13 @@ another one, whose backward is an operator too: it runs the library's derivative
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from tvmbridge.core.custom_operator import CustomOperator, is_foreign, register
+from tvmbridge.core.symbolic_numbers import hint_of
 from tvmbridge.core.torch_private import (
     DataDependentOutputException,
     FakeTensorMode,
@@ -27,8 +27,9 @@ _differentiate = torch.autograd.grad
 
 _NAMESPACE = "tvmbridge_foreign"
 _LIBRARY = torch.library.Library(_NAMESPACE, "FRAGMENT")
-# For each operator that was called with a gradient, whether its derivative reads values.
-_reads: dict[OpOverload, bool] = {}
+# For each operator that was called with a gradient, the one that replaces it; None if its
+# derivative reads no values.
+_replacements: dict[OpOverload, Any] = {}
 
 
 def differentiable(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -39,9 +40,10 @@ def differentiable(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, An
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors):
         return function
-    if operator not in _reads:
-        _reads[operator] = _reads_values(operator, args, kwargs)
-    return _whole(operator) if _reads[operator] else function
+    if operator not in _replacements:
+        reads = _reads_values(operator, args, kwargs)
+        _replacements[operator] = _whole(operator) if reads else None
+    return _replacements[operator] or function
 
 
 def _only_overload(function: Any) -> OpOverload | None:
@@ -74,13 +76,12 @@ def _reads_values(operator: OpOverload, args: Any, kwargs: Any) -> bool:
 
 
 def _fake(tensor: torch.Tensor) -> torch.Tensor:
-    made = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    made = torch.empty(list(map(hint_of, tensor.shape)), dtype=tensor.dtype, device=tensor.device)
     return made.requires_grad_(tensor.requires_grad)
 
 
-@functools.cache
 def _whole(operator: OpOverload) -> Any:
-    """Return the operator that replaces ``operator``; it is defined at the first call."""
+    """Define the operator that replaces ``operator``, and return it."""
     schema = str(operator._schema)
     parameters = schema[schema.index("(") + 1 : schema.rindex(") ->")]
     namespace, name = operator._schema.name.split("::")
