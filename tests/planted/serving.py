@@ -269,7 +269,7 @@ SERVING = (
         "strides of symbolic sizes not compared",
         "runtime",
         "tvmbridge.dynamo.strides",
-        "sizes = [_number(n) for n in",
+        "sizes = [hint_of(n) for n in",
         "sizes = [n if type(n) is int else None for n in",
         ("tests/graph_capture/trace/test_kernel_strides.py", "-k", "any_size"),
     ),
