@@ -8,7 +8,8 @@ from tvmbridge.kernels.convolution_form import ConvolutionResult, SameConvolutio
 from tvmbridge.schedules import scheduled_function
 from tvmbridge.schedules.indexing import integer
 from tvmbridge.schedules.machine import Machine
-from tvmbridge.schedules.product_tiles import DTYPE, width_of
+from tvmbridge.schedules.product_operands import DTYPE
+from tvmbridge.schedules.product_tiles import width_of
 from tvmbridge.schedules.winograd import convolution_body, multiplications_of_core
 from tvmbridge.schedules.winograd_rows import tile_of
 from tvmbridge.schedules.winograd_weight import weight_gradient_body

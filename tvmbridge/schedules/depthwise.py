@@ -27,7 +27,8 @@ from tvmbridge.schedules.loops import (
     vector_loop,
 )
 from tvmbridge.schedules.machine import Machine
-from tvmbridge.schedules.product_tiles import DTYPE, kind_of, start_of
+from tvmbridge.schedules.product_operands import DTYPE
+from tvmbridge.schedules.product_tiles import kind_of, start_of
 from tvmbridge.schedules.reader import Buffer
 
 # Rows of a tile: so many sums hide the latency of multiplications.

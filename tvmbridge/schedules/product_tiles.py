@@ -15,9 +15,9 @@ from tvm.ir import Expr
 from tvmbridge.schedules.indexing import integer
 from tvmbridge.schedules.loops import allocate, load, loop, store, vector_loop
 from tvmbridge.schedules.machine import Machine
+from tvmbridge.schedules.product_operands import DTYPE, Matrix, Panel, Panels, Prefetch
 from tvmbridge.schedules.reader import Buffer
 
-DTYPE = "float32"
 # Vectors in a row of a tile, and rows of a tile (with AVX-512, and with AVX2). Enough vectors hide
 # the latency of multiplications, and registers must remain for operands. AVX-512 has 32 registers,
 # AVX2 has 16.
@@ -36,57 +36,8 @@ _COPIED_ROWS, _COPIED_WORK = 48, 1 << 16
 _COPIED_DEPTH = 1 << 13
 
 _Element = Callable[[Expr, Expr], tirx.Stmt]
-_Terms = Callable[[Expr], list[Callable[[Expr, Expr], Expr]]]
+_Term = Callable[[Expr, Expr], Expr]
 Write = Callable[[Buffer, Expr, Expr], list[tirx.Stmt]]
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """A matrix in a buffer.
-
-    - ``batch``: the leading indices of the matrix in a batch; () if the buffer is one matrix.
-    """
-
-    buffer: Buffer
-    batch: tuple[Expr, ...] = ()
-
-    def at(self, row: Expr, column: Expr) -> Expr:
-        return load(self.buffer, *self.batch, row, column)
-
-    def beside(self, row: Expr, column: Expr, offset: Expr) -> Expr:
-        return self.at(row, column + offset)
-
-    def put(self, value: Expr, row: Expr, column: Expr) -> tirx.Stmt:
-        return store(self.buffer, value, *self.batch, row, column)
-
-
-@dataclass(frozen=True)
-class Panels:
-    """A matrix whose columns are packed by the width of a tile.
-
-    The rows of a panel follow one another in memory, so that a tile reads one stream: in a matrix,
-    each row of a tile is in another page. The last panel has the last columns, and may overlap with
-    the one before.
-
-    - ``buffer``: has the shape (panels, rows, width).
-    """
-
-    buffer: Buffer
-
-    def beside(self, row: Expr, column: Expr, offset: Expr) -> Expr:
-        width = int(self.buffer.shape[-1])
-        panel = (column + integer(width - 1)) // integer(width)
-        return load(self.buffer, panel, row, offset)
-
-
-@dataclass(frozen=True)
-class Panel:
-    """The columns that a tile reads, copied to a buffer of the shape (rows, width)."""
-
-    buffer: Buffer
-
-    def beside(self, row: Expr, column: Expr, offset: Expr) -> Expr:
-        return load(self.buffer, row, offset)
 
 
 def height_of(machine: Machine) -> int:
@@ -117,19 +68,22 @@ class Tile:
     def registers(self, name: str) -> tuple[Buffer, tirx.Stmt]:
         return allocate([self.height, self.width], DTYPE, name)
 
-    def summed(self, sums: Buffer, length: int, terms: _Terms) -> list[tirx.Stmt]:
+    def summed(
+        self, sums: Buffer, length: int, terms: Callable[[Expr], list[_Term]]
+    ) -> list[tirx.Stmt]:
         """Return the statements that clear ``sums`` and add the terms of ``length`` steps.
 
         ``terms(i)`` returns the terms of step ``i``, as functions of row and column.
         """
+        return [self.cleared(sums), loop(length, lambda i: self.added(sums, terms(i)))]
 
-        def step(i: Expr) -> list[tirx.Stmt]:
-            def added(term: Callable[[Expr, Expr], Expr]) -> tirx.Stmt:
-                return self.each(lambda r, c: store(sums, load(sums, r, c) + term(r, c), r, c))
+    def added(self, sums: Buffer, terms: list[_Term]) -> list[tirx.Stmt]:
+        """Return the statements that add the terms of a step to ``sums``."""
 
-            return [added(term) for term in terms(i)]
+        def added(term: _Term) -> tirx.Stmt:
+            return self.each(lambda r, c: store(sums, load(sums, r, c) + term(r, c), r, c))
 
-        return [self.cleared(sums), loop(length, step)]
+        return [added(term) for term in terms]
 
     def cleared(self, sums: Buffer) -> tirx.Stmt:
         return self.each(lambda r, c: store(sums, tirx.const(0.0, DTYPE), r, c))
@@ -178,18 +132,20 @@ class Tiles:
         The loop runs over panels of columns; few panels are cut into parts of their rows.
         ``write(sums, row, column)`` returns the statements that store a tile.
         """
-        panels, tiles = -(-columns // self.width), -(-rows // self.height)
-        tiles_of_part = -(-tiles // min(tiles, -(-PARTS * self.cores // panels)))
-        parts = -(-tiles // tiles_of_part)
+        panels, count = -(-columns // self.width), -(-rows // self.height)
+        tiles_of_part = -(-count // min(count, -(-PARTS * self.cores // panels)))
+        parts = -(-count // tiles_of_part)
         copies = self.copies and _copies(tiles_of_part * self.height, self.depth)
 
         def part(number: Expr) -> list[tirx.Stmt]:
-            column = start_of(number // integer(parts), self.width, columns)
+            panel = number // integer(parts)
+            column = start_of(panel, self.width, columns)
             first = number % integer(parts) * integer(tiles_of_part)
             copied, tiles = self._copied(column) if copies else ([], self)
 
             def tile(i: Expr) -> list[tirx.Stmt]:
-                return tiles.tile(start_of(first + i, self.height, rows), column, write)
+                row = start_of(first + i, self.height, rows)
+                return tiles.tile(row, column, write, self._prefetch(panel, first + i, count))
 
             return [*copied, loop(tiles_of_part, tile)]
 
@@ -208,10 +164,15 @@ class Tiles:
         tiles = Tiles(self.machine, self.depth, self.left, Panel(copy), self.height)
         return [room, loop(self.depth, line)], tiles
 
-    def tile(self, row: Expr, column: Expr, write: Write) -> list[tirx.Stmt]:
+    def _prefetch(self, panel: Expr, tile: Expr, tiles: int) -> Prefetch | None:
+        return Prefetch(self.right, panel, tile, tiles) if isinstance(self.right, Panels) else None
+
+    def tile(
+        self, row: Expr, column: Expr, write: Write, prefetch: Prefetch | None = None
+    ) -> list[tirx.Stmt]:
         sums, room = self.shape.registers("sums")
         if self.depth <= _BLOCK:
-            added = self._added(sums, row, column, integer(0), self.depth)
+            added = self._added(sums, row, column, (integer(0), self.depth), prefetch)
             return [room, *added, *write(sums, row, column)]
         total, more = self.shape.registers("total")
         # The total is in memory between blocks: the order of its rows alternates from tile to tile,
@@ -226,7 +187,7 @@ class Tiles:
             def add(r: Expr, c: Expr) -> tirx.Stmt:
                 return store(total, load(total, place(r), c) + load(sums, r, c), place(r), c)
 
-            return [*self._added(sums, row, column, start, length), self.each(add)]
+            return [*self._added(sums, row, column, (start, length), prefetch), self.each(add)]
 
         def move(r: Expr, c: Expr) -> tirx.Stmt:
             return store(sums, load(total, place(r), c), r, c)
@@ -243,15 +204,33 @@ class Tiles:
         ]
 
     def _added(
-        self, sums: Buffer, row: Expr, column: Expr, start: Expr, length: int
+        self,
+        sums: Buffer,
+        row: Expr,
+        column: Expr,
+        steps: tuple[Expr, int],
+        prefetch: Prefetch | None,
     ) -> list[tirx.Stmt]:
-        """Return the statements that compute the sums of a tile over [start, start + length)."""
+        """Return the statements that sum up a tile over ``steps``: their start and length."""
+        start, length = steps
 
-        def terms(i: Expr) -> list[Callable[[Expr, Expr], Expr]]:
-            k = start + i
+        def term(k: Expr) -> list[_Term]:
             return [lambda r, c: self.left(row + r, k) * self.right.beside(k, column, c)]
 
-        return self.shape.summed(sums, length, terms)
+        if prefetch is None:
+            return self.shape.summed(sums, length, lambda i: term(start + i))
+        every = min(prefetch.steps, length)
+        count, rest = divmod(length, every)
+
+        def added(first: Expr, length: int) -> tirx.Stmt:
+            return loop(length, lambda i: self.shape.added(sums, term(first + i)))
+
+        def some(number: Expr) -> list[tirx.Stmt]:
+            fetched = prefetch.fetched(start, number, count)
+            return [*fetched, added(start + number * integer(every), every)]
+
+        last = [added(start + integer(length - rest), rest)] if rest else []
+        return [self.shape.cleared(sums), loop(count, some), *last]
 
 
 def _copies(rows: int, depth: int) -> bool:

@@ -19,10 +19,8 @@ from tvmbridge.schedules import scheduled_function
 from tvmbridge.schedules.indexing import integer
 from tvmbridge.schedules.loops import allocate, load, loop, sequence, store, vector_loop
 from tvmbridge.schedules.machine import Machine
+from tvmbridge.schedules.product_operands import DTYPE, Matrix, Panels
 from tvmbridge.schedules.product_tiles import (
-    DTYPE,
-    Matrix,
-    Panels,
     Tiles,
     Write,
     height_of,

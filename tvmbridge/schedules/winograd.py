@@ -19,7 +19,8 @@ from tvmbridge.kernels.convolution_form import ConvolutionResult, SameConvolutio
 from tvmbridge.schedules.indexing import integer
 from tvmbridge.schedules.loops import allocate, load, loop, sequence, store, vector_loop
 from tvmbridge.schedules.machine import Machine
-from tvmbridge.schedules.product_tiles import DTYPE, Tile, kind_of, start_of
+from tvmbridge.schedules.product_operands import DTYPE
+from tvmbridge.schedules.product_tiles import Tile, kind_of, start_of
 from tvmbridge.schedules.reader import Buffer
 from tvmbridge.schedules.winograd_rows import (
     PRODUCTS,

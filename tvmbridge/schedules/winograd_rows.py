@@ -36,7 +36,8 @@ from tvmbridge.schedules.loops import (
     vector_loop,
 )
 from tvmbridge.schedules.machine import Machine
-from tvmbridge.schedules.product_tiles import DTYPE, Tile, height_of
+from tvmbridge.schedules.product_operands import DTYPE
+from tvmbridge.schedules.product_tiles import Tile, height_of
 from tvmbridge.schedules.reader import Buffer
 
 PRODUCTS = 4

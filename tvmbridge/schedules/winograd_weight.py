@@ -17,7 +17,8 @@ from tvmbridge.kernels.convolution_form import SameConvolution
 from tvmbridge.schedules.indexing import integer
 from tvmbridge.schedules.loops import allocate, load, loop, sequence, store
 from tvmbridge.schedules.machine import Machine
-from tvmbridge.schedules.product_tiles import DTYPE, PARTS, Tile, kind_of, start_of
+from tvmbridge.schedules.product_operands import DTYPE
+from tvmbridge.schedules.product_tiles import PARTS, Tile, kind_of, start_of
 from tvmbridge.schedules.reader import Buffer
 from tvmbridge.schedules.winograd_rows import (
     PRODUCTS,
