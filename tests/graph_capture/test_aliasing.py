@@ -20,6 +20,10 @@ def _whole(m: Any, x: torch.Tensor) -> Any:
     return y.t(), y, y, y[1:], y.view(-1)
 
 
+def _complex(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_complex((x * m.weight).view(3, 3, 2)) * (1 - 0.5j)
+
+
 def _written(m: Any, x: torch.Tensor) -> Any:
     m.buffer.add_(1)
     return m.buffer, m.buffer.view(2, 3), x * m.weight * m.buffer
@@ -42,8 +46,12 @@ FUNCTIONS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "written buffer": _written,
     "exchanged buffer": _exchanging,
     "outputs of one tensor": _whole,
+    "parts of complex numbers": lambda m, x: ((z := _complex(m, x)).real, torch.view_as_real(z)),
     "parts of one tensor": lambda m, x: (x * m.weight).chunk(2, 1),
+    "real and imaginary parts": lambda m, x: ((z := _complex(m, x)).real, z.imag),
 }
+# These parts do not overlap, so they may be dense and have memory of their own.
+_APART = ("parts of one tensor", "real and imaginary parts")
 
 
 # In inference, quick tests have one kind for each source of memory.
@@ -76,7 +84,7 @@ def test_outputs_alias_as_in_eager(kind: str, grad: bool) -> None:
                 total = sum((i + 1) * o.square().sum() for i, o in enumerate(leaves))
                 gradient = torch.autograd.grad(total, (x, each.weight))
             found.append((related, leaves, gradient))
-    if kind != "parts of one tensor":  # such parts do not overlap, so they may have own memory
+    if kind not in _APART:
         assert found[0][0] == found[1][0]
     torch.testing.assert_close(found[1][1:], found[0][1:])
     assert dispatch_report(module).tvm_calls == 1
@@ -146,6 +154,7 @@ OTHER_HISTORY: dict[str, tuple[Callable[[Any, torch.Tensor], Any], str]] = {
     "reversed input": (lambda m, x: (_Reversed.apply(x), x * m.weight), "not that of a view"),
     "reversed views": (lambda m, x: ((y := x * m.weight)[1:], _Reversed.apply(y)[:2]), "not that"),
     "other dtype": (lambda m, x: ((y := x * m.weight), y.view(torch.int32)), "another dtype"),
+    "real part": (lambda m, x: ((z := _complex(m, x)), z.real), "another dtype"),
 }
 
 

@@ -510,6 +510,14 @@ SERVING = (
         ("tests/graph_capture/observe/test_undo.py", "-k", "refusal and _of_classes"),
     ),
     Plant(
+        "filters of warnings that forward sets stay after a refusal",
+        "runtime",
+        "tvmbridge.graph_capture.observe.settings",
+        "            warnings.filters = before",
+        "            pass",
+        ("tests/graph_capture/observe/test_warning_filters.py", "-k", "refused and simplefilter"),
+    ),
+    Plant(
         "a function of the user's that runs while the profiler rests",
         "guard",
         "tvmbridge.graph_capture.observe.executed",

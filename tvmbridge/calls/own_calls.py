@@ -115,6 +115,7 @@ class OwnCalls:
         generators: the modules whose global generator it may have used: torch, random or
             numpy.random.
         sets: whether it called a setter of PyTorch's.
+        sets_filters: whether user code changed Python's filters of warnings.
         questions: what user code asked of the process, with the function, such as "asks for the
             time by monotonic".
     """
@@ -122,6 +123,7 @@ class OwnCalls:
     def __init__(self) -> None:
         self.generators: set[str] = set()
         self.sets = False
+        self.sets_filters = False
         self.questions: dict[str, None] = {}
         self._others = _other_threads()
 

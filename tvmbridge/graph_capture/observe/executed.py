@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -39,6 +40,10 @@ _IMPORTING = "<frozen importlib._bootstrap>"
 _PRINTS = (
     "prints, which compiled code does not do: it runs in parts with on_break='eager'; print "
     "outside of forward to have it compiled whole"
+)
+_OF_FILTERS = frozenset(
+    function.__code__
+    for function in (warnings.filterwarnings, warnings.resetwarnings, warnings.simplefilter)
 )
 # A function transform calls custom autograd functions by this function of PyTorch.
 _IN_TRANSFORM = call_in_transform.__code__
@@ -104,6 +109,9 @@ def executed_functions(
             applied(frame.f_locals["autograd_function"])
             return
         if is_library(frame.f_globals.get("__name__")) or code.co_filename.startswith("<frozen"):
+            if code in _OF_FILTERS:  # Later calls may be forward's, if this one is an import's.
+                own.sets_filters |= _imports_under_way(frame) == before
+                return
             of_libraries[id(code)] = code
             own.note_library(frame)
             return

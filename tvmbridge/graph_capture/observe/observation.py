@@ -48,7 +48,7 @@ from tvmbridge.graph_capture.observe.fakes import Fakes, all_tensors, any_tagged
 from tvmbridge.graph_capture.observe.foreign import ForeignConstant, ForeignModules, ForeignTensors
 from tvmbridge.graph_capture.observe.objects import NO_READS, ObjectReads
 from tvmbridge.graph_capture.observe.outside import OutsideReads
-from tvmbridge.graph_capture.observe.settings import settings_kept
+from tvmbridge.graph_capture.observe.settings import settings_kept, warning_filters_kept
 from tvmbridge.graph_capture.observe.undo import current_undo
 from tvmbridge.graph_capture.trace.answers import known_values
 from tvmbridge.graph_capture.trace.checkpoints import changed_in_checkpoints
@@ -224,12 +224,15 @@ class _Run:
             self._watches.objects.recording(self._module),
             self.outside.collecting(),
             settings_kept(self.outside.own.may_set) as settings,
+            warning_filters_kept(self.outside.own) as filters_changed,
             ExitStack() as further,
         ):
             for each in within:
                 further.enter_context(each)
             self.results, structure = pytree.tree_flatten(self.forward(*args, **kwargs))
             self._left_changed = settings.changed()
+            if filters_changed():
+                self._left_changed.append("the filters of warnings")
         self.foreign.note_results(self.results)
         self._reshaped = shapes != list(map(laid_out, tensors))
         # A write into a tensor may make it require a gradient, too, but then it is no leaf.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -62,7 +63,7 @@ def run_unseen(
             exchanges tensors with other processes.
     """
     undo = current_undo()
-    with undo.run(), no_exchanges():
+    with undo.run(), no_exchanges(), warnings.catch_warnings():
         if undo.tensors():
             with WritesUndone(undo.tensors()):
                 copies = run_apart(module, args, kwargs, autocast)

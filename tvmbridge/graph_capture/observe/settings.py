@@ -1,4 +1,4 @@
-"""Record and restore the global settings of PyTorch that forward may change.
+"""Record and restore the settings of PyTorch, and filters of warnings, that forward may change.
 
 In eager PyTorch a changed setting stays changed after the call. Compiled code would not change it.
 """
@@ -6,6 +6,7 @@ In eager PyTorch a changed setting stays changed after the call. Compiled code w
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -218,3 +219,29 @@ def settings_kept(may_set: Callable[[], bool] | None = None) -> Iterator[Setting
             yield settings
     finally:
         settings.restore()
+
+
+@contextmanager
+def warning_filters_kept(own: OwnCalls) -> Iterator[Callable[[], bool]]:
+    """Restore Python's filters of warnings on exit, if forward has changed them.
+
+    Filters that imports within the context add stay, unless forward changes the filters too.
+
+    Args:
+        own: the calls of forward, which runs within the context.
+
+    Yields:
+        a function that returns whether the filters of forward are in force.
+    """
+    before = list(warnings.filters)
+
+    def changed() -> bool:
+        return own.sets_filters and list(warnings.filters) != before
+
+    try:
+        yield changed
+    finally:
+        if changed():
+            warnings.filters = before
+            with warnings.catch_warnings():  # Makes Python forget what the filters have decided.
+                pass

@@ -2,7 +2,7 @@
 
 A call becomes a call of ``tvmbridge.region``, an opaque operator within the compiled code, for
 which PyTorch runs the graphs of the functions. Autograd computes its gradient from the same graphs.
-``flex_attention`` is traced as the operators that it consists of in eager PyTorch.
+``associative_scan`` and ``flex_attention`` are traced as the operators of their eager kernels.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from tvmbridge.graph_capture.trace.region_graphs import RegionTensor
 from tvmbridge.graph_capture.trace.region_ops import KERNELS, REGIONS, Function, Region
 
 # Operators whose parts are compiled, instead of becoming a region.
-_INLINED = ("flex_attention",)
+_INLINED = ("associative_scan", "flex_attention")
+
+# PyTorch's message for a higher-order operator that a dispatch mode does not handle.
+_NO_RULE = "There was no rule registered for HigherOrderOperator"
 
 
 # ``cond`` has a class of its own, whose ``__call__`` refuses operands that TorchDynamo flattens.
@@ -34,7 +37,15 @@ def _called(genuine: Any, operator: HigherOrderOperator, *args: Any, **kwargs: A
         kernel = operator.py_kernels[DispatchKey.CompositeExplicitAutograd]
         return _inlined(name, kernel, args, kwargs)
     if name not in KERNELS:
-        return genuine(operator, *args, **kwargs)
+        try:
+            return genuine(operator, *args, **kwargs)
+        except NotImplementedError as error:
+            if _NO_RULE not in str(error):
+                raise
+            raise UnsupportedOperatorError(
+                f"forward calls torch.ops.higher_order.{name}, which a trace cannot follow: write "
+                "its operators in forward, or dispatch the submodules around it"
+            ) from error
     if name == "cond" and not isinstance(args[0], torch.Tensor):
         return args[1 if args[0] else 2](*args[3])
     return _call(name, args, kwargs)
