@@ -104,7 +104,8 @@ def test_hooks_run_between_parts(hooks: Callable[..., Any], before: int) -> None
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)
     assert hooked.fallbacks == {"a submodule has hooks": _BEFORE_PARTS}
     assert hooked.tvm_calls == before + 5 - _BEFORE_PARTS
-    assert hooked.cut == "a submodule has hooks" and hooked.parts
+    assert hooked.cut == "a submodule has hooks"
+    assert hooked.parts
     # Without hooks one graph serves again.
     assert unhooked.tvm_calls == hooked.tvm_calls + 3
     assert unhooked.cut is None

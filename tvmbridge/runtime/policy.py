@@ -360,14 +360,15 @@ class Policy:
         """Serve calls in parts from now on because of an object that no graph can have.
 
         Return whether that is possible, and ``why``, the reason of a fallback, is such an object:
-        an argument of an unknown class that holds tensors, a sparse tensor or a DTensor of the
-        module, or hooks of submodules that no graph calls.
+        an argument of an unknown class that holds tensors, an array of numpy, a sparse tensor or a
+        DTensor of the module, or hooks of submodules that no graph calls.
         """
         if why is not None and why.kind is Kind.HOOKED:
             if self._calls_with_hooks < _CALLS_WITH_HOOKS or self.cut.of_regions:
                 return False
             return self.cut.at_hooks(why.text)
-        if why is None or why.kind not in (Kind.UNSEEN, Kind.HELD_UNUSUAL, Kind.DISTRIBUTED):
+        objects = (Kind.UNSEEN, Kind.ARRAY, Kind.HELD_UNUSUAL, Kind.DISTRIBUTED)
+        if why is None or why.kind not in objects:
             return False
         tried = why.kind is not Kind.DISTRIBUTED
         return self.cut.at(": ".join(filter(None, (why.text, why.example))), tried=tried)
