@@ -173,6 +173,7 @@ def test_rows_that_a_graph_has_as_a_number_are_no_symbol() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.table = nn.Embedding(20, 8)
+            self.kinds: torch.Tensor
             self.register_buffer("kinds", torch.zeros(1, 64, dtype=torch.long))
 
         def forward(self, ids: torch.Tensor) -> torch.Tensor:

@@ -44,6 +44,9 @@ class _Kept:
     def scaled(self, module: nn.Module, given: Any, made: Any) -> Any:
         return tuple(None if g is None else g * 2 for g in given)
 
+    def tripled(self, module: nn.Module, made: Any) -> Any:
+        return tuple(g * 3 for g in made)
+
 
 def _backward(model: _Features, kept: _Kept) -> list[RemovableHandle]:
     return [model.body.register_full_backward_hook(kept.gradient)]
@@ -57,7 +60,7 @@ def _bound_methods(model: _Features, kept: _Kept) -> list[RemovableHandle]:
 def _that_change_gradients(model: _Features, kept: _Kept) -> list[RemovableHandle]:
     return [
         model.norm.register_full_backward_hook(kept.scaled),
-        model.head.register_full_backward_pre_hook(lambda _, made: tuple(g * 3 for g in made)),
+        model.head.register_full_backward_pre_hook(kept.tripled),
         *_bound_methods(model, kept),
     ]
 
