@@ -310,6 +310,7 @@ def report_of(code: ModuleCode) -> DispatchReport:
         for specialization in code.policy.specializations()
         for mode, entry in specialization.compiled()
     ]
+    code.policy.join_if_unhooked()
     return DispatchReport(
         tvm_calls=code.served(),
         fallbacks=dict(code.tally.counts),

@@ -168,6 +168,25 @@ def test_sizes_that_change(dynamic: bool | None) -> None:
     )
 
 
+def test_rows_that_a_graph_has_as_a_number_are_no_symbol() -> None:
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(20, 8)
+            self.kinds: torch.Tensor
+            self.register_buffer("kinds", torch.zeros(1, 64, dtype=torch.long))
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            kinds = self.kinds[:, : ids.shape[1]].expand(ids.shape[0], ids.shape[1])
+            return (self.table(ids) + self.table(kinds)).tanh() * 2
+
+    lengths = [5, 7, 9, 11]
+    assert_same(Positions(), [[torch.arange(4 * n).view(4, n) % 20] for n in lengths])
+    report = tvmbridge.compile_report()
+    assert report.whole
+    assert [graph.calls for graph in report.graphs] == [1, 3]
+
+
 def test_modules_of_one_class_share_code() -> None:
     for _ in range(3):
         assert_same(Normed(), [[inputs()]] * 3)

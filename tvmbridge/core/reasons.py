@@ -91,13 +91,17 @@ class Kind(enum.Enum):
         "pass a tensor in place of an array, and a 0-dimensional tensor in place of a number that "
         f"changes; otherwise {_ADD}",
     )
-    CHOICE = "a string, a bool or None differs", _SAME
+    CHOICE = (
+        "a string, a bool or None differs",
+        f"make tensors of texts before the call; otherwise {_SAME}",
+    )
     NUMBER = "a number is none that the code takes as an input", _SAME
     UNSEEN = (
         "an argument is an object whose tensors PyTorch does not see",
         "pass the tensors in it, or a dict of them, or register its class with "
         "torch.export.register_dataclass or torch.utils._pytree.register_pytree_node",
     )
+    ARRAY = "an argument is an array of numpy", "pass torch.from_numpy(array)"
     KEYWORD = (
         "the name of a keyword argument is not a plain str, and forward can see its class",
         "pass str(name) in place of np.str_, an enum member or another subclass of str",
@@ -207,7 +211,7 @@ class Kind(enum.Enum):
     FAILED = "{}", _EXPLAIN
     STATE_WRITTEN = "forward changes state at each call: {}", _STATE
     NOT_COMPILED = "nothing is compiled", _EXPLAIN
-    NO_SYMBOLIC = "no code for any size: {}", _EXPLAIN
+    NO_SYMBOLIC = "no code for any size: {}", f"pad inputs to a few sizes; {_EXPLAIN}"
     COMPILING = "its code is being compiled in the background", ""
     DROPPED = (
         "code for this requires_grad of inputs and parameters was dropped, of more than "

@@ -127,7 +127,8 @@ class CompiledGraph:
         policy.compiler = replace(policy.compiler, instead=self._instead, background=None)
         policy.compiles_signatures = True
         if self.graph.symbolic:
-            policy.serve_any_size()
+            # Code of a graph whose rows are no symbol is for one number of rows.
+            policy.serve_any_size(guesses=self.graph.symbolic_rows)
         others = () if self._like is None else tuple(self._like._known.values())
         like = next(iter((*self._known.values(), *others)), None)
         if like is not None:

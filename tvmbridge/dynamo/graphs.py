@@ -48,6 +48,7 @@ class DynamoGraph:
     - ``lengths``: positions in ``given`` whose argument is an integer. The integer is passed as the
       size of an empty tensor: code can be compiled for any size, but a number is a constant.
     - ``symbolic``: whether some sizes are symbols.
+    - ``symbolic_rows``: whether the first dimension of an argument is a symbol.
     - ``operators``: the number of operators.
     """
 
@@ -59,6 +60,7 @@ class DynamoGraph:
     numbers: tuple[int, ...]
     lengths: tuple[int, ...]
     symbolic: bool
+    symbolic_rows: bool
     operators: int
 
     @property
@@ -179,6 +181,7 @@ def read_graph(dynamo: fx.GraphModule) -> DynamoGraph:
         numbers=tuple(i.place for i in given if i.is_number),
         lengths=tuple(i.place for i in lengths),
         symbolic=any(i.symbol is not None or i.has_symbols for i in inputs),
+        symbolic_rows=any(i.has_symbolic_rows for i in given),
         operators=_count(dynamo),
     )
 
@@ -241,6 +244,7 @@ class _Input:
     - ``is_held``: whether it is a parameter or buffer of the model.
     - ``is_number``: whether it is a Python number that Dynamo wraps in a tensor.
     - ``has_symbols``: whether it is a tensor with symbolic sizes.
+    - ``has_symbolic_rows``: whether it is a tensor whose first size is symbolic.
     - ``symbol``: the symbol, if it is an integer of symbolic value; otherwise None.
     """
 
@@ -263,6 +267,7 @@ class _Input:
         )
         shape = self.example.shape if isinstance(self.example, torch.Tensor) else ()
         self.has_symbols = not all(type(n) is int for n in shape)
+        self.has_symbolic_rows = len(shape) > 0 and type(shape[0]) is not int
         self.symbol = str(self.example) if isinstance(self.example, torch.SymInt) else None
 
 

@@ -206,25 +206,33 @@ class AnySize:
     """The shape classes of a dispatched module.
 
     - ``single``: the sizes that have code of their own, because there is no symbolic code.
+    - ``guesses``: whether symbols may be tried for rows that no call has changed.
 
     Args:
         retire: called with the entries that are no longer kept.
         spec: the symbolic dimensions, as torch.export's ``dynamic_shapes``; None: the dimensions
             whose sizes calls change.
+        guesses: False if forward is known to be for one number of rows.
     """
 
-    def __init__(self, compiler: Compiler, retire: Retire, spec: Spec | None = None) -> None:
+    def __init__(
+        self,
+        compiler: Compiler,
+        retire: Retire,
+        spec: Spec | None = None,
+        guesses: bool = True,
+    ) -> None:
         self.compiler = compiler
         self.retire = retire
         self.spec = spec
         self.single = SingleSizes(retire)
         self._known: list[_SizeGroup] = []
-        self._guesses = True
+        self.guesses = guesses
         self._lock = Lock(reentrant=True)
 
     def renewed(self, compiler: Compiler, retire: Retire) -> AnySize:
         """Return an object with the same rules and no code, for a copy or a forked process."""
-        return AnySize(compiler, retire, self.spec)
+        return AnySize(compiler, retire, self.spec, self.guesses)
 
     def instances(self) -> list[Specialization]:
         """Return all specialisations for calls of these sizes."""
@@ -284,8 +292,8 @@ class AnySize:
             if isinstance(matched, Reason):
                 continue
             each = next((k for k in self._known if k.signature is signature), _SizeGroup(signature))
-            self._guesses &= each.family is None or not each.family.refused
-            found = each.renew(matched, self.compiler, self.retire, self._guesses)
+            self.guesses &= each.family is None or not each.family.refused
+            found = each.renew(matched, self.compiler, self.retire, self.guesses)
             if found is not None:
                 for _, entry in specialization.compiled():
                     entry.compiled.compile_no_more()

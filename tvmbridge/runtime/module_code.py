@@ -95,6 +95,7 @@ class ModuleCode(Executor):
             again: whether code was added for this call, which then adds no more.
         """
         policy, call = self.policy, GivenCall(args, kwargs, self.kept.known)
+        policy.join_if_unhooked()
         if policy.cut.why is not None and not any(s.compiled() for s in policy.specializations()):
             return self._run_in_parts(args, kwargs)
         found = self._serve_by(call)
@@ -252,7 +253,7 @@ class ModuleCode(Executor):
             return Served(self._call_of_parts(args, kwargs, None))
         own = functools.partial(self.run_own, (args, kwargs))
         results = trial.serve(functools.partial(self._call_of_parts, args, kwargs, trial), own)
-        if trial.steps_aside:
+        if trial.steps_aside and not self.policy.cut.of_hooks:
             self._pass_on((args, kwargs), trial.passed_on, of_any_size=True)
         return Served(results)
 
@@ -303,6 +304,7 @@ class ModuleCode(Executor):
         If that is so for each call like this one, native code passes them on from now on.
         """
         self.policy.retry_if_settled()
+        self.policy.note_fallback(reason)
         counter = self.tally.passed_on(reason) if reason.kind in _LASTING else None
         if counter is not None:
             self._pass_on(arguments, counter, of_any_size=reason.kind is Kind.NO_PART)

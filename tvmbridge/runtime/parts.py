@@ -84,6 +84,7 @@ class Cut:
     - ``of_regions``: whether the parts are regions, the repeated blocks of the module.
     - ``make_regions``: creates regions in place of parts that are all too small; None: the module
       has no repeated blocks.
+    - ``of_hooks``: whether the module is cut because of hooks of submodules, which may be removed.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class Cut:
         self.of_regions = of_regions
         self.make_regions = make_regions
         self.why: str | None = None
+        self.of_hooks = False
         self.served = 0
         self.parts: ServedParts | None = None
         self._without = self._with_new = 0
@@ -107,7 +109,7 @@ class Cut:
     def renewed(self) -> Cut:
         """Return the same decision for a copy of the module, without parts yet."""
         cut = Cut(self.make, of_regions=self.of_regions, make_regions=self.make_regions)
-        cut.why, cut._of_state = self.why, self._of_state
+        cut.why, cut._of_state, cut.of_hooks = self.why, self._of_state, self.of_hooks
         return cut
 
     def begin(self, of: Any) -> None:
@@ -129,7 +131,17 @@ class Cut:
         if self.make is None:
             return False
         self.why, self._of_state, self._tried = why, of_state, tried
+        self.of_hooks = False
         return True
+
+    def at_hooks(self, why: str) -> bool:
+        """Serve calls in parts as long as submodules have hooks; ``why`` and result as for at."""
+        self.of_hooks = self.at(why)
+        return self.of_hooks
+
+    def end(self) -> None:
+        """Serve calls whole again, after the last hook was removed."""
+        self.why, self.of_hooks, self._without = None, False, 0
 
     def instead_of(self, eager: Mapping[str, int]) -> None:
         """Refuse code after which PyTorch runs many ``eager`` functions that parts would compile.
@@ -189,7 +201,7 @@ class Cut:
         TorchDynamo captures no part of a loop over blocks that breaks the graph, and no block
         whose class is PyTorch's own.
         """
-        if self.make_regions is None or self._without < _CALLS_BEFORE_REGIONS:
+        if self.make_regions is None or self._without < _CALLS_BEFORE_REGIONS or self.of_hooks:
             return
         self.make, self.make_regions = self.make_regions, None
         self.parts, self.of_regions, self._without = self.make(of), True, 0

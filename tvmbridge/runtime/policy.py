@@ -17,6 +17,7 @@ from tvmbridge.core.locks import Lock
 from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.core.turns import compiling
 from tvmbridge.graph_capture.observe.effects import StateBefore
+from tvmbridge.graph_capture.observe.hooks import hooked_submodule
 from tvmbridge.runtime.any_size import AnySize
 from tvmbridge.runtime.background import COMPILING, UnderWayError
 from tvmbridge.runtime.changing_numbers import ChangingNumbers
@@ -36,6 +37,9 @@ _MOST_AT_CALLS = 4
 _MOST_VALUES = 2
 # How often calls may compile because the module has changed, for each reason.
 _MOST_STATES = 8
+# So many calls with hooks of submodules may be those of a tool that prints the shapes of layers,
+# whose parts would be compiled for nothing.
+_CALLS_WITH_HOOKS = 2
 # A number in an attribute that changes so rarely counts as any other change of the module.
 _RARELY = 16
 
@@ -107,6 +111,7 @@ class Policy:
         self.cut = Cut()
         self._failed: _Failed | None = None
         self._retried: set[int] = set()
+        self._calls_with_hooks = 0
         # The number of calls whose code did not fit the changed module, by the reason.
         self._outgrown: Counter[str] = Counter()
         self._counting = Lock()
@@ -355,13 +360,27 @@ class Policy:
         """Serve calls in parts from now on because of an object that no graph can have.
 
         Return whether that is possible, and ``why``, the reason of a fallback, is such an object:
-        an argument of an unknown class that holds tensors, or a sparse tensor or a DTensor of the
-        module.
+        an argument of an unknown class that holds tensors, an array of numpy, a sparse tensor or a
+        DTensor of the module, or hooks of submodules that no graph calls.
         """
-        if why is None or why.kind not in (Kind.UNSEEN, Kind.HELD_UNUSUAL, Kind.DISTRIBUTED):
+        if why is not None and why.kind is Kind.HOOKED:
+            if self._calls_with_hooks < _CALLS_WITH_HOOKS or self.cut.of_regions:
+                return False
+            return self.cut.at_hooks(why.text)
+        objects = (Kind.UNSEEN, Kind.ARRAY, Kind.HELD_UNUSUAL, Kind.DISTRIBUTED)
+        if why is None or why.kind not in objects:
             return False
         tried = why.kind is not Kind.DISTRIBUTED
         return self.cut.at(": ".join(filter(None, (why.text, why.example))), tried=tried)
+
+    def note_fallback(self, why: Reason) -> None:
+        """Note that the module's own forward has served a call, because of ``why``."""
+        self._calls_with_hooks += why.kind is Kind.HOOKED
+
+    def join_if_unhooked(self) -> None:
+        """Serve calls whole again if the hooks are gone because of which they run in parts."""
+        if self.cut.of_hooks and hooked_submodule(self.module) is None:
+            self.cut.end()
 
     def cut_for_any_size(self, why: Reason) -> bool:
         """Serve calls of other sizes in parts from now on; return whether that is possible.
@@ -379,14 +398,15 @@ class Policy:
         of_one_size = branches or any(e.compiled.eager_functions for e in entries)
         return of_one_size and self.cut.at(why.text)
 
-    def serve_any_size(self, spec: Any = None) -> None:
+    def serve_any_size(self, spec: Any = None, guesses: bool = True) -> None:
         """Serve calls of changing sizes by symbolic code.
 
         Args:
             spec: the symbolic dimensions, as torch.export's ``dynamic_shapes``; None: the
                 dimensions whose sizes calls change.
+            guesses: whether symbols may be tried for rows that no call has changed.
         """
-        self.sizes = AnySize(self.compiler, self.kept.retire, spec)
+        self.sizes = AnySize(self.compiler, self.kept.retire, spec, guesses)
 
     def turn_to_any_size(self) -> bool:
         """Serve other sizes by symbolic code from now on; return whether this is a change.

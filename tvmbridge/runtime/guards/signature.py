@@ -8,6 +8,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from tvmbridge.calls.arguments import Arguments
@@ -96,11 +97,14 @@ class Signature:
         return known is None or known.bound(self.num_args, self.keywords) is not None
 
     def untaken(self) -> Reason | None:
-        """Return why nothing can be compiled for the sample, if it shows without a trace."""
+        """Return why no graph can have the sample's arguments, if it shows without a trace."""
         if not self.is_taken:
             return NOT_TAKEN
-        unseen = next(((i, leaf) for i, leaf in self.constants if is_unseen(leaf)), None)
-        return None if unseen is None else self._of(unseen[0], Kind.UNSEEN, shown(unseen[1]))
+        for i, leaf in self.constants:
+            if isinstance(leaf, np.ndarray) or is_unseen(leaf):
+                kind = Kind.ARRAY if isinstance(leaf, np.ndarray) else Kind.UNSEEN
+                return self._of(i, kind, shown(leaf))
+        return None
 
     def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | None:
         """Return the leaves of a call in the sample's call form, as the code reads them.
