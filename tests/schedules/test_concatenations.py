@@ -120,3 +120,27 @@ def test_what_is_read_above_a_concatenation_is_not_repeated() -> None:
     tensors = [torch.randn(4, 32), torch.randn(4, 32)]
     expected = torch.cat([t.double().exp() for t in tensors], 1)
     torch.testing.assert_close(_run(mod, tensors).double(), expected, rtol=1e-6, atol=1e-6)
+
+
+def _long(x: relax.Expr) -> relax.Expr:
+    return op.exp(op.tanh(op.exp(op.tanh(x))))
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis"), [((5, 4), 1), ((8, 64), 1), ((8, 64), 0)], ids=["few", "columns", "rows"]
+)
+def test_long_computations_are_no_single_expressions(shape: tuple[int, int], axis: int) -> None:
+    """TVM's simplifier takes twice as long for each variable that an expression binds."""
+    x = torch.randn(shape)
+    mod = _scheduled(
+        [shape], lambda x: op.tanh(op.concat([_long(x), x, _long(op.negative(x))], axis))
+    )
+    lets: list[tirx.Let] = []
+    for _, func in mod.functions_items():
+        if isinstance(func, tirx.PrimFunc):
+            tvm_ffi.structural_walk(func.body, (tirx.Let, lets.append))
+    assert len(lets) < 40
+    exact = x.double()
+    pieces = [exact.tanh().exp().tanh().exp(), exact, (-exact).tanh().exp().tanh().exp()]
+    expected = torch.cat(pieces, axis).tanh()
+    torch.testing.assert_close(_run(mod, [x]).double(), expected, rtol=1e-6, atol=1e-6)

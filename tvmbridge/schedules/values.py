@@ -32,6 +32,9 @@ Indices = tuple[Expr, ...]
 
 # With more variables in one loop body, a function is not scheduled.
 _LARGEST = 5000
+# TVM's simplifier takes twice as long for each variable that is bound within an expression: 12 s
+# for 29 of them.
+_MANY_LETS = 18
 
 
 class TooLargeError(ValueError):
@@ -141,7 +144,7 @@ class Evaluator:
             return self._chosen(stage, at)
         values: dict[Any, Expr] = dict(at)
         for load in stage.loads:
-            read = self._inline if load.guarded else self.load
+            read = self._guarded if load.guarded else self.load
             values[load.slot] = read(load.buffer, self._indices(load.indices, values))
         for var, value in stage.binds:
             values[var] = self.name(substitute(value, values), var.name)
@@ -149,17 +152,30 @@ class Evaluator:
         return self._decided(value) if stage.guards else value
 
     def _chooses_computations(self, stage: KernelStage) -> bool:
-        """Whether ``stage`` chooses between values of which one is computed, in scalar GPU code.
+        """Whether ``stage`` chooses, in scalar code, between values of which one is computed here.
 
         Each choice is then a statement. TVM's passes take seconds for a choice between expressions
-        that hold the computation, such as the padding of an activation.
+        that hold the computation, such as the padding of an activation; in code for the CPU if
+        the computation is long.
         """
-        if self.lane.count > 1 or self.memory.cells != "local" or stage.binds:
+        if self.lane.count > 1 or stage.binds or not is_if(stage.value):
             return False
-        return is_if(stage.value) and any(
-            load.guarded and not self._lies(load.buffer) and self.kernel.producer(load.buffer)
-            for load in stage.loads
-        )
+        guarded = [load.buffer for load in stage.loads if load.guarded]
+        fewest = 1 if self.memory.cells == "local" else _MANY_LETS
+        return any(self._variables_within(buffer) >= fewest for buffer in guarded)
+
+    def _variables_within(self, buffer: Buffer) -> int:
+        """Return how many variables the computation of an element of ``buffer`` binds."""
+        count, left, seen = 0, [buffer], set[Any]()
+        while left:
+            buffer = left.pop()
+            stage = None if self._lies(buffer) else self.kernel.producer(buffer)
+            if stage is None or buffer in seen:
+                continue
+            seen.add(buffer)
+            count += 1 + len(stage.binds)
+            left += [load.buffer for load in stage.loads]
+        return count
 
     def _chosen(self, stage: KernelStage, at: Mapping[Any, Expr]) -> Expr:
         """Return the element of a stage that chooses between values, by statements."""
@@ -209,7 +225,7 @@ class Evaluator:
                 wanted.append(load)
                 needed = needed.union(*(variables(index) for index in load.indices))
         known = dict(values)
-        read = self._inline if chooses(value) else self.load
+        read = self._guarded if chooses(value) else self.load
         for load in reversed(wanted):
             known[load.slot] = read(load.buffer, self._indices(load.indices, known))
         return known
@@ -321,6 +337,24 @@ class Evaluator:
     def _indices(self, indices: Sequence[Expr], at: Mapping[Any, Expr]) -> Indices:
         return tuple(self.indexer.simplify(substitute(i, dict(at))) for i in indices)
 
+    def _guarded(self, buffer: Buffer, indices: Indices) -> Expr:
+        """Return the value of ``buffer[indices]`` where the indices may be outside of the buffer.
+
+        It is used only if they are inside. A long computation is not guarded, but computes the
+        nearest element of the buffer: as one expression it would keep TVM's simplifier for minutes.
+        """
+        is_empty = any(int(extent) == 0 for extent in buffer.shape)
+        if is_empty or self._variables_within(buffer) < _MANY_LETS:
+            return self._inline(buffer, indices)
+        places = zip(indices, buffer.shape, strict=True)
+        return self.load(buffer, tuple(self._nearest(i, int(n)) for i, n in places))
+
+    def _nearest(self, index: Expr, extent: int) -> Expr:
+        """Return ``index``, or the nearest to it that is in [0, extent)."""
+        if self.indexer.lies_in(index, extent):
+            return index
+        return tirx.Max(integer(0), tirx.Min(index, integer(extent - 1)))
+
     def _inline(self, buffer: Buffer, indices: Indices) -> Expr:
         """Return the value of ``buffer[indices]`` as one expression, without separate statements.
 
@@ -347,6 +381,10 @@ class _Inliner(Evaluator):
         super().__init__(kernel, stored, indexer, memory)
         self.bindings: list[tuple[tirx.Var, Expr]] = []
         self.positions: list[tuple[tirx.Var, Expr]] = []
+
+    def _chooses_computations(self, stage: KernelStage) -> bool:
+        """An expression holds no statements."""
+        return False
 
     def inside(self, index: Expr, extent: int) -> Expr:
         """Return a position for an index that is in [0, extent) wherever it is evaluated.

@@ -190,21 +190,36 @@ def test_a_network_learns_under_autocast(
 ) -> None:
     passes = BACKENDS["cuda"].graph_passes
     monkeypatch.setitem(BACKENDS, "cpu", replace(BACKENDS["cpu"], graph_passes=passes))
-    torch.manual_seed(0)
-    eager, x = _Network().train(), torch.randn(4, 3, 12, 12)
-    exact, ours = copy.deepcopy(eager).double(), copy.deepcopy(eager)
+    ours, x = _Network().train(), torch.randn(4, 3, 12, 12)
     with torch.autocast("cpu", torch.bfloat16):
         add_tvm_dispatch(ours, (x,), options={"only_if_faster": False})
+    # Rounding to bfloat16 is chance: the errors of one sample differ by a third either way.
+    errors = [_errors_under_autocast(ours, seed) for seed in range(5)]
+    for name in errors[0]:
+        found, plain = (sum(each[name][i] ** 2 for each in errors) ** 0.5 for i in range(2))
+        assert found <= 1.2 * plain + 1e-6, name
+    names = " ".join(launch.kernel for called in kernels for launch in called.launches)
+    assert "channel_statistics" in names
+    assert "channel_gradients" in names
+
+
+def _errors_under_autocast(ours: nn.Module, seed: int) -> dict[str, tuple[float, float]]:
+    """Return the errors of what ``ours`` and eager PyTorch learn, by name."""
+    torch.manual_seed(seed)
+    eager, x = _Network().train(), torch.randn(4, 3, 12, 12)
+    exact = copy.deepcopy(eager).double()
+    ours.load_state_dict(eager.state_dict())
+    ours.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
         results = ours(x), eager(x)
     for result in (*results, exact(x.double())):
         result.square().sum().backward()
     found, plain, truth = map(_learned, (ours, eager, exact))
-    for name, value in truth.items():
-        error, least = ((given[name] - value).norm() for given in (found, plain))
-        assert error <= 1.2 * least + 1e-6 * value.norm(), name
-    names = " ".join(launch.kernel for called in kernels for launch in called.launches)
-    assert "channel_statistics" in names
-    assert "channel_gradients" in names
+
+    def error(given: dict[str, torch.Tensor], name: str) -> float:
+        return float((given[name] - truth[name]).norm())
+
+    return {name: (error(found, name), error(plain, name)) for name in truth}
 
 
 def _learned(module: nn.Module) -> dict[str, torch.Tensor]:
