@@ -169,7 +169,11 @@ def _recorded(
     for target, args, kwargs, value in received.calls:
         leaves, structure = pytree.tree_flatten((args, kwargs))
         values = [value] if _is_tensor(value) else value
-        if not isinstance(values, list | tuple) or not all(map(_is_tensor, values)) or not all(map(_has_known_sizes, values)):
+        if (
+            not isinstance(values, list | tuple)
+            or not all(map(_is_tensor, values))
+            or not all(map(_has_known_sizes, values))
+        ):
             return None
         if not (target in _VIEWS or _stays(target, table)) or _ends_in_default(target, args):
             return None
