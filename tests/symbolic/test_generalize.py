@@ -146,15 +146,38 @@ def test_decisions_after_one_that_differs_are_recorded_again() -> None:
     for_all: list[Decision] = []
     for known, expected in ((0, False), (1, True)):
         assert len(for_all) == known
-        recorded: list[list[Decision]] = []
+        recorded: dict[int, list[Decision]] = {}
         for size in (32, 448, 7):
-            with recorded_decisions(followed(recorded, for_all)) as decisions:
+            like = followed(list(recorded.values()), for_all)
+            with recorded_decisions(like) as recorded[size]:
                 decide(size)
-            recorded.append(decisions)
-        for_all, agree = agreed(recorded, known=for_all)
+        for_all, agree = agreed([recorded[n] for n in (32, 448, 7)], known=for_all)
         assert agree is expected
     with repeated_decisions(for_all):
         assert decide(7) == [32, 4]
+
+
+def test_decisions_follow_the_bounds_that_smaller_sizes_show() -> None:
+    def decide(size: int) -> list[object]:
+        return [
+            fitting(lambda n: min(1 << n.bit_length() - 1, 16), size),
+            divides(4, size),
+            divides(4, 4 * size),
+            decided(Rule.ALWAYS, lambda: size > 16),
+        ]
+
+    recorded: dict[int, list[Decision]] = {}
+    made = {}
+    for size in (32, 448, 7, 128):
+        with recorded_decisions(followed(list(recorded.values()))) as recorded[size]:
+            made[size] = decide(size)
+    assert made[128] == [4, False, True, False]
+    sizes = Sizes([(32,), (448,), (128,), (7,)])
+    for_all, agree = agreed([recorded[n] for (n,) in sizes.points], sizes.content)
+    assert agree
+    assert recorded[128] == for_all
+    with repeated_decisions(for_all):
+        assert decide(32) == made[128]
 
 
 def test_a_fact_that_is_true_at_some_sizes_alone_simplifies_nothing() -> None:

@@ -7,28 +7,47 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tvmbridge.core.decisions import OPEN, Decision, Fitting, Rule
+from tvmbridge.core.decisions import NARROWED, OPEN, Decision, Fitting, Rule
 
 
 def followed(
     recorded: Sequence[Sequence[Decision]], known: Sequence[Decision] = ()
 ) -> list[Decision]:
-    """Return the decisions that the earlier recordings already fix for all sizes.
+    """Return what the earlier recordings say of the decisions for all sizes.
 
     The first recording is at common sizes and fixes ``MIDDLE`` decisions. The second is at the
-    largest sizes and fixes ``MOST`` decisions. All others remain open, after the ``known`` ones.
+    largest sizes and fixes ``MOST`` decisions. The third is at the smallest sizes, and shows bounds
+    of the decisions that are ``NARROWED``. All others remain open, after the ``known`` ones.
     """
     found = list(known)
-    common, largest = [*recorded, (), ()][:2]
-    for made, at_most in itertools.islice(itertools.zip_longest(common, largest), len(known), None):
+    common, *others = [*recorded, (), (), ()][:3]
+    rest = itertools.islice(itertools.zip_longest(common, *others), len(known), None)
+    for made, at_most, at_least in rest:
         if made is None:
             break
         if made.rule is Rule.MOST and made.is_like(at_most):
             made = at_most
+        elif made.rule in NARROWED and made.is_like(at_least):
+            made = made.with_value(_bound(made, at_least))
         elif made.rule not in (Rule.MIDDLE, Rule.FACT):
             made = made.with_value(OPEN)
         found.append(made)
     return found
+
+
+def _bound(common: Decision, small: Decision) -> Any:
+    """Return what a decision for all sizes is at most, by those at common and smallest sizes."""
+    if common.rule is Rule.LEAST:
+        return _rounded(min(int(common.value), int(small.value)), int(common.value))
+    return bool(common.value) and bool(small.value)
+
+
+def _rounded(chosen: int, common: int) -> int:
+    """Return ``chosen``; if it differs from ``common``, the power of two at most as large.
+
+    Only a decision that is itself a size may be no power of two.
+    """
+    return chosen if chosen in (0, common) else 1 << chosen.bit_length() - 1
 
 
 def _itself(values: Sequence[int]) -> int:
@@ -93,8 +112,5 @@ def _fitting_all(decisions: Sequence[Fitting], lowest: Callable[[Sequence[int]],
     small = decisions[-1]
     chosen = small.fits(*least) if min(least, default=1) >= 1 else int(small)
     # Extents such as the rest of a table are smaller at larger sizes.
-    chosen = min(chosen, *map(int, decisions))
-    if chosen != int(decisions[0]):
-        # Only a decision that is itself a size may be no power of two; round it down.
-        chosen = 1 << chosen.bit_length() - 1
+    chosen = _rounded(min(chosen, *map(int, decisions)), int(decisions[0]))
     return replace(small, chosen=chosen, samples=samples)

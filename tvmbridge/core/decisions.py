@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from tvmbridge.core.errors import BuildError
@@ -47,15 +47,16 @@ class Rule(enum.Enum):
 OPEN: Any = object()
 
 
+@dataclass(frozen=True, eq=False)
 class _Multiple:
-    """A decision that is true if ``extent`` is a multiple of ``divisor``."""
+    """A decision that is true if ``extent`` is a multiple of ``divisor``, unless ``never``."""
 
-    def __init__(self, extent: int, divisor: int) -> None:
-        self.extent = extent
-        self.divisor = divisor
+    extent: int
+    divisor: int
+    never: bool = False
 
     def __bool__(self) -> bool:
-        return self.extent % self.divisor == 0
+        return not self.never and self.extent % self.divisor == 0
 
     def __eq__(self, other: object) -> bool:
         return bool(self) == bool(other)
@@ -83,6 +84,19 @@ class Fitting:
         return isinstance(other, Fitting) and int(self) == int(other)
 
     __hash__ = None  # type: ignore[assignment]
+
+
+# Rules by which the decision for all sizes is at most that at any sample.
+NARROWED = (Rule.LEAST, Rule.ALWAYS, Rule.DIVIDES)
+
+
+def _narrowed(here: Any, bound: Any) -> Any:
+    """Return the decision ``here``, but at most ``bound``."""
+    if isinstance(here, Fitting):
+        return replace(here, chosen=min(int(here), int(bound)))
+    if isinstance(here, _Multiple):
+        return replace(here, never=not bound)
+    return here and bool(bound)
 
 
 class Decision(NamedTuple):
@@ -132,6 +146,8 @@ class _Recorded:
             self.like.clear()
         if made.value is OPEN:
             made = made.with_value(decide())
+        elif rule in NARROWED:
+            made = made.with_value(_narrowed(decide(), made.value))
         self.decisions.append(made)
         return made.value
 

@@ -33,7 +33,7 @@ from tvmbridge.core.generated import plain_text
 from tvmbridge.core.libraries import register_containers
 from tvmbridge.core.number_inputs import number_inputs, with_tensors
 from tvmbridge.core.structure import children
-from tvmbridge.core.torch_private import inductor_config, pytree
+from tvmbridge.core.torch_private import dynamo_config, inductor_config, pytree
 from tvmbridge.core.turns import compiling
 from tvmbridge.core.types import IntermediateBase, OutputDescriptor, OutputKind, PassRecord
 from tvmbridge.graph_capture.dependence import depends_on_values
@@ -262,7 +262,9 @@ def export_with_symbols(
     nothing or are causal at the sizes of the sample.
     """
     bases = () if stage.observation is None else stage.observation.sharing.bases
-    program, _, masks = _exported(stage, args, kwargs, needs_grad, bases, symbolic)
+    # PyTorch takes longer to find a result with symbols in its cache than to compute it.
+    with dynamo_config().patch(fake_tensor_cache_enabled=False):
+        program, _, masks = _exported(stage, args, kwargs, needs_grad, bases, symbolic)
     return program, masks
 
 

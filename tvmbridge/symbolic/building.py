@@ -145,19 +145,22 @@ def _scheduled(
     for_all: list[Decision] = []
     agree = False
     while not agree:
-        decided: list[list[Decision]] = []
-        found: list[Scheduled] = []
+        # The sizes that decide for others come first: common, largest, smallest.
+        order = [0, 1, len(both) - 1, *range(2, len(both) - 1)]
+        decided: dict[int, list[Decision]] = {}
         results: list[Results] = [{} for _ in both]
-        for (each, bundle), made in zip(both, results, strict=True):
-            with recorded_decisions(followed(decided, for_all), made) as decisions:
-                found.append(run(each, bundle))
-            decided.append(decisions)
+        found: dict[int, Scheduled] = {}
+        for i in order:
+            like = followed(list(decided.values()), for_all)
+            with recorded_decisions(like, results[i]) as decided[i]:
+                found[i] = run(*both[i])
         known = len(for_all)
-        for_all, agree = agreed(decided, sizes.content, for_all, partial(lowest, sizes))
+        recorded = [decided[i] for i in range(len(both))]
+        for_all, agree = agreed(recorded, sizes.content, for_all, partial(lowest, sizes))
         if not agree and len(for_all) == known:
             raise DifferentCodeError("for other sizes other things are decided by them")
     for i, ((each, bundle), made) in enumerate(zip(both, results, strict=True)):
         if decided[i] != for_all:
             with refused_as_different(), repeated_decisions(for_all, made):
                 found[i] = run(each, bundle)
-    return found, for_all
+    return [found[i] for i in range(len(both))], for_all

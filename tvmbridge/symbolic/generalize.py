@@ -82,6 +82,8 @@ class _Merger:
         self._everywhere: dict[tuple[int, ...], int] = {}
         self._here = self._everywhere
         self._symbols: dict[str, int] = {}
+        # The nodes of numbers that differ, by their type, dtype and values, within a function.
+        self._numbers: dict[Any, int] = {}
         self._prefix = SYMBOL
         self._partners: dict[int, tuple[int, ...]] = {}
         self._extents_found = False
@@ -130,17 +132,18 @@ class _Merger:
             return known
         nodes = [graph[i] for graph, i in zip(self._graphs, at, strict=True)]
         kind = nodes[0]["type"]
-        if any(n["type"] != kind for n in nodes):
-            raise DifferentCodeError(f"{sorted({n['type'] for n in nodes})} stand for each other")
+        kinds = {n["type"] for n in nodes}
+        if len(kinds) > 1:
+            raise DifferentCodeError(f"{sorted(kinds)} stand for each other")
         if kind in _VARIABLES:
             self._pair(at)
         if kind in _SCOPES or kind == _GLOBAL:
-            outer = self._here, self._symbols, self._prefix
+            outer = self._here, self._symbols, self._numbers, self._prefix
             # A GlobalVar has its function's type, which changes when the function gets symbols.
-            self._here, self._symbols = {}, {}
+            self._here, self._symbols, self._numbers = {}, {}, {}
             self._prefix = _UNUSED if kind == _GLOBAL else SYMBOL
             number = self._merged(kind, nodes)
-            self._here, self._symbols, self._prefix = outer
+            self._here, self._symbols, self._numbers, self._prefix = outer
         else:
             number = self._merged(kind, nodes)
         (self._everywhere if kind == _GLOBAL else self._here)[at] = number
@@ -152,18 +155,15 @@ class _Merger:
             raise DifferentCodeError("variables are used in another way")
 
     def _merged(self, kind: str, nodes: list[Any]) -> int:
-        if kind == "ir.IntImm":
-            number = self._integer(nodes)
-            if number is not None:
-                return number
-        if kind == "ir.FloatImm":
-            number = self._float(nodes)
+        if kind in ("ir.IntImm", "ir.FloatImm"):
+            number = self._number(kind, nodes)
             if number is not None:
                 return number
         data = [n.get("data") for n in nodes]
         first = data[0]
         if isinstance(first, dict):
-            if any(d.keys() != first.keys() for d in data):
+            keys = first.keys()
+            if any(d.keys() != keys for d in data):
                 raise DifferentCodeError(f"a {kind} has other fields")
             plain = plain_fields(kind)
             named = ["name"] if kind in _VARIABLES else []
@@ -192,10 +192,11 @@ class _Merger:
     def _field(self, name: str, values: list[Any], plain: bool) -> Any:
         if _is_index(values[0]) and not plain:
             return self._merge(tuple(values))
+        first = values[0]
         # NaN differs from itself.
-        if any(v != values[0] and not (v != v and values[0] != values[0]) for v in values):
+        if values.count(first) < len(values) and not all(v != v for v in values):
             raise DifferentCodeError(f"{name} is {values}")
-        return values[0]
+        return first
 
     def _add(self, node: Any) -> int:
         self.nodes.append(node)
@@ -208,28 +209,27 @@ class _Merger:
     def _dtype(self, nodes: list[Any]) -> str:
         return str(self._graphs[0][nodes[0]["data"]["ty"]]["data"]["dtype"])
 
-    def _integer(self, nodes: list[Any]) -> int | None:
+    def _number(self, kind: str, nodes: list[Any]) -> int | None:
         """Add an expression for a number that differs; return its node, or None if it is equal."""
-        values = self._literals(nodes)
-        if len(set(values)) == 1:
-            return None
-        size = self._size(values)
-        if size is None:
-            raise DifferentCodeError(f"a number is {values} at {self._sizes.points}")
-        dtype = self._dtype(nodes)
-        expression = size.expression(self._variables())
-        return self._graft(expression if dtype == "int64" else tirx.Cast(dtype, expression))
-
-    def _float(self, nodes: list[Any]) -> int | None:
-        """Like :meth:`_integer`, for floating-point numbers such as the reciprocal of a count."""
-        values = tuple(n["data"]["value"] for n in nodes)
-        if len({repr(v) for v in values}) == 1:  # NaN is not equal to itself
+        integers = kind == "ir.IntImm"
+        values = self._literals(nodes) if integers else tuple(n["data"]["value"] for n in nodes)
+        if len(set(map(repr, values))) == 1:  # NaN is not equal to itself
             return None
         dtype = self._dtype(nodes)
-        number = float_of_sizes(values, dtype, self._sizes, self._variables())
-        if number is None:
-            raise DifferentCodeError(f"a number is {values} at {self._sizes.points}")
-        return self._graft(number if dtype == "float64" else tirx.Cast(dtype, number))
+        key = kind, dtype, values
+        if key not in self._numbers:
+            number: Any = None
+            if integers:
+                size = self._size(values)
+                number = None if size is None else size.expression(self._variables())
+            else:  # such as the reciprocal of a count
+                number = float_of_sizes(values, dtype, self._sizes, self._variables())
+            if number is None:
+                raise DifferentCodeError(f"a number is {values} at {self._sizes.points}")
+            whole = "int64" if integers else "float64"
+            number = number if dtype == whole else tirx.Cast(dtype, number)
+            self._numbers[key] = self._graft(number)
+        return self._numbers[key]
 
     def _variables(self) -> list[tirx.Var]:
         """Return variables for the symbols; :meth:`_graft` identifies them by name."""

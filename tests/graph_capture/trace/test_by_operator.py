@@ -342,6 +342,23 @@ def test_traces_with_symbols_are_decomposed_alike(
     assert ours == traced()
 
 
+def test_operators_with_symbols_need_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced: list[torch.fx.Graph] = []
+    genuine = operator_traces.traced_without_writes
+
+    def noted(*args: Any) -> Any:
+        traced.append(genuine(*args))
+        return traced[-1]
+
+    monkeypatch.setattr(operator_traces, "traced_without_writes", noted)
+    sample = (torch.randn(12, 34, 8),)
+    program = traced_with_symbols(
+        Stack().eval(), sample, {}, [(0, 0), (0, 1)], needs_grad=False
+    ).program
+    assert len(program.graph.nodes) > 40
+    assert not traced
+
+
 class Masked(nn.Module):
     """Attention whose mask PyTorch reshapes to sizes that are no nodes of the program."""
 

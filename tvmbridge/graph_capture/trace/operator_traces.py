@@ -147,44 +147,53 @@ class _Received(TorchDispatchMode):
 
 
 def _recorded(
-    func: OpOverload, call: Callable[..., Any], tensors: Sequence[torch.Tensor], table: Table
+    func: OpOverload, call: Callable[..., Any], operands: Sequence[Any], table: Table
 ) -> fx.Graph | None:
     """Return the graph of an operator that becomes views and new tensors, without a trace of it.
 
-    PyTorch's own trace takes some milliseconds for each operator. Return None for other operators.
+    PyTorch's own trace takes some milliseconds for each operator. Return None for other operators,
+    and if a call computes a number from sizes.
+
+    Args:
+        operands: fake tensors, and numbers that are symbols.
     """
-    if func._schema.is_mutable or not all(map(_is_static, tensors)):
+    if func._schema.is_mutable or not all(map(_has_known_sizes, operands)):
         return None
     with enable_python_dispatcher(), _Received(table) as received:
-        result = call(*tensors)
-    graph, made = fx.Graph(), {}
-    for number, tensor in enumerate(tensors):
-        made[id(tensor)] = node = graph.placeholder(f"arg{number}_1")
-        node.meta["val"] = tensor
+        result = call(*operands)
+    graph, made = fx.Graph(), dict[Any, fx.Node]()
+    for number, operand in enumerate(operands):
+        node = graph.placeholder(f"arg{number}_1")
+        made.setdefault(_identity(operand), node)
+        node.meta["val"] = operand
     for target, args, kwargs, value in received.calls:
         leaves, structure = pytree.tree_flatten((args, kwargs))
         values = [value] if _is_tensor(value) else value
-        if not isinstance(values, list | tuple) or not all(map(_is_static, values)):
+        if (
+            not isinstance(values, list | tuple)
+            or not all(map(_is_tensor, values))
+            or not all(map(_has_known_sizes, values))
+        ):
             return None
         if not (target in _VIEWS or _stays(target, table)) or _ends_in_default(target, args):
             return None
-        if any(id(leaf) not in made if _is_tensor(leaf) else is_operand(leaf) for leaf in leaves):
+        if any(is_operand(leaf) and _identity(leaf) not in made for leaf in leaves):
             return None
-        here = [made[id(leaf)] if _is_tensor(leaf) else leaf for leaf in leaves]
+        here = [made[_identity(leaf)] if is_operand(leaf) else leaf for leaf in leaves]
         args, kwargs = pytree.tree_unflatten(here, structure)
         node = graph.call_function(target, args, kwargs)
         node.meta["val"] = value
         if _is_tensor(value):
-            made[id(value)] = node
+            made[_identity(value)] = node
             continue
         for number, each in enumerate(values):
-            made[id(each)] = part = graph.call_function(operator.getitem, (node, number))
+            made[_identity(each)] = part = graph.call_function(operator.getitem, (node, number))
             part.meta["val"] = each
     results = pytree.tree_leaves(result)
-    inputs = set(map(id, tensors))
-    if any(id(each) not in made or id(each) in inputs for each in results):
+    inputs = set(map(_identity, operands))
+    if any(_identity(each) not in made or _identity(each) in inputs for each in results):
         return None
-    graph.output(pytree.tree_map(lambda each: made[id(each)], result))
+    graph.output(pytree.tree_map(lambda each: made[_identity(each)], result))
     return graph
 
 
@@ -213,9 +222,15 @@ def _is_tensor(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor)
 
 
-def _is_static(leaf: Any) -> bool:
-    """Whether ``leaf`` is a tensor without symbols in its sizes."""
-    return isinstance(leaf, torch.Tensor) and all(type(n) is int for n in leaf.shape)
+def _identity(leaf: Any) -> Any:
+    """Return what tells operands of a call apart: the tensor, or the expression of a number."""
+    return leaf.node.expr if isinstance(leaf, SYMBOLIC) else id(leaf)
+
+
+def _has_known_sizes(leaf: Any) -> bool:
+    """Whether no size of a tensor, or no number, depends on data."""
+    numbers = leaf.shape if isinstance(leaf, torch.Tensor) else (leaf,)
+    return all(type(n) is int or is_known_number(n) for n in numbers)
 
 
 def is_operand(leaf: Any) -> bool:
