@@ -32,9 +32,6 @@ class Matrix:
     def beside(self, row: Expr, column: Expr, offset: Expr) -> Expr:
         return self.at(row, column + offset)
 
-    def of_panel(self, panel: Expr, width: int, row: Expr, offset: Expr) -> Expr:
-        return self.at(row, panel * integer(width) + offset)
-
     def put(self, value: Expr, row: Expr, column: Expr) -> tirx.Stmt:
         return store(self.buffer, value, *self.batch, row, column)
 
@@ -55,10 +52,6 @@ class Panels:
     def beside(self, row: Expr, column: Expr, offset: Expr) -> Expr:
         width = int(self.buffer.shape[-1])
         panel = (column + integer(width - 1)) // integer(width)
-        return self.of_panel(panel, width, row, offset)
-
-    def of_panel(self, panel: Expr, width: int, row: Expr, offset: Expr) -> Expr:
-        assert width == int(self.buffer.shape[-1])
         return load(self.buffer, panel, row, offset)
 
 
@@ -66,51 +59,52 @@ class Panels:
 class Prefetch:
     """Brings the next panel into the cache while the tiles of a panel are computed, a part in each.
 
-    A panel is as many columns of the right operand as a tile has. Processors prefetch only within a
-    page of memory. On one core of an Intel Xeon with AVX-512 and with weights that no cache holds,
-    products of 128 rows with packed weights took 1.25 to 1.3 times as long without, and products of
-    14 and 32 rows with a matrix 1.2 to 1.6 times.
+    Processors prefetch only within a page of memory. On one core of an Intel Xeon with AVX-512,
+    products of 128 rows with weights that no cache holds took 1.25 to 1.3 times as long without.
 
-    - ``right``: the right operand.
-    - ``width``: the number of columns of a panel.
+    - ``panels``: the right operand.
     - ``panel``: the number of the panel whose tiles are computed.
-    - ``tile``: the number of the tile among those of the panel.
-    - ``tiles``: the number of tiles of a panel.
+    - ``tile``: the number of the tile.
+    - ``tiles``: the number of tiles that a panel takes part in.
     """
 
-    right: Matrix | Panels
-    width: int
+    panels: Panels
     panel: Expr
     tile: Expr
     tiles: int
 
     @property
-    def steps(self) -> int:
-        """The number of steps of a sum between two prefetches."""
-        return max(1, self.tiles // self._lines_of_row)
+    def lines_of_row(self) -> int:
+        return -(-int(self.panels.buffer.shape[-1]) // _LINE)
 
     @property
-    def _lines_of_row(self) -> int:
-        return -(-self.width // _LINE)
+    def steps(self) -> int:
+        """The number of steps of a sum between two lines that are fetched."""
+        return max(1, self.tiles // self.lines_of_row)
 
-    def fetched(self, start: Expr, number: Expr, count: int) -> tirx.Stmt:
-        """Return the statement that fetches lines at one of the steps of a sum.
+    def fetched(self, start: Expr, step: Expr, length: int) -> list[tirx.Stmt]:
+        """Return the statements that fetch lines at a step of a sum.
 
         Args:
-            start: the first row that the sum reads.
-            number: the number of the step among those that prefetch.
-            count: how many steps of the sum prefetch.
+            start: the first row of the panels that the sum takes.
+            step: the number of the step among those that fetch.
+            length: the number of such steps in the sum.
         """
-        lines, at_once = self._lines_of_row, -(-self._lines_of_row // self.tiles)
-        first = (self.tile * integer(count) + number) * integer(at_once)
+        count = -(-self.lines_of_row // self.tiles)
 
         def line(i: Expr) -> list[tirx.Stmt]:
-            row, place = (first + i) // integer(lines), (first + i) % integer(lines)
-            # The last panel's next one is fetched too: a prefetch of any address is without effect.
-            next_panel, offset = self.panel + integer(1), place * integer(_LINE)
-            return [_prefetched(self.right.of_panel(next_panel, self.width, start + row, offset))]
+            number = (self.tile * integer(length) + step) * integer(count) + i
+            row, place = number // integer(self.lines_of_row), number % integer(self.lines_of_row)
+            # A line after the last panel is fetched too: a prefetch never fails.
+            at = load(
+                self.panels.buffer,
+                self.panel + integer(1),
+                start + row,
+                place * integer(_LINE),
+            )
+            return [_prefetched(at)]
 
-        return loop(at_once, line, tirx.ForKind.UNROLLED)
+        return [loop(count, line, tirx.ForKind.UNROLLED)]
 
 
 def _prefetched(element: Expr) -> tirx.Stmt:

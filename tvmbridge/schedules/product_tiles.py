@@ -108,8 +108,7 @@ class Tiles:
     - ``left``: returns the element of the left operand at a row and a depth.
     - ``right``: the right operand.
     - ``height``: the number of rows of a tile; None: the most that registers hold.
-    - ``copies``: whether ``right`` is a matrix in memory: its columns are fetched ahead, and parts
-      with many rows copy those that they read. A matrix that was copied before is in the cache.
+    - ``copies``: whether parts with many rows copy the columns of ``right`` that they read.
     """
 
     def __init__(
@@ -166,11 +165,7 @@ class Tiles:
         return [room, loop(self.depth, line)], tiles
 
     def _prefetch(self, panel: Expr, tile: Expr, tiles: int) -> Prefetch | None:
-        """Return what to fetch during a tile; None if the right operand is in the cache."""
-        if not isinstance(self.right, Panels) and not self.copies:
-            return None
-        assert not isinstance(self.right, Panel)
-        return Prefetch(self.right, self.width, panel, tile, tiles)
+        return Prefetch(self.right, panel, tile, tiles) if isinstance(self.right, Panels) else None
 
     def tile(
         self, row: Expr, column: Expr, write: Write, prefetch: Prefetch | None = None
@@ -232,7 +227,7 @@ class Tiles:
 
         def some(number: Expr) -> list[tirx.Stmt]:
             fetched = prefetch.fetched(start, number, count)
-            return [fetched, added(start + number * integer(every), every)]
+            return [*fetched, added(start + number * integer(every), every)]
 
         last = [added(start + integer(length - rest), rest)] if rest else []
         return [self.shape.cleared(sums), loop(count, some), *last]
