@@ -50,7 +50,7 @@ FUNCTIONS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "parts of one tensor": lambda m, x: (x * m.weight).chunk(2, 1),
     "real and imaginary parts": lambda m, x: ((z := _complex(m, x)).real, z.imag),
 }
-# These parts do not overlap, so they may be dense and have memory of their own.
+# Outputs that do not overlap: compiled code may return dense tensors with memory of their own.
 _APART = ("parts of one tensor", "real and imaginary parts")
 
 

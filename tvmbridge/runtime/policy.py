@@ -37,8 +37,8 @@ _MOST_AT_CALLS = 4
 _MOST_VALUES = 2
 # How often calls may compile because the module has changed, for each reason.
 _MOST_STATES = 8
-# So many calls with hooks of submodules may be those of a tool that prints the shapes of layers,
-# whose parts would be compiled for nothing.
+# A tool that prints the shapes of layers hooks submodules for one or two calls. Parts that are
+# compiled for them would serve no further call.
 _CALLS_WITH_HOOKS = 2
 # A number in an attribute that changes so rarely counts as any other change of the module.
 _RARELY = 16
@@ -363,12 +363,14 @@ class Policy:
         an argument of an unknown class that holds tensors, an array of numpy, a sparse tensor or a
         DTensor of the module, or hooks of submodules that no graph calls.
         """
-        if why is not None and why.kind is Kind.HOOKED:
+        if why is None:
+            return False
+        if why.kind is Kind.HOOKED:
             if self._calls_with_hooks < _CALLS_WITH_HOOKS or self.cut.of_regions:
                 return False
             return self.cut.at_hooks(why.text)
         objects = (Kind.UNSEEN, Kind.ARRAY, Kind.HELD_UNUSUAL, Kind.DISTRIBUTED)
-        if why is None or why.kind not in objects:
+        if why.kind not in objects:
             return False
         tried = why.kind is not Kind.DISTRIBUTED
         return self.cut.at(": ".join(filter(None, (why.text, why.example))), tried=tried)

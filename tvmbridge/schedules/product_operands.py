@@ -64,8 +64,8 @@ class Prefetch:
 
     - ``panels``: the right operand.
     - ``panel``: the number of the panel whose tiles are computed.
-    - ``tile``: the number of the tile.
-    - ``tiles``: the number of tiles that a panel takes part in.
+    - ``tile``: the number of the tile among those of the panel.
+    - ``tiles``: the number of tiles of a panel.
     """
 
     panels: Panels
@@ -74,37 +74,32 @@ class Prefetch:
     tiles: int
 
     @property
-    def lines_of_row(self) -> int:
-        return -(-int(self.panels.buffer.shape[-1]) // _LINE)
+    def steps(self) -> int:
+        """The number of steps of a sum between two prefetches."""
+        return max(1, self.tiles // self._lines_of_row)
 
     @property
-    def steps(self) -> int:
-        """The number of steps of a sum between two lines that are fetched."""
-        return max(1, self.tiles // self.lines_of_row)
+    def _lines_of_row(self) -> int:
+        return -(-int(self.panels.buffer.shape[-1]) // _LINE)
 
-    def fetched(self, start: Expr, step: Expr, length: int) -> list[tirx.Stmt]:
-        """Return the statements that fetch lines at a step of a sum.
+    def fetched(self, start: Expr, number: Expr, count: int) -> tirx.Stmt:
+        """Return the statement that fetches lines at one of the steps of a sum.
 
         Args:
-            start: the first row of the panels that the sum takes.
-            step: the number of the step among those that fetch.
-            length: the number of such steps in the sum.
+            start: the first row that the sum reads.
+            number: the number of the step among those that prefetch.
+            count: how many steps of the sum prefetch.
         """
-        count = -(-self.lines_of_row // self.tiles)
+        lines, at_once = self._lines_of_row, -(-self._lines_of_row // self.tiles)
+        first = (self.tile * integer(count) + number) * integer(at_once)
 
         def line(i: Expr) -> list[tirx.Stmt]:
-            number = (self.tile * integer(length) + step) * integer(count) + i
-            row, place = number // integer(self.lines_of_row), number % integer(self.lines_of_row)
-            # A line after the last panel is fetched too: a prefetch never fails.
-            at = load(
-                self.panels.buffer,
-                self.panel + integer(1),
-                start + row,
-                place * integer(_LINE),
-            )
-            return [_prefetched(at)]
+            row, place = (first + i) // integer(lines), (first + i) % integer(lines)
+            # What follows the last panel is fetched too: a prefetch never fails.
+            indices = self.panel + integer(1), start + row, place * integer(_LINE)
+            return [_prefetched(load(self.panels.buffer, *indices))]
 
-        return [loop(count, line, tirx.ForKind.UNROLLED)]
+        return loop(at_once, line, tirx.ForKind.UNROLLED)
 
 
 def _prefetched(element: Expr) -> tirx.Stmt:

@@ -227,7 +227,7 @@ class Tiles:
 
         def some(number: Expr) -> list[tirx.Stmt]:
             fetched = prefetch.fetched(start, number, count)
-            return [*fetched, added(start + number * integer(every), every)]
+            return [fetched, added(start + number * integer(every), every)]
 
         last = [added(start + integer(length - rest), rest)] if rest else []
         return [self.shape.cleared(sums), loop(count, some), *last]

@@ -144,9 +144,9 @@ def _scheduled(
     both = list(zip(fused, bundles, strict=True))
     for_all: list[Decision] = []
     agree = False
+    # The sizes that decide for others come first: common, largest, smallest.
+    order = [0, 1, len(both) - 1, *range(2, len(both) - 1)]
     while not agree:
-        # The sizes that decide for others come first: common, largest, smallest.
-        order = [0, 1, len(both) - 1, *range(2, len(both) - 1)]
         decided: dict[int, list[Decision]] = {}
         results: list[Results] = [{} for _ in both]
         found: dict[int, Scheduled] = {}

@@ -290,20 +290,26 @@ def test_equal_calls_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(traced) < 20
 
 
-@pytest.mark.parametrize("kind", [Arithmetic, Views])
-def test_operators_that_are_not_decomposed_need_no_trace(
-    kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    traced: list[torch.fx.Graph] = []
+@pytest.fixture
+def traced_graphs(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.Graph]:
+    """Return a list that grows by the graph of each operator that PyTorch's tracer traces."""
+    graphs: list[torch.fx.Graph] = []
     genuine = operator_traces.traced_without_writes
 
     def noted(*args: Any) -> Any:
-        traced.append(genuine(*args))
-        return traced[-1]
+        graphs.append(genuine(*args))
+        return graphs[-1]
 
     monkeypatch.setattr(operator_traces, "traced_without_writes", noted)
+    return graphs
+
+
+@pytest.mark.parametrize("kind", [Arithmetic, Views])
+def test_operators_that_are_not_decomposed_need_no_trace(
+    kind: type[nn.Module], traced_graphs: list[torch.fx.Graph]
+) -> None:
     capture(kind().eval(), torch.rand(4, 4))
-    assert not traced
+    assert not traced_graphs
 
 
 class Sized(nn.Module):
@@ -342,21 +348,13 @@ def test_traces_with_symbols_are_decomposed_alike(
     assert ours == traced()
 
 
-def test_operators_with_symbols_need_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    traced: list[torch.fx.Graph] = []
-    genuine = operator_traces.traced_without_writes
-
-    def noted(*args: Any) -> Any:
-        traced.append(genuine(*args))
-        return traced[-1]
-
-    monkeypatch.setattr(operator_traces, "traced_without_writes", noted)
+def test_operators_with_symbols_need_no_trace(traced_graphs: list[torch.fx.Graph]) -> None:
     sample = (torch.randn(12, 34, 8),)
     program = traced_with_symbols(
         Stack().eval(), sample, {}, [(0, 0), (0, 1)], needs_grad=False
     ).program
     assert len(program.graph.nodes) > 40
-    assert not traced
+    assert not traced_graphs
 
 
 class Masked(nn.Module):

@@ -101,9 +101,10 @@ class Signature:
         if not self.is_taken:
             return NOT_TAKEN
         for i, leaf in self.constants:
-            if isinstance(leaf, np.ndarray) or is_unseen(leaf):
-                kind = Kind.ARRAY if isinstance(leaf, np.ndarray) else Kind.UNSEEN
-                return self._of(i, kind, shown(leaf))
+            if isinstance(leaf, np.ndarray):
+                return self._of(i, Kind.ARRAY, shown(leaf))
+            if is_unseen(leaf):
+                return self._of(i, Kind.UNSEEN, shown(leaf))
         return None
 
     def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | None:
